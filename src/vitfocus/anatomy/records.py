@@ -1,0 +1,194 @@
+"""The records in which every family of vision transformer is described.
+
+A treatment or a reading never asks which family it has before it: it asks a `Block` for its ports, its grid and its
+kind of attention. Families differ by the records that `timm.py`, `transformers.py`, `torchvision.py` and `own.py` fill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, overload
+
+from torch import nn
+
+Layout = Literal["BNC", "BHWC", "BCHW"]
+Size = tuple[int, int]
+
+#: What mixes the tokens of a block. The first five attend from tokens to tokens, so attention can be read and
+#: diversified there; "class" attends from the class token alone; the rest mix without a token-to-token map.
+TOKEN_ATTENTION = frozenset({"global", "window", "grid", "reduced", "pooled"})
+AttentionKind = Literal["global", "window", "grid", "reduced", "pooled", "class", "channel", "outlook", "none"]
+
+#: Where the attention can be seen: at the call of `scaled_dot_product_attention` or softmax inside the module's
+#: forward ("call"), from the input of an `nn.MultiheadAttention` ("multihead"), at the dropout that receives the
+#: finished map ("dropout"), or nowhere (None).
+Reader = Literal["call", "multihead", "dropout"]
+
+
+@dataclass(frozen=True)
+class GridRule:
+    """The token grid as a function of the image size: convolution arithmetic, one step a convolution.
+
+    Each step is (kernel, stride, padding) and floors, or (stride,) and rounds up (a layer that pads what is left over),
+    or (rows, columns), an adaptive pooling to that size.
+
+    >>> GridRule(((16, 16, 0),))((224, 320))
+    (14, 20)
+    >>> GridRule(((7, 4, 3), (2,)))((225, 224))
+    (29, 28)
+    """
+
+    steps: tuple[tuple[int, ...], ...]
+
+    def __call__(self, size: Size) -> Size:
+        height, width = size
+        for step in self.steps:
+            if len(step) == 1:
+                height, width = -(-height // step[0]), -(-width // step[0])
+            elif len(step) == 2:
+                height, width = step
+            else:
+                kernel, stride, padding = step
+                height = (height + 2 * padding - kernel) // stride + 1
+                width = (width + 2 * padding - kernel) // stride + 1
+        return height, width
+
+    def then(self, *steps: tuple[int, ...]) -> GridRule:
+        """The rule followed by further steps."""
+        return GridRule(self.steps + steps)
+
+
+@dataclass(frozen=True, eq=False)
+class Port:
+    """A place where tokens can be changed: the input or the output of a module, or the input of one of its methods.
+
+    `side` is "input", "output" or the name of a method whose first argument is meant; `width` is the number of
+    channels there.
+    """
+
+    module: nn.Module
+    side: str
+    layout: Layout
+    width: int
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """One block of a vision transformer: where it is, what it works on, and handles to its parts.
+
+    `ports` maps "pool" (where Token-aware Average Pooling goes: before the norm before attention, so that the shortcut
+    keeps the original) and "mlp.front", "mlp.mid", "mlp.end", "attention.front", "attention.mid", "attention.end" to
+    places; one that the family does not offer is absent. `host` holds what a treatment adds, under a name ending in
+    `suffix`. `window` is the grid inside which attention runs where it is windowed.
+    """
+
+    name: str
+    depth: int
+    stage: int
+    width: int
+    layout: Layout
+    prefix_tokens: int
+    class_token: bool
+    host: nn.Module
+    mlp: nn.Module | None
+    attention: nn.Module | None
+    norm: nn.Module | None
+    attention_kind: AttentionKind
+    reader: Reader | None
+    ports: Mapping[str, Port]
+    grid_rule: GridRule
+    build_size: Size
+    query_rule: GridRule | None = None
+    key_rule: GridRule | None = None
+    window: Size | None = None
+    suffix: str = ""
+
+    @overload
+    def grid(self) -> Size: ...
+    @overload
+    def grid(self, size: int | Sequence[int]) -> Size: ...
+    @overload
+    def grid(self, size: int, width: int) -> Size: ...
+    def grid(self, size: int | Sequence[int] | None = None, width: int | None = None) -> Size:
+        """Rows and columns of the token grid for an image of that height and width (default: the build size).
+
+        >>> import timm, vitfocus as vf
+        >>> block = vf.anatomy(timm.create_model("vit_tiny_patch16_224", depth=1))[0]
+        >>> block.grid(), block.grid((448, 320)), block.grid(64)
+        ((14, 14), (28, 20), (4, 4))
+        """
+        return self.grid_rule(_as_size(size, width, self.build_size))
+
+    def attention_grids(self, size: int | Sequence[int] | None = None) -> tuple[Size, Size]:
+        """The grids of queries and of keys inside one attention map.
+
+        They are the block's own grid, or the window's where attention is windowed; the keys' is coarser where attention
+        reduces them (PVT, SegFormer), and the queries' where it pools them (MViT).
+        """
+        if self.window is not None:
+            return self.window, self.window
+        size = _as_size(size, None, self.build_size)
+        return (self.query_rule or self.grid_rule)(size), (self.key_rule or self.grid_rule)(size)
+
+    @property
+    def mixes_tokens_by_attention(self) -> bool:
+        """Whether every token attends to other tokens here, so that a token-to-token map exists."""
+        return self.attention_kind in TOKEN_ATTENTION
+
+    def __repr__(self) -> str:
+        rows, columns = self.grid()
+        parts = f"{self.name}, depth={self.depth}, stage={self.stage}, width={self.width}, grid={rows}x{columns}"
+        return f"Block({parts}, prefix_tokens={self.prefix_tokens}, {self.layout}, {self.attention_kind})"
+
+
+@dataclass(frozen=True, eq=False)
+class Anatomy(Sequence[Block]):
+    """A model's blocks in order of depth, and what its images must look like.
+
+    `stem` is the module that meets the image first; `root` the module the blocks' names are counted from. `mean` and
+    `std` normalise images as the model expects them. `encoder` and `text` matter for vision-language models: the module
+    that is given the padding mask, and the one that embeds the text.
+    """
+
+    family: str
+    root: nn.Module
+    stem: nn.Module
+    blocks: tuple[Block, ...]
+    build_size: Size
+    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
+    std: tuple[float, ...] = (0.229, 0.224, 0.225)
+    encoder: nn.Module | None = None
+    text: nn.Module | None = None
+    notes: tuple[str, ...] = field(default=())
+
+    @overload
+    def __getitem__(self, index: int) -> Block: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Block]: ...
+    def __getitem__(self, index: int | slice) -> Block | Sequence[Block]:
+        return self.blocks[index]
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def __iter__(self) -> Iterator[Block]:
+        return iter(self.blocks)
+
+    @property
+    def trunk(self) -> tuple[Block, ...]:
+        """The blocks that treat all tokens: every block but those of class attention."""
+        return tuple(block for block in self.blocks if block.attention_kind != "class")
+
+    def __repr__(self) -> str:
+        lines = [f"Anatomy of {type(self.root).__name__} ({self.family}), {len(self.blocks)} blocks:"]
+        return "\n  ".join(lines + [repr(block) for block in self.blocks])
+
+
+def _as_size(size: int | Sequence[int] | None, width: int | None, default: Size) -> Size:
+    if size is None:
+        return default
+    if isinstance(size, int):
+        return (size, size if width is None else width)
+    height, width_ = size
+    return (int(height), int(width_))

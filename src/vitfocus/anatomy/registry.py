@@ -1,0 +1,117 @@
+"""Which families there are, how a model is matched to one, and what is said when none fits."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from vitfocus.anatomy.records import Anatomy
+from vitfocus.errors import VitfocusError, nearest
+
+_LIBRARIES = ("timm", "transformers", "torchvision", "own")
+_FAMILIES: dict[str, Family] = {}
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family: the classes it is recognised by, and the function that dissects a model of it.
+
+    `example` names a model of the family and `options` shrink it, for the support table and the tests.
+    """
+
+    name: str
+    library: str
+    classes: tuple[str, ...]
+    dissect: Callable[[Any], Anatomy]
+    example: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def register(family: Family) -> None:
+    """Add a family under each of its classes' full names."""
+    for name in family.classes:
+        _FAMILIES[name] = family
+
+
+def families() -> list[Family]:
+    """Every family, in the order of the libraries."""
+    for library in _LIBRARIES:
+        importlib.import_module(f"vitfocus.anatomy.{library}")
+    return list({id(family): family for family in _FAMILIES.values()}.values())
+
+
+def family_of(module: nn.Module) -> Family | None:
+    """The family a module itself belongs to, by its class or a class it derives from."""
+    for cls in type(module).__mro__:
+        library = cls.__module__.partition(".")[0]
+        library = "own" if library == "vitfocus" else library
+        if library in _LIBRARIES:
+            importlib.import_module(f"vitfocus.anatomy.{library}")
+            if family := _FAMILIES.get(f"{cls.__module__}.{cls.__qualname__}"):
+                return family
+    return None
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The module inside `torch.compile`, DataParallel or DistributedDataParallel."""
+    for attribute in ("_orig_mod", "module"):
+        inner = model._modules.get(attribute)
+        if inner is not None and len(model._modules) == 1:
+            return unwrap(inner)
+    return model
+
+
+def anatomy(model: nn.Module) -> Anatomy:
+    """The blocks of a vision transformer in order of depth, with handles to their parts.
+
+    A model that contains exactly one vision transformer (a segmenter, a detector, a Hugging Face task model) is
+    dissected there, with names counted from the outermost module.
+
+    >>> import timm
+    >>> blocks = anatomy(timm.create_model("pit_ti_distilled_224"))
+    >>> blocks[0].name, blocks[0].prefix_tokens, blocks[-1].stage, blocks[-1].grid((224, 320))
+    ('transformers.0.blocks.0', 2, 2, (7, 10))
+    """
+    model = unwrap(model)
+    found = list(_outermost(model, ""))
+    if not found:
+        raise VitfocusError(_unknown(model))
+    if len(found) > 1:
+        names = ", ".join(f"{name} ({type(module).__name__})" for name, module, _ in found)
+        raise VitfocusError(
+            f"{type(model).__name__} contains {len(found)} vision transformers: {names}; pass the one you mean."
+        )
+    prefix, module, family = found[0]
+    result = family.dissect(module)
+    if not result.blocks:
+        raise VitfocusError(f"{type(module).__name__} looks like {family.name}, but no block was found in it.")
+    if prefix:
+        result = replace(result, blocks=tuple(replace(b, name=f"{prefix}.{b.name}") for b in result.blocks))
+    return result
+
+
+def _outermost(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module, Family]]:
+    if family := family_of(module):
+        yield name, module, family
+        return
+    for child_name, child in module.named_children():
+        yield from _outermost(child, f"{name}.{child_name}" if name else child_name)
+
+
+def _unknown(model: nn.Module) -> str:
+    known = {name.rpartition(".")[2]: family for name, family in _FAMILIES.items()} if families() else {}
+    hint = nearest(type(model).__name__, known)
+    if hint.startswith("did you mean"):
+        close = hint.split("'")[1]
+        hint = f"the nearest supported family is {known[close].name} ({known[close].library}'s {close})."
+    else:
+        names = sorted({f"{family.library}: {family.name}" for family in known.values()})
+        hint = f"the supported families are {', '.join(names)}."
+    return (
+        f"{type(model).__name__} is not a vision transformer that vitfocus knows: no module of a known class was found "
+        f"in it; {hint}"
+    )

@@ -1,0 +1,334 @@
+"""timm's families, one small function each."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torch import nn
+
+from vitfocus.anatomy.build import Plan, Trunk, conv_step, pair
+from vitfocus.anatomy.records import Anatomy, AttentionKind, GridRule, Size
+from vitfocus.anatomy.registry import Family, register
+
+PRE_NORM = Plan()
+POST_NORM = Plan(pool="attn<", attention_places=("attn<", "attn.proj<", "attn>"))
+CLASS_ATTENTION = Plan(pool=None, kind="class")
+
+
+def _stem(model: Any) -> Any:
+    return model.patch_embed if hasattr(model, "patch_embed") else model.stem
+
+
+def _build_size(model: Any) -> Size:
+    cfg = getattr(model, "pretrained_cfg", None) or {}
+    size = getattr(_stem(model), "img_size", None) or cfg.get("input_size", (3, 224, 224))[-2:]
+    return pair(size)
+
+
+def _anatomy(model: Any, family: str, trunk: Trunk) -> Anatomy:
+    cfg = getattr(model, "pretrained_cfg", None) or {}
+    normal: dict[str, Any] = {key: tuple(cfg[key]) for key in ("mean", "std") if cfg.get(key)}
+    return Anatomy(family, model, _stem(model), tuple(trunk.blocks), trunk.build_size, **normal)
+
+
+def _patch_rule(model: Any) -> GridRule:
+    """The grid of a timm `PatchEmbed` or `HybridEmbed`."""
+    stem = _stem(model)
+    ratio = int(stem.feat_ratio()) if hasattr(stem, "feat_ratio") else pair(stem.patch_size)[0]
+    rounds_up = getattr(stem, "dynamic_img_pad", False) or hasattr(stem, "backbone")
+    return GridRule(((ratio,),) if rounds_up else ((ratio, ratio, 0),))
+
+
+def _columnar(model: Any, family: str, plans: dict[str, Plan]) -> Anatomy:
+    """Families with one list of equal blocks: ViT, BEiT, EVA, CaiT's trunk, the mixers."""
+    prefix = int(getattr(model, "num_prefix_tokens", 0))
+    tokens = {"prefix_tokens": prefix, "class_token": prefix > 0 and getattr(model, "cls_token", None) is not None}
+    rule, trunk = _patch_rule(model), Trunk(_build_size(model))
+    for index, host in enumerate(model.blocks):
+        if type(host).__name__ == "ParallelThingsBlock":
+            for branch in range(len(host.attns)):
+                suffix = f"_{branch}" if branch else ""
+                name = f"blocks.{index}.attns.{branch}"
+                trunk.add(host, _parallel_branch(branch), name, rule, suffix=suffix, **tokens)
+        else:
+            trunk.add(host, _plan_for(host, plans), f"blocks.{index}", rule, **tokens)
+    return _anatomy(model, family, trunk)
+
+
+def _plan_for(host: nn.Module, plans: dict[str, Plan]) -> Plan:
+    for cls in type(host).__mro__:
+        if cls.__name__ in plans:
+            return plans[cls.__name__]
+    return plans[""]
+
+
+def _parallel_branch(branch: int) -> Plan:
+    attention, mlp = f"attns.{branch}", f"ffns.{branch}"
+    return Plan(
+        norm=f"{attention}.norm",
+        attention=f"{attention}.attn",
+        mlp=f"{mlp}.mlp",
+        pool=f"{attention}.norm<",
+        attention_places=(f"{attention}.norm>", f"{attention}.attn.proj<", f"{attention}.attn>"),
+        mlp_places=(f"{mlp}.mlp<", f"{mlp}.mlp.fc2<", f"{mlp}.mlp>"),
+    )
+
+
+#: One projection serves attention and MLP, so neither has an input of its own to pool or to mix.
+PARALLEL_SCALING = Plan(
+    norm="in_norm",
+    attention=".",
+    mlp=None,
+    pool=None,
+    attention_places=(None, "attn_out_proj<", "attn_out_proj>"),
+    mlp_places=(None, "mlp_out_proj<", "mlp_out_proj>"),
+)
+
+
+def _vision_transformer(model: Any) -> Anatomy:
+    plans = {"ResPostBlock": POST_NORM, "": PRE_NORM}
+    plans |= dict.fromkeys(("ParallelScalingBlock", "DiffParallelScalingBlock"), PARALLEL_SCALING)
+    return _columnar(model, "vision_transformer", plans)
+
+
+def _relpos(model: Any) -> Anatomy:
+    return _columnar(model, "vision_transformer_relpos", {"ResPostRelPosBlock": POST_NORM, "": PRE_NORM})
+
+
+def _beit(model: Any) -> Anatomy:
+    return _columnar(model, "beit", {"": PRE_NORM})
+
+
+def _eva(model: Any) -> Anatomy:
+    return _columnar(model, "eva", {"EvaBlockPostNorm": POST_NORM, "": PRE_NORM})
+
+
+def _mlp_mixer(model: Any) -> Anatomy:
+    mixer = Plan(
+        attention=None,
+        mlp="mlp_channels",
+        pool=None,
+        attention_places=(None, None, None),
+        mlp_places=("mlp_channels<", "mlp_channels.fc2<", "mlp_channels>"),
+        kind="none",
+        reader=None,
+    )
+    return _columnar(model, "mlp_mixer", {"": mixer, "SpatialGatingBlock": dataclasses.replace(mixer, norm="norm")})
+
+
+def _swin(model: Any, family: str, plan: Plan) -> Anatomy:
+    rule, trunk = _patch_rule(model), Trunk(_build_size(model))
+    for stage, layer in enumerate(model.layers):
+        if "downsample" in dict(layer.named_children()) and not isinstance(layer.downsample, nn.Identity):
+            rule = rule.then((2,))
+        for index, host in enumerate(layer.blocks):
+            trunk.add(host, plan, f"layers.{stage}.blocks.{index}", rule, stage, window=pair(host.window_size))
+    return _anatomy(model, family, trunk)
+
+
+def _swin_v1(model: Any) -> Anatomy:
+    # The attention module sees windows, so what touches all tokens sits around it: norm1 before, drop_path1 behind.
+    plan = Plan(
+        attention_places=("norm1>", None, "drop_path1<"),
+        mlp_places=("mlp< BNC", "mlp.fc2< BNC", "mlp> BNC"),
+        layout="BHWC",
+        kind="window",
+    )
+    return _swin(model, "swin_transformer", plan)
+
+
+def _swin_v2(model: Any) -> Anatomy:
+    # The norm follows attention, and no module stands before the windows are cut: the method that cuts them does.
+    plan = Plan(
+        pool="_attn()",
+        attention_places=("_attn()", None, "norm1<"),
+        mlp_places=("mlp< BNC", "mlp.fc2< BNC", "mlp> BNC"),
+        layout="BHWC",
+        kind="window",
+    )
+    return _swin(model, "swin_transformer_v2", plan)
+
+
+def _pit(model: Any) -> Anatomy:
+    rule, trunk = GridRule((conv_step(model.patch_embed.conv),)), Trunk(_build_size(model))
+    tokens = {"prefix_tokens": int(model.cls_token.shape[1]), "class_token": True}
+    for stage, transformer in enumerate(model.transformers):
+        if transformer.pool is not None:
+            rule = rule.then(conv_step(transformer.pool.conv))
+        for index, host in enumerate(transformer.blocks):
+            trunk.add(host, PRE_NORM, f"transformers.{stage}.blocks.{index}", rule, stage, **tokens)
+    return _anatomy(model, "pit", trunk)
+
+
+def _pvt_v2(model: Any) -> Anatomy:
+    rule, trunk = GridRule((conv_step(model.patch_embed.proj),)), Trunk(_build_size(model))
+    for stage, layer in enumerate(model.stages):
+        if layer.downsample is not None:
+            rule = rule.then(conv_step(layer.downsample.proj))
+        for index, host in enumerate(layer.blocks):
+            keys = rule
+            if host.attn.pool is not None:
+                keys = rule.then(pair(host.attn.pool.output_size))
+            elif host.attn.sr is not None:
+                keys = rule.then(conv_step(host.attn.sr))
+            plan = PRE_NORM if keys is rule else Plan(kind="reduced")
+            trunk.add(host, plan, f"stages.{stage}.blocks.{index}", rule, stage, key_rule=keys)
+    return _anatomy(model, "pvt_v2", trunk)
+
+
+def _convit(model: Any) -> Anatomy:
+    # The gated layers mix two softmaxes; the finished map is what their dropout receives.
+    gated = Plan(reader="dropout")
+    rule, trunk = _patch_rule(model), Trunk(_build_size(model))
+    for index, host in enumerate(model.blocks):
+        with_class = index >= model.local_up_to_layer
+        plan = gated if hasattr(host.attn, "gating_param") else PRE_NORM
+        trunk.add(host, plan, f"blocks.{index}", rule, prefix_tokens=int(with_class), class_token=with_class)
+    return _anatomy(model, "convit", trunk)
+
+
+def _add_class_blocks(trunk: Trunk, hosts: Any, name: str, rule: GridRule, stage: int = 0) -> None:
+    for index, host in enumerate(hosts):
+        trunk.add(host, CLASS_ATTENTION, f"{name}.{index}", rule, stage, prefix_tokens=1, class_token=True)
+
+
+def _cait(model: Any) -> Anatomy:
+    rule, trunk = _patch_rule(model), Trunk(_build_size(model))
+    for index, host in enumerate(model.blocks):
+        trunk.add(host, PRE_NORM, f"blocks.{index}", rule)
+    _add_class_blocks(trunk, model.blocks_token_only, "blocks_token_only", rule)
+    return _anatomy(model, "cait", trunk)
+
+
+def _xcit(model: Any) -> Anatomy:
+    rule = GridRule(tuple(conv_step(m) for m in model.patch_embed.modules() if isinstance(m, nn.Conv2d)))
+    trunk = Trunk(_build_size(model))
+    for index, host in enumerate(model.blocks):
+        trunk.add(host, Plan(kind="channel"), f"blocks.{index}", rule)
+    _add_class_blocks(trunk, model.cls_attn_blocks, "cls_attn_blocks", rule)
+    return _anatomy(model, "xcit", trunk)
+
+
+def _mvitv2(model: Any) -> Anatomy:
+    rule, trunk = GridRule((conv_step(model.patch_embed.proj),)), Trunk(_build_size(model))
+    prefix = int(model.cls_token is not None)
+    for stage, layer in enumerate(model.stages):
+        for index, host in enumerate(layer.blocks):
+            queries = rule.then(_pool_step(host.attn.pool_q)) if host.attn.pool_q is not None else rule
+            keys = rule.then(_pool_step(host.attn.pool_k)) if host.attn.pool_k is not None else rule
+            # Where the width grows, the shortcut is projected from norm1's output: pooling before norm1 would reach it.
+            grows = host.shortcut_proj_attn is not None
+            plan = Plan(kind="pooled", pool=None if grows else "norm1<")
+            grids = {"query_rule": queries, "key_rule": keys}
+            name = f"stages.{stage}.blocks.{index}"
+            trunk.add(host, plan, name, rule, stage, prefix_tokens=prefix, class_token=bool(prefix), **grids)
+            rule = queries
+    return _anatomy(model, "mvitv2", trunk)
+
+
+def _pool_step(pool: Any) -> tuple[int, int, int]:
+    if isinstance(pool, nn.Conv2d):
+        return conv_step(pool)
+    return pair(pool.kernel_size)[0], pair(pool.stride)[0], pair(pool.padding)[0]
+
+
+def _davit(model: Any) -> Anatomy:
+    window = Plan(
+        attention_places=("norm1>", None, "drop_path1<"),
+        mlp_places=("mlp<", "mlp.fc2<", "mlp>"),
+        kind="window",
+    )
+    channel = Plan(pool=None, kind="channel")
+    rule, trunk = GridRule(((model.stem.stride[0],),)), Trunk(_build_size(model))
+    for stage, layer in enumerate(model.stages):
+        if isinstance(getattr(layer.downsample, "conv", None), nn.Conv2d):
+            step = conv_step(layer.downsample.conv)
+            rule = rule.then((step[1],) if layer.downsample.even_k else step)
+        for outer, pair_of_blocks in enumerate(layer.blocks):
+            for inner, host in pair_of_blocks.named_children():
+                windowed = type(host).__name__ == "SpatialBlock"
+                size = pair(host.window_size) if windowed else None
+                name = f"stages.{stage}.blocks.{outer}.{inner}"
+                trunk.add(host, window if windowed else channel, name, rule, stage, window=size)
+    return _anatomy(model, "davit", trunk)
+
+
+def _maxxvit(model: Any) -> Anatomy:
+    partition = Plan(attention_places=("norm1>", None, "ls1<"), layout="BHWC")
+    parallel = dataclasses.replace(partition, attention="attn_block")
+    full = Plan(layout="BCHW", attention_places=("norm1>", "attn.proj<", "attn>"))
+    plans = {
+        "PartitionAttentionCl": partition,
+        "PartitionAttention2d": dataclasses.replace(partition, layout="BCHW"),
+        "ParallelPartitionAttention": parallel,
+        "TransformerBlock2d": full,
+    }
+    # The stem and each stage halve the grid; the convolutions pad so that it rounds up.
+    trunk = Trunk(_build_size(model))
+    rule = GridRule(((model.stem.stride,),))
+    for stage, layer in enumerate(model.stages):
+        before, rule = rule, rule.then((2,))
+        for name, host in layer.named_modules():
+            plan = plans.get(type(host).__name__)
+            if plan is None:
+                continue
+            partition_size = getattr(host, "partition_size", None)
+            is_grid = partition_size is not None and not getattr(host, "partition_block", True)
+            kind: AttentionKind = "global" if partition_size is None else "grid" if is_grid else "window"
+            # A block that halves the grid itself receives the finer one.
+            shrinks = plan is full and type(getattr(host.norm1, "down", None)).__name__ == "Downsample2d"
+            trunk.add(
+                host,
+                dataclasses.replace(plan, kind=kind),
+                f"stages.{stage}.{name}",
+                before if shrinks else rule,
+                stage,
+                query_rule=rule,
+                key_rule=rule,
+                window=None if partition_size is None else pair(partition_size),
+            )
+    return _anatomy(model, "maxxvit", trunk)
+
+
+def _volo(model: Any) -> Anatomy:
+    trunk = Trunk(_build_size(model))
+    rule = GridRule(tuple(conv_step(m) for m in model.patch_embed.modules() if isinstance(m, nn.Conv2d)))
+    plan = Plan(layout="BHWC")
+    outlook = Plan(layout="BHWC", kind="outlook", pool=None, reader=None)
+    stage = 0
+    for outer, part in enumerate(model.network):
+        if isinstance(part, nn.Sequential):
+            for inner, host in enumerate(part):
+                kind = outlook if type(host).__name__ == "Outlooker" else plan
+                trunk.add(host, kind, f"network.{outer}.{inner}", rule, stage)
+        else:
+            rule, stage = rule.then(conv_step(part.proj)), stage + 1
+    _add_class_blocks(trunk, model.post_network or [], "post_network", rule, stage)
+    return _anatomy(model, "volo", trunk)
+
+
+def _register_all() -> None:
+    for names, dissect, example, options in (
+        ("vision_transformer.VisionTransformer", _vision_transformer, "vit_tiny_patch16_224", {"depth": 2}),
+        ("vision_transformer_relpos.VisionTransformerRelPos", _relpos, "vit_relpos_small_patch16_224", {"depth": 2}),
+        ("beit.Beit", _beit, "beit_base_patch16_224", {"depth": 2}),
+        ("eva.Eva", _eva, "eva02_tiny_patch14_224", {"depth": 2}),
+        ("swin_transformer.SwinTransformer", _swin_v1, "swin_tiny_patch4_window7_224", {"depths": (2, 2)}),
+        ("swin_transformer_v2.SwinTransformerV2", _swin_v2, "swinv2_tiny_window8_256", {"depths": (2, 2)}),
+        ("pit.PoolingVisionTransformer", _pit, "pit_ti_224", {}),
+        ("pvt_v2.PyramidVisionTransformerV2", _pvt_v2, "pvt_v2_b0", {}),
+        ("mlp_mixer.MlpMixer", _mlp_mixer, "mixer_s32_224", {}),
+        ("convit.ConVit", _convit, "convit_tiny", {}),
+        ("cait.Cait", _cait, "cait_xxs24_224", {"depth": 2}),
+        ("xcit.Xcit", _xcit, "xcit_nano_12_p16_224", {"depth": 2}),
+        ("mvitv2.MultiScaleVit", _mvitv2, "mvitv2_tiny", {}),
+        ("davit.DaVit", _davit, "davit_tiny", {"depths": (1, 1, 1, 1)}),
+        ("maxxvit.MaxxVit", _maxxvit, "maxvit_rmlp_pico_rw_256", {}),
+        ("volo.VOLO", _volo, "volo_d1_224", {}),
+    ):
+        module = names.split(".")[0]
+        register(Family(module, "timm", (f"timm.models.{names}",), dissect, example, options))
+
+
+_register_all()

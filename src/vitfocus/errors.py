@@ -1,0 +1,28 @@
+"""Errors written for the person who meets them: what was given, what was expected, the nearest thing that exists."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class VitfocusError(ValueError):
+    """Anything a user can mend: the message is one sentence that says how.
+
+    >>> raise VitfocusError("No such corruption.")
+    Traceback (most recent call last):
+    vitfocus.errors.VitfocusError: No such corruption.
+    """
+
+
+def nearest(given: str, choices: Iterable[str]) -> str:
+    """End a sentence with the closest valid choice, or with all of them where none is close.
+
+    >>> nearest("gausian_noise", ["gaussian_noise", "shot_noise"])
+    "did you mean 'gaussian_noise'?"
+    >>> nearest("zebra", ["cb", "tap"])
+    'expected one of: cb, tap.'
+    """
+    known = sorted(choices)
+    close = difflib.get_close_matches(given, known, n=1, cutoff=0.55)
+    return f"did you mean {close[0]!r}?" if close else f"expected one of: {', '.join(known)}."
