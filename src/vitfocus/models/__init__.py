@@ -1,0 +1,13 @@
+"""The architectures that timm lacks, registered with timm: FAN, RVT, PVT v1 and LocalViT.
+
+After `import vitfocus.models`, `timm.create_model("fan_tiny_12_p16_224")` works, and any other size can be built from
+the classes. Modules carry the published tensor names, so `load_published` fills them from the authors' checkpoints.
+"""
+
+from .fan import FAN
+from .localvit import LocalViT
+from .published import Loaded, checkpoint_filter_fn, load_published
+from .pvt import PVT
+from .rvt import RVT
+
+__all__ = ["FAN", "PVT", "RVT", "Loaded", "LocalViT", "checkpoint_filter_fn", "load_published"]

@@ -1,0 +1,338 @@
+"""FAN: Fully Attentional Network (Zhou et al., *Understanding the Robustness in Vision Transformers*, ICML 2022).
+
+https://arxiv.org/abs/2204.12451. Written from the paper's equations and the published tensor names; NVIDIA's code,
+which is under a non-commercial licence, was neither copied nor read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from timm.layers import DropPath, to_2tuple, trunc_normal_
+from timm.models import register_model
+from timm.models.convnext import ConvNeXtStage
+from timm.models.xcit import ClassAttentionBlock, PositionalEncodingFourier
+from torch import Tensor, nn
+
+from ..errors import VitfocusError
+from .base import Attention, Backbone, Grid, Size, heads_divide, to_map, to_tokens
+from .registry import build, imagenet_cfgs
+from .stems import ConvStem, HybridStem
+
+__all__ = ["FAN"]
+
+
+class DepthwisePair(nn.Module):
+    """Depthwise 3×3 → GELU → BatchNorm → depthwise 3×3 on a B, C, H, W map."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(dim, dim, 3, padding=1, groups=dim)
+        self.act = nn.GELU()
+        self.bn = nn.BatchNorm2d(dim)
+        self.conv2 = nn.Conv2d(dim, dim, 3, padding=1, groups=dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Mix each channel's neighbourhood."""
+        return self.conv2(self.bn(self.act(self.conv1(x))))
+
+
+class ConvMlp(nn.Module):
+    """fc2(h + gamma · DW(h)) with h = fc1(x): the only nonlinearity is the one inside DW, as published."""
+
+    def __init__(self, dim: int, hidden: int, drop: float = 0.0) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(dim, hidden)
+        self.dwconv = DepthwisePair(hidden)
+        self.gamma = nn.Parameter(torch.ones(hidden))
+        self.fc2 = nn.Linear(hidden, dim)
+        self.drop = nn.Dropout(drop)
+
+    def forward(self, x: Tensor, grid: Grid) -> Tensor:
+        """Process tokens, B, N, C → B, N, C."""
+        x = self.fc1(x)
+        x = x + self.gamma * to_tokens(self.dwconv(to_map(x, grid)))
+        return self.drop(self.fc2(self.drop(x)))
+
+
+class ChannelProcessing(nn.Module):
+    """FAN's channel attention: one gate per channel, from the token-softmax of q and of x itself, over an MLP's output.
+
+    With σ_N the softmax over tokens, and per head: gate = τ · sigmoid(σ_N(q)ᵀ mean_channels(σ_N(x))),
+    output = gate ⊙ LN(MLP(x)).
+    """
+
+    def __init__(self, dim: int, num_heads: int, hidden: int, qkv_bias: bool, drop: float, norm_layer: Any) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.head_dim = heads_divide(dim, num_heads)
+        self.temperature = nn.Parameter(torch.ones(num_heads, 1, 1))
+        self.q = nn.Linear(dim, dim, bias=qkv_bias)
+        self.mlp_v = ConvMlp(dim, hidden, drop)
+        self.norm_v = norm_layer(dim)
+
+    def forward(self, x: Tensor, grid: Grid) -> Tensor:
+        """Gate the MLP's channels, B, N, C → B, N, C."""
+        heads = (self.num_heads, self.head_dim)
+        query = self.q(x).softmax(dim=1).unflatten(-1, heads).permute(0, 2, 3, 1)
+        key = x.softmax(dim=1).unflatten(-1, heads).mean(dim=-1).transpose(1, 2).unsqueeze(-1)
+        gate = (query @ key).sigmoid() * self.temperature
+        return gate.reshape(x.shape[0], 1, -1) * self.norm_v(self.mlp_v(x, grid))
+
+
+class FANBlock(nn.Module):
+    """Token mixing, then channel processing, both pre-norm with a per-channel scale; no prefix tokens."""
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        mlp_ratio: float,
+        qkv_bias: bool,
+        proj_drop: float,
+        attn_drop: float,
+        drop_path: float,
+        eta: float | None,
+        norm_layer: Any,
+    ) -> None:
+        super().__init__()
+        self.norm1 = norm_layer(dim)
+        self.attn = Attention(dim, num_heads, qkv_bias, attn_drop, proj_drop)
+        self.drop_path1 = DropPath(drop_path) if drop_path > 0 else nn.Identity()
+        self.norm2 = norm_layer(dim)
+        self.mlp = ChannelProcessing(dim, num_heads, int(dim * mlp_ratio), qkv_bias, proj_drop, norm_layer)
+        self.drop_path2 = DropPath(drop_path) if drop_path > 0 else nn.Identity()
+        self.gamma1: nn.Parameter | float = 1.0 if eta is None else nn.Parameter(eta * torch.ones(dim))
+        self.gamma2: nn.Parameter | float = 1.0 if eta is None else nn.Parameter(eta * torch.ones(dim))
+
+    def forward(self, x: Tensor, grid: Grid) -> Tensor:
+        """Process tokens, B, N, C → B, N, C."""
+        x = x + self.drop_path1(self.gamma1 * self.attn(self.norm1(x), grid))
+        return x + self.drop_path2(self.gamma2 * self.mlp(self.norm2(x), grid))
+
+
+class FAN(Backbone):
+    """Fully Attentional Network, https://arxiv.org/abs/2204.12451; a Hybrid where `stem_depths`, `stem_dims` are given.
+
+    Images B, C, H, W → tokens B, N, C (stride `patch_size`) + Fourier position encoding → `depth` blocks → a class
+    token and `cls_attn_layers` class-attention blocks → LayerNorm → logits B, num_classes. Any image size will do.
+
+    As in the published code, and unlike what one might expect: the channel MLP applies no activation of its own, only
+    the one between its two depthwise convolutions; the drop-path rate is constant over depth and the class-attention
+    blocks have none; a class-attention block doubles the patch tokens it passes on (its LayerNorm undoes it); the norms
+    of the hybrid's stem after its first divide by the sample variance. Different from it: grids need not be square,
+    attention runs in `scaled_dot_product_attention`, and other strides than 16 can be built.
+
+    The authors state 7.3 / 28.0 / 54.0 / 80.5 M parameters for the ViT sizes and 7.4 / 26.3 / 50.4 / 76.8 M for the
+    hybrids; the published shapes count to 7.320 / 28.345 / 54.350 / 80.574 and 7.467 / 26.118 / 50.475 / 76.855 M.
+
+    Licence: the published code is under NVIDIA's non-commercial source licence. This one was written without it and is
+    under vitfocus' own licence; published weights that you load keep the terms they came with.
+
+    >>> model = FAN(img_size=32, patch_size=16, embed_dim=16, depth=1, num_heads=2, num_classes=5).eval()
+    >>> model(torch.zeros(1, 3, 32, 48)).shape
+    torch.Size([1, 5])
+    """
+
+    def __init__(
+        self,
+        img_size: Size = 224,
+        patch_size: int = 16,
+        embed_dim: int = 192,
+        depth: int = 12,
+        num_heads: int = 4,
+        num_classes: int = 1000,
+        stem_depths: Sequence[int] | None = None,
+        stem_dims: Sequence[int] | None = None,
+        in_chans: int = 3,
+        global_pool: str = "token",
+        mlp_ratio: float = 4.0,
+        qkv_bias: bool = True,
+        drop_rate: float = 0.0,
+        pos_drop_rate: float = 0.0,
+        proj_drop_rate: float = 0.0,
+        attn_drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+        cls_attn_layers: int = 2,
+        eta: float | None = 1.0,
+        tokens_norm: bool = True,
+        head_init_scale: float = 1.0,
+    ) -> None:
+        super().__init__(num_classes, in_chans, global_pool, embed_dim, drop_rate)
+        norm_layer: Any = partial(nn.LayerNorm, eps=1e-6)
+        self.patch_embed: ConvStem | HybridStem
+        if stem_depths is None or stem_dims is None:
+            if stem_depths is not None or stem_dims is not None:
+                raise VitfocusError("A FAN Hybrid needs both stem_depths and stem_dims; only one of them was given.")
+            self.patch_embed = ConvStem(patch_size, in_chans, embed_dim)
+            stem_dims = ()
+        else:
+            self.patch_embed = HybridStem(patch_size, in_chans, embed_dim, stem_depths, stem_dims)
+        self.img_size: Grid = to_2tuple(img_size)
+        self.grid_size = self.patch_embed.dynamic_feat_size(self.img_size)
+        self.stem_features = len(stem_dims)
+        self.pos_embed = PositionalEncodingFourier(dim=embed_dim)
+        self.pos_drop = nn.Dropout(pos_drop_rate)
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
+        self.blocks = nn.ModuleList(
+            FANBlock(
+                embed_dim,
+                num_heads,
+                mlp_ratio,
+                qkv_bias,
+                proj_drop_rate,
+                attn_drop_rate,
+                drop_path_rate,
+                eta,
+                norm_layer,
+            )
+            for _ in range(depth)
+        )
+        self.cls_attn_blocks = nn.ModuleList(
+            ClassAttentionBlock(
+                embed_dim,
+                num_heads,
+                mlp_ratio,
+                qkv_bias,
+                proj_drop=proj_drop_rate,
+                attn_drop=attn_drop_rate,
+                norm_layer=norm_layer,
+                eta=eta,
+                tokens_norm=tokens_norm,
+            )
+            for _ in range(cls_attn_layers)
+        )
+        self.norm = norm_layer(embed_dim)
+        self.head = nn.Linear(embed_dim, num_classes) if num_classes > 0 else nn.Identity()
+        self.feature_info = [
+            {"num_chs": dim, "reduction": 4 * 2**i, "module": f"patch_embed.backbone.stages.{i}"}
+            for i, dim in enumerate(stem_dims)
+        ] + [{"num_chs": embed_dim, "reduction": patch_size, "module": f"blocks.{i}"} for i in range(depth)]
+        self._init_linears()
+        trunc_normal_(self.cls_token, std=0.02)
+        if isinstance(self.head, nn.Linear):
+            with torch.no_grad():
+                self.head.weight.mul_(head_init_scale)
+                self.head.bias.mul_(head_init_scale)
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> set[str]:
+        """Return the names of parameters that are not to be decayed, the gates' temperatures among them."""
+        return {"cls_token"} | {f"blocks.{i}.mlp.temperature" for i in range(len(self.blocks))}
+
+    @torch.jit.ignore
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Group parameters by depth, for layer-wise learning rates."""
+        return {
+            "stem": r"^cls_token|^pos_embed|^patch_embed",
+            "blocks": r"^blocks\.(\d+)",
+            "cls_attn_blocks": [(r"^cls_attn_blocks\.(\d+)", None), (r"^norm", (99999,))],
+        }
+
+    @torch.jit.ignore
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute each block's activations in the backward pass instead of keeping them."""
+        super().set_grad_checkpointing(enable)
+        for module in self.patch_embed.modules():
+            if isinstance(module, ConvNeXtStage):
+                module.grad_checkpointing = enable
+
+    def _trunk(self, x: Tensor, take: Collection[int], norm: bool, last: int | None) -> tuple[Tensor, list[Tensor]]:
+        stem_maps: list[Tensor] = []
+        x, grid = self.patch_embed(x, stem_maps)
+        maps = [stem_map for i, stem_map in enumerate(stem_maps) if i in take]
+        x = self.pos_drop(x + to_tokens(self.pos_embed(1, grid[0], grid[1])))
+        for i, block in enumerate(self.blocks, start=self.stem_features):
+            if last is not None and i > last:
+                break
+            x = self._call(block, x, grid)
+            if i in take:
+                maps.append(to_map(self.norm(x) if norm else x, grid))
+        return x, maps
+
+    def _finish(self, x: Tensor) -> Tensor:
+        x = torch.cat((self.cls_token.expand(x.shape[0], -1, -1), x), dim=1)
+        for block in self.cls_attn_blocks:
+            x = self._call(block, x)
+        return self.norm(x)
+
+    def _prune(self, last: int, prune_head: bool) -> None:
+        self.blocks = self.blocks[: max(last + 1 - self.stem_features, 0)]
+        if prune_head:
+            self.cls_attn_blocks = nn.ModuleList()
+            self.register_parameter("cls_token", None)
+
+
+_VIT = ("fan_tiny_12_p16_224", "fan_small_12_p16_224", "fan_base_18_p16_224", "fan_large_24_p16_224")
+_HYBRID = ("fan_tiny_8_p4_hybrid", "fan_small_12_p4_hybrid", "fan_base_16_p4_hybrid", "fan_large_16_p4_hybrid")
+_ORIGIN: dict[str, Any] = {
+    "paper": "arXiv:2204.12451",
+    "title": "Understanding The Robustness in Vision Transformers",
+    "origin": "https://github.com/NVlabs/FAN",
+    "crop_pct": 1.0,
+}
+default_cfgs = imagenet_cfgs(_VIT, "patch_embed.proj.0.0", **_ORIGIN)
+default_cfgs |= imagenet_cfgs(_HYBRID, "patch_embed.backbone.stem.0", **_ORIGIN)
+
+
+def _create_fan(variant: str, pretrained: bool, kwargs: dict[str, Any], **sizes: Any) -> FAN:
+    arguments = sizes | kwargs
+    stem = arguments.get("stem_depths")
+    # One feature per stride: the stem's stages and the last block; a ViT has one stride, so timm's last three.
+    return build(FAN, variant, pretrained, 3 if stem is None else (*range(len(stem)), -1), arguments)
+
+
+@register_model
+def fan_tiny_12_p16_224(pretrained: bool = False, **kwargs: Any) -> FAN:
+    """FAN-T-ViT, 7.320 M parameters."""
+    return _create_fan("fan_tiny_12_p16_224", pretrained, kwargs, embed_dim=192, depth=12, num_heads=4)
+
+
+@register_model
+def fan_small_12_p16_224(pretrained: bool = False, **kwargs: Any) -> FAN:
+    """FAN-S-ViT, 28.345 M parameters."""
+    return _create_fan("fan_small_12_p16_224", pretrained, kwargs, embed_dim=384, depth=12, num_heads=8)
+
+
+@register_model
+def fan_base_18_p16_224(pretrained: bool = False, **kwargs: Any) -> FAN:
+    """FAN-B-ViT, 54.350 M parameters."""
+    return _create_fan("fan_base_18_p16_224", pretrained, kwargs, embed_dim=448, depth=18, num_heads=8)
+
+
+@register_model
+def fan_large_24_p16_224(pretrained: bool = False, **kwargs: Any) -> FAN:
+    """FAN-L-ViT, 80.574 M parameters."""
+    return _create_fan("fan_large_24_p16_224", pretrained, kwargs, embed_dim=480, depth=24, num_heads=10)
+
+
+def _create_hybrid(variant: str, pretrained: bool, kwargs: dict[str, Any], **sizes: Any) -> FAN:
+    return _create_fan(variant, pretrained, kwargs, **({"stem_depths": (3, 3), "stem_dims": (128, 256)} | sizes))
+
+
+@register_model
+def fan_tiny_8_p4_hybrid(pretrained: bool = False, **kwargs: Any) -> FAN:
+    """FAN-T-Hybrid, 7.467 M parameters."""
+    return _create_hybrid("fan_tiny_8_p4_hybrid", pretrained, kwargs, embed_dim=192, depth=8, num_heads=8)
+
+
+@register_model
+def fan_small_12_p4_hybrid(pretrained: bool = False, **kwargs: Any) -> FAN:
+    """FAN-S-Hybrid, 26.118 M parameters; 10 blocks deep in spite of its published name."""
+    return _create_hybrid("fan_small_12_p4_hybrid", pretrained, kwargs, embed_dim=384, depth=10, num_heads=8)
+
+
+@register_model
+def fan_base_16_p4_hybrid(pretrained: bool = False, **kwargs: Any) -> FAN:
+    """FAN-B-Hybrid, 50.475 M parameters."""
+    return _create_hybrid("fan_base_16_p4_hybrid", pretrained, kwargs, embed_dim=448, depth=16, num_heads=8)
+
+
+@register_model
+def fan_large_16_p4_hybrid(pretrained: bool = False, **kwargs: Any) -> FAN:
+    """FAN-L-Hybrid, 76.855 M parameters; 22 blocks deep in spite of its published name."""
+    sizes: dict[str, Any] = {"embed_dim": 480, "depth": 22, "num_heads": 10, "stem_depths": (3, 5)}
+    return _create_hybrid("fan_large_16_p4_hybrid", pretrained, kwargs, **sizes, head_init_scale=0.001)

@@ -1,0 +1,230 @@
+"""PVT v1: Pyramid Vision Transformer (Wang et al., ICCV 2021), https://arxiv.org/abs/2102.12122.
+
+timm has version 2 only. The authors' code is Apache-2.0; this is written anew, with its tensor names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from timm.layers import DropPath, Mlp, resample_abs_pos_embed, to_2tuple, trunc_normal_
+from timm.models import register_model
+from torch import Tensor, nn
+
+from ..errors import VitfocusError
+from .base import Attention, Backbone, Grid, PatchEmbed, Size, increasing, to_map
+from .published import fit_position
+from .registry import build, imagenet_cfgs
+
+__all__ = ["PVT"]
+
+
+class PVTBlock(nn.Module):
+    """A pre-norm transformer block whose keys and values are spatially reduced by `sr_ratio`."""
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        mlp_ratio: float,
+        sr_ratio: int,
+        qkv_bias: bool,
+        proj_drop: float,
+        attn_drop: float,
+        drop_path: float,
+    ) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(dim, eps=1e-6)
+        self.attn = Attention(dim, num_heads, qkv_bias, attn_drop, proj_drop, sr_ratio)
+        self.drop_path1 = DropPath(drop_path) if drop_path > 0 else nn.Identity()
+        self.norm2 = nn.LayerNorm(dim, eps=1e-6)
+        self.mlp = Mlp(dim, int(dim * mlp_ratio), drop=proj_drop)
+        self.drop_path2 = DropPath(drop_path) if drop_path > 0 else nn.Identity()
+
+    def forward(self, x: Tensor, grid: Grid) -> Tensor:
+        """Process tokens, B, N, C → B, N, C."""
+        x = x + self.drop_path1(self.attn(self.norm1(x), grid))
+        return x + self.drop_path2(self.mlp(self.norm2(x)))
+
+
+class PVT(Backbone):
+    """Pyramid Vision Transformer v1, https://arxiv.org/abs/2102.12122.
+
+    Images B, C, H, W → stages of blocks on tokens B, N, C: stride `patch_size` in the first, halved again before each
+    further one, a learned position embedding in each. The last stage carries a class token in front, whose LayerNorm-ed
+    value gives the logits B, num_classes. `feature_info` has one entry a stage.
+
+    Different from the published code: position embeddings are resampled (bilinearly, as there) for any image size,
+    rectangles included; attention runs in `scaled_dot_product_attention`; the number of stages is free. The authors'
+    13.2 / 24.5 / 44.2 / 61.4 M parameters are the counts of these shapes at 224 pixels.
+
+    Licence: the published code is Apache-2.0; this is a new text under vitfocus' own licence.
+
+    >>> sizes = dict(embed_dims=(8, 16), num_heads=(1, 2), mlp_ratios=(4, 4), depths=(1, 1), sr_ratios=(2, 1))
+    >>> model = PVT(img_size=32, patch_size=4, num_classes=5, **sizes).eval()
+    >>> model(torch.zeros(1, 3, 32, 48)).shape
+    torch.Size([1, 5])
+    """
+
+    def __init__(
+        self,
+        img_size: Size = 224,
+        patch_size: int = 4,
+        embed_dims: Sequence[int] = (64, 128, 320, 512),
+        num_heads: Sequence[int] = (1, 2, 5, 8),
+        mlp_ratios: Sequence[float] = (8, 8, 4, 4),
+        depths: Sequence[int] = (2, 2, 2, 2),
+        sr_ratios: Sequence[int] = (8, 4, 2, 1),
+        num_classes: int = 1000,
+        in_chans: int = 3,
+        global_pool: str = "token",
+        qkv_bias: bool = True,
+        drop_rate: float = 0.0,
+        pos_drop_rate: float = 0.0,
+        proj_drop_rate: float = 0.0,
+        attn_drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+    ) -> None:
+        if not len(embed_dims) == len(num_heads) == len(mlp_ratios) == len(depths) == len(sr_ratios) > 0:
+            raise VitfocusError("PVT needs embed_dims, num_heads, mlp_ratios, depths and sr_ratios of one length.")
+        if sr_ratios[-1] != 1:
+            raise VitfocusError(
+                f"The last stage holds the class token, so its sr_ratio must be 1, but {sr_ratios[-1]} was given."
+            )
+        super().__init__(num_classes, in_chans, global_pool, embed_dims[-1], drop_rate)
+        self.depths = tuple(depths)
+        self.num_stages = len(self.depths)
+        self.feature_info = []
+        rates = iter(increasing(drop_path_rate, sum(depths)))
+        self.img_size: Grid = to_2tuple(img_size)
+        size, chans = self.img_size, in_chans
+        for i, dim in enumerate(embed_dims):
+            embed = PatchEmbed(size, patch_size if i == 0 else 2, chans, dim, norm=True)
+            size, chans = embed.grid_size, dim
+            prefix_tokens = int(i + 1 == self.num_stages)
+            position = nn.Parameter(torch.zeros(1, prefix_tokens + size[0] * size[1], dim))
+            trunc_normal_(position, std=0.02)
+            blocks = [
+                PVTBlock(
+                    dim,
+                    num_heads[i],
+                    mlp_ratios[i],
+                    sr_ratios[i],
+                    qkv_bias,
+                    proj_drop_rate,
+                    attn_drop_rate,
+                    next(rates),
+                )
+                for _ in range(depths[i])
+            ]
+            self.add_module(f"patch_embed{i + 1}", embed)
+            self.register_parameter(f"pos_embed{i + 1}", position)
+            self.add_module(f"block{i + 1}", nn.ModuleList(blocks))
+            self.feature_info.append({"num_chs": dim, "reduction": patch_size * 2**i, "module": f"block{i + 1}"})
+        self.pos_drop = nn.Dropout(pos_drop_rate)
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dims[-1]))
+        self.norm = nn.LayerNorm(embed_dims[-1], eps=1e-6)
+        self.head = nn.Linear(embed_dims[-1], num_classes) if num_classes > 0 else nn.Identity()
+        self._init_linears()
+        trunc_normal_(self.cls_token, std=0.02)
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> set[str]:
+        """Return the names of parameters that are not to be decayed; position embeddings are, as published."""
+        return {"cls_token"}
+
+    @torch.jit.ignore
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Group parameters by depth, for layer-wise learning rates."""
+        blocks = r"^block(\d+)" if coarse else r"^block(\d+)\.(\d+)"
+        return {
+            "stem": r"^patch_embed1|^pos_embed1",
+            "blocks": [(blocks, None), (r"^(?:patch_embed|pos_embed)(\d+)", (-1,)), (r"^cls_token|^norm", (99999,))],
+        }
+
+    def fit_published(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Resample position embeddings made for another square grid."""
+        for i in range(1, self.num_stages + 1):
+            name = f"pos_embed{i}"
+            if name in state:
+                grid = getattr(self, f"patch_embed{i}").grid_size
+                state[name] = fit_position(state[name], grid, int(i == self.num_stages), "bilinear")
+        return state
+
+    def _trunk(self, x: Tensor, take: Collection[int], norm: bool, last: int | None) -> tuple[Tensor, list[Tensor]]:
+        maps: list[Tensor] = []
+        grid = (0, 0)
+        for i in range(self.num_stages):
+            if not hasattr(self, f"block{i + 1}") or (last is not None and i > last):
+                break
+            final = i + 1 == self.num_stages
+            embed = getattr(self, f"patch_embed{i + 1}")
+            x, grid = embed(x if i == 0 else to_map(x, grid))
+            if final:
+                x = torch.cat((self.cls_token.expand(x.shape[0], -1, -1), x), dim=1)
+            position = resample_abs_pos_embed(
+                getattr(self, f"pos_embed{i + 1}"),
+                list(grid),
+                list(embed.grid_size),
+                int(final),
+                "bilinear",
+                antialias=False,
+            )
+            x = self.pos_drop(x + position)
+            for block in getattr(self, f"block{i + 1}"):
+                x = self._call(block, x, grid)
+            if i in take:
+                feature = self.norm(x) if norm and final else x
+                maps.append(to_map(feature[:, 1:] if final else feature, grid))
+        return x, maps
+
+    def _finish(self, x: Tensor) -> Tensor:
+        return self.norm(x)
+
+    def _prune(self, last: int, prune_head: bool) -> None:
+        for i in range(last + 2, self.num_stages + 1):
+            for name in (f"patch_embed{i}", f"pos_embed{i}", f"block{i}"):
+                delattr(self, name)
+        if last + 1 < self.num_stages:
+            self.register_parameter("cls_token", None)
+
+
+default_cfgs = imagenet_cfgs(
+    ("pvt_tiny", "pvt_small", "pvt_medium", "pvt_large"),
+    first_conv="patch_embed1.proj",
+    paper="arXiv:2102.12122",
+    title="Pyramid Vision Transformer",
+    origin="https://github.com/whai362/PVT",
+    crop_pct=0.875,
+)
+
+
+def _create_pvt(variant: str, pretrained: bool, kwargs: dict[str, Any], **sizes: Any) -> PVT:
+    arguments = sizes | kwargs
+    return build(PVT, variant, pretrained, tuple(range(len(arguments["depths"]))), arguments)
+
+
+@register_model
+def pvt_tiny(pretrained: bool = False, **kwargs: Any) -> PVT:
+    """PVT-Tiny, 13.229 M parameters."""
+    return _create_pvt("pvt_tiny", pretrained, kwargs, depths=(2, 2, 2, 2))
+
+
+@register_model
+def pvt_small(pretrained: bool = False, **kwargs: Any) -> PVT:
+    """PVT-Small, 24.486 M parameters."""
+    return _create_pvt("pvt_small", pretrained, kwargs, depths=(3, 4, 6, 3))
+
+
+@register_model
+def pvt_medium(pretrained: bool = False, **kwargs: Any) -> PVT:
+    """PVT-Medium, 44.208 M parameters."""
+    return _create_pvt("pvt_medium", pretrained, kwargs, depths=(3, 4, 18, 3))
+
+
+@register_model
+def pvt_large(pretrained: bool = False, **kwargs: Any) -> PVT:
+    """PVT-Large, 61.369 M parameters."""
+    return _create_pvt("pvt_large", pretrained, kwargs, depths=(3, 8, 27, 3))
