@@ -1,0 +1,86 @@
+"""One attention as it happened: queries, keys, scale and bias, or the logits or the map where the model made them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Observation:
+    """What was seen of one attention. Shapes: B images (or windows), H heads, Q queries, K keys, D channels a head.
+
+    Either `query` (B, H, Q, D) and `key` (B, H, K, D) with `scale` and an optional additive `bias` broadcastable to
+    (B, H, Q, K); or the `logits` (B, H, Q, K) that the model fed to its softmax; or the finished `map` (B, H, Q, K).
+    """
+
+    query: Tensor | None = None
+    key: Tensor | None = None
+    scale: float = 1.0
+    bias: Tensor | None = None
+    logits: Tensor | None = None
+    map: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(B, H, Q, K)."""
+        if self.query is not None and self.key is not None:
+            batch, heads, queries, _ = self.query.shape
+            return batch, heads, queries, self.key.shape[2]
+        made = self.logits if self.logits is not None else self.map
+        assert made is not None
+        batch, heads, queries, keys = made.shape
+        return batch, heads, queries, keys
+
+    @property
+    def device(self) -> torch.device:
+        """Where it happened."""
+        return next(t.device for t in (self.query, self.logits, self.map) if t is not None)
+
+    def attention(self, rows: slice | Tensor | None = None) -> Tensor:
+        """The attention map's rows (all of them by default) in float32 or wider: (B, H, rows, K), each summing to one.
+
+        >>> seen = Observation(query=torch.zeros(1, 1, 4, 8), key=torch.randn(1, 1, 4, 8), scale=8**-0.5)
+        >>> seen.attention(slice(0, 2)).shape, float(seen.attention()[0, 0, 0, 0])
+        (torch.Size([1, 1, 2, 4]), 0.25)
+        """
+        pick = slice(None) if rows is None else rows
+        if self.map is not None:
+            return _wide(self.map[:, :, pick])
+        return self.scores(pick).softmax(dim=-1)
+
+    def scores(self, rows: slice | Tensor | None = None) -> Tensor:
+        """The logits' rows before the softmax, in float32 or wider: (B, H, rows, K)."""
+        pick = slice(None) if rows is None else rows
+        if self.logits is not None:
+            return _wide(self.logits[:, :, pick])
+        assert self.query is not None and self.key is not None
+        scores = _wide(self.query[:, :, pick]) * self.scale @ _wide(self.key).transpose(-2, -1)
+        if self.bias is not None:
+            bias = self.bias if self.bias.shape[-2] == 1 else self.bias[..., pick, :]
+            scores = scores + bias.to(scores.dtype)
+        return scores
+
+    def detach(self) -> Observation:
+        """The same without a gradient."""
+        tensors = {name: getattr(self, name) for name in ("query", "key", "bias", "logits", "map")}
+        kept = {name: tensor.detach() if tensor is not None else None for name, tensor in tensors.items()}
+        return Observation(scale=self.scale, **kept)
+
+
+def join_heads(seen: Sequence[Observation]) -> Observation:
+    """Several attentions over the same tokens as one with all their heads (differential attention calls twice)."""
+    if len(seen) == 1:
+        return seen[0]
+    if all(one.query is not None and one.bias is None and one.scale == seen[0].scale for one in seen):
+        query = torch.cat([one.query for one in seen if one.query is not None], dim=1)
+        key = torch.cat([one.key for one in seen if one.key is not None], dim=1)
+        return Observation(query=query, key=key, scale=seen[0].scale)
+    return Observation(logits=torch.cat([one.scores() for one in seen], dim=1))
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor

@@ -1,0 +1,148 @@
+"""The probe: sees an attention's queries and keys at the moment they meet, and changes nothing.
+
+It replaces the `forward` of the attention module, on that instance alone, by one that runs the original under a
+`TorchFunctionMode`. The mode watches for `scaled_dot_product_attention`, or the softmax of a model that does without
+it, and hands what it saw to a sink. Nothing global is patched; outside the module's own forward nothing is watched, and
+`torch.compile(fullgraph=True)` traces straight through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from vitfocus.anatomy import Block
+from vitfocus.attention.observation import Observation, join_heads
+
+Sink = Callable[[Observation], None]
+
+
+class _Watch(TorchFunctionMode):
+    """Collects every attention that happens while it is active."""
+
+    def __init__(self, seen: list[Observation], finished_maps: bool) -> None:
+        super().__init__()
+        self.seen = seen
+        self.finished_maps = finished_maps
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.finished_maps:
+            if func is F.dropout and args[0].ndim == 4:
+                self.seen.append(Observation(map=args[0]))
+        elif func is F.scaled_dot_product_attention:
+            self.seen.append(_from_call(*args, **kwargs))
+        elif func in (F.softmax, torch.softmax, Tensor.softmax) and args[0].ndim >= 4:
+            self.seen.append(Observation(logits=args[0].flatten(0, -4)))
+        return func(*args, **kwargs)
+
+
+def _from_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Observation:
+    """An observation from the arguments of `scaled_dot_product_attention`."""
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if is_causal:
+        attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, float("-inf"))
+    if attn_mask is not None:
+        attn_mask = attn_mask[(None,) * (4 - attn_mask.ndim)]
+    if enable_gqa and key.shape[1] != query.shape[1]:
+        key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    return Observation(query=query, key=key, scale=scale, bias=attn_mask)
+
+
+def _from_multihead(module: nn.MultiheadAttention, tokens: Tensor) -> Observation:
+    """Queries and keys of an `nn.MultiheadAttention`, projected as it projects them.
+
+    Its eval-mode fast path never leaves C++, so they are computed here beside it rather than caught inside.
+    """
+    if not module.batch_first:
+        tokens = tokens.transpose(0, 1)
+    weight, bias = module.in_proj_weight[: 2 * module.embed_dim], module.in_proj_bias
+    projected = F.linear(tokens, weight, bias[: 2 * module.embed_dim] if bias is not None else None)
+    query, key = projected.unflatten(-1, (2, module.num_heads, -1)).permute(2, 0, 3, 1, 4)
+    return Observation(query=query, key=key, scale=module.head_dim**-0.5)
+
+
+class Watched:
+    """Stands in for an attention module's `forward`: the original, watched.
+
+    It is an object rather than a closure so that the module can still be copied and pickled.
+    """
+
+    def __init__(self, module: nn.Module, reader: str, sink: Sink) -> None:
+        self.module = module
+        self.reader = reader
+        self.sink = sink
+        self.inner = module.__dict__.get("forward")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not getattr(self.sink, "wants_attention", True):
+            return self._original(*args, **kwargs)
+        if self.reader == "multihead":
+            tokens = args[0] if args else kwargs["query"]
+            assert isinstance(self.module, nn.MultiheadAttention)
+            self.sink(_from_multihead(self.module, tokens))
+            return self._original(*args, **kwargs)
+        seen: list[Observation] = []
+        with _Watch(seen, finished_maps=self.reader == "dropout"):
+            output = self._original(*args, **kwargs)
+        if seen:
+            self.sink(join_heads(seen))
+        return output
+
+    def _original(self, *args: Any, **kwargs: Any) -> Any:
+        if self.inner is not None:
+            return self.inner(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+
+@contextmanager
+def observing(blocks: Sequence[Block], sink: Callable[[Block, Observation], None]) -> Iterator[None]:
+    """Within the context, every attention of these blocks is handed to `sink(block, observation)`.
+
+    Compiled models run eagerly meanwhile, so that they can be read too. On the way out, exceptions included, every
+    module is as it was.
+    """
+    watched: list[tuple[nn.Module, Watched]] = []
+    try:
+        for block in blocks:
+            if block.attention is None or block.reader is None:
+                continue
+            stand_in = Watched(block.attention, block.reader, _BlockSink(block, sink))
+            block.attention.__dict__["forward"] = stand_in
+            watched.append((block.attention, stand_in))
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        for module, stand_in in reversed(watched):
+            if stand_in.inner is None:
+                del module.__dict__["forward"]
+            else:
+                module.__dict__["forward"] = stand_in.inner
+
+
+class _BlockSink:
+    """Tells the sink which block an observation came from."""
+
+    def __init__(self, block: Block, sink: Callable[[Block, Observation], None]) -> None:
+        self.block = block
+        self.sink = sink
+
+    def __call__(self, seen: Observation) -> None:
+        self.sink(self.block, seen)

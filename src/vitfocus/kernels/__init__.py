@@ -1,0 +1,1 @@
+"""The arithmetic of the treatments, written to be read beside the papers' equations."""

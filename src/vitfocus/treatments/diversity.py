@@ -1,0 +1,156 @@
+"""The Attention Diversification Loss: ask the rows of each attention map to look at different tokens.
+
+"Robustifying Token Attention for Vision Transformers" (Guo et al., ICCV 2023), section 3.3. The attention is read at
+the moment it happens, with fused attention left on; the forward pass and its output do not change. The loss of the last
+training forward is `auxiliary_loss(model)`, to be added to the task's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from vitfocus.anatomy import Anatomy
+from vitfocus.attention.observation import Observation
+from vitfocus.attention.probe import Watched
+from vitfocus.errors import VitfocusError
+from vitfocus.kernels.diversity import row_similarity
+from vitfocus.treatments.base import Layers, Treatment, choose_blocks, handles, layers_option, option
+from vitfocus.treatments.operations import AddHook, Override
+from vitfocus.treatments.surgery import Surgeon
+
+
+@dataclass(frozen=True)
+class AttentionDiversification(Treatment):
+    """The Attention Diversification Loss (`adl`).
+
+    `variant`: "official" as released, "paper" as the equations say. `heads`: their maps averaged first, or each on its
+    own. `threshold` is τ, `weight` λ. `tokens="patch"` leaves prefix tokens out of rows and columns. `rows=k` takes a
+    random subset of k query rows each time. Windowed attention counts every window as a map of its own.
+    """
+
+    name: ClassVar[str] = "adl"
+
+    variant: str = option("official", "official", "paper")
+    heads: str = option("mean", "mean", "each")
+    threshold: float = 2.0
+    weight: float = 1.0
+    tokens: str = option("all", "all", "patch")
+    rows: int | None = None
+    layers: Layers = layers_option("upper")
+
+    def check(self) -> None:
+        """Positive threshold and rows."""
+        if not isinstance(self.threshold, int | float) or self.threshold <= 0:
+            raise VitfocusError(f"adl needs a threshold above 0, not {self.threshold!r}.")
+        if not isinstance(self.weight, int | float):
+            raise VitfocusError(f"adl needs a number as its weight, not {self.weight!r}.")
+        if self.rows is not None and (not isinstance(self.rows, int) or self.rows < 1):
+            raise VitfocusError(f"adl needs rows of at least 1 or None, not {self.rows!r}.")
+
+
+class DiversityMeter(nn.Module):
+    """Sits beside an attention module and keeps the row similarity of its last training forward."""
+
+    def __init__(self, config: AttentionDiversification, prefix_tokens: int) -> None:
+        super().__init__()
+        self.config = config
+        self.skipped = prefix_tokens if config.tokens == "patch" else 0
+        self.loss: Tensor | None = None
+
+    @property
+    def wants_attention(self) -> bool:
+        """Only while training: eval mode records nothing and costs nothing."""
+        return self.training
+
+    def forward(self, seen: Observation) -> None:
+        """Take one attention's row similarity."""
+        loss = self._similarity(seen)
+        if not grad_is_recomputed():
+            self.loss = loss
+        elif loss.requires_grad and self.loss is not None and not self.loss.requires_grad:
+            raise VitfocusError(
+                "Reentrant gradient checkpointing hides the attention from the diversification loss, whose gradient "
+                "would be zero: use use_reentrant=False."
+            )
+
+    def _similarity(self, seen: Observation) -> Tensor:
+        config, first = self.config, self.skipped
+        count = seen.shape[2] - first
+        rows: slice | Tensor = slice(first, None)
+        if config.rows is not None and config.rows < count:
+            rows = torch.randperm(count, device=seen.device)[: config.rows] + first
+        with torch.autocast(seen.device.type, enabled=False):
+            return row_similarity(
+                seen.attention(rows)[..., first:],
+                variant=config.variant,  # type: ignore[arg-type]
+                heads=config.heads,  # type: ignore[arg-type]
+                threshold=config.threshold,
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy or a pickle starts with nothing recorded: the loss hangs on a graph that cannot be copied."""
+        return {**self.__dict__, "loss": None}
+
+
+def grad_is_recomputed() -> bool:
+    """Whether this forward runs inside a backward pass: gradient checkpointing computing a block a second time."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+class ForgetLosses:
+    """A pre-hook of the stem: a new forward pass begins, so what the last one recorded is past."""
+
+    def __init__(self, meters: list[DiversityMeter]) -> None:
+        self.meters = meters
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        for meter in self.meters:
+            meter.loss = None
+
+
+@handles(AttentionDiversification)
+def insert_diversity(config: AttentionDiversification, anatomy: Anatomy, surgeon: Surgeon) -> None:
+    """Watch the attention of every chosen block."""
+    attending = [block for block in anatomy.trunk if block.mixes_tokens_by_attention and block.reader is not None]
+    if not attending:
+        kinds = ", ".join(sorted({block.attention_kind for block in anatomy.trunk}))
+        raise VitfocusError(
+            f"{config} compares the rows of token attention, and {type(anatomy.root).__name__} has none "
+            f"(its blocks: {kinds})."
+        )
+    if config.tokens == "patch" and anatomy.text is not None:
+        raise VitfocusError(
+            f"{config} leaves prefix tokens out, and {type(anatomy.root).__name__} mixes text with images."
+        )
+    meters = []
+    for block in choose_blocks(config.layers, attending):
+        meter = surgeon.add(block, "diversity_meter", DiversityMeter(config, block.prefix_tokens))
+        assert isinstance(meter, DiversityMeter) and block.attention is not None and block.reader is not None
+        surgeon.do(Override(block.attention, "forward", Watched(block.attention, block.reader, meter)))
+        meters.append(meter)
+    surgeon.do(AddHook(anatomy.stem, "input", ForgetLosses(meters)))
+
+
+def auxiliary_loss(model: nn.Module) -> Tensor:
+    """Weight × Attention Diversification Loss of the last training forward, averaged over layers.
+
+    A scalar tensor with a gradient; 0 where the model carries no such treatment or the last forward was in eval mode.
+
+    >>> import timm, vitfocus as vf
+    >>> model = vf.treat_(timm.create_model("vit_tiny_patch16_224", depth=1, img_size=32).train(), "adl(variant=paper)")
+    >>> float(auxiliary_loss(model))
+    0.0
+    >>> _ = model(torch.randn(1, 3, 32, 32))
+    >>> auxiliary_loss(model).requires_grad
+    True
+    """
+    meters = [module for module in model.modules() if isinstance(module, DiversityMeter) and module.loss is not None]
+    if not meters:
+        placed = next(model.parameters(), None)
+        return torch.zeros((), device=placed.device if placed is not None else None)
+    losses = torch.stack([meter.loss for meter in meters if meter.loss is not None])
+    return meters[0].config.weight * losses.mean()

@@ -1,0 +1,63 @@
+"""One more half-block behind the last: the experiment of Figure 3 in the Context Broadcasting paper.
+
+Is a ViT served better by one more attention or by one more MLP? Both are made to cost about the same: attention has 4d²
+weights, so the MLP is given a hidden width of 2d.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from timm.layers import Attention, Mlp
+from torch import Tensor, nn
+
+from vitfocus.anatomy import Anatomy, Port
+from vitfocus.errors import VitfocusError
+from vitfocus.treatments.base import Treatment, handles, option
+from vitfocus.treatments.surgery import Surgeon
+
+
+@dataclass(frozen=True)
+class ExtraBlock(Treatment):
+    """One more attention or MLP behind the last block (`extra`), with its norm and its shortcut."""
+
+    name: ClassVar[str] = "extra"
+
+    kind: str = option("attention", "attention", "mlp")
+
+
+class HalfBlock(nn.Module):
+    """x + layer(norm(x)) on (B, N, C).
+
+    >>> import torch
+    >>> HalfBlock("mlp", width=8, heads=2)(torch.randn(1, 5, 8)).shape
+    torch.Size([1, 5, 8])
+    """
+
+    def __init__(self, kind: str, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width, eps=1e-6)
+        self.layer = Attention(width, heads, qkv_bias=True) if kind == "attention" else Mlp(width, 2 * width)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=0.02)
+                nn.init.zeros_(module.bias)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(B, N, C) to the same."""
+        return tokens + self.layer(self.norm(tokens))
+
+
+@handles(ExtraBlock)
+def insert_extra_block(config: ExtraBlock, anatomy: Anatomy, surgeon: Surgeon) -> None:
+    """Hang a half-block on the last block's output."""
+    last = anatomy.trunk[-1]
+    heads: Any = getattr(last.attention, "num_heads", getattr(last.attention, "num_attention_heads", None))
+    if last.layout != "BNC" or last.attention_kind != "global" or heads is None:
+        raise VitfocusError(
+            f"{config} follows a plain ViT's last block, and {last.name} of {type(anatomy.root).__name__} has "
+            f"{last.attention_kind} attention on {last.layout} tokens."
+        )
+    half = surgeon.add(last, "extra", HalfBlock(config.kind, last.width, int(heads)))
+    surgeon.gate(Port(last.host, "output", last.layout, last.width), half)

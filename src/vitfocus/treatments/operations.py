@@ -1,0 +1,144 @@
+"""The few reversible changes that surgery is made of, and the gates that lead tokens through a treatment.
+
+All of them are plain objects rather than closures, so that a treated model can still be copied and pickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+
+class Operation(Protocol):
+    """One reversible change to a model."""
+
+    def apply(self) -> None:
+        """Make the change."""
+
+    def revert(self) -> None:
+        """Undo it."""
+
+
+@dataclass(eq=False)
+class AddModule:
+    """A new submodule."""
+
+    host: nn.Module
+    name: str
+    module: nn.Module
+
+    def apply(self) -> None:
+        """Attach the submodule."""
+        self.host.add_module(self.name, self.module)
+
+    def revert(self) -> None:
+        """Detach it."""
+        del self.host._modules[self.name]
+
+
+@dataclass(eq=False)
+class SwapModule:
+    """Another module in an existing one's place."""
+
+    host: nn.Module
+    name: str
+    module: nn.Module
+    original: tuple[nn.Module]
+
+    def apply(self) -> None:
+        """Put the new one in."""
+        self.host._modules[self.name] = self.module
+
+    def revert(self) -> None:
+        """Put the original back, on the device the model is on now."""
+        placed = next(self.module.parameters(), None)
+        original = self.original[0]
+        self.host._modules[self.name] = original.to(placed.device, placed.dtype) if placed is not None else original
+
+
+@dataclass(eq=False)
+class AddHook:
+    """A hook before or behind a module."""
+
+    module: nn.Module
+    side: str
+    hook: Callable[..., Any]
+
+    def apply(self) -> None:
+        """Register the hook."""
+        if self.side == "input":
+            self.module.register_forward_pre_hook(self.hook, with_kwargs=True)
+        else:
+            self.module.register_forward_hook(self.hook)
+
+    def revert(self) -> None:
+        """Remove it."""
+        hooks = self.module._forward_pre_hooks if self.side == "input" else self.module._forward_hooks
+        for key in [key for key, hook in hooks.items() if hook is self.hook]:
+            del hooks[key]
+            self.module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+@dataclass(eq=False)
+class Override:
+    """A method of one instance replaced by a callable."""
+
+    module: nn.Module
+    name: str
+    replacement: Callable[..., Any]
+    inner: Any = None
+
+    def apply(self) -> None:
+        """Install the replacement, remembering an earlier one."""
+        self.inner = self.module.__dict__.get(self.name)
+        self.module.__dict__[self.name] = self.replacement
+
+    def revert(self) -> None:
+        """Give the class's own method, or the earlier replacement, back."""
+        if self.inner is None:
+            del self.module.__dict__[self.name]
+        else:
+            self.module.__dict__[self.name] = self.inner
+
+
+class InputGate:
+    """A pre-hook that sends the tokens through a treatment before a module sees them."""
+
+    def __init__(self, treat: nn.Module) -> None:
+        self.treat = treat
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (self.treat(args[0]), *args[1:]), kwargs
+        name = next(key for key, value in kwargs.items() if isinstance(value, Tensor))
+        return args, {**kwargs, name: self.treat(kwargs[name])}
+
+
+class OutputGate:
+    """A hook that sends a module's output through a treatment; of a tuple, the first part."""
+
+    def __init__(self, treat: nn.Module) -> None:
+        self.treat = treat
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (self.treat(output[0]), *output[1:])
+        return self.treat(output)
+
+
+class MethodGate:
+    """Stands in for a method: the original, given treated tokens."""
+
+    def __init__(self, owner: nn.Module, method: str, treat: nn.Module) -> None:
+        self.owner = owner
+        self.method = method
+        self.treat = treat
+        self.inner = owner.__dict__.get(method)
+
+    def __call__(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.inner is not None:
+            return self.inner(self.treat(tokens), *args, **kwargs)
+        return getattr(type(self.owner), self.method)(self.owner, self.treat(tokens), *args, **kwargs)

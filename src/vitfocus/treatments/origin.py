@@ -1,0 +1,199 @@
+"""How a model was built, so that it can be built again: library, name and arguments.
+
+`create_model` notes it; of a model built elsewhere it is worked out from what the library left on the model, and
+checked by building a copy without memory and comparing the two.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from vitfocus.anatomy import anatomy
+from vitfocus.errors import VitfocusError, nearest
+
+_KEY = "_vitfocus_origin"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The library ("timm", "torchvision" or "transformers"), the model's name there, and the arguments."""
+
+    library: str
+    name: str
+    arguments: dict[str, Any]
+
+    def build(self, pretrained: bool = False) -> nn.Module:
+        """Build the model; with `pretrained`, its library fetches its weights."""
+        builders = {"timm": _build_timm, "torchvision": _build_torchvision, "transformers": _build_transformers}
+        if self.library not in builders:
+            raise VitfocusError(f"There is no library {self.library!r}: {nearest(self.library, builders)}")
+        model = builders[self.library](self.name, pretrained, self.arguments)
+        remember(model, self)
+        return model
+
+
+def remember(model: nn.Module, origin: Origin) -> None:
+    """Note on a model how it was built."""
+    model.__dict__[_KEY] = origin
+
+
+def origin_of(model: nn.Module) -> Origin:
+    """How a model was built; a clear refusal where that cannot be told."""
+    known = model.__dict__.get(_KEY)
+    if known is not None and known.arguments.get("num_classes", None) == getattr(model, "num_classes", None):
+        return known
+    library = _library_of(model)
+    guesses = {"timm": _guess_timm, "torchvision": _guess_torchvision, "transformers": _guess_transformers}
+    for origin in guesses[library](model) if library in guesses else ():
+        if library == "transformers" or _builds_the_same(origin, model):
+            remember(model, origin)
+            return origin
+    raise VitfocusError(
+        f"How this {type(model).__name__} was built cannot be told from it: pass base=... (its name) and "
+        "arguments={...} (what it was created with), or create it with vitfocus.create_model."
+    )
+
+
+def split_library(name: str) -> tuple[str, str]:
+    """The library and the name in "torchvision:vit_b_16"; timm where none is named.
+
+    >>> split_library("torchvision:vit_b_16"), split_library("vit_tiny_patch16_224")
+    (('torchvision', 'vit_b_16'), ('timm', 'vit_tiny_patch16_224'))
+    """
+    library, colon, rest = name.partition(":")
+    return (library, rest) if colon and library in ("timm", "torchvision", "transformers") else ("timm", name)
+
+
+def _library_of(model: nn.Module) -> str:
+    for cls in type(model).__mro__:
+        library = cls.__module__.partition(".")[0]
+        if library in ("timm", "torchvision", "transformers"):
+            return library
+        if library == "vitfocus":
+            return "timm"
+    return ""
+
+
+def _build_timm(name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
+    import timm
+
+    import vitfocus.models  # noqa: F401  registers FAN, RVT, PVT and LocalViT
+
+    architecture = name.partition(".")[0]
+    if "/" not in name and not timm.is_model(architecture):
+        raise VitfocusError(f"timm has no model {name!r}: {nearest(architecture, timm.list_models())}")
+    try:
+        return timm.create_model(name, pretrained=pretrained, **arguments)
+    except TypeError as error:
+        raise VitfocusError(f"{name} cannot be built with {arguments}: {error}.") from None
+
+
+def _build_torchvision(name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
+    from torchvision import models
+
+    if name not in models.list_models():
+        raise VitfocusError(f"torchvision has no model {name!r}: {nearest(name, models.list_models())}")
+    return models.get_model(name, weights="DEFAULT" if pretrained else None, **arguments)
+
+
+def _build_transformers(name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
+    try:
+        import transformers
+    except ImportError:
+        raise VitfocusError("A transformers model needs the extra vitfocus[hf].") from None
+
+    if "config" in arguments:
+        config_class = getattr(transformers, arguments["config_class"])
+        return getattr(transformers, name)(config_class.from_dict(arguments["config"]))
+    loader = transformers.AutoModelForImageClassification
+    if pretrained:
+        return loader.from_pretrained(name, **arguments)
+    return loader.from_config(transformers.AutoConfig.from_pretrained(name, **arguments))
+
+
+def _guess_transformers(model: Any) -> list[Origin]:
+    config = model.config.to_dict()
+    return [
+        Origin("transformers", type(model).__name__, {"config_class": type(model.config).__name__, "config": config})
+    ]
+
+
+def _guess_torchvision(model: Any) -> list[Origin]:
+    from torchvision import models
+
+    prefix = "vit_" if hasattr(model, "encoder") else "swin_"
+    head = [module for module in model.modules() if isinstance(module, nn.Linear)][-1]
+    arguments: dict[str, Any] = {"num_classes": head.out_features}
+    if hasattr(model, "image_size"):
+        arguments["image_size"] = model.image_size
+    return [Origin("torchvision", name, arguments) for name in models.list_models(include=f"{prefix}*")]
+
+
+def _guess_timm(model: Any) -> list[Origin]:
+    name = (getattr(model, "pretrained_cfg", None) or {}).get("architecture")
+    if not name:
+        return []
+    arguments: dict[str, Any] = {"num_classes": model.num_classes} if hasattr(model, "num_classes") else {}
+    plain = _without_memory(Origin("timm", name, arguments))
+    if plain is None:
+        return []
+    ours, theirs = _telling(model), _telling(plain)
+    more = {key: value for key, value in ours.items() if key in theirs and theirs[key] != value}
+    return [Origin("timm", name, arguments), Origin("timm", name, {**arguments, **more})]
+
+
+def _telling(model: Any) -> dict[str, Any]:
+    """What a timm model shows of the arguments people change."""
+    facts: dict[str, Any] = {
+        key: getattr(model, key)
+        for key in ("embed_dim", "global_pool", "dynamic_img_size")
+        if isinstance(getattr(model, key, None), str | int | bool)
+    }
+    with contextlib.suppress(VitfocusError, AttributeError):
+        seen = anatomy(model)
+        facts["img_size"] = seen.build_size
+        conv = next(module for module in seen.stem.modules() if isinstance(module, nn.Conv2d))
+        facts["in_chans"] = conv.in_channels
+        stages = [block.stage for block in seen.trunk]
+        if len(set(stages)) > 1:
+            facts["depths"] = tuple(stages.count(stage) for stage in sorted(set(stages)))
+        else:
+            facts["depth"] = len(seen.trunk)
+            facts["patch_size"] = conv.kernel_size[0]
+            facts["num_heads"] = getattr(seen[0].attention, "num_heads", None)
+    return facts
+
+
+def _without_memory(origin: Origin) -> nn.Module | None:
+    with warnings.catch_warnings(), torch.device("meta"):
+        warnings.simplefilter("ignore")
+        try:
+            return origin.build()
+        except Exception:
+            return None
+
+
+def _builds_the_same(origin: Origin, model: nn.Module) -> bool:
+    copy = _without_memory(origin)
+    return copy is not None and _structure(copy) == _structure(model)
+
+
+def _structure(model: nn.Module) -> dict[str, Any]:
+    """Everything that shapes the outputs in eval mode: tensors' shapes and the modules' own numbers and switches.
+
+    Dropout and stochastic depth do not, and are left out.
+    """
+    facts: dict[str, Any] = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if key.startswith("_") or key in ("training", "p", "grad_checkpointing", "fused_attn", "inplace"):
+                continue
+            if "drop" not in f"{name}:{key}" and isinstance(value, bool | int | float | str | tuple | torch.Size):
+                facts[f"{name}:{key}"] = str(value)
+    return facts

@@ -1,0 +1,95 @@
+"""The short spec: "deit_small_patch16_224+cb(layers=upper)+tap(branches=4)+adl", read and written.
+
+Grammar: parts joined by "+"; a part is a name, optionally followed by options in parentheses; an option is key=value;
+a value is a word, a number, None, or a list of numbers in square brackets. `cbs` is short for cb(variant=scaled).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+from vitfocus.errors import VitfocusError, nearest
+from vitfocus.treatments.base import TREATMENTS, Treatment
+
+_ALIASES: dict[str, tuple[str, dict[str, Any]]] = {"cbs": ("cb", {"variant": "scaled"})}
+_PART = re.compile(r"(?P<name>[A-Za-z_]\w*)(?:\((?P<options>.*)\))?$", re.DOTALL)
+
+
+def split_spec(spec: str) -> tuple[str, list[Treatment]]:
+    """A model's name and the treatments behind it.
+
+    >>> split_spec("vit_tiny_patch16_224+cbs(layers=[0,5])+adl")
+    ('vit_tiny_patch16_224', [ContextBroadcasting(variant='scaled', site='mlp', position='end', layers=(0, 5), \
+tokens='all'), AttentionDiversification(variant='official', heads='mean', threshold=2.0, weight=1.0, tokens='all', \
+rows=None, layers='all')])
+    """
+    base, *parts = _split(spec, "+")
+    return base, [_parse_one(part) for part in parts]
+
+
+def parse_treatments(spec: str) -> list[Treatment]:
+    """The treatments of a spec without a model's name.
+
+    >>> [str(treatment) for treatment in parse_treatments("cb(variant=scaled)+tap(branches=4)")]
+    ['cbs', 'tap']
+    """
+    return [_parse_one(part) for part in _split(spec, "+")] if spec.strip() else []
+
+
+def write_spec(base: str, treatments: tuple[Treatment, ...]) -> str:
+    """The spec of a model and its treatments."""
+    return "+".join([base, *map(str, treatments)])
+
+
+def _parse_one(text: str) -> Treatment:
+    match = _PART.match(text.strip())
+    known = [*TREATMENTS, *_ALIASES]
+    if match is None:
+        raise VitfocusError(f"{text.strip()!r} is not a treatment: write it as name or name(option=value,...).")
+    name, preset = _ALIASES.get(match["name"], (match["name"], {}))
+    if name not in TREATMENTS:
+        raise VitfocusError(f"There is no treatment {name!r}: {nearest(name, known)}")
+    config = TREATMENTS[name]
+    fields = {field.name for field in dataclasses.fields(config)}
+    options = dict(preset)
+    for part in _split(match["options"] or "", ","):
+        key, equals, value = part.partition("=")
+        key = key.strip()
+        if not equals:
+            raise VitfocusError(f"{part.strip()!r} in {text.strip()!r} is not an option: write it as key=value.")
+        if key not in fields:
+            raise VitfocusError(f"{name} has no option {key!r}: {nearest(key, fields)}")
+        options[key] = _value(value.strip())
+    return config(**options)
+
+
+def _value(text: str) -> Any:
+    if text.startswith("[") and text.endswith("]"):
+        return tuple(_value(part.strip()) for part in _split(text[1:-1], ","))
+    if text == "None":
+        return None
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text.strip("'\"")
+
+
+def _split(text: str, separator: str) -> list[str]:
+    """Split at separators that stand outside all brackets."""
+    parts, depth, current = [], 0, ""
+    for character in text:
+        depth += (character in "([") - (character in ")]")
+        if depth < 0:
+            break
+        if character == separator and depth == 0:
+            parts.append(current)
+            current = ""
+        else:
+            current += character
+    if depth:
+        raise VitfocusError(f"The brackets in {text!r} do not match.")
+    return [*parts, current] if current.strip() or parts else []

@@ -1,0 +1,218 @@
+"""Saving and loading: a folder with `config.json` and safetensors, without pickle, written atomically.
+
+The folder is laid out as the Hugging Face hub lays out its own, so it can be pushed there as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import vitfocus
+from vitfocus.anatomy import anatomy, unwrap
+from vitfocus.errors import VitfocusError, nearest
+from vitfocus.files import atomic_path, digest, write_text
+from vitfocus.treatments.origin import Origin, origin_of, remember, split_library
+from vitfocus.treatments.spec import parse_treatments, split_spec, write_spec
+from vitfocus.treatments.surgery import added_names, applied, treat_, untreat_, untreated
+from vitfocus.treatments.weights import copy_into, load_weights, read_weights, require
+
+_FORMAT = 1
+_WEIGHTS = {"all": "model.safetensors", "treatments": "treatments.safetensors"}
+
+
+def create_model(spec: str, pretrained: bool = False, **arguments: Any) -> nn.Module:
+    """Build a model and treat it, from a spec such as "deit_small_patch16_224+cb(layers=upper)+adl".
+
+    The name is timm's (FAN, RVT, PVT and LocalViT included), or "torchvision:NAME", or "transformers:FOLDER_OR_NAME".
+    Further arguments go to the library. Weights are fetched only with `pretrained=True`.
+
+    >>> model = create_model("vit_tiny_patch16_224+cbs", num_classes=10, depth=2)
+    >>> sum(p.numel() for name, p in model.named_parameters() if "context" in name)
+    384
+    """
+    base, treatments = split_spec(spec)
+    library, name = split_library(base)
+    model = Origin(library, name, arguments).build(pretrained)
+    return treat_(model, *treatments) if treatments else model
+
+
+def save(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    only: str = "all",
+    base: str | None = None,
+    arguments: Mapping[str, Any] | None = None,
+) -> Path:
+    """Save a model, treated or not, as a folder; with `only="treatments"`, just what the treatments added.
+
+    `base` and `arguments` say how the model was built, where that cannot be told from the model itself.
+    """
+    if only not in _WEIGHTS:
+        raise VitfocusError(f"save has no only={only!r}: {nearest(only, _WEIGHTS)}")
+    model, folder = unwrap(model), Path(folder)
+    treatments = applied(model)
+    added = added_names(model)
+    if only == "treatments" and not treatments:
+        raise VitfocusError("This model carries no treatment, so there is nothing to save with only='treatments'.")
+    if base is not None:
+        origin = Origin(*split_library(base), dict(arguments or {}))
+    else:
+        with untreated(model):
+            origin = origin_of(model)
+    tensors = {key: value for key, value in model.state_dict().items() if only == "all" or key in added}
+    if folder.exists() and not folder.is_dir():
+        raise VitfocusError(f"{folder} is a file, and a model is saved as a folder.")
+    weights = folder / _WEIGHTS[only]
+    with atomic_path(weights) as path:
+        save_file(_separate(tensors), path, metadata={"format": "pt"})
+    config = {
+        "format": _FORMAT,
+        "vitfocus": vitfocus.__version__,
+        "library": origin.library,
+        "base": origin.name,
+        "arguments": origin.arguments,
+        "treatments": [str(treatment) for treatment in treatments],
+        "spec": write_spec(origin.name, treatments),
+        "only": only,
+        "preprocessing": _preprocessing(model),
+        "sha256": digest(weights),
+    }
+    write_text(folder / "config.json", json.dumps(config, indent=2, default=_plain) + "\n")
+    return folder
+
+
+def load(folder: str | Path, *, onto: nn.Module | None = None, pretrained: bool = False) -> nn.Module:
+    """Load what `save` wrote, in eval mode; "hf-hub:USER/NAME" fetches such a folder from the Hugging Face hub.
+
+    A folder saved with `only="treatments"` needs its base: `onto` (a model that is then treated in place) or
+    `pretrained=True` (the library fetches it). Whatever fails, a model given as `onto` is left as it was.
+    """
+    folder = _fetch(str(folder)) if str(folder).startswith("hf-hub:") else Path(folder)
+    config = _read_config(folder)
+    tensors = read_weights(folder / _WEIGHTS[config["only"]], config["sha256"])
+    if config["only"] == "treatments" and onto is None and not pretrained:
+        raise VitfocusError(f"{folder} holds treatments alone: pass onto=model, or pretrained=True to fetch its base.")
+    origin = Origin(config["library"], config["base"], _arguments(config["arguments"]))
+    model = onto if onto is not None else origin.build(pretrained and config["only"] == "treatments")
+    treatments = parse_treatments("+".join(config["treatments"]))
+    before = applied(model)
+    if before and [str(t) for t in before] != config["treatments"]:
+        raise VitfocusError(
+            f"The model carries {'+'.join(map(str, before))}, and {folder} was saved with "
+            f"{'+'.join(config['treatments']) or 'no treatment'}: untreat it first."
+        )
+    if not before:
+        treat_(model, *treatments)
+    try:
+        wanted = added_names(model) if config["only"] == "treatments" else set(model.state_dict())
+        require(str(folder), wanted - set(tensors), set(tensors) - wanted)
+        copy_into(model, tensors, str(folder))
+    except VitfocusError:
+        if onto is not None and not before:
+            untreat_(model)
+        raise
+    if onto is None:
+        remember(model, origin)
+    return model.eval()
+
+
+def open_model(name: str, weights: str | Path | None = None, treat: str | None = None, **arguments: Any) -> nn.Module:
+    """A model by whatever a person calls it, in eval mode: a spec, a vitfocus folder, a transformers or timm folder."""
+    folder = Path(name)
+    if folder.is_dir():
+        config = _read_json(folder / "config.json")
+        if "vitfocus" in config:
+            model = load(folder)
+        elif "model_type" in config:
+            model = Origin("transformers", str(folder), arguments).build(pretrained=True)
+        elif "architecture" in config:
+            import timm
+
+            model = timm.create_model(f"local-dir:{folder}", pretrained=True, **arguments)
+        else:
+            raise VitfocusError(f"{folder / 'config.json'} is none of vitfocus's, transformers' or timm's.")
+    else:
+        model = create_model(name, **arguments)
+    if treat:
+        treat_(model, treat)
+    if weights is not None:
+        load_weights(model, weights)
+    return model.eval()
+
+
+def push(model: nn.Module, repository: str, **options: Any) -> str:
+    """Save a model and upload the folder to the Hugging Face hub, with `upload_folder`'s options; gives the address."""
+    from huggingface_hub import HfApi
+
+    hub = HfApi()
+    with tempfile.TemporaryDirectory() as folder:
+        save(model, folder)
+        hub.create_repo(repository, exist_ok=True)
+        return str(hub.upload_folder(repo_id=repository, folder_path=folder, **options))
+
+
+def _fetch(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(name.removeprefix("hf-hub:")))
+
+
+def _preprocessing(model: nn.Module) -> dict[str, Any]:
+    seen = anatomy(model)
+    settings = {"size": seen.build_size, "mean": seen.mean, "std": seen.std}
+    cfg = getattr(seen.root, "pretrained_cfg", None) or {}
+    return settings | {key: cfg[key] for key in ("interpolation", "crop_pct") if key in cfg}
+
+
+def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous tensors, none of which shares memory with another (safetensors refuses those)."""
+    seen: set[int] = set()
+    result = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().contiguous()
+        shares = tensor.untyped_storage().data_ptr() in seen
+        seen.add(tensor.untyped_storage().data_ptr())
+        result[name] = tensor.clone() if shares or tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
+    return result
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise VitfocusError(f"There is no {path}: a saved model is a folder with config.json in it.")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise VitfocusError(f"{path} cannot be read: {error}.") from None
+    if not isinstance(content, dict):
+        raise VitfocusError(f"{path} holds no settings.")
+    return content
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    config = _read_json(folder / "config.json")
+    absent = [
+        key for key in ("format", "library", "base", "arguments", "treatments", "only", "sha256") if key not in config
+    ]
+    if absent:
+        raise VitfocusError(f"{folder / 'config.json'} was not written by vitfocus.save: it lacks {', '.join(absent)}.")
+    if config["format"] != _FORMAT or config["only"] not in _WEIGHTS:
+        raise VitfocusError(
+            f"{folder} was saved in format {config['format']}, and this vitfocus reads format {_FORMAT}."
+        )
+    return config
+
+
+def _arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()}
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple | set) else str(value)

@@ -1,0 +1,217 @@
+"""Surgery: put treatments into a model in place, and take them out again without a trace.
+
+Nothing existing is renamed or rewritten. A treatment is added as a submodule of the block it acts on and reached
+through a hook at a port of that block; the few operations that made it so are kept on the model, each of which can undo
+itself.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from vitfocus.anatomy import Anatomy, Block, Port, anatomy, unwrap
+from vitfocus.errors import VitfocusError
+from vitfocus.treatments.base import Treatment, insert
+from vitfocus.treatments.operations import (
+    AddHook,
+    AddModule,
+    InputGate,
+    MethodGate,
+    Operation,
+    OutputGate,
+    Override,
+    SwapModule,
+)
+from vitfocus.treatments.spec import parse_treatments
+
+_RECORD = "_vitfocus_treatments"
+Model = TypeVar("Model", bound=nn.Module)
+
+
+@dataclass(eq=False)
+class Surgeon:
+    """Carries out a treatment's operations one by one and keeps count of them."""
+
+    treatment: Treatment
+    operations: list[Operation] = field(default_factory=list)
+
+    def do(self, operation: Operation) -> None:
+        """Apply an operation and remember it."""
+        operation.apply()
+        self.operations.append(operation)
+
+    def add(self, block: Block, name: str, module: nn.Module) -> nn.Module:
+        """Add a submodule to a block, on the block's device and in its precision and mode."""
+        name += block.suffix
+        if hasattr(block.host, name):
+            raise VitfocusError(f"{self.treatment.name} is applied to {block.name} already; untreat the model first.")
+        placed = next((p for p in block.host.parameters() if p.is_floating_point()), None)
+        if placed is not None:
+            module = module.to(device=placed.device, dtype=placed.dtype)
+        self.do(AddModule(block.host, name, module.train(block.host.training)))
+        return module
+
+    def gate(self, port: Port, module: nn.Module) -> None:
+        """Send the tokens at a port through a module."""
+        if port.side == "input":
+            self.do(AddHook(port.module, "input", InputGate(module)))
+        elif port.side == "output":
+            self.do(AddHook(port.module, "output", OutputGate(module)))
+        else:
+            self.do(Override(port.module, port.side, MethodGate(port.module, port.side, module)))
+
+    def undo(self) -> None:
+        """Revert everything, last operation first."""
+        for operation in reversed(self.operations):
+            operation.revert()
+
+    def redo(self) -> None:
+        """Apply everything again, in order."""
+        for operation in self.operations:
+            operation.apply()
+
+    def ports(self, blocks: Sequence[Block], *names: str) -> list[Block]:
+        """Those of the blocks that offer all the ports; warns of blocks left out, refuses where none is left."""
+        able = [block for block in blocks if all(name in block.ports for name in names)]
+        if not able:
+            raise VitfocusError(
+                f"{self.treatment} needs {' and '.join(names)} in a block, and no block of this model offers that."
+            )
+        if left := [block.name for block in blocks if block not in able]:
+            warnings.warn(
+                f"{self.treatment} leaves out {', '.join(left)}: no {' and '.join(names)} there.", stacklevel=4
+            )
+        return able
+
+
+def treat_(model: Model, *treatments: Treatment | str) -> Model:
+    """Insert treatments into a model in place, in the order given, and return the model.
+
+    Each may be a record or its spec ("cb(layers=upper)"). If one of them cannot be applied, none is.
+
+    >>> import timm, vitfocus as vf
+    >>> model = timm.create_model("vit_tiny_patch16_224", depth=2)
+    >>> model = vf.treat_(model, vf.ContextBroadcasting(variant="scaled"), "tap(branches=2)")
+    >>> vf.applied(model)
+    (ContextBroadcasting(variant='scaled', site='mlp', position='end', layers='all', tokens='all'), \
+TokenAwarePooling(mode='dilation', branches=2, layers='all', init='default'))
+    """
+    configs = [c for one in treatments for c in (parse_treatments(one) if isinstance(one, str) else [_checked(one)])]
+    if isinstance(model, DistributedDataParallel):
+        raise VitfocusError(
+            "Treat the model before wrapping it in DistributedDataParallel, which counts parameters once."
+        )
+    root = unwrap(model)
+    treated_before = bool(_treated_roots(root))
+    done: list[Surgeon] = []
+    try:
+        for config in sorted(configs, key=lambda c: not getattr(c, "structural", False)):
+            if treated_before and getattr(config, "structural", False):
+                raise VitfocusError(f"{config} rebuilds blocks, so it must be applied before any other treatment.")
+            surgeon = Surgeon(config)
+            done.append(surgeon)
+            insert(config, _anatomy_for(root, config), surgeon)
+    except BaseException:
+        for surgeon in reversed(done):
+            surgeon.undo()
+        raise
+    order = {id(config): index for index, config in enumerate(configs)}
+    root.__dict__[_RECORD] = [
+        *root.__dict__.get(_RECORD, []),
+        *sorted(done, key=lambda surgeon: order[id(surgeon.treatment)]),
+    ]
+    _forget_compiled_code()
+    return model
+
+
+def untreat_(model: Model) -> Model:
+    """Take every treatment out of a model in place: outputs and state-dict names are the original's, bit for bit."""
+    for root in _treated_roots(model):
+        for surgeon in _in_undo_order(root.__dict__.pop(_RECORD)):
+            surgeon.undo()
+    _forget_compiled_code()
+    return model
+
+
+@contextmanager
+def untreated(model: nn.Module) -> Iterator[nn.Module]:
+    """Within the context the model is the original; on the way out, exceptions included, it is treated again.
+
+    >>> import timm, vitfocus as vf
+    >>> model = vf.treat_(timm.create_model("vit_tiny_patch16_224", depth=1), "cbs")
+    >>> with vf.untreated(model):
+    ...     print(any("context" in name for name in model.state_dict()))
+    False
+    """
+    roots = [(root, root.__dict__.pop(_RECORD)) for root in _treated_roots(model)]
+    for _, record in roots:
+        for surgeon in _in_undo_order(record):
+            surgeon.undo()
+    _forget_compiled_code()
+    try:
+        yield model
+    finally:
+        for root, record in roots:
+            for surgeon in reversed(_in_undo_order(record)):
+                surgeon.redo()
+            root.__dict__[_RECORD] = record
+        _forget_compiled_code()
+
+
+def applied(model: nn.Module) -> tuple[Treatment, ...]:
+    """The treatments a model carries, in order."""
+    return tuple(surgeon.treatment for root in _treated_roots(model) for surgeon in root.__dict__[_RECORD])
+
+
+def added_names(model: nn.Module) -> set[str]:
+    """The state-dict names that treatments added, or whose shapes they changed."""
+    owners = {module: name for name, module in unwrap(model).named_modules()}
+    names = set()
+    for root in _treated_roots(model):
+        for surgeon in root.__dict__[_RECORD]:
+            for operation in surgeon.operations:
+                if isinstance(operation, AddModule | SwapModule):
+                    prefix = owners[operation.module]
+                    names |= {f"{prefix}.{key}" for key in operation.module.state_dict()}
+    return names
+
+
+def _checked(treatment: object) -> Treatment:
+    if not isinstance(treatment, Treatment):
+        raise VitfocusError(
+            f"A treatment is a record such as ContextBroadcasting() or a spec such as 'cb', not {treatment!r}."
+        )
+    return treatment
+
+
+def _structural(surgeon: Surgeon) -> bool:
+    return bool(getattr(surgeon.treatment, "structural", False))
+
+
+def _in_undo_order(record: list[Surgeon]) -> list[Surgeon]:
+    return [s for s in reversed(record) if not _structural(s)] + [s for s in reversed(record) if _structural(s)]
+
+
+def _treated_roots(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if _RECORD in module.__dict__]
+
+
+def _anatomy_for(model: nn.Module, config: Treatment) -> Anatomy:
+    try:
+        return anatomy(model)
+    except VitfocusError as error:
+        raise VitfocusError(f"{config} cannot be applied: {error}") from None
+
+
+def _forget_compiled_code() -> None:
+    """Code that torch.compile made before the surgery does not know of it: dynamo does not guard on hooks."""
+    if dynamo := sys.modules.get("torch._dynamo"):
+        dynamo.reset()

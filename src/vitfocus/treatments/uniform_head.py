@@ -1,0 +1,125 @@
+"""Uniform heads: attention in which some channels are given the mean of the values instead of attending.
+
+Rows A, B and C of Table 1 in "Scratching Visual Transformer's Back with Uniform Attention". A (`replace`): one head
+gives up its queries and keys and averages. B (`replace_matched`): the same, with the remaining heads' queries and keys
+widened until the parameters are those of the original again. C (`append`): the attention's width is doubled and the
+added half averages; its queries and keys are counted in the paper's 29M and, like there, never read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from vitfocus.anatomy import Anatomy
+from vitfocus.errors import VitfocusError
+from vitfocus.treatments.base import Treatment, handles, option
+from vitfocus.treatments.operations import SwapModule
+from vitfocus.treatments.surgery import Surgeon
+
+_VIT_ATTENTION = "timm.layers.attention.Attention"
+
+
+@dataclass(frozen=True)
+class UniformHead(Treatment):
+    """Uniform attention in place of heads (`uniform`): changes its width, so it is for training from scratch."""
+
+    name: ClassVar[str] = "uniform"
+    structural: ClassVar[bool] = True
+
+    mode: str = option("replace", "replace", "replace_matched", "append")
+
+
+class UniformHeadAttention(nn.Module):
+    """Multi-head attention whose last head, or whole second half, is the mean of its values.
+
+    Built from a ViT's attention, whose weights it starts from where the shapes agree.
+    """
+
+    def __init__(self, original: Any, mode: str) -> None:
+        super().__init__()
+        dim, heads = original.qkv.in_features, original.num_heads
+        self.num_heads = heads if mode == "append" else heads - 1
+        self.head_dim = original.head_dim
+        inner = heads * original.head_dim
+        uniform = inner if mode == "append" else original.head_dim
+        self.value_dim = inner + uniform if mode == "append" else inner
+        self.qk_dim = {
+            "replace": inner - uniform,
+            "replace_matched": round(inner / self.num_heads) * self.num_heads,
+            "append": 2 * inner,
+        }[mode]
+        self.attended = self.value_dim - uniform
+        self.read = self.qk_dim // 2 if mode == "append" else self.qk_dim
+        self.qkv = nn.Linear(dim, 2 * self.qk_dim + self.value_dim, bias=original.qkv.bias is not None)
+        self.q_norm = nn.Identity()
+        self.k_norm = nn.Identity()
+        self.attn_drop = nn.Dropout(original.attn_drop.p)
+        self.proj = nn.Linear(self.value_dim, original.proj.out_features, bias=original.proj.bias is not None)
+        self.proj_drop = nn.Dropout(original.proj_drop.p)
+        self._start_from(original, inner)
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """(B, N, C) to the same."""
+        queries, keys, values = self.qkv(x).split((self.qk_dim, self.qk_dim, self.value_dim), dim=-1)
+        query, key = (part[..., : self.read].unflatten(-1, (self.num_heads, -1)) for part in (queries, keys))
+        value = values[..., : self.attended].unflatten(-1, (self.num_heads, -1))
+        mixed = F.scaled_dot_product_attention(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            attn_mask=attn_mask,
+            dropout_p=self.attn_drop.p if self.training else 0.0,
+            is_causal=is_causal,
+        )
+        mixed = mixed.transpose(1, 2).flatten(2)
+        uniform = values[..., self.attended :].mean(dim=1, keepdim=True).expand(-1, x.shape[1], -1)
+        return self.proj_drop(self.proj(torch.cat((mixed, uniform), dim=-1)))
+
+    @torch.no_grad()
+    def _start_from(self, original: Any, inner: int) -> None:
+        for layer in (self.qkv, self.proj):
+            nn.init.trunc_normal_(layer.weight, std=0.02)
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
+        old = (
+            original.qkv.weight.split(inner),
+            original.qkv.bias.split(inner) if original.qkv.bias is not None else None,
+        )
+        starts = (0, self.qk_dim, 2 * self.qk_dim)
+        for part, start in enumerate(starts):
+            count = inner if part == 2 else min(self.read, inner)
+            if part < 2 and self.read not in (inner, inner - self.head_dim):
+                continue
+            self.qkv.weight[start : start + count] = old[0][part][:count]
+            if old[1] is not None:
+                self.qkv.bias[start : start + count] = old[1][part][:count]
+        self.proj.weight[:, :inner] = original.proj.weight
+        if original.proj.bias is not None:
+            self.proj.bias.copy_(original.proj.bias)
+
+
+@handles(UniformHead)
+def insert_uniform_head(config: UniformHead, anatomy: Anatomy, surgeon: Surgeon) -> None:
+    """Replace every block's attention."""
+    for block in anatomy.trunk:
+        original: Any = block.attention
+        kind = type(original)
+        if f"{kind.__module__}.{kind.__qualname__}" != _VIT_ATTENTION:
+            raise VitfocusError(
+                f"{config} rebuilds plain ViT attention (timm's Attention), and {block.name} has {kind.__name__}."
+            )
+        if original.num_heads < 2 and config.mode != "append":
+            raise VitfocusError(f"{config} needs at least two heads, and {block.name} has one: use mode=append.")
+        if any(not isinstance(norm, nn.Identity) for norm in (original.q_norm, original.k_norm)):
+            raise VitfocusError(f"{config} does not know how to widen the query and key norms of {block.name}.")
+        placed = original.qkv.weight
+        with placed.device:
+            module = UniformHeadAttention(original, config.mode).to(placed.dtype).train(original.training)
+        holders = ((holder, *child) for holder in block.host.modules() for child in holder.named_children())
+        holder, name = next((holder, name) for holder, name, child in holders if child is original)
+        surgeon.do(SwapModule(holder, name, module, (original,)))

@@ -1,0 +1,123 @@
+"""Reading weights (safetensors, or torch files without code) into a model that is left alone if they do not fit."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from vitfocus.anatomy import unwrap
+from vitfocus.errors import VitfocusError
+from vitfocus.files import digest
+from vitfocus.treatments.surgery import added_names
+
+_WRAPPERS = ("state_dict_ema", "state_dict", "model_ema", "model", "module")
+
+
+class LoadReport(NamedTuple):
+    """What became of each name; `new` ones were added by treatments and are absent from the file."""
+
+    loaded: list[str]
+    new: list[str]
+    missing: list[str]
+    unexpected: list[str]
+
+
+def load_weights(model: nn.Module, source: str | Path | Mapping[str, Any], *, strict: bool = True) -> LoadReport:
+    """Load a plain checkpoint (a file, or a state dict) into a model, treated or not, and report name by name.
+
+    Names that treatments added and the checkpoint lacks are `new` and stay as they are. With `strict`, any other name
+    missing or unexpected is an error, and the model is left untouched.
+    """
+    model = unwrap(model)
+    label = "the state dict" if isinstance(source, Mapping) else str(source)
+    tensors = _unnest(source if isinstance(source, Mapping) else read_weights(Path(source)))
+    own, added = model.state_dict(), added_names(model)
+    if set(tensors) != set(own) - added and set(tensors) != set(own):
+        tensors = _library_names(model, tensors)
+    found = [name for name in own if name in tensors]
+    absent = [name for name in own if name not in tensors]
+    new = [name for name in absent if name in added]
+    missing = [name for name in absent if name not in added]
+    unexpected = [name for name in tensors if name not in own]
+    if strict:
+        require(label, missing, unexpected)
+    copy_into(model, {name: tensors[name] for name in found}, label)
+    return LoadReport(found, new, missing, unexpected)
+
+
+def read_weights(path: Path, sha256: str | None = None) -> dict[str, Any]:
+    """The content of a weights file, checked against its digest where one is given."""
+    if not path.is_file():
+        raise VitfocusError(f"There is no weights file {path}.")
+    if sha256 is not None and digest(path) != sha256:
+        raise VitfocusError(
+            f"{path} is not the file that was saved (its SHA-256 differs): it is truncated or was changed."
+        )
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except (SafetensorError, RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
+        raise VitfocusError(f"{path} cannot be read as weights: {_first_line(error)}") from None
+    except Exception as error:  # the unpickler's own errors, for a file with code in it
+        raise VitfocusError(f"{path} holds more than tensors and was not loaded: {_first_line(error)}") from None
+    if not isinstance(content, Mapping):
+        raise VitfocusError(f"{path} holds a {type(content).__name__}, not a state dict.")
+    return dict(content)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def _unnest(tensors: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The state dict inside a training checkpoint, without the prefixes that wrappers leave on names."""
+    while (inner := next((k for k in _WRAPPERS if isinstance(tensors.get(k), Mapping)), None)) is not None:
+        tensors = tensors[inner]
+    result = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
+    for prefix in ("module.", "_orig_mod.", "model."):
+        if result and all(name.startswith(prefix) for name in result):
+            result = {name.removeprefix(prefix): tensor for name, tensor in result.items()}
+    return result
+
+
+def _library_names(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Names as the model's own library translates them from the checkpoints its authors published."""
+    translate = getattr(sys.modules.get(type(model).__module__), "checkpoint_filter_fn", None)
+    if translate is None:
+        return tensors
+    try:
+        translated = translate(dict(tensors), model)
+    except Exception:
+        return tensors
+    return dict(translated) if isinstance(translated, Mapping) else tensors
+
+
+def require(label: str, missing: Any, unexpected: Any) -> None:
+    """Refuse names that do not fit."""
+    if missing or unexpected:
+        parts = [
+            f"{word} {', '.join(sorted(names)[:3])}{' and more' if len(names) > 3 else ''} ({len(names)})"
+            for word, names in (("lacks", missing), ("has unexpected", unexpected))
+            if names
+        ]
+        raise VitfocusError(f"{label} does not fit the model: it {' and '.join(parts)}; nothing was loaded.")
+
+
+def copy_into(model: nn.Module, tensors: Mapping[str, Tensor], label: str) -> None:
+    """Copy tensors into a model by name, after checking every shape."""
+    own = model.state_dict()
+    for name, tensor in tensors.items():
+        if own[name].shape != tensor.shape:
+            raise VitfocusError(
+                f"{label} does not fit the model: {name} is {tuple(tensor.shape)} there and {tuple(own[name].shape)} "
+                "in the model; nothing was loaded."
+            )
+    model.load_state_dict(dict(tensors), strict=False)

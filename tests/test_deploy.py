@@ -1,0 +1,138 @@
+"""Treated models compile, export, run in onnxruntime, and train on several processes."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from tiny import build
+from torch import nn
+
+import vitfocus as vf
+
+ALL = "cbs+tap+adl(variant=paper,threshold=1.0)+se"
+
+
+@pytest.mark.parametrize("family", ["vit", "swin", "swin_v2", "pvt_v2", "eva02", "fan", "mixer"])
+def test_compiles_without_a_graph_break(family: str) -> None:
+    model, images = build(family)
+    vf.treat_(model, "cb+se" if family == "mixer" else ALL).train()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d | nn.Dropout):
+            module.eval()
+    expected = model(images)
+    expected_loss = vf.auxiliary_loss(model)
+    (expected.square().mean() + expected_loss).backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    output = compiled(images)
+    loss = vf.auxiliary_loss(compiled)
+    torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(loss, expected_loss, atol=1e-5, rtol=1e-4)
+    (output.square().mean() + loss).backward()
+    for name, parameter in model.named_parameters():
+        if name in grads:
+            torch.testing.assert_close(parameter.grad, grads[name], atol=1e-4, rtol=1e-3)
+
+
+def test_inductor_end_to_end() -> None:
+    model, images = build("vit")
+    vf.treat_(model, ALL).train()
+    expected = model.eval()(images)
+    compiled = torch.compile(model, fullgraph=True)
+    torch.testing.assert_close(compiled(images), expected, atol=1e-4, rtol=1e-3)
+
+
+def test_compiled_models_can_be_treated_and_untreated() -> None:
+    model, images = build("vit")
+    compiled = torch.compile(model, backend="aot_eager")
+    with torch.no_grad():
+        plain = compiled(images)
+        vf.treat_(compiled, "cb+tap")
+        treated = compiled(images)
+        torch.testing.assert_close(treated, model(images), atol=1e-5, rtol=1e-4)
+        assert not torch.allclose(treated, plain)
+        with vf.untreated(compiled):
+            torch.testing.assert_close(compiled(images), plain)
+        torch.testing.assert_close(compiled(images), treated)
+        torch.testing.assert_close(vf.untreat_(compiled)(images), plain)
+
+
+@pytest.mark.parametrize("family", ["vit", "vit_rect", "swin", "pvt_v2", "fan"])
+def test_exports(family: str) -> None:
+    model, images = build(family)
+    vf.treat_(model, ALL)
+    with torch.no_grad():
+        expected = model(images)
+        program = torch.export.export(model, (images,))
+        torch.testing.assert_close(program.module()(images), expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["vit", "swin"])
+def test_onnx(family: str, tmp_path: Path) -> None:
+    runtime = pytest.importorskip("onnxruntime", reason="the onnx extra is not installed")
+    pytest.importorskip("onnxscript", reason="the onnx extra is not installed")
+    model, images = build(family)
+    vf.treat_(model, ALL)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = model(images)
+        torch.onnx.export(model, (images,), tmp_path / "model.onnx", dynamo=True, verbose=False)
+    session = runtime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    (output,) = session.run(None, {session.get_inputs()[0].name: images.numpy()})
+    torch.testing.assert_close(torch.from_numpy(output), expected, atol=1e-4, rtol=1e-3)
+
+
+def _train_on_one_of_two(rank: int, folder: str, sharded: bool) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    model, images = build("vit")
+    vf.treat_(model, "cbs+adl(variant=paper,threshold=1.0)").train()
+    if sharded:
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = dist.init_device_mesh("cpu", (2,))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        wrapped: nn.Module = fully_shard(model, mesh=mesh)
+    else:
+        wrapped = nn.parallel.DistributedDataParallel(model)
+    loss = wrapped(images[rank : rank + 1]).square().mean() + vf.auxiliary_loss(wrapped)
+    loss.backward()
+    grads = {}
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad
+        grads[name] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+    if rank == 0:
+        torch.save(grads, f"{folder}/grads.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
+def test_two_processes_give_the_gradient_of_one(sharded: bool, tmp_path: Path) -> None:
+    mp.spawn(_train_on_one_of_two, (str(tmp_path), sharded), nprocs=2)
+    model, images = build("vit")
+    vf.treat_(model, "cbs+adl(variant=paper,threshold=1.0)").train()
+    for image in images.split(1):
+        ((model(image).square().mean() + vf.auxiliary_loss(model)) / 2).backward()
+    grads = torch.load(tmp_path / "grads.pt", weights_only=True)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(grads[name], parameter.grad, atol=1e-6, rtol=1e-4)
+    assert any("context_scale" in name for name in grads)
+
+
+def test_treating_inside_ddp_is_refused(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(build("vit")[0])
+        with pytest.raises(vf.VitfocusError, match="before wrapping"):
+            vf.treat_(wrapped, "cbs")
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,201 @@
+"""Token-aware Average Pooling against the published arithmetic, and its counts, modes and refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from safetensors import safe_open
+from tiny import build
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import vitfocus as vf
+from vitfocus.models import FAN, load_published
+
+
+def pool_by_unfold(image: Tensor, dilation: int) -> Tensor:
+    """The released formulation: unfold the nine taps and average them."""
+    if dilation == 0:
+        return image
+    batch, channels, height, width = image.shape
+    taps = F.unfold(image, 3, dilation=dilation, padding=dilation)
+    return taps.reshape(batch, channels, 9, height, width).mean(2)
+
+
+def tap_by_hand(predictor: nn.Sequential, image: Tensor, kernel: bool = False) -> Tensor:
+    weights = predictor(image).softmax(1)
+    if kernel:
+        pooled = [image] + [F.avg_pool2d(image, 2 * k + 1, 1, k) for k in range(1, weights.shape[1])]
+    else:
+        pooled = [pool_by_unfold(image, k) for k in range(weights.shape[1])]
+    return sum(weights[:, k : k + 1] * one for k, one in enumerate(pooled))
+
+
+@pytest.mark.parametrize("name", ["tap_fan_vit", "tap_fan_hybrid"])
+def test_published_arithmetic(shared: Path, name: str) -> None:
+    with safe_open(shared / f"golden/models/{name}.safetensors", "pt") as file:
+        config = json.loads(file.metadata()["config"])
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    stem = {"stem_depths": config["convnext_depths"], "stem_dims": config["convnext_dims"]} if "hybrid" in name else {}
+    model = FAN(
+        **{k: config[k] for k in ("img_size", "patch_size", "embed_dim", "depth", "num_heads", "num_classes")}, **stem
+    )
+    vf.treat_(model.eval(), vf.TokenAwarePooling(branches=config["tap_branches"]))
+    report = load_published(model, {k.removeprefix("state."): v for k, v in tensors.items() if k.startswith("state.")})
+    assert not report.missing and not report.unexpected
+    with torch.no_grad():
+        torch.testing.assert_close(model(tensors["input"]), tensors["logits"], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["dilation", "kernel"])
+@pytest.mark.parametrize("branches", [1, 2, 4, 6])
+@pytest.mark.parametrize("family", ["vit_rect", "swin", "swin_v2", "pvt_v2", "deit_distilled"])
+def test_module_equals_unfold_on_every_layout(family: str, branches: int, mode: str) -> None:
+    model, images = build(family)
+    block = vf.anatomy(model)[1]
+    vf.treat_(model, vf.TokenAwarePooling(mode=mode, branches=branches))
+    module = block.host.dilation_predictor
+    seen: dict[str, Tensor] = {}
+    module.register_forward_hook(lambda m, args, output: seen.update(given=args[0], got=output))
+    with torch.no_grad():
+        model(images)
+        given, got = seen["given"], seen["got"]
+        rows, columns = block.grid(images.shape[-2:])
+        prefix = block.prefix_tokens
+        image = given[:, prefix:].reshape(2, rows, columns, -1).permute(0, 3, 1, 2)
+        expected = tap_by_hand(module.proj, image, mode == "kernel").permute(0, 2, 3, 1)
+    torch.testing.assert_close(got[:, prefix:].reshape(expected.shape), expected, atol=1e-6, rtol=1e-5)
+    assert torch.equal(got[:, :prefix], given[:, :prefix])
+
+
+def test_shortcut_keeps_the_unpooled_tokens() -> None:
+    model, images = build("vit")
+    vf.treat_(model, "tap(layers=[0])")
+    block = model.blocks[0]
+    with torch.no_grad():
+        tokens = model._pos_embed(model.patch_embed(images))
+        image = tokens[:, 1:].transpose(1, 2).reshape(2, -1, 4, 4)
+        pooled = tap_by_hand(block.dilation_predictor.proj, image).flatten(2).transpose(1, 2)
+        normed = F.layer_norm(
+            torch.cat([tokens[:, :1], pooled], 1), (48,), block.norm1.weight, block.norm1.bias, block.norm1.eps
+        )
+        expected = tokens + block.attn(normed)
+        expected = expected + block.mlp(block.norm2(expected))
+        model.patch_embed(images)
+        torch.testing.assert_close(block(tokens), expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "blocks"), [("deit_tiny_patch16_224", 192, 12), ("fan_base_16_p4_hybrid", 448, 16)]
+)
+def test_parameter_count(name: str, width: int, blocks: int) -> None:
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    plain = sum(p.numel() for p in model.parameters())
+    vf.treat_(model, "tap(branches=4)")
+    added = sum(p.numel() for p in model.parameters()) - plain
+    assert added == blocks * (9 * width * 4 + 2 * 4 + 9 * 4 * 4)
+
+
+def test_baselines_count_what_the_paper_counts() -> None:
+    """Table 1: convolutions in all 16 blocks of FAN-B-Hybrid bring it to 79.4M and 130.7M parameters."""
+    with torch.device("meta"):
+        model = timm.create_model("fan_base_16_p4_hybrid")
+    counts = {}
+    for mode in ("average3", "average5", "conv3", "conv5", "kernel"):
+        vf.treat_(model, vf.TokenAwarePooling(mode=mode))
+        counts[mode] = sum(p.numel() for p in model.parameters()) / 1e6
+        vf.untreat_(model)
+    assert counts["average3"] == counts["average5"] == pytest.approx(50.475, abs=1e-3)
+    assert counts["conv3"] == pytest.approx(79.4, abs=0.05)
+    assert counts["conv5"] == pytest.approx(130.7, abs=0.1)
+    assert counts["kernel"] == pytest.approx(50.736, abs=1e-3)
+
+
+def test_fixed_average_counts_padding() -> None:
+    model, images = build("vit_rect")
+    vf.treat_(model, "tap(mode=average5)")
+    model(images)
+    ones = torch.ones(1, 1 + 24, 48)
+    out = model.blocks[0].local_pooling(ones)[0, 1:, 0].reshape(4, 6)
+    assert out[0, 0] == pytest.approx(9 / 25) and out[2, 2] == pytest.approx(20 / 25)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    ["tap(init=near_identity)", "tap(mode=kernel,init=near_identity,branches=7)", "tap(mode=conv5,init=near_identity)"],
+)
+def test_near_identity_keeps_the_logits(spec: str) -> None:
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_patch16_224", img_size=64).eval()
+    model.head.weight.data.normal_(std=0.5)
+    images = torch.randn(2, 3, 64, 64) * 3
+    with torch.no_grad():
+        before = model(images)
+        after = vf.treat_(model, spec)(images)
+    assert (after - before).abs().max() < 1e-3
+    model.train()(images).square().sum().backward()
+    last = [p for name, p in model.named_parameters() if ".proj.2." in name or "local_pooling" in name]
+    assert last and all(p.grad is not None and p.grad.abs().sum() > 0 for p in last)
+
+
+def test_near_identity_on_trained_weights(shared: Path) -> None:
+    model = timm.create_model("deit_tiny_patch16_224").eval()
+    vf.load_weights(model, shared / "data/deit_tiny_patch16_224.safetensors")
+    torch.manual_seed(0)
+    images = torch.randn(2, 3, 224, 224)
+    with torch.no_grad():
+        before = model(images)
+        after = vf.treat_(model, "tap(init=near_identity)")(images)
+    assert (after - before).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"), [("shallow", [0, 1, 2]), ("deep", list(range(3, 10))), ("all", list(range(10)))]
+)
+def test_layers(layers: str, expected: list[int]) -> None:
+    model, _ = build("vit", depth=10)
+    vf.treat_(model, vf.TokenAwarePooling(layers=layers))
+    assert [i for i, block in enumerate(model.blocks) if hasattr(block, "dilation_predictor")] == expected
+
+
+@pytest.mark.parametrize("family", ["mixer", "gmlp", "xcit"])
+def test_refused_without_token_attention(family: str) -> None:
+    model, _ = build(family)
+    with pytest.raises(vf.VitfocusError, match="no token attention"):
+        vf.treat_(model, "tap")
+
+
+def test_class_attention_is_left_alone() -> None:
+    model, _ = build("cait")
+    vf.treat_(model, "tap")
+    assert all(hasattr(block, "dilation_predictor") for block in model.blocks)
+    assert not any(hasattr(block, "dilation_predictor") for block in model.blocks_token_only)
+
+
+def test_dropped_tokens_are_refused_in_words() -> None:
+    model, images = build("vit", patch_drop_rate=0.5)
+    vf.treat_(model, "tap").train()
+    with pytest.raises(vf.VitfocusError, match="4×4 patch tokens"):
+        model(images)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "tap(branches=0)",
+        "tap(branches=2.5)",
+        "tap(mode=dilated)",
+        "tap(init=near)",
+        "tap(mode=average3,init=near_identity)",
+    ],
+)
+def test_bad_options(bad: str) -> None:
+    model, _ = build("vit")
+    with pytest.raises(vf.VitfocusError):
+        vf.treat_(model, bad)
+    assert not vf.applied(model)

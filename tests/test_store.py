@@ -1,0 +1,267 @@
+"""Saving and loading: what is saved comes back, what is broken is named, and nothing is lost on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+import torchvision
+from safetensors.torch import load_file, save_file
+from tiny import build
+from torch import nn
+
+import vitfocus as vf
+from vitfocus.treatments.store import open_model
+
+SPEC = "cbs(layers=upper)+tap(branches=3)+adl(weight=0.5)"
+
+
+def randomise(model: nn.Module) -> nn.Module:
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    return model.eval()
+
+
+@pytest.mark.parametrize(
+    "family", ["vit", "vit_rect", "swin", "swin_v2", "pvt_v2", "eva02", "fan", "rvt", "pvt", "localvit", "pit"]
+)
+def test_timm_round_trip(family: str, tmp_path: Path) -> None:
+    model, images = build(family)
+    vf.treat_(model, SPEC)
+    for name, parameter in model.named_parameters():
+        if "context_scale" in name:
+            nn.init.normal_(parameter)
+    vf.save(model, tmp_path / "a")
+    loaded = vf.load(tmp_path / "a")
+    assert vf.applied(loaded) == vf.applied(model) and not loaded.training
+    with torch.no_grad():
+        assert torch.equal(loaded(images), model(images))
+    assert sorted(file.name for file in (tmp_path / "a").iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_config_says_everything(tmp_path: Path) -> None:
+    model = vf.create_model(f"vit_tiny_patch16_224+{SPEC}", num_classes=7, depth=2, drop_path_rate=0.1)
+    config = json.loads((vf.save(model, tmp_path / "a") / "config.json").read_text())
+    assert config["base"] == "vit_tiny_patch16_224" and config["library"] == "timm"
+    assert config["arguments"] == {"num_classes": 7, "depth": 2, "drop_path_rate": 0.1}
+    assert config["treatments"] == SPEC.split("+") and config["vitfocus"] == vf.__version__
+    assert config["preprocessing"]["size"] == [224, 224] and config["preprocessing"]["mean"] == [0.5, 0.5, 0.5]
+
+
+def test_heads_that_shapes_do_not_show_are_kept(tmp_path: Path) -> None:
+    model = timm.create_model("vit_tiny_patch16_224", depth=1, num_heads=6, num_classes=2).eval()
+    assert vf.load(vf.save(model, tmp_path / "a")).blocks[0].attn.num_heads == 6
+
+
+def test_a_new_classifier_is_kept(tmp_path: Path) -> None:
+    model = vf.create_model("vit_tiny_patch16_224+cb", depth=1, num_classes=10)
+    model.reset_classifier(3)
+    assert vf.load(vf.save(model, tmp_path / "a")).head.out_features == 3
+
+
+def test_what_cannot_be_told_is_asked_for(tmp_path: Path) -> None:
+    model = timm.create_model("vit_tiny_patch16_224", depth=1, mlp_ratio=2)
+    with pytest.raises(vf.VitfocusError, match="pass base="):
+        vf.save(model, tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+    vf.save(model, tmp_path / "a", base="vit_tiny_patch16_224", arguments={"depth": 1, "mlp_ratio": 2})
+    assert torch.equal(vf.load(tmp_path / "a").head.weight, model.head.weight)
+
+
+def test_torchvision_and_transformers(tmp_path: Path) -> None:
+    images = torch.randn(2, 3, 64, 64)
+    model = randomise(torchvision.models.vit_b_32(image_size=64, num_classes=3))
+    vf.treat_(model, "cb")
+    assert torch.equal(vf.load(vf.save(model, tmp_path / "tv"))(images), model(images))
+    transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
+    config = transformers.ViTConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=64, num_labels=3
+    )
+    other = randomise(transformers.ViTForImageClassification(config))
+    vf.treat_(other, "cbs+tap")
+    assert torch.equal(vf.load(vf.save(other, tmp_path / "hf"))(images).logits, other(images).logits)
+    vf.untreat_(other).save_pretrained(tmp_path / "plain")
+    opened = open_model(str(tmp_path / "plain"), treat="cbs")
+    torch.testing.assert_close(opened(images).logits, other(images).logits)
+
+
+def test_only_treatments(tmp_path: Path) -> None:
+    model, images = build("vit")
+    plain = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    vf.treat_(model, "cbs+tap")
+    randomise(model.blocks[0].context_mlp)
+    vf.save(model, tmp_path / "a", only="treatments")
+    saved = load_file(tmp_path / "a" / "treatments.safetensors")
+    assert saved and not set(saved) & set(plain)
+    base, _ = build("vit", seed=1)
+    base.load_state_dict(plain)
+    assert torch.equal(vf.load(tmp_path / "a", onto=base)(images), model(images))
+    with pytest.raises(vf.VitfocusError, match="onto=model"):
+        vf.load(tmp_path / "a")
+    with pytest.raises(vf.VitfocusError, match="no treatment"):
+        vf.save(vf.untreat_(model), tmp_path / "b", only="treatments")
+
+
+def test_uniform_heads_are_saved_as_treatments(tmp_path: Path) -> None:
+    model, images = build("vit")
+    plain = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    vf.treat_(model, "uniform(mode=append)+cbs")
+    vf.save(model, tmp_path / "a", only="treatments")
+    base, _ = build("vit", seed=1)
+    base.load_state_dict(plain)
+    assert torch.equal(vf.load(tmp_path / "a", onto=base)(images), model(images))
+
+
+def test_plain_checkpoint_reports_exactly_the_added_names(tmp_path: Path) -> None:
+    plain, images = build("vit")
+    save_file(plain.state_dict(), tmp_path / "plain.safetensors")
+    torch.save({"state_dict": {f"module.{k}": v for k, v in plain.state_dict().items()}}, tmp_path / "plain.pth")
+    for file in ("plain.safetensors", "plain.pth"):
+        model, _ = build("vit", seed=1)
+        names = set(model.state_dict())
+        vf.treat_(model, "cbs+tap")
+        report = vf.load_weights(model, tmp_path / file)
+        assert set(report.new) == set(model.state_dict()) - names and set(report.loaded) == names
+        assert not report.missing and not report.unexpected
+        with vf.untreated(model), torch.no_grad():
+            assert torch.equal(model(images), plain(images))
+
+
+def test_checkpoints_that_do_not_fit_leave_the_model_alone(tmp_path: Path) -> None:
+    model, _ = build("vit")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = {name: torch.zeros_like(tensor) for name, tensor in before.items()}
+    wrong: dict[str, dict[str, Any]] = {
+        "lacks head.bias": {k: v for k, v in state.items() if k != "head.bias"},
+        "unexpected surplus": {**state, "surplus": torch.zeros(1)},
+        r"head.weight is \(9, 48\) there": {**state, "head.weight": torch.zeros(9, 48)},
+    }
+    for said, content in wrong.items():
+        with pytest.raises(vf.VitfocusError, match=said):
+            vf.load_weights(model, content)
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in before.items())
+    report = vf.load_weights(model, wrong["lacks head.bias"], strict=False)
+    assert report.missing == ["head.bias"]
+
+
+class Trojan:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("false",)
+
+
+def test_files_with_code_are_not_loaded(tmp_path: Path) -> None:
+    torch.save({"head.weight": Trojan()}, tmp_path / "evil.pth")
+    with pytest.raises(vf.VitfocusError, match=r"evil\.pth"):
+        vf.load_weights(build("vit")[0], tmp_path / "evil.pth")
+
+
+def test_broken_folders_are_named(tmp_path: Path) -> None:
+    model, images = build("vit")
+    vf.save(vf.treat_(model, "cbs"), tmp_path / "good")
+    onto, _ = build("vit", seed=1)
+    before = onto(images)
+
+    def broken(change: Any) -> Path:
+        shutil.rmtree(tmp_path / "bad", ignore_errors=True)
+        shutil.copytree(tmp_path / "good", tmp_path / "bad")
+        change(tmp_path / "bad")
+        return tmp_path / "bad"
+
+    def edit(**changes: Any) -> Any:
+        def change(folder: Path) -> None:
+            config = json.loads((folder / "config.json").read_text())
+            (folder / "config.json").write_text(json.dumps({**config, **changes}))
+
+        return change
+
+    def flip(folder: Path) -> None:
+        data = bytearray((folder / "model.safetensors").read_bytes())
+        data[-1] ^= 1
+        (folder / "model.safetensors").write_bytes(data)
+
+    cases = [
+        (
+            lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-9]),
+            "truncated or was changed",
+        ),
+        (flip, "truncated or was changed"),
+        (lambda f: (f / "model.safetensors").unlink(), "no weights file"),
+        (lambda f: (f / "config.json").unlink(), "no .*config.json"),
+        (lambda f: (f / "config.json").write_text("{"), "cannot be read"),
+        (lambda f: (f / "config.json").write_text("{}"), "was not written by vitfocus"),
+        (edit(format=99), "format 99"),
+        (edit(treatments=["tpa"]), "did you mean 'tap'"),
+        (edit(treatments=["cbs", "tap"]), "lacks"),
+        (edit(treatments=[]), "unexpected"),
+    ]
+    for change, said in cases:
+        with pytest.raises(vf.VitfocusError, match=said):
+            vf.load(broken(change), onto=onto)
+        assert not vf.applied(onto) and torch.equal(onto(images), before)
+    with pytest.raises(vf.VitfocusError, match="did you mean 'vit_tiny_patch16_224'"):
+        vf.load(broken(edit(base="vit_tiny_patch16_242")))
+    with pytest.raises(vf.VitfocusError, match="untreat it first"):
+        vf.load(tmp_path / "good", onto=vf.treat_(onto, "tap"))
+
+
+def test_a_failed_save_keeps_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, images = build("vit")
+    vf.save(model, tmp_path / "a")
+    expected = model(images)
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("vitfocus.treatments.store.save_file", full)
+    with pytest.raises(OSError, match="No space"):
+        vf.save(build("vit", seed=1)[0], tmp_path / "a")
+    assert torch.equal(vf.load(tmp_path / "a")(images), expected)
+    assert sorted(file.name for file in (tmp_path / "a").iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_hub_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pushing uploads a folder that loads; fetching loads the folder that the hub hands back."""
+    import huggingface_hub
+
+    def upload(self: Any, *, repo_id: str, folder_path: str, **options: Any) -> str:
+        shutil.copytree(folder_path, tmp_path / repo_id)
+        return f"https://example.invalid/{repo_id}"
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", lambda self, name, exist_ok: None)
+    monkeypatch.setattr(huggingface_hub.HfApi, "upload_folder", upload)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name: str(tmp_path / name))
+    model, images = build("vit")
+    assert vf.push(vf.treat_(model, "cb"), "someone/model").endswith("someone/model")
+    assert torch.equal(vf.load("hf-hub:someone/model")(images), model(images))
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("vit_tiny_patch16_242", "did you mean 'vit_tiny_patch16_224'"),
+        ("torchvision:vit_b_61", "did you mean 'vit_b_16'"),
+        ("vit_tiny_patch16_224+tpa", "did you mean 'tap'"),
+        ("vit_tiny_patch16_224+cb(site=mpl)", "did you mean 'mlp'"),
+    ],
+)
+def test_misspelt_names_suggest_the_nearest(spec: str, said: str) -> None:
+    with pytest.raises(vf.VitfocusError, match=said):
+        vf.create_model(spec)
+
+
+def test_create_model_equals_treating_by_hand() -> None:
+    torch.manual_seed(0)
+    made = vf.create_model("vit_tiny_patch16_224+cb(layers=upper)+adl", depth=2, num_classes=3).eval()
+    torch.manual_seed(0)
+    plain = timm.create_model("vit_tiny_patch16_224", depth=2, num_classes=3).eval()
+    vf.treat_(plain, vf.ContextBroadcasting(layers="upper"), vf.AttentionDiversification())
+    images = torch.randn(1, 3, 224, 224)
+    assert torch.equal(made(images), plain(images)) and vf.applied(made) == vf.applied(plain)
+    with pytest.raises(vf.VitfocusError, match="cannot be built with"):
+        vf.create_model("vit_tiny_patch16_224", depht=2)
