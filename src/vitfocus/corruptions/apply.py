@@ -1,0 +1,183 @@
+"""`corrupt`: one call for all nineteen corruptions, on a batch or a single image."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from numbers import Integral
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vitfocus.corruptions import blur, digital, elastic, jpeg, noise, spatter, weather
+from vitfocus.corruptions import frost as overlays
+from vitfocus.corruptions.constants import CONSTANTS, CORRUPTIONS, EXTRA_CORRUPTIONS, FLAVOURS, Setting
+from vitfocus.corruptions.draws import Draws, as_ids
+from vitfocus.errors import VitfocusError, nearest
+
+VERSION = 1
+"""Raised whenever any output changes."""
+
+_EFFECTS: dict[str, Callable[[Tensor, Setting, Draws], Tensor]] = {
+    "gaussian_noise": noise.gaussian_noise,
+    "shot_noise": noise.shot_noise,
+    "impulse_noise": noise.impulse_noise,
+    "defocus_blur": blur.defocus_blur,
+    "glass_blur": blur.glass_blur,
+    "motion_blur": blur.motion_blur,
+    "zoom_blur": blur.zoom_blur,
+    "snow": weather.snow,
+    "frost": weather.frost,
+    "fog": weather.fog,
+    "brightness": digital.brightness,
+    "contrast": digital.contrast,
+    "elastic_transform": elastic.elastic_transform,
+    "pixelate": digital.pixelate,
+    "jpeg_compression": jpeg.jpeg_compression,
+    "speckle_noise": noise.speckle_noise,
+    "gaussian_blur": blur.gaussian_blur,
+    "spatter": spatter.spatter,
+    "saturate": digital.saturate,
+}
+
+# Pixels worked on at once: what stays in a CPU's cache, what keeps a GPU busy without filling it.
+_CHUNK = {"cpu": 1 << 18, "cuda": 1 << 23}
+
+
+def parse(text: str) -> tuple[str, int]:
+    """Read "name/severity"; a bare name means severity 3.
+
+    >>> parse("gaussian_noise/5")
+    ('gaussian_noise', 5)
+    >>> parse("fogg/2")
+    Traceback (most recent call last):
+    vitfocus.errors.VitfocusError: There is no corruption 'fogg': did you mean 'fog'?
+    """
+    name, _, severity = text.partition("/")
+    _check_name(name)
+    if not severity:
+        return name, 3
+    try:
+        number = int(severity)
+    except ValueError:
+        raise VitfocusError(f"The severity in {text!r} is not a number; expected 1 to 5, as in '{name}/3'.") from None
+    _check_severity(number)
+    return name, number
+
+
+def corrupt(
+    images: Tensor,
+    name: str,
+    severity: int = 3,
+    seed: int = 0,
+    ids: Tensor | Iterable[int | str] | None = None,
+    flavour: str = "imagenet",
+    frost: str | os.PathLike[str] | None = None,
+) -> Tensor:
+    """Corrupt images as ImageNet-C, CIFAR-C or the any-size benchmarks do.
+
+    `images` is (B, 3, H, W) or (3, H, W), uint8 or float in [0, 1]; the result has the same shape, dtype and device.
+    The reference works on 8-bit images: floats are rounded to 8 bits first, and return as 8-bit values / 255.
+
+    Each draw is a function of (`seed`, the image's id, `name`, `severity`) and of nothing else. `ids` are integers or
+    strings, one per image (0, 1, 2... by default): pass dataset indices or file names, and an image is corrupted
+    alike in any batch, order or process.
+
+    `flavour` is "imagenet", "cifar" (constants for 32 px) or "any" (as used for Cityscapes-C and COCO-C). `frost` names
+    the folder of frost overlays (see `fingerprint`).
+
+    >>> images = torch.randint(256, (2, 3, 64, 48), dtype=torch.uint8)
+    >>> corrupt(images, "glass_blur", severity=5).shape
+    torch.Size([2, 3, 64, 48])
+    >>> both = corrupt(images, "fog", ids=["a", "b"])
+    >>> bool((both[1] == corrupt(images[1], "fog", ids=["b"])).all())
+    True
+    """
+    _check_name(name)
+    _check_severity(severity)
+    _check_flavour(flavour)
+    batch = _as_bytes(images)
+    if batch.device.type not in _CHUNK:  # devices without float64
+        batch = batch.cpu()
+    identity = as_ids([ids] if isinstance(ids, int | str) else ids, len(batch), batch.device)
+    if len(identity) != len(batch):
+        raise VitfocusError(f"Got {len(identity)} ids for {len(batch)} images; expected one id per image.")
+    if not len(batch):
+        return images.clone()
+    folder = overlays.locate(frost) if name == "frost" else None
+    setting = Setting(CONSTANTS[flavour][name][severity - 1], flavour, folder)
+    effect = _EFFECTS[name]
+    step = max(1, _CHUNK[batch.device.type] // (batch.shape[-1] * batch.shape[-2]))
+    with torch.no_grad(), torch.autocast(batch.device.type, enabled=False):
+        parts = [
+            effect(batch[start : start + step], setting, Draws(seed, name, severity, identity[start : start + step]))
+            for start in range(0, len(batch), step)
+        ]
+        result = torch.cat(parts).to(images.device)
+    if images.dtype != torch.uint8:
+        result = result.to(torch.float32).div_(255).to(images.dtype)
+    return result.reshape(images.shape)
+
+
+def fingerprint(flavour: str = "imagenet", frost: str | os.PathLike[str] | None = None) -> dict[str, Any]:
+    """What a published number should say of the corruptions it was made with.
+
+    `comparable` is False where the frost overlays are drawn for want of the published ones; `frost` then names what
+    to do. Codec and versions matter to JPEG.
+
+    >>> fingerprint("cifar")["flavour"]
+    'cifar'
+    """
+    _check_flavour(flavour)
+    folder = overlays.locate(frost)
+    drawn = folder == overlays.DRAWN
+    return {
+        "implementation": "vitfocus.corruptions",
+        "version": VERSION,
+        "flavour": flavour,
+        "jpeg": jpeg.codec(),
+        "torch": torch.__version__,
+        "frost": "drawn, not the published overlays" if drawn else f"sha256:{overlays.digest(folder)}",
+        "comparable": not drawn,
+    }
+
+
+def _check_name(name: str) -> None:
+    if name not in _EFFECTS:
+        raise VitfocusError(
+            f"There is no corruption {name!r}: {nearest(str(name), (*CORRUPTIONS, *EXTRA_CORRUPTIONS))}"
+        )
+
+
+def _check_severity(severity: int) -> None:
+    if isinstance(severity, bool) or not isinstance(severity, Integral) or not 1 <= severity <= 5:
+        raise VitfocusError(f"Severity {severity!r} does not exist; expected a whole number from 1 to 5.")
+
+
+def _check_flavour(flavour: str) -> None:
+    if flavour not in FLAVOURS:
+        raise VitfocusError(f"There is no flavour {flavour!r}: {nearest(str(flavour), FLAVOURS)}")
+
+
+def _as_bytes(images: Tensor) -> Tensor:
+    """The images as a (B, 3, H, W) uint8 batch, or a sentence that says what is wrong with them."""
+    if not isinstance(images, Tensor):
+        raise VitfocusError(
+            f"Images are a {type(images).__name__}; expected a tensor of shape (B, 3, H, W) or (3, H, W)."
+        )
+    if images.dim() not in (3, 4) or images.shape[-3] != 3 or 0 in images.shape[-2:]:
+        raise VitfocusError(f"Images have shape {tuple(images.shape)}; expected (B, 3, H, W) or (3, H, W), RGB.")
+    batch = images if images.dim() == 4 else images[None]
+    if images.dtype == torch.uint8:
+        return batch
+    if not images.is_floating_point():
+        raise VitfocusError(f"Images have dtype {images.dtype}; expected uint8, or floats in [0, 1].")
+    # Looking at the values of a GPU's tensor would make it wait, so there they are only clipped.
+    if images.device.type == "cpu" and images.numel():
+        low, high = (float(v) for v in images.aminmax())
+        if not (low >= -1e-3 and high <= 1 + 1e-3):
+            raise VitfocusError(
+                f"Float images lie in [{low:.3g}, {high:.3g}]; expected [0, 1]: corrupt first, then normalise."
+            )
+    return batch.detach().float().mul(255).round_().clamp_(0, 255).to(torch.uint8)
