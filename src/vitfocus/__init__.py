@@ -1,28 +1,58 @@
-"""Shows where a vision transformer looks, mends it, and proves the difference."""
+"""Shows where a vision transformer looks, mends it, and proves the difference.
 
-from vitfocus.anatomy import anatomy
-from vitfocus.errors import VitfocusError
-from vitfocus.treatments import (
-    AttentionDiversification,
-    ContextBroadcasting,
-    ExtraBlock,
-    SqueezeExcitation,
-    TokenAwarePooling,
-    UniformHead,
-    applied,
-    auxiliary_loss,
-    treat_,
-    untreat_,
-    untreated,
-)
-from vitfocus.treatments.store import create_model, load, push, save
-from vitfocus.treatments.weights import load_weights
+The public verbs are loaded when first used, so that `import vitfocus` and `vitfocus --help` are quick.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vitfocus.anatomy import anatomy
+    from vitfocus.attention.diagnosis import Diagnosis, diagnose
+    from vitfocus.attention.maps import attention_maps
+    from vitfocus.corruptions import corrupt
+    from vitfocus.errors import VitfocusError
+    from vitfocus.treatments import (
+        AttentionDiversification,
+        ContextBroadcasting,
+        ExtraBlock,
+        SqueezeExcitation,
+        TokenAwarePooling,
+        UniformHead,
+        applied,
+        auxiliary_loss,
+        treat_,
+        untreat_,
+        untreated,
+    )
+    from vitfocus.treatments.store import create_model, load, open_model, push, save
+    from vitfocus.treatments.weights import load_weights
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "vitfocus.anatomy": ("anatomy",),
+    "vitfocus.attention.diagnosis": ("Diagnosis", "diagnose"),
+    "vitfocus.attention.maps": ("attention_maps",),
+    "vitfocus.corruptions": ("corrupt",),
+    "vitfocus.errors": ("VitfocusError",),
+    "vitfocus.treatments": (
+        *("AttentionDiversification", "ContextBroadcasting", "ExtraBlock", "SqueezeExcitation", "TokenAwarePooling"),
+        *("UniformHead", "applied", "auxiliary_loss", "treat_", "untreat_", "untreated"),
+    ),
+    "vitfocus.treatments.store": ("create_model", "load", "open_model", "push", "save"),
+    "vitfocus.treatments.weights": ("load_weights",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "AttentionDiversification",
     "ContextBroadcasting",
+    "Diagnosis",
     "ExtraBlock",
     "SqueezeExcitation",
     "TokenAwarePooling",
@@ -30,13 +60,40 @@ __all__ = [
     "VitfocusError",
     "anatomy",
     "applied",
+    "attention_maps",
     "auxiliary_loss",
+    "corrupt",
     "create_model",
+    "diagnose",
     "load",
     "load_weights",
+    "open_model",
     "push",
     "save",
     "treat_",
     "untreat_",
     "untreated",
 ]
+
+
+class _Package(ModuleType):
+    """Importing the room `vitfocus.anatomy` must not hide the verb `vitfocus.anatomy(model)`."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _HOME_OF and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'vitfocus' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,36 @@
+# Two commands do everything: `make demo` and `make test`. Both create .venv and install into it when needed.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test test-slow lint format bench clean
+
+.venv/installed: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet --editable ".[dev]"
+	touch $@
+
+demo: .venv/installed
+	$(BIN)/vitfocus demo --out runs/demo
+
+test: .venv/installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+# Sweeps that take longer than a test run should: every timm model at full depth, and other long checks.
+test-slow: .venv/installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: .venv/installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: .venv/installed
+	for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+clean:
+	rm -rf .venv build dist runs src/*.egg-info

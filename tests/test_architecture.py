@@ -1,0 +1,115 @@
+"""The shape of the project: which room may import which, what `import vitfocus` may touch, and how long a file may be."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "vitfocus"
+
+#: A room may import rooms of a lower rank. ARCHITECTURE.md explains the order.
+RANK = {
+    "cli": 8,
+    "report": 7,
+    "train": 6,
+    "tasks": 6,
+    "robustness": 6,
+    "treatments": 5,
+    "attention": 4,
+    "anatomy": 3,
+    "kernels": 2,
+    "data": 1,
+    "corruptions": 1,
+    "models": 1,
+    "errors": 0,
+    "files": 0,
+}
+
+#: Steps upwards taken inside a function, on purpose: a diagnosis draws its own figures.
+UPWARDS = {("attention", "report")}
+
+
+def imports(path: Path) -> list[tuple[str, bool]]:
+    """The vitfocus rooms a file imports, and whether at module level."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    top = {id(node) for node in ast.walk(tree) if isinstance(node, ast.Module) for node in node.body}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            for inner in ast.walk(node):
+                inner.skip = True  # type: ignore[attr-defined]
+    found = []
+    for node in ast.walk(tree):
+        if getattr(node, "skip", False):
+            continue
+        if isinstance(node, ast.ImportFrom):
+            package = path.relative_to(SOURCE.parent).with_suffix("").parts[: -node.level] if node.level else ()
+            names = [".".join((*package, *filter(None, [node.module])))]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            continue
+        found += [(name.split(".")[1], id(node) in top) for name in names if name.startswith("vitfocus.")]
+    return found
+
+
+def test_imports_go_one_way() -> None:
+    wrong = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        room = path.relative_to(SOURCE).parts[0].removesuffix(".py")
+        if room in ("__init__", "__main__"):
+            continue
+        assert room in RANK, f"{room} is a new room: give it a rank here and a line in ARCHITECTURE.md"
+        for other, at_top in imports(path):
+            if other == room or RANK[other] < RANK[room] or (not at_top and (room, other) in UPWARDS):
+                continue
+            wrong.append(f"{path.relative_to(SOURCE)} imports vitfocus.{other}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import vitfocus",
+        "import vitfocus as vf; vf.treat_; vf.anatomy; vf.diagnose; vf.create_model; vf.ContextBroadcasting",
+    ],
+)
+def test_importing_is_lean(statement: str) -> None:
+    """No transformers, no plotting library, and no CUDA context."""
+    check = (
+        f"import sys; {statement}\n"
+        "heavy = {'transformers', 'matplotlib', 'accelerate', 'onnx', 'pandas'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "torch = sys.modules.get('torch')\n"
+        "assert torch is None or not torch.cuda.is_initialized()\n"
+    )
+    subprocess.run([sys.executable, "-c", check], check=True)
+
+
+def test_help_needs_no_torch() -> None:
+    check = (
+        "import sys; from vitfocus.cli import main; assert main(['--help']) == 0; assert main([]) == 0\n"
+        "assert 'torch' not in sys.modules and 'rich' not in sys.modules\n"
+    )
+    shown = subprocess.run([sys.executable, "-c", check], check=True, capture_output=True, text=True).stdout
+    assert "vitfocus COMMAND --help" in shown
+
+
+def test_the_verb_survives_the_room_of_the_same_name() -> None:
+    check = (
+        "import vitfocus.anatomy.registry, vitfocus as vf, importlib\n"
+        "assert callable(vf.anatomy)\n"
+        "assert importlib.import_module('vitfocus.anatomy').anatomy is vf.anatomy\n"
+    )
+    subprocess.run([sys.executable, "-c", check], check=True)
+
+
+def test_files_stay_readable() -> None:
+    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in SOURCE.rglob("*.py")}
+    assert max(lengths.values()) <= 500, max(lengths, key=lambda path: lengths[path])
+    assert sorted(lengths.values())[len(lengths) // 2] <= 200
+    for path in lengths:
+        assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), f"{path} does not say what it is for"

@@ -1,0 +1,67 @@
+"""The command line from the outside: exit codes, one-line refusals, JSON."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from vitfocus import __version__
+from vitfocus.cli import COMMANDS, main
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"  {name}" in shown for name in COMMANDS)
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == f"vitfocus {__version__}"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([command, "--help"])
+    assert stop.value.code == 0
+    assert "--json" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["modles"], "did you mean 'models'?"),
+        (["models", "no-such-family"], "no family matches"),
+        (["diagnose", "vit_tiny_patch16_242"], "did you mean 'vit_tiny_patch16_224'?"),
+        (["diagnose", "vit_tiny_patch16_224", "--treat", "tpa"], "did you mean 'tap'?"),
+        (["diagnose", "vit_tiny_patch16_224", "--images", "no/such/folder"], "no/such/folder"),
+        (["diagnose", "vit_tiny_patch16_224", "--weights", "no/such.safetensors"], "no/such.safetensors"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("vitfocus: ") and said in lines[0]
+
+
+def test_models_json_is_computed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models", "swin", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {"timm", "torchvision"} <= {row["library"] for row in rows}
+    for row in rows:
+        assert row["treatments"]["tap"] in (True, None) and row["treatments"]["uniform"] in (False, None)
+
+
+def test_own_models_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models", "vitfocus", "--names", "--json"]) == 0
+    names = {name for row in json.loads(capsys.readouterr().out) for name in row["names"]}
+    assert {"fan_base_16_p4_hybrid", "rvt_base_plus", "pvt_small", "localvit_tiny"} <= names
+
+
+def test_a_closed_pipe_leaves_no_traceback() -> None:
+    command = f"{sys.executable} -m vitfocus models beit | head -c 1"
+    shown = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert shown.stdout and "Traceback" not in shown.stderr
