@@ -1,4 +1,4 @@
-"""Every model name that timm registers for the covered families: dissected, treated, and checked against its own shapes."""
+"""Every model name timm registers for the covered families: dissected, treated, checked against its own shapes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tiny import build
 from torch import nn
 
 import vitfocus as vf
-import vitfocus.models  # noqa: F401  registers FAN, RVT, PVT and LocalViT with timm
+import vitfocus.models
 from vitfocus.attention.probe import observing
 
 #: timm's modules, and options that make their models shallow without changing what a block is.

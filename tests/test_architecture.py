@@ -1,4 +1,4 @@
-"""The shape of the project: which room may import which, what `import vitfocus` may touch, and how long a file may be."""
+"""The shape of the project: which room may import which, what `import vitfocus` may touch, how long a file may be."""
 
 from __future__ import annotations
 
