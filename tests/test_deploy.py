@@ -17,7 +17,9 @@ import vitfocus as vf
 ALL = "cbs+tap+adl(variant=paper,threshold=1.0)+se"
 
 
-@pytest.mark.parametrize("family", ["vit", "swin", "swin_v2", "pvt_v2", "eva02", "fan", "mixer"])
+@pytest.mark.parametrize(
+    "family", ["vit", "swin", "swin_v2", "pvt_v2", "eva02", "fan", "rvt", "pvt", "localvit", "mixer"]
+)
 def test_compiles_without_a_graph_break(family: str) -> None:
     model, images = build(family)
     vf.treat_(model, "cb+se" if family == "mixer" else ALL).train()
@@ -64,7 +66,7 @@ def test_compiled_models_can_be_treated_and_untreated() -> None:
         torch.testing.assert_close(vf.untreat_(compiled)(images), plain)
 
 
-@pytest.mark.parametrize("family", ["vit", "vit_rect", "swin", "pvt_v2", "fan"])
+@pytest.mark.parametrize("family", ["vit", "vit_rect", "swin", "pvt_v2", "fan", "rvt", "pvt", "localvit"])
 def test_exports(family: str) -> None:
     model, images = build(family)
     vf.treat_(model, ALL)

@@ -144,8 +144,11 @@ def test_near_identity_keeps_the_logits(spec: str) -> None:
 
 
 def test_near_identity_on_trained_weights(shared: Path) -> None:
+    weights = shared / "data/deit_tiny_patch16_224.safetensors"
+    if not weights.exists():
+        pytest.skip(f"no trained weights at {weights}")
     model = timm.create_model("deit_tiny_patch16_224").eval()
-    vf.load_weights(model, shared / "data/deit_tiny_patch16_224.safetensors")
+    vf.load_weights(model, weights)
     torch.manual_seed(0)
     images = torch.randn(2, 3, 224, 224)
     with torch.no_grad():
@@ -199,3 +202,12 @@ def test_bad_options(bad: str) -> None:
     with pytest.raises(vf.VitfocusError):
         vf.treat_(model, bad)
     assert not vf.applied(model)
+
+
+@pytest.mark.parametrize("name", ["fan_tiny_12_p16_224", "fan_tiny_8_p4_hybrid", "fan_base_16_p4_hybrid"])
+def test_published_names_of_full_size_models(shared: Path, name: str) -> None:
+    """A released TAP checkpoint fits the treated model name by name and shape by shape."""
+    published = json.loads((shared / "golden/models/fan_checkpoint_keys.json").read_text())[f"tap_{name}"]
+    with torch.device("meta"):
+        model = vf.create_model(f"{name}+tap(branches=4)")
+    assert {key: list(tensor.shape) for key, tensor in model.state_dict().items()} == published

@@ -49,9 +49,9 @@ TIMM: dict[str, tuple[str, dict[str, Any], tuple[int, int]]] = {
     "coatnet": ("coatnet_rmlp_nano_rw_224", {"img_size": 64}, (64, 64)),
     "volo": ("volo_d1_224", {"img_size": 64}, (64, 64)),
     "fan": ("fan_tiny_8_p4_hybrid", {"depth": 2, "img_size": 64}, (64, 96)),
-    "rvt": ("rvt_tiny_plus", {"img_size": 96}, (96, 96)),
-    "pvt": ("pvt_tiny", {"img_size": 64}, (64, 64)),
-    "localvit": ("localvit_tiny", {"img_size": 64}, (64, 64)),
+    "rvt": ("rvt_tiny_plus", {"img_size": 96, "depths": (2, 1), "masked_blocks": 1}, (96, 96)),
+    "pvt": ("pvt_tiny", {"img_size": 64, "depths": (1, 1, 1, 1)}, (64, 64)),
+    "localvit": ("localvit_tiny", {"img_size": 64, "depth": 2}, (64, 64)),
 }
 
 

@@ -75,7 +75,8 @@ def _from_multihead(module: nn.MultiheadAttention, tokens: Tensor) -> Observatio
         tokens = tokens.transpose(0, 1)
     weight, bias = module.in_proj_weight[: 2 * module.embed_dim], module.in_proj_bias
     projected = F.linear(tokens, weight, bias[: 2 * module.embed_dim] if bias is not None else None)
-    query, key = projected.unflatten(-1, (2, module.num_heads, -1)).permute(2, 0, 3, 1, 4)
+    heads = (*tokens.shape[:2], module.num_heads, module.head_dim)
+    query, key = (part.reshape(heads).transpose(1, 2) for part in projected.chunk(2, dim=-1))
     return Observation(query=query, key=key, scale=module.head_dim**-0.5)
 
 

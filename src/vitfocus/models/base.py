@@ -94,8 +94,9 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, grid: Grid) -> Tensor:
         """Attend, B, N, C → B, N, C."""
         source = self.norm(to_tokens(self.sr(to_map(x, grid)))) if self.sr_ratio > 1 else x
-        q = self.q(x).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
-        k, v = self.kv(source).unflatten(-1, (2, self.num_heads, self.head_dim)).permute(2, 0, 3, 1, 4).unbind(0)
+        heads = (x.shape[0], -1, self.num_heads, self.head_dim)
+        q = self.q(x).reshape(heads).transpose(1, 2)
+        k, v = (part.reshape(heads).transpose(1, 2) for part in self.kv(source).chunk(2, dim=-1))
         dropout = self.attn_drop.p if self.training else 0.0
         x = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
         return self.proj_drop(self.proj(x.transpose(1, 2).flatten(2)))

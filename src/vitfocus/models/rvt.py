@@ -85,7 +85,8 @@ class PositionAwareAttention(nn.Module):
 
     def forward(self, x: Tensor, grid: Grid) -> Tensor:
         """Attend, B, N, C → B, N, C."""
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim)).permute(2, 0, 3, 1, 4).unbind(0)
+        heads = (x.shape[0], x.shape[1], self.num_heads, self.head_dim)
+        q, k, v = (part.reshape(heads).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
         if self.mask_grid is None:
             x = F.scaled_dot_product_attention(q, k, v, dropout_p=self.attn_drop.p if self.training else 0.0)
         else:
