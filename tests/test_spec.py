@@ -48,7 +48,7 @@ def test_short_forms() -> None:
     )
     base, treatments = split_spec("deit_small_patch16_224+cb(layers=upper)+tap(branches=4)+adl")
     assert base == "deit_small_patch16_224"
-    assert write_spec(base, tuple(treatments)) == "deit_small_patch16_224+cb(layers=upper)+tap+adl"
+    assert write_spec(base, treatments) == "deit_small_patch16_224+cb(layers=upper)+tap+adl"
     assert parse_treatments(" cb( layers = [0, 1] ) + adl ")[0] == vf.ContextBroadcasting(layers=[0, 1])
     assert parse_treatments("") == []
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from vitfocus.attention.maps import attention_maps
     from vitfocus.corruptions import corrupt
     from vitfocus.errors import VitfocusError
+    from vitfocus.robustness import evaluate
     from vitfocus.treatments import (
         AttentionDiversification,
         ContextBroadcasting,
@@ -40,6 +41,7 @@ _HOMES = {
     "vitfocus.attention.maps": ("attention_maps",),
     "vitfocus.corruptions": ("corrupt",),
     "vitfocus.errors": ("VitfocusError",),
+    "vitfocus.robustness": ("evaluate",),
     "vitfocus.treatments": (
         *("AttentionDiversification", "ContextBroadcasting", "ExtraBlock", "SqueezeExcitation", "TokenAwarePooling"),
         *("UniformHead", "applied", "auxiliary_loss", "treat_", "untreat_", "untreated"),
@@ -65,6 +67,7 @@ __all__ = [
     "corrupt",
     "create_model",
     "diagnose",
+    "evaluate",
     "load",
     "load_weights",
     "open_model",

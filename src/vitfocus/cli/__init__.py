@@ -16,7 +16,10 @@ from vitfocus.errors import VitfocusError, nearest
 
 COMMANDS = {
     "diagnose": "show what a model's attention does, layer by layer",
+    "evaluate": "measure accuracy and robustness on a standard suite",
+    "train": "train or fine-tune a model by a recipe",
     "models": "list the families and which treatment each can take",
+    "demo": "train, diagnose and evaluate a plain and a treated model on embedded data",
 }
 
 _HELP = """vitfocus shows where a vision transformer looks, mends it, and proves the difference.

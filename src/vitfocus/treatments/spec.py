@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from vitfocus.errors import VitfocusError, nearest
@@ -38,7 +39,7 @@ def parse_treatments(spec: str) -> list[Treatment]:
     return [_parse_one(part) for part in _split(spec, "+")] if spec.strip() else []
 
 
-def write_spec(base: str, treatments: tuple[Treatment, ...]) -> str:
+def write_spec(base: str, treatments: Sequence[Treatment]) -> str:
     """The spec of a model and its treatments."""
     return "+".join([base, *map(str, treatments)])
 

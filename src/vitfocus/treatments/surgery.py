@@ -101,8 +101,8 @@ def treat_(model: Model, *treatments: Treatment | str) -> Model:
     >>> model = timm.create_model("vit_tiny_patch16_224", depth=2)
     >>> model = vf.treat_(model, vf.ContextBroadcasting(variant="scaled"), "tap(branches=2)")
     >>> vf.applied(model)
-    (ContextBroadcasting(variant='scaled', site='mlp', position='end', layers='all', tokens='all'), \
-TokenAwarePooling(mode='dilation', branches=2, layers='all', init='default'))
+    [ContextBroadcasting(variant='scaled', site='mlp', position='end', layers='all', tokens='all'), \
+TokenAwarePooling(mode='dilation', branches=2, layers='all', init='default')]
     """
     configs = [c for one in treatments for c in (parse_treatments(one) if isinstance(one, str) else [_checked(one)])]
     if isinstance(model, DistributedDataParallel):
@@ -166,9 +166,9 @@ def untreated(model: nn.Module) -> Iterator[nn.Module]:
         _forget_compiled_code()
 
 
-def applied(model: nn.Module) -> tuple[Treatment, ...]:
+def applied(model: nn.Module) -> list[Treatment]:
     """The treatments a model carries, in order."""
-    return tuple(surgeon.treatment for root in _treated_roots(model) for surgeon in root.__dict__[_RECORD])
+    return [surgeon.treatment for root in _treated_roots(model) for surgeon in root.__dict__[_RECORD]]
 
 
 def added_names(model: nn.Module) -> set[str]:
