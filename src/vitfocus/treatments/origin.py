@@ -152,7 +152,7 @@ def _telling(model: Any) -> dict[str, Any]:
     """What a timm model shows of the arguments people change."""
     facts: dict[str, Any] = {
         key: getattr(model, key)
-        for key in ("embed_dim", "global_pool", "dynamic_img_size")
+        for key in ("embed_dim", "global_pool", "dynamic_img_size", "masked_blocks")
         if isinstance(getattr(model, key, None), str | int | bool)
     }
     with contextlib.suppress(VitfocusError, AttributeError):
