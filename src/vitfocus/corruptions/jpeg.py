@@ -9,6 +9,7 @@ torchvision calls it, always encodes 4:4:4 and so is another corruption than the
 from __future__ import annotations
 
 import functools
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 
 import torch
@@ -61,9 +62,13 @@ def jpeg_compression(x: Tensor, setting: Setting, draws: Draws) -> Tensor:
 
     pixels = torch.stack(x.unbind(1), dim=-1)  # libjpeg's own layout, for the whole batch at once
     result = torch.empty_like(x, memory_format=torch.contiguous_format)
-    for index, image in enumerate(pixels):
-        coded = encode_jpeg(image.permute(2, 0, 1), quality=setting.constants)
+
+    def code(index: int) -> None:
+        coded = encode_jpeg(pixels[index].permute(2, 0, 1), quality=setting.constants)
         result[index] = decode_jpeg(coded, mode=ImageReadMode.RGB)
+
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # the codec runs outside Python's lock
+        list(pool.map(code, range(len(pixels))))
     return result
 
 
