@@ -1,0 +1,170 @@
+"""`vitfocus evaluate`: one or several models on a robustness suite, or two finished runs compared."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+#: Suite options: flag, type, several values or one, and what it is.
+OPTIONS: dict[str, tuple[Any, bool, str]] = {
+    "corruptions": (str, True, "imagenet-c, cifar-c: only these corruptions"),
+    "severities": (int, True, "imagenet-c, cifar-c: only these severities, 1 to 5"),
+    "frost": (str, False, "imagenet-c, cifar-c: the folder of the published frost overlays"),
+    "jpeg_quality": (int, False, "imagenet-c on the fly: save as JPEG after corrupting; the published files are at 85"),
+    "clean_data": (str, False, "imagenet-c as published: the clean validation set, for the relative mCE"),
+    "perturbations": (str, True, "imagenet-p: only these sequences"),
+    "difficulty": (int, False, "imagenet-p: 1, 2 or 3"),
+    "labels": (str, False, "imagenet-real: ReaL's own real.json (default: timm's copy)"),
+    "sizes": (int, True, "occlusion: sides of the hidden centre, in pixels of 224"),
+    "drops": (int, True, "occlusion: how many cells of 14x14 to hide at random"),
+    "eps": (float, True, "fgsm, pgd, autoattack: epsilons in 1/255"),
+    "norm": (str, False, "fgsm, pgd, autoattack: linf or l2"),
+    "steps": (int, False, "pgd: number of steps"),
+    "step_size": (float, False, "pgd: length of a step in 1/255 (default: 2.5 eps / steps)"),
+    "crop_pct": (float, False, "share of the resized picture that is cropped (default: 0.875)"),
+    "interpolation": (str, False, "bilinear or bicubic (default: the suite's, or the model's)"),
+    "index": (str, False, "a json that maps class folders to the model's classes"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument(
+        "model", nargs="*", help="a timm name (treatments may follow: name+tap+cb), or a model's folder"
+    )
+    parser.add_argument("--suite", metavar="NAME", help="clean, imagenet-c, imagenet-p, fgsm...; 'list' prints all")
+    parser.add_argument("--data", metavar="DIR", help="the suite's published folder, or class folders of images")
+    parser.add_argument(
+        "--weights", metavar="FILE", action="append", help="a checkpoint; once for all models, or once for each"
+    )
+    parser.add_argument("--treat", metavar="SPEC", help="treatments to insert into every model first: tap+cb")
+    parser.add_argument(
+        "--out", metavar="RUN", help="keep the run in this folder: results.json, and parts while it runs"
+    )
+    parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
+    parser.add_argument("--limit", type=int, metavar="N", help="at most N images, evenly picked")
+    parser.add_argument("--batch-size", type=int, metavar="N", help="images at a time (default: 256 on a GPU, else 32)")
+    parser.add_argument("--workers", type=int, metavar="N", help="processes that read images")
+    parser.add_argument("--precision", default="float32", help="float32, bfloat16 or float16 (default: float32)")
+    parser.add_argument("--device", help="where to run: cpu, cuda... (default: a GPU if there is one)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all draws (default: 0)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument(
+        "--compare", nargs=2, metavar=("RUN_A", "RUN_B"), help="compare two finished runs image by image"
+    )
+    parser.add_argument("--force", action="store_true", help="compare runs even where their protocols differ")
+    suites = parser.add_argument_group("options of single suites")
+    for name, (kind, several, text) in OPTIONS.items():
+        shape: dict[str, Any] = {"nargs": "+"} if several else {}
+        suites.add_argument(f"--{name.replace('_', '-')}", type=kind, help=text, metavar="X", **shape)
+    suites.add_argument(
+        "--extra", action="store_true", default=None, help="imagenet-c, cifar-c: the 4 extra corruptions too"
+    )
+    suites.add_argument(
+        "--no-resize",
+        dest="resize",
+        action="store_false",
+        default=None,
+        help="take images as they are, without resizing",
+    )
+    suites.add_argument(
+        "--no-random-start",
+        dest="random_start",
+        action="store_false",
+        default=None,
+        help="pgd: start at the image itself",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Evaluate, or compare, and print; 0 when done, 2 on bad input, 130 when interrupted."""
+    from vitfocus.errors import VitfocusError
+
+    try:
+        return _compare(args) if args.compare else _evaluate(args)
+    except VitfocusError as error:
+        print(f"vitfocus evaluate: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        kept = f"; what is done is kept in {args.out}, and --resume goes on" if args.out else ""
+        print(f"vitfocus evaluate: interrupted{kept}.", file=sys.stderr)
+        return 130
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from vitfocus.robustness.comparison import compare
+    from vitfocus.robustness.results import load_scores
+
+    first, second = (load_scores(folder) for folder in args.compare)
+    if Path(args.compare[0]) == Path(args.compare[1]) and len(first.models) == 2:  # a run of two models, with itself
+        first, second = (first.only(name) for name in first.models)
+    comparison = compare(first, second, force=args.force, seed=args.seed)
+    print(json.dumps(comparison.to_dict(), indent=2) if args.json else comparison.table())
+    return 0
+
+
+def _evaluate(args: argparse.Namespace) -> int:
+    from vitfocus.errors import VitfocusError
+    from vitfocus.robustness.suites import SUITES, find_suite
+
+    if args.suite == "list":
+        print("\n".join(f"{name:16} {suite.about}" for name, suite in SUITES.items()))
+        return 0
+    for flag, value in (("MODEL", args.model), ("--suite", args.suite), ("--data", args.data)):
+        if not value:
+            raise VitfocusError(f"{flag} is missing: vitfocus evaluate MODEL --suite NAME --data DIR.")
+    given = {name: getattr(args, name) for name in (*OPTIONS, "extra", "resize", "random_start")}
+    options = {name: value for name, value in given.items() if value is not None}
+    find_suite(args.suite, options)
+    if not Path(args.data).is_dir():
+        raise VitfocusError(f"There is no folder {args.data}; --data wants the folder of the images.")
+
+    from vitfocus.robustness.evaluation import evaluate
+
+    scores = evaluate(
+        _models(args),
+        args.suite,
+        args.data,
+        device=args.device,
+        batch_size=args.batch_size,
+        limit=args.limit,
+        seed=args.seed,
+        out=args.out,
+        resume=args.resume,
+        workers=args.workers,
+        precision=args.precision,
+        **options,
+    )
+    print(json.dumps(scores.to_dict(), indent=2) if args.json else scores.table())
+    return 0
+
+
+def _models(args: argparse.Namespace) -> dict[str, nn.Module]:
+    """The models by the names they were called, with their weights."""
+    from vitfocus.errors import VitfocusError
+    from vitfocus.treatments.store import open_model
+
+    weights = args.weights or [None]
+    if len(weights) not in (1, len(args.model)):
+        raise VitfocusError(
+            f"--weights is given {len(weights)} times for {len(args.model)} models; give it once, or for each."
+        )
+    if len(weights) == 1:
+        weights = weights * len(args.model)
+    models: dict[str, nn.Module] = {}
+    for name, file in zip(args.model, weights, strict=True):
+        label = f"{Path(name).name}+{args.treat}" if args.treat else Path(name).name
+        number = sum(known == label or known.startswith(f"{label} #") for known in models)
+        if file is None and not Path(name).is_dir():
+            print(
+                f"No --weights: {name} starts from random weights, so this measures an untrained model.",
+                file=sys.stderr,
+            )
+        models[f"{label} #{number + 1}" if number else label] = open_model(name, weights=file, treat=args.treat)
+    return models

@@ -1,0 +1,105 @@
+"""Two runs side by side: is the difference larger than noise? Only runs by the same protocol are compared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vitfocus.attention.tables import Table
+from vitfocus.corruptions import CORRUPTIONS
+from vitfocus.errors import VitfocusError
+from vitfocus.robustness.fingerprint import FREE, differences
+from vitfocus.robustness.plan import Columns
+from vitfocus.robustness.results import Scores, load_scores
+from vitfocus.robustness.scores import mcnemar, paired_difference
+from vitfocus.robustness.summaries import mce_shares
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """`rows`: condition, both numbers in percent, second minus first with its paired 95 % interval, McNemar's p.
+
+    `differing` lists where the protocols differ, which is empty unless the comparison was forced.
+    """
+
+    suite: str
+    first: str
+    second: str
+    rows: list[dict[str, Any]]
+    differing: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {**vars(self), "differing": list(self.differing)}
+
+    def table(self) -> Table:
+        """A table to print."""
+        cells = [
+            [
+                row["name"],
+                f"{row['first']:.2f}",
+                f"{row['second']:.2f}",
+                f"{row['difference']:+.2f} [{row['interval'][0]:+.2f}, {row['interval'][1]:+.2f}]",
+                f"{row['p_value']:.2g}" if "p_value" in row else "–",
+            ]
+            for row in self.rows
+        ]
+        caption = (
+            "Top-1 unless named otherwise; differences with paired bootstrap 95 % intervals; p by McNemar's exact test."
+        )
+        if self.differing:
+            caption += f" Forced: the protocols differ in {'; '.join(self.differing)}."
+        columns = ["condition", self.first, self.second, "difference", "p"]
+        return Table(f"{self.suite}: {self.second} against {self.first}", columns, cells, caption)
+
+
+def compare(first: Scores | str | Path, second: Scores | str | Path, force: bool = False, seed: int = 0) -> Comparison:
+    """Compare two models' results, given as `Scores` or as run folders, image by image.
+
+    Runs whose protocols differ are refused, with what differs, unless forced; they must still hold the same images.
+    """
+    one, two = (scores if isinstance(scores, Scores) else load_scores(scores) for scores in (first, second))
+    for scores in (one, two):
+        if len(scores.models) != 1:
+            raise VitfocusError(
+                f"A run of {len(scores.models)} models: pick one with .only(name): {', '.join(scores.models)}."
+            )
+    differing = differences(one.fingerprint, two.fingerprint, FREE)
+    if differing and not force:
+        raise VitfocusError(
+            "These runs were not made by the same protocol, so their numbers do not compare (force=True, --force, does "
+            f"it all the same); they differ in {'; '.join(differing)}."
+        )
+    names = [next(iter(scores.models)) for scores in (one, two)]
+    cells = [
+        {cell: columns[name] for cell, columns in s.samples.items()} for s, name in zip((one, two), names, strict=True)
+    ]
+    shared = [cell for cell in cells[0] if cell in cells[1]]
+    if not shared:
+        raise VitfocusError("These runs have no condition in common, so there is nothing to compare.")
+    rows = [_row(cell, cells[0][cell], cells[1][cell], seed) for cell in shared]
+    if all(f"{c}/{s}" in shared for c in CORRUPTIONS for s in range(1, 6)) and "mce" in one.models[names[0]]:
+        rows.append(_scored("mCE", mce_shares(cells[0]), mce_shares(cells[1]), seed))
+    if names[0] == names[1]:
+        names = [f"{names[0]} (first)", f"{names[1]} (second)"]
+    return Comparison(one.suite, names[0], names[1], rows, tuple(differing))
+
+
+def _row(cell: str, first: Columns, second: Columns, seed: int) -> dict[str, Any]:
+    if "top1" not in first:
+        return _scored(cell, first["flip"], second["flip"], seed)
+    row = _scored(cell, first["top1"], second["top1"], seed)
+    test = mcnemar(first["top1"], second["top1"])
+    return {**row, "only_first": test.only_first, "only_second": test.only_second, "p_value": test.p_value}
+
+
+def _scored(name: str, first: Any, second: Any, seed: int) -> dict[str, Any]:
+    difference = paired_difference(first, second, seed)
+    return {
+        "name": name,
+        "first": 100 * float(first.mean()),
+        "second": 100 * float(second.mean()),
+        "difference": 100 * difference.mean,
+        "interval": [100 * difference.low, 100 * difference.high],
+    }

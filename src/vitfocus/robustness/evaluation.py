@@ -1,0 +1,161 @@
+"""`evaluate`: a model, a suite, some data; scores with intervals and the fingerprint of how they came about."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from vitfocus.errors import VitfocusError, nearest
+from vitfocus.robustness.fingerprint import versions
+from vitfocus.robustness.pixels import PRECISIONS, PixelModel, evaluating, named_models
+from vitfocus.robustness.plan import Plan, Samples
+from vitfocus.robustness.processes import Processes, join_processes
+from vitfocus.robustness.results import Scores, flatten, load_scores
+from vitfocus.robustness.runfolder import RunFolder
+from vitfocus.robustness.runner import run
+from vitfocus.robustness.sources import digest_of
+from vitfocus.robustness.suites import Context, find_suite
+
+
+def evaluate(
+    model: nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module],
+    suite: str,
+    data: Any,
+    *,
+    device: str | torch.device | None = None,
+    batch_size: int | None = None,
+    limit: int | None = None,
+    seed: int = 0,
+    out: str | Path | None = None,
+    resume: bool = False,
+    workers: int | None = None,
+    precision: str = "float32",
+    progress: bool = True,
+    **options: Any,
+) -> Scores:
+    """Measure a model, or several on the same images in one pass, on a suite.
+
+    `data` is a folder (the suite's published layout, or class folders of images), a Dataset of (picture or tensor,
+    label), or batches of (images, labels). Tensors are uint8 or floats in [0, 1], (B, 3, H, W), **not normalised**: the
+    model's own mean and std are applied here, after any corruption.
+
+    `limit` takes that many images, evenly spread. `out` keeps the run in a folder: `results.json`, every image's
+    outcome, and, while it runs, the parts that are done, with which `resume` goes on. The remaining `options` are the
+    suite's own.
+
+    >>> import timm
+    >>> from vitfocus.data.shapes import Shapes
+    >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=1, num_classes=10)
+    >>> scores = evaluate(model, "clean", Shapes("val", length=8, size=32), progress=False)
+    >>> scores.images, 0 <= scores["top1"] <= 100
+    (8, True)
+    """
+    chosen = find_suite(suite, options)
+    if precision not in PRECISIONS:
+        raise VitfocusError(f"There is no precision {precision!r}: {nearest(precision, PRECISIONS)}")
+    for name, value in (("batch_size", batch_size), ("limit", limit)):
+        if value is not None and value < 1:
+            raise VitfocusError(f"{name} must be at least 1, but is {value}.")
+    processes = join_processes(device)
+    modules = named_models(model)
+    models = [PixelModel(name, module, precision, chosen.resizes) for name, module in modules.items()]
+    with evaluating(list(modules.values()), processes.device):
+        context = Context(
+            suite=suite,
+            data=data,
+            models=models,
+            classes=_classes(models, processes.device),
+            size=models[0].size,
+            device=processes.device,
+            seed=seed,
+            limit=limit,
+            workers=_workers(processes.device) if workers is None else workers,
+            show=progress and processes.first,
+            options={name: value for name, value in options.items() if value is not None},
+        )
+        plan = chosen.plan(context)
+        fingerprint = _fingerprint(context, plan, precision, processes)
+        folder = _claimed(out, fingerprint, resume, processes)
+        if folder is not None and folder.finished:
+            return load_scores(folder.folder)
+        size = batch_size or (256 if processes.device.type == "cuda" else 32)
+        title = f"{suite}, {', '.join(modules)}"
+        samples, digests = run(plan, models, context.classes, processes, size, folder, progress, title)
+    fingerprint["data"] |= {"digest": _joined(digests), "images": _images(samples)}
+    summaries = {
+        name: plan.summarise({cell: columns[name] for cell, columns in samples.items()}, seed) for name in modules
+    }
+    scores = Scores(suite, _images(samples), summaries, plan.notes, fingerprint, samples)
+    if folder is not None and processes.first:
+        folder.finish(scores.to_dict(), flatten(samples))
+    return scores
+
+
+def _classes(models: Sequence[PixelModel], device: torch.device) -> int:
+    """The number of classes, which the models of one pass share, as they share the images' size."""
+    counts = {model.name: model.classes(model.size, device) for model in models}
+    sizes = {model.name: model.size for model in models}
+    for what, found in (("classes", counts), ("image sizes", sizes)):
+        if len(set(found.values())) > 1:
+            listed = ", ".join(f"{name}: {value}" for name, value in found.items())
+            raise VitfocusError(
+                f"Models in one pass see the same images, but differ in {what} ({listed}): evaluate them apart."
+            )
+    return next(iter(counts.values()))
+
+
+def _fingerprint(context: Context, plan: Plan, precision: str, processes: Processes) -> dict[str, Any]:
+    return {
+        "suite": context.suite,
+        "protocol": {**plan.protocol, "precision": precision},
+        "cells": plan.cells,
+        "data": {"digest": _joined({group.name: group.source.digest for group in plan.groups}), "limit": context.limit},
+        "libraries": versions(),
+        "models": {model.name: model.describe() for model in context.models},
+        "environment": {"device": _device_name(processes.device), "processes": processes.world},
+    }
+
+
+def _joined(digests: Mapping[str, str | None]) -> str:
+    """One digest of all groups' data, as far as it is known."""
+    return digest_of(f"{name} {digest}" for name, digest in digests.items())
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _claimed(
+    out: str | Path | None, fingerprint: dict[str, Any], resume: bool, processes: Processes
+) -> RunFolder | None:
+    """The run's folder, once it is sure that it holds nothing else; the first process decides for all."""
+    if out is None:
+        if resume:
+            raise VitfocusError("There is nothing to resume without a run's folder: name it with out (--out).")
+        return None
+    folder = RunFolder(out)
+    problem = None
+    if processes.first:
+        try:
+            folder.begin({key: value for key, value in fingerprint.items() if key != "environment"}, resume)
+        except VitfocusError as error:
+            problem = str(error)
+    problem = processes.agree(problem)
+    if problem is not None:
+        raise VitfocusError(problem)
+    return folder
+
+
+def _images(samples: Samples) -> int:
+    """How many images a condition saw, at most."""
+    return max(len(next(iter(columns.values()))) for models in samples.values() for columns in models.values())
+
+
+def _workers(device: torch.device) -> int:
+    """Processes that read images: enough for a GPU, none where they would compete with the model."""
+    return min(16, os.cpu_count() or 1) if device.type == "cuda" else 0

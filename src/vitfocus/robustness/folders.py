@@ -1,0 +1,154 @@
+"""Folders of images by class: finding them, checking them before hours are spent, and reading them."""
+
+from __future__ import annotations
+
+import functools
+import importlib.resources
+import json
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, UnidentifiedImageError
+
+from vitfocus.errors import VitfocusError
+from vitfocus.robustness.sources import digest_of, evenly
+
+SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".tif", ".tiff"})
+_HEADERS_AT_MOST = 100_000
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One file: its path below the root, its class folder, its size in bytes."""
+
+    name: str
+    folder: str
+    size: int
+
+
+@dataclass(frozen=True)
+class ClassFolders:
+    """A folder with one folder per class, listed and sorted."""
+
+    root: Path
+    classes: tuple[str, ...]
+    entries: tuple[Entry, ...]
+
+    def digest(self) -> str:
+        """What identifies the data without reading it all: names and sizes."""
+        return digest_of(f"{entry.name} {entry.size}" for entry in self.entries)
+
+
+def list_classes(root: Path, suffixes: frozenset[str] = SUFFIXES) -> ClassFolders:
+    """List a folder of class folders; say what is missing, empty or half-extracted."""
+    if not root.is_dir():
+        raise VitfocusError(f"There is no folder {root}; --data wants a folder that holds one folder per class.")
+    folders = sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith("."))
+    if not folders:
+        raise VitfocusError(f"{root} holds no class folders; expected {root}/CLASS/IMAGE, one folder per class.")
+    entries: list[Entry] = []
+    for folder in folders:
+        before = len(entries)
+        entries.extend(_files(root, folder, suffixes))
+        if len(entries) == before:
+            raise VitfocusError(f"{root / folder} holds no {_kind(suffixes)}: the data set is only half extracted.")
+    for item in entries:
+        if item.size == 0:
+            raise VitfocusError(f"{root / item.name} is empty: the data set is only half extracted.")
+    return ClassFolders(root, tuple(folders), tuple(entries))
+
+
+def _files(root: Path, folder: str, suffixes: frozenset[str]) -> list[Entry]:
+    with os.scandir(root / folder) as found:
+        chosen = [e for e in found if Path(e.name).suffix.lower() in suffixes and not e.name.startswith(".")]
+    return sorted((Entry(f"{folder}/{e.name}", folder, e.stat().st_size) for e in chosen), key=lambda entry: entry.name)
+
+
+def _kind(suffixes: frozenset[str]) -> str:
+    return "image" if suffixes is SUFFIXES else f"file ending in {', '.join(sorted(suffixes))}"
+
+
+def check_readable(root: Path, entries: Sequence[Entry]) -> None:
+    """Open the header of every image, of up to 100,000, and name the first that is none."""
+
+    def problem(entry: Entry) -> str | None:
+        try:
+            with Image.open(root / entry.name):
+                return None
+        except (UnidentifiedImageError, OSError) as error:
+            return unreadable(root / entry.name, error)
+
+    picked = [entries[index] for index in evenly(len(entries), _HEADERS_AT_MOST)]
+    with ThreadPoolExecutor(8) as pool:
+        for sentence in pool.map(problem, picked):
+            if sentence:
+                raise VitfocusError(sentence)
+
+
+def unreadable(path: Path, error: Exception) -> str:
+    """The sentence about an image that cannot be read."""
+    return f"{path} cannot be read as an image ({type(error).__name__}): fetch it again or remove it."
+
+
+class ImageFiles:
+    """Files as (picture, label), read when asked for."""
+
+    def __init__(self, root: Path, names: Sequence[str], labels: Sequence[Any]) -> None:
+        self.root, self.names, self.labels = str(root), names, labels
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, Any]:
+        path = Path(self.root, self.names[index])
+        try:
+            with Image.open(path) as picture:
+                return picture.convert("RGB"), self.labels[index]
+        except (UnidentifiedImageError, OSError, SyntaxError) as error:
+            raise VitfocusError(unreadable(path, error)) from None
+
+
+def already_prepared(root: Path, entries: Sequence[Entry], size: tuple[int, int]) -> bool:
+    """Whether the images have the model's own size already: all of sixteen, evenly picked."""
+    for index in evenly(len(entries), 16):
+        with Image.open(root / entries[index].name) as picture:
+            if (picture.height, picture.width) != size:
+                return False
+    return True
+
+
+@functools.cache
+def wordnet_ids(name: str = "imagenet") -> tuple[str, ...]:
+    """The WordNet ids of ImageNet's 1,000 classes in order, or of -A's and -R's 200, from timm's own lists."""
+    text = importlib.resources.files("timm.data._info").joinpath(f"{name}_synsets.txt").read_text("utf-8")
+    return tuple(text.split())
+
+
+def imagenet_indices(folders: ClassFolders, index: str | os.PathLike[str] | None = None) -> dict[str, int]:
+    """The ImageNet class of every folder, named by WordNet id, or by any name that an index file maps."""
+    known = read_index(index) if index else {wnid: place for place, wnid in enumerate(wordnet_ids())}
+    strange = [name for name in folders.classes if name not in known]
+    if strange:
+        listed = ", ".join(strange[:3]) + ("..." if len(strange) > 3 else "")
+        raise VitfocusError(
+            f"{folders.root} holds folders that {'the index file' if index else 'ImageNet'} does not know: {listed} "
+            f"({len(strange)} of {len(folders.classes)}); expected names such as {next(iter(known), 'none')}."
+        )
+    return {name: known[name] for name in folders.classes}
+
+
+def read_index(path: str | os.PathLike[str]) -> dict[str, int]:
+    """A json of {"0": ["n01440764", "tench"], ...}, {"n01440764": 0, ...} or ["n01440764", ...] as folder -> class."""
+    try:
+        content = json.loads(Path(path).read_text("utf-8"))
+        if isinstance(content, list):
+            return {str(name): place for place, name in enumerate(content)}
+        if all(isinstance(value, int) for value in content.values()):
+            return {str(name): value for name, value in content.items()}
+        return {str(v[0] if isinstance(v, list) else v): int(place) for place, v in content.items()}
+    except (OSError, ValueError, AttributeError, TypeError, IndexError) as error:
+        raise VitfocusError(f"The index file {path} cannot be read: {type(error).__name__}, {error}.") from None

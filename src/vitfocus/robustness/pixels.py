@@ -1,0 +1,154 @@
+"""A model that takes pixels: 8-bit or in [0, 1], with its own normalisation inside, so that suites need not know it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from vitfocus.anatomy import anatomy, unwrap
+from vitfocus.errors import VitfocusError
+from vitfocus.treatments import applied
+
+PRECISIONS: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+_IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
+
+class PixelModel:
+    """A classifier behind its normalisation: `model(images)` is the logits in float32, (B, classes).
+
+    `size` is the (height, width) the model was built for; `resize` makes it scale smaller or larger images to that.
+    """
+
+    def __init__(self, name: str, model: nn.Module, precision: str = "float32", resize: bool = False) -> None:
+        if isinstance(model, nn.parallel.DistributedDataParallel):  # which would wait for peers at every batch
+            model = model.module
+        self.name, self.model, self.precision, self.resize = name, model, precision, resize
+        inner = unwrap(model)
+        config = getattr(inner, "pretrained_cfg", None) or {}
+        try:
+            body = anatomy(model)
+        except VitfocusError:  # any classifier can be measured; only treatments and readings need the anatomy
+            self.mean, self.std = (
+                tuple(config.get(key) or value) for key, value in zip(("mean", "std"), _IMAGENET, strict=True)
+            )
+            self.size = tuple((config.get("input_size") or (3, 224, 224))[1:])
+        else:
+            self.mean, self.std, self.size = body.mean, body.std, body.build_size
+        self.interpolation = "bilinear" if config.get("interpolation") == "bilinear" else "bicubic"
+        self._constants: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, images: Tensor) -> Tensor:
+        values = images.float() / 255 if images.dtype == torch.uint8 else images.float()
+        if self.resize and tuple(values.shape[-2:]) != self.size:
+            values = F.interpolate(values, size=self.size, mode="bicubic", antialias=True).clamp(0, 1)
+        mean, std = self._statistics(values)
+        with torch.autocast(images.device.type, PRECISIONS[self.precision], enabled=self.precision != "float32"):
+            output = self.model((values - mean) / std)
+        return _logits(output).float()
+
+    def _statistics(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        if values.shape[1] != len(self.mean):
+            raise VitfocusError(f"The images have {values.shape[1]} channels, but {self.name} takes {len(self.mean)}.")
+        if values.device not in self._constants:
+            mean, std = (torch.tensor(v, device=values.device).view(1, -1, 1, 1) for v in (self.mean, self.std))
+            self._constants[values.device] = (mean, std)
+        return self._constants[values.device]
+
+    def classes(self, size: tuple[int, int], device: torch.device) -> int:
+        """How many classes there are, found by one black image of that size; says so if the model refuses it."""
+        try:
+            with torch.no_grad():
+                logits = self(torch.zeros(1, 3, *size, dtype=torch.uint8, device=device))
+        except VitfocusError:
+            raise
+        except Exception as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise VitfocusError(
+                f"{self.name} does not take images of {size[0]}x{size[1]} pixels "
+                f"(it was built for {self.size[0]}x{self.size[1]}): {reason}"
+            ) from error
+        if logits.ndim != 2:
+            raise VitfocusError(f"{self.name} gives {tuple(logits.shape)} for one image; expected one row of logits.")
+        return logits.shape[1]
+
+    def describe(self) -> dict[str, Any]:
+        """The model's part of the fingerprint."""
+        return {
+            "digest": weights_digest(self.model),
+            "treatments": "+".join(map(str, applied(self.model))),
+            "mean": list(self.mean),
+            "std": list(self.std),
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+        }
+
+
+def _logits(output: Any) -> Tensor:
+    """The logits inside what the libraries return: a tensor, a Hugging Face output, a pair of distilled heads."""
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(getattr(output, "logits", None), Tensor):
+        return output.logits
+    if isinstance(output, tuple | list) and output and all(isinstance(part, Tensor) for part in output):
+        return torch.stack(list(output)).mean(0)
+    raise VitfocusError(f"The model returns a {type(output).__name__} without logits; a classifier is expected.")
+
+
+def weights_digest(model: nn.Module) -> str:
+    """A SHA-256 of every tensor of the state dict, by name, shortened."""
+    state = hashlib.sha256()
+    for name, tensor in sorted(unwrap(model).state_dict().items()):
+        if isinstance(tensor, Tensor):
+            state.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            state.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return state.hexdigest()[:32]
+
+
+def named_models(model: nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module]) -> dict[str, nn.Module]:
+    """Models by name: as the mapping has them, or after their architecture and treatments."""
+    if isinstance(model, nn.Module):
+        models: list[tuple[str, nn.Module]] = [(_name(model), model)]
+    elif isinstance(model, Mapping):
+        models = [(str(name), one) for name, one in model.items()]
+    else:
+        models = [(_name(one), one) for one in model]
+    if not models or not all(isinstance(one, nn.Module) for _, one in models):
+        raise VitfocusError("evaluate wants a model, a list of models, or a dict of them by name.")
+    result: dict[str, nn.Module] = {}
+    for name, one in models:
+        number = sum(given == name or given.startswith(f"{name} #") for given in result)
+        result[f"{name} #{number + 1}" if number else name] = one
+    return result
+
+
+def _name(model: object) -> str:
+    if not isinstance(model, nn.Module):
+        return ""
+    config = getattr(unwrap(model), "pretrained_cfg", None) or {}
+    base = config.get("architecture") or type(unwrap(model)).__name__
+    return "+".join([base, *map(str, applied(model))])
+
+
+@contextlib.contextmanager
+def evaluating(models: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
+    """The models on the device in eval mode, and afterwards where and how they were."""
+    modes = [[(module, module.training) for module in model.modules()] for model in models]
+    places = [next((p.device for p in model.parameters()), device) for model in models]
+    try:
+        for model in models:
+            model.to(device).eval()
+        yield
+    finally:
+        for model, place, mode in zip(models, places, modes, strict=True):
+            model.to(place)
+            for module, training in mode:
+                module.training = training

@@ -1,0 +1,170 @@
+"""`Scores`: what `evaluate` returns, how it is shown, saved and read back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vitfocus.attention.tables import Table
+from vitfocus.errors import VitfocusError, nearest
+from vitfocus.robustness.plan import Columns, Samples, Summary
+from vitfocus.robustness.runfolder import RESULTS, SAMPLES, RunFolder, read_json
+
+#: Heading of each number in the summary table, in order; percent unless said otherwise.
+HEADLINES = {
+    "top1": "top-1",
+    "top5": "top-5",
+    "error": "error",
+    "ece": "ECE",
+    "mce": "mCE",
+    "relative_mce": "rel. mCE",
+    "mean_error": "mean error",
+    "mfr": "mFR",
+    "mt5d": "mT5D",
+    "mean_flip_probability": "mean FP",
+    "mean_top5_distance": "mean T5D (not %)",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """A suite's numbers by model, in percent, with the fingerprint of how they came about.
+
+    `models` maps a name to its summary: headline numbers (`top1`, `mce`..., each with `_interval`, its bootstrap 95 %
+    interval), `cells` (every condition) and, for corruptions, `corruptions`. With one model, `scores["mce"]` is its.
+    `samples` holds every image's outcome: cell -> model -> columns.
+    """
+
+    suite: str
+    images: int
+    models: dict[str, Summary]
+    notes: tuple[str, ...]
+    fingerprint: dict[str, Any]
+    samples: Samples = field(default_factory=dict, repr=False)
+
+    def __getitem__(self, key: str) -> Any:
+        if key in self.models:
+            return self.models[key]
+        if len(self.models) > 1:
+            raise VitfocusError(f"There are {len(self.models)} models here; first pick one: {', '.join(self.models)}.")
+        summary = next(iter(self.models.values()))
+        for place in (summary, summary["cells"], summary.get("corruptions", {})):
+            if key in place:
+                return place[key]
+        raise VitfocusError(f"The suite {self.suite} gave no {key!r}: {nearest(key, [*summary, *summary['cells']])}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the samples, as plain data: the content of results.json."""
+        return {
+            "suite": self.suite,
+            "images": self.images,
+            "models": self.models,
+            "notes": list(self.notes),
+            "fingerprint": self.fingerprint,
+        }
+
+    def table(self) -> Table:
+        """A table to print: conditions by row and models by column, the headline numbers below."""
+        names = list(self.models)
+        rows = [[name, *(_cell(self.models[m], name) for m in names)] for name in _rows(self.models[names[0]])]
+        for key, title in HEADLINES.items():
+            if any(key in self.models[m] for m in names):
+                of_clean = "corruptions" in self.models[names[0]] and key in ("top1", "top5", "error", "ece")
+                heading = f"clean {title}" if of_clean else title
+                rows.append([heading, *(_with_interval(self.models[m], key) for m in names)])
+        caption = "In percent, with bootstrap 95 % intervals. " + " ".join(self.notes)
+        return Table(f"{self.suite}: {self.images:,} images", [_what(self.models[names[0]]), *names], rows, caption)
+
+    def compare(self, first: str, second: str) -> Any:
+        """Compare two of the models on the same images; see `compare`."""
+        from vitfocus.robustness.comparison import compare
+
+        return compare(self.only(first), self.only(second))
+
+    def only(self, model: str) -> Scores:
+        """These scores for one model alone."""
+        if model not in self.models:
+            raise VitfocusError(f"There is no model {model!r} in these scores: {nearest(model, self.models)}")
+        fingerprint = {**self.fingerprint, "models": {model: self.fingerprint.get("models", {}).get(model, {})}}
+        samples = {cell: {model: columns[model]} for cell, columns in self.samples.items()}
+        return Scores(self.suite, self.images, {model: self.models[model]}, self.notes, fingerprint, samples)
+
+    def save(self, folder: str | Path) -> Path:
+        """Write results.json and samples.npz into a folder."""
+        RunFolder(folder).finish(self.to_dict(), flatten(self.samples))
+        return Path(folder)
+
+
+def load_scores(folder: str | Path) -> Scores:
+    """Read a finished run back."""
+    folder = Path(folder)
+    content = read_json(folder / RESULTS)
+    absent = {"suite", "images", "models", "notes", "fingerprint"} - set(content)
+    if absent:
+        raise VitfocusError(
+            f"{folder / RESULTS} was not written by vitfocus evaluate: it lacks {', '.join(sorted(absent))}."
+        )
+    try:
+        with np.load(folder / SAMPLES) as stored:
+            samples = unflatten({name: stored[name] for name in stored.files})
+    except (OSError, ValueError) as error:
+        raise VitfocusError(f"{folder / SAMPLES} cannot be read: {error}.") from None
+    return Scores(
+        content["suite"], content["images"], content["models"], tuple(content["notes"]), content["fingerprint"], samples
+    )
+
+
+def flatten(samples: Samples) -> Columns:
+    """Samples as one level of arrays, for a file."""
+    return {
+        f"{cell}|{model}|{name}": values
+        for cell, models in samples.items()
+        for model, columns in models.items()
+        for name, values in columns.items()
+    }
+
+
+def unflatten(columns: Columns) -> Samples:
+    """The way back."""
+    samples: Samples = {}
+    for key, values in columns.items():
+        cell, model, name = key.split("|")
+        samples.setdefault(cell, {}).setdefault(model, {})[name] = values
+    return samples
+
+
+def _rows(summary: Summary) -> list[str]:
+    if "corruptions" in summary:
+        return list(summary["corruptions"])
+    return list(summary["cells"]) if len(summary["cells"]) > 1 else []
+
+
+def _what(summary: Summary) -> str:
+    if "corruptions" in summary:
+        return "error (CE) by corruption" if any("ce" in row for row in summary["corruptions"].values()) else "error"
+    if any("flip_probability" in row for row in summary["cells"].values()):
+        return "flip probability (top-5 distance)"
+    return "top-1" if len(summary["cells"]) > 1 else ""
+
+
+def _cell(summary: Summary, name: str) -> str:
+    if "corruptions" in summary:
+        row = summary["corruptions"][name]
+        return f"{row['error']:.1f}" + (f" ({row['ce']:.1f})" if "ce" in row else "")
+    row = summary["cells"][name]
+    if "flip_probability" in row:
+        return f"{row['flip_probability']:.2f} ({row['top5_distance']:.2f})"
+    return _with_interval(row, "top1")
+
+
+def _with_interval(summary: Summary, key: str) -> str:
+    if key not in summary:
+        return "–"
+    text = f"{summary[key]:.2f}"
+    if f"{key}_interval" in summary:
+        low, high = summary[f"{key}_interval"]
+        text += f" [{low:.2f}, {high:.2f}]"
+    return text

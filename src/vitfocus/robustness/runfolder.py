@@ -1,0 +1,92 @@
+"""A run's folder: what has been measured so far, in parts that appear whole or not at all, and the finished results."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vitfocus.errors import VitfocusError
+from vitfocus.files import atomic_path, write_text
+from vitfocus.robustness.fingerprint import differences
+from vitfocus.robustness.plan import Columns
+
+RESULTS, SAMPLES, PROTOCOL, PARTS = "results.json", "samples.npz", "protocol.json", "parts"
+
+
+class RunFolder:
+    """`protocol.json` (the fingerprint), `parts/*.npz` while running; `results.json` and `samples.npz` when done."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the results are there."""
+        return (self.folder / RESULTS).is_file()
+
+    def begin(self, fingerprint: dict[str, Any], resume: bool) -> None:
+        """Claim the folder for a run, or check that what lies there is a part of the same run."""
+        if self.folder.exists() and not self.folder.is_dir():
+            raise VitfocusError(f"{self.folder} is a file; a run is kept in a folder.")
+        known = self.folder / PROTOCOL
+        if known.is_file():
+            if not resume:
+                raise VitfocusError(
+                    f"{self.folder} already holds a run: resume it (resume=True, --resume), or name another folder."
+                )
+            changed = differences(read_json(known), fingerprint)
+            if changed:
+                raise VitfocusError(
+                    f"{self.folder} holds another run, which cannot be resumed; these differ: {'; '.join(changed)}."
+                )
+            return
+        if (self.folder / RESULTS).exists() or (self.folder / PARTS).exists():
+            raise VitfocusError(f"{self.folder} holds files of a run but no {PROTOCOL}; name another folder.")
+        write_text(known, json.dumps(fingerprint, indent=2) + "\n")
+
+    def write_part(self, group: str, columns: Columns) -> None:
+        """Keep some images' outcomes of one group."""
+        first = int(columns["positions"].min())
+        with atomic_path(self.folder / PARTS / f"{_slug(group)}.{first:08d}.npz") as path:
+            np.savez(path, **columns)  # type: ignore[arg-type]
+
+    def read_parts(self, group: str) -> list[Columns]:
+        """Everything kept of one group; a damaged part counts as not done."""
+        parts = []
+        for path in sorted((self.folder / PARTS).glob(f"{_slug(group)}.[0-9]*.npz")):
+            try:
+                with np.load(path) as content:
+                    parts.append({name: content[name] for name in content.files})
+            except (OSError, ValueError, zipfile.BadZipFile, KeyError):
+                path.unlink(missing_ok=True)
+        return parts
+
+    def finish(self, results: dict[str, Any], columns: Columns) -> None:
+        """Write the results, then drop the parts they were made of."""
+        with atomic_path(self.folder / SAMPLES) as path:
+            np.savez_compressed(path, **columns)  # type: ignore[arg-type]
+        write_text(self.folder / RESULTS, json.dumps(results, indent=2) + "\n")
+        shutil.rmtree(self.folder / PARTS, ignore_errors=True)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A json file's content, or a sentence."""
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise VitfocusError(f"There is no {path}: {path.parent} is not a finished run.") from None
+    except (OSError, ValueError) as error:
+        raise VitfocusError(f"{path} cannot be read: {error}.") from None
+    if not isinstance(content, dict):
+        raise VitfocusError(f"{path} holds no results.")
+    return content
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_-]+", "__", name)

@@ -1,0 +1,233 @@
+"""Where batches come from. Every image has a position, so that processes and resumed runs can each take their share.
+
+A source hands out the positions that are not done yet, batch by batch, to the processes in turn: whatever the batch
+size and the number of processes, no image is lost and none counts twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from vitfocus.corruptions.draws import as_ids
+from vitfocus.errors import VitfocusError
+from vitfocus.robustness.preprocessing import Preprocessing
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which images to take: those not among the positions `done`, every `world`-th batch from batch `rank` on."""
+
+    done: frozenset[int] = frozenset()
+    rank: int = 0
+    world: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """`images` uint8 or floats in [0, 1], (B, 3, H, W), or (B, frames, 3, H, W) for videos.
+
+    `labels` is (B,), or (B, K) with -1 as filling where an image has several right answers; `ids` (B,) names each image
+    to the corruptions; `positions` (B,) counts images from 0; `sizes` (B, 2) holds heights and widths where the images
+    were padded to a common size.
+    """
+
+    images: Tensor
+    labels: Tensor
+    ids: Tensor
+    positions: Tensor
+    sizes: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def to(self, device: torch.device) -> Batch:
+        """The batch on a device."""
+        moved = {
+            name: value.to(device, non_blocking=True) for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
+        return replace(self, **moved)
+
+
+class Source(Protocol):
+    """Images by position. `count` and `digest` (what identifies the data) may be unknown before they are read."""
+
+    count: int | None
+    digest: str | None
+
+    def batches(self, batch_size: int, share: Share) -> Iterator[Batch]:
+        """Yield the batches of a share."""
+        ...
+
+
+class Items(Protocol):
+    """Things with a length that give (picture or tensor, label) for an index."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """What a worker process hands back in place of an image it could not read."""
+
+    sentence: str
+
+
+class ItemSource:
+    """Images by index: files, arrays, videos, or a user's data set. `pick` lists the indices that are evaluated."""
+
+    def __init__(
+        self,
+        items: Items,
+        *,
+        ids: Sequence[int | str] | None = None,
+        pick: Sequence[int] | None = None,
+        digest: str | None = None,
+        preprocessing: Preprocessing | None = None,
+        workers: int = 0,
+        pin: bool = False,
+    ) -> None:
+        self.pick: Sequence[int] = range(len(items)) if pick is None else pick
+        self.count: int | None = len(self.pick)
+        self.digest = digest
+        self._items = _Prepared(items, preprocessing)
+        names = self.pick if ids is None else [ids[index] for index in self.pick]
+        self._ids = torch.tensor(names) if ids is None else as_ids(names, len(names), torch.device("cpu"))
+        self._workers, self._pin = workers, pin
+
+    def batches(self, batch_size: int, share: Share) -> Iterator[Batch]:
+        """Yield the share's batches; workers read ahead across them."""
+        todo = [position for position in range(len(self.pick)) if position not in share.done]
+        spans = [todo[start : start + batch_size] for start in range(0, len(todo), batch_size)][
+            share.rank :: share.world
+        ]
+        loader: Iterable[Any] = DataLoader(
+            self._items,
+            batch_sampler=[[self.pick[position] for position in span] for span in spans],
+            collate_fn=collate,
+            num_workers=min(self._workers, len(spans)),
+            pin_memory=self._pin,
+        )
+        for span, (images, labels, sizes) in zip(spans, loader, strict=True):
+            if isinstance(images, Unreadable):
+                raise VitfocusError(images.sentence)
+            positions = torch.tensor(span)
+            yield Batch(images, labels, self._ids[positions], positions, sizes)
+
+
+class _Prepared(Dataset[Any]):
+    """Items as tensors, prepared in the worker that read them."""
+
+    def __init__(self, items: Items, preprocessing: Preprocessing | None) -> None:
+        self.items, self.preprocessing = items, preprocessing
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> Any:
+        try:
+            image, label = self.items[index][:2]
+            if isinstance(image, Image.Image):
+                image = (self.preprocessing or Preprocessing(None, None)).apply(image)
+        except VitfocusError as error:  # an exception would arrive wrapped in a worker's traceback
+            return Unreadable(str(error)), 0
+        if not isinstance(image, Tensor):
+            return Unreadable(
+                f"Item {index} of the data is a {type(image).__name__}; expected a picture or a tensor."
+            ), 0
+        return image, label
+
+
+def collate(items: Sequence[tuple[Any, Any]]) -> tuple[Tensor | Unreadable, Tensor, Tensor | None]:
+    """Stack images and labels; images of several sizes are padded with black at the right and below."""
+    for image, _ in items:
+        if isinstance(image, Unreadable):
+            return image, torch.zeros(0), None
+    images = [image for image, _ in items]
+    labels = torch.stack([torch.as_tensor(label) for _, label in items]).long()
+    if len({image.shape for image in images}) == 1:
+        return torch.stack(images), labels, None
+    if len({(image.ndim, *image.shape[:-2]) for image in images}) > 1:
+        found = ", ".join(sorted({str(tuple(image.shape)) for image in images}))
+        return Unreadable(f"Images of one batch have the shapes {found}; expected one shape."), labels, None
+    sizes = torch.tensor([image.shape[-2:] for image in images])
+    height, width = sizes.amax(0).tolist()
+    padded = [torch.nn.functional.pad(i, (0, width - i.shape[-1], 0, height - i.shape[-2])) for i in images]
+    return torch.stack(padded), labels, sizes
+
+
+class StreamSource:
+    """Batches as a DataLoader or another iterable yields them: (images, labels), or a dict with those."""
+
+    def __init__(self, batches: Iterable[Any], limit: int | None = None) -> None:
+        self._stream, self._limit = batches, limit
+        dataset: Any = getattr(batches, "dataset", None)
+        sized = hasattr(dataset, "__len__") and not getattr(batches, "drop_last", False)
+        self.count: int | None = len(dataset) if sized else None
+        if limit is not None and self.count is not None:
+            self.count = min(limit, self.count)
+        self.digest: str | None = None
+
+    def batches(self, batch_size: int, share: Share) -> Iterator[Batch]:
+        """Yield the share's batches as they come; their size is the stream's own affair."""
+        seen = 0
+        for number, item in enumerate(self._stream):
+            images, labels = _pair(item)
+            if self._limit is not None:
+                images, labels = images[: self._limit - seen], labels[: self._limit - seen]
+            if not len(images):
+                break
+            span = range(seen, seen + len(images))
+            seen += len(images)
+            keep = [place for place, position in enumerate(span) if position not in share.done]
+            if keep and number % share.world == share.rank:
+                if len(keep) < len(span):
+                    images, labels = images[keep], labels[keep]
+                positions = torch.tensor(span)[keep]
+                yield Batch(images, labels.long(), positions, positions)
+        self.count = seen
+
+
+_EXPECTED = "expected batches of (images, labels), images uint8 or floats in [0, 1], (B, 3, H, W)"
+
+
+def _pair(item: Any) -> tuple[Tensor, Tensor]:
+    if isinstance(item, Mapping):
+        images, labels = item.get("pixel_values", item.get("images")), item.get("labels", item.get("label"))
+    elif isinstance(item, list | tuple) and len(item) >= 2:
+        images, labels = item[:2]
+    else:
+        raise VitfocusError(f"A batch of the data is a {type(item).__name__}; {_EXPECTED}.")
+    if not isinstance(images, Tensor) or images.ndim != 4 or not isinstance(labels, Tensor | list | tuple):
+        raise VitfocusError(f"A batch holds no images or no labels that can be used; {_EXPECTED}.")
+    labels = torch.as_tensor(labels)
+    if len(images) != len(labels):
+        raise VitfocusError(f"A batch holds {len(images)} images but {len(labels)} labels.")
+    return images, labels
+
+
+def evenly(count: int, limit: int | None) -> Sequence[int]:
+    """At most `limit` of `count` indices, evenly spread, so that every class keeps its share.
+
+    >>> evenly(10, 4), evenly(3, None)
+    ([0, 2, 5, 7], range(0, 3))
+    """
+    if limit is None or limit >= count:
+        return range(count)
+    return [index * count // limit for index in range(limit)]
+
+
+def digest_of(lines: Iterable[str]) -> str:
+    """A SHA-256 of some lines of text, shortened."""
+    state = hashlib.sha256()
+    for line in lines:
+        state.update(line.encode() + b"\n")
+    return state.hexdigest()[:32]

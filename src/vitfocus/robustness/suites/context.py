@@ -1,0 +1,197 @@
+"""What every suite is given, and the ways from a user's data to images with labels."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from vitfocus.errors import VitfocusError
+from vitfocus.robustness.folders import (
+    ClassFolders,
+    Entry,
+    ImageFiles,
+    already_prepared,
+    check_readable,
+    imagenet_indices,
+    list_classes,
+    wordnet_ids,
+)
+from vitfocus.robustness.pixels import PixelModel
+from vitfocus.robustness.preprocessing import Preprocessing, standard
+from vitfocus.robustness.sources import ItemSource, Source, StreamSource, digest_of, evenly
+
+Labeller = Callable[[ClassFolders], dict[str, int]]
+
+
+@dataclass
+class Context:
+    """One call of `evaluate`: the models, the data, the options; suites add to `notes` and `protocol`."""
+
+    suite: str
+    data: Any
+    models: Sequence[PixelModel]
+    classes: int
+    size: tuple[int, int]
+    device: torch.device
+    seed: int = 0
+    limit: int | None = None
+    workers: int = 0
+    show: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    protocol: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def folder(self) -> Path | None:
+        """The data's folder, where it is one."""
+        return Path(self.data).expanduser() if isinstance(self.data, str | os.PathLike) else None
+
+    def need_folder(self, layout: str) -> Path:
+        """The data's folder, or a sentence on what was expected."""
+        if self.folder is None:
+            raise VitfocusError(f"The suite {self.suite} reads a folder: {layout}.")
+        if not self.folder.is_dir():
+            raise VitfocusError(f"There is no folder {self.folder}; the suite {self.suite} reads {layout}.")
+        return self.folder
+
+    def need_imagenet(self) -> None:
+        """Refuse models that do not tell ImageNet's 1,000 classes apart."""
+        if self.classes != 1000:
+            raise VitfocusError(
+                f"The suite {self.suite} is for models of ImageNet's 1,000 classes, and this one has {self.classes}."
+            )
+
+    def prepare(self, root: Path, entries: Sequence[Entry], interpolation: str | None, whole: bool) -> Preprocessing:
+        """The suite's preprocessing; pictures that already have the model's size are taken as they are."""
+        resize = self.options.get("resize")
+        if self.models[0].resize:  # small images stay small: the model enlarges them after the corruption
+            return Preprocessing(None, None)
+        if resize is False or (resize is None and already_prepared(root, entries, self.size)):
+            self.notes.append(
+                f"The images already measure {self.size[0]}x{self.size[1]} and were taken as they are."
+                if resize is None
+                else "The images were taken as they are (resize=False)."
+            )
+            return Preprocessing(None, None if resize is False else self.size)
+        return self.standard(interpolation, whole)
+
+    def standard(self, interpolation: str | None, whole: bool) -> Preprocessing:
+        """Resize and centre crop, by the suite's interpolation or the models' own."""
+        chosen = self.options.get("interpolation") or interpolation
+        own = {model.name: model.interpolation for model in self.models}
+        if chosen is None and len(set(own.values())) > 1:
+            listed = ", ".join(f"{name}: {value}" for name, value in own.items())
+            raise VitfocusError(
+                f"Models in one pass see the same images, but differ in interpolation ({listed}): choose one."
+            )
+        preprocessing = standard(
+            self.size, self.options.get("crop_pct") or 0.875, chosen or self.models[0].interpolation
+        )
+        return replace(preprocessing, crop=None) if whole else preprocessing
+
+    def files(
+        self,
+        folders: ClassFolders,
+        labels: Sequence[Any],
+        preprocessing: Preprocessing,
+        entries: Sequence[Entry] | None = None,
+    ) -> ItemSource:
+        """Image files with their labels, limited evenly; draws are keyed by the path below the root."""
+        entries = folders.entries if entries is None else entries
+        pick = evenly(len(entries), self.limit)
+        names = [entry.name for entry in entries]
+        return ItemSource(
+            ImageFiles(folders.root, names, labels),
+            ids=names,
+            pick=pick,
+            digest=digest_of(f"{entries[i].name} {entries[i].size} {labels[i]}" for i in pick),
+            preprocessing=preprocessing,
+            workers=self.workers,
+            pin=self.device.type == "cuda",
+        )
+
+    def images(self, interpolation: str | None = None, labeller: Labeller | None = None, whole: bool = False) -> Source:
+        """Clean images from whatever the data is: a folder of class folders, a data set, or batches.
+
+        With `whole`, pictures are resized but not cropped, for suites that move them about first.
+        """
+        if self.folder is not None:
+            folders = list_classes(validation(self.folder))
+            labels = (labeller or self.labels)(folders)
+            check_readable(folders.root, [folders.entries[i] for i in evenly(len(folders.entries), self.limit)])
+            preprocessing = self.prepare(folders.root, folders.entries, interpolation, whole)
+            self.protocol["preprocessing"] = preprocessing.to_dict()
+            self.protocol["decoder"] = codec_name()
+            return self.files(folders, [labels[entry.folder] for entry in folders.entries], preprocessing)
+        if isinstance(self.data, Dataset) and not isinstance(self.data, IterableDataset):
+            return self._from_dataset(interpolation, whole)
+        if isinstance(self.data, DataLoader) or (
+            isinstance(self.data, Iterable) and not isinstance(self.data, torch.Tensor | Mapping)
+        ):
+            self.protocol["preprocessing"] = "the loader's own"
+            return StreamSource(self.data, self.limit)
+        raise VitfocusError(
+            f"The data is a {type(self.data).__name__}; expected a folder, a Dataset of (picture, label), or batches "
+            "of (images, labels) with images in uint8 or in [0, 1]."
+        )
+
+    def _from_dataset(self, interpolation: str | None, whole: bool) -> Source:
+        if not len(self.data):
+            raise VitfocusError("The data set holds no images.")
+        sample = self.data[0][0]
+        preprocessing = None
+        if isinstance(sample, Image.Image):
+            if (
+                (sample.height, sample.width) == self.size
+                or self.options.get("resize") is False
+                or self.models[0].resize
+            ):
+                preprocessing = Preprocessing(None, None)
+            else:
+                preprocessing = self.standard(interpolation, whole)
+        self.protocol["preprocessing"] = preprocessing.to_dict() if preprocessing else "the data set's own"
+        pick = evenly(len(self.data), self.limit)
+        return ItemSource(
+            self.data, pick=pick, preprocessing=preprocessing, workers=self.workers, pin=self.device.type == "cuda"
+        )
+
+    def labels(self, folders: ClassFolders) -> dict[str, int]:
+        """The class of every folder: ImageNet's by WordNet id or index file, any other's by sorted order."""
+        index = self.options.get("index")
+        if self.classes == 1000 and (index or len(folders.classes) != 1000 or folders.classes[0] in set(wordnet_ids())):
+            labels = imagenet_indices(folders, index)
+            if len(labels) < 1000:
+                self.notes.append(f"{len(labels)} of ImageNet's 1,000 classes are present in the data.")
+            return labels
+        if len(folders.classes) != self.classes:
+            raise VitfocusError(
+                f"{folders.root} holds {len(folders.classes)} class folders, but the model has {self.classes} classes."
+            )
+        if all(name.isdigit() for name in folders.classes) and self.classes > 10:
+            self.notes.append(
+                "Class folders are numbers, taken in the order of their text (0, 1, 10, 11...), as torchvision's "
+                "ImageFolder does; name an index to say otherwise."
+            )
+        return {name: place for place, name in enumerate(folders.classes)}
+
+
+def validation(root: Path) -> Path:
+    """The folder itself, or its validation split where the data set was unpacked whole."""
+    for name in ("val", "validation"):
+        if (root / name).is_dir() and (root / "train").is_dir():
+            return root / name
+    return root
+
+
+def codec_name() -> str:
+    """What decodes the files, for the fingerprint."""
+    from vitfocus.robustness.fingerprint import codec
+
+    return codec()
