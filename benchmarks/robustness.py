@@ -12,12 +12,15 @@ import argparse
 import json
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import timm
 import torch
 from torch import Tensor
 
+import vitfocus
 from vitfocus.corruptions import CORRUPTIONS, corrupt
+from vitfocus.files import write_text
 from vitfocus.robustness.evaluation import evaluate
 from vitfocus.robustness.pixels import PixelModel
 
@@ -115,7 +118,11 @@ def main() -> None:
         "corruption_mean": len(rates) / sum(1 / rate for rate in rates.values()),
         "corruption_slowest": min(rates.items(), key=lambda item: item[1]),
     }
+    result["versions"] = {"torch": torch.__version__, "timm": timm.__version__, "vitfocus": vitfocus.__version__}
     print(json.dumps(result, indent=2))
+    target = Path(__file__).parent / "results" / f"robustness-{device.type}.json"
+    write_text(target, json.dumps(result, indent=1) + "\n")
+    print(f"written: {target}")
 
 
 if __name__ == "__main__":

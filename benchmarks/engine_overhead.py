@@ -1,0 +1,102 @@
+"""What the engine costs a step on the CPU, over a loop written by hand on the same model, images and optimiser.
+
+    OMP_NUM_THREADS=1 python benchmarks/engine_overhead.py
+
+Both take the same steps in turns, a few at a time, so that other work on the machine meets both alike; the medians of
+the processor time (not the clock's) are compared. The engine logs and counts as it does in a run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from vitfocus.data.augment import Augmenter
+from vitfocus.data.loading import ResidentBatches, Share
+from vitfocus.data.shapes import shapes_batch
+from vitfocus.data.stream import Stream
+from vitfocus.train import Recipe, load_recipe
+from vitfocus.train.model import build_model
+from vitfocus.train.optimiser import create_optimiser
+from vitfocus.train.results import device_name, versions
+from vitfocus.train.run import assemble_run
+from vitfocus.train.signals import StopWish
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=4, help="steps a round")
+    parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "engine-overhead-cpu.json")
+    parser.add_argument("overrides", nargs="*", default=[], help="of the shapes recipe")
+    args = parser.parse_args()
+    count = (args.rounds + 2) * args.steps
+    recipe = load_recipe(
+        "shapes",
+        ["device=cpu", "train_length=2000", "val_length=100", "checkpoint_minutes=0", "epochs=1000", *args.overrides],
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        engine = assemble_run(recipe, folder)
+        parts = engine.begin(stop=count)
+        wish = StopWish()
+
+        def engine_step() -> None:
+            engine.one_step(parts)
+            engine.after_step(0, wish)
+
+        bare_step = by_hand(recipe)
+        times: dict[str, list[float]] = {"engine": [], "bare": []}
+        for _ in range(args.rounds + 2):
+            for name, step in (("bare", bare_step), ("engine", engine_step)):
+                times[name] += [clock(step) for _ in range(args.steps)]
+    medians = {name: statistics.median(values[2 * args.steps :]) for name, values in times.items()}
+    overhead = medians["engine"] / medians["bare"] - 1
+    result = {
+        "what": f"processor time of a step, {recipe.model.spec} {recipe.model.arguments}, batch {recipe.data.batch}",
+        "bare_ms": 1000 * medians["bare"],
+        "engine_ms": 1000 * medians["engine"],
+        "overhead": overhead,
+        "steps": args.rounds * args.steps,
+        "device": device_name(torch.device("cpu")),
+        "versions": versions(),
+    }
+    print(json.dumps(result, indent=1))
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def by_hand(recipe: Recipe) -> Callable[[], None]:
+    """The loop a person would write: the same images, augmentation, model and optimiser, and nothing else."""
+    model = build_model(recipe, 10).train()
+    optimiser = create_optimiser(model, recipe.optimiser, torch.device("cpu"))
+    pixels, labels = shapes_batch(range(recipe.data.train_length), size=recipe.data.size)
+    stream = Stream(len(labels), recipe.data.batch)
+    augmenter = Augmenter(recipe.augment, (0.5,) * 3, (0.5,) * 3, "cpu", True)
+    batches = ResidentBatches(pixels, labels, stream, augmenter, Share(recipe.data.batch)).iterate(0, 10**9)
+
+    def step() -> None:
+        batch = next(batches)
+        loss = F.cross_entropy(model(batch.images), batch.labels)
+        loss.backward()
+        optimiser.step()
+        optimiser.zero_grad()
+
+    return step
+
+
+def clock(step: Callable[[], None]) -> float:
+    begin = time.process_time()
+    step()
+    return time.process_time() - begin
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""Distillation as in DeiT: a frozen teacher judges the very images the student sees, mixed and erased as they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vitfocus.anatomy import anatomy
+from vitfocus.errors import VitfocusError
+from vitfocus.train.sections import Distill
+from vitfocus.treatments.store import create_model
+
+
+class Teacher(nn.Module):
+    """Any timm model, in eval mode, that takes images normalised for the student."""
+
+    def __init__(self, section: Distill, classes: int, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+        super().__init__()
+        if not section.pretrained and not section.weights:
+            raise VitfocusError(
+                f"The teacher {section.teacher} has no weights: set distill.weights to a file, or "
+                "distill.pretrained=true to let timm fetch them."
+            )
+        self.section = section
+        self.net = create_model(section.teacher, pretrained=section.pretrained, num_classes=classes).eval()
+        if section.weights:
+            from vitfocus.train.model import start_from
+
+            start_from(self.net, section.weights)
+        self.net.requires_grad_(False)
+        config: Any = getattr(self.net, "pretrained_cfg", None) or {}
+        own_mean, own_std = config.get("mean", mean), config.get("std", std)
+        scale = torch.tensor(std) / torch.tensor(own_std)
+        shift = (torch.tensor(mean) - torch.tensor(own_mean)) / torch.tensor(own_std)
+        self.register_buffer("scale", scale[:, None, None], persistent=False)
+        self.register_buffer("shift", shift[:, None, None], persistent=False)
+        self.size = self._fixed_size()
+
+    @torch.no_grad()
+    def forward(self, images: Tensor) -> Tensor:
+        """The teacher's logits."""
+        images = images * self.scale + self.shift  # type: ignore[operator]
+        if self.size is not None and tuple(images.shape[-2:]) != self.size:
+            images = F.interpolate(images, self.size, mode="bicubic", antialias=True)
+        output: Tensor = self.net(images)
+        return output
+
+    def loss(self, student: Tensor, teacher: Tensor) -> Tensor:
+        """Hard: cross-entropy with the teacher's decision. Soft: KL divergence at the temperature, times its square."""
+        if self.section.kind == "hard":
+            return F.cross_entropy(student, teacher.argmax(1))
+        heat = self.section.temperature
+        targets = F.log_softmax(teacher.float() / heat, 1)
+        return F.kl_div(F.log_softmax(student / heat, 1), targets, reduction="batchmean", log_target=True) * heat**2
+
+    def _fixed_size(self) -> tuple[int, int] | None:
+        """The one size a transformer takes; a convolutional network takes any."""
+        try:
+            return anatomy(self.net).build_size
+        except VitfocusError:
+            return None

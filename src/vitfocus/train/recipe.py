@@ -1,0 +1,231 @@
+"""Recipes: TOML that says everything about a run, checked key by key.
+
+A recipe may stand on another (`extends = "deit_s"`); every value can be overridden as key=value, the key dotted
+("data.batch") or just its last part where that is unambiguous ("batch"). What results is one frozen record.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from vitfocus.errors import VitfocusError, nearest
+from vitfocus.train.sections import Augment, Data, Distill, Engine, Loss, Model, Optimiser, Schedule
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A whole run, resolved. `to_toml` writes it so that `load_recipe` reads the same record again."""
+
+    name: str = "recipe"
+    about: str = ""
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    augment: Augment = field(default_factory=Augment)
+    loss: Loss = field(default_factory=Loss)
+    optimiser: Optimiser = field(default_factory=Optimiser)
+    schedule: Schedule = field(default_factory=Schedule)
+    distill: Distill = field(default_factory=Distill)
+    engine: Engine = field(default_factory=Engine)
+
+    def to_toml(self) -> str:
+        """The recipe as TOML, every key spelled out."""
+        top = [f"{key} = {_toml(getattr(self, key))}" for key in ("name", "about")]
+        for section in _SECTIONS:
+            top += ["", f"[{section}]"]
+            record = getattr(self, section)
+            top += [f"{entry.name} = {_toml(getattr(record, entry.name))}" for entry in dataclasses.fields(record)]
+        return "\n".join(top) + "\n"
+
+
+_SECTIONS: dict[str, type[Any]] = {
+    "model": Model,
+    "data": Data,
+    "augment": Augment,
+    "loss": Loss,
+    "optimiser": Optimiser,
+    "schedule": Schedule,
+    "distill": Distill,
+    "engine": Engine,
+}
+_KEYS = {f"{section}.{entry.name}": entry for section, cls in _SECTIONS.items() for entry in dataclasses.fields(cls)}
+_TYPES = {f"{section}.{name}": kind for section, cls in _SECTIONS.items() for name, kind in get_type_hints(cls).items()}
+
+
+def shipped_recipes() -> dict[str, str]:
+    """The recipes that come with vitfocus, and what each says about itself.
+
+    >>> "shapes" in shipped_recipes()
+    True
+    """
+    folder = resources.files("vitfocus") / "recipes"
+    files = sorted((file for file in folder.iterdir() if file.name.endswith(".toml")), key=lambda file: file.name)
+    return {file.name.removesuffix(".toml"): _parse(file.read_text(), file.name).get("about", "") for file in files}
+
+
+def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """A recipe by its shipped name or a .toml file, with overrides such as "batch=64" applied.
+
+    >>> recipe = load_recipe("shapes", ["batch=32", "model.arguments.depth=2", "spec=vit_tiny_patch16_224+cb"])
+    >>> recipe.data.batch, recipe.model.arguments["depth"], recipe.model.spec
+    (32, 2, 'vit_tiny_patch16_224+cb')
+    """
+    tree = _resolve(str(source), ())
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise VitfocusError(f"{text!r} overrides nothing: write key=value, such as batch=64.")
+        path = _full_key(key.strip())
+        section, _, rest = path.partition(".")
+        target = tree.setdefault(section, {})
+        *inner, last = rest.split(".")
+        for part in inner:
+            target = target.setdefault(part, {})
+            if not isinstance(target, dict):
+                raise VitfocusError(f"{key} has nothing below it: {part} is a value.")
+        target[last] = _read_value(value.strip(), _TYPES.get(path))
+    return build_recipe(tree, Path(source).stem)
+
+
+def build_recipe(tree: Mapping[str, Any], name: str = "recipe") -> Recipe:
+    """Check a tree of sections and make the record of it."""
+    parts: dict[str, Any] = {"name": tree.get("name", name), "about": tree.get("about", "")}
+    for section, content in tree.items():
+        if section in ("name", "about", "extends"):
+            continue
+        if section not in _SECTIONS:
+            raise VitfocusError(f"A recipe has no section {section!r}: {nearest(section, _SECTIONS)}")
+        if not isinstance(content, Mapping):
+            raise VitfocusError(f"{section} is a section of a recipe: write [{section}] and keys below it.")
+        for key in content:
+            if f"{section}.{key}" not in _KEYS:
+                known = [entry.name for entry in dataclasses.fields(_SECTIONS[section])]
+                raise VitfocusError(f"[{section}] has no key {key!r}: {nearest(key, known)}")
+        values = {key: _checked(f"{section}.{key}", value) for key, value in content.items()}
+        parts[section] = _SECTIONS[section](**values)
+    recipe = Recipe(**parts)
+    if recipe.schedule.warmup_epochs > recipe.schedule.epochs:
+        raise VitfocusError(
+            f"warmup_epochs={recipe.schedule.warmup_epochs:g} is more than epochs={recipe.schedule.epochs:g}."
+        )
+    return recipe
+
+
+def difference(old: Recipe, new: Recipe) -> list[str]:
+    """The keys that differ in a way that would change the run, each as "key: old -> new"."""
+    return [
+        f"{path}: {_toml(before)} -> {_toml(after)}"
+        for path, entry in _KEYS.items()
+        if not entry.metadata.get("harmless") and (before := _get(old, path)) != (after := _get(new, path))
+    ]
+
+
+def _get(recipe: Recipe, path: str) -> Any:
+    section, key = path.split(".")
+    return getattr(getattr(recipe, section), key)
+
+
+def _resolve(source: str, seen: tuple[str, ...]) -> dict[str, Any]:
+    if source in seen:
+        raise VitfocusError(f"Recipes extend each other in a circle: {' -> '.join([*seen, source])}.")
+    tree = _parse(_text(source), source)
+    base = tree.pop("extends", None)
+    if base is None:
+        return tree
+    local = Path(source).parent / str(base)
+    below = _resolve(str(local) if source.endswith(".toml") and local.is_file() else str(base), (*seen, source))
+    below.pop("about", None)
+    return _merge(below, tree)
+
+
+def _text(source: str) -> str:
+    if source.endswith(".toml"):
+        path = Path(source)
+        if not path.is_file():
+            raise VitfocusError(f"There is no recipe file {source}.")
+        return path.read_text(encoding="utf-8")
+    file = resources.files("vitfocus") / "recipes" / f"{source}.toml"
+    if not file.is_file():
+        raise VitfocusError(f"There is no recipe {source!r}: {nearest(source, shipped_recipes())}")
+    return file.read_text(encoding="utf-8")
+
+
+def _parse(text: str, source: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise VitfocusError(f"{source} is not valid TOML: {error}.") from None
+
+
+def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    result = dict(below)
+    for key, value in above.items():
+        both = isinstance(value, dict) and isinstance(result.get(key), dict)
+        result[key] = _merge(result[key], value) if both else value
+    return result
+
+
+def _full_key(key: str) -> str:
+    section, _, rest = key.partition(".")
+    if f"{section}.{rest.partition('.')[0]}" in _KEYS and (key in _KEYS or key.startswith("model.arguments.")):
+        return key
+    matches = [path for path in _KEYS if path.split(".")[1] == key]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        raise VitfocusError(f"{key} could be {' or '.join(matches)}: write the one that is meant.")
+    raise VitfocusError(f"A recipe has no key {key!r}: {nearest(key, [*_KEYS, *(p.split('.')[1] for p in _KEYS)])}")
+
+
+def _read_value(text: str, kind: Any) -> Any:
+    """A value from the command line: TOML where it is TOML, otherwise the words as they stand."""
+    if kind is str:
+        return text.strip("\"'")
+    for attempt in (text, text.lower()):
+        try:
+            return tomllib.loads(f"value = {attempt}")["value"]
+        except tomllib.TOMLDecodeError:
+            continue
+    return text
+
+
+def _checked(path: str, value: Any) -> Any:
+    kind, entry = _TYPES[path], _KEYS[path]
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    pair = isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(v, int | float) for v in value)
+    if kind is float and number:
+        value = float(value)
+    elif kind not in (str, bool, int, float) and kind is not dict and pair:
+        value = (float(value[0]), float(value[1]))
+    elif not (type(value) is kind or (path == "model.arguments" and isinstance(value, dict))):
+        named = {float: "a number", int: "a whole number", bool: "true or false", str: "a word"}
+        raise VitfocusError(f"{path} wants {named.get(kind, 'two numbers')}, not {value!r}.")
+    choices, bounds = entry.metadata.get("choices"), entry.metadata.get("bounds")
+    if choices and value not in choices:
+        raise VitfocusError(f"{path} has no value {value!r}: {nearest(str(value), choices)}")
+    if bounds and not bounds[0] <= value <= bounds[1]:
+        raise VitfocusError(f"{path} lies between {bounds[0]:g} and {bounds[1]:g}, and {value:g} was given.")
+    return value
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+        return f'"{escaped}"'
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(_pairs(value)) + "}"
+    return "[" + ", ".join(_toml(one) for one in value) + "]"
+
+
+def _pairs(value: Mapping[str, Any]) -> Iterator[str]:
+    for key, one in value.items():
+        yield f"{key} = {_toml(one)}"

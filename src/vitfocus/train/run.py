@@ -1,0 +1,278 @@
+"""`train`: from a recipe to a run folder with config.toml, metrics.jsonl, checkpoints, the model and results.json."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedDataParallelKwargs, TorchDynamoPlugin, gather_object
+from timm.utils import ModelEmaV3
+from torch import nn
+
+from vitfocus.anatomy import anatomy
+from vitfocus.data.augment import Augmenter
+from vitfocus.data.classification import is_small, load_all, open_images
+from vitfocus.data.evaluation import EvaluationBatches
+from vitfocus.data.images import BrokenLog, Images
+from vitfocus.data.loading import LoaderBatches, ResidentBatches, Share
+from vitfocus.data.stream import Stream
+from vitfocus.errors import VitfocusError
+from vitfocus.files import write_text
+from vitfocus.train.checkpoint import Checkpoints, State, read_checkpoint, replace_folder
+from vitfocus.train.distill import Teacher
+from vitfocus.train.engine import Engine, run_folder
+from vitfocus.train.loss import Losses
+from vitfocus.train.metrics import Metrics
+from vitfocus.train.model import build_model, choose_trained, model_arguments
+from vitfocus.train.optimiser import create_optimiser
+from vitfocus.train.progress import Progress
+from vitfocus.train.recipe import Recipe, build_recipe, difference, load_recipe
+from vitfocus.train.results import describe, device_name
+from vitfocus.train.schedule import Plan
+from vitfocus.train.state import model_tensors
+from vitfocus.treatments.spec import split_spec
+from vitfocus.treatments.store import save
+
+
+def train(
+    recipe: Recipe | str | Path,
+    out: str | Path | None = None,
+    resume: str | Path | None = None,
+    overrides: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Carry a recipe out and return what is also written to results.json.
+
+    `recipe` is a shipped name, a .toml file or a record; `out` is the run's folder (default: runs/NAME). `resume` is
+    None for a new run, "auto" to go on where the folder's newest sound checkpoint is (or begin), or a checkpoint's
+    path. The result's "finished" is False where SIGTERM or Ctrl-C ended the run early, with a checkpoint.
+    """
+    if not isinstance(recipe, Recipe):
+        recipe = load_recipe(recipe, overrides)
+    elif overrides:
+        raise VitfocusError("Overrides go with a recipe's name or file; change a Recipe with dataclasses.replace.")
+    folder = run_folder(out, recipe)
+    checkpoints = Checkpoints(folder / "checkpoints", recipe.engine.keep)
+    accelerator = _accelerator(recipe)
+    progress = Progress(0, accelerator.is_main_process)
+    state = _start_state(recipe, folder, checkpoints, resume, progress)
+    if state is not None and (done := _finished(folder, state)):
+        progress.say(f"{folder} is finished; nothing is left to do.")
+        return done
+    engine, facts = _assemble(recipe, folder, checkpoints, accelerator, progress, state)
+    if accelerator.is_main_process:
+        write_text(folder / "config.toml", recipe.to_toml())
+    cuda = [accelerator.device] if accelerator.device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices=cuda):  # every step seeds torch's generators; the caller's stay as they were
+            finished = engine.run()
+    finally:
+        progress.close()
+        if engine.metrics is not None:
+            engine.metrics.close()
+    results = {"finished": finished, "signal": engine.signal, **facts, **describe(engine)}
+    if accelerator.num_processes > 1:  # each process met its own
+        found: list[dict[str, dict[str, str]]] = gather_object([results["broken_images"]])
+        results["broken_images"] = {s: {k: v for one in found for k, v in one[s].items()} for s in ("train", "val")}
+    if finished:
+        _export(engine, folder / "model")
+        if accelerator.is_main_process:
+            results["data_sha256"] = {name: images.digest() for name, images in engine.images.items()}
+            results["model_sha256"] = json.loads((folder / "model" / "config.json").read_text())["sha256"]
+            write_text(folder / "results.json", json.dumps(results, indent=1) + "\n")
+    accelerator.wait_for_everyone()
+    return results
+
+
+def assemble_run(recipe: Recipe, folder: str | Path) -> Engine:
+    """A run that is ready to take its first step, for those who would rather take the steps themselves."""
+    accelerator = _accelerator(recipe)
+    checkpoints = Checkpoints(Path(folder) / "checkpoints", recipe.engine.keep)
+    return _assemble(recipe, Path(folder), checkpoints, accelerator, Progress(0, shown=False), None)[0]
+
+
+def _accelerator(recipe: Recipe) -> Accelerator:
+    engine = recipe.engine
+    if engine.device == "cuda" and not torch.cuda.is_available():
+        raise VitfocusError("engine.device=cuda, and there is no CUDA device here.")
+    cuda = engine.device != "cpu" and torch.cuda.is_available()
+    precision = {"auto": "bf16" if cuda else "no", "fp32": "no"}.get(engine.precision, engine.precision)
+    if precision == "fp16" and not cuda:
+        raise VitfocusError("engine.precision=fp16 needs a CUDA device; bf16 works on the CPU as well.")
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    AcceleratorState._reset_state(reset_partial_state=not distributed)  # a run before this one may have differed
+    compiled = engine.compile == "yes" or (engine.compile == "auto" and cuda)
+    return Accelerator(
+        mixed_precision=precision,
+        cpu=not cuda,
+        dynamo_plugin=TorchDynamoPlugin(backend="inductor") if compiled else None,
+        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+    )
+
+
+def _start_state(
+    recipe: Recipe, folder: Path, checkpoints: Checkpoints, resume: str | Path | None, progress: Progress
+) -> State | None:
+    """The checkpoint to begin with, after checking that it belongs to this recipe."""
+    if resume is None:
+        if checkpoints.steps() or (folder / "results.json").exists():
+            raise VitfocusError(
+                f"{folder} holds a run already: continue it with resume='auto' (--resume auto), or give another out."
+            )
+        return None
+    state = checkpoints.newest(progress.say) if str(resume) == "auto" else read_checkpoint(resume)
+    if state is None:
+        if checkpoints.steps():
+            raise VitfocusError(f"No checkpoint in {checkpoints.folder} can be read; remove that folder to start anew.")
+        return None
+    import tomllib
+
+    changed = difference(build_recipe(tomllib.loads(state.rest["recipe"])), recipe)
+    if changed:
+        raise VitfocusError(
+            f"The recipe is not the one this run began with, so it cannot go on: {'; '.join(changed)}. "
+            "Undo the change, or train into another folder."
+        )
+    progress.say(f"Going on from step {state.step}.")
+    return state
+
+
+def _finished(folder: Path, state: State) -> dict[str, Any] | None:
+    path = folder / "results.json"
+    results: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    return results if results.get("steps") == state.step else None
+
+
+def _assemble(
+    recipe: Recipe,
+    folder: Path,
+    checkpoints: Checkpoints,
+    accelerator: Accelerator,
+    progress: Progress,
+    state: State | None,
+) -> tuple[Engine, dict[str, Any]]:
+    device, data = accelerator.device, recipe.data
+    with accelerator.main_process_first():  # what is fetched or indexed, is so once
+        train_images = open_images(data, "train")
+        val_images = open_images(data, "val", train_images.classes or None)
+    classes = _count_classes(recipe, train_images)
+    model: Any = build_model(recipe, classes)
+    seen = anatomy(model)
+    mean, std = tuple(seen.mean), tuple(seen.std)
+    resting = choose_trained(model, recipe.optimiser.train)
+    teacher = None
+    if recipe.distill.teacher:
+        teacher = Teacher(recipe.distill, classes, mean, std).to(device)
+        if hasattr(model, "set_distilled_training"):
+            model.set_distilled_training(True)
+    compiled = bool(accelerator.state.dynamo_plugin.backend.value != "NO")
+    fsdp = getattr(accelerator, "is_fsdp2", False) or str(accelerator.distributed_type).endswith("FSDP")
+    if fsdp and recipe.engine.ema:
+        raise VitfocusError("engine.ema keeps whole weights on every process, which FSDP is there to avoid: set ema=0.")
+    model.to(device)
+    ema = ModelEmaV3(model, recipe.engine.ema) if recipe.engine.ema else None
+    optimiser = create_optimiser(model, recipe.optimiser, device)
+    prepared, prepared_optimiser = accelerator.prepare(model, optimiser)
+
+    share = Share(data.batch, accelerator.process_index, accelerator.num_processes, recipe.engine.accumulate)
+    train_log, val_log = (BrokenLog(data.broken == "fatal") for _ in range(2))
+    resident = data.resident == "yes" or (data.resident == "auto" and is_small(train_images) and is_small(val_images))
+    augmenter = Augmenter(recipe.augment, mean, std, device, device_crop=resident)
+    if resident:
+        pixels, labels, skipped = load_all(train_images, data, train_log)
+        val_pixels, val_labels, val_skipped = load_all(val_images, data, val_log)
+        for one in (*skipped, *val_skipped):
+            progress.say(f"Skipped an unreadable image: {one}")
+        count = len(labels)
+        stream = Stream(count, data.batch, recipe.engine.seed, data.repeats, device=device)
+        batches: Any = ResidentBatches(pixels, labels, stream, augmenter, share, compiled)
+        validation = EvaluationBatches(data, share, mean, std, device, resident=(val_pixels, val_labels))
+    else:
+        count = len(train_images)
+        groups = getattr(train_images, "groups", ())
+        stream = Stream(count, data.batch, recipe.engine.seed, data.repeats, groups, device="cpu")
+        batches = LoaderBatches(train_images, data, stream, augmenter, share, train_log, progress.say, device)
+        validation = EvaluationBatches(data, share, mean, std, device, images=val_images, log=val_log, say=progress.say)
+    plan = Plan.of(recipe, count)
+    progress.total = plan.steps
+    progress.say(
+        f"{recipe.name}: {recipe.model.spec}, {count} training and {validation.length} validation images, "
+        f"{plan.steps} steps of {data.batch} on {device_name(device)}."
+    )
+    step = state.step if state else 0
+    metrics = Metrics(folder, step, recipe.engine.tensorboard) if accelerator.is_main_process else None
+    engine = Engine(
+        recipe=recipe,
+        plan=plan,
+        accelerator=accelerator,
+        raw=model,
+        model=prepared,
+        optimiser=prepared_optimiser,
+        losses=Losses(recipe.loss, model, teacher),
+        batches=batches,
+        validation=validation,
+        checkpoints=checkpoints,
+        metrics=metrics,
+        progress=progress,
+        save_best=lambda: _export(engine, folder / "best"),
+        ema=ema,
+        resting=resting,
+        images={"train": train_images, "val": val_images},
+    )
+    if state is not None:
+        engine.resume(state)
+
+    facts = {
+        "classes": classes,
+        "train_images": count,
+        "val_images": validation.length,
+        "broken_images": {"train": train_log.found, "val": val_log.found},
+        "resident": resident,
+        "compiled": compiled,
+        "preprocessing": {"size": data.size, "mean": mean, "std": std, "crop": 1.0 if resident else data.crop},
+    }
+    return engine, facts
+
+
+def _count_classes(recipe: Recipe, images: Images) -> int:
+    given = recipe.model.arguments.get("num_classes")
+    if given is None and not images.classes:
+        raise VitfocusError(
+            f"{recipe.data.source} does not say how many classes it has: set model.arguments.num_classes."
+        )
+    return int(given) if given is not None else len(images.classes)
+
+
+def _export(engine: Engine, folder: Path) -> None:
+    """Save the weights that count (the moving average's where there is one) as vitfocus.save does, in one stroke."""
+    model: nn.Module = engine.ema.module if engine.ema is not None else engine.raw
+    classes = _classes_of(engine)
+    if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
+        tensors = model_tensors(model)
+        if engine.accelerator.is_main_process:
+            plain = dataclasses.replace(engine.recipe.model, pretrained=False, weights="")
+            model = build_model(dataclasses.replace(engine.recipe, model=plain), classes)
+            model.load_state_dict(tensors)
+    if engine.accelerator.is_main_process:
+        base, arguments = split_spec(engine.recipe.model.spec)[0], model_arguments(engine.recipe, classes)
+        replace_folder(folder, lambda place: _save(model, place, base, arguments))
+    engine.accelerator.wait_for_everyone()
+
+
+def _save(model: nn.Module, folder: Path, base: str, arguments: dict[str, Any]) -> None:
+    save(model, folder, base=base, arguments=arguments)
+
+
+def _classes_of(engine: Engine) -> int:
+    return int(getattr(engine.raw, "num_classes", 0) or engine.recipe.model.arguments.get("num_classes", 0))
+
+
+def is_main_process() -> bool:
+    """Whether this process speaks for a run of many."""
+    return os.environ.get("RANK", "0") == "0"

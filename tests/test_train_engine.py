@@ -1,0 +1,179 @@
+"""The engine: the same weights as a loop written by hand, and each option by what it must change and must not."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from timm.scheduler import CosineLRScheduler
+from train_tools import rows, tiny
+
+import vitfocus as vf
+from vitfocus.data.augment import Batch
+from vitfocus.data.shapes import shapes_batch
+from vitfocus.data.stream import Stream
+from vitfocus.errors import VitfocusError
+from vitfocus.train.distill import Teacher
+from vitfocus.train.loss import Losses, cross_entropy
+from vitfocus.train.model import build_model
+from vitfocus.train.run import train
+from vitfocus.train.schedule import Plan
+from vitfocus.train.sections import Distill, Loss
+from vitfocus.treatments.surgery import added_names
+
+SPEC = "vit_tiny_patch16_224"
+PLAIN = ["augment.crop=none", "flip=0.0"]
+
+
+def weights(folder: Path, name: str = "model") -> dict[str, torch.Tensor]:
+    return load_file(folder / name / "model.safetensors")
+
+
+def test_the_engine_ends_where_a_loop_by_hand_ends(tmp_path: Path) -> None:
+    """Plain torch: AdamW with no decay on vectors, timm's cosine, clipping, smoothing, a moving average."""
+    recipe = tiny(*PLAIN, "clip=0.5", "smoothing=0.1", "ema=0.8", "min_lr=1e-4", "lr=2e-3", "lr_batch=32")
+    results = train(recipe, tmp_path)
+
+    torch.manual_seed(0)
+    model = vf.create_model(SPEC, num_classes=10, img_size=16, **recipe.model.arguments).train()
+    matrices = [p for p in model.parameters() if p.ndim > 1 and p is not model.pos_embed and p is not model.cls_token]
+    others = [p for p in model.parameters() if not any(p is matrix for matrix in matrices)]
+    optimiser = torch.optim.AdamW(
+        [{"params": matrices}, {"params": others, "weight_decay": 0.0}], 1e-3, weight_decay=0.05
+    )
+    schedule = CosineLRScheduler(
+        optimiser, 11 - 3, lr_min=1e-4, warmup_t=3, warmup_lr_init=1e-6, warmup_prefix=True, t_in_epochs=False
+    )
+    average = {name: value.clone() for name, value in model.state_dict().items()}
+    images, labels = shapes_batch(range(88), size=16)
+    stream = Stream(88, 16)
+    for step in range(11):
+        schedule.step_update(step)
+        index = stream.indices(16 * step, 16 * step + 16)
+        loss = F.cross_entropy(model(images[index] / 127.5 - 1), labels[index], label_smoothing=0.1)
+        optimiser.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimiser.step()
+        for name, value in model.state_dict().items():
+            average[name] = 0.8 * average[name] + 0.2 * value
+        assert rows(tmp_path)[step]["loss"] == pytest.approx(float(loss.detach()), abs=2e-5)
+    for name, value in weights(tmp_path).items():
+        torch.testing.assert_close(value, average[name], atol=2e-5, rtol=1e-3)
+    model.eval()
+    images, labels = shapes_batch(range(20), "val", size=16)
+    with torch.no_grad():
+        right = (model(images / 127.5 - 1).argmax(1) == labels).float().mean()
+    assert results["last"]["top1_raw"] == pytest.approx(float(right)) and "top1" in results["last"]
+
+
+@pytest.mark.parametrize("what", ["added", "head"])
+def test_a_frozen_trunk_does_not_move(what: str, tmp_path: Path) -> None:
+    recipe = tiny("spec=vit_tiny_patch16_224+cbs+tap(init=near_identity)", f"optimiser.train={what}", "epochs=1")
+    model = build_model(recipe, 10)
+    before, added = model.state_dict(), added_names(model)
+    train(recipe, tmp_path)
+    moved = {name for name, value in weights(tmp_path).items() if not torch.equal(value, before[name])}
+    assert len(moved & added) > 4
+    assert moved - added == ({"head.weight", "head.bias"} if what == "head" else set())
+    with pytest.raises(VitfocusError, match="leaves nothing to train"):
+        train(tiny("spec=vit_tiny_patch16_224+cb", "optimiser.train=added"), tmp_path / "cb")
+
+
+def test_layer_decay_starts_from_given_weights_with_another_head(tmp_path: Path) -> None:
+    """With a rate that decays to nothing below the last layers, the first ones stay as the file has them."""
+    torch.manual_seed(1)
+    arguments = tiny().model.arguments
+    other = timm.create_model(SPEC, num_classes=7, img_size=16, **arguments)
+    save_file(other.state_dict(), tmp_path / "other.safetensors")
+    recipe = tiny(f"model.weights={tmp_path / 'other.safetensors'}", "layer_decay=0.01", "epochs=1", "weight_decay=0")
+    train(recipe, tmp_path / "run")
+    after, before = weights(tmp_path / "run"), other.state_dict()
+    change = {name: float((after[name] - before[name]).abs().max()) for name in before if "head" not in name}
+    assert after["head.weight"].shape[0] == 10
+    assert change["patch_embed.proj.weight"] < 1e-3 * change["blocks.1.mlp.fc2.weight"]
+
+
+def test_hard_distillation_is_deits(tmp_path: Path) -> None:
+    arguments = {"patch_size": 8, "embed_dim": 24, "depth": 1, "num_heads": 2, "img_size": 16}
+    torch.manual_seed(0)
+    teacher_net = timm.create_model("resnet10t", num_classes=10)
+    save_file(teacher_net.state_dict(), tmp_path / "teacher.safetensors")
+    section = Distill(teacher="resnet10t", weights=str(tmp_path / "teacher.safetensors"), weight=0.3)
+    teacher = Teacher(section, 10, (0.5,) * 3, (0.5,) * 3)
+    student = timm.create_model("deit_tiny_distilled_patch16_224", num_classes=10, **arguments).train()
+    student.set_distilled_training(True)
+    images, labels = torch.randn(6, 3, 16, 16), torch.arange(6)
+    batch = Batch(images, labels, labels.flip(0), 0.7)
+    first, second = student(images)
+    terms = Losses(Loss(smoothing=0.1), student, teacher)((first, second), batch, 0.0)
+    target = 0.7 * F.one_hot(labels, 10) + 0.3 * F.one_hot(labels.flip(0), 10)
+    target = 0.9 * target + 0.01
+    own = -(target * first.log_softmax(1)).sum(1).mean()
+    config = teacher_net.pretrained_cfg
+    mean, std = (torch.tensor(config[key])[:, None, None] for key in ("mean", "std"))
+    with torch.no_grad():
+        decided = teacher_net.eval()(((images * 0.5 + 0.5) - mean) / std).argmax(1)
+    torch.testing.assert_close(terms[0], 0.7 * own)
+    torch.testing.assert_close(terms[1], 0.3 * F.cross_entropy(second, decided))
+    assert not any(p.requires_grad for p in teacher.parameters())
+
+    with pytest.raises(VitfocusError, match="The teacher resnet10t has no weights"):
+        train(tiny("teacher=resnet10t", "epochs=1"), tmp_path / "none")
+    recipe = tiny(
+        "spec=deit_tiny_distilled_patch16_224", "teacher=resnet10t", "kind=soft", "temperature=3.0", "epochs=1",
+        f"distill.weights={tmp_path / 'teacher.safetensors'}",
+    )  # fmt: skip
+    train(recipe, tmp_path / "soft")
+    assert all(
+        row["distill"] > 0 and math.isclose(row["loss"], row["ce"] + row["distill"]) for row in rows(tmp_path / "soft")
+    )
+
+
+def test_the_diversification_loss_warms_up(tmp_path: Path) -> None:
+    common = ["spec=vit_tiny_patch16_224+adl(threshold=0.5)", *PLAIN, "lr=0", "warmup_lr=0", "min_lr=0"]
+    for name, more in (("at_once", []), ("rising", ["adl_warmup_epochs=1"])):
+        train(tiny(*common, *more), tmp_path / name)
+    at_once, rising = rows(tmp_path / "at_once"), rows(tmp_path / "rising")
+    for step, (one, other) in enumerate(zip(at_once, rising, strict=True)):
+        assert one["ce"] == other["ce"] and one["adl"] > 0
+        assert other["adl"] == pytest.approx(one["adl"] * min(1.0, step * 16 / 88), rel=1e-5)
+
+
+def test_the_schedule_is_timms() -> None:
+    plan = Plan.of(tiny("epochs=10", "warmup_epochs=2", "lr=0.01", "min_lr=1e-4", "warmup_lr=1e-5"), 160)
+    optimiser = torch.optim.SGD([torch.zeros(1)], 0.01)
+    schedule = CosineLRScheduler(
+        optimiser, 80, lr_min=1e-4, warmup_t=20, warmup_lr_init=1e-5, warmup_prefix=True, t_in_epochs=False
+    )
+    for step in range(100):
+        schedule.step_update(step)
+        assert plan.rate(step) == pytest.approx(optimiser.param_groups[0]["lr"], rel=1e-9)
+    assert [step for step in range(100) if plan.ends_epoch(step)] == list(range(9, 100, 10))
+    with pytest.raises(VitfocusError, match="accumulate=3"):
+        train(tiny("accumulate=3"))
+
+
+def test_mixed_labels_need_no_dense_target() -> None:
+    logits, labels = torch.randn(8, 5), torch.randint(5, (8,))
+    others = labels.roll(1)
+    dense = 0.25 * F.one_hot(labels, 5) + 0.75 * F.one_hot(others, 5)
+    expected = F.cross_entropy(logits, dense, label_smoothing=0.2)
+    torch.testing.assert_close(cross_entropy(logits, Batch(logits, labels, others, 0.25), 0.2), expected)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is not None, reason="TensorBoard is installed")
+def test_tensorboard_is_an_extra(tmp_path: Path) -> None:
+    with pytest.raises(VitfocusError, match=r"vitfocus\[track\]"):
+        train(tiny("tensorboard=true"), tmp_path)
+
+
+def test_bf16_trains_on_the_cpu(tmp_path: Path) -> None:
+    results = train(tiny("precision=bf16", "epochs=1"), tmp_path)
+    assert results["precision"] == "bf16" and all(value.dtype == torch.float32 for value in weights(tmp_path).values())

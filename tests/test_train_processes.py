@@ -1,0 +1,69 @@
+"""Many processes: the batch is the recipe's, however it is divided."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from train_tools import AUGMENTED, KILL_AT, rows, start, start_many
+
+MANY = ["spec=vit_tiny_patch16_224+cbs+adl(threshold=0.5)", "epochs=1", "log_every=2", *AUGMENTED]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of one process."""
+    folder = tmp_path_factory.mktemp("runs") / "alone"
+    start(folder, *MANY).results()
+    return folder
+
+
+def same_curve(one: Path, other: Path) -> None:
+    for kind, keys in (("train", ("loss", "ce", "adl")), ("eval", ("loss", "top1"))):
+        pairs = list(zip(rows(one, kind), rows(other, kind), strict=True))
+        assert pairs and all(row.get("adl", 1.0) > 0 for row, _ in pairs)
+        for key in keys:
+            assert [b[key] for _, b in pairs] == pytest.approx([a[key] for a, _ in pairs], abs=1e-5)
+
+
+def test_two_processes_give_the_curve_of_one(alone: Path, tmp_path: Path) -> None:
+    """Augmentation, mixing and the diversification loss included; accumulation divides the batch once more."""
+    results = [process.results() for process in start_many(tmp_path / "two", *MANY, "accumulate=2")]
+    assert results[0]["processes"] == 2 and not results[1]
+    same_curve(alone, tmp_path / "two")
+
+
+def test_one_of_two_is_killed_and_both_resume(alone: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "killed"
+    first, second = start_many(folder, *MANY, codes=("", KILL_AT.format(at=4, signal="SIGKILL")))
+    assert second.wait() == -signal.SIGKILL
+    assert first.wait() != 0, first.error
+    assert not (folder / "results.json").exists()
+    for process in start_many(folder, *MANY):
+        process.results()
+    same_curve(alone, folder)
+    one, other = (load_file(path / "model" / "model.safetensors") for path in (alone, folder))
+    assert max(float((one[key] - other[key]).abs().max()) for key in one) < 1e-4
+
+
+def test_fsdp2_trains_and_resumes_sharded_and_whole(alone: Path, tmp_path: Path) -> None:
+    """Two sharded processes, stopped; two again, stopped; one process that shards nothing to the end."""
+    sharded = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
+    sharded |= {"FSDP_TRANSFORMER_CLS_TO_WRAP": "Block", "FSDP_RESHARD_AFTER_FORWARD": "true"}
+    folder = tmp_path / "run"
+    for at in (1, 3):
+        stop = KILL_AT.format(at=at, signal="SIGTERM")
+        results = [process.results() for process in start_many(folder, *MANY, codes=(stop, stop), **sharded)]
+        assert results[0]["steps"] == at + 1 and not results[0]["finished"]
+    assert start(folder, *MANY).results()["finished"]
+    same_curve(alone, folder)
+
+
+def test_fsdp2_saves_a_whole_model(alone: Path, tmp_path: Path) -> None:
+    sharded = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "NO_WRAP"}
+    for process in start_many(tmp_path, *MANY, **sharded):
+        process.results()
+    one, other = (load_file(path / "model" / "model.safetensors") for path in (alone, tmp_path))
+    assert max(float((one[key] - other[key]).abs().max()) for key in one) < 1e-4

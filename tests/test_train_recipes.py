@@ -1,0 +1,99 @@
+"""Recipes: checked key by key, overridable, and each shipped one stands on a model that can be built."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from train_tools import TINY
+
+from vitfocus.cli.train import add_arguments, run
+from vitfocus.errors import VitfocusError
+from vitfocus.train import load_recipe, shipped_recipes
+from vitfocus.train.model import build_model
+from vitfocus.train.recipe import build_recipe, difference
+from vitfocus.train.schedule import Plan
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.bach=3", "no key 'data.bach': did you mean 'data.batch'"),
+        ("btach=3", "did you mean 'batch'"),
+        ("batch=many", "data.batch wants a whole number, not 'many'"),
+        ("batch=0", "data.batch lies between 1 and inf"),
+        ("crop=pad", "crop could be data.crop or augment.crop"),
+        ("augment.crop=pda", "did you mean 'pad'"),
+        ("pretrained=1", "could be model.pretrained or distill.pretrained"),
+        ("model.pretrained=1", "wants true or false"),
+        ("scale=[1]", "wants two numbers"),
+        ("epochs", "write key=value"),
+        ("warmup_epochs=1000", "more than epochs"),
+    ],
+)
+def test_a_wrong_override_says_what_would_be_right(override: str, message: str) -> None:
+    with pytest.raises(VitfocusError) as caught:
+        load_recipe("shapes", [override])
+    assert message in str(caught.value)
+
+
+def test_a_wrong_file_says_what_would_be_right(tmp_path: Path) -> None:
+    for text, message in (
+        ("[dat]\nbatch = 3", "no section 'dat': did you mean 'data'"),
+        ("[data]\nbacth = 3", "no key 'bacth': did you mean 'batch'"),
+        ("data = 3", "write [data]"),
+        ("[data\n", "not valid TOML"),
+        ('extends = "shape"', "did you mean 'shapes'"),
+        ('extends = "a.toml"', "in a circle"),
+    ):
+        (tmp_path / "a.toml").write_text(text)
+        with pytest.raises(VitfocusError) as caught:
+            load_recipe(tmp_path / "a.toml")
+        assert message in str(caught.value)
+    with pytest.raises(VitfocusError, match="did you mean 'cifar100'"):
+        load_recipe("cifar10")
+
+
+def test_a_recipe_survives_being_written_and_read(tmp_path: Path) -> None:
+    recipe = load_recipe("fan_b_hybrid_tap_adl", ["model.arguments.depth=3", 'root=C:\\data "x"', "lr=1e-5"])
+    (tmp_path / "config.toml").write_text(recipe.to_toml())
+    assert load_recipe(tmp_path / "config.toml") == recipe
+    (tmp_path / "child.toml").write_text('extends = "config.toml"\n[model]\narguments = { num_heads = 2 }\n')
+    child = load_recipe(tmp_path / "child.toml")
+    assert child.model.arguments == {"depth": 3, "num_heads": 2}
+    assert difference(recipe, child) == ["model.arguments: {depth = 3} -> {depth = 3, num_heads = 2}"]
+
+
+def test_the_papers_settings() -> None:
+    plain, small, base = (load_recipe(name) for name in ("deit_s", "deit_s_cb", "deit_b_cbs"))
+    assert plain.data.repeats == 3 and small.data.repeats == 1 and base.data.repeats == 3
+    assert (base.schedule.warmup_epochs, small.schedule.warmup_epochs) == (10, 5)
+    assert base.model.drop_path > small.model.drop_path
+    assert {load_recipe(n).schedule.epochs for n in ("pvt_s", "pvtv2_b1_cb", "swin_ti")} == {120}
+    assert load_recipe("localvit_ti_cb").schedule.epochs == 150
+    for name in ("fan_b_hybrid_tap_adl", "rvt_b_tap_adl"):
+        recipe = load_recipe(name)
+        assert (recipe.data.batch, recipe.schedule.epochs, Plan.of(recipe, 10**6).lr) == (2048, 300, 2e-3)
+    assert Plan.of(load_recipe("deit_s", ["batch=512"]), 10**6).lr == 5e-4
+    assert load_recipe("deit_b_distilled_cb").distill.kind == "hard"
+
+
+@pytest.mark.parametrize("name", sorted(shipped_recipes()))
+def test_every_shipped_recipe_builds_its_model(name: str) -> None:
+    recipe = load_recipe(name, ["model.pretrained=false"])
+    assert recipe.about
+    with torch.device("meta"):
+        build_model(recipe, 10)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    assert run(parser.parse_args([])) == 0
+    assert "deit_s_cb" in capsys.readouterr().out
+    assert run(parser.parse_args(["shapes", *TINY, "epochs=1", "--out", str(tmp_path), "--json"])) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == 6
+    assert build_recipe({}).name == "recipe" and load_recipe(tmp_path / "config.toml").schedule.epochs == 1.0
