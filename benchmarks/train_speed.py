@@ -39,7 +39,7 @@ from vitfocus.train.loss import Losses
 from vitfocus.train.model import build_model
 from vitfocus.train.optimiser import create_optimiser
 from vitfocus.train.results import device_name, versions
-from vitfocus.train.run import assemble_run
+from vitfocus.train.run import assemble_run, compile_mode
 from vitfocus.train.signals import StopWish
 
 TINY = ["model.arguments={patch_size=8,embed_dim=24,depth=2,num_heads=2}", "batch=32", "train_length=512"]
@@ -87,7 +87,7 @@ def main() -> None:
         "cores": os.cpu_count(),
         "workers": args.workers,
         "precision": "bf16" if device.type == "cuda" else "fp32",
-        "compiled": compiles(recipe, device),
+        "compiled": compile_mode(recipe, device.type == "cuda"),
         "versions": versions(),
     }
     if {"engine", "synthetic"} <= set(speeds):
@@ -150,18 +150,11 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def compiles(recipe: Recipe, device: torch.device) -> bool:
-    return recipe.engine.compile == "yes" or (recipe.engine.compile == "auto" and device.type == "cuda")
-
-
 def prepare(recipe: Recipe, device: torch.device) -> tuple[Any, torch.optim.Optimizer, Any]:
     """The model, its optimiser, and what is called: the model or its compiled form."""
     model = build_model(recipe, 100).to(device).train()
-    return (
-        model,
-        create_optimiser(model, recipe.optimiser, device),
-        torch.compile(model) if compiles(recipe, device) else model,
-    )
+    mode = compile_mode(recipe, device.type == "cuda")
+    return model, create_optimiser(model, recipe.optimiser, device), torch.compile(model, mode=mode) if mode else model
 
 
 def synthetic_step(recipe: Recipe, device: torch.device, total: int, folder: str) -> Callable[[], None]:
@@ -172,6 +165,7 @@ def synthetic_step(recipe: Recipe, device: torch.device, total: int, folder: str
     batch = Batch(torch.randn(count, 3, size, size, device=device), labels, labels.flip(0), 0.7)
 
     def step() -> None:
+        torch.compiler.cudagraph_mark_step_begin()
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             output = call(batch.images)
         sum(losses(output.float(), batch, 1.0)).backward()
@@ -237,6 +231,7 @@ def timm_step(recipe: Recipe, device: torch.device, total: int, folder: str) -> 
 
     def step() -> None:
         images, targets = next(source)
+        torch.compiler.cudagraph_mark_step_begin()
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             output = call(images)
             loss = criterion(output, targets)

@@ -82,11 +82,18 @@ class ResidentBatches:
         if self._drawn[0] != step:
             drawn = draw_uniform(self.stream.seed, step, self.share.batch, self.augmenter.columns)
             mine = drawn[self.share.rows(0)[0] : self.share.rows(self.share.parts - 1)[1]]
-            self._drawn = (step, mine.to(self.stream.device, non_blocking=True))
+            self._drawn = (step, to_device(mine, self.stream.device))
         uniform = self._drawn[1][part * self.share.size : (part + 1) * self.share.size]
         images = self.augment(self.pixels.index_select(0, index), uniform)
         labels = self.labels.index_select(0, index)
         return mix(Batch(images, labels, labels), self.augmenter.section, self.stream.seed, step)
+
+
+def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """A copy that a GPU makes when it gets there: out of pageable memory, the host would wait for the GPU first."""
+    if torch.device(device).type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 class LoaderBatches:
@@ -119,7 +126,7 @@ class LoaderBatches:
             step, part = start + number // self.share.parts, number % self.share.parts
             first, _ = self.share.rows(part)
             uniform = draw_uniform(self.stream.seed, step, self.share.batch, self.augmenter.columns)[first + rows]
-            images = self.augmenter(pixels.to(device, non_blocking=True), uniform.to(device, non_blocking=True))
+            images = self.augmenter(pixels.to(device, non_blocking=True), to_device(uniform, device))
             labels = labels.to(device, non_blocking=True)
             yield mix(Batch(images, labels, labels), self.augmenter.section, self.stream.seed, step)
 

@@ -113,6 +113,7 @@ class Engine:
     def one_step(self, parts: Iterator[Batch]) -> None:
         """Forward, backward and update, over the parts of one batch."""
         step, accelerator = self.step, self.accelerator
+        torch.compiler.cudagraph_mark_step_begin()  # what the step before left in a graph's memory may be overwritten
         torch.manual_seed(seed_for(self.recipe.engine.seed, STEP, step, accelerator.process_index))
         set_rate(self.optimiser, self.plan.rate(step))
         count = self.recipe.engine.accumulate

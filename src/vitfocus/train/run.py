@@ -107,13 +107,26 @@ def _accelerator(recipe: Recipe) -> Accelerator:
         raise VitfocusError("engine.precision=fp16 needs a CUDA device; bf16 works on the CPU as well.")
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     AcceleratorState._reset_state(reset_partial_state=not distributed)  # a run before this one may have differed
-    compiled = engine.compile == "yes" or (engine.compile == "auto" and cuda)
+    mode = compile_mode(recipe, cuda)
     return Accelerator(
         mixed_precision=precision,
         cpu=not cuda,
-        dynamo_plugin=TorchDynamoPlugin(backend="inductor") if compiled else None,
+        dynamo_plugin=TorchDynamoPlugin(backend="inductor", mode=mode) if mode else None,
         kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
     )
+
+
+def compile_mode(recipe: Recipe, cuda: bool) -> str | None:
+    """How the model is compiled, None for not at all.
+
+    A small model's step on a GPU waits for the host to launch kernels, so one that is a single piece on a single
+    process is replayed as CUDA graphs ("reduce-overhead").
+    """
+    engine = recipe.engine
+    if engine.compile == "no" or (engine.compile == "auto" and not cuda):
+        return None
+    alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
+    return "reduce-overhead" if cuda and alone and engine.accumulate == 1 else "default"
 
 
 def _start_state(
