@@ -241,3 +241,16 @@ def test_uniform_rows_cost_nothing_below_the_threshold() -> None:
     """FACTS: where no column receives more than τ/N the official loss is exactly 0."""
     maps = F.normalize(torch.ones(1, 1, 6, 6), p=1, dim=-1)
     assert row_similarity(maps, variant="official").item() == 0
+
+
+def test_two_losses_keep_their_own_weights() -> None:
+    model, images = build("vit")
+    parts = []
+    for layer in (0, 1):
+        vf.treat_(model, f"adl(layers=[{layer}],variant=paper,threshold=1.0)").train()
+        model(images)
+        parts.append(vf.auxiliary_loss(model).item())
+        vf.untreat_(model)
+    vf.treat_(model, *(f"adl(layers=[{i}],variant=paper,threshold=1.0,weight={w})" for i, w in ((0, 1.0), (1, 100.0))))
+    model(images)
+    assert vf.auxiliary_loss(model).item() == pytest.approx(parts[0] + 100 * parts[1], rel=1e-5)

@@ -61,6 +61,8 @@ def test_short_forms() -> None:
         ("cb(variant=scald)", "did you mean 'scaled'"),
         ("cb(layers=uper)", "did you mean 'upper'"),
         ("cb(layers=upper:0)", "cb has no layers=upper:0"),
+        ("cb(layers=upper:²)", "cb has no layers"),
+        ("adl(threshold=nan)", "threshold above 0"),
         ("cb(layers=3)", "list of block numbers"),
         ("tap(layers=upper)", "tap has no layers=upper"),
         ("adl(threshold=0)", "threshold above 0"),

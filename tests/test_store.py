@@ -65,6 +65,16 @@ def test_a_new_classifier_is_kept(tmp_path: Path) -> None:
     assert vf.load(vf.save(model, tmp_path / "a")).head.out_features == 3
 
 
+def test_changes_after_building_are_kept(tmp_path: Path) -> None:
+    model = vf.create_model("vit_tiny_patch16_224+cb", depth=1, num_classes=3).eval()
+    model.set_input_size(96)
+    images = torch.randn(1, 3, 96, 96)
+    assert torch.equal(vf.load(vf.save(model, tmp_path / "a"))(images), model(images))
+    model.reset_classifier(3, "avg")  # no argument builds this: pooling changed, norm kept
+    with pytest.raises(vf.VitfocusError, match="pass base="):
+        vf.save(model, tmp_path / "b")
+
+
 def test_what_cannot_be_told_is_asked_for(tmp_path: Path) -> None:
     model = timm.create_model("vit_tiny_patch16_224", depth=1, mlp_ratio=2)
     with pytest.raises(vf.VitfocusError, match="pass base="):
@@ -89,6 +99,9 @@ def test_torchvision_and_transformers(tmp_path: Path) -> None:
     vf.untreat_(other).save_pretrained(tmp_path / "plain")
     opened = open_model(str(tmp_path / "plain"), treat="cbs")
     torch.testing.assert_close(opened(images).logits, other(images).logits)
+    vf.save(opened, tmp_path / "moved")
+    shutil.rmtree(tmp_path / "plain")
+    torch.testing.assert_close(vf.load(tmp_path / "moved")(images).logits, other(images).logits)
 
 
 def test_only_treatments(tmp_path: Path) -> None:
@@ -197,6 +210,11 @@ def test_broken_folders_are_named(tmp_path: Path) -> None:
         (lambda f: (f / "config.json").write_text("{}"), "was not written by vitfocus"),
         (edit(format=99), "format 99"),
         (edit(treatments=["tpa"]), "did you mean 'tap'"),
+        (edit(treatments=None), "was changed since"),
+        (edit(treatments=[1]), "was changed since"),
+        (edit(arguments=None), "was changed since"),
+        (edit(only="some"), "was changed since"),
+        (edit(base=3), "was changed since"),
         (edit(treatments=["cbs", "tap"]), "lacks"),
         (edit(treatments=[]), "unexpected"),
     ]
@@ -244,6 +262,8 @@ def test_hub_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
+        ("", "names no model"),
+        ("+cb", "names no model"),
         ("vit_tiny_patch16_242", "did you mean 'vit_tiny_patch16_224'"),
         ("torchvision:vit_b_61", "did you mean 'vit_b_16'"),
         ("vit_tiny_patch16_224+tpa", "did you mean 'tap'"),

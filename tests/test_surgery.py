@@ -225,3 +225,53 @@ def test_unknown_models_are_refused_by_name() -> None:
     two = nn.ModuleList([build("vit")[0], build("vit")[0]])
     with pytest.raises(vf.VitfocusError, match="contains 2 vision transformers"):
         vf.anatomy(two)
+
+
+def test_treating_while_untreated_is_refused() -> None:
+    model, images = build("vit")
+    vf.treat_(model, "cb")
+    treated = model(images)
+    with vf.untreated(model):
+        for change in (lambda: vf.treat_(model, "tap"), lambda: vf.untreat_(model)):
+            with pytest.raises(vf.VitfocusError, match="outside"):
+                change()
+    assert torch.equal(model(images), treated) and len(vf.applied(model)) == 1
+
+
+@pytest.mark.parametrize("spec", ["cbs+tap", "uniform"])
+def test_what_happens_while_untreated_reaches_the_treatments(spec: str) -> None:
+    model, images = build("vit", attn_drop_rate=0.5)
+    vf.treat_(model.train(), spec)
+    with vf.untreated(model):
+        model.eval().double()
+        assert not any(module.training for module in model.modules())
+    assert not any(module.training for module in model.modules())
+    assert model(images.double()).dtype == torch.float64
+    vf.untreat_(model.train())
+    assert all(module.training for module in model.modules())
+
+
+def test_a_forward_while_untreated_leaves_no_stale_loss() -> None:
+    model, images = build("vit")
+    vf.treat_(model, "adl(threshold=1.0)").train()
+    model(images)
+    with vf.untreated(model):
+        model(images)
+    assert vf.auxiliary_loss(model).item() == 0
+
+
+def test_patches_that_are_not_square() -> None:
+    model, images = build("vit", patch_size=(8, 16))
+    assert vf.anatomy(model)[0].grid() == (8, 4)
+    assert vf.treat_(model, "tap")(images).isfinite().all()
+
+
+def test_image_ports_hold_no_class_token() -> None:
+    """LocalViT's feed-forward sees the patch tokens as an image: there is no class token to gate with."""
+    model, images = build("localvit")
+    for spec in ("cb(variant=gate)", "cb(variant=hybrid)"):
+        with pytest.raises(vf.VitfocusError, match="class token"):
+            vf.treat_(model, spec)
+    with torch.no_grad():
+        whole = vf.treat_(model, "cb")(images)
+        assert torch.equal(vf.treat_(vf.untreat_(model), "cb(tokens=image)")(images), whole)

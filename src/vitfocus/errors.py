@@ -25,4 +25,6 @@ def nearest(given: str, choices: Iterable[str]) -> str:
     """
     known = sorted(choices)
     close = difflib.get_close_matches(given, known, n=1, cutoff=0.55)
-    return f"did you mean {close[0]!r}?" if close else f"expected one of: {', '.join(known)}."
+    if close:
+        return f"did you mean {close[0]!r}?"
+    return f"expected one of: {', '.join(known)}." if len(known) <= 40 else f"none of the {len(known)} names is close."

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from vitfocus.anatomy.records import AttentionKind, Block, GridRule, Layout, Port, Reader, Size
+from vitfocus.anatomy.records import AttentionKind, Block, GridRule, Layout, Port, Reader, Size, Step
 
 Places = tuple[str | None, str | None, str | None]
 
@@ -148,8 +148,9 @@ def pair(value: Any) -> Size:
     return (int(value), int(value)) if isinstance(value, int) else (int(value[0]), int(value[1]))
 
 
-def conv_step(conv: nn.Conv2d) -> tuple[int, int, int]:
+def conv_step(conv: nn.Conv2d) -> Step:
     """The grid step of a convolution: (kernel, stride, padding)."""
-    kernel = conv.kernel_size[0]
-    padding = {"valid": 0, "same": kernel // 2}[conv.padding] if isinstance(conv.padding, str) else conv.padding[0]
-    return kernel, conv.stride[0], int(padding)
+    kernel, stride = pair(conv.kernel_size), pair(conv.stride)
+    if isinstance(conv.padding, str):
+        return kernel, stride, (0, 0) if conv.padding == "valid" else (kernel[0] // 2, kernel[1] // 2)
+    return kernel, stride, pair(conv.padding)

@@ -14,6 +14,7 @@ from torch import nn
 
 Layout = Literal["BNC", "BHWC", "BCHW"]
 Size = tuple[int, int]
+Step = tuple[int | Size, ...]
 
 #: What mixes the tokens of a block. The first five attend from tokens to tokens, so attention can be read and
 #: diversified there; "class" attends from the class token alone; the rest mix without a token-to-token map.
@@ -31,7 +32,7 @@ class GridRule:
     """The token grid as a function of the image size: convolution arithmetic, one step a convolution.
 
     Each step is (kernel, stride, padding) and floors, or (stride,) and rounds up (a layer that pads what is left over),
-    or (rows, columns), an adaptive pooling to that size.
+    or (rows, columns), an adaptive pooling to that size. A number may also be a pair, for height and width.
 
     >>> GridRule(((16, 16, 0),))((224, 320))
     (14, 20)
@@ -39,22 +40,24 @@ class GridRule:
     (29, 28)
     """
 
-    steps: tuple[tuple[int, ...], ...]
+    steps: tuple[Step, ...]
 
     def __call__(self, size: Size) -> Size:
-        height, width = size
-        for step in self.steps:
-            if len(step) == 1:
-                height, width = -(-height // step[0]), -(-width // step[0])
-            elif len(step) == 2:
-                height, width = step
-            else:
-                kernel, stride, padding = step
-                height = (height + 2 * padding - kernel) // stride + 1
-                width = (width + 2 * padding - kernel) // stride + 1
-        return height, width
+        sides = []
+        for axis, side in enumerate(size):
+            for step in self.steps:
+                numbers = [number if isinstance(number, int) else number[axis] for number in step]
+                if len(numbers) == 1:
+                    side = -(-side // numbers[0])
+                elif len(numbers) == 2:
+                    side = numbers[axis]
+                else:
+                    kernel, stride, padding = numbers
+                    side = (side + 2 * padding - kernel) // stride + 1
+            sides.append(side)
+        return sides[0], sides[1]
 
-    def then(self, *steps: tuple[int, ...]) -> GridRule:
+    def then(self, *steps: Step) -> GridRule:
         """The rule followed by further steps."""
         return GridRule(self.steps + steps)
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from vitfocus.anatomy.build import Plan, Trunk, conv_step, pair
-from vitfocus.anatomy.records import Anatomy, AttentionKind, GridRule, Size
+from vitfocus.anatomy.records import Anatomy, AttentionKind, GridRule, Size, Step
 from vitfocus.anatomy.registry import Family, register
 
 PRE_NORM = Plan()
@@ -35,7 +35,7 @@ def _anatomy(model: Any, family: str, trunk: Trunk) -> Anatomy:
 def _patch_rule(model: Any) -> GridRule:
     """The grid of a timm `PatchEmbed` or `HybridEmbed`."""
     stem = _stem(model)
-    ratio = int(stem.feat_ratio()) if hasattr(stem, "feat_ratio") else pair(stem.patch_size)[0]
+    ratio = pair(stem.feat_ratio(as_scalar=False)) if hasattr(stem, "feat_ratio") else pair(stem.patch_size)
     rounds_up = getattr(stem, "dynamic_img_pad", False) or hasattr(stem, "backbone")
     return GridRule(((ratio,),) if rounds_up else ((ratio, ratio, 0),))
 
@@ -227,10 +227,10 @@ def _mvitv2(model: Any) -> Anatomy:
     return _anatomy(model, "mvitv2", trunk)
 
 
-def _pool_step(pool: Any) -> tuple[int, int, int]:
+def _pool_step(pool: Any) -> Step:
     if isinstance(pool, nn.Conv2d):
         return conv_step(pool)
-    return pair(pool.kernel_size)[0], pair(pool.stride)[0], pair(pool.padding)[0]
+    return pair(pool.kernel_size), pair(pool.stride), pair(pool.padding)
 
 
 def _davit(model: Any) -> Anatomy:

@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from vitfocus.anatomy.build import Plan, build_block, conv_step, pair
-from vitfocus.anatomy.records import Anatomy, Block, GridRule, Size
+from vitfocus.anatomy.records import Anatomy, Block, GridRule, Size, Step
 from vitfocus.anatomy.registry import Family, register
 from vitfocus.errors import VitfocusError
 
@@ -90,8 +90,7 @@ def _columnar(
 ) -> Anatomy:
     """Families with one list of equal blocks: ViT, DeiT, BEiT, DINO, the towers of CLIP and SigLIP."""
     stem, size = _patch_embeddings(model)[0], _build_size(model)
-    patch = _conv(stem).kernel_size[0]  # SigLIP pads "valid", in a word, so the convolution's own step is not asked.
-    rule = GridRule(((patch, patch, 0),))
+    rule = GridRule((conv_step(_conv(stem)),))
     blocks = [
         build_block(
             host,
@@ -234,7 +233,7 @@ def _pyramid(model: Any, family: str, layer: str, default_size: int = 224) -> An
     return Anatomy(family, model, embeddings[0], tuple(blocks), size, **IMAGENET)
 
 
-def _reductions(attention: nn.Module) -> tuple[tuple[int, ...], ...]:
+def _reductions(attention: nn.Module) -> tuple[Step, ...]:
     """The grid steps from queries to keys: a pooling to a fixed size (PVTv2 linear), a strided convolution."""
     return tuple(
         conv_step(module) if isinstance(module, nn.Conv2d) else pair(module.output_size)

@@ -110,7 +110,9 @@ def choose_blocks(layers: Layers, blocks: Sequence[Block]) -> list[Block]:
 def _check_layers(treatment: str, value: Any, names: tuple[str, ...]) -> str | tuple[int, ...]:
     if isinstance(value, str):
         head, colon, number = value.partition(":")
-        if head in names and (not colon or (head == "upper" and number.isdigit() and int(number) > 0)):
+        if head in names and (
+            not colon or (head == "upper" and number.isascii() and number.isdigit() and int(number) > 0)
+        ):
             return value
         hint = nearest(value, names)
         raise VitfocusError(

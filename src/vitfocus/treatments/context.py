@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from vitfocus.anatomy import Anatomy, Port
+from vitfocus.anatomy import Anatomy, Block, Port
 from vitfocus.errors import VitfocusError
 from vitfocus.kernels import context as arithmetic
 from vitfocus.treatments.base import Layers, Treatment, choose_blocks, handles, layers_option, option
@@ -85,7 +85,7 @@ class ContextBroadcast(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """(B, N, C), (B, H, W, C) or (B, C, H, W), as the place it stands at has it; the same comes out."""
         valid = self.notes.valid if self.notes is not None else None
-        if self.tokens == "all":
+        if self.tokens == "all" or self.layout != "BNC":
             return self._broadcast(tokens, valid)
         start, stop = self._group(tokens.shape[1])
         part = self._broadcast(tokens[:, start:stop], valid[:, start:stop] if valid is not None else None)
@@ -119,16 +119,22 @@ def insert_context(config: ContextBroadcasting, anatomy: Anatomy, surgeon: Surge
     places = [f"{site}.{config.position}" for site in sites]
     trunk = surgeon.ports(anatomy.trunk, *places)
     chosen = choose_blocks(config.layers, trunk)
-    _refuse_missing_tokens(config, anatomy, [block for block in chosen if not block.class_token])
+    _refuse_missing_tokens(config, anatomy, [block for block in chosen if not _class_token_at(block, places)])
     notes = note_sequence(anatomy, surgeon)
     for block in chosen:
         for site, place in zip(sites, places, strict=True):
             port: Port = block.ports[place]
-            module = ContextBroadcast(config, port.layout, port.width, block.prefix_tokens, notes)
+            prefix_tokens = block.prefix_tokens if port.layout == "BNC" else 0
+            module = ContextBroadcast(config, port.layout, port.width, prefix_tokens, notes)
             surgeon.gate(port, surgeon.add(block, f"context_{site}", module))
 
 
-def _refuse_missing_tokens(config: ContextBroadcasting, anatomy: Anatomy, without_class: list) -> None:
+def _class_token_at(block: Block, places: list[str]) -> bool:
+    """Whether the class token passes all these places: where tokens lie as an image, it does not."""
+    return block.class_token and all(block.ports[place].layout == "BNC" for place in places)
+
+
+def _refuse_missing_tokens(config: ContextBroadcasting, anatomy: Anatomy, without_class: list[Block]) -> None:
     if config.variant in ("gate", "hybrid"):
         if without_class:
             raise VitfocusError(

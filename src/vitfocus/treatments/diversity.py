@@ -44,9 +44,9 @@ class AttentionDiversification(Treatment):
 
     def check(self) -> None:
         """Positive threshold and rows."""
-        if not isinstance(self.threshold, int | float) or self.threshold <= 0:
+        if not isinstance(self.threshold, int | float) or not self.threshold > 0:
             raise VitfocusError(f"adl needs a threshold above 0, not {self.threshold!r}.")
-        if not isinstance(self.weight, int | float):
+        if not isinstance(self.weight, int | float) or self.weight != self.weight:
             raise VitfocusError(f"adl needs a number as its weight, not {self.weight!r}.")
         if self.rows is not None and (not isinstance(self.rows, int) or self.rows < 1):
             raise VitfocusError(f"adl needs rows of at least 1 or None, not {self.rows!r}.")
@@ -60,6 +60,10 @@ class DiversityMeter(nn.Module):
         self.config = config
         self.skipped = prefix_tokens if config.tokens == "patch" else 0
         self.loss: Tensor | None = None
+
+    def forget(self) -> None:
+        """The recorded forward is past."""
+        self.loss = None
 
     @property
     def wants_attention(self) -> bool:
@@ -109,7 +113,7 @@ class ForgetLosses:
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         for meter in self.meters:
-            meter.loss = None
+            meter.forget()
 
 
 @handles(AttentionDiversification)
@@ -152,5 +156,8 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
     if not meters:
         placed = next(model.parameters(), None)
         return torch.zeros((), device=placed.device if placed is not None else None)
-    losses = torch.stack([meter.loss for meter in meters if meter.loss is not None])
-    return meters[0].config.weight * losses.mean()
+    total = torch.zeros((), device=meters[0].loss.device)  # type: ignore[union-attr]
+    for config in dict.fromkeys(meter.config for meter in meters):
+        losses = [meter.loss for meter in meters if meter.config == config and meter.loss is not None]
+        total = total + config.weight * torch.stack(losses).mean()
+    return total

@@ -54,7 +54,7 @@ def insert_extra_block(config: ExtraBlock, anatomy: Anatomy, surgeon: Surgeon) -
     """Hang a half-block on the last block's output."""
     last = anatomy.trunk[-1]
     heads: Any = getattr(last.attention, "num_heads", getattr(last.attention, "num_attention_heads", None))
-    if last.layout != "BNC" or last.attention_kind != "global" or heads is None:
+    if last.layout != "BNC" or last.attention_kind != "global" or heads is None or anatomy.text is not None:
         raise VitfocusError(
             f"{config} follows a plain ViT's last block, and {last.name} of {type(anatomy.root).__name__} has "
             f"{last.attention_kind} attention on {last.layout} tokens."

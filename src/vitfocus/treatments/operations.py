@@ -29,14 +29,21 @@ class AddModule:
     host: nn.Module
     name: str
     module: nn.Module
+    left: tuple[Any, ...] = ()
 
     def apply(self) -> None:
-        """Attach the submodule."""
+        """Attach the submodule; what was done to its host in the meantime is done to it too."""
+        if self.left:
+            follow(self.module, self.host, self.left)
         self.host.add_module(self.name, self.module)
 
     def revert(self) -> None:
-        """Detach it."""
+        """Detach it; a loss that it holds is of the past then."""
         del self.host._modules[self.name]
+        self.left = circumstances(self.host)
+        forget = getattr(self.module, "forget", None)
+        if forget is not None:
+            forget()
 
 
 @dataclass(eq=False)
@@ -47,16 +54,37 @@ class SwapModule:
     name: str
     module: nn.Module
     original: tuple[nn.Module]
+    since: tuple[Any, ...] = ()
 
     def apply(self) -> None:
         """Put the new one in."""
-        self.host._modules[self.name] = self.module
+        self._swap(self.original[0], self.module)
 
     def revert(self) -> None:
-        """Put the original back, on the device the model is on now."""
-        placed = next(self.module.parameters(), None)
-        original = self.original[0]
-        self.host._modules[self.name] = original.to(placed.device, placed.dtype) if placed is not None else original
+        """Put the original back."""
+        self._swap(self.module, self.original[0])
+
+    def _swap(self, out: nn.Module, into: nn.Module) -> None:
+        """What was done to the one that goes, since it came, is done to the one that comes."""
+        if self.since:
+            follow(into, out, self.since)
+        self.since = circumstances(out)
+        self.host._modules[self.name] = into
+
+
+def circumstances(module: nn.Module) -> tuple[Any, ...]:
+    """A module's mode, device and precision."""
+    placed = next((p for p in module.parameters() if p.is_floating_point()), None)
+    return module.training, placed.device if placed is not None else None, placed.dtype if placed is not None else None
+
+
+def follow(module: nn.Module, leader: nn.Module, before: tuple[Any, ...]) -> None:
+    """Bring a module to where its leader has gone since `before`."""
+    mode, device, dtype = circumstances(leader)
+    if mode != before[0]:
+        module.train(mode)
+    if device is not None and (device, dtype) != before[1:]:
+        module.to(device=device, dtype=dtype)
 
 
 @dataclass(eq=False)

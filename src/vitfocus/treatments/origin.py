@@ -34,7 +34,8 @@ class Origin:
         if self.library not in builders:
             raise VitfocusError(f"There is no library {self.library!r}: {nearest(self.library, builders)}")
         model = builders[self.library](self.name, pretrained, self.arguments)
-        remember(model, self)
+        # A transformers model's own config says all; the folder it came from may be gone by the time it is loaded.
+        remember(model, self if self.library != "transformers" else _guess_transformers(model)[0])
         return model
 
 
@@ -45,13 +46,12 @@ def remember(model: nn.Module, origin: Origin) -> None:
 
 def origin_of(model: nn.Module) -> Origin:
     """How a model was built; a clear refusal where that cannot be told."""
-    known = model.__dict__.get(_KEY)
-    if known is not None and known.arguments.get("num_classes", None) == getattr(model, "num_classes", None):
+    known, library = model.__dict__.get(_KEY), _library_of(model)
+    if known is not None and library != "transformers" and _builds_the_same(known, model):
         return known
-    library = _library_of(model)
     guesses = {"timm": _guess_timm, "torchvision": _guess_torchvision, "transformers": _guess_transformers}
-    for origin in guesses[library](model) if library in guesses else ():
-        if library == "transformers" or _builds_the_same(origin, model):
+    for origin in guesses[library](model, known) if library in guesses else ():
+        if _builds_the_same(origin, model):
             remember(model, origin)
             return origin
     raise VitfocusError(
@@ -117,14 +117,14 @@ def _build_transformers(name: str, pretrained: bool, arguments: dict[str, Any]) 
     return loader.from_config(transformers.AutoConfig.from_pretrained(name, **arguments))
 
 
-def _guess_transformers(model: Any) -> list[Origin]:
+def _guess_transformers(model: Any, known: Origin | None = None) -> list[Origin]:
     config = model.config.to_dict()
     return [
         Origin("transformers", type(model).__name__, {"config_class": type(model.config).__name__, "config": config})
     ]
 
 
-def _guess_torchvision(model: Any) -> list[Origin]:
+def _guess_torchvision(model: Any, known: Origin | None = None) -> list[Origin]:
     from torchvision import models
 
     prefix = "vit_" if hasattr(model, "encoder") else "swin_"
@@ -135,11 +135,13 @@ def _guess_torchvision(model: Any) -> list[Origin]:
     return [Origin("torchvision", name, arguments) for name in models.list_models(include=f"{prefix}*")]
 
 
-def _guess_timm(model: Any) -> list[Origin]:
-    name = (getattr(model, "pretrained_cfg", None) or {}).get("architecture")
+def _guess_timm(model: Any, known: Origin | None = None) -> list[Origin]:
+    name = known.name if known is not None else (getattr(model, "pretrained_cfg", None) or {}).get("architecture")
     if not name:
         return []
-    arguments: dict[str, Any] = {"num_classes": model.num_classes} if hasattr(model, "num_classes") else {}
+    arguments: dict[str, Any] = dict(known.arguments) if known is not None else {}
+    if hasattr(model, "num_classes"):
+        arguments["num_classes"] = model.num_classes
     plain = _without_memory(Origin("timm", name, arguments))
     if plain is None:
         return []

@@ -14,6 +14,7 @@ from vitfocus.anatomy import Anatomy
 from vitfocus.errors import VitfocusError
 from vitfocus.kernels.context import token_mean
 from vitfocus.treatments.base import Layers, Treatment, choose_blocks, handles, layers_option
+from vitfocus.treatments.notes import CallNotes, note_sequence
 from vitfocus.treatments.surgery import Surgeon
 
 _TOKEN_AXES = {"BNC": (1,), "BHWC": (1, 2), "BCHW": (2, 3)}
@@ -42,8 +43,9 @@ class ChannelGate(nn.Module):
     torch.Size([2, 5, 8])
     """
 
-    def __init__(self, width: int, reduction: int, layout: str) -> None:
+    def __init__(self, width: int, reduction: int, layout: str, notes: CallNotes | None = None) -> None:
         super().__init__()
+        self.notes = notes
         self.axes = _TOKEN_AXES[layout]
         self.channels_first = layout == "BCHW"
         self.squeeze = nn.Linear(width, max(1, width // reduction))
@@ -51,7 +53,7 @@ class ChannelGate(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Tokens in the layout of the place it stands at; the same comes out."""
-        mean = token_mean(tokens, self.axes)
+        mean = token_mean(tokens, self.axes, self.notes.valid if self.notes is not None else None)
         if self.channels_first:
             mean = mean.movedim(1, -1)
         gate = self.expand(self.squeeze(mean).relu()).sigmoid()
@@ -61,7 +63,8 @@ class ChannelGate(nn.Module):
 @handles(SqueezeExcitation)
 def insert_squeeze(config: SqueezeExcitation, anatomy: Anatomy, surgeon: Surgeon) -> None:
     """Put a gate behind the MLP of every chosen block."""
+    notes = note_sequence(anatomy, surgeon)
     for block in choose_blocks(config.layers, surgeon.ports(anatomy.trunk, "mlp.end")):
         port = block.ports["mlp.end"]
-        gate = ChannelGate(port.width, config.reduction, port.layout)
+        gate = ChannelGate(port.width, config.reduction, port.layout, notes)
         surgeon.gate(port, surgeon.add(block, "squeeze_excitation", gate))

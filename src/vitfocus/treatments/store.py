@@ -37,7 +37,9 @@ def create_model(spec: str, pretrained: bool = False, **arguments: Any) -> nn.Mo
     >>> sum(p.numel() for name, p in model.named_parameters() if "context" in name)
     384
     """
-    base, treatments = split_spec(spec)
+    base, treatments = split_spec(spec) if spec.strip() else ("", [])
+    if not base:
+        raise VitfocusError(f"{spec!r} names no model: a spec begins with one, such as vit_tiny_patch16_224+cb.")
     library, name = split_library(base)
     model = Origin(library, name, arguments).build(pretrained)
     return treat_(model, *treatments) if treatments else model
@@ -203,7 +205,14 @@ def _read_config(folder: Path) -> dict[str, Any]:
     ]
     if absent:
         raise VitfocusError(f"{folder / 'config.json'} was not written by vitfocus.save: it lacks {', '.join(absent)}.")
-    if config["format"] != _FORMAT or config["only"] not in _WEIGHTS:
+    texts = [config["base"], config["library"], config["only"], *(config["treatments"] or [None])]
+    if (
+        not all(isinstance(text, str) for text in (texts if config["treatments"] != [] else texts[:3]))
+        or not isinstance(config["arguments"], dict)
+        or config["only"] not in _WEIGHTS
+    ):
+        raise VitfocusError(f"{folder / 'config.json'} was changed since vitfocus.save wrote it and cannot be read.")
+    if config["format"] != _FORMAT:
         raise VitfocusError(
             f"{folder} was saved in format {config['format']}, and this vitfocus reads format {_FORMAT}."
         )

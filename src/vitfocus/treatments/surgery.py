@@ -33,6 +33,7 @@ from vitfocus.treatments.operations import (
 from vitfocus.treatments.spec import parse_treatments
 
 _RECORD = "_vitfocus_treatments"
+_PAUSED = "_vitfocus_paused"
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -109,6 +110,7 @@ TokenAwarePooling(mode='dilation', branches=2, layers='all', init='default')]
         raise VitfocusError(
             "Treat the model before wrapping it in DistributedDataParallel, which counts parameters once."
         )
+    _refuse_while_paused(model)
     root = unwrap(model)
     treated_before = bool(_treated_roots(root))
     done: list[Surgeon] = []
@@ -134,6 +136,7 @@ TokenAwarePooling(mode='dilation', branches=2, layers='all', init='default')]
 
 def untreat_(model: Model) -> Model:
     """Take every treatment out of a model in place: outputs and state-dict names are the original's, bit for bit."""
+    _refuse_while_paused(model)
     for root in _treated_roots(model):
         for surgeon in _in_undo_order(root.__dict__.pop(_RECORD)):
             surgeon.undo()
@@ -152,7 +155,8 @@ def untreated(model: nn.Module) -> Iterator[nn.Module]:
     False
     """
     roots = [(root, root.__dict__.pop(_RECORD)) for root in _treated_roots(model)]
-    for _, record in roots:
+    for root, record in roots:
+        root.__dict__[_PAUSED] = True
         for surgeon in _in_undo_order(record):
             surgeon.undo()
     _forget_compiled_code()
@@ -163,6 +167,7 @@ def untreated(model: nn.Module) -> Iterator[nn.Module]:
             for surgeon in reversed(_in_undo_order(record)):
                 surgeon.redo()
             root.__dict__[_RECORD] = record
+            del root.__dict__[_PAUSED]
         _forget_compiled_code()
 
 
@@ -182,6 +187,11 @@ def added_names(model: nn.Module) -> set[str]:
                     prefix = owners[operation.module]
                     names |= {f"{prefix}.{key}" for key in operation.module.state_dict()}
     return names
+
+
+def _refuse_while_paused(model: nn.Module) -> None:
+    if any(_PAUSED in module.__dict__ for module in model.modules()):
+        raise VitfocusError("Inside `untreated` the model's treatments only rest: treat or untreat it outside.")
 
 
 def _checked(treatment: object) -> Treatment:

@@ -104,6 +104,11 @@ class UniformHeadAttention(nn.Module):
             self.proj.bias.copy_(original.proj.bias)
 
 
+def _is_there(attention: nn.Module, name: str) -> bool:
+    part = getattr(attention, name, None)
+    return part is not None and not isinstance(part, nn.Identity)
+
+
 @handles(UniformHead)
 def insert_uniform_head(config: UniformHead, anatomy: Anatomy, surgeon: Surgeon) -> None:
     """Replace every block's attention."""
@@ -116,8 +121,9 @@ def insert_uniform_head(config: UniformHead, anatomy: Anatomy, surgeon: Surgeon)
             )
         if original.num_heads < 2 and config.mode != "append":
             raise VitfocusError(f"{config} needs at least two heads, and {block.name} has one: use mode=append.")
-        if any(not isinstance(norm, nn.Identity) for norm in (original.q_norm, original.k_norm)):
-            raise VitfocusError(f"{config} does not know how to widen the query and key norms of {block.name}.")
+        extras = [name for name in ("q_norm", "k_norm", "norm", "gate") if _is_there(original, name)]
+        if extras:
+            raise VitfocusError(f"{config} does not know how to widen {' and '.join(extras)} in {block.name}.attn.")
         placed = original.qkv.weight
         with placed.device:
             module = UniformHeadAttention(original, config.mode).to(placed.dtype).train(original.training)
