@@ -41,6 +41,12 @@ def write_text(target: str | Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
 
 
+def write_bytes(target: str | Path, content: bytes) -> None:
+    """Write a binary file atomically."""
+    with atomic_path(target) as path:
+        path.write_bytes(content)
+
+
 def digest(path: str | Path) -> str:
     """The SHA-256 of a file, in hexadecimal."""
     with Path(path).open("rb") as file:

@@ -1,0 +1,74 @@
+"""Overfocus: whether all queries lean on the same few keys, the vertical lines in an attention map.
+
+TAP and ADL's paper shows the lines (Figures 1 and 3); these two numbers count them. A head's `received` attention is
+the mean of its rows: what each key gets. `overfocus` is the share of it that the top 5 % of keys take (0.05 where all
+get alike), `effective_tokens` the number of keys that would, all alike, have its entropy.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vitfocus.attention.reading import Geometry, Mean, Reading, Tile
+
+TOP = 0.05
+
+
+def received(maps: Tensor) -> Tensor:
+    """The attention every key receives, mean over queries: maps (..., Q, K) to (..., K)."""
+    return maps.mean(dim=-2)
+
+
+def overfocus(received: Tensor, top: float = TOP) -> Tensor:
+    """The share that the most attended `top` of the keys, at least one, receive: (..., K) to (...).
+
+    >>> overfocus(torch.full((40,), 1 / 40)), overfocus(torch.eye(40)[0])
+    (tensor(0.0500), tensor(1.))
+    """
+    return received.topk(top_tokens(received.shape[-1], top), dim=-1).values.sum(dim=-1) / received.sum(dim=-1)
+
+
+def top_tokens(keys: int, top: float = TOP) -> int:
+    """How many keys are the top ones.
+
+    >>> top_tokens(197), top_tokens(49), top_tokens(4)
+    (10, 2, 1)
+    """
+    return max(1, round(top * keys))
+
+
+def effective_tokens(received: Tensor) -> Tensor:
+    """exp of the entropy of the received attention: (..., K) to (...).
+
+    >>> effective_tokens(torch.tensor([0.5, 0.5, 0.0, 0.0]))
+    tensor(2.)
+    """
+    return torch.special.entr(received / received.sum(dim=-1, keepdim=True)).sum(dim=-1).exp()
+
+
+class FocusReading(Reading):
+    """Both numbers, averaged over heads and images."""
+
+    def __init__(self) -> None:
+        self.overfocus = Mean()
+        self.effective = Mean()
+
+    def begin(self, images: int, heads: int, geometry: Geometry, like: Tensor) -> None:
+        """Start with nothing received."""
+        self.received = like.new_zeros(images, heads, geometry.keys)
+
+    def add(self, tile: Tile) -> None:
+        """Add what the tile's queries give."""
+        maps = tile.attention.flatten(0, 1)
+        given = torch.bmm(maps.new_ones(len(maps), 1, maps.shape[1]), maps)
+        self.received += given.view_as(self.received)
+
+    def end(self) -> None:
+        """Take both numbers of every head."""
+        self.overfocus.add(overfocus(self.received))
+        self.effective.add(effective_tokens(self.received))
+
+    def row(self) -> dict[str, float]:
+        """`overfocus`, a share, and `effective_tokens`, a number of tokens."""
+        return {"overfocus": self.overfocus.value, "effective_tokens": self.effective.value}

@@ -1,0 +1,200 @@
+"""`attention_maps`: explicit maps, for those who want to look at them, of the layers, heads and queries asked for.
+
+Two things come on top: `rollout`, which follows attention through all layers, and `normalise_together`, which makes the
+maps of two models comparable in a picture.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from vitfocus.anatomy import Block, anatomy
+from vitfocus.anatomy.records import Size
+from vitfocus.attention.images import Images, batches
+from vitfocus.attention.observation import Observation
+from vitfocus.attention.running import can_be_read, pick_blocks, reading
+from vitfocus.attention.stream import part
+from vitfocus.errors import VitfocusError
+
+#: Bytes from which on `attention_maps` says how much it is about to store, and beyond which it wants to be asked twice.
+WARN_BYTES, LIMIT_BYTES = 1 << 29, 1 << 32
+
+
+class AttentionMaps(list[Tensor]):
+    """One tensor (B, heads, queries, K) for each layer asked for, in that order; B counts windows where there are any.
+
+    `blocks` are the layers' records and `size` is that of the images, so that a picture knows which token lies where.
+    """
+
+    def __init__(self, maps: Sequence[Tensor], blocks: Sequence[Block], size: Size) -> None:
+        super().__init__(maps)
+        self.blocks = list(blocks)
+        self.size = size
+
+
+def attention_maps(
+    model: nn.Module,
+    images: Images,
+    layers: int | str | Sequence[int | str] | None = (-1,),
+    heads: int | Sequence[int] | None = None,
+    queries: int | Sequence[int] | slice | None = None,
+    *,
+    batch_size: int | None = None,
+    limit: int = LIMIT_BYTES,
+) -> AttentionMaps:
+    """The attention maps of the layers asked for (the last by default; None for all), as float32 tensors on the CPU.
+
+    `heads` and `queries` pick heads and query rows, all by default. What would take more than `limit` bytes is refused
+    with the number of bytes it takes, and anything above half a gigabyte is announced by a warning.
+
+    >>> import timm
+    >>> model = timm.create_model("vit_tiny_patch16_224", depth=2, img_size=64)
+    >>> maps = attention_maps(model, torch.zeros(2, 3, 64, 64), layers=[0, -1], heads=[2], queries=[0])
+    >>> [tuple(layer.shape) for layer in maps]
+    [(2, 1, 1, 17), (2, 1, 1, 17)]
+    """
+    body = anatomy(model)
+    wanted = pick_blocks(body, layers)
+    blocks = [block for block in wanted if can_be_read(block)]
+    if not blocks or (layers is not None and len(blocks) < len(wanted)):
+        missing = next(block for block in wanted if not can_be_read(block))
+        raise VitfocusError(f"{missing.name} has no token-to-token map: its tokens mix by {_mixing(missing)}.")
+    collected: dict[str, list[Tensor]] = {block.name: [] for block in blocks}
+    size: Size = body.build_size
+    stored, announced = 0, False
+
+    def sink(block: Block, seen: Observation, seen_size: Size) -> None:
+        nonlocal size, stored, announced
+        size = seen_size
+        head_indices, rows = _indices(heads, seen.shape[1], "head"), _indices(queries, seen.shape[2], "query")
+        if not announced:
+            announced = True
+            left = [other for other in blocks if other.depth > block.depth]
+            _announce(_size(seen, head_indices, rows), block, left, seen_size, limit, queries)
+        stored += _size(seen, head_indices, rows)
+        if stored > limit:
+            raise VitfocusError(f"The maps so far take {_bytes(stored)}, more than limit={_bytes(limit)}: {_ADVICE}")
+        chosen = part(seen.detach(), heads=head_indices if heads is not None else slice(None))
+        maps = chosen.attention(None if queries is None else rows)
+        collected[block.name].append(maps.float().cpu())
+
+    with reading(model, body, blocks, sink) as run:
+        for batch in batches(images, batch_size):
+            run(batch)
+    unseen = [name for name, maps in collected.items() if not maps]
+    if unseen:
+        raise VitfocusError(f"The attention of {', '.join(unseen)} could not be seen as it ran; were there any images?")
+    return AttentionMaps([torch.cat(collected[block.name]) for block in blocks], blocks, size)
+
+
+_ADVICE = "ask for fewer layers, heads or queries, or raise `limit` (bytes)."
+
+
+def _size(seen: Observation, heads: Tensor, rows: Tensor) -> int:
+    """Bytes of that part of an observed map as float32."""
+    return 4 * seen.shape[0] * len(heads) * len(rows) * seen.shape[3]
+
+
+def _announce(first: int, block: Block, left: Sequence[Block], size: Size, limit: int, queries: object) -> None:
+    """Say how much memory all the maps will take, from the first one's size and the grids of the others."""
+    total = first
+    for other in left:
+        total += round(first * _entries(other, size, queries) / max(_entries(block, size, queries), 1))
+    if total > limit:
+        raise VitfocusError(f"These maps take {_bytes(total)}, more than limit={_bytes(limit)}: {_ADVICE}")
+    if total > WARN_BYTES:
+        warnings.warn(f"These attention maps take {_bytes(total)}.", stacklevel=2)
+
+
+def _entries(block: Block, size: Size, queries: object) -> float:
+    """Entries of one head's map, windows together."""
+    (query_rows, query_columns), (key_rows, key_columns) = block.attention_grids(size)
+    prefix = block.prefix_tokens
+    rows, keys = query_rows * query_columns + prefix, key_rows * key_columns + prefix
+    windows = 1.0
+    if block.window is not None:
+        windows = math.prod(-(-side // window) for side, window in zip(block.grid(size), block.window, strict=True))
+    return windows * keys * (1 if queries is not None or block.attention_kind == "class" else rows)
+
+
+def _bytes(number: int) -> str:
+    return f"{number / 2**30:.1f} GB" if number >= 1 << 30 else f"{number / 2**20:.1f} MB"
+
+
+def _indices(chosen: int | Sequence[int] | slice | None, length: int, what: str) -> Tensor:
+    every = torch.arange(length)
+    if chosen is None:
+        return every
+    if isinstance(chosen, slice):
+        return every[chosen]
+    picked = [chosen] if isinstance(chosen, int) else [int(index) for index in chosen]
+    for index in picked:
+        if not -length <= index < length:
+            raise VitfocusError(f"There is no {what} {index}: there are {length}, 0 to {length - 1}.")
+    return every[picked]
+
+
+def _mixing(block: Block) -> str:
+    said = {"none": "an MLP or pooling", "channel": "attention between channels", "outlook": "outlook attention"}
+    return said.get(block.attention_kind, "an attention that cannot be seen as it runs")
+
+
+def rollout(maps: Sequence[Tensor], residual: float = 0.5) -> Tensor:
+    """Attention followed through the layers (Abnar and Zuidema, 2020): maps (B, H, N, N), in order, to (B, N, N).
+
+    The heads are averaged, `residual` of each map is replaced by the identity for the skip connection, and the maps are
+    multiplied; row 0 of the result is where the class token gets its information from.
+
+    >>> bool(torch.allclose(rollout([torch.full((1, 2, 4, 4), 0.25)] * 3).sum(-1), torch.ones(1, 4)))
+    True
+    """
+    shapes = {tuple(layer.shape[-2:]) for layer in maps}
+    if len(shapes) != 1 or any(queries != keys for queries, keys in shapes):
+        listed = ", ".join(f"{queries}x{keys}" for queries, keys in sorted(shapes))
+        raise VitfocusError(
+            f"Rollout needs square maps over the same tokens in every layer, but these are {listed or 'none'}."
+        )
+    identity = torch.eye(maps[0].shape[-1], device=maps[0].device, dtype=maps[0].dtype)
+    joined = identity.expand(len(maps[0]), -1, -1)
+    for layer in maps:
+        joined = ((1 - residual) * layer.mean(dim=1) + residual * identity) @ joined
+    return joined
+
+
+def on_grid(attention: Tensor, grid: Size, prefix_tokens: int = 0) -> Tensor:
+    """Attention over keys (..., K) as a picture (..., rows, columns), prefix tokens left out.
+
+    >>> on_grid(torch.arange(5.0), (2, 2), prefix_tokens=1)
+    tensor([[1., 2.],
+            [3., 4.]])
+    """
+    return attention[..., prefix_tokens:].unflatten(-1, grid)
+
+
+def normalise_together(pictures: Sequence[Tensor], threshold: float = 2.0, prefix_tokens: int = 0) -> list[Tensor]:
+    """Several models' attention over the same grid, made comparable: one threshold and one min–max scale for all.
+
+    What is below `threshold` / K, K the number of keys, is set to 0 (2/K is ADL's own threshold); then the least and
+    the greatest value over all pictures become 0 and 1, so that a colour means the same in each.
+
+    >>> normalise_together([torch.tensor([[0.5, 0.1], [0.2, 0.2]]), torch.tensor([[1.0, 0.0], [0.0, 0.0]])])
+    [tensor([[0.5000, 0.0000],
+            [0.0000, 0.0000]]), tensor([[1., 0.],
+            [0., 0.]])]
+    """
+    keys = [picture.shape[-2] * picture.shape[-1] + prefix_tokens for picture in pictures]
+    kept = [p.where(p >= threshold / count, torch.zeros_like(p)) for p, count in zip(pictures, keys, strict=True)]
+    low = min(float(picture.min()) for picture in kept)
+    high = max(float(picture.max()) for picture in kept)
+    return [(picture - low) / max(high - low, torch.finfo(picture.dtype).tiny) for picture in kept]
+
+
+def enlarged(picture: Tensor, size: Size) -> Tensor:
+    """A picture of tokens (rows, columns) at the image's size, bilinear."""
+    return F.interpolate(picture[None, None].float(), size=size, mode="bilinear", align_corners=False)[0, 0]

@@ -1,0 +1,1 @@
+"""Showing: what a person would rather look at than read."""

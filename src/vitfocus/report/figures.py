@@ -1,0 +1,220 @@
+"""The papers' figures from one diagnosis or several: entropy and distance by depth, overfocus, stability, scaling.
+
+matplotlib is an optional extra (`pip install vitfocus[plot]`). Figures are made without pyplot, so nothing global is
+touched and nothing has to be closed. Colours are Okabe and Ito's, which the colour-blind can tell apart; lines differ
+by marker and bars by order too.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from vitfocus.attention.diagnosis import PLOTS, Diagnosis
+from vitfocus.attention.focus import TOP
+from vitfocus.errors import VitfocusError, nearest
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Diagnoses = Mapping[str, Diagnosis]
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+BOUND = "#B22222"
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+
+
+def plot(diagnoses: Diagnoses, kind: str = "entropy") -> Figure:
+    """A figure of that kind, with one line, bar or box a diagnosis; the keys of the mapping are the legend."""
+    if kind not in _DRAWINGS:
+        raise VitfocusError(f"There is no figure {kind!r}: {nearest(kind, _DRAWINGS)}")
+    key = PLOTS[kind]
+    if not any(key in row for diagnosis in diagnoses.values() for row in diagnosis.rows):
+        hint = " Diagnose with `against=` to measure it." if kind == "stability" else ""
+        hint = " The model carries no scaled Context Broadcasting (cbs)." if kind == "scaling" else hint
+        raise VitfocusError(f"No layer has a number for the figure {kind!r}.{hint}")
+    return _DRAWINGS[kind](diagnoses)
+
+
+def new_figure(width: float, height: float, rows: int = 1, columns: int = 1, **options: Any) -> tuple[Figure, Any]:
+    """A figure without pyplot and its axes, or a sentence that says what to install."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise VitfocusError("Figures need matplotlib, which is not installed: pip install vitfocus[plot].") from error
+    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
+    return figure, figure.subplots(rows, columns, **options)
+
+
+def png(figure: Figure) -> bytes:
+    """The figure as the bytes of a PNG file."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
+
+
+def _entropy(diagnoses: Diagnoses) -> Figure:
+    """Context Broadcasting's Figures 4 and 7a: mean, 15th to 85th percentile, class token, bound."""
+    figure, axes = _by_depth(diagnoses, "attention entropy (nats)")
+    for index, (label, diagnosis) in enumerate(diagnoses.items()):
+        depth, mean, low, high = _series(diagnosis, "entropy", "entropy_p15", "entropy_p85")
+        axes.fill_between(depth, low, high, color=COLOURS[index], alpha=0.15, linewidth=0)
+        _line(axes, (depth, mean), index, f"{label}: mean")
+        class_depth, class_values = _series(diagnosis, "entropy_cls")
+        if class_depth:
+            axes.plot(class_depth, class_values, color=COLOURS[index], linestyle=":", label=f"{label}: class token")
+    depth, bound = _series(next(iter(diagnoses.values())), "entropy_bound")
+    axes.plot(depth, bound, color=BOUND, linestyle="--", label="bound log K (uniform)")
+    axes.set_ylim(0, max(bound) * 1.08)
+    axes.set_title("How widely attention spreads (band: 15th to 85th percentile of rows)")
+    return _finished(figure, axes)
+
+
+def _distance(diagnoses: Diagnoses) -> Figure:
+    """Context Broadcasting's Figure 7b."""
+    figure, axes = _by_depth(diagnoses, "relative distance (image sides, L1)")
+    for index, (label, diagnosis) in enumerate(diagnoses.items()):
+        _line(axes, _series(diagnosis, "distance"), index, label)
+    axes.set_ylim(bottom=0)
+    axes.set_title("How far attention reaches across the image")
+    return _finished(figure, axes)
+
+
+def _overfocus(diagnoses: Diagnoses) -> Figure:
+    figure, axes = _by_depth(diagnoses, f"attention received by the top {TOP:.0%} of tokens (%)")
+    for index, (label, diagnosis) in enumerate(diagnoses.items()):
+        depth, shares = _series(diagnosis, "overfocus")
+        places, width = _beside(depth, index, len(diagnoses))
+        axes.bar(places, [100 * share for share in shares], width, color=COLOURS[index], label=label)
+    axes.axhline(100 * TOP, color=BOUND, linestyle="--", label=f"all tokens alike ({TOP:.0%})")
+    axes.set_title("How much all queries lean on the same few tokens")
+    return _finished(figure, axes)
+
+
+def _heads(diagnoses: Diagnoses) -> Figure:
+    figure, axes = _by_depth(diagnoses, "mean cosine between heads' maps")
+    for index, (label, diagnosis) in enumerate(diagnoses.items()):
+        _line(axes, _series(diagnosis, "head_similarity"), index, label)
+    axes.set_ylim(0, 1.02)
+    axes.set_title("How alike the heads of a layer are")
+    return _finished(figure, axes)
+
+
+def _diversity(diagnoses: Diagnoses) -> Figure:
+    figure, axes = _by_depth(diagnoses, "mean cosine of a row with the mean row (ADL)")
+    for index, (label, diagnosis) in enumerate(diagnoses.items()):
+        _line(axes, _series(diagnosis, "diversity_official"), index, f"{label}: official form")
+        depth, values = _series(diagnosis, "diversity_paper")
+        axes.plot(depth, values, color=COLOURS[index], linestyle=":", label=f"{label}: paper's form")
+    axes.set_ylim(0, 1.02)
+    axes.set_title("How alike the rows of a map are")
+    return _finished(figure, axes)
+
+
+def _stability(diagnoses: Diagnoses) -> Figure:
+    """TAP and ADL's Figures 1 and 5: the cosines of every image and head, by layer and all together."""
+    figure, axes = _by_depth(diagnoses, "cosine of clean and corrupted maps", width=9.0)
+    last = max(depth for diagnosis in diagnoses.values() for depth in diagnosis.stability_values) + 2
+    handles = []
+    for index, (label, diagnosis) in enumerate(diagnoses.items()):
+        pooled = {depth: _flat(values) for depth, values in sorted(diagnosis.stability_values.items())}
+        pooled[last] = _flat(pooled.values())
+        places, width = _beside(list(pooled), index, len(diagnoses))
+        boxes = axes.boxplot(
+            list(pooled.values()),
+            positions=places,
+            widths=0.85 * width,
+            patch_artist=True,
+            manage_ticks=False,
+            flierprops={"marker": ".", "markersize": 2, "markeredgecolor": COLOURS[index], "alpha": 0.4},
+            medianprops={"color": "black"},
+            boxprops={"facecolor": COLOURS[index], "alpha": 0.75},
+        )
+        handles.append((boxes["boxes"][0], f"{label}: mean {sum(pooled[last]) / len(pooled[last]):.2f}"))
+    axes.axvline(last - 1, color="0.7", linewidth=0.8)
+    ticks = [tick for tick in axes.get_xticks() if tick < last - 1]
+    axes.set_xticks([*ticks, last], [*(f"{tick:g}" for tick in ticks), "all"])
+    axes.set_ylim(min(0.0, axes.get_ylim()[0]), 1.02)
+    corruptions = sorted({str(diagnosis.against) for diagnosis in diagnoses.values()})
+    axes.set_title(f"How stable attention is under {', '.join(corruptions)} (one value an image and head)")
+    axes.legend(*zip(*handles, strict=True), frameon=False, loc="lower left")
+    return figure
+
+
+def _scaling(diagnoses: Diagnoses) -> Figure:
+    """Context Broadcasting's Figure 8: the scaling weights' ratio of quantiles, and their mean."""
+    figure, panels = new_figure(9.0, 3.6, 1, 2)
+    for axes, key, label, title in (
+        (panels[0], "scaling_ratio", "|λ| quantiles, 10 % over 90 %", "How alike the channels are scaled"),
+        (panels[1], "scaling_mean", "mean of λ", "How much uniform attention is asked for"),
+    ):
+        for index, (name, diagnosis) in enumerate(diagnoses.items()):
+            _line(axes, _series(diagnosis, key), index, name)
+        _dress(axes, label)
+        _depth_ticks(axes, diagnoses)
+        axes.set_title(title)
+    panels[0].set_ylim(0, 1.02)
+    panels[1].axhline(0, color="0.7", linewidth=0.8)
+    panels[0].legend(frameon=False)
+    return figure
+
+
+_DRAWINGS: dict[str, Callable[[Diagnoses], Figure]] = {
+    "entropy": _entropy,
+    "distance": _distance,
+    "overfocus": _overfocus,
+    "heads": _heads,
+    "diversity": _diversity,
+    "stability": _stability,
+    "scaling": _scaling,
+}
+
+
+def _by_depth(diagnoses: Diagnoses, label: str, width: float = 7.0) -> tuple[Figure, Axes]:
+    figure, axes = new_figure(width, 4.0)
+    _dress(axes, label)
+    _depth_ticks(axes, diagnoses)
+    return figure, axes
+
+
+def _dress(axes: Axes, label: str) -> None:
+    axes.set_xlabel("layer (0 is the first)")
+    axes.set_ylabel(label)
+    axes.grid(axis="y", color="0.9")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.title.set_fontsize("medium")
+
+
+def _depth_ticks(axes: Axes, diagnoses: Diagnoses) -> None:
+    depth = 1 + max(row["layer"] for diagnosis in diagnoses.values() for row in diagnosis.rows)
+    axes.set_xticks(range(0, depth, 1 if depth <= 16 else 2 if depth <= 32 else 4))
+    axes.set_xlim(-0.6, depth - 0.4)
+    axes.set_autoscalex_on(True)
+
+
+def _finished(figure: Figure, axes: Axes) -> Figure:
+    axes.legend(frameon=False, fontsize="small")
+    return figure
+
+
+def _series(diagnosis: Diagnosis, *keys: str) -> tuple[list[Any], ...]:
+    """Depths, and for each key the values, of the layers that have them all."""
+    rows = [row for row in diagnosis.rows if all(key in row for key in keys)]
+    return ([row["layer"] for row in rows], *([row[key] for row in rows] for key in keys))
+
+
+def _line(axes: Axes, series: tuple[list[Any], ...], index: int, label: str) -> None:
+    axes.plot(*series, color=COLOURS[index], marker=MARKERS[index], markersize=5, label=label)
+
+
+def _flat(values: Iterable[Iterable[float]]) -> list[float]:
+    return [value for inner in values for value in inner]
+
+
+def _beside(depth: Sequence[int], index: int, count: int) -> tuple[list[float], float]:
+    """Places of the bars of one of several diagnoses around each layer, and their width."""
+    width = 0.8 / count
+    return [layer + (index - (count - 1) / 2) * width for layer in depth], width
