@@ -275,6 +275,21 @@ def test_errors_say_what_to_do() -> None:
     with pytest.raises(VitfocusError, match="not a number"):
         parse("fog/high")
     assert parse("fog") == ("fog", 3)
+    with pytest.raises(VitfocusError, match="There is no corruption"):
+        corrupt(image, ["fog"])  # type: ignore[arg-type]
+    for ids in ([None], [1.5], 1.5, torch.tensor([1.0]), np.array([1.0])):
+        with pytest.raises(VitfocusError, match="whole number"):
+            corrupt(image, "fog", ids=ids)  # type: ignore[arg-type]
+    for seed in (1.5, None, "1"):
+        with pytest.raises(VitfocusError, match="seed is"):
+            corrupt(image, "fog", seed=seed)  # type: ignore[arg-type]
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    image = picture(32, 32)
+    plain = corrupt(image, "gaussian_noise", 4, seed=7, ids=[9])
+    numbers = corrupt(image, "gaussian_noise", np.int64(4), seed=np.int64(7), ids=np.array([9]))  # type: ignore[arg-type]
+    assert torch.equal(plain, numbers)
 
 
 def test_frost_sources(shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

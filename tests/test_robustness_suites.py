@@ -78,6 +78,7 @@ def test_large_pictures_are_resized_and_cropped(tmp_path: Path) -> None:
         "resize": 36,
         "crop": (32, 32),
         "interpolation": "bilinear",
+        "keep": (32, 32),
     }
 
 

@@ -105,8 +105,16 @@ def _compare(args: argparse.Namespace) -> int:
     if Path(args.compare[0]) == Path(args.compare[1]) and len(first.models) == 2:  # a run of two models, with itself
         first, second = (first.only(name) for name in first.models)
     comparison = compare(first, second, force=args.force, seed=args.seed)
-    print(json.dumps(comparison.to_dict(), indent=2) if args.json else comparison.table())
+    _say(comparison, args.json)
     return 0
+
+
+def _say(result: Any, as_json: bool) -> None:
+    """Print a result, once however many processes have it."""
+    from vitfocus.robustness.processes import is_first
+
+    if is_first():
+        print(json.dumps(result.to_dict(), indent=2) if as_json else result.table(), flush=True)
 
 
 def _evaluate(args: argparse.Namespace) -> int:
@@ -114,7 +122,8 @@ def _evaluate(args: argparse.Namespace) -> int:
     from vitfocus.robustness.suites import SUITES, find_suite
 
     if args.suite == "list":
-        print("\n".join(f"{name:16} {suite.about}" for name, suite in SUITES.items()))
+        suites = {name: {"about": suite.about, "options": list(suite.options)} for name, suite in SUITES.items()}
+        print(json.dumps(suites, indent=2) if args.json else "\n".join(f"{n:16} {s.about}" for n, s in SUITES.items()))
         return 0
     for flag, value in (("MODEL", args.model), ("--suite", args.suite), ("--data", args.data)):
         if not value:
@@ -141,13 +150,14 @@ def _evaluate(args: argparse.Namespace) -> int:
         precision=args.precision,
         **options,
     )
-    print(json.dumps(scores.to_dict(), indent=2) if args.json else scores.table())
+    _say(scores, args.json)
     return 0
 
 
 def _models(args: argparse.Namespace) -> dict[str, nn.Module]:
     """The models by the names they were called, with their weights."""
     from vitfocus.errors import VitfocusError
+    from vitfocus.robustness.processes import is_first
     from vitfocus.treatments.store import open_model
 
     weights = args.weights or [None]
@@ -161,7 +171,7 @@ def _models(args: argparse.Namespace) -> dict[str, nn.Module]:
     for name, file in zip(args.model, weights, strict=True):
         label = f"{Path(name).name}+{args.treat}" if args.treat else Path(name).name
         number = sum(known == label or known.startswith(f"{label} #") for known in models)
-        if file is None and not Path(name).is_dir():
+        if file is None and not Path(name).is_dir() and is_first():
             print(
                 f"No --weights: {name} starts from random weights, so this measures an untrained model.",
                 file=sys.stderr,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from vitfocus.corruptions import blur, digital, elastic, jpeg, noise, spatter, weather
 from vitfocus.corruptions import frost as overlays
+from vitfocus.corruptions.arguments import whole
 from vitfocus.corruptions.constants import CONSTANTS, CORRUPTIONS, EXTRA_CORRUPTIONS, FLAVOURS, Setting
 from vitfocus.corruptions.draws import Draws, as_ids
 from vitfocus.errors import VitfocusError, nearest
@@ -62,8 +63,7 @@ def parse(text: str) -> tuple[str, int]:
         number = int(severity)
     except ValueError:
         raise VitfocusError(f"The severity in {text!r} is not a number; expected 1 to 5, as in '{name}/3'.") from None
-    _check_severity(number)
-    return name, number
+    return name, _check_severity(number)
 
 
 def corrupt(
@@ -95,12 +95,13 @@ def corrupt(
     True
     """
     _check_name(name)
-    _check_severity(severity)
+    severity = _check_severity(severity)
     _check_flavour(flavour)
+    seed = whole("seed", seed)
     batch = _as_bytes(images)
     if batch.device.type not in _CHUNK:  # devices without float64
         batch = batch.cpu()
-    identity = as_ids([ids] if isinstance(ids, int | str) else ids, len(batch), batch.device)
+    identity = as_ids([ids] if isinstance(ids, Integral | str) else ids, len(batch), batch.device)
     if len(identity) != len(batch):
         raise VitfocusError(f"Got {len(identity)} ids for {len(batch)} images; expected one id per image.")
     if not len(batch):
@@ -144,19 +145,21 @@ def fingerprint(flavour: str = "imagenet", frost: str | os.PathLike[str] | None 
 
 
 def _check_name(name: str) -> None:
-    if name not in _EFFECTS:
+    if not isinstance(name, str) or name not in _EFFECTS:
         raise VitfocusError(
             f"There is no corruption {name!r}: {nearest(str(name), (*CORRUPTIONS, *EXTRA_CORRUPTIONS))}"
         )
 
 
-def _check_severity(severity: int) -> None:
-    if isinstance(severity, bool) or not isinstance(severity, Integral) or not 1 <= severity <= 5:
-        raise VitfocusError(f"Severity {severity!r} does not exist; expected a whole number from 1 to 5.")
+def _check_severity(severity: int) -> int:
+    try:
+        return whole("severity", severity, 1, 5)
+    except VitfocusError:
+        raise VitfocusError(f"Severity {severity!r} does not exist; expected a whole number from 1 to 5.") from None
 
 
 def _check_flavour(flavour: str) -> None:
-    if flavour not in FLAVOURS:
+    if not isinstance(flavour, str) or flavour not in FLAVOURS:
         raise VitfocusError(f"There is no flavour {flavour!r}: {nearest(str(flavour), FLAVOURS)}")
 
 

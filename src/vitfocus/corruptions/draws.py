@@ -18,6 +18,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from vitfocus.corruptions.arguments import whole
+from vitfocus.errors import VitfocusError
+
 _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX1, _MIX2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -74,8 +77,12 @@ def as_ids(ids: Tensor | Iterable[int | str] | None, count: int, device: torch.d
     if ids is None:
         return torch.arange(count, device=device)
     if isinstance(ids, Tensor):
+        if ids.is_floating_point() or ids.is_complex():
+            raise VitfocusError(f"ids are {ids.dtype}; expected whole numbers or strings, one per image.")
         return ids.reshape(-1).to(device=device, dtype=torch.int64)
-    numbers = [stable_hash(item) if isinstance(item, str) else _signed(int(item), 64) for item in ids]
+    if not isinstance(ids, Iterable):
+        raise VitfocusError(f"ids are {ids!r}; expected whole numbers or strings, one per image.")
+    numbers = [stable_hash(i) if isinstance(i, str) else _signed(whole("An image's id", i), 64) for i in ids]
     return torch.tensor(numbers, dtype=torch.int64, device=device)
 
 
@@ -92,7 +99,7 @@ class Draws:
     """
 
     def __init__(self, seed: int, name: str, severity: int, ids: Tensor) -> None:
-        self.base = _splitmix(_splitmix(_splitmix(seed & _MASK64) ^ stable_hash(name)) + severity)
+        self.base = _splitmix(_splitmix(_splitmix(whole("seed", seed) & _MASK64) ^ stable_hash(name)) + severity)
         self.ids = ids
 
     def __len__(self) -> int:

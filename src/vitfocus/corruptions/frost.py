@@ -41,6 +41,8 @@ def locate(folder: str | os.PathLike[str] | None = None) -> str:
     """The folder of the overlays: the one named, else $VITFOCUS_FROST, else imagecorruptions' own, else "drawn"."""
     named = folder if folder is not None else os.environ.get(VARIABLE) or None
     if named is not None:
+        if not isinstance(named, str | os.PathLike):
+            raise VitfocusError(f"frost is {named!r}; expected the folder of the overlays.")
         path = Path(named).expanduser()
         missing = [name for name in FILES if not (path / name).is_file()]
         if missing:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from vitfocus.corruptions.arguments import real, whole
 from vitfocus.corruptions.draws import Draws
 from vitfocus.errors import VitfocusError, nearest
 
@@ -29,7 +30,7 @@ def fgsm(model: Classifier, images: Tensor, labels: Tensor, eps: float, norm: st
     >>> round(float((attacked - images).abs().max() * 255), 3)
     4.0
     """
-    _check(norm, eps)
+    eps = _check(norm, eps)
     images = _as_float(images)
     step = _direction(_gradient(model, images, labels), norm) * (eps / 255)
     return (images + step).clamp(0, 1)
@@ -52,9 +53,10 @@ def pgd(
     `eps` and `step_size` are in 1/255; the step is 2.5 eps / steps unless given. The start is drawn in the ball from
     (`seed`, the image's id) and nothing else.
     """
-    _check(norm, eps)
-    if steps < 1:
-        raise VitfocusError(f"PGD takes at least 1 step, but steps={steps}.")
+    eps = _check(norm, eps)
+    steps = whole("steps", steps, low=1)
+    if step_size is not None:
+        step_size = real("step_size", step_size, "a length in 1/255, such as 0.5")
     clean = _as_float(images)
     radius = eps / 255
     stride = (2.5 * eps / steps if step_size is None else step_size) / 255
@@ -72,7 +74,7 @@ def autoattack(
     model: Classifier, images: Tensor, labels: Tensor, eps: float, norm: str = "linf", seed: int = 0
 ) -> Tensor:
     """The standard ensemble of the `autoattack` package, where it is installed."""
-    _check(norm, eps)
+    eps = _check(norm, eps)
     AutoAttack = require_autoattack()
     attack = AutoAttack(
         model,
@@ -83,8 +85,9 @@ def autoattack(
         device=images.device,
         verbose=False,
     )
-    clean = _as_float(images)
-    return attack.run_standard_evaluation(clean, labels, bs=len(clean)).clamp(0, 1)
+    with torch.inference_mode(False):
+        clean = _as_float(images).clone()
+        return attack.run_standard_evaluation(clean, labels.clone(), bs=len(clean)).clamp(0, 1)
 
 
 def require_autoattack() -> Any:
@@ -98,11 +101,10 @@ def require_autoattack() -> Any:
     return AutoAttack
 
 
-def _check(norm: str, eps: float) -> None:
+def _check(norm: str, eps: float) -> float:
     if norm not in NORMS:
-        raise VitfocusError(f"There is no norm {norm!r}: {nearest(norm, NORMS)}")
-    if not eps >= 0:
-        raise VitfocusError(f"eps is {eps}; expected a distance in 1/255, such as 4.")
+        raise VitfocusError(f"There is no norm {norm!r}: {nearest(str(norm), NORMS)}")
+    return real("eps", eps, "a distance in 1/255, such as 4")
 
 
 def _as_float(images: Tensor) -> Tensor:
@@ -111,9 +113,9 @@ def _as_float(images: Tensor) -> Tensor:
 
 def _gradient(model: Classifier, images: Tensor, labels: Tensor) -> Tensor:
     """The gradient of each image's own loss: a sum, so that no image's step depends on the batch."""
-    with torch.enable_grad():
-        leaf = images.detach().requires_grad_(True)
-        loss = F.cross_entropy(model(leaf).float(), labels, reduction="sum")
+    with torch.inference_mode(False), torch.enable_grad():  # copies: a caller's inference tensors take no gradient
+        leaf = images.detach().clone().requires_grad_(True)
+        loss = F.cross_entropy(model(leaf).float(), labels.clone(), reduction="sum")
         return torch.autograd.grad(loss, leaf)[0]
 
 

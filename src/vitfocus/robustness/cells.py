@@ -75,9 +75,10 @@ class Watched:
         outcomes = []
         for model in models:
             with torch.no_grad():
-                ranking = torch.cat([_best(model(part), 5) for part in flat.split(self.at_once)])
-            ranking = ranking.view(*frames.shape[:2], -1)
-            flips = flip_share(ranking, self.noise, self.stride)
+                logits = [model(part) for part in flat.split(self.at_once)]
+            ranking = torch.cat([_best(part, 5) for part in logits]).view(*frames.shape[:2], -1)
+            broken = torch.cat([part.isnan().any(1) for part in logits]).view(*frames.shape[:2]).any(1)
+            flips = flip_share(ranking, self.noise, self.stride).masked_fill(broken, torch.nan)
             outcomes.append({"flip": flips, "top5_distance": top5_distance(ranking, self.noise, self.stride)})
         return outcomes
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from vitfocus.corruptions.arguments import whole
 from vitfocus.errors import VitfocusError, nearest
 from vitfocus.robustness.fingerprint import versions
 from vitfocus.robustness.pixels import PRECISIONS, PixelModel, evaluating, named_models
@@ -17,7 +18,7 @@ from vitfocus.robustness.plan import Plan, Samples
 from vitfocus.robustness.processes import Processes, join_processes
 from vitfocus.robustness.results import Scores, flatten, load_scores
 from vitfocus.robustness.runfolder import RunFolder
-from vitfocus.robustness.runner import run
+from vitfocus.robustness.runner import read_digests, run
 from vitfocus.robustness.sources import digest_of
 from vitfocus.robustness.suites import Context, find_suite
 
@@ -57,10 +58,11 @@ def evaluate(
     """
     chosen = find_suite(suite, options)
     if precision not in PRECISIONS:
-        raise VitfocusError(f"There is no precision {precision!r}: {nearest(precision, PRECISIONS)}")
-    for name, value in (("batch_size", batch_size), ("limit", limit)):
-        if value is not None and value < 1:
-            raise VitfocusError(f"{name} must be at least 1, but is {value}.")
+        raise VitfocusError(f"There is no precision {precision!r}: {nearest(str(precision), PRECISIONS)}")
+    seed = whole("seed", seed, low=0)
+    batch_size = None if batch_size is None else whole("batch_size", batch_size, low=1)
+    limit = None if limit is None else whole("limit", limit, low=1)
+    workers = None if workers is None else whole("workers", workers, low=0)
     processes = join_processes(device)
     modules = named_models(model)
     models = [PixelModel(name, module, precision, chosen.resizes) for name, module in modules.items()]
@@ -71,6 +73,7 @@ def evaluate(
             models=models,
             classes=_classes(models, processes.device),
             size=models[0].size,
+            small=chosen.resizes,
             device=processes.device,
             seed=seed,
             limit=limit,
@@ -81,9 +84,9 @@ def evaluate(
         plan = chosen.plan(context)
         fingerprint = _fingerprint(context, plan, precision, processes)
         folder = _claimed(out, fingerprint, resume, processes)
-        if folder is not None and folder.finished:
-            return load_scores(folder.folder)
         size = batch_size or (256 if processes.device.type == "cuda" else 32)
+        if folder is not None and folder.finished:
+            return _stored(folder, plan, processes, size)
         title = f"{suite}, {', '.join(modules)}"
         samples, digests = run(plan, models, context.classes, processes, size, folder, progress, title)
     fingerprint["data"] |= {"digest": _joined(digests), "images": _images(samples)}
@@ -93,6 +96,14 @@ def evaluate(
     scores = Scores(suite, _images(samples), summaries, plan.notes, fingerprint, samples)
     if folder is not None and processes.first:
         folder.finish(scores.to_dict(), flatten(samples))
+    return scores
+
+
+def _stored(folder: RunFolder, plan: Plan, processes: Processes, batch_size: int) -> Scores:
+    """A finished run's scores, once it is sure that they are about the same data."""
+    scores = load_scores(folder.folder)
+    if _joined(read_digests(plan, processes, batch_size)) != scores.fingerprint["data"]["digest"]:
+        raise VitfocusError(f"{folder.folder} holds a finished run on other data: name another folder.")
     return scores
 
 
@@ -114,7 +125,11 @@ def _fingerprint(context: Context, plan: Plan, precision: str, processes: Proces
         "suite": context.suite,
         "protocol": {**plan.protocol, "precision": precision},
         "cells": plan.cells,
-        "data": {"digest": _joined({group.name: group.source.digest for group in plan.groups}), "limit": context.limit},
+        "data": {
+            "digest": _joined({group.name: group.source.digest for group in plan.groups}),
+            "limit": context.limit,
+            "images": max((group.source.count or 0 for group in plan.groups), default=0) or None,
+        },
         "libraries": versions(),
         "models": {model.name: model.describe() for model in context.models},
         "environment": {"device": _device_name(processes.device), "processes": processes.world},

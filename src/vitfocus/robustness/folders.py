@@ -6,7 +6,7 @@ import functools
 import importlib.resources
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 from PIL import Image, UnidentifiedImageError
 
 from vitfocus.errors import VitfocusError
-from vitfocus.robustness.sources import digest_of, evenly
+from vitfocus.robustness.sources import digest_of, evenly, other_size
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".tif", ".tiff"})
 _HEADERS_AT_MOST = 100_000
@@ -72,21 +72,33 @@ def _kind(suffixes: frozenset[str]) -> str:
     return "image" if suffixes is SUFFIXES else f"file ending in {', '.join(sorted(suffixes))}"
 
 
-def check_readable(root: Path, entries: Sequence[Entry]) -> None:
-    """Open the header of every image, of up to 100,000, and name the first that is none."""
+def check_readable(root: Path, entries: Sequence[Entry]) -> dict[str, tuple[int, int]]:
+    """Heights and widths by the headers of all images, of up to 100,000; the first that is no image is refused."""
 
-    def problem(entry: Entry) -> str | None:
+    def look(entry: Entry) -> tuple[int, int] | str:
         try:
-            with Image.open(root / entry.name):
-                return None
+            with Image.open(root / entry.name) as picture:
+                return picture.height, picture.width
         except (UnidentifiedImageError, OSError) as error:
             return unreadable(root / entry.name, error)
 
     picked = [entries[index] for index in evenly(len(entries), _HEADERS_AT_MOST)]
+    sizes: dict[str, tuple[int, int]] = {}
     with ThreadPoolExecutor(8) as pool:
-        for sentence in pool.map(problem, picked):
-            if sentence:
-                raise VitfocusError(sentence)
+        for entry, found in zip(picked, pool.map(look, picked), strict=True):
+            if isinstance(found, str):
+                raise VitfocusError(found)
+            sizes[entry.name] = found
+    return sizes
+
+
+def one_size(sizes: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
+    """The size that all images share; the first of another is named."""
+    expected = next(iter(sizes.values()))
+    for name, found in sizes.items():
+        if found != expected:
+            raise VitfocusError(other_size(name, found, expected))
+    return expected
 
 
 def unreadable(path: Path, error: Exception) -> str:
@@ -112,15 +124,6 @@ class ImageFiles:
             raise VitfocusError(unreadable(path, error)) from None
 
 
-def already_prepared(root: Path, entries: Sequence[Entry], size: tuple[int, int]) -> bool:
-    """Whether the images have the model's own size already: all of sixteen, evenly picked."""
-    for index in evenly(len(entries), 16):
-        with Image.open(root / entries[index].name) as picture:
-            if (picture.height, picture.width) != size:
-                return False
-    return True
-
-
 @functools.cache
 def wordnet_ids(name: str = "imagenet") -> tuple[str, ...]:
     """The WordNet ids of ImageNet's 1,000 classes in order, or of -A's and -R's 200, from timm's own lists."""
@@ -128,14 +131,15 @@ def wordnet_ids(name: str = "imagenet") -> tuple[str, ...]:
     return tuple(text.split())
 
 
-def imagenet_indices(folders: ClassFolders, index: str | os.PathLike[str] | None = None) -> dict[str, int]:
-    """The ImageNet class of every folder, named by WordNet id, or by any name that an index file maps."""
-    known = read_index(index) if index else {wnid: place for place, wnid in enumerate(wordnet_ids())}
+def folder_indices(folders: ClassFolders, index: str | os.PathLike[str] | None = None) -> dict[str, int]:
+    """The class of every folder: by any name that an index file maps, or without one by WordNet id, as ImageNet's."""
+    known = read_index(index) if index is not None else {wnid: place for place, wnid in enumerate(wordnet_ids())}
     strange = [name for name in folders.classes if name not in known]
     if strange:
         listed = ", ".join(strange[:3]) + ("..." if len(strange) > 3 else "")
+        whose = "ImageNet" if index is None else "the index file"
         raise VitfocusError(
-            f"{folders.root} holds folders that {'the index file' if index else 'ImageNet'} does not know: {listed} "
+            f"{folders.root} holds folders that {whose} does not know: {listed} "
             f"({len(strange)} of {len(folders.classes)}); expected names such as {next(iter(known), 'none')}."
         )
     return {name: known[name] for name in folders.classes}

@@ -60,7 +60,8 @@ class PixelModel:
         if values.shape[1] != len(self.mean):
             raise VitfocusError(f"The images have {values.shape[1]} channels, but {self.name} takes {len(self.mean)}.")
         if values.device not in self._constants:
-            mean, std = (torch.tensor(v, device=values.device).view(1, -1, 1, 1) for v in (self.mean, self.std))
+            with torch.inference_mode(False):  # they outlive this call, and attacks differentiate through them
+                mean, std = (torch.tensor(v, device=values.device).view(1, -1, 1, 1) for v in (self.mean, self.std))
             self._constants[values.device] = (mean, std)
         return self._constants[values.device]
 
@@ -120,7 +121,7 @@ def named_models(model: nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module
     elif isinstance(model, Mapping):
         models = [(str(name), one) for name, one in model.items()]
     else:
-        models = [(_name(one), one) for one in model]
+        models = [(_name(one), one) for one in model] if isinstance(model, list | tuple) else []
     if not models or not all(isinstance(one, nn.Module) for _, one in models):
         raise VitfocusError("evaluate wants a model, a list of models, or a dict of them by name.")
     result: dict[str, nn.Module] = {}
@@ -144,9 +145,10 @@ def evaluating(models: Sequence[nn.Module], device: torch.device) -> Iterator[No
     modes = [[(module, module.training) for module in model.modules()] for model in models]
     places = [next((p.device for p in model.parameters()), device) for model in models]
     try:
-        for model in models:
-            model.to(device).eval()
-        yield
+        with torch.inference_mode(False):  # attacks need gradients, whatever the caller is in
+            for model in models:
+                model.to(device).eval()
+            yield
     finally:
         for model, place, mode in zip(models, places, modes, strict=True):
             model.to(place)

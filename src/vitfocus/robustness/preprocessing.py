@@ -10,6 +10,7 @@ from torch import Tensor
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as T
 
+from vitfocus.corruptions.arguments import real
 from vitfocus.errors import VitfocusError
 
 INTERPOLATIONS = ("bilinear", "bicubic")
@@ -19,6 +20,8 @@ INTERPOLATIONS = ("bilinear", "bicubic")
 class Preprocessing:
     """Shorter side to `resize` pixels (None: as it is), then the central `crop` = (height, width) (None: all of it).
 
+    A picture that has the size `keep` already is taken as it is: each picture is decided by itself.
+
     >>> Preprocessing(resize=256, crop=(224, 224)).apply(Image.new("RGB", (500, 375))).shape
     torch.Size([3, 224, 224])
     """
@@ -26,6 +29,7 @@ class Preprocessing:
     resize: int | None = 256
     crop: tuple[int, int] | None = (224, 224)
     interpolation: str = "bilinear"
+    keep: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if self.interpolation not in INTERPOLATIONS:
@@ -34,6 +38,8 @@ class Preprocessing:
     def apply(self, picture: Image.Image) -> Tensor:
         """The picture as uint8 (3, height, width)."""
         picture = picture.convert("RGB")
+        if self.keep == (picture.height, picture.width):
+            return T.pil_to_tensor(picture)
         if self.resize is not None:
             picture = T.resize(picture, self.resize, InterpolationMode(self.interpolation))
         tensor = T.pil_to_tensor(picture)
@@ -47,9 +53,11 @@ class Preprocessing:
 def standard(size: tuple[int, int], crop_pct: float, interpolation: str) -> Preprocessing:
     """Resize to size / crop_pct, then crop the centre: 256 and 224 where size is 224 and crop_pct 0.875.
 
-    >>> standard((224, 224), 0.875, "bicubic")
-    Preprocessing(resize=256, crop=(224, 224), interpolation='bicubic')
+    >>> standard((224, 224), 0.875, "bicubic").to_dict()
+    {'resize': 256, 'crop': (224, 224), 'interpolation': 'bicubic', 'keep': None}
     """
+    expected = "a share of the resized picture, such as 0.875"
+    crop_pct = real("crop_pct", crop_pct, expected)
     if not 0 < crop_pct <= 1:
-        raise VitfocusError(f"crop_pct is {crop_pct}; expected a share of the resized picture, such as 0.875.")
+        raise VitfocusError(f"crop_pct is {crop_pct}; expected {expected}.")
     return Preprocessing(int(max(size) / crop_pct), size, interpolation)

@@ -63,6 +63,11 @@ def join_processes(device: str | torch.device | None = None) -> Processes:
     return Processes(state.process_index, state.num_processes, state.device)
 
 
+def is_first() -> bool:
+    """Whether this is the process that speaks; known before any has joined."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
 def default_device() -> torch.device:
     """A GPU if there is one."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

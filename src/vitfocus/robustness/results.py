@@ -131,7 +131,8 @@ def unflatten(columns: Columns) -> Samples:
     """The way back."""
     samples: Samples = {}
     for key, values in columns.items():
-        cell, model, name = key.split("|")
+        cell, _, rest = key.partition("|")
+        model, _, name = rest.rpartition("|")  # a model's name may hold anything
         samples.setdefault(cell, {}).setdefault(model, {})[name] = values
     return samples
 

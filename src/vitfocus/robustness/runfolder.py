@@ -48,7 +48,10 @@ class RunFolder:
             return
         if (self.folder / RESULTS).exists() or (self.folder / PARTS).exists():
             raise VitfocusError(f"{self.folder} holds files of a run but no {PROTOCOL}; name another folder.")
-        write_text(known, json.dumps(fingerprint, indent=2) + "\n")
+        try:
+            write_text(known, json.dumps(fingerprint, indent=2) + "\n")
+        except OSError as error:
+            raise VitfocusError(f"The run cannot be kept in {self.folder}: {error.strerror or error}.") from None
 
     def write_part(self, group: str, columns: Columns) -> None:
         """Keep some images' outcomes of one group."""

@@ -6,9 +6,9 @@ every twenty seconds, at the end, and when anything goes wrong.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -50,15 +50,30 @@ def run(
             columns = _run_group(
                 group, models, classes, processes, batch_size, folder, kept.get(group.name, {}), advance
             )
-            digests[group.name] = group.source.digest or digest_of(
-                f"{check} {label}" for check, label in zip(columns["checksum"], columns["label"], strict=True)
-            )
+            digests[group.name] = group.source.digest or digest_of(map(str, columns["checksum"].tolist()))
             for i, cell in enumerate(group.cells):
                 samples[cell.name] = {
                     model.name: {k.partition("|")[2]: v for k, v in columns.items() if k.startswith(f"{i}.{j}|")}
                     for j, model in enumerate(models)
                 }
     return samples, digests
+
+
+def read_digests(plan: Plan, processes: Processes, batch_size: int) -> dict[str, str]:
+    """A digest of each group's data without measuring anything, by reading what is not known by its files."""
+    digests: dict[str, str] = {}
+    for group in plan.groups:
+        if group.source.digest is not None:
+            digests[group.name] = group.source.digest
+            continue
+        share = Share(rank=processes.rank, world=processes.world)
+        parts = [
+            {"positions": batch.positions.numpy(), "checksum": _checksums(batch).numpy()}
+            for batch in group.source.batches(batch_size, share)
+        ]
+        columns = _merge([part for content in processes.gather(parts) for part in content])
+        digests[group.name] = digest_of(map(str, columns["checksum"].tolist() if columns else []))
+    return digests
 
 
 def _run_group(
@@ -71,7 +86,9 @@ def _run_group(
     kept: Columns,
     advance: Advance,
 ) -> Columns:
-    share = Share(frozenset(kept["positions"].tolist()) if kept else frozenset(), processes.rank, processes.world)
+    known = dict(zip(kept["positions"].tolist(), kept["checksum"].tolist(), strict=True)) if "checksum" in kept else {}
+    done = frozenset(kept["positions"].tolist()) if kept and not known else frozenset[int]()
+    share = Share(done, processes.rank, processes.world)
     parts: list[Columns] = []
     pending: list[dict[str, Tensor]] = []
     last = time.monotonic()
@@ -81,6 +98,7 @@ def _run_group(
             return
         part = {name: torch.cat([item[name] for item in pending]).cpu().numpy() for name in pending[0]}
         pending.clear()
+        _refuse_nan(part, group, models)
         parts.append(part)
         if folder is not None:
             folder.write_part(group.name, part)
@@ -88,22 +106,34 @@ def _run_group(
     try:
         for batch in group.source.batches(batch_size, share):
             _check(batch, classes)
+            checksums = _checksums(batch) if group.source.digest is None else None
+            if checksums is not None and known:
+                left = _not_done(batch, checksums, known)
+                batch, checksums = batch.take(left), checksums[left]
+                if not len(batch):
+                    continue
             if not (parts or pending):
                 _try_size(batch, group, models, processes.device)
             item = {"positions": batch.positions}
-            if group.source.digest is None:
-                item |= {"checksum": _checksum(batch.images), "label": batch.labels.view(len(batch), -1)[:, 0]}
+            if checksums is not None:
+                item["checksum"] = checksums
             batch = batch.to(processes.device)
             for i, cell in enumerate(group.cells):
                 for j, outcome in enumerate(cell(batch, models)):
                     item |= {f"{i}.{j}|{name}": values for name, values in outcome.items()}
                 advance(len(batch) * processes.world, cell.name)
+            if not (parts or pending):
+                _refuse_nan({name: values.cpu().numpy() for name, values in item.items()}, group, models)
             pending.append(item)
             if time.monotonic() - last > KEEP_EVERY:
                 keep()
                 last = time.monotonic()
     finally:
         keep()
+    if known and group.source.count is not None and max(known) >= group.source.count:
+        raise VitfocusError(
+            _OTHER_DATA.format(f"there were at least {max(known) + 1} images, now {group.source.count}")
+        )
     everything = [part for content in processes.gather(parts) for part in content]
     columns = _merge([kept, *everything] if kept else everything)
     _account(group, columns)
@@ -144,7 +174,7 @@ def _check(batch: Batch, classes: int) -> None:
         if not images.is_floating_point():
             raise VitfocusError(f"Images have dtype {images.dtype}; expected uint8, or floats in [0, 1].")
         low, high = (float(value) for value in images.aminmax())
-        if low < -1e-3 or high > 1 + 1e-3:
+        if not (low >= -1e-3 and high <= 1 + 1e-3):  # so that NaN is refused as well
             raise VitfocusError(
                 f"Float images lie in [{low:.3g}, {high:.3g}]; expected [0, 1]: evaluate itself normalises."
             )
@@ -155,7 +185,44 @@ def _check(batch: Batch, classes: int) -> None:
         )
 
 
-def _checksum(images: Tensor) -> Tensor:
-    """A number per image by which another set of images is noticed."""
-    whole: Any = images if images.dtype == torch.uint8 else images.mul(255).round().to(torch.uint8)
-    return whole.flatten(1).sum(1, dtype=torch.int64).cpu()
+_OTHER_DATA = "The data is not what this run began with ({}), so it cannot be resumed: name another folder."
+
+
+def _not_done(batch: Batch, checksums: Tensor, known: dict[int, int]) -> list[int]:
+    """The places in a batch of images that were not measured yet; those that were must be the same as then."""
+    left = []
+    for place, (position, found) in enumerate(zip(batch.positions.tolist(), checksums.tolist(), strict=True)):
+        if position not in known:
+            left.append(place)
+        elif known[position] != found:
+            raise VitfocusError(_OTHER_DATA.format(f"image {position} or its label differs"))
+    return left
+
+
+def _refuse_nan(part: Columns, group: Group, models: Sequence[PixelModel]) -> None:
+    """A model that answers with NaN has no prediction, which would pass for a wrong one."""
+    for i, cell in enumerate(group.cells):
+        for j, model in enumerate(models):
+            for name in ("confidence", "flip"):
+                values = part.get(f"{i}.{j}|{name}")
+                if values is not None and np.isnan(values).any():
+                    image = int(part["positions"][np.isnan(values)][0])
+                    raise VitfocusError(f"{model.name} gave NaN for image {image} ({cell.name}): it cannot be scored.")
+
+
+def _checksums(batch: Batch) -> Tensor:
+    """Eight bytes of BLAKE2 per image and its label, int64; floats that are 8-bit values count as those."""
+    images, labels = batch.images.detach().cpu(), batch.labels.cpu().long().reshape(len(batch), -1).tolist()
+    sizes = [images.shape[-2:]] * len(batch) if batch.sizes is None else batch.sizes.tolist()
+    sums = []
+    for padded, label, (height, width) in zip(images, labels, sizes, strict=True):
+        image = padded[..., :height, :width]
+        if image.is_floating_point():
+            levels = image.float() * 255
+            whole = levels.round()
+            exact = bool(levels.sub_(whole).abs_().amax() < 1e-2)
+            image = whole.to(torch.uint8) if exact else image.float()
+        state = hashlib.blake2b(f"{tuple(image.shape)} {label}".encode(), digest_size=8)
+        state.update(image.contiguous().view(torch.uint8).numpy().data)
+        sums.append(int.from_bytes(state.digest(), "big", signed=True))
+    return torch.tensor(sums, dtype=torch.int64)

@@ -64,7 +64,7 @@ def find_suite(name: str, options: Mapping[str, Any]) -> Suite:
     Traceback (most recent call last):
     vitfocus.errors.VitfocusError: There is no suite 'imagnet-a': did you mean 'imagenet-a'?
     """
-    if name not in SUITES:
+    if not isinstance(name, str) or name not in SUITES:
         raise VitfocusError(f"There is no suite {name!r}: {nearest(str(name), SUITES)}")
     suite = SUITES[name]
     for option in options:

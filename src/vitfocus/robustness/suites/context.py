@@ -17,22 +17,25 @@ from vitfocus.robustness.folders import (
     ClassFolders,
     Entry,
     ImageFiles,
-    already_prepared,
     check_readable,
-    imagenet_indices,
+    folder_indices,
     list_classes,
+    one_size,
     wordnet_ids,
 )
 from vitfocus.robustness.pixels import PixelModel
 from vitfocus.robustness.preprocessing import Preprocessing, standard
-from vitfocus.robustness.sources import ItemSource, Source, StreamSource, digest_of, evenly
+from vitfocus.robustness.sources import ItemSource, Source, StreamSource, digest_of, evenly, picture_and_label
 
 Labeller = Callable[[ClassFolders], dict[str, int]]
 
 
 @dataclass
 class Context:
-    """One call of `evaluate`: the models, the data, the options; suites add to `notes` and `protocol`."""
+    """One call of `evaluate`: the models, the data, the options; suites add to `notes` and `protocol`.
+
+    `small` images stay small, whatever the models' `size`, which enlarge them after the corruption.
+    """
 
     suite: str
     data: Any
@@ -40,6 +43,7 @@ class Context:
     classes: int
     size: tuple[int, int]
     device: torch.device
+    small: bool = False
     seed: int = 0
     limit: int | None = None
     workers: int = 0
@@ -68,33 +72,42 @@ class Context:
                 f"The suite {self.suite} is for models of ImageNet's 1,000 classes, and this one has {self.classes}."
             )
 
-    def prepare(self, root: Path, entries: Sequence[Entry], interpolation: str | None, whole: bool) -> Preprocessing:
-        """The suite's preprocessing; pictures that already have the model's size are taken as they are."""
-        resize = self.options.get("resize")
-        if self.models[0].resize:  # small images stay small: the model enlarges them after the corruption
-            return Preprocessing(None, None)
-        if resize is False or (resize is None and already_prepared(root, entries, self.size)):
-            self.notes.append(
-                f"The images already measure {self.size[0]}x{self.size[1]} and were taken as they are."
-                if resize is None
-                else "The images were taken as they are (resize=False)."
-            )
-            return Preprocessing(None, None if resize is False else self.size)
-        return self.standard(interpolation, whole)
+    def prepare(
+        self, root: Path, entries: Sequence[Entry], interpolation: str | None = None, whole: bool = False
+    ) -> Preprocessing:
+        """Look at the files that will be read, and lay out what is done to each; the notes and the protocol say so."""
+        sizes = check_readable(root, [entries[index] for index in evenly(len(entries), self.limit)])
+        preprocessing = self.standard(interpolation, whole)
+        if preprocessing.resize is None and not whole:
+            one_size(sizes)
+        kept = sum(size == preprocessing.keep for size in sizes.values())
+        if kept:
+            amount = "The images" if kept == len(sizes) else f"{kept:,} of {len(sizes):,} images"
+            self.notes.append(f"{amount} already measure {self.size[0]}x{self.size[1]} and were taken as they are.")
+        self.protocol |= {"preprocessing": preprocessing.to_dict(), "decoder": codec_name()}
+        return preprocessing
 
     def standard(self, interpolation: str | None, whole: bool) -> Preprocessing:
-        """Resize and centre crop, by the suite's interpolation or the models' own."""
-        chosen = self.options.get("interpolation") or interpolation
+        """Resize and centre crop, by the suite's interpolation or the models' own, what does not fit already.
+
+        With resize=True every picture is resized, with resize=False none.
+        """
+        resize = self.options.get("resize")
+        if self.small:
+            return Preprocessing(None, None)
+        if resize is not None and not resize:
+            self.notes.append("The images were taken as they are (resize=False).")
+            return Preprocessing(None, None)
+        chosen = self.options.get("interpolation", interpolation)
         own = {model.name: model.interpolation for model in self.models}
         if chosen is None and len(set(own.values())) > 1:
             listed = ", ".join(f"{name}: {value}" for name, value in own.items())
             raise VitfocusError(
                 f"Models in one pass see the same images, but differ in interpolation ({listed}): choose one."
             )
-        preprocessing = standard(
-            self.size, self.options.get("crop_pct") or 0.875, chosen or self.models[0].interpolation
-        )
-        return replace(preprocessing, crop=None) if whole else preprocessing
+        chosen = self.models[0].interpolation if chosen is None else chosen
+        preprocessing = standard(self.size, self.options.get("crop_pct", 0.875), chosen)
+        return replace(preprocessing, crop=None if whole else self.size, keep=None if resize else self.size)
 
     def files(
         self,
@@ -102,6 +115,7 @@ class Context:
         labels: Sequence[Any],
         preprocessing: Preprocessing,
         entries: Sequence[Entry] | None = None,
+        pad: bool = False,
     ) -> ItemSource:
         """Image files with their labels, limited evenly; draws are keyed by the path below the root."""
         entries = folders.entries if entries is None else entries
@@ -110,9 +124,11 @@ class Context:
         return ItemSource(
             ImageFiles(folders.root, names, labels),
             ids=names,
+            names=names,
             pick=pick,
             digest=digest_of(f"{entries[i].name} {entries[i].size} {labels[i]}" for i in pick),
             preprocessing=preprocessing,
+            pad=pad,
             workers=self.workers,
             pin=self.device.type == "cuda",
         )
@@ -125,11 +141,11 @@ class Context:
         if self.folder is not None:
             folders = list_classes(validation(self.folder))
             labels = (labeller or self.labels)(folders)
-            check_readable(folders.root, [folders.entries[i] for i in evenly(len(folders.entries), self.limit)])
             preprocessing = self.prepare(folders.root, folders.entries, interpolation, whole)
-            self.protocol["preprocessing"] = preprocessing.to_dict()
-            self.protocol["decoder"] = codec_name()
-            return self.files(folders, [labels[entry.folder] for entry in folders.entries], preprocessing)
+            answers = [labels[entry.folder] for entry in folders.entries]
+            return self.files(folders, answers, preprocessing, pad=whole)
+        if "index" in self.options:
+            raise VitfocusError("index maps class folders to classes, but the data is no folder: leave it out.")
         if isinstance(self.data, Dataset) and not isinstance(self.data, IterableDataset):
             return self._from_dataset(interpolation, whole)
         if isinstance(self.data, DataLoader) or (
@@ -145,31 +161,43 @@ class Context:
     def _from_dataset(self, interpolation: str | None, whole: bool) -> Source:
         if not len(self.data):
             raise VitfocusError("The data set holds no images.")
-        sample = self.data[0][0]
-        preprocessing = None
-        if isinstance(sample, Image.Image):
-            if (
-                (sample.height, sample.width) == self.size
-                or self.options.get("resize") is False
-                or self.models[0].resize
-            ):
-                preprocessing = Preprocessing(None, None)
-            else:
-                preprocessing = self.standard(interpolation, whole)
+        sample, _ = picture_and_label(self.data[0], "Item 0 of the data")
+        preprocessing = self.standard(interpolation, whole) if isinstance(sample, Image.Image) else None
+        if preprocessing and preprocessing.keep:
+            size = f"{self.size[0]}x{self.size[1]}"
+            self.notes.append(f"Pictures that already measure {size} were taken as they are, others resized.")
         self.protocol["preprocessing"] = preprocessing.to_dict() if preprocessing else "the data set's own"
         pick = evenly(len(self.data), self.limit)
         return ItemSource(
-            self.data, pick=pick, preprocessing=preprocessing, workers=self.workers, pin=self.device.type == "cuda"
+            self.data,
+            pick=pick,
+            preprocessing=preprocessing,
+            pad=whole,
+            workers=self.workers,
+            pin=self.device.type == "cuda",
         )
 
     def labels(self, folders: ClassFolders) -> dict[str, int]:
         """The class of every folder: ImageNet's by WordNet id or index file, any other's by sorted order."""
         index = self.options.get("index")
-        if self.classes == 1000 and (index or len(folders.classes) != 1000 or folders.classes[0] in set(wordnet_ids())):
-            labels = imagenet_indices(folders, index)
-            if len(labels) < 1000:
-                self.notes.append(f"{len(labels)} of ImageNet's 1,000 classes are present in the data.")
-            return labels
+        if index is not None:
+            labels = folder_indices(folders, index)
+            strange = next((name for name, place in labels.items() if not 0 <= place < self.classes), None)
+            if strange is not None:
+                raise VitfocusError(
+                    f"The index file {index} maps {strange} to {labels[strange]}, but the model knows the classes "
+                    f"0 to {self.classes - 1}."
+                )
+        elif self.classes == 1000 and (len(folders.classes) != 1000 or folders.classes[0] in set(wordnet_ids())):
+            labels = folder_indices(folders)
+        else:
+            return self._sorted_labels(folders)
+        if len(labels) < self.classes:
+            whose = "ImageNet's" if self.classes == 1000 else "the model's"
+            self.notes.append(f"{len(labels)} of {whose} {self.classes:,} classes are present in the data.")
+        return labels
+
+    def _sorted_labels(self, folders: ClassFolders) -> dict[str, int]:
         if len(folders.classes) != self.classes:
             raise VitfocusError(
                 f"{folders.root} holds {len(folders.classes)} class folders, but the model has {self.classes} classes."

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from vitfocus.corruptions import CORRUPTIONS, EXTRA_CORRUPTIONS, corrupt, fingerprint
+from vitfocus.corruptions.arguments import several, whole
 from vitfocus.corruptions.constants import Setting
 from vitfocus.corruptions.draws import Draws
 from vitfocus.corruptions.jpeg import jpeg_compression
 from vitfocus.errors import VitfocusError, nearest
 from vitfocus.robustness.cells import Classify
-from vitfocus.robustness.folders import ClassFolders, ImageFiles, check_readable, list_classes
+from vitfocus.robustness.folders import ImageFiles, check_readable, list_classes, one_size
 from vitfocus.robustness.plan import Group, Plan
 from vitfocus.robustness.preprocessing import Preprocessing
 from vitfocus.robustness.progress import progress
@@ -33,13 +34,14 @@ _TARS = ("noise", "blur", "weather", "digital", "extra")
 def chosen(context: Context) -> tuple[list[str], list[int]]:
     """The corruptions and severities asked for: the fifteen at five, the extra four as well, or some by name."""
     known = (*CORRUPTIONS, *EXTRA_CORRUPTIONS)
-    names = list(context.options.get("corruptions") or (known if context.options.get("extra") else CORRUPTIONS))
+    names = several(
+        "corruptions", context.options.get("corruptions", known if context.options.get("extra") else CORRUPTIONS)
+    )
     for name in names:
         if name not in known:
             raise VitfocusError(f"There is no corruption {name!r}: {nearest(str(name), known)}")
-    severities = sorted(set(context.options.get("severities") or SEVERITIES))
-    if not set(severities) <= set(SEVERITIES):
-        raise VitfocusError(f"Severities are {severities}; expected whole numbers from 1 to 5.")
+    given = several("severities", context.options.get("severities", SEVERITIES))
+    severities = sorted(whole("A severity", severity, 1, 5) for severity in given)
     if not set(CORRUPTIONS) <= set(names) or severities != list(SEVERITIES):
         context.notes.append("Not all 15 corruptions at all 5 severities were measured, so there is no mCE.")
     return names, severities
@@ -76,6 +78,8 @@ def cifar_c(context: Context) -> Plan:
 def _generated(context: Context, flavour: str, interpolation: str | None, summarise: Any) -> Plan:
     names, severities = chosen(context)
     frost, quality = context.options.get("frost"), context.options.get("jpeg_quality")
+    if quality is not None:
+        quality = whole("jpeg_quality", quality, 1, 100)
     cells = [Classify("clean")]
     for name in names:
         for severity in severities:
@@ -140,14 +144,15 @@ def _published(context: Context, folders: dict[str, Path]) -> Plan:
                 answers = lists.setdefault(files, [labels[entry.folder] for entry in listed.entries])
                 files = next(known for known in lists if known == files)
                 if not groups:
-                    check_readable(listed.root, listed.entries)
-                    preprocessing = _as_published(context, listed)
+                    size = one_size(check_readable(listed.root, listed.entries))
+                    _scale_to_model(context, size)
                 counts[cell] = len(files)
                 source = ItemSource(
                     ImageFiles(listed.root, files, answers),
                     pick=evenly(len(files), context.limit),
+                    names=files,
                     digest=listed.digest(),
-                    preprocessing=preprocessing,
+                    size=size,
                     workers=context.workers,
                     pin=context.device.type == "cuda",
                 )
@@ -156,33 +161,36 @@ def _published(context: Context, folders: dict[str, Path]) -> Plan:
     _same_counts(context.folder, counts)
     if context.options.get("clean_data"):
         context.notes.append(f"The clean error, for the relative mCE, is measured on {context.options['clean_data']}.")
-        groups.insert(0, _clean_group(context))
+        groups.insert(0, _clean_group(context, size))
     else:
         context.notes.append(
             "The published files hold no clean images, so there is no relative mCE: name them as clean_data."
         )
     context.notes.insert(0, "ImageNet-C's published files were read, without any resizing.")
-    context.protocol |= {"mode": "published", "preprocessing": preprocessing.to_dict(), "decoder": codec_name()}
+    context.protocol |= {
+        "mode": "published",
+        "preprocessing": Preprocessing(None, size).to_dict(),
+        "decoder": codec_name(),
+    }
     context.notes[:] = dict.fromkeys(context.notes)
     return Plan(tuple(groups), context.protocol, partial(corrupted, alexnet=True), tuple(context.notes))
 
 
-def _as_published(context: Context, listed: ClassFolders) -> Preprocessing:
-    """No resizing: the central crop is all of the image, unless the model was built for another size than 224."""
-    with Image.open(listed.root / listed.entries[0].name) as picture:
-        size = (picture.height, picture.width)
+def _scale_to_model(context: Context, size: tuple[int, int]) -> None:
+    """The files are read as they are; a model that was built for another size than theirs scales them itself."""
     if size != context.size:
         context.notes.append(f"The files measure {size[0]}x{size[1]}; the model scales them to its own size (bicubic).")
         context.protocol["scaled_to"] = list(context.size)
         for model in context.models:
             model.resize = True
-    return Preprocessing(None, size)
 
 
-def _clean_group(context: Context) -> Group:
-    other = Context(**{**vars(context), "data": context.options["clean_data"], "protocol": {}, "notes": []})
-    group = Group("clean", other.images(), (Classify("clean"),))
+def _clean_group(context: Context, size: tuple[int, int]) -> Group:
+    """Clean images as the generator took them, whatever the model's size: to 256 pixels, bilinear, cut to 224."""
+    other = replace(context, data=context.options["clean_data"], size=size, protocol={}, notes=[])
+    group = Group("clean", other.images("bilinear"), (Classify("clean"),))
     context.protocol["clean"] = other.protocol
+    context.notes.extend(other.notes)
     return group
 
 
@@ -223,7 +231,9 @@ def _arrays(context: Context, root: Path) -> Plan:
         raise VitfocusError(
             f"{root} lacks {', '.join(f'{name}.npy' for name in missing[:4])}: it is only half extracted."
         )
-    labels = _load(root / "labels.npy")
+    if "index" in context.options:
+        raise VitfocusError("index maps class folders to classes, but the data is published arrays: leave it out.")
+    labels = _labels(root / "labels.npy")
     groups = []
     for name in names:
         array = _load(root / f"{name}.npy")
@@ -236,7 +246,7 @@ def _arrays(context: Context, root: Path) -> Plan:
         each = len(array) // 5
         for severity in severities:
             start = (severity - 1) * each
-            answers = labels[start : start + each].astype(np.int64)
+            answers = labels[start : start + each]
             pick = evenly(each, context.limit)
             stamp = digest_of([f"{name} {severity} {len(array)}", str(answers.tolist()), _sums(array, start, each)])
             source = ItemSource(Pixels(root / f"{name}.npy", start, answers.tolist()), pick=pick, digest=stamp)
@@ -244,6 +254,14 @@ def _arrays(context: Context, root: Path) -> Plan:
     context.notes.insert(0, f"{context.suite}'s published arrays were read.")
     context.protocol |= {"mode": "published", "preprocessing": "none"}
     return Plan(tuple(groups), context.protocol, partial(corrupted, alexnet=False), tuple(context.notes))
+
+
+def _labels(path: Path) -> Any:
+    """The class of every image, (N,); a column (N, 1) will do."""
+    labels = _load(path)
+    if not np.issubdtype(labels.dtype, np.integer) or labels.size != len(labels):
+        raise VitfocusError(f"{path} is {labels.dtype} {labels.shape}; expected one whole number an image.")
+    return labels.reshape(-1).astype(np.int64)
 
 
 def _sums(array: Any, start: int, count: int) -> str:

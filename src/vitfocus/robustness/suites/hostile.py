@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from vitfocus.corruptions.arguments import real, several, whole
 from vitfocus.errors import VitfocusError
 from vitfocus.robustness.attacks import NORMS, autoattack, fgsm, pgd, require_autoattack
 from vitfocus.robustness.cells import Attacked, Cell, Classify
@@ -30,11 +31,13 @@ def _plan(context: Context, cells: Sequence[Cell]) -> Plan:
 
 def occlusion(context: Context) -> Plan:
     """The centre hidden, at several sizes (pixels of 224), and random cells of a 14 x 14 grid."""
-    centres = list(CENTRES if context.options.get("sizes") is None else context.options["sizes"])
-    drops = list(DROPS if context.options.get("drops") is None else context.options["drops"])
-    for given, most, what in ((centres, 224, "sizes"), (drops, GRID * GRID, "drops")):
-        if any(not 0 <= value <= most for value in given):
-            raise VitfocusError(f"{what} are {given}; expected numbers from 0 to {most}.")
+    centres, drops = (
+        [
+            whole(f"One of {name}", value, 0, most)
+            for value in several(name, context.options.get(name, usual), empty=True)
+        ]
+        for name, usual, most in (("sizes", CENTRES, 224), ("drops", DROPS, GRID * GRID))
+    )
     context.protocol |= {
         "seed": context.seed,
         "sizes": centres,
@@ -57,28 +60,26 @@ def _drop(count: int, seed: int, batch: Batch) -> Tensor:
 
 def attack(context: Context) -> Plan:
     """FGSM, PGD or AutoAttack at one or several epsilons, in 1/255."""
-    given = context.options.get("eps")
-    epsilons = EPSILONS if given is None else given if isinstance(given, list | tuple) else (given,)
-    norm = context.options.get("norm") or "linf"
+    epsilons = [
+        real("eps", eps, "distances in 1/255, such as 4")
+        for eps in several("eps", context.options.get("eps", EPSILONS))
+    ]
+    norm = context.options.get("norm", "linf")
     if norm not in NORMS:
         raise VitfocusError(f"There is no norm {norm!r}; expected {' or '.join(NORMS)}.")
-    if any(not float(eps) >= 0 for eps in epsilons):
-        raise VitfocusError(f"eps is {epsilons}; expected distances in 1/255, such as 4.")
     if context.models and context.models[0].precision != "float32":
         raise VitfocusError("Attacks need gradients in full precision: leave precision at float32.")
     settings: dict[str, Any] = {"norm": norm}
     if context.suite == "pgd":
-        settings |= {"steps": context.options.get("steps") or 5, "step_size": context.options.get("step_size")}
-        settings["random_start"] = context.options.get("random_start", True) is not False
-        if settings["steps"] < 1:
-            raise VitfocusError(f"PGD takes at least 1 step, but steps={settings['steps']}.")
+        stride = context.options.get("step_size")
+        settings["steps"] = whole("steps", context.options.get("steps", 5), low=1)
+        settings["step_size"] = None if stride is None else real("step_size", stride, "a length in 1/255, such as 0.5")
+        settings["random_start"] = bool(context.options.get("random_start", True))
     if context.suite == "autoattack":
         require_autoattack()
-    context.protocol |= {"seed": context.seed, "eps": [float(eps) for eps in epsilons], **settings}
+    context.protocol |= {"seed": context.seed, "eps": epsilons, **settings}
     cells = [
-        Attacked(
-            f"{context.suite}/{float(eps):g}", partial(_attacked, context.suite, float(eps), settings, context.seed)
-        )
+        Attacked(f"{context.suite}/{eps:g}", partial(_attacked, context.suite, eps, settings, context.seed))
         for eps in epsilons
     ]
     context.notes.append(

@@ -11,13 +11,17 @@ from pathlib import Path
 
 from vitfocus.errors import VitfocusError
 from vitfocus.robustness.cells import Classify
-from vitfocus.robustness.folders import SUFFIXES, ClassFolders, Entry, check_readable, list_classes, wordnet_ids
+from vitfocus.robustness.folders import SUFFIXES, ClassFolders, Entry, list_classes, wordnet_ids
 from vitfocus.robustness.plan import Group, Plan
-from vitfocus.robustness.sources import evenly
-from vitfocus.robustness.suites.context import Context, codec_name, validation
+from vitfocus.robustness.suites.context import Context, validation
 from vitfocus.robustness.summaries import simple
 
-V2_SETS = ("matched-frequency", "threshold0.7", "topimages")
+# Each set by its usual name, and the spellings of its published folder.
+V2_SETS = {
+    "matched-frequency": ("matched-frequency",),
+    "threshold0.7": ("threshold0.7",),
+    "topimages": ("top-images", "topimages"),
+}
 _PUBLISHED = {"imagenet-a": 7_500, "imagenet-r": 30_000, "imagenet-sketch": 50_889, "imagenet-v2": 10_000}
 _VALIDATION = 50_000
 
@@ -78,9 +82,15 @@ def version2(context: Context) -> Plan:
     """ImageNet-V2: up to three sets, whose class folders are numbered 0 to 999."""
     context.need_imagenet()
     root = context.need_folder("the three folders imagenetv2-*-format-val, or one of them")
-    found = {name: folder for name in V2_SETS for folder in sorted(root.glob(f"*{name}*")) if folder.is_dir()}
+    found = {
+        name: folder
+        for name, spellings in V2_SETS.items()
+        for spelling in spellings
+        for folder in sorted(root.glob(f"*{spelling}*"))
+        if folder.is_dir()
+    }
     if not found:
-        named = next((name for name in V2_SETS if name in root.name), "one set")
+        named = next((name for name, known in V2_SETS.items() if any(part in root.name for part in known)), "one set")
         found = {named: root}
     elif len(found) < len(V2_SETS):
         absent = ", ".join(name for name in V2_SETS if name not in found)
@@ -91,10 +101,7 @@ def version2(context: Context) -> Plan:
         strange = [c for c in folders.classes if not (c.isdigit() and int(c) < 1000)]
         if strange:
             raise VitfocusError(f"{folder} holds the folder {strange[0]}; ImageNet-V2's are numbered 0 to 999.")
-        check_readable(folder, folders.entries)
-        preprocessing = context.prepare(folder, folders.entries, None, whole=False)
-        context.protocol["preprocessing"] = preprocessing.to_dict()
-        context.protocol["decoder"] = codec_name()
+        preprocessing = context.prepare(folder, folders.entries)
         source = context.files(folders, [int(entry.folder) for entry in folders.entries], preprocessing)
         groups.append(Group(name, source, (Classify(name),)))
     _say_if_subset(context, groups[0].source.count)
@@ -120,11 +127,10 @@ def reassessed(context: Context) -> Plan:
     if not chosen:
         raise VitfocusError(f"None of the {len(files)} images in {root} has a ReaL label.")
     context.notes.append(f"ReaL gives {len(files) - len(chosen)} of {len(files)} images no label: they do not count.")
-    check_readable(root, [chosen[i] for i in evenly(len(chosen), context.limit)])
     widest = max(map(len, labels))
     filled = [answers + [-1] * (widest - len(answers)) for answers in labels]
-    preprocessing = context.prepare(root, chosen, None, whole=False)
-    context.protocol |= {"preprocessing": preprocessing.to_dict(), "decoder": codec_name(), "labels": "ReaL"}
+    preprocessing = context.prepare(root, chosen)
+    context.protocol["labels"] = "ReaL"
     source = context.files(ClassFolders(root, (), tuple(chosen)), filled, preprocessing, chosen)
     return _plan(context, Group("imagenet-real", source, (Classify("imagenet-real"),)))
 
@@ -140,8 +146,13 @@ def read_real(path: str | Path | None) -> Sequence[list[int]]:
     if not isinstance(content, list) or len(content) != _VALIDATION:
         amount = len(content) if isinstance(content, list) else "no list of"
         raise VitfocusError(f"The label file {path} holds {amount} entries; ReaL has {_VALIDATION:,}, one per image.")
-    if not all(isinstance(answers, list) for answers in content):
-        raise VitfocusError(f"The label file {path} does not hold a list of labels for every image, as ReaL's does.")
+    known = range(1000)
+    for place, answers in enumerate(content):
+        if not isinstance(answers, list) or not all(type(label) is int and label in known for label in answers):
+            raise VitfocusError(
+                f"The label file {path} holds {str(answers)[:40]} for image {place + 1}; expected a list of classes "
+                "from 0 to 999, as ReaL's."
+            )
     return content
 
 

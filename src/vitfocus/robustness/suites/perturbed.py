@@ -7,6 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from vitfocus.corruptions.arguments import several, whole
 from vitfocus.errors import VitfocusError, nearest
 from vitfocus.robustness.cells import Watched
 from vitfocus.robustness.folders import list_classes
@@ -22,13 +23,11 @@ _VIDEOS = frozenset({".mp4", ".avi", ".mkv"})
 
 def imagenet_p(context: Context) -> Plan:
     """ImageNet-P, in whichever form the data is."""
-    names = list(context.options.get("perturbations") or PERTURBATIONS)
+    names = several("perturbations", context.options.get("perturbations", PERTURBATIONS))
     for name in names:
         if name not in PERTURBATIONS:
             raise VitfocusError(f"There is no perturbation {name!r}: {nearest(str(name), PERTURBATIONS)}")
-    difficulty = context.options.get("difficulty") or 1
-    if difficulty not in (1, 2, 3):
-        raise VitfocusError(f"Difficulty {difficulty!r} does not exist; expected 1, 2 or 3.")
+    difficulty = whole("difficulty", context.options.get("difficulty", 1), 1, 3)
     reference = context.options.get("t5d_reference")
     if reference is not None and set(PERTURBATIONS) - set(reference):
         raise VitfocusError(f"t5d_reference lacks {', '.join(sorted(set(PERTURBATIONS) - set(reference)))}.")
@@ -79,6 +78,7 @@ def _from_videos(context: Context, root: Path, names: list[str], difficulty: int
         source = ItemSource(
             VideoFiles(folders.root, folders.entries, frame_count(name)),
             ids=[entry.name for entry in folders.entries],
+            names=[entry.name for entry in folders.entries],
             pick=pick,
             digest=digest_of(f"{folders.entries[i].name} {folders.entries[i].size}" for i in pick),
             workers=context.workers,
@@ -101,8 +101,8 @@ def _generated(context: Context, names: list[str], difficulty: int) -> tuple[Gro
     source = context.images("bilinear", whole=True, labeller=lambda folders: dict.fromkeys(folders.classes, 0))
     context.protocol |= {"mode": "generated", "seed": context.seed, "sequences": VERSION}
     context.notes.insert(0, "Sequences were generated on the fly, without the published videos' H.264 compression.")
-    if isinstance(context.protocol["preprocessing"], str) or context.protocol["preprocessing"]["resize"] == "none":
-        context.notes.append("The pictures may end where the crop does: what moves in from beyond is black.")
+    if not context.options.get("resize"):
+        context.notes.append("Where a picture that was not resized ends with the crop, what moves in is black.")
     cells = []
     for name in names:
         make = partial(_frames, name, context.size, difficulty, context.seed)
