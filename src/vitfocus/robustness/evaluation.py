@@ -12,6 +12,7 @@ from torch import nn
 
 from vitfocus.corruptions.arguments import whole
 from vitfocus.errors import VitfocusError, nearest
+from vitfocus.robustness import segmentation
 from vitfocus.robustness.fingerprint import versions
 from vitfocus.robustness.pixels import PRECISIONS, PixelModel, evaluating, named_models
 from vitfocus.robustness.plan import Plan, Samples
@@ -64,6 +65,13 @@ def evaluate(
     limit = None if limit is None else whole("limit", limit, low=1)
     workers = None if workers is None else whole("workers", workers, low=0)
     processes = join_processes(device)
+    if suite == segmentation.NAME:
+        if resume:
+            raise VitfocusError(f"{suite} is short and keeps no parts: run it again without resume.")
+        where: dict[str, Any] = {"device": processes.device, "precision": precision, "out": out}
+        return segmentation.segmentation_noise(
+            model, data, seed=seed, limit=limit, batch_size=batch_size, **where, **options
+        )
     modules = named_models(model)
     models = [PixelModel(name, module, precision, chosen.resizes) for name, module in modules.items()]
     with evaluating(list(modules.values()), processes.device):

@@ -1,6 +1,6 @@
 """The noise that segmentation papers add to test images: shot, Gaussian of 5 and 10 levels, blur of 1 and 2 pixels.
 
-Functions only; the segmentation task repeats each over five seeds and reports the mean with a 95 % interval.
+`segmentation.py` repeats each random one over five seeds and reports the mean with a 95 % interval.
 """
 
 from __future__ import annotations

@@ -99,6 +99,8 @@ def _logits(output: Any) -> Tensor:
         return output
     if isinstance(getattr(output, "logits", None), Tensor):
         return output.logits
+    if isinstance(output, dict) and isinstance(output.get("out"), Tensor):  # torchvision's segmenters
+        return output["out"]
     if isinstance(output, tuple | list) and output and all(isinstance(part, Tensor) for part in output):
         return torch.stack(list(output)).mean(0)
     raise VitfocusError(f"The model returns a {type(output).__name__} without logits; a classifier is expected.")

@@ -15,6 +15,7 @@ from vitfocus.robustness.runfolder import RESULTS, SAMPLES, RunFolder, read_json
 
 #: Heading of each number in the summary table, in order; percent unless said otherwise.
 HEADLINES = {
+    "miou": "mIoU, clean",
     "top1": "top-1",
     "top5": "top-5",
     "error": "error",
@@ -148,6 +149,8 @@ def _what(summary: Summary) -> str:
         return "error (CE) by corruption" if any("ce" in row for row in summary["corruptions"].values()) else "error"
     if any("flip_probability" in row for row in summary["cells"].values()):
         return "flip probability (top-5 distance)"
+    if any("miou" in row for row in summary["cells"].values()):
+        return "mIoU"
     return "top-1" if len(summary["cells"]) > 1 else ""
 
 
@@ -158,7 +161,7 @@ def _cell(summary: Summary, name: str) -> str:
     row = summary["cells"][name]
     if "flip_probability" in row:
         return f"{row['flip_probability']:.2f} ({row['top5_distance']:.2f})"
-    return _with_interval(row, "top1")
+    return _with_interval(row, "miou" if "miou" in row else "top1")
 
 
 def _with_interval(summary: Summary, key: str) -> str:

@@ -25,6 +25,11 @@ class Suite:
     resizes: bool = False
 
 
+def _measured_apart(context: Context) -> Plan:
+    """Maps of classes do not fit a plan of labels: `segmentation.py` measures them itself."""
+    raise AssertionError(f"{context.suite} has no plan")
+
+
 SUITES: dict[str, Suite] = {
     "clean": Suite("accuracy on the images as they are", natural.clean, _PICTURES),
     "imagenet-c": Suite(
@@ -52,6 +57,11 @@ SUITES: dict[str, Suite] = {
         "several projected gradient steps, eps in 1/255",
         hostile.attack,
         (*_PICTURES, "eps", "norm", "steps", "step_size", "random_start"),
+    ),
+    "segmentation-noise": Suite(
+        "mIoU under shot noise, Gaussian noise and blur, five repeats; data of (image, mask), from Python",
+        _measured_apart,
+        ("repeats", "ignore"),
     ),
     "autoattack": Suite("the AutoAttack ensemble, through its package", hostile.attack, (*_PICTURES, "eps", "norm")),
 }

@@ -1,0 +1,75 @@
+"""Segmentation under noise: mIoU against a naive count, repeats with intervals, and sentences for bad input."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import vitfocus as vf
+from vitfocus.data.shapes import Shapes
+from vitfocus.robustness.noise import add_noise
+from vitfocus.robustness.segmentation import mean_iou
+
+
+class Segmenter(nn.Module):
+    """One linear look at each pixel's neighbourhood, at half the size, as decoders give it."""
+
+    def __init__(self, classes: int = 11) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(3, classes, 3, stride=2, padding=1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.conv(images)
+
+
+def naive(model: nn.Module, images: Tensor, masks: Tensor) -> float:
+    mean, std = (torch.tensor(v).view(3, 1, 1) for v in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+    with torch.no_grad():
+        logits = model((images.float() / 255 - mean) / std)
+        logits = nn.functional.interpolate(logits, size=masks.shape[-2:], mode="bilinear")
+    guess, truth = logits.argmax(1).numpy().ravel(), masks.numpy().ravel()
+    guess, truth = guess[truth != 255], truth[truth != 255]
+    scores = []
+    for label in range(11):
+        union = np.sum((guess == label) | (truth == label))
+        if union:
+            scores.append(np.sum((guess == label) & (truth == label)) / union)
+    return 100 * float(np.mean(scores))
+
+
+def test_noise_suite_equals_a_naive_count() -> None:
+    data = Shapes("val", length=6, size=32, task="segment")
+    images = torch.stack([torch.as_tensor(data[i][0]) for i in range(6)])
+    masks = torch.stack([torch.as_tensor(data[i][1]) for i in range(6)])
+    masks[:, :2] = 255
+    model = Segmenter()
+    batches = [(images[:4], masks[:4]), (images[4:], masks[4:])]
+    scores = vf.evaluate(model, "segmentation-noise", batches, seed=3, progress=False)
+    assert scores["miou"] == pytest.approx(naive(model, images, masks), abs=1e-4)
+    shot = scores["shot"]
+    expected = [naive(model, add_noise(images, "shot", seed=3 + r, ids=list(range(6))), masks) for r in range(5)]
+    assert shot["repeats"] == pytest.approx(expected, abs=1e-4)
+    low, high = shot["miou_interval"]
+    assert low < shot["miou"] < high and shot["miou"] == pytest.approx(np.mean(expected), abs=1e-4)
+    assert "miou_interval" not in scores["blur/1"] and scores.images == 6
+    assert "mIoU" in str(scores.table()) and scores.to_dict()["fingerprint"]["data"]["images"] == 6
+
+
+def test_two_models_and_bad_input() -> None:
+    data = Shapes("val", length=4, size=32, task="segment")
+    scores = vf.evaluate({"a": Segmenter(), "b": Segmenter()}, "segmentation-noise", data, progress=False)
+    assert scores["a"]["miou"] == scores["b"]["miou"]
+    for wrong, said in (("a/folder", "not a folder"), (iter([]), "not a generator"), ([], "no images")):
+        with pytest.raises(vf.VitfocusError, match=said):
+            vf.evaluate(Segmenter(), "segmentation-noise", wrong, progress=False)
+    with pytest.raises(vf.VitfocusError, match="knows 3 classes"):
+        vf.evaluate(Segmenter(3), "segmentation-noise", data, progress=False)
+    with pytest.raises(vf.VitfocusError, match="at least 2"):
+        vf.evaluate(Segmenter(), "segmentation-noise", data, repeats=1, progress=False)
+
+
+def test_classes_that_never_occur_do_not_count() -> None:
+    assert mean_iou(torch.tensor([[2, 0, 0], [0, 2, 0], [0, 0, 0]])) == 100
