@@ -35,6 +35,7 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
         (["models", "no-such-family"], "no family matches"),
         (["diagnose", "vit_tiny_patch16_242"], "did you mean 'vit_tiny_patch16_224'?"),
         (["diagnose", "vit_tiny_patch16_224", "--treat", "tpa"], "did you mean 'tap'?"),
+        (["diagnose", "vit_tiny_patch16_224", "--device", "gpu"], "There is no device 'gpu'"),
         (["diagnose", "vit_tiny_patch16_224", "--images", "no/such/folder"], "no/such/folder"),
         (["diagnose", "vit_tiny_patch16_224", "--weights", "no/such.safetensors"], "no/such.safetensors"),
     ],

@@ -164,7 +164,11 @@ def diagnose(
     ([0, 1], True)
     """
     body = anatomy(model)
-    blocks = pick_blocks(body, layers)
+    blocks = list(dict.fromkeys(pick_blocks(body, layers)))
+    if isinstance(against, str):
+        from vitfocus.corruptions import parse
+
+        against = "{}/{}".format(*parse(against))
     streams = {
         block.name: LayerStream(block.mixes_tokens_by_attention, against is not None)
         for block in blocks
@@ -194,6 +198,9 @@ def diagnose(
     if count == 0:
         raise VitfocusError("There are no images to diagnose with: the iterable was empty.")
     rows = [_row(block, streams.get(block.name)) for block in blocks]
+    for row in rows:
+        if row.get("entropy", 0.0) != row.get("entropy", 0.0):
+            raise VitfocusError(f"The attention of {row['name']} is not a number: look for NaN in images and weights.")
     stability = {block.depth: torch.cat(values[block.name]).tolist() for block in blocks if values.get(block.name)}
     described = against if isinstance(against, str) or against is None else SECOND
     return Diagnosis(rows, name or model_name(model), count, size, described, stability)

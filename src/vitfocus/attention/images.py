@@ -37,6 +37,8 @@ def batches(images: Images, batch_size: int | None = None) -> Iterator[Batch]:
     """
     if isinstance(images, Tensor) and images.ndim in (3, 4):
         whole = images if images.ndim == 4 else images[None]
+        if batch_size is not None and batch_size < 1:
+            raise VitfocusError(f"batch_size is at least 1, not {batch_size}.")
         for piece in whole.split(batch_size or max(len(whole), 1)):
             yield Batch(_checked(piece))
         return

@@ -84,7 +84,7 @@ def attention_maps(
         maps = chosen.attention(None if queries is None else rows)
         collected[block.name].append(maps.float().cpu())
 
-    with reading(model, body, blocks, sink) as run:
+    with reading(model, body, list(dict.fromkeys(blocks)), sink) as run:
         for batch in batches(images, batch_size):
             run(batch)
     unseen = [name for name, maps in collected.items() if not maps]

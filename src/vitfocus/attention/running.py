@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,6 +35,8 @@ def reading(
                 return
 
     modes = [(module, module.training) for module in model.modules()]
+    # A loss that a training step has yet to ask for is not forgotten over a reading in between.
+    pending = [(module, module.loss) for module in model.modules() if hasattr(module, "forget")]
     handle = body.stem.register_forward_pre_hook(note_size, with_kwargs=True)
     try:
         model.eval()
@@ -44,6 +46,8 @@ def reading(
         handle.remove()
         for module, training in modes:
             module.training = training
+        for meter, loss in pending:
+            meter.loss = loss
 
 
 def _forward(model: nn.Module, body: Anatomy, batch: Batch) -> Any:
@@ -69,7 +73,10 @@ def pick_blocks(body: Anatomy, layers: int | str | Sequence[int | str] | None) -
     """The blocks asked for, by index (negative from the end) or by name; all of them for None."""
     if layers is None:
         return list(body)
-    return [_pick(body, layer) for layer in ([layers] if isinstance(layers, int | str) else layers)]
+    listed: Any = [layers] if isinstance(layers, str) or hasattr(layers, "__index__") else layers
+    if not isinstance(listed, Iterable) or not (asked := list(listed)):
+        raise VitfocusError(f"layers takes a number, a name or a list of them, not {layers!r}.")
+    return [_pick(body, layer) for layer in asked]
 
 
 def _pick(body: Anatomy, layer: int | str) -> Block:
@@ -78,6 +85,8 @@ def _pick(body: Anatomy, layer: int | str) -> Block:
             if block.name == layer:
                 return block
         raise VitfocusError(f"There is no layer {layer!r}: {nearest(layer, [block.name for block in body])}")
+    if not hasattr(layer, "__index__"):
+        raise VitfocusError(f"A layer is a number or a name, not {layer!r}.")
     if not -len(body) <= layer < len(body):
         raise VitfocusError(f"There is no layer {layer}: the model has {len(body)}, 0 to {len(body) - 1}.")
     return body[int(layer)]

@@ -41,7 +41,7 @@ class StabilityReading(Reading):
     def end(self) -> None:
         """Turn them into cosines."""
         both, clean, corrupted = self.products
-        cosines = (both / (clean * corrupted).sqrt()).view(self.shape).cpu()
+        cosines = (both / (clean * corrupted).sqrt()).clamp(max=1).view(self.shape).cpu()
         self.mean.add(cosines)
         self.values.append(cosines)
 

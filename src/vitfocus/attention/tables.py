@@ -97,4 +97,9 @@ def diagnosis_table(diagnosis: Diagnosis) -> Table:
     if diagnosis.against:
         title += f", against {diagnosis.against}"
     rows = [[cell(row, key) for key in keys] for row in diagnosis.rows]
-    return Table(title, [COLUMNS[key][0] for key in keys], rows, "Entropy in nats; distance in image sides.")
+    return Table(
+        title,
+        [COLUMNS[key][0] for key in keys],
+        rows,
+        "Entropy in nats; distance in sides of the image, or of the window.",
+    )

@@ -53,12 +53,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(module.run(parser.parse_args(rest)) or 0)
     except VitfocusError as error:
         return _refuse(str(error))
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        return _refuse(f"{error.strerror or error}: {error.filename or 'a file'}")
     except KeyboardInterrupt:
         print("vitfocus: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 def _refuse(reason: str) -> int:

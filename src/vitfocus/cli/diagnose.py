@@ -52,14 +52,12 @@ def run(args: argparse.Namespace) -> int:
 
         parse(args.against)
 
-    import torch
-
     from vitfocus.anatomy import anatomy
     from vitfocus.attention.diagnosis import diagnose
     from vitfocus.treatments.store import open_model
 
     model = open_model(args.model, weights=args.weights, treat=args.treat)
-    model.to(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    model.to(_device(args.device))
     body = anatomy(model)
     if args.weights is None and not Path(args.model).is_dir():
         _say(f"No --weights: {args.model} starts from random weights, so this reads an untrained model.")
@@ -161,3 +159,18 @@ def _by(size: tuple[int, int]) -> str:
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr)
+
+
+def _device(name: str | None) -> Any:
+    """The device named, or a GPU if there is one."""
+    import torch
+
+    from vitfocus.errors import VitfocusError
+
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise VitfocusError(f"There is no device {name!r} here: {str(error).splitlines()[0]}") from None
+    return torch.device(name)

@@ -74,7 +74,7 @@ def _entropy(diagnoses: Diagnoses) -> Figure:
 
 def _distance(diagnoses: Diagnoses) -> Figure:
     """Context Broadcasting's Figure 7b."""
-    figure, axes = _by_depth(diagnoses, "relative distance (image sides, L1)")
+    figure, axes = _by_depth(diagnoses, "relative distance (sides of the image or window, L1)")
     for index, (label, diagnosis) in enumerate(diagnoses.items()):
         _line(axes, _series(diagnosis, "distance"), index, label)
     axes.set_ylim(bottom=0)
