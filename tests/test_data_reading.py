@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import pickle
 import random
 import tarfile
@@ -23,6 +24,7 @@ from vitfocus.data.images import BrokenLog
 from vitfocus.data.loading import LoaderBatches, ResidentBatches, Share, train_transform
 from vitfocus.data.settings import Augment, Data
 from vitfocus.data.shapes import shapes_batch
+from vitfocus.data.shards import _index
 from vitfocus.data.stream import Stream
 from vitfocus.errors import VitfocusError
 from vitfocus.train.run import train
@@ -276,3 +278,28 @@ engine.Engine.one_step = stopping
     assert start(tmp_path / "run", *data, *AUGMENTED, code=everywhere).results()["steps"] == 4
     again = start(tmp_path / "run", *data, *AUGMENTED, "workers=0").results()
     assert again["finished"] and again["model_sha256"] == whole["model_sha256"]
+
+
+def test_a_shard_that_is_cut_or_replaced_is_noticed(tmp_path: Path) -> None:
+    def write(count: int) -> Path:
+        shard = tmp_path / "train-0000.tar"
+        with tarfile.open(shard, "w") as tar:
+            for number in range(count):
+                picture = io.BytesIO()
+                Image.new("RGB", (8, 8), (number, 0, 0)).save(picture, "PNG")
+                for name, content in ((f"{number}.png", picture.getvalue()), (f"{number}.cls", b"1")):
+                    member = tarfile.TarInfo(name)
+                    member.size = len(content)
+                    tar.addfile(member, io.BytesIO(content))
+        return shard
+
+    shard = write(3)
+    assert len(_index(shard)) == 3
+    size = shard.stat().st_size
+    write(4)
+    assert shard.stat().st_size == size
+    os.utime(shard, ns=(1, 1))
+    assert len(_index(shard)) == 4
+    shard.write_bytes(shard.read_bytes()[:3000])
+    with pytest.raises(VitfocusError, match="cut short"):
+        _index(shard)

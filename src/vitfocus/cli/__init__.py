@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=f"vitfocus {command}", description=_sentence(COMMANDS[command]))
     module.add_arguments(parser)
     try:
-        return int(module.run(parser.parse_args(rest)) or 0)
+        return int(module.run(parser.parse_intermixed_args(rest)) or 0)
     except VitfocusError as error:
         return _refuse(str(error))
     except OSError as error:

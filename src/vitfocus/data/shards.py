@@ -114,18 +114,21 @@ def expand_braces(pattern: str) -> list[str]:
 
 
 def _index(shard: Path) -> list[tuple[str, list[int], list[int], str]]:
-    """Key, image's place, label's place and kind of every sample; kept beside the shard while its size holds."""
-    cache, size = shard.with_suffix(".index.json"), shard.stat().st_size
+    """Key, image's place, label's place and kind of every sample; kept beside the shard while that stays as it is."""
+    cache, state = shard.with_suffix(".index.json"), shard.stat()
+    file = [state.st_size, state.st_mtime_ns]
     try:
         kept = json.loads(cache.read_text())
-        if kept["size"] == size:
+        if kept["file"] == file:
             return [tuple(row) for row in kept["samples"]]
     except (OSError, ValueError, KeyError):
         pass
     samples: dict[str, dict[str, list[int]]] = {}
+    end = 0
     try:
         with tarfile.open(shard) as tar:
             for member in tar:
+                end = member.offset_data + (member.size + 511) // 512 * 512
                 folder, _, name = member.name.rpartition("/")
                 stem, _, extension = name.partition(".")
                 if member.isfile() and stem:
@@ -133,6 +136,10 @@ def _index(shard: Path) -> list[tuple[str, list[int], list[int], str]]:
                     parts[extension.lower()] = [member.offset_data, member.size]
     except tarfile.TarError as error:
         raise VitfocusError(f"{shard} cannot be read as a shard: {error}.") from None
+    with shard.open("rb") as stream:  # tarfile takes a cut for the end; the end is a block of zeros
+        stream.seek(end)
+        if stream.read(512) != bytes(512):
+            raise VitfocusError(f"{shard} is cut short: it lacks the mark at the end of an archive.")
     rows = []
     for key, parts in samples.items():
         image = next((parts[kind] for kind in _IMAGES if kind in parts), None)
@@ -141,7 +148,7 @@ def _index(shard: Path) -> list[tuple[str, list[int], list[int], str]]:
             raise VitfocusError(f"{shard}:{key} lacks an image or a label (.cls or .json): it has {', '.join(parts)}.")
         rows.append((key, image, parts[label], label))
     with contextlib.suppress(OSError):  # a read-only place: the index is made again next time
-        write_text(cache, json.dumps({"size": size, "samples": rows}))
+        write_text(cache, json.dumps({"file": file, "samples": rows}))
     return rows
 
 

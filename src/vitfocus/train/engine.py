@@ -234,7 +234,7 @@ class Engine:
         where = (
             f"the last good checkpoint is {self.checkpoints.folder / f'{steps[0]:08d}'}"
             if steps
-            else "none was written"
+            else "no checkpoint was written yet"
         )
         return VitfocusError(
             f"The run broke down by step {self.step} ({what}); {where}. A lower optimiser.lr, more warm-up or "

@@ -202,6 +202,8 @@ def _assemble(
         val_pixels, val_labels, val_skipped = load_all(val_images, data, val_log)
         for one in (*skipped, *val_skipped):
             progress.say(f"Skipped an unreadable image: {one}")
+        _refuse_labels(labels, classes, "training")
+        _refuse_labels(val_labels, classes, "validation")
         count = len(labels)
         stream = Stream(count, data.batch, recipe.engine.seed, data.repeats, device=device)
         batches: Any = ResidentBatches(pixels, labels, stream, augmenter, share, compiled)
@@ -260,6 +262,14 @@ def _count_classes(recipe: Recipe, images: Images) -> int:
             f"{recipe.data.source} does not say how many classes it has: set model.arguments.num_classes."
         )
     return int(given) if given is not None else len(images.classes)
+
+
+def _refuse_labels(labels: torch.Tensor, classes: int, what: str) -> None:
+    if len(labels) and int(labels.max()) >= classes:
+        raise VitfocusError(
+            f"The {what} images have labels up to {int(labels.max())}, and the model knows {classes} classes: set "
+            "model.arguments.num_classes."
+        )
 
 
 def _export(engine: Engine, folder: Path) -> None:

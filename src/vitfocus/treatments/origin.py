@@ -90,7 +90,9 @@ def _build_timm(name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Mo
         raise VitfocusError(f"timm has no model {name!r}: {nearest(architecture, timm.list_models())}")
     try:
         return timm.create_model(name, pretrained=pretrained, **arguments)
-    except TypeError as error:
+    except VitfocusError:
+        raise
+    except (TypeError, AssertionError, ValueError) as error:
         raise VitfocusError(f"{name} cannot be built with {arguments}: {error}.") from None
 
 
