@@ -94,6 +94,10 @@ def test_generated_imagenet_c_equals_its_own_images_written_and_read(tmp_path: P
             folder = tmp_path / "c" / ("noise" if "noise" in name else "weather") / name / str(severity)
             write_classes(folder, worse, [file.split("/")[0] for file in names])
     published = evaluate(model, "imagenet-c", tmp_path / "c", seed=3, **chosen, clean_data=root, **QUIET)
+    with pytest.raises(VitfocusError, match="jpeg_quality is for generated corruptions"):
+        evaluate(model, "imagenet-c", tmp_path / "c", **chosen, jpeg_quality=85, **QUIET)
+    with pytest.raises(VitfocusError, match="clean_data is for published files"):
+        evaluate(model, "imagenet-c", root, **chosen, clean_data=root, **QUIET)
     assert "generated on the fly" in generated.notes[0] and "published files" in published.notes[0]
     for cell, models in published.samples.items():
         assert np.array_equal(models["blobs"]["prediction"], generated.samples[cell]["blobs"]["prediction"]), cell

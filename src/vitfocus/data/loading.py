@@ -109,8 +109,10 @@ class LoaderBatches:
         log: BrokenLog,
         say: Callable[[str], None] = print,
         device: torch.device | str = "cpu",
+        classes: int | None = None,
     ) -> None:
         self.stream, self.share, self.augmenter, self.log, self.say = stream, share, augmenter, log, say
+        self.classes = classes
         self.data, self.device = data, torch.device(device)
         self.samples = Samples(images, train_transform(data, augmenter.section), stream.seed)
 
@@ -123,6 +125,11 @@ class LoaderBatches:
                 self.say(f"Skipped an unreadable image: {one}")
             if not len(labels):
                 raise VitfocusError("Every image of a batch is unreadable; the last one: " + str(broken[-1]))
+            if self.classes is not None and int(labels.max()) >= self.classes:
+                raise VitfocusError(
+                    f"A training image has the label {int(labels.max())}, and the model knows {self.classes} classes: "
+                    "set model.arguments.num_classes."
+                )
             step, part = start + number // self.share.parts, number % self.share.parts
             first, _ = self.share.rows(part)
             uniform = draw_uniform(self.stream.seed, step, self.share.batch, self.augmenter.columns)[first + rows]

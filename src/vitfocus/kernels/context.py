@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+#: The axes of the tokens, by layout.
+TOKEN_AXES = {"BNC": (1,), "BHWC": (1, 2), "BCHW": (2, 3)}
+
 
 def token_mean(tokens: Tensor, axes: tuple[int, ...], valid: Tensor | None = None) -> Tensor:
     """The mean over the token axes, kept as axes of length one; over the valid tokens alone where a mask is given.

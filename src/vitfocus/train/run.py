@@ -212,7 +212,7 @@ def _assemble(
         count = len(train_images)
         groups = getattr(train_images, "groups", ())
         stream = Stream(count, data.batch, recipe.engine.seed, data.repeats, groups, device="cpu")
-        batches = LoaderBatches(train_images, data, stream, augmenter, share, train_log, progress.say, device)
+        batches = LoaderBatches(train_images, data, stream, augmenter, share, train_log, progress.say, device, classes)
         validation = EvaluationBatches(data, share, mean, std, device, images=val_images, log=val_log, say=progress.say)
     plan = Plan.of(recipe, count)
     progress.total = plan.steps

@@ -23,8 +23,6 @@ from vitfocus.treatments.base import Layers, Treatment, choose_blocks, handles, 
 from vitfocus.treatments.notes import CallNotes, note_sequence
 from vitfocus.treatments.surgery import Surgeon
 
-_TOKEN_AXES = {"BNC": (1,), "BHWC": (1, 2), "BCHW": (2, 3)}
-
 
 @dataclass(frozen=True)
 class ContextBroadcasting(Treatment):
@@ -76,7 +74,7 @@ class ContextBroadcast(nn.Module):
         self.variant = config.variant
         self.tokens = config.tokens
         self.layout = layout
-        self.axes = _TOKEN_AXES[layout]
+        self.axes = arithmetic.TOKEN_AXES[layout]
         self.prefix_tokens = prefix_tokens
         self.notes = notes
         scale = nn.Parameter(torch.zeros(width)) if config.variant == "scaled" else None

@@ -12,12 +12,10 @@ from torch import Tensor, nn
 
 from vitfocus.anatomy import Anatomy
 from vitfocus.errors import VitfocusError
-from vitfocus.kernels.context import token_mean
+from vitfocus.kernels.context import TOKEN_AXES, token_mean
 from vitfocus.treatments.base import Layers, Treatment, choose_blocks, handles, layers_option
 from vitfocus.treatments.notes import CallNotes, note_sequence
 from vitfocus.treatments.surgery import Surgeon
-
-_TOKEN_AXES = {"BNC": (1,), "BHWC": (1, 2), "BCHW": (2, 3)}
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ class ChannelGate(nn.Module):
     def __init__(self, width: int, reduction: int, layout: str, notes: CallNotes | None = None) -> None:
         super().__init__()
         self.notes = notes
-        self.axes = _TOKEN_AXES[layout]
+        self.axes = TOKEN_AXES[layout]
         self.channels_first = layout == "BCHW"
         self.squeeze = nn.Linear(width, max(1, width // reduction))
         self.expand = nn.Linear(max(1, width // reduction), width)

@@ -51,10 +51,19 @@ def imagenet_c(context: Context) -> Plan:
     """ImageNet-C, in whichever form the data is."""
     published = _published_folders(context.folder) if context.folder is not None else {}
     if published:
+        _refuse(context, ("frost", "jpeg_quality"), "for generated corruptions, and these are published files")
         return _published(context, published)
+    _refuse(context, ("clean_data",), "for published files, and these corruptions are generated")
     if context.classes != 1000:
         context.notes.append("AlexNet's errors are ImageNet's: on other data, CE and mCE serve to compare models only.")
     return _generated(context, "imagenet", "bilinear", partial(corrupted, alexnet=True))
+
+
+def _refuse(context: Context, options: tuple[str, ...], why: str) -> None:
+    """An option that this form of the data has no use for is not silently passed over."""
+    for name in options:
+        if context.options.get(name) is not None:
+            raise VitfocusError(f"{name} is {why}.")
 
 
 def cifar_c(context: Context) -> Plan:
@@ -71,6 +80,7 @@ def cifar_c(context: Context) -> Plan:
         )
         context.protocol["enlarged_to"] = list(context.size)
     if context.folder is not None and any(context.folder.glob("*.npy")):
+        _refuse(context, ("frost",), "for generated corruptions, and these are published files")
         return _arrays(context, context.folder)
     return _generated(context, "cifar", None, partial(corrupted, alexnet=False))
 

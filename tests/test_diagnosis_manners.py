@@ -1,0 +1,38 @@
+"""A reading's manners: it disturbs no training step, and says in words what it cannot read."""
+
+from __future__ import annotations
+
+import pytest
+import timm
+import torch
+
+import vitfocus as vf
+
+
+def test_a_pending_loss_survives_a_reading() -> None:
+    model = vf.treat_(timm.create_model("vit_tiny_patch16_224", depth=2, img_size=64), "adl(threshold=1.0)").train()
+    model(torch.randn(1, 3, 64, 64))
+    before = vf.auxiliary_loss(model)
+    vf.diagnose(model, torch.randn(1, 3, 64, 64))
+    assert torch.equal(vf.auxiliary_loss(model), before) and vf.auxiliary_loss(model).requires_grad
+
+
+def test_a_layer_asked_for_twice() -> None:
+    model = timm.create_model("vit_tiny_patch16_224", depth=2, img_size=64)
+    images = torch.randn(2, 3, 64, 64)
+    once, twice = vf.diagnose(model, images, layers=[0]), vf.diagnose(model, images, layers=[0, -2])
+    assert once.rows == twice.rows
+    first, second = vf.attention_maps(model, images, layers=[1, 1])
+    assert torch.equal(first, second)
+
+
+def test_what_cannot_be_read_is_said() -> None:
+    model = timm.create_model("vit_tiny_patch16_224", depth=1, img_size=64)
+    with pytest.raises(vf.VitfocusError, match="not a number"):
+        vf.diagnose(model, torch.full((1, 3, 64, 64), float("nan")))
+    for wrong in ([], 1.5, [None]):
+        with pytest.raises(vf.VitfocusError, match="layer"):
+            vf.attention_maps(model, torch.zeros(1, 3, 64, 64), layers=wrong)
+    with pytest.raises(vf.VitfocusError, match="at least 1"):
+        vf.diagnose(model, torch.zeros(1, 3, 64, 64), batch_size=-1)
+    assert vf.diagnose(model, torch.zeros(1, 3, 64, 64), against="gaussian_noise/2").against == "gaussian_noise/2"
