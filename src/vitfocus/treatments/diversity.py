@@ -17,7 +17,7 @@ from vitfocus.anatomy import Anatomy
 from vitfocus.attention.observation import Observation
 from vitfocus.attention.probe import Watched
 from vitfocus.errors import VitfocusError
-from vitfocus.kernels.diversity import row_similarity
+from vitfocus.kernels.diversity import diversity, row_similarity
 from vitfocus.treatments.base import Layers, Treatment, choose_blocks, handles, layers_option, option
 from vitfocus.treatments.operations import AddHook, Override
 from vitfocus.treatments.surgery import Surgeon
@@ -84,16 +84,17 @@ class DiversityMeter(nn.Module):
     def _similarity(self, seen: Observation) -> Tensor:
         config, first = self.config, self.skipped
         count = seen.shape[2] - first
-        rows: slice | Tensor = slice(first, None)
+        rows = None
         if config.rows is not None and config.rows < count:
-            rows = torch.randperm(count, device=seen.device)[: config.rows] + first
+            # The order of random numbers, and not randperm, because a CUDA graph can replay it.
+            rows = torch.rand(count, device=seen.device).argsort()[: config.rows] + first
+        form: Any = {"variant": config.variant, "heads": config.heads, "threshold": config.threshold}
         with torch.autocast(seen.device.type, enabled=False):
-            return row_similarity(
-                seen.attention(rows)[..., first:],
-                variant=config.variant,  # type: ignore[arg-type]
-                heads=config.heads,  # type: ignore[arg-type]
-                threshold=config.threshold,
-            )
+            if seen.query is not None and seen.key is not None:
+                place: Any = {"scale": seen.scale, "bias": seen.bias, "rows": rows, "first": first}
+                return diversity(seen.query, seen.key, **place, **form)
+            picked = seen.attention(slice(first, None) if rows is None else rows)
+            return row_similarity(picked[..., first:], **form)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy or a pickle starts with nothing recorded: the loss hangs on a graph that cannot be copied."""

@@ -17,10 +17,14 @@ from torch import Tensor, nn
 
 from vitfocus.anatomy import Anatomy, Block, GridRule
 from vitfocus.errors import VitfocusError
-from vitfocus.kernels.pooling import box_mean, dilated_mean, mix_poolings
+from vitfocus.kernels.backend import chosen, exporting
+from vitfocus.kernels.pooling import box_mean, dilated_mean, mix_dilated, mix_poolings, predict_scores
 from vitfocus.treatments.base import Layers, Treatment, choose_blocks, handles, layers_option, option
 from vitfocus.treatments.notes import CallNotes, note_image_size
 from vitfocus.treatments.surgery import Surgeon
+
+#: The kernel unrolls its branches; more than the paper ever tried go the plain way.
+MOST_BRANCHES = 8
 
 #: How far the identity branch's logit stands above the others under `near_identity`: e⁻¹² ≈ 6e-6 of the weight leaks.
 _IDENTITY_MARGIN = 12.0
@@ -100,7 +104,7 @@ class DilationPredictor(TokenPooling):
     def __init__(self, config: TokenAwarePooling, width: int, *where: object) -> None:
         super().__init__(*where)  # type: ignore[arg-type]
         count = config.branches
-        self.pooling = dilated_mean if config.mode == "dilation" else box_mean
+        self.dilated = config.mode == "dilation"
         self.proj = nn.Sequential(
             nn.Conv2d(width, count, 3, padding=1, bias=False),
             nn.BatchNorm2d(count),
@@ -109,9 +113,23 @@ class DilationPredictor(TokenPooling):
         if config.init == "near_identity":
             self._start_near_identity(count)
 
+    def forward(self, tokens: Tensor) -> Tensor:
+        """As every pooling; where the kernel can run, on tokens as they lie."""
+        first, norm, second = self.proj
+        assert isinstance(first, nn.Conv2d) and isinstance(second, nn.Conv2d)
+        if not self.dilated or not fits_kernel(tokens, self.layout, first.out_channels):
+            return super().forward(tokens)
+        if self.layout == "BHWC":
+            _, rows, columns, width = tokens.shape
+            flat = tokens.reshape(-1, rows * columns, width)
+        else:
+            flat, (rows, columns) = tokens, self._grid(tokens.shape[1] - self.prefix_tokens)
+        scores = predict_scores(flat, first.weight, norm, second.weight, (rows, columns))
+        return mix_dilated(flat, scores, (rows, columns)).view(tokens.shape)
+
     def pool(self, image: Tensor) -> Tensor:
         """Σ_k softmax(proj(x))_k · pool_k(x)."""
-        return mix_poolings(image, self.proj(image).softmax(dim=1), self.pooling)
+        return mix_poolings(image, self.proj(image).softmax(dim=1), dilated_mean if self.dilated else box_mean)
 
     @torch.no_grad()
     def _start_near_identity(self, count: int) -> None:
@@ -123,6 +141,13 @@ class DilationPredictor(TokenPooling):
         last = conv.weight.zero_()
         last[:, :, 1, 1] = -_IDENTITY_MARGIN / (2 * count)
         last[0, :, 1, 1] = _IDENTITY_MARGIN / (2 * count)
+
+
+def fits_kernel(tokens: Tensor, layout: str, branches: int) -> bool:
+    """Whether the fused kernel takes these tokens: they lie channels last, on a GPU, and nobody exports the model."""
+    if layout == "BCHW" or branches > MOST_BRANCHES or exporting():
+        return False
+    return chosen(tokens) == "triton"
 
 
 class FixedPooling(TokenPooling):

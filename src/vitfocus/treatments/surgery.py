@@ -7,7 +7,6 @@ itself.
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -173,7 +172,12 @@ def untreated(model: nn.Module) -> Iterator[nn.Module]:
 
 def applied(model: nn.Module) -> list[Treatment]:
     """The treatments a model carries, in order."""
-    return [surgeon.treatment for root in _treated_roots(model) for surgeon in root.__dict__[_RECORD]]
+    return [surgeon.treatment for surgeon in surgeons(model)]
+
+
+def surgeons(model: nn.Module) -> list[Surgeon]:
+    """What was done to a model for each of its treatments, in order."""
+    return [surgeon for root in _treated_roots(model) for surgeon in root.__dict__[_RECORD]]
 
 
 def added_names(model: nn.Module) -> set[str]:
@@ -222,6 +226,12 @@ def _anatomy_for(model: nn.Module, config: Treatment) -> Anatomy:
 
 
 def _forget_compiled_code() -> None:
-    """Code that torch.compile made before the surgery does not know of it: dynamo does not guard on hooks."""
-    if dynamo := sys.modules.get("torch._dynamo"):
-        dynamo.reset()
+    """Code that torch.compile made before the surgery does not know of it.
+
+    Nor, left alone, would dynamo tell a treated model from a plain one of its class afterwards and run the code of the
+    one for the other: by default it does not guard on hooks, so it is told to.
+    """
+    import torch._dynamo
+
+    torch._dynamo.config.skip_nnmodule_hook_guards = False
+    torch._dynamo.reset()

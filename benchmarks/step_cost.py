@@ -1,0 +1,310 @@
+"""What the treatments cost: a training step of a treated model as a multiple of the plain model's, in the same run.
+
+    python benchmarks/step_cost.py                       # the whole table; needs a GPU and some minutes
+    python benchmarks/step_cost.py --cases deit-197 --variants cb tap
+
+A step is forward, loss, backward and AdamW (fused), under bf16 autocast, compiled. Variants take turns, round after
+round, and a ratio is the median over rounds of neighbouring times. `released` variants are the papers' published
+formulations: poolings by unfold, attention maps in full. Results go to benchmarks/results/step-cost-cuda.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+#: Model, image size, batch.
+CASES = {
+    "deit-197": ("deit_small_patch16_224", 224, 256),
+    "deit-1025": ("deit_small_patch16_224", 512, 64),
+    "deit-4097": ("deit_small_patch16_224", 1024, 8),
+    "swin-t": ("swin_tiny_patch4_window7_224", 224, 128),
+    "fan-s-hybrid": ("fan_small_12_p4_hybrid", 224, 128),
+}
+VARIANTS = {
+    "plain": "",
+    "cb": "cb",
+    "cbs": "cbs",
+    "tap": "tap",
+    "adl": "adl",
+    "adl-256": "adl(rows=256)",
+    "all": "cb+tap+adl(rows=256)",
+    "released-tap": "tap",
+    "released-adl": "adl",
+}
+TARGETS = {
+    "cb": (1.01,) * 3,
+    "tap": (1.10,) * 3,
+    "adl": (1.20, 1.5, 2.2),
+    "adl-256": (1.10,) * 3,
+    "all": (1.20,) * 3,
+}
+RESULTS = Path(__file__).parent / "results" / "step-cost-cuda.json"
+
+
+class Step:
+    """A model and its training step."""
+
+    def __init__(self, case: str, variant: str, compiled: bool = True) -> None:
+        import vitfocus as vf
+
+        name, size, batch = CASES[case]
+        spec = "+".join(filter(None, [name, VARIANTS[variant]]))
+        torch.manual_seed(0)
+        self.model = vf.create_model(spec, img_size=size).cuda().train()
+        self.released = variant.startswith("released")
+        if variant == "released-tap":
+            pool_by_unfold(self.model)
+        self.optimiser = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.images = torch.randn(batch, 3, size, size, device="cuda")
+        self.labels = torch.randint(0, 1000, (batch,), device="cuda")
+        self.loss = torch.compile(self._loss) if compiled else self._loss
+
+    def _loss(self, images: Tensor, labels: Tensor) -> Tensor:
+        import vitfocus as vf
+
+        with torch.autocast("cuda", torch.bfloat16):
+            return F.cross_entropy(self.model(images), labels) + vf.auxiliary_loss(self.model)
+
+    def __call__(self) -> None:
+        self.loss(self.images, self.labels).backward()
+        self.optimiser.step()
+        self.optimiser.zero_grad()
+
+    def backend(self) -> Any:
+        """What the step runs under."""
+        from vitfocus.kernels.backend import backend
+
+        return backend("reference") if self.released else nullcontext()
+
+
+def pool_by_unfold(model: nn.Module) -> None:
+    """Pool as the released code does: every neighbourhood unfolded, then averaged."""
+    from vitfocus.treatments.pooling import DilationPredictor
+
+    def pool(self: Any, image: Tensor) -> Tensor:
+        weights = self.proj(image).softmax(dim=1)
+        mixed = weights[:, :1] * image
+        for k in range(1, weights.shape[1]):
+            near = F.unfold(image, 3, dilation=k, padding=k).unflatten(1, (image.shape[1], 9)).mean(dim=2)
+            mixed = mixed + weights[:, k : k + 1] * near.view_as(image)
+        return mixed
+
+    for module in model.modules():
+        if isinstance(module, DilationPredictor):
+            module.pool = pool.__get__(module)  # type: ignore[method-assign]
+
+
+def seconds(step: Any, repeats: int) -> float:
+    """Time of one call."""
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(repeats):
+        step()
+    stop.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(stop) / 1000 / repeats
+
+
+def measure(case: str, variants: list[str], rounds: int) -> dict[str, Any]:
+    """Times and peak memory of the variants of one case, by turns."""
+    steps, memory = {}, {}
+    for variant in variants:
+        try:
+            step = Step(case, variant)
+            with step.backend():
+                step()
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+                step()
+                memory[variant] = torch.cuda.max_memory_allocated() - sum(allocated(other) for other in steps.values())
+            if step.released:  # compiled under another backend, it cannot take turns with the rest
+                with step.backend():
+                    step()
+                    released = seconds(step, 5)
+                steps[variant] = released
+            else:
+                steps[variant] = step
+        except torch.OutOfMemoryError:
+            print(f"{case} {variant}: out of memory", flush=True)
+    turns = {name: step for name, step in steps.items() if isinstance(step, Step)}
+    once = {name: seconds(step, 2) for name, step in turns.items()}
+    repeats = max(2, round(0.25 / once["plain"]))
+    times: dict[str, list[float]] = {name: [] for name in turns}
+    for _ in range(rounds):
+        for name, step in turns.items():
+            times[name].append(seconds(step, repeats))
+    row = {}
+    for name, step in steps.items():
+        if isinstance(step, float):
+            plain = statistics.median(times["plain"])
+            ratio, time = step / plain, step
+        else:
+            ratio = statistics.median(mine / plain for mine, plain in zip(times[name], times["plain"], strict=True))
+            time = statistics.median(times[name])
+        row[name] = {"ms": 1e3 * time, "ratio": ratio, "memory_ratio": memory[name] / memory["plain"]}
+        print(
+            f"{case:<14}{name:<14}{1e3 * time:9.2f} ms  {ratio:6.3f} ×   memory {row[name]['memory_ratio']:.3f} ×",
+            flush=True,
+        )
+    return row
+
+
+def allocated(step: Any) -> int:
+    """Bytes that an earlier variant keeps while another is measured: weights, optimiser state and inputs."""
+    if not isinstance(step, Step):
+        return 0
+    state = [value for held in step.optimiser.state.values() for value in held.values() if isinstance(value, Tensor)]
+    tensors = [*step.model.parameters(), *step.model.buffers(), *state, step.images, step.labels]
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+def statistics_cost(case: str) -> dict[str, float]:
+    """Reading every layer, against the forward pass alone: time and peak memory."""
+    import vitfocus as vf
+
+    name, size, batch = CASES[case]
+    model = vf.create_model(name, img_size=size).cuda().eval().bfloat16()
+    images = torch.randn(batch, 3, size, size, device="cuda", dtype=torch.bfloat16)
+
+    def forward() -> None:
+        with torch.no_grad():
+            model(images)
+
+    def read() -> None:
+        vf.diagnose(model, images)
+
+    result = {}
+    for label, call in (("forward", forward), ("diagnose", read)):
+        call()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        call()
+        result[f"{label}_memory"] = float(torch.cuda.max_memory_allocated())
+    pairs = [(seconds(forward, 5), seconds(read, 5)) for _ in range(3)]
+    result["forward_ms"] = 1e3 * statistics.median(forward for forward, _ in pairs)
+    result["extra_over_forward"] = statistics.median(read / forward for forward, read in pairs) - 1
+    result["memory_ratio"] = result["diagnose_memory"] / result["forward_memory"]
+    more, memory = result["extra_over_forward"], result["memory_ratio"]
+    print(f"{case:<14}statistics: {more:.2f} × a forward more, memory {memory:.3f} ×", flush=True)
+    return result
+
+
+def ceiling() -> dict[str, float]:
+    """What the device does at best here: copying, and multiplying bf16 matrices."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    one, two = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    target.copy_(source), one @ two
+    copy, product = seconds(lambda: target.copy_(source), 20), seconds(lambda: one @ two, 20)
+    return {"copy_GB_per_s": 2 * source.numel() / copy / 1e9, "bf16_TFLOP_per_s": 2 * 8192**3 / product / 1e12}
+
+
+def kernel_rates() -> dict[str, Any]:
+    """The kernels alone at DeiT-S's sizes: time, and work against the ceiling. docs/kernels.md counts the work."""
+    from vitfocus.kernels.diversity import diversity
+    from vitfocus.kernels.pooling import mix_dilated
+
+    rates: dict[str, Any] = {}
+    for batch, side in ((256, 14), (64, 32), (8, 64)):
+        count = side * side + 1
+        projected = torch.randn(batch, count, 3, 6, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        query, key, _ = projected.permute(2, 0, 3, 1, 4)
+
+        def loss(query: Tensor = query, key: Tensor = key) -> Tensor:
+            return diversity(query, key, scale=0.125)
+
+        loss().backward()
+        forward, made = seconds(loss, 10), loss()
+        backward = seconds(partial(made.backward, retain_graph=True), 10)
+        product = 2 * batch * count * count * 384
+        tokens = torch.randn(batch, count, 384, device="cuda", requires_grad=True)
+        scores = torch.randn(batch, count - 1, 4, device="cuda", requires_grad=True)
+        mixed = mix_dilated(tokens, scores, (side, side))
+        slope = torch.randn_like(mixed)
+        mixed.backward(slope, retain_graph=True)
+        mix = seconds(partial(mix_dilated, tokens, scores, (side, side)), 10)
+        mix_back = seconds(partial(mixed.backward, slope, retain_graph=True), 10)
+        size = tokens.numel() * 4
+        rates[f"N={count}"] = {
+            "adl_forward_us": 1e6 * forward,
+            "adl_forward_TFLOP_per_s": 2 * product / forward / 1e12,
+            "adl_backward_us": 1e6 * backward,
+            "adl_backward_TFLOP_per_s": 4 * product / backward / 1e12,
+            "tap_forward_us": 1e6 * mix,
+            "tap_forward_GB_per_s": 2 * size / mix / 1e9,
+            "tap_backward_us": 1e6 * mix_back,
+            "tap_backward_GB_per_s": 3 * size / mix_back / 1e9,
+        }
+        print(f"N={count}", {name: round(value, 1) for name, value in rates[f"N={count}"].items()}, flush=True)
+    return rates
+
+
+def warm_caches(cases: list[str], variants: list[str], workers: int) -> None:
+    """Compile everything in processes of their own, which leaves it in the compiler's cache."""
+    jobs = [(case, variant) for case in cases for variant in variants]
+    running: list[subprocess.Popen[bytes]] = []
+    for case, variant in jobs:
+        while sum(one.poll() is None for one in running) >= workers:
+            next(one for one in running if one.poll() is None).wait()
+        command = [sys.executable, __file__, "--compile-only", "--cases", case, "--variants", variant]
+        running.append(subprocess.Popen(command, env={**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "2"}))
+    for one in running:
+        one.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--workers", type=int, default=0, help="processes that compile ahead")
+    parser.add_argument("--no-statistics", action="store_true")
+    parser.add_argument("--compile-only", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("step_cost measures GPU kernels, and there is no CUDA device here; skipped.")
+        return
+    torch.set_float32_matmul_precision("high")
+    if args.compile_only:
+        step = Step(args.cases[0], args.variants[0])
+        with step.backend():
+            step()
+        torch.cuda.synchronize()
+        return
+    if args.workers:
+        warm_caches(args.cases, args.variants, args.workers)
+    import timm
+    import triton
+
+    variants = list(dict.fromkeys(["plain", *args.variants]))
+    versions = {"torch": torch.__version__, "triton": triton.__version__, "timm": timm.__version__}
+    result: dict[str, Any] = json.loads(args.out.read_text()) if args.out.is_file() else {}
+    result |= {"device": torch.cuda.get_device_name(), "versions": versions, "targets": TARGETS}
+    result["ceiling"], result["kernels"] = ceiling(), kernel_rates()
+    print(result["ceiling"], flush=True)
+    for case in args.cases:
+        torch._dynamo.reset()
+        torch.cuda.empty_cache()
+        result.setdefault("steps", {})[case] = measure(case, variants, args.rounds)
+        if case.startswith("deit") and not args.no_statistics:
+            result.setdefault("statistics", {})[case] = statistics_cost(case)
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

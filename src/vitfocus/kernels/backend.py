@@ -1,0 +1,87 @@
+"""Which implementation computes: the plain one, the one in chunks, or the Triton kernels.
+
+Nobody needs to choose: kernels run on GPUs where Triton is, the rest runs wherever torch does. `backend` forces one, to
+compare or to find a fault:
+
+>>> import torch
+>>> with backend("reference"):
+...     chosen(torch.zeros(1))
+'reference'
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from vitfocus.errors import VitfocusError, nearest
+
+#: reference: as the equations say, with whole maps; chunked: plain torch, memory linear in N; triton: the kernels.
+BACKENDS = ("auto", "reference", "chunked", "triton")
+
+_INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+#: What `backend` forces. A plain global, because compiled code is traced through it.
+_forced = "auto"
+
+
+@contextmanager
+def backend(name: str) -> Iterator[None]:
+    """Within the context, every operation uses this backend, or says why it cannot; "auto" chooses by the tensors."""
+    if name not in BACKENDS:
+        raise VitfocusError(f"There is no backend {name!r}: {nearest(name, BACKENDS)}")
+    if name == "triton" and not has_triton():
+        raise VitfocusError("Triton is not installed, so its kernels cannot run: use backend('chunked').")
+    global _forced
+    before, _forced = _forced, name
+    torch._dynamo.reset()  # what was compiled under another choice is forgotten
+    try:
+        yield
+    finally:
+        _forced = before
+        torch._dynamo.reset()
+
+
+def chosen(*tensors: Tensor | None) -> str:
+    """The backend for an operation on these tensors."""
+    given = [tensor for tensor in tensors if tensor is not None]
+    name = forced()
+    fits = all(tensor.dtype in (torch.float32, torch.bfloat16, torch.float16) for tensor in given)
+    on_gpu = all(tensor.device.type == "cuda" for tensor in given)
+    if name == "triton":
+        if not fits:
+            raise VitfocusError("The Triton kernels take float32, bfloat16 and float16; use backend('chunked').")
+        if not on_gpu and not interpreting():
+            raise VitfocusError("The Triton kernels need tensors on a CUDA device; use backend('chunked').")
+    if name != "auto":
+        return name
+    return "triton" if on_gpu and fits and has_triton() else "chunked"
+
+
+def forced() -> str:
+    """What `backend` forces just now, or "auto"."""
+    return _forced
+
+
+def has_triton() -> bool:
+    """Whether Triton can be imported."""
+    return _HAS_TRITON
+
+
+def interpreting() -> bool:
+    """Whether Triton's kernels run in its interpreter, on the CPU."""
+    return _INTERPRETING
+
+
+def exporting() -> bool:
+    """Whether the model is being exported: what comes out must stand without our kernels.
+
+    The flag and not `torch.compiler.is_exporting()`, which torch 2.11 takes for true in everything it compiles.
+    """
+    return bool(torch.compiler._is_exporting_flag)

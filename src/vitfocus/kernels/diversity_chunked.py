@@ -1,0 +1,296 @@
+"""The diversification loss a chunk of images or rows at a time, in plain torch: memory linear in the number of tokens.
+
+A chunk is whole rows of some images' maps, as many as the caches hold. One pass over the rows gives the loss. Its
+gradient is a scalar's, so it is made at once, up to the factor that the backward pass will bring: from the same rows
+where an image's map is small enough to wait for them, else from rows made a second time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+#: Numbers in a chunk of maps: what a core's caches hold; a GPU without Triton wants more to be busy.
+CPU_CHUNK, GPU_CHUNK = 1 << 19, 1 << 24
+
+#: Numbers in an image's maps that may wait for their gradient rather than be made again: 16 MB in float32.
+KEPT_CHUNK = 1 << 22
+
+
+class Place(NamedTuple):
+    """What is compared: the options of the loss that both passes need."""
+
+    scale: float
+    first: int
+    average_heads: bool
+    paper: bool
+    threshold: float
+
+    def bound(self, keys: int) -> float:
+        """The threshold of an entry, τ / N."""
+        return self.threshold / (keys - self.first)
+
+
+class Gradients(NamedTuple):
+    """The loss's gradient with respect to the compared queries (B, H, R, D), keys and bias; empty where not wanted."""
+
+    query: Tensor
+    key: Tensor
+    bias: Tensor
+
+
+def empty_like_tokens(tokens: Tensor) -> Tensor:
+    """An empty (B, H, N, D) that lies in memory as (B, N, H, D), as projections make it and take it."""
+    batch, heads, count, width = tokens.shape
+    return tokens.new_empty(batch, count, heads, width).transpose(1, 2)
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    bias: Tensor | None,
+    rows: Tensor | None,
+    where: Place,
+    wants_gradient: bool,
+    wants_bias: bool,
+) -> tuple[Tensor, Gradients]:
+    """The loss and its gradients."""
+    maps = _Maps(query, key, bias, rows, where)
+    made = empty_gradients(query, key, bias, maps.count, wants_gradient, wants_bias)
+    made.bias.zero_()
+    losses = query.new_empty(maps.batch * maps.groups, dtype=maps.wide)
+    for images in maps.images():
+        mine = slice(images.start * maps.groups, images.stop * maps.groups)
+        losses[mine] = _Images(maps, images).loss(made if wants_gradient else None, wants_bias)
+    return losses.mean(), made
+
+
+def empty_gradients(
+    query: Tensor, key: Tensor, bias: Tensor | None, count: int, wants: bool, wants_bias: bool
+) -> Gradients:
+    """Room for the gradients of so many rows, in float32 or wider, for they wait there before they are scaled."""
+    batch, heads, keys, width = key.shape
+    like = query.new_empty(0, dtype=torch.promote_types(query.dtype, torch.float32))
+    return Gradients(
+        like.new_empty((batch, heads, count, width) if wants else 0),
+        like.new_empty((batch, heads, keys, width) if wants else 0),
+        like.new_empty(bias.shape if bias is not None and wants_bias else 0),
+    )
+
+
+class _Maps:
+    """Sizes of all maps, and how they are cut into chunks."""
+
+    def __init__(self, query: Tensor, key: Tensor, bias: Tensor | None, rows: Tensor | None, where: Place) -> None:
+        self.wide = torch.promote_types(query.dtype, torch.float32)
+        self.query, self.key, self.bias, self.rows, self.where = query, key, bias, rows, where
+        self.batch, self.heads, self.keys = query.shape[0], query.shape[1], key.shape[2]
+        self.count = len(rows) if rows is not None else query.shape[2] - where.first
+        self.groups = 1 if where.average_heads else self.heads
+        bound = torch.tensor(where.bound(self.keys), dtype=self.wide)
+        # With ≥ the bound itself passes too, which is > the number before it.
+        below = torch.nextafter(bound, torch.zeros_like(bound)) if where.paper else bound
+        self.bound, self.below = float(bound), float(below)
+        self.budget = CPU_CHUNK if query.device.type == "cpu" else GPU_CHUNK
+
+    def images(self) -> Iterator[slice]:
+        """Chunks of images."""
+        at_once = max(1, self.budget // (self.heads * self.count * self.keys))
+        for start in range(0, self.batch, at_once):
+            yield slice(start, min(start + at_once, self.batch))
+
+    def parts(self) -> list[slice]:
+        """Chunks of rows; one where a whole map is small enough."""
+        at_once = max(1, self.budget // (self.heads * self.keys))
+        return [slice(start, min(start + at_once, self.count)) for start in range(0, self.count, at_once)]
+
+    def pick(self, tensor: Tensor) -> Tensor:
+        """The compared rows of (b, H, Q, ·)."""
+        return tensor[:, :, self.where.first :] if self.rows is None else tensor.index_select(2, self.rows)
+
+
+class _Rows(NamedTuple):
+    """Some rows: every head's (b, H, r, K), and what is compared, (m, r, K): the heads' mean or each head's own."""
+
+    attention: Tensor
+    mean: Tensor
+
+
+class _Images:
+    """The maps of some images."""
+
+    def __init__(self, maps: _Maps, images: slice) -> None:
+        self.maps, self.where, self.images = maps, maps.where, images
+        self.query = maps.pick(maps.query[images]).to(maps.wide).contiguous()
+        self.key = maps.key[images].to(maps.wide).contiguous()
+        self.bias: Tensor | None = None
+        if maps.bias is not None:
+            bias = maps.bias if maps.bias.shape[0] == 1 else maps.bias[images]
+            self.bias = bias if bias.shape[2] == 1 else maps.pick(bias)
+        self.count = len(self.query) * maps.groups
+
+    def loss(self, made: Gradients | None, wants_bias: bool) -> Tensor:
+        """The loss of each map; where `made` is given, its gradients go there."""
+        maps, parts = self.maps, self.maps.parts()
+        sums, units = (self.query.new_zeros(self.count, maps.keys) for _ in range(2))
+        unit = self.query.new_empty(self.count, maps.count)
+        waiting = []
+        for part in parts:
+            rows = self.rows(part)
+            kept = self.kept(rows.mean)
+            unit[:, part] = _inverse(torch.linalg.vector_norm(kept, dim=-1))
+            sums += (kept if self.where.paper else rows.mean).sum(dim=1)
+            units += torch.bmm(unit[:, None, part], kept)[:, 0]
+            if made is not None and len(self.query) * maps.heads * maps.count * maps.keys <= KEPT_CHUNK:
+                waiting.append(rows)
+        average = sums / maps.count
+        if not self.where.paper:
+            average = torch.threshold(average, maps.bound, 0)
+            average[:, : self.where.first] = 0
+        one_over = _inverse(torch.linalg.vector_norm(average, dim=-1))[:, None]
+        cosine = (units * average).sum(dim=-1, keepdim=True)
+        if made is not None:
+            slopes = (units - cosine * one_over.square() * average) * one_over / maps.count
+            if not self.where.paper:
+                slopes *= average > 0
+            for index, part in enumerate(parts):
+                rows = waiting[index] if waiting else self.rows(part)
+                slope = self.logit_slopes(rows, average, slopes, unit[:, part], one_over)
+                self.add(made, slope, part, wants_bias)
+        return (cosine * one_over)[:, 0] / maps.count
+
+    def rows(self, part: slice) -> _Rows:
+        """Make some rows."""
+        query = self.query[:, :, part]
+        scores = query.new_empty(*query.shape[:3], self.maps.keys)
+        self.multiply(query, self.key.mT, scores)
+        if self.bias is None:
+            attention = scores.softmax(dim=-1)
+        else:
+            scores += self.bias if self.bias.shape[2] == 1 else self.bias[:, :, part]
+            attention = torch._safe_softmax(scores, dim=-1)  # a row with every key masked is 0
+        return _Rows(attention, attention.mean(dim=1) if self.where.average_heads else attention.flatten(0, 1))
+
+    def multiply(self, left: Tensor, right: Tensor, out: Tensor, more: bool = False) -> None:
+        """Put the product of (b, H, ·, ·) matrices, times the logits' scale, into `out`, or add it to what is there."""
+        products = out.view(-1, *out.shape[2:])
+        products.baddbmm_(left.flatten(0, 1), right.flatten(0, 1), beta=int(more), alpha=self.where.scale)
+
+    def kept(self, mean: Tensor) -> Tensor:
+        """The entries above the threshold, the rest 0."""
+        kept = torch.threshold(mean, self.maps.below, 0)
+        kept[..., : self.where.first] = 0
+        return kept
+
+    def logit_slopes(self, rows: _Rows, average: Tensor, slopes: Tensor, unit: Tensor, one_over: Tensor) -> Tensor:
+        """The gradient of the loss with respect to the logits of some rows: (b, H, r, K)."""
+        maps, where, mean = self.maps, self.where, rows.mean
+        towards = unit * one_over
+        along = towards * torch.bmm(self.kept(mean), average[..., None])[..., 0] * unit.square()
+        slope = towards[..., None] * average[:, None]
+        slope.addcmul_(mean, along[..., None], value=-1)
+        if where.paper:
+            slope += slopes[:, None]
+        slope = torch.ops.aten.threshold_backward(slope, mean, maps.below)
+        if not where.paper:
+            slope += slopes[:, None]
+        slope[..., : where.first] = 0
+        slope *= 1 / (maps.batch * maps.count * maps.heads)
+        slope = slope.unsqueeze(1) if where.average_heads else slope.unflatten(0, (-1, maps.heads))
+        return torch._softmax_backward_data(slope.expand_as(rows.attention), rows.attention, -1, maps.wide)
+
+    def add(self, made: Gradients, slope: Tensor, part: slice, wants_bias: bool) -> None:
+        """Carry the slopes of some rows' logits on to queries, keys and bias."""
+        maps = self.maps
+        self.multiply(slope, self.key, made.query[self.images, :, part])
+        self.multiply(slope.mT, self.query[:, :, part], made.key[self.images], more=part.start > 0)
+        if wants_bias:
+            _add_bias(made.bias, slope, self.images, maps.rows, part, self.where.first)
+
+
+def _add_bias(total: Tensor, slope: Tensor, images: slice, rows: Tensor | None, part: slice, first: int) -> None:
+    """Add a chunk's slopes of the logits to the bias that was broadcast to them."""
+    for axis in range(4):
+        if total.shape[axis] == 1 and slope.shape[axis] > 1:
+            slope = slope.sum(dim=axis, keepdim=True)
+    mine = total if total.shape[0] == 1 else total[images]
+    if total.shape[2] == 1:
+        mine += slope
+    elif rows is not None:
+        mine.index_add_(2, rows[part], slope)
+    else:
+        mine[:, :, first + part.start : first + part.stop] += slope
+
+
+def _inverse(lengths: Tensor) -> Tensor:
+    """1 / length, and 0 for 0."""
+    return torch.where(lengths > 0, 1 / torch.where(lengths > 0, lengths, 1), 0)
+
+
+def diversity_in_chunks(query: Tensor, key: Tensor, bias: Tensor | None, rows: Tensor | None, where: Place) -> Tensor:
+    """The loss of queries (B, H, Q, D) and keys (B, H, K, D), `bias` of four axes; a gradient is made if one is wanted.
+
+    >>> query, key = torch.randn(2, 1, 2, 5, 8, dtype=torch.float64, requires_grad=True).unbind()
+    >>> float(diversity_in_chunks(query, key, None, None, Place(1.0, 0, True, True, 2.0))) <= 1
+    True
+    """
+    learning = torch.is_grad_enabled()
+    wants_bias = learning and bias is not None and bias.requires_grad
+    wants = wants_bias or (learning and (query.requires_grad or key.requires_grad))
+    loss: Tensor = _operator(query, key, bias, rows, *where, wants, wants_bias)[0]
+    return loss
+
+
+@torch.library.custom_op("vitfocus::diversity_in_chunks", mutates_args=())
+def _operator(
+    query: Tensor,
+    key: Tensor,
+    bias: Tensor | None,
+    rows: Tensor | None,
+    scale: float,
+    first: int,
+    average_heads: bool,
+    paper: bool,
+    threshold: float,
+    wants: bool,
+    wants_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The loss, and its gradients with respect to queries, keys and bias."""
+    where = Place(scale, first, average_heads, paper, threshold)
+    loss, made = forward(query, key, bias, rows, where, wants, wants_bias)
+    return loss, *made
+
+
+@_operator.register_fake
+def _(query: Tensor, key: Tensor, bias: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    loss = query.new_empty((), dtype=torch.promote_types(query.dtype, torch.float32))
+    rows, _, first, *_ = rest
+    count = query.shape[2] - first if rows is None else rows.shape[0]
+    return loss, *empty_gradients(query, key, bias, count, *rest[-2:])
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    query, key, bias, rows, _, ctx.first, *_ = inputs
+    ctx.set_materialize_grads(False)
+    ctx.queries = query.shape[2]
+    ctx.dtypes = (query.dtype, key.dtype, bias.dtype if bias is not None else None)
+    ctx.save_for_backward(rows, *output[1:])
+
+
+def _gradient(ctx: Any, gradient: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    if gradient is None:
+        return (None,) * 11
+    rows, *made = ctx.saved_tensors
+    scaled = [(one * gradient).to(dtype) if one.numel() else None for one, dtype in zip(made, ctx.dtypes, strict=True)]
+    if scaled[0] is not None and rows is not None:
+        batch, heads, _, width = scaled[0].shape
+        scaled[0] = scaled[0].new_zeros(batch, heads, ctx.queries, width).index_copy(2, rows, scaled[0])
+    elif scaled[0] is not None and ctx.first:
+        scaled[0] = torch.nn.functional.pad(scaled[0], (0, 0, ctx.first, 0))
+    return *scaled, *(None,) * 8
+
+
+_operator.register_autograd(_gradient, setup_context=_setup)

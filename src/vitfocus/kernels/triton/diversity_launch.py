@@ -1,0 +1,191 @@
+"""Launching the diversification loss's kernels: block sizes, buffers, order."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from vitfocus.kernels.diversity_chunked import Place, empty_like_tokens
+from vitfocus.kernels.triton import diversity as kernels
+from vitfocus.kernels.triton.tiles import log_sum_exp
+
+
+class Saved(NamedTuple):
+    """What the forward pass leaves for the backward pass."""
+
+    lse: Tensor
+    average: Tensor
+    slopes: Tensor
+    towards: Tensor
+    along: Tensor
+    inner: Tensor
+
+
+def forward(
+    query: Tensor, key: Tensor, bias: Tensor | None, rows: Tensor | None, where: Place
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The loss and what `backward` needs, in the order of the operator's results."""
+    shape = _Shape(query, key, bias, rows, where)
+    lse = normalisers(query, key, bias, where.scale)
+    maps, group, count, keys = shape.maps, shape.group, shape.count, shape.keys
+    floats: Any = {"dtype": torch.float32, "device": query.device}
+    blocks, settings = shape.row_blocks("row")
+    sums = torch.empty(maps, blocks, keys, **floats)
+    squares, overlaps = torch.empty(maps, count, **floats), torch.empty(maps, group, count, **floats)
+    kernels.row_pass[blocks, maps](
+        query, key, lse, shape.bias, shape.rows, sums, squares, overlaps, where.scale, shape.bound, *shape.sizes,
+        *shape.strides, **settings,
+    )  # fmt: skip
+    average, weights = torch.empty(maps, keys, **floats), torch.empty(maps, keys, **floats)
+    kept = torch.empty(maps, keys, dtype=torch.int32, device=query.device)
+    counts = torch.empty(maps, dtype=torch.int32, device=query.device)
+    lengths, losses = torch.empty(maps, **floats), torch.empty(maps, **floats)
+    width = min(1024, triton.next_power_of_2(keys))
+    kernels.column_pass[maps,](
+        sums, average, kept, weights, counts, lengths, shape.bound, blocks, keys, count, BK=width, PAPER=where.paper
+    )
+    blocks, settings = shape.row_blocks("dot")
+    dots, head_dots = torch.empty_like(squares), torch.empty_like(overlaps)
+    units = torch.empty(maps, blocks, keys, **floats)
+    kernels.dot_pass[blocks, maps](
+        query, key, lse, shape.bias, shape.rows, kept, weights, counts, squares, dots, head_dots, units, where.scale,
+        shape.bound, *shape.sizes, *shape.strides, **settings,
+    )  # fmt: skip
+    slopes, column_slopes = torch.empty_like(weights), torch.zeros_like(weights)
+    kernels.slope_column_pass[maps,](
+        units, kept, weights, counts, lengths, slopes, column_slopes, losses, blocks, keys, count, BK=width
+    )
+    towards, along, inner = torch.empty_like(squares), torch.empty_like(squares), torch.empty_like(overlaps)
+    kernels.slope_pass[blocks, maps](
+        query, key, lse, shape.bias, shape.rows, kept, slopes, counts, lengths, squares, dots, overlaps, head_dots,
+        towards, along, inner, where.scale, shape.bound, *shape.sizes, *shape.strides, **settings,
+    )  # fmt: skip
+    return losses.mean(), lse, average, column_slopes, towards, along, inner
+
+
+def backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    bias: Tensor | None,
+    rows: Tensor | None,
+    where: Place,
+    saved: Saved,
+    wants_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and bias."""
+    shape = _Shape(query, key, bias, rows, where)
+    weight = (gradient / (shape.maps * shape.count)).float()
+    query_gradient, key_gradient = empty_like_tokens(query), empty_like_tokens(key)
+    if shape.count != query.shape[2]:
+        query_gradient.zero_()
+    vectors = (saved.average, saved.slopes, saved.towards, saved.along, saved.inner, weight)
+    inputs = (query, key, saved.lse, shape.bias, shape.rows, *vectors)
+    blocks, settings = shape.row_blocks("query")
+    kernels.query_gradient[blocks, shape.maps](
+        *inputs, query_gradient, where.scale, shape.bound, *shape.sizes, *shape.strides, query_gradient.stride(),
+        **settings,
+    )  # fmt: skip
+    settings = shape.settings("key")
+    kernels.key_gradient[triton.cdiv(shape.keys, settings["BN"]), shape.maps](
+        *inputs, key_gradient, where.scale, shape.bound, *shape.sizes, *shape.strides, key_gradient.stride(),
+        **settings,
+    )  # fmt: skip
+    if bias is None or not wants_bias:
+        return query_gradient, key_gradient, query.new_empty(0)
+    return query_gradient, key_gradient, _bias_gradient(shape, inputs, bias, where)
+
+
+def _bias_gradient(shape: _Shape, inputs: tuple[Any, ...], bias: Tensor, where: Place) -> Tensor:
+    """By image where the bias has images of its own; else summed, some images at a time so that many cores work."""
+    batch, heads, queries, keys = shape.batch, shape.heads, shape.queries, shape.keys
+    at_once = 1 if bias.shape[0] > 1 else max(1, triton.cdiv(batch, 64))
+    chunks = triton.cdiv(batch, at_once)
+    partial = torch.zeros(chunks, heads, queries, keys, dtype=torch.float32, device=bias.device)
+    blocks, settings = shape.row_blocks("row")
+    grid = (blocks, triton.cdiv(keys, settings["BN"]), chunks * (heads // shape.group))
+    kernels.bias_gradient[grid](
+        *inputs, partial, where.scale, shape.bound, *shape.sizes, batch, at_once, *shape.strides, partial.stride(),
+        **settings,
+    )  # fmt: skip
+    for axis in range(4):
+        if bias.shape[axis] == 1 and partial.shape[axis] > 1:
+            partial = partial.sum(dim=axis, keepdim=True)
+    return partial.to(bias.dtype)
+
+
+def normalisers(query: Tensor, key: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    """log Σ exp of every row's logits, (B, H, Q)."""
+    batch, heads, queries, width = query.shape
+    padded = max(16, triton.next_power_of_2(width))
+    out = torch.empty(batch, heads, queries, dtype=torch.float32, device=query.device)
+    spread = bias.expand(batch, heads, queries, key.shape[2]).stride() if bias is not None else (0, 0, 0, 0)
+    rows = 64 if queries > 32 else 16
+    log_sum_exp[triton.cdiv(queries, rows), batch * heads](
+        query, key, bias if bias is not None else query, out, scale, heads, queries, key.shape[2], query.stride(),
+        key.stride(), spread, D=width, DP=padded, BM=rows, BN=64, HAS_BIAS=bias is not None, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+class _Shape:
+    """The sizes of a call, and the block sizes that fit them."""
+
+    def __init__(self, query: Tensor, key: Tensor, bias: Tensor | None, rows: Tensor | None, where: Place) -> None:
+        self.batch, self.heads, self.queries, self.width = query.shape
+        self.keys = key.shape[2]
+        self.count = self.queries - where.first if rows is None else len(rows)
+        self.group = self.heads if where.average_heads else 1
+        self.maps = self.batch * self.heads // self.group
+        self.bound = where.bound(self.keys)
+        self.paper, self.has_bias, self.has_rows = where.paper, bias is not None, rows is not None
+        self.bias: Tensor = bias if bias is not None else query
+        self.rows: Tensor = rows if rows is not None else query
+        spread = (self.batch, self.heads, self.queries, self.keys)
+        bias_strides = bias.expand(spread).stride() if bias is not None else (0, 0, 0, 0)
+        self.strides = (query.stride(), key.stride(), bias_strides)
+        self.sizes = (self.heads, self.queries, self.keys, self.count, where.first)
+
+    def row_blocks(self, kind: str) -> tuple[int, dict[str, Any]]:
+        """How many blocks of rows there are, and the kernel's settings."""
+        settings = self.settings(kind)
+        return triton.cdiv(self.count, settings["BM"]), settings
+
+    def settings(self, kind: str) -> dict[str, Any]:
+        """Block sizes: the tiles of all heads, and their gradients, are to stay in registers."""
+        padded = max(16, triton.next_power_of_2(self.width))
+        rows, columns, warps = block_sizes(kind, self.group, padded, self.count, self.keys)
+        return {
+            "G": self.group,
+            "D": self.width,
+            "DP": padded,
+            "BM": rows,
+            "BN": columns,
+            "HAS_BIAS": self.has_bias,
+            "HAS_ROWS": self.has_rows,
+            "PAPER": self.paper,
+            "num_warps": warps,
+            "num_stages": 2,
+        }
+
+
+def block_sizes(kind: str, group: int, width: int, rows: int, keys: int) -> tuple[int, int, int]:
+    """Rows, columns and warps of a program, as measured on an H200 for 6 heads of 64 channels, and so on from there."""
+    high, wide = (32, 32) if kind == "query" else (64, 32)
+    if group == 1:
+        high, wide = 64, 64
+    kept = group * width * (wide if kind == "key" else high)
+    while kind in ("query", "key") and kept > 16384 and max(high, wide) > 16:  # gradients stay in registers
+        high, wide = (max(16, high // 2), wide) if kind == "query" else (high, max(16, wide // 2))
+        if (kind == "query" and high == 16) or (kind == "key" and wide == 16):
+            break
+        kept //= 2
+    while group * high * wide > 16384 and high > 16:  # and so do the heads' tiles
+        high //= 2
+    high = min(high, max(16, triton.next_power_of_2(rows)))
+    wide = min(wide, max(16, triton.next_power_of_2(keys)))
+    warps = 4 if group * (high * wide + (width * max(high, wide) if kind in ("query", "key") else 0)) <= 40960 else 8
+    return high, wide, warps

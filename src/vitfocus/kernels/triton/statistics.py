@@ -1,0 +1,194 @@
+"""Statistics of attention from queries and keys, without an N×N tensor: two dense passes, and one for pairs of maps.
+
+`dense_pass` needs the softmax's normalisers; `unit_pass` needs the lengths that the dense pass found, of every row of
+the heads' mean and of every head's whole map. Only one head's tile is alive at a time, beside the mean.
+
+`columns` (4, B, K) are the sums over rows that `Statistics` describes, the second of which follows from what keys
+receive. Sums by column meet from all blocks of rows, in memory linear in K: they are added as whole numbers (units of
+2⁻⁴⁰), so their order does not matter and results repeat bit by bit.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from vitfocus.kernels.triton.tiles import load_heads, load_rows, load_vectors, logits, zeros
+
+#: One, as column sums count.
+ONE = 2.0**40
+
+
+@triton.jit
+def _log_tile(
+    query, k, norm, scale, bias, batch, head, rows, row_ok, cols, col_ok, k_strides, bias_strides,
+    D: tl.constexpr, DP: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """log₂ of one head's attention, -inf beyond the last key; `norm` is in units of log 2, +inf beyond the last row."""
+    key = load_rows(k, batch, head, cols, col_ok, k_strides, D, DP)
+    scores = logits(query, key, scale, bias, batch, head, rows, row_ok, cols, col_ok, bias_strides, HAS_BIAS)
+    return tl.where(col_ok[None, :], scores - norm[:, None], float("-inf"))
+
+
+@triton.jit
+def _norms(lse, first, queries, rows, row_ok, G: tl.constexpr):
+    """The normalisers of G heads as `_log_tile` takes them, a tuple."""
+    loaded = load_vectors(lse, first, queries, rows, row_ok, G)
+    made = ()
+    for h in tl.static_range(G):
+        made = made + (tl.where(row_ok, loaded[h] * 1.4426950408889634, float("inf")),)
+    return made
+
+
+@triton.jit
+def _add_columns(sums, values, ok):
+    """Add values (S,) to column sums, as whole numbers."""
+    tl.atomic_add(sums, (values * 1099511627776.0).to(tl.int64), mask=ok, sem="relaxed")
+
+
+@triton.jit
+def _away(rows, cols, prefix, query_width, key_width, query_down, query_across, key_down, key_across):
+    """‖p_i − p_j‖₁ between places of the two grids (T, S), 0 for keys of the prefix."""
+    query, key = tl.maximum(rows - prefix, 0), tl.maximum(cols - prefix, 0)
+    down = tl.abs(((query // query_width) * query_down)[:, None] - ((key // key_width) * key_down)[None, :])
+    across = tl.abs(((query % query_width) * query_across)[:, None] - ((key % key_width) * key_across)[None, :])
+    return tl.where((cols >= prefix)[None, :], down + across, 0.0)
+
+
+@triton.jit
+def dense_pass(
+    q, k, lse, bias, entropies, squares, distances, lengths, received, columns, scale, bound,
+    queries, keys, prefix, query_width, key_width, query_down, query_across, key_down, key_across,
+    q_strides, k_strides, bias_strides,
+    G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    HAS_BIAS: tl.constexpr, PLACED: tl.constexpr,
+):  # fmt: skip
+    """By row and head: entropy, Σ_j p². By row of the heads' mean a: Σ_j a‖p_i − p_j‖₁, and Σ_j t² of both thresholds.
+
+    By column: Σ_i p of every head, and Σ_i t of the threshold ≥.
+    """
+    batch, block = tl.program_id(0), tl.program_id(1)
+    rows = block * BM + tl.arange(0, BM)
+    row_ok = rows < queries
+    query = load_heads(q, batch, batch * 0, rows, row_ok, q_strides, G, D, DP)
+    norms = _norms(lse, batch * G, queries, rows, row_ok, G)
+    entropy, square = zeros(G, [BM]), zeros(G, [BM])
+    distance = tl.zeros([BM], tl.float32)
+    length, length_paper = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
+    first = batch.to(tl.int64) * G
+    kept = columns + (3 * tl.num_programs(0) + batch).to(tl.int64) * keys
+    for start in range(0, keys, BN):
+        cols = start + tl.arange(0, BN)
+        col_ok = cols < keys
+        total = tl.zeros([BM, BN], tl.float32)
+        entropies_now, squares_now = (), ()
+        for h in tl.static_range(G):
+            log = _log_tile(
+                query[h], k, norms[h], scale, bias, batch, batch * 0 + h, rows, row_ok, cols, col_ok, k_strides,
+                bias_strides, D, DP, HAS_BIAS,
+            )  # fmt: skip
+            tile = tl.exp2(log)
+            total += tile
+            # Where the tile is 0 its logarithm is -inf; a finite number makes their product 0.
+            entropies_now = entropies_now + (entropy[h] - tl.sum(tile * tl.maximum(log, -1e30), 1),)
+            squares_now = squares_now + (square[h] + tl.sum(tile * tile, 1),)
+            _add_columns(received + (first + h) * keys + cols, tl.sum(tile, 0), col_ok)
+        entropy, square = entropies_now, squares_now
+        mean = total * (1.0 / G)
+        above = tl.where(mean > bound, mean, 0.0)
+        length += tl.sum(above * above, 1)
+        above = tl.where(mean >= bound, mean, 0.0)
+        length_paper += tl.sum(above * above, 1)
+        _add_columns(kept + cols, tl.sum(above, 0), col_ok)
+        if PLACED:
+            away = _away(rows, cols, prefix, query_width, key_width, query_down, query_across, key_down, key_across)
+            distance += tl.sum(mean * away, 1)
+    for h in tl.static_range(G):
+        place = (first + h) * queries + rows
+        tl.store(entropies + place, entropy[h] * 0.6931471805599453, mask=row_ok)
+        tl.store(squares + place, square[h], mask=row_ok)
+    mine = batch.to(tl.int64) * queries + rows
+    tl.store(distances + mine, tl.where(rows >= prefix, distance, 0.0), mask=row_ok)
+    tl.store(lengths + mine, length, mask=row_ok)
+    tl.store(lengths + tl.num_programs(0).to(tl.int64) * queries + mine, length_paper, mask=row_ok)
+
+
+@triton.jit
+def _one_over_length(lengths, places, ok):
+    """One over the lengths whose squares stand there; that of an empty row is large but meets only zeros."""
+    return 1.0 / tl.maximum(tl.sqrt(tl.load(lengths + places, mask=ok, other=0.0)), 1e-8)
+
+
+@triton.jit
+def unit_pass(
+    q, k, lse, bias, lengths, head_weights, columns, joint, scale, bound, queries, keys,
+    q_strides, k_strides, bias_strides,
+    G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """By column: the sums of the rows t at unit length, for both thresholds. By row: Σ_j (Σ_h w_h p_h)²."""
+    batch, block = tl.program_id(0), tl.program_id(1)
+    rows = block * BM + tl.arange(0, BM)
+    row_ok = rows < queries
+    query = load_heads(q, batch, batch * 0, rows, row_ok, q_strides, G, D, DP)
+    norms = _norms(lse, batch * G, queries, rows, row_ok, G)
+    mine = batch.to(tl.int64) * queries + rows
+    unit = _one_over_length(lengths, mine, row_ok)
+    unit_paper = _one_over_length(lengths, tl.num_programs(0).to(tl.int64) * queries + mine, row_ok)
+    together = tl.zeros([BM], tl.float32)
+    official = columns + batch.to(tl.int64) * keys
+    paper = columns + (2 * tl.num_programs(0) + batch).to(tl.int64) * keys
+    for start in range(0, keys, BN):
+        cols = start + tl.arange(0, BN)
+        col_ok = cols < keys
+        total, weighted = tl.zeros([BM, BN], tl.float32), tl.zeros([BM, BN], tl.float32)
+        for h in tl.static_range(G):
+            log = _log_tile(
+                query[h], k, norms[h], scale, bias, batch, batch * 0 + h, rows, row_ok, cols, col_ok, k_strides,
+                bias_strides, D, DP, HAS_BIAS,
+            )  # fmt: skip
+            tile = tl.exp2(log)
+            total += tile
+            weighted += tile * tl.load(head_weights + batch * G + h)
+        mean = total * (1.0 / G)
+        above = tl.where(mean > bound, mean, 0.0) * unit[:, None]
+        _add_columns(official + cols, tl.sum(above, 0), col_ok)
+        above = tl.where(mean >= bound, mean, 0.0) * unit_paper[:, None]
+        _add_columns(paper + cols, tl.sum(above, 0), col_ok)
+        together += tl.sum(weighted * weighted, 1)
+    tl.store(joint + mine, together, mask=row_ok)
+
+
+@triton.jit
+def pair_pass(
+    q, k, lse, bias, other_q, other_k, other_lse, other_bias, products, scale, heads, queries, keys,
+    q_strides, k_strides, bias_strides, other_q_strides, other_k_strides, other_bias_strides,
+    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """By row and head of two maps p and r: Σ_j p r, Σ_j p² and Σ_j r², three vectors (B, H, Q) one after the other."""
+    pair, block = tl.program_id(0), tl.program_id(1)
+    batch, head = pair // heads, pair % heads
+    rows = block * BM + tl.arange(0, BM)
+    row_ok = rows < queries
+    query = load_rows(q, batch, head, rows, row_ok, q_strides, D, DP)
+    other_query = load_rows(other_q, batch, head, rows, row_ok, other_q_strides, D, DP)
+    norm, other_norm = _norms(lse, pair, queries, rows, row_ok, 1), _norms(other_lse, pair, queries, rows, row_ok, 1)
+    both, one, two = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
+    for start in range(0, keys, BN):
+        cols = start + tl.arange(0, BN)
+        col_ok = cols < keys
+        clean = tl.exp2(_log_tile(
+            query, k, norm[0], scale, bias, batch, head, rows, row_ok, cols, col_ok, k_strides, bias_strides,
+            D, DP, HAS_BIAS,
+        ))  # fmt: skip
+        corrupted = tl.exp2(_log_tile(
+            other_query, other_k, other_norm[0], scale, other_bias, batch, head, rows, row_ok, cols, col_ok,
+            other_k_strides, other_bias_strides, D, DP, HAS_BIAS,
+        ))  # fmt: skip
+        both += tl.sum(clean * corrupted, 1)
+        one += tl.sum(clean * clean, 1)
+        two += tl.sum(corrupted * corrupted, 1)
+    place = pair.to(tl.int64) * queries + rows
+    length = tl.num_programs(0).to(tl.int64) * queries
+    tl.store(products + place, both, mask=row_ok)
+    tl.store(products + length + place, one, mask=row_ok)
+    tl.store(products + 2 * length + place, two, mask=row_ok)

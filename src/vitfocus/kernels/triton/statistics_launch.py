@@ -1,0 +1,106 @@
+"""Launching the statistics' kernels: block sizes, buffers, order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from vitfocus.kernels.statistics import Attention
+from vitfocus.kernels.triton import statistics as kernels
+from vitfocus.kernels.triton.diversity_launch import normalisers
+
+
+def statistics(
+    query: Tensor,
+    key: Tensor,
+    bias: Tensor | None,
+    lse: Tensor | None,
+    scale: float,
+    sides: list[int],
+    threshold: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The fields of `Statistics`, in their order."""
+    batch, heads, queries, width = query.shape
+    keys = key.shape[2]
+    norms, given, strides = _inputs((query, key, bias, lse), scale)
+    floats: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
+    entropy = torch.empty(batch, heads, queries, **floats)
+    squares = torch.empty_like(entropy)
+    distances, joint, *_ = by_row = torch.empty(4, batch, queries, **floats)
+    lengths = by_row[2:]
+    received = torch.zeros(batch, heads, keys, dtype=torch.int64, device=query.device)
+    columns = received.new_zeros(4, batch, keys)
+    bound = threshold / keys
+    rows, cols, stages = block_sizes(heads, width, query.element_size(), queries, keys)
+    grid = (batch, triton.cdiv(queries, rows))  # windows may be many, and only the first axis is long
+    settings: dict[str, Any] = {
+        "G": heads,
+        "D": width,
+        "DP": max(16, triton.next_power_of_2(width)),
+        "BM": rows,
+        "BN": cols,
+        "HAS_BIAS": bias is not None,
+        "num_warps": 4,
+        "num_stages": stages,
+    }
+    kernels.dense_pass[grid](
+        query, key, norms, given, entropy, squares, distances, lengths, received, columns, scale, bound, queries, keys,
+        *_places(sides), *strides, **settings, PLACED=bool(sides),
+    )  # fmt: skip
+    weights = squares.sum(dim=-1).rsqrt_()
+    kernels.unit_pass[grid](
+        query, key, norms, given, lengths, weights, columns, joint, scale, bound, queries, keys, *strides, **settings
+    )
+    got, sums = (whole.to(torch.float32).mul_(1 / kernels.ONE) for whole in (received, columns))
+    torch.mean(got, dim=1, out=sums[1])  # the heads' mean of all rows, which no kernel added up
+    distance, together = distances.sum(dim=-1), joint.sum(dim=-1)
+    return entropy, squares, got, distance, together, sums.unflatten(0, (2, 2))
+
+
+def pair_products(one: Attention, two: Attention, scale: float) -> Tensor:
+    """Inner products of two maps, (3, B, H)."""
+    (query, key, bias, _), (other_query, other_key, _, _) = one, two
+    batch, heads, queries, width = query.shape
+    norms, given, strides = _inputs(one, scale)
+    other_norms, other_given, other_strides = _inputs(two, scale)
+    products = torch.empty(3, batch, heads, queries, dtype=torch.float32, device=query.device)
+    rows, cols, stages = block_sizes(1, 2 * width, query.element_size(), queries, key.shape[2])
+    kernels.pair_pass[batch * heads, triton.cdiv(queries, rows)](
+        query, key, norms, given, other_query, other_key, other_norms, other_given, products, scale, heads, queries,
+        key.shape[2], *strides, *other_strides, D=width, DP=max(16, triton.next_power_of_2(width)), BM=rows, BN=cols,
+        HAS_BIAS=bias is not None, num_warps=4, num_stages=stages,
+    )  # fmt: skip
+    return products.sum(dim=-1)
+
+
+def _inputs(attention: Attention, scale: float) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
+    """Normalisers, a bias or what stands in for none, and the strides of queries, keys and bias."""
+    query, key, bias, lse = attention
+    norms = normalisers(query, key, bias, scale) if lse is None else lse.contiguous()
+    shape = (*query.shape[:3], key.shape[2])
+    bias_strides = bias.expand(shape).stride() if bias is not None else (0, 0, 0, 0)
+    return norms, bias if bias is not None else query, (query.stride(), key.stride(), bias_strides)
+
+
+def _places(sides: list[int]) -> tuple[int, int, int, float, float, float, float]:
+    """The prefix, the grids' widths, and one step down and across each, as fractions of their sides."""
+    if not sides:
+        return 0, 1, 1, 0.0, 0.0, 0.0, 0.0
+    query_height, query_width, key_height, key_width, prefix = sides
+    steps = [1 / max(side - 1, 1) for side in (query_height, query_width, key_height, key_width)]
+    return prefix, query_width, key_width, steps[0], steps[1], steps[2], steps[3]
+
+
+def block_sizes(heads: int, width: int, item: int, queries: int, keys: int) -> tuple[int, int, int]:
+    """Rows, columns and stages of a program: two programs with every head's queries, and keys ahead, share a core."""
+    padded = max(16, triton.next_power_of_2(width))
+    rows, cols = 64, 32
+    while rows > 16 and heads * rows * padded * item > 65536:
+        rows //= 2
+    rows = min(rows, max(16, triton.next_power_of_2(queries)))
+    cols = min(cols, max(16, triton.next_power_of_2(keys)))
+    ahead = heads * (2 * cols + (rows if rows == 64 else 0)) * padded * item
+    return rows, cols, 2 if ahead <= 100 * 1024 and item < 4 else 1
