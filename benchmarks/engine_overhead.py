@@ -23,8 +23,8 @@ from vitfocus.data.augment import Augmenter
 from vitfocus.data.loading import ResidentBatches, Share
 from vitfocus.data.shapes import shapes_batch
 from vitfocus.data.stream import Stream
+from vitfocus.tasks.building import build_model
 from vitfocus.train import Recipe, load_recipe
-from vitfocus.train.model import build_model
 from vitfocus.train.optimiser import create_optimiser
 from vitfocus.train.results import device_name, versions
 from vitfocus.train.run import assemble_run

@@ -34,9 +34,9 @@ from torch.utils.data import Dataset
 from vitfocus.data.arrays import shapes_arrays
 from vitfocus.data.augment import Batch
 from vitfocus.data.loading import mend_posterize
+from vitfocus.tasks.building import build_model
+from vitfocus.tasks.classification_loss import Losses
 from vitfocus.train import Recipe, load_recipe
-from vitfocus.train.loss import Losses
-from vitfocus.train.model import build_model
 from vitfocus.train.optimiser import create_optimiser
 from vitfocus.train.results import device_name, versions
 from vitfocus.train.run import assemble_run, compile_mode
@@ -162,7 +162,12 @@ def synthetic_step(recipe: Recipe, device: torch.device, total: int, folder: str
     losses = Losses(recipe.loss, model)
     size, count = recipe.data.size, recipe.data.batch
     labels = torch.randint(100, (count,), device=device)
-    batch = Batch(torch.randn(count, 3, size, size, device=device), labels, labels.flip(0), 0.7)
+    batch = Batch(
+        torch.randn(count, 3, size, size, device=device),
+        labels,
+        labels.flip(0),
+        *torch.tensor([0.7, 0.3], device=device),
+    )
 
     def step() -> None:
         torch.compiler.cudagraph_mark_step_begin()

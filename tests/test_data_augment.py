@@ -89,7 +89,7 @@ def test_mixing_is_the_same_for_a_divided_batch_and_its_labels_follow_the_pixels
         ]
         assert torch.equal(whole.images, torch.cat([half.images for half in halves]))
         assert torch.equal(whole.others, torch.cat([half.others for half in halves]))
-        target = whole.share * whole.labels + (1 - whole.share) * whole.others
+        target = whole.share * whole.labels + whole.rest * whole.others
         assert torch.allclose(whole.images.mean((1, 2, 3)), target.float(), atol=1e-5)
         kinds.add("none" if whole.share == 1 else "cut" if torch.equal(whole.images, whole.images.round()) else "mix")
     assert kinds == {"none", "cut", "mix"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from tiny import build
@@ -47,3 +49,17 @@ def test_compiled_training_steps_in_bf16(mode: str) -> None:
         optimiser.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0] and all(torch.tensor(losses).isfinite())
+
+
+def test_a_recorded_run_is_the_unrecorded_one(tmp_path: Path) -> None:
+    from vitfocus.train import load_recipe, train
+
+    def weights(name: str, *overrides: str) -> dict[str, torch.Tensor]:
+        spec = "spec=vit_tiny_patch16_224+cbs+tap+adl(variant=paper,threshold=1.0,rows=9)"
+        small = ["train_length=512", "val_length=64", "epochs=1", "mixup=0.8", "cutmix=1.0", "erase=0.3", "clip=1"]
+        recipe = load_recipe("shapes", [spec, *small, "randaugment=rand-m9", "drop_path=0.1", *overrides])
+        train(recipe, tmp_path / name)
+        return vf.load(tmp_path / name / "model").state_dict()
+
+    recorded, usual = weights("recorded"), weights("usual", "record=no")
+    assert all(torch.equal(value, usual[name]) for name, value in recorded.items())

@@ -19,9 +19,9 @@ from vitfocus.data.augment import Batch
 from vitfocus.data.shapes import shapes_batch
 from vitfocus.data.stream import Stream
 from vitfocus.errors import VitfocusError
-from vitfocus.train.distill import Teacher
-from vitfocus.train.loss import Losses, cross_entropy
-from vitfocus.train.model import build_model
+from vitfocus.tasks.building import build_model
+from vitfocus.tasks.classification_loss import Losses, cross_entropy
+from vitfocus.tasks.distill import Teacher
 from vitfocus.train.run import train
 from vitfocus.train.schedule import Plan
 from vitfocus.train.sections import Distill, Loss
@@ -110,7 +110,7 @@ def test_hard_distillation_is_deits(tmp_path: Path) -> None:
     student = timm.create_model("deit_tiny_distilled_patch16_224", num_classes=10, **arguments).train()
     student.set_distilled_training(True)
     images, labels = torch.randn(6, 3, 16, 16), torch.arange(6)
-    batch = Batch(images, labels, labels.flip(0), 0.7)
+    batch = Batch(images, labels, labels.flip(0), torch.tensor(0.7), torch.tensor(0.3))
     first, second = student(images)
     terms = Losses(Loss(smoothing=0.1), student, teacher)((first, second), batch, 0.0)
     target = 0.7 * F.one_hot(labels, 10) + 0.3 * F.one_hot(labels.flip(0), 10)
@@ -165,7 +165,9 @@ def test_mixed_labels_need_no_dense_target() -> None:
     others = labels.roll(1)
     dense = 0.25 * F.one_hot(labels, 5) + 0.75 * F.one_hot(others, 5)
     expected = F.cross_entropy(logits, dense, label_smoothing=0.2)
-    torch.testing.assert_close(cross_entropy(logits, Batch(logits, labels, others, 0.25), 0.2), expected)
+    torch.testing.assert_close(
+        cross_entropy(logits, Batch(logits, labels, others, torch.tensor(0.25), torch.tensor(0.75)), 0.2), expected
+    )
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tensorboard") is not None, reason="TensorBoard is installed")

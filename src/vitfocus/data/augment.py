@@ -24,12 +24,16 @@ _FIELD = 512  # side of the noise field that erasing cuts from
 
 @dataclass
 class Batch:
-    """Normalised images, their labels, and the labels mixed in: the target is `share`·labels + (1 - `share`)·others."""
+    """Normalised images, their labels, and the labels mixed in: the target is `share`·labels + `rest`·others.
+
+    A batch that was never mixed has `share` None; else the two are scalars on the device.
+    """
 
     images: Tensor
     labels: Tensor
     others: Tensor
-    share: float = 1.0
+    share: Tensor | None = None
+    rest: Tensor | None = None
 
 
 def draw_uniform(seed: int, step: int, batch: int, columns: int) -> Tensor:
@@ -82,27 +86,48 @@ def mix(batch: Batch, section: Augment, seed: int, step: int) -> Batch:
 
     Neighbours, and not the reversed batch, so that a batch divided over processes is mixed as one.
     """
+    numbers = draw_mix(section, seed, step, (int(batch.images.shape[-2]), int(batch.images.shape[-1])))
+    return batch if numbers is None else apply_mix(batch, numbers.to(batch.images.device))
+
+
+def draw_mix(section: Augment, seed: int, step: int, size: tuple[int, int]) -> Tensor | None:
+    """What a step is mixed by, eight numbers, or None where a recipe never mixes.
+
+    They are: how much of each image and of its neighbour is blended, then top, bottom, left and right of the box that
+    is the neighbour's, then what the image's label and the neighbour's count. A step that is not mixed is one whose
+    neighbour counts 0: as numbers, so that one recording of a step's work serves every step.
+    """
     mixup, cutmix = section.mixup, section.cutmix
+    if not (mixup or cutmix) or not section.mix_probability:
+        return None
     draw = np.random.default_rng(seed_for(seed, MIX, step))
     skip, kind = draw.random(2)
-    if not (mixup or cutmix) or skip >= section.mix_probability or len(batch.images) < 2:
-        return batch
+    if skip >= section.mix_probability:
+        return torch.tensor([1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0])
     use_cutmix = bool(cutmix) and (not mixup or kind < section.cutmix_share)
     share = float(draw.beta(cutmix, cutmix) if use_cutmix else draw.beta(mixup, mixup))
-    images, even = batch.images, len(batch.images) // 2 * 2
-    swapped = images[:even].unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
-    others = torch.cat([batch.labels[:even].view(-1, 2).flip(1).flatten(), batch.labels[even:]])
-    mixed = images.clone()
-    if use_cutmix:
-        height, width = images.shape[-2:]
-        side = math.sqrt(1 - share)
-        top, bottom = _span(draw, height, side)
-        left, right = _span(draw, width, side)
-        mixed[:even, :, top:bottom, left:right] = swapped[:, :, top:bottom, left:right]
-        share = 1 - (bottom - top) * (right - left) / (height * width)
-    else:
-        mixed[:even] = share * images[:even] + (1 - share) * swapped
-    return Batch(mixed, batch.labels, others, share)
+    if not use_cutmix:
+        return torch.tensor([share, 1 - share, 0.0, 0.0, 0.0, 0.0, share, 1 - share])
+    height, width = size
+    side = math.sqrt(1 - share)
+    top, bottom = _span(draw, height, side)
+    left, right = _span(draw, width, side)
+    share = 1 - (bottom - top) * (right - left) / (height * width)
+    return torch.tensor([1.0, 0.0, top, bottom, left, right, share, 1 - share])
+
+
+def apply_mix(batch: Batch, numbers: Tensor) -> Batch:
+    """Mix by `draw_mix`'s numbers, which lie on the images' device."""
+    images, labels, even = batch.images, batch.labels, len(batch.images) // 2 * 2
+    swapped = torch.cat([images[:even].unflatten(0, (-1, 2)).flip(1).flatten(0, 1), images[even:]])
+    others = torch.cat([labels[:even].view(-1, 2).flip(1).flatten(), labels[even:]])
+    own, other, top, bottom, left, right, share, rest = numbers.unbind()
+    rows = torch.arange(images.shape[-2], device=images.device)
+    columns = torch.arange(images.shape[-1], device=images.device)
+    inside = ((rows >= top) & (rows < bottom))[:, None] & ((columns >= left) & (columns < right))
+    blended = own * images + other * swapped
+    blended[even:] = images[even:]
+    return Batch(torch.where(inside, swapped, blended), labels, others, share, rest)
 
 
 def _span(draw: np.random.Generator, size: int, part: float) -> tuple[int, int]:

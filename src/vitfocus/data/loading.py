@@ -19,7 +19,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from vitfocus.data.augment import Augmenter, Batch, draw_uniform, mix
+from vitfocus.data.augment import Augmenter, Batch, apply_mix, draw_mix, draw_uniform, mix
 from vitfocus.data.images import Broken, BrokenLog, Images, read_or_broken
 from vitfocus.data.settings import Augment, Data
 from vitfocus.data.stream import SAMPLE, Stream, seed_for
@@ -77,16 +77,28 @@ class ResidentBatches:
 
     def part(self, step: int, part: int) -> Batch:
         """One part of one step."""
+        return self.make(*self.inputs(step, part))
+
+    def inputs(self, step: int, part: int = 0) -> tuple[Tensor, ...]:
+        """All that distinguishes one part from another, on the device: indices, draws, and numbers to mix by."""
         first, last = self.share.rows(part)
+        device, seed = self.stream.device, self.stream.seed
         index = self.stream.indices(step * self.share.batch + first, step * self.share.batch + last)
         if self._drawn[0] != step:
-            drawn = draw_uniform(self.stream.seed, step, self.share.batch, self.augmenter.columns)
+            drawn = draw_uniform(seed, step, self.share.batch, self.augmenter.columns)
             mine = drawn[self.share.rows(0)[0] : self.share.rows(self.share.parts - 1)[1]]
-            self._drawn = (step, to_device(mine, self.stream.device))
+            self._drawn = (step, to_device(mine, device))
         uniform = self._drawn[1][part * self.share.size : (part + 1) * self.share.size]
+        size = (int(self.pixels.shape[-2]), int(self.pixels.shape[-1]))
+        numbers = draw_mix(self.augmenter.section, seed, step, size)
+        return (index, uniform) if numbers is None else (index, uniform, to_device(numbers, device))
+
+    def make(self, index: Tensor, uniform: Tensor, numbers: Tensor | None = None) -> Batch:
+        """The part that these inputs describe: work on the device alone, the same for every step."""
         images = self.augment(self.pixels.index_select(0, index), uniform)
         labels = self.labels.index_select(0, index)
-        return mix(Batch(images, labels, labels), self.augmenter.section, self.stream.seed, step)
+        batch = Batch(images, labels, labels)
+        return batch if numbers is None else apply_mix(batch, numbers)
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
@@ -231,6 +243,7 @@ def _loader(samples: Dataset[Any], keys: Any, workers: int, device: torch.device
         pin_memory=device.type == "cuda",
         prefetch_factor=4 if workers else None,
         worker_init_fn=_ignore_signals,
+        generator=torch.Generator(),  # torch's own is the step's: a resumed run must find it untouched
     )
 
 

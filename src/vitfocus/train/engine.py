@@ -12,34 +12,24 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from timm.utils import ModelEmaV3
 from torch import nn
 
-from vitfocus.data.augment import Batch
-from vitfocus.data.evaluation import EvaluationBatches
-from vitfocus.data.images import Images
 from vitfocus.data.stream import STEP, seed_for
 from vitfocus.errors import VitfocusError
+from vitfocus.tasks.base import Task
 from vitfocus.train.checkpoint import Checkpoints, State
-from vitfocus.train.evaluate import evaluate
-from vitfocus.train.loss import Losses
 from vitfocus.train.metrics import Metrics
 from vitfocus.train.progress import Progress
 from vitfocus.train.recipe import Recipe
+from vitfocus.train.recording import RecordedStep
 from vitfocus.train.schedule import Plan, set_rate
 from vitfocus.train.signals import StopWish
 from vitfocus.train.state import all_finite, gather, restore
-
-
-class Batches(Protocol):
-    """Parts of steps, in order."""
-
-    def iterate(self, start: int, stop: int) -> Generator[Batch, None, None]:
-        """From one step to another."""
 
 
 @dataclass
@@ -63,16 +53,13 @@ class Engine:
     raw: nn.Module
     model: nn.Module
     optimiser: Any
-    losses: Losses
-    batches: Batches
-    validation: EvaluationBatches
+    task: Task
     checkpoints: Checkpoints
     metrics: Metrics | None
     progress: Progress
     save_best: Callable[[], None]
     ema: ModelEmaV3 | None = None
     resting: list[nn.Module] = field(default_factory=list)
-    images: dict[str, Images] = field(default_factory=dict)
     record: Record = field(default_factory=Record)
     step: int = 0
     signal: int = 0  # the one that ended the run early
@@ -101,36 +88,43 @@ class Engine:
                     return False
         return True
 
-    def begin(self, stop: int) -> Generator[Batch, None, None]:
+    def begin(self, stop: int) -> Generator[Any, None, None]:
         """Start the clocks, and the batches of the steps up to `stop`."""
         self._train_mode()
         self._sums = self._window()
         self._since, self._saved, self._rated = (time.perf_counter(),) * 3
         self._rated_step = self.step
+        self._recorded = RecordedStep.of(self)
         self.progress.start(self.step)
-        return self.batches.iterate(self.step, stop)
+        return self.task.iterate(self.step, stop)
 
-    def one_step(self, parts: Iterator[Batch]) -> None:
+    def one_step(self, parts: Iterator[Any]) -> None:
         """Forward, backward and update, over the parts of one batch."""
         step, accelerator = self.step, self.accelerator
-        torch.compiler.cudagraph_mark_step_begin()  # what the step before left in a graph's memory may be overwritten
+        if accelerator.device.type == "cuda":
+            torch.compiler.cudagraph_mark_step_begin()  # what the step before left in a graph's memory may be reused
         torch.manual_seed(seed_for(self.recipe.engine.seed, STEP, step, accelerator.process_index))
         set_rate(self.optimiser, self.plan.rate(step))
-        count = self.recipe.engine.accumulate
-        for part in range(count):
-            batch = next(parts)
-            with accelerator.no_sync(self.model) if part < count - 1 else nullcontext():
-                terms = torch.stack(self.losses(self.model(batch.images), batch, self.plan.epoch(step)))
-                accelerator.backward(terms.sum() / count)
-            self._sums += terms.detach() / count
-        if self.recipe.optimiser.clip:
-            accelerator.clip_grad_norm_(self.raw.parameters(), self.recipe.optimiser.clip)
-        self.optimiser.step()
-        self.optimiser.zero_grad()
+        self._sums += self._recorded(step) if self._recorded is not None else self._parts_of_step(parts)
         if self.ema is not None:
             self.ema.update(self.raw)
         self.step += 1
         self.record.window_steps += 1
+
+    def _parts_of_step(self, parts: Iterator[Any]) -> torch.Tensor:
+        accelerator, count = self.accelerator, self.recipe.engine.accumulate
+        sums = torch.zeros_like(self._sums)
+        for part in range(count):
+            batch = next(parts)
+            with accelerator.no_sync(self.model) if part < count - 1 else nullcontext():
+                terms = torch.stack(self.task.terms(self.model, batch, self.plan.epoch(self.step)))
+                accelerator.backward(terms.sum() / count)
+            sums += terms.detach() / count
+        if self.recipe.optimiser.clip:
+            accelerator.clip_grad_norm_(self.raw.parameters(), self.recipe.optimiser.clip)
+        self.optimiser.step()
+        self.optimiser.zero_grad()
+        return sums
 
     def after_step(self, epoch: int, wish: StopWish) -> bool:
         """Log, evaluate, checkpoint, as is due; whether to stop."""
@@ -141,12 +135,18 @@ class Engine:
         else:
             self.progress.advance(self.step)
         stop, late = self._agree(wish, log)
-        if last or (epoch and engine.evaluate_every and epoch % engine.evaluate_every == 0):
+        if last or self._evaluation_is_due(epoch):
             self._evaluate()
         by_steps = bool(engine.checkpoint_steps) and self.step % engine.checkpoint_steps == 0
         if last or stop or late or by_steps:
             self._checkpoint(must=last or stop)
         return stop and not last
+
+    def _evaluation_is_due(self, epoch: int) -> bool:
+        engine = self.recipe.engine
+        if engine.evaluate_steps:
+            return self.step % engine.evaluate_steps == 0
+        return bool(epoch and engine.evaluate_every and epoch % engine.evaluate_every == 0)
 
     def _agree(self, wish: StopWish, log: bool) -> tuple[bool, bool]:
         """Whether any process was asked to stop, and whether the last checkpoint is old; many agree when they log."""
@@ -162,7 +162,7 @@ class Engine:
     def _log(self) -> None:
         """One row of metrics: means over the steps since the last one; a loss that is not finite ends the run."""
         sums = self.accelerator.reduce(self._sums, "mean").tolist()
-        terms = {name: total / self.record.window_steps for name, total in zip(self.losses.names, sums, strict=True)}
+        terms = {name: total / self.record.window_steps for name, total in zip(self.task.names, sums, strict=True)}
         loss = sum(terms.values())
         if loss - loss != 0.0:
             raise self._diverged(", ".join(f"{name}={value:g}" for name, value in terms.items()))
@@ -180,21 +180,18 @@ class Engine:
     def _evaluate(self) -> None:
         """Evaluate the model, and its moving average where there is one: the average is what counts then."""
         began = time.perf_counter()
-        scores = evaluate(self.model, self.validation, self.accelerator)
+        scores = self.task.evaluate(self.model, self.accelerator)
         if self.ema is not None:
             plain = {f"{name}_raw": value for name, value in scores.items()}
-            scores = {**evaluate(self.ema.module, self.validation, self.accelerator), **plain}
+            scores = {**self.task.evaluate(self.ema.module, self.accelerator), **plain}
         self._train_mode()
         row = {"kind": "eval", "step": self.step, "epoch": self.plan.epoch(self.step), **scores}
         self.record.last = row
-        self.progress.top1 = scores["top1"]
-        self.progress.say(
-            f"epoch {row['epoch']:.4g}: top-1 {100 * scores['top1']:.2f} %, top-5 {100 * scores['top5']:.2f} %, "
-            f"loss {scores['loss']:.4f}"
-        )
+        self.progress.score = f"{self.task.best} {scores[self.task.best]:.4f}"
+        self.progress.say(f"epoch {row['epoch']:.4g}: {self.task.headline(scores)}")
         if self.metrics is not None:
             self.metrics.add(row)
-        if scores["top1"] > self.record.best.get("top1", -1.0):
+        if scores[self.task.best] > self.record.best.get(self.task.best, -1.0):
             self.record.best = row
             self.save_best()
         self._rated += time.perf_counter() - began
@@ -242,7 +239,7 @@ class Engine:
         )
 
     def _window(self) -> torch.Tensor:
-        start = self.record.window or [0.0] * len(self.losses.names)
+        start = self.record.window or [0.0] * len(self.task.names)
         return torch.tensor(start, dtype=torch.float64, device=self.accelerator.device)
 
     def _train_mode(self) -> None:

@@ -10,11 +10,11 @@ _QUIET_SECONDS = 10.0
 
 
 class Progress:
-    """Shows steps, images per second, loss, top-1 and the time left. Silent on all processes but the first."""
+    """Shows steps, images a second, losses, the last score and the time left; silent on all processes but the first."""
 
     def __init__(self, total: int, shown: bool = True) -> None:
         self.total, self.shown = total, shown
-        self.top1: float | None = None
+        self.score = ""  # the last evaluation's
         self._bar: Any = None
         self._task: Any = None
         self._last = 0.0
@@ -42,8 +42,9 @@ class Progress:
         if not self.shown:
             return
         parts = [f"{row['images_per_second']:.0f} images/s", f"loss {row['loss']:.4f}"]
-        parts += [f"{key} {row[key]:.4f}" for key in ("adl", "distill") if key in row]
-        parts += [f"top-1 {100 * self.top1:.2f} %"] if self.top1 is not None else []
+        shown = ("kind", "step", "epoch", "loss", "ce", "lr", "images_per_second")
+        parts += [f"{key} {value:.4f}" for key, value in row.items() if key not in shown]
+        parts += [self.score] if self.score else []
         if self._bar is not None:
             self._bar.update(self._task, completed=step, note=", ".join(parts))
         elif time.perf_counter() - self._last >= _QUIET_SECONDS or step == self.total:

@@ -15,7 +15,20 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from vitfocus.errors import VitfocusError, nearest
-from vitfocus.train.sections import Augment, Data, Distill, Engine, Loss, Model, Optimiser, Schedule
+from vitfocus.tasks import TASKS
+from vitfocus.train.sections import (
+    Answer,
+    Augment,
+    Data,
+    Detect,
+    Distill,
+    Engine,
+    Loss,
+    Model,
+    Optimiser,
+    Schedule,
+    Segment,
+)
 
 
 @dataclass(frozen=True)
@@ -24,6 +37,7 @@ class Recipe:
 
     name: str = "recipe"
     about: str = ""
+    task: str = "classify"
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     augment: Augment = field(default_factory=Augment)
@@ -32,11 +46,16 @@ class Recipe:
     schedule: Schedule = field(default_factory=Schedule)
     distill: Distill = field(default_factory=Distill)
     engine: Engine = field(default_factory=Engine)
+    segment: Segment = field(default_factory=Segment)
+    detect: Detect = field(default_factory=Detect)
+    answer: Answer = field(default_factory=Answer)
 
     def to_toml(self) -> str:
         """The recipe as TOML, every key spelled out."""
-        top = [f"{key} = {_toml(getattr(self, key))}" for key in ("name", "about")]
+        top = [f"{key} = {_toml(getattr(self, key))}" for key in _TOP]
         for section in _SECTIONS:
+            if section in TASKS and section != self.task:
+                continue
             top += ["", f"[{section}]"]
             record = getattr(self, section)
             top += [f"{entry.name} = {_toml(getattr(record, entry.name))}" for entry in dataclasses.fields(record)]
@@ -52,7 +71,11 @@ _SECTIONS: dict[str, type[Any]] = {
     "schedule": Schedule,
     "distill": Distill,
     "engine": Engine,
+    "segment": Segment,
+    "detect": Detect,
+    "answer": Answer,
 }
+_TOP = ("name", "about", "task")
 _KEYS = {f"{section}.{entry.name}": entry for section, cls in _SECTIONS.items() for entry in dataclasses.fields(cls)}
 _TYPES = {f"{section}.{name}": kind for section, cls in _SECTIONS.items() for name, kind in get_type_hints(cls).items()}
 
@@ -80,7 +103,10 @@ def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         key, equals, value = text.partition("=")
         if not equals:
             raise VitfocusError(f"{text!r} overrides nothing: write key=value, such as batch=64.")
-        path = _full_key(key.strip())
+        if key.strip() == "task":
+            tree["task"] = value.strip().strip("\"'")
+            continue
+        path = _full_key(key.strip(), str(tree.get("task", "classify")))
         section, _, rest = path.partition(".")
         target = tree.setdefault(section, {})
         *inner, last = rest.split(".")
@@ -94,9 +120,12 @@ def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 def build_recipe(tree: Mapping[str, Any], name: str = "recipe") -> Recipe:
     """Check a tree of sections and make the record of it."""
-    parts: dict[str, Any] = {"name": tree.get("name", name), "about": tree.get("about", "")}
+    task = tree.get("task", "classify")
+    if task not in TASKS:
+        raise VitfocusError(f"There is no task {task!r}: {nearest(str(task), TASKS)}")
+    parts: dict[str, Any] = {"name": tree.get("name", name), "about": tree.get("about", ""), "task": task}
     for section, content in tree.items():
-        if section in ("name", "about", "extends"):
+        if section in (*_TOP, "extends"):
             continue
         if section not in _SECTIONS:
             raise VitfocusError(f"A recipe has no section {section!r}: {nearest(section, _SECTIONS)}")
@@ -109,7 +138,7 @@ def build_recipe(tree: Mapping[str, Any], name: str = "recipe") -> Recipe:
         values = {key: _checked(f"{section}.{key}", value) for key, value in content.items()}
         parts[section] = _SECTIONS[section](**values)
     recipe = Recipe(**parts)
-    if recipe.schedule.warmup_epochs > recipe.schedule.epochs:
+    if not recipe.schedule.steps and recipe.schedule.warmup_epochs > recipe.schedule.epochs:
         raise VitfocusError(
             f"warmup_epochs={recipe.schedule.warmup_epochs:g} is more than epochs={recipe.schedule.epochs:g}."
         )
@@ -118,7 +147,8 @@ def build_recipe(tree: Mapping[str, Any], name: str = "recipe") -> Recipe:
 
 def difference(old: Recipe, new: Recipe) -> list[str]:
     """The keys that differ in a way that would change the run, each as "key: old -> new"."""
-    return [
+    task = [f"task: {old.task} -> {new.task}"] if old.task != new.task else []
+    return task + [
         f"{path}: {_toml(before)} -> {_toml(after)}"
         for path, entry in _KEYS.items()
         if not entry.metadata.get("harmless") and (before := _get(old, path)) != (after := _get(new, path))
@@ -170,11 +200,12 @@ def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _full_key(key: str) -> str:
+def _full_key(key: str, task: str) -> str:
     section, _, rest = key.partition(".")
     if f"{section}.{rest.partition('.')[0]}" in _KEYS and (key in _KEYS or key.startswith("model.arguments.")):
         return key
-    matches = [path for path in _KEYS if path.split(".")[1] == key]
+    foreign = set(TASKS) - {task} | ({"distill"} if task != "classify" else set())
+    matches = [path for path in _KEYS if path.split(".")[1] == key and path.split(".")[0] not in foreign]
     if len(matches) == 1:
         return matches[0]
     if matches:

@@ -24,6 +24,7 @@ def describe(engine: Engine) -> dict[str, Any]:
         "epochs": engine.plan.epoch(engine.step),
         "seconds": round(record.seconds, 3),
         "images_per_second": round(engine.step * engine.recipe.data.batch / max(record.seconds, 1e-9), 1),
+        "headline": engine.task.headline(record.last) if record.last else "",
         "last": record.last,
         "best": record.best,
         "parameters": sum(p.numel() for p in engine.raw.parameters()),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from collections.abc import Sequence
@@ -16,21 +15,15 @@ from accelerate.utils import DistributedDataParallelKwargs, TorchDynamoPlugin, g
 from timm.utils import ModelEmaV3
 from torch import nn
 
-from vitfocus.anatomy import anatomy
-from vitfocus.data.augment import Augmenter
-from vitfocus.data.classification import is_small, load_all, open_images
-from vitfocus.data.evaluation import EvaluationBatches
-from vitfocus.data.images import BrokenLog, Images
-from vitfocus.data.loading import LoaderBatches, ResidentBatches, Share
-from vitfocus.data.stream import Stream
+from vitfocus.data.loading import Share
 from vitfocus.errors import VitfocusError
 from vitfocus.files import write_text
+from vitfocus.tasks import find_task
+from vitfocus.tasks.base import Setting, Task
 from vitfocus.train.checkpoint import Checkpoints, State, read_checkpoint, replace_folder
-from vitfocus.train.distill import Teacher
 from vitfocus.train.engine import Engine, run_folder
-from vitfocus.train.loss import Losses
 from vitfocus.train.metrics import Metrics
-from vitfocus.train.model import build_model, choose_trained, model_arguments
+from vitfocus.train.model import choose_trained
 from vitfocus.train.optimiser import create_optimiser
 from vitfocus.train.progress import Progress
 from vitfocus.train.recipe import Recipe, build_recipe, difference, load_recipe
@@ -38,7 +31,7 @@ from vitfocus.train.results import describe, device_name
 from vitfocus.train.schedule import Plan
 from vitfocus.train.state import model_tensors
 from vitfocus.treatments.spec import split_spec
-from vitfocus.treatments.store import save
+from vitfocus.treatments.store import remember_task, save
 
 
 def train(
@@ -57,6 +50,7 @@ def train(
         recipe = load_recipe(recipe, overrides)
     elif overrides:
         raise VitfocusError("Overrides go with a recipe's name or file; change a Recipe with dataclasses.replace.")
+    find_task(recipe.task).check(recipe)
     folder = run_folder(out, recipe)
     checkpoints = Checkpoints(folder / "checkpoints", recipe.engine.keep)
     accelerator = _accelerator(recipe)
@@ -83,7 +77,7 @@ def train(
     if finished:
         _export(engine, folder / "model")
         if accelerator.is_main_process:
-            results["data_sha256"] = {name: images.digest() for name, images in engine.images.items()}
+            results["data_sha256"] = engine.task.digests()
             results["model_sha256"] = json.loads((folder / "model" / "config.json").read_text())["sha256"]
             write_text(folder / "results.json", json.dumps(results, indent=1) + "\n")
     accelerator.wait_for_everyone()
@@ -119,14 +113,16 @@ def _accelerator(recipe: Recipe) -> Accelerator:
 def compile_mode(recipe: Recipe, cuda: bool) -> str | None:
     """How the model is compiled, None for not at all.
 
-    A small model's step on a GPU waits for the host to launch kernels, so one that is a single piece on a single
-    process is replayed as CUDA graphs ("reduce-overhead").
+    A small model's step on a GPU waits for the host to launch kernels. Where the images lie on the device the whole
+    step is recorded instead (train/recording.py); elsewhere a model that is a single piece on a single process is
+    replayed as CUDA graphs ("reduce-overhead").
     """
     engine = recipe.engine
-    if engine.compile == "no" or (engine.compile == "auto" and not cuda):
+    if engine.compile == "no" or (engine.compile == "auto" and not (cuda and find_task(recipe.task).compiles)):
         return None
     alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
-    return "reduce-overhead" if cuda and alone and engine.accumulate == 1 else "default"
+    whole = engine.record == "auto" and recipe.task == "classify" and recipe.data.resident != "no"
+    return "reduce-overhead" if cuda and alone and engine.accumulate == 1 and not whole else "default"
 
 
 def _start_state(
@@ -171,53 +167,26 @@ def _assemble(
     state: State | None,
 ) -> tuple[Engine, dict[str, Any]]:
     device, data = accelerator.device, recipe.data
+    task = find_task(recipe.task)(recipe)
     with accelerator.main_process_first():  # what is fetched or indexed, is so once
-        train_images = open_images(data, "train")
-        val_images = open_images(data, "val", train_images.classes or None)
-    classes = _count_classes(recipe, train_images)
-    model: Any = build_model(recipe, classes)
-    seen = anatomy(model)
-    mean, std = tuple(seen.mean), tuple(seen.std)
-    resting = choose_trained(model, recipe.optimiser.train)
-    teacher = None
-    if recipe.distill.teacher:
-        teacher = Teacher(recipe.distill, classes, mean, std).to(device)
-        if hasattr(model, "set_distilled_training"):
-            model.set_distilled_training(True)
+        task.open_data()
+    model: Any = _build(task)
+    heads = task.head_names(model)
+    resting = choose_trained(model, recipe.optimiser.train, heads)
     compiled = bool(accelerator.state.dynamo_plugin.backend.value != "NO")
     fsdp = getattr(accelerator, "is_fsdp2", False) or str(accelerator.distributed_type).endswith("FSDP")
     if fsdp and recipe.engine.ema:
         raise VitfocusError("engine.ema keeps whole weights on every process, which FSDP is there to avoid: set ema=0.")
     model.to(device)
     ema = ModelEmaV3(model, recipe.engine.ema) if recipe.engine.ema else None
-    optimiser = create_optimiser(model, recipe.optimiser, device)
+    optimiser = create_optimiser(model, recipe.optimiser, device, heads)
     prepared, prepared_optimiser = accelerator.prepare(model, optimiser)
-
     share = Share(data.batch, accelerator.process_index, accelerator.num_processes, recipe.engine.accumulate)
-    train_log, val_log = (BrokenLog(data.broken == "fatal") for _ in range(2))
-    resident = data.resident == "yes" or (data.resident == "auto" and is_small(train_images) and is_small(val_images))
-    augmenter = Augmenter(recipe.augment, mean, std, device, device_crop=resident)
-    if resident:
-        pixels, labels, skipped = load_all(train_images, data, train_log)
-        val_pixels, val_labels, val_skipped = load_all(val_images, data, val_log)
-        for one in (*skipped, *val_skipped):
-            progress.say(f"Skipped an unreadable image: {one}")
-        _refuse_labels(labels, classes, "training")
-        _refuse_labels(val_labels, classes, "validation")
-        count = len(labels)
-        stream = Stream(count, data.batch, recipe.engine.seed, data.repeats, device=device)
-        batches: Any = ResidentBatches(pixels, labels, stream, augmenter, share, compiled)
-        validation = EvaluationBatches(data, share, mean, std, device, resident=(val_pixels, val_labels))
-    else:
-        count = len(train_images)
-        groups = getattr(train_images, "groups", ())
-        stream = Stream(count, data.batch, recipe.engine.seed, data.repeats, groups, device="cpu")
-        batches = LoaderBatches(train_images, data, stream, augmenter, share, train_log, progress.say, device, classes)
-        validation = EvaluationBatches(data, share, mean, std, device, images=val_images, log=val_log, say=progress.say)
-    plan = Plan.of(recipe, count)
+    task.start(model, Setting(device, share, compiled, progress.say))
+    plan = Plan.of(recipe, task.train_images)
     progress.total = plan.steps
     progress.say(
-        f"{recipe.name}: {recipe.model.spec}, {count} training and {validation.length} validation images, "
+        f"{recipe.name}: {recipe.model.spec}, {task.train_images} training and {task.val_images} validation images, "
         f"{plan.steps} steps of {data.batch} on {device_name(device)}."
     )
     step = state.step if state else 0
@@ -229,71 +198,50 @@ def _assemble(
         raw=model,
         model=prepared,
         optimiser=prepared_optimiser,
-        losses=Losses(recipe.loss, model, teacher),
-        batches=batches,
-        validation=validation,
+        task=task,
         checkpoints=checkpoints,
         metrics=metrics,
         progress=progress,
         save_best=lambda: _export(engine, folder / "best"),
         ema=ema,
         resting=resting,
-        images={"train": train_images, "val": val_images},
     )
     if state is not None:
         engine.resume(state)
-
     facts = {
-        "classes": classes,
-        "train_images": count,
-        "val_images": validation.length,
-        "broken_images": {"train": train_log.found, "val": val_log.found},
-        "resident": resident,
+        "task": task.name,
+        "train_images": task.train_images,
+        "val_images": task.val_images,
+        "broken_images": {split: log.found for split, log in task.broken.items()},
         "compiled": compiled,
-        "preprocessing": {"size": data.size, "mean": mean, "std": std, "crop": 1.0 if resident else data.crop},
+        **task.facts(),
     }
     return engine, facts
 
 
-def _count_classes(recipe: Recipe, images: Images) -> int:
-    given = recipe.model.arguments.get("num_classes")
-    if given is None and not images.classes:
-        raise VitfocusError(
-            f"{recipe.data.source} does not say how many classes it has: set model.arguments.num_classes."
-        )
-    return int(given) if given is not None else len(images.classes)
-
-
-def _refuse_labels(labels: torch.Tensor, classes: int, what: str) -> None:
-    if len(labels) and int(labels.max()) >= classes:
-        raise VitfocusError(
-            f"The {what} images have labels up to {int(labels.max())}, and the model knows {classes} classes: set "
-            "model.arguments.num_classes."
-        )
+def _build(task: Task) -> nn.Module:
+    """The task's model, which remembers what it was trained for."""
+    model = task.build_model()
+    remember_task(model, task.card())
+    return model
 
 
 def _export(engine: Engine, folder: Path) -> None:
     """Save the weights that count (the moving average's where there is one) as vitfocus.save does, in one stroke."""
     model: nn.Module = engine.ema.module if engine.ema is not None else engine.raw
-    classes = _classes_of(engine)
     if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
         tensors = model_tensors(model)
         if engine.accelerator.is_main_process:
-            plain = dataclasses.replace(engine.recipe.model, pretrained=False, weights="")
-            model = build_model(dataclasses.replace(engine.recipe, model=plain), classes)
+            model = _build(engine.task)
             model.load_state_dict(tensors)
     if engine.accelerator.is_main_process:
-        base, arguments = split_spec(engine.recipe.model.spec)[0], model_arguments(engine.recipe, classes)
+        base, arguments = split_spec(engine.recipe.model.spec)[0], engine.task.arguments()
         replace_folder(folder, lambda place: _save(model, place, base, arguments))
     engine.accelerator.wait_for_everyone()
 
 
 def _save(model: nn.Module, folder: Path, base: str, arguments: dict[str, Any]) -> None:
     save(model, folder, base=base, arguments=arguments)
-
-
-def _classes_of(engine: Engine) -> int:
-    return int(getattr(engine.raw, "num_classes", 0) or engine.recipe.model.arguments.get("num_classes", 0))
 
 
 def is_main_process() -> bool:

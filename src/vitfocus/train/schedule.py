@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from vitfocus.train.recipe import Recipe
@@ -21,29 +22,43 @@ class Plan:
     lr: float
     warmup_lr: float
     min_lr: float
+    decay: str = "cosine"
+    power: float = 1.0
+    drops: tuple[float, ...] = ()
 
     @classmethod
     def of(cls, recipe: Recipe, images: int) -> Plan:
         """The plan of a recipe for so many training images."""
         per_epoch = images / recipe.data.batch
-        steps = max(1, math.ceil(recipe.schedule.epochs * per_epoch - 1e-9))
         optimiser, schedule = recipe.optimiser, recipe.schedule
+        steps = schedule.steps or max(1, math.ceil(schedule.epochs * per_epoch - 1e-9))
         scale = recipe.data.batch / optimiser.lr_batch if optimiser.lr_batch else 1.0
-        warmup = min(steps, round(schedule.warmup_epochs * per_epoch))
-        return cls(steps, images, per_epoch, warmup, optimiser.lr * scale, schedule.warmup_lr, schedule.min_lr)
+        by_epochs = 0 if schedule.steps else round(schedule.warmup_epochs * per_epoch)
+        warmup = min(steps, schedule.warmup_steps or by_epochs)
+        rates = (optimiser.lr * scale, schedule.warmup_lr, schedule.min_lr)
+        return cls(steps, images, per_epoch, warmup, *rates, schedule.decay, schedule.power, schedule.drops)
 
     def rate(self, step: int) -> float:
-        """Linear from warmup_lr to lr, then half a cosine down to min_lr.
+        """Linear from warmup_lr up to lr, then down: half a cosine or a line to min_lr after the warm-up, a power of
+        the share of the run that is left (as the segmentation field counts it, from the first step), or a tenth at
+        each drop.
 
         >>> plan = Plan(steps=110, images=160, steps_per_epoch=10, warmup=10, lr=1.0, warmup_lr=0.0, min_lr=0.0)
         >>> plan.rate(0), plan.rate(5), plan.rate(10), round(plan.rate(60), 3)
         (0.0, 0.5, 1.0, 0.5)
         """
+        low, high = min(self.min_lr, self.lr), self.lr
+        if self.decay == "polynomial":
+            high = low + (self.lr - low) * (1 - step / self.steps) ** self.power
+        elif self.decay == "drops":
+            high = max(low, self.lr * 0.1 ** sum(step >= share * self.steps for share in self.drops))
         if step < self.warmup:
-            return self.warmup_lr + (self.lr - self.warmup_lr) * step / self.warmup
+            return self.warmup_lr + (high - self.warmup_lr) * step / self.warmup
+        if self.decay in ("polynomial", "drops"):
+            return high
         done = (step - self.warmup) / max(1, self.steps - self.warmup)
-        low = min(self.min_lr, self.lr)
-        return low + (self.lr - low) * 0.5 * (1 + math.cos(math.pi * done))
+        left = 1 - done if self.decay == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+        return low + (self.lr - low) * left
 
     def epoch(self, step: int) -> float:
         """Epochs done after so many steps."""
@@ -58,4 +73,8 @@ class Plan:
 def set_rate(optimiser: Optimizer, rate: float) -> None:
     """Give every group its rate; layer-wise decay is a factor that timm keeps as `lr_scale`."""
     for group in optimiser.param_groups:
-        group["lr"] = rate * group.get("lr_scale", 1.0)
+        value = rate * group.get("lr_scale", 1.0)
+        if isinstance(group["lr"], Tensor):  # read by a recorded step where it lies
+            group["lr"].fill_(value)
+        else:
+            group["lr"] = value

@@ -6,8 +6,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vitfocus.data.settings import Augment, Data, bounded, choice, harmless
+from vitfocus.tasks.settings import Answer, Detect, Segment
 
-__all__ = ["Augment", "Data", "Distill", "Engine", "Loss", "Model", "Optimiser", "Schedule"]
+__all__ = [
+    "Answer",
+    "Augment",
+    "Data",
+    "Detect",
+    "Distill",
+    "Engine",
+    "Loss",
+    "Model",
+    "Optimiser",
+    "Schedule",
+    "Segment",
+]
 
 
 @dataclass(frozen=True)
@@ -40,17 +53,23 @@ class Optimiser:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     layer_decay: float = bounded(0.0, 0, 1)  # each layer's rate as a multiple of the next one's; 0: off
+    head_lr: float = bounded(1.0)  # the rate of what stands on the trunk, as a multiple of the trunk's
     clip: float = bounded(0.0)  # largest gradient norm; 0: off
     train: str = choice("all", "added", "head")  # added: what treatments added, nothing else; head: the classifier too
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Linear warm-up, then half a cosine, counted in steps."""
+    """Linear warm-up, then a decay, counted in steps."""
 
     epochs: float = bounded(300.0, 1e-9)
+    steps: int = bounded(0)  # the run's length in steps, in place of epochs; 0: by epochs
     warmup_epochs: float = bounded(5.0)
+    warmup_steps: int = bounded(0)  # in place of warmup_epochs; 0: by epochs, and none where the run counts steps
     warmup_lr: float = bounded(1e-6)
+    decay: str = choice("cosine", "linear", "polynomial", "drops")
+    power: float = bounded(1.0)  # decay=polynomial
+    drops: tuple[float, float] = (2 / 3, 11 / 12)  # decay=drops: shares of the run after which the rate is a tenth
     min_lr: float = bounded(1e-5)
 
 
@@ -74,9 +93,11 @@ class Engine:
     device: str = choice("auto", "cpu", "cuda")
     precision: str = choice("auto", "fp32", "bf16", "fp16")  # auto: bf16 on CUDA, fp32 elsewhere
     compile: str = choice("auto", "yes", "no")  # auto: on CUDA
+    record: str = choice("auto", "no")  # auto: a step on one CUDA device is recorded once and replayed
     accumulate: int = bounded(1, 1)  # parts that one process takes its share of a batch in
     ema: float = bounded(0.0, 0, 1)  # decay of the moving average of the weights; 0: none
     evaluate_every: int = harmless(1)  # epochs; the last is always evaluated
+    evaluate_steps: int = harmless(0)  # steps, in place of epochs; 0: by epochs
     log_every: int = harmless(20, 1)  # steps
     checkpoint_steps: int = harmless(0)  # a checkpoint every so many steps; 0: by time alone
     checkpoint_minutes: float = harmless(5.0)  # and whenever the last one is so old; 0: not by time

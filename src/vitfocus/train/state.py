@@ -43,7 +43,9 @@ def gather(step: int, model: nn.Module, optimiser: Optimizer, ema: nn.Module | N
                 tensors[f"optimiser/{name}/{key}"] = value
             else:
                 scalars.setdefault(name, {})[key] = value
-    groups = optimised.get("param_groups", [])
+    # The rate follows from the step, and a recorded step's lies in a tensor: neither it nor that is part of the state.
+    kept: list[dict[str, Any]] = optimised.get("param_groups", [])  # type: ignore[assignment]
+    groups = [{key: value for key, value in group.items() if key not in ("lr", "capturable")} for group in kept]
     return State(step, tensors, {**rest, "optimiser": {"groups": groups, "scalars": scalars}})
 
 
@@ -54,9 +56,16 @@ def restore(state: State, model: nn.Module, optimiser: Optimizer, ema: nn.Module
     for path, value in _under(state.tensors, "optimiser/").items():
         name, _, key = path.rpartition("/")
         moments.setdefault(name, {})[key] = value
+    now: list[dict[str, Any]] = get_state_dict(model, optimiser)[1]["param_groups"]  # type: ignore[assignment]
+    saved: list[dict[str, Any]] = state.rest["optimiser"]["groups"]
+    here = {
+        name: {key: group[key] for key in ("lr", "capturable") if key in group}
+        for group in now
+        for name in group["params"]
+    }
     groups = [
-        {key: tuple(value) if key == "betas" else value for key, value in group.items()}
-        for group in state.rest["optimiser"]["groups"]
+        {key: tuple(value) if key == "betas" else value for key, value in group.items()} | here[group["params"][0]]
+        for group in saved
     ]
     optimised: dict[str, Any] = {"state": moments, "param_groups": groups}
     # A sharded model is given the full tensors, of which each process takes its part.

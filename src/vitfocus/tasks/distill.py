@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -10,25 +11,31 @@ from torch import Tensor, nn
 
 from vitfocus.anatomy import anatomy
 from vitfocus.errors import VitfocusError
-from vitfocus.train.sections import Distill
-from vitfocus.treatments.store import create_model
+from vitfocus.tasks.building import start_from
+from vitfocus.treatments.store import create_model, load
+
+if TYPE_CHECKING:
+    from vitfocus.train.sections import Distill
 
 
 class Teacher(nn.Module):
-    """Any timm model, in eval mode, that takes images normalised for the student."""
+    """Any timm model, or one that vitfocus saved in a folder, in eval mode; takes images normalised for the student."""
 
     def __init__(self, section: Distill, classes: int, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
         super().__init__()
-        if not section.pretrained and not section.weights:
+        saved = Path(section.teacher).is_dir()
+        if not saved and not section.pretrained and not section.weights:
             raise VitfocusError(
-                f"The teacher {section.teacher} has no weights: set distill.weights to a file, or "
-                "distill.pretrained=true to let timm fetch them."
+                f"The teacher {section.teacher} has no weights: set distill.weights to a file, "
+                "distill.pretrained=true to let timm fetch them, or name a folder that vitfocus.save wrote."
             )
         self.section = section
-        self.net = create_model(section.teacher, pretrained=section.pretrained, num_classes=classes).eval()
+        self.net = (
+            load(section.teacher)
+            if saved
+            else create_model(section.teacher, pretrained=section.pretrained, num_classes=classes).eval()
+        )
         if section.weights:
-            from vitfocus.train.model import start_from
-
             start_from(self.net, section.weights)
         self.net.requires_grad_(False)
         config: Any = getattr(self.net, "pretrained_cfg", None) or {}

@@ -1,0 +1,32 @@
+"""Tasks: what is learnt and how it is scored. A run asks its task for data, model, losses and scores (`base.py`)."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vitfocus.tasks.base import Task
+
+#: Where each task lives; it is imported when a recipe or a saved model asks for it.
+TASKS = {
+    "classify": "vitfocus.tasks.classify:Classify",
+    "segment": "vitfocus.tasks.segment:Segment",
+    "detect": "vitfocus.tasks.detect:Detect",
+    "answer": "vitfocus.tasks.answer:Answer",
+}
+
+
+def find_task(name: str) -> type[Task]:
+    """The class of a task by its name in a recipe.
+
+    >>> find_task("classify").__name__
+    'Classify'
+    """
+    from vitfocus.errors import VitfocusError, nearest
+
+    if name not in TASKS:
+        raise VitfocusError(f"There is no task {name!r}: {nearest(name, TASKS)}")
+    module, _, cls = TASKS[name].partition(":")
+    found: type[Task] = getattr(importlib.import_module(module), cls)
+    return found

@@ -1,0 +1,116 @@
+"""From a recipe to the model that is trained: its constructor's arguments, its first weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from vitfocus.anatomy import anatomy
+from vitfocus.errors import VitfocusError
+from vitfocus.treatments.origin import split_library
+from vitfocus.treatments.spec import split_spec
+from vitfocus.treatments.store import create_model, load
+from vitfocus.treatments.surgery import added_names
+from vitfocus.treatments.weights import load_weights, read_weights
+
+if TYPE_CHECKING:
+    from vitfocus.train.recipe import Recipe
+
+_HEADS = ("head", "head_dist", "fc", "classifier", "heads")
+
+
+def build_model(recipe: Recipe, classes: int) -> nn.Module:
+    """The model of a recipe that knows so many classes."""
+    return build_with(recipe, model_arguments(recipe, classes))
+
+
+def build_with(recipe: Recipe, arguments: dict[str, Any]) -> nn.Module:
+    """The model of a recipe, built with these arguments, its random weights drawn from the recipe's seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(recipe.engine.seed)
+        model = create_model(recipe.model.spec, recipe.model.pretrained, **arguments)
+    if recipe.model.weights:
+        start_from(model, recipe.model.weights)
+    return model
+
+
+def model_arguments(recipe: Recipe, classes: int) -> dict[str, Any]:
+    """What the model's constructor is given: the number of classes, the image size where it is not the usual one.
+
+    A composed model, such as a segmenter, takes pictures of any size and is told none.
+    """
+    library, name = split_library(split_spec(recipe.model.spec)[0])
+    given = dict(recipe.model.arguments)
+    if library == "transformers":
+        return {"num_labels": classes, **given}
+    arguments: dict[str, Any] = {"num_classes": classes}
+    if library != "torchvision":
+        import timm
+
+        import vitfocus.models  # noqa: F401  registers FAN, RVT, PVT and LocalViT
+
+        usual = timm.get_pretrained_cfg(name) if timm.is_model(name.partition(".")[0]) else None
+        unusual = library == "timm" and usual is not None and usual.input_size[-1] != recipe.data.size
+        if unusual and _is_told_its_size(name, usual):
+            arguments["img_size"] = recipe.data.size
+        if recipe.model.drop_path:
+            arguments["drop_path_rate"] = recipe.model.drop_path
+    return {**arguments, **given}
+
+
+def _is_told_its_size(name: str, usual: Any) -> bool:
+    """Whether a timm model's constructor takes the image size: models of timm that see any size, as PVTv2, do not."""
+    import timm
+
+    ours = timm.model_entrypoint(name).__module__.startswith("vitfocus.")
+    return bool(usual.fixed_input_size) or ours
+
+
+def start_from(model: nn.Module, source: str) -> None:
+    """Load weights from a file or a saved folder; a classifier of another number of classes is left as it is.
+
+    Into a model that stands on a vision transformer, such as a segmenter, weights of the transformer alone load too:
+    its classifier is left out, and its position embedding is resized as its library does.
+    """
+    tensors = load(source).state_dict() if Path(source).is_dir() else read_weights(Path(source))
+    for key in ("state_dict_ema", "state_dict", "model_ema", "model"):
+        if isinstance(tensors.get(key), dict):
+            tensors = tensors[key]
+    own = model.state_dict()
+    root = _transformer_inside(model) if not set(tensors) & set(own) else None
+    if root is not None:
+        _start_backbone(model, root, tensors, source)
+        return
+    heads = {name for name in own if name.split(".")[0] in _HEADS}
+    other = {name for name in heads if name in tensors and tensors[name].shape != own[name].shape}
+    kept = {name: value for name, value in tensors.items() if name not in other}
+    report = load_weights(model, kept, strict=not other)
+    wrong = [name for name in (*report.missing, *report.unexpected) if name not in other]
+    if wrong:
+        raise VitfocusError(f"{source} does not fit {type(model).__name__}: {', '.join(wrong[:4])}.")
+
+
+def _transformer_inside(model: nn.Module) -> nn.Module | None:
+    try:
+        root = anatomy(model).root
+    except VitfocusError:
+        return None
+    return root if root is not model else None
+
+
+def _start_backbone(model: nn.Module, root: nn.Module, tensors: dict[str, Any], source: str) -> None:
+    """Load the weights of the transformer inside; parts it was relieved of, such as a classifier, may be left over."""
+    prefix = next(name for name, module in model.named_modules() if module is root)
+    added = {name.removeprefix(f"{prefix}.") for name in added_names(model)}
+    report = load_weights(root, tensors, strict=False)
+    parts = {name.split(".")[0] for name in root.state_dict()}
+    leftover = [name for name in report.unexpected if name.split(".")[0] in parts]
+    missing = [name for name in report.missing if name not in added]
+    if missing or leftover or not report.loaded:
+        raise VitfocusError(
+            f"{source} does not fit the {type(root).__name__} inside {type(model).__name__}: "
+            f"{', '.join([*missing, *leftover][:4]) or 'no name agrees'}."
+        )
