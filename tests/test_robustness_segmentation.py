@@ -62,7 +62,7 @@ def test_two_models_and_bad_input() -> None:
     data = Shapes("val", length=4, size=32, task="segment")
     scores = vf.evaluate({"a": Segmenter(), "b": Segmenter()}, "segmentation-noise", data, progress=False)
     assert scores["a"]["miou"] == scores["b"]["miou"]
-    for wrong, said in (("a/folder", "not a folder"), (iter([]), "not a generator"), ([], "no images")):
+    for wrong, said in (("a/folder", "no folder"), (iter([]), "not a generator"), ([], "no images")):
         with pytest.raises(vf.VitfocusError, match=said):
             vf.evaluate(Segmenter(), "segmentation-noise", wrong, progress=False)
     with pytest.raises(vf.VitfocusError, match="knows 3 classes"):

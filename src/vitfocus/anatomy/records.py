@@ -83,7 +83,8 @@ class Block:
     `ports` maps "pool" (where Token-aware Average Pooling goes: before the norm before attention, so that the shortcut
     keeps the original) and "mlp.front", "mlp.mid", "mlp.end", "attention.front", "attention.mid", "attention.end" to
     places; one that the family does not offer is absent. `host` holds what a treatment adds, under a name ending in
-    `suffix`. `window` is the grid inside which attention runs where it is windowed.
+    `suffix`. `window` is the grid inside which attention runs where it is windowed. `feeds_pyramid`: the block's output
+    also leaves the transformer, into a detector's or a segmenter's pyramid.
     """
 
     name: str
@@ -106,6 +107,7 @@ class Block:
     key_rule: GridRule | None = None
     window: Size | None = None
     suffix: str = ""
+    feeds_pyramid: bool = False
 
     @overload
     def grid(self) -> Size: ...

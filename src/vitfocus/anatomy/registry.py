@@ -18,23 +18,23 @@ _FAMILIES: dict[str, Family] = {}
 
 @dataclass(frozen=True)
 class Family:
-    """One family: the classes it is recognised by, and the function that dissects a model of it.
+    """One family: the classes it is recognised by (or their full names), and the function that dissects a model of it.
 
     `example` names a model of the family and `options` shrink it, for the support table and the tests.
     """
 
     name: str
     library: str
-    classes: tuple[str, ...]
+    classes: tuple[str | type[nn.Module], ...]
     dissect: Callable[[Any], Anatomy]
-    example: str
+    example: str = ""
     options: dict[str, Any] = field(default_factory=dict)
 
 
 def register(family: Family) -> None:
-    """Add a family under each of its classes' full names."""
-    for name in family.classes:
-        _FAMILIES[name] = family
+    """Make a family known by each of its classes; anybody's will do."""
+    for known in family.classes:
+        _FAMILIES[known if isinstance(known, str) else _full_name(known)] = family
 
 
 def families() -> list[Family]:
@@ -51,9 +51,13 @@ def family_of(module: nn.Module) -> Family | None:
         library = "own" if library == "vitfocus" else library
         if library in _LIBRARIES:
             importlib.import_module(f"vitfocus.anatomy.{library}")
-            if family := _FAMILIES.get(f"{cls.__module__}.{cls.__qualname__}"):
-                return family
+        if family := _FAMILIES.get(_full_name(cls)):
+            return family
     return None
+
+
+def _full_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -81,25 +85,36 @@ def anatomy(model: nn.Module) -> Anatomy:
     if not found:
         raise VitfocusError(_unknown(model))
     if len(found) > 1:
-        names = ", ".join(f"{name} ({type(module).__name__})" for name, module, _ in found)
+        names = ", ".join(f"{name} ({type(module).__name__})" for name, module, *_ in found)
         raise VitfocusError(
             f"{type(model).__name__} contains {len(found)} vision transformers: {names}; pass the one you mean."
         )
-    prefix, module, family = found[0]
+    prefix, module, family, feeding = found[0]
     result = family.dissect(module)
     if not result.blocks:
         raise VitfocusError(f"{type(module).__name__} looks like {family.name}, but no block was found in it.")
     if prefix:
-        result = replace(result, blocks=tuple(replace(b, name=f"{prefix}.{b.name}") for b in result.blocks))
+        # Of each module that feeds a pyramid, a block or a stage, the last block inside does.
+        last = {part: b.name for part in feeding for b in result.blocks if f"{b.name}.".startswith(f"{part}.")}
+        result = replace(
+            result,
+            blocks=tuple(
+                replace(b, name=f"{prefix}.{b.name}", feeds_pyramid=b.name in last.values()) for b in result.blocks
+            ),
+        )
     return result
 
 
-def _outermost(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module, Family]]:
+def _outermost(
+    module: nn.Module, name: str, feeding: tuple[str, ...] = ()
+) -> Iterator[tuple[str, nn.Module, Family, tuple[str, ...]]]:
+    """The transformers in a module, each with the names of its parts that the module around it says feed a pyramid."""
     if family := family_of(module):
-        yield name, module, family
+        yield name, module, family, feeding
         return
+    feeding = getattr(module, "feeding", ())
     for child_name, child in module.named_children():
-        yield from _outermost(child, f"{name}.{child_name}" if name else child_name)
+        yield from _outermost(child, f"{name}.{child_name}" if name else child_name, feeding)
 
 
 def _unknown(model: nn.Module) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,12 +15,14 @@ from torch import nn
 from vitfocus.anatomy import Block, anatomy
 from vitfocus.anatomy.records import Size
 from vitfocus.attention.findings import SECOND, Thresholds, findings
-from vitfocus.attention.images import Images, batches, paired
+from vitfocus.attention.images import Batch, Images, batches, paired
 from vitfocus.attention.observation import Observation
 from vitfocus.attention.running import can_be_read, model_name, pick_blocks, reading
 from vitfocus.attention.scaling import context_scale, scaling_profile
 from vitfocus.attention.stream import LayerStream, geometry_of
+from vitfocus.attention.stream import rows as rows_of
 from vitfocus.attention.tables import Table, diagnosis_table
+from vitfocus.attention.text import text_length, with_text, without_padding
 from vitfocus.errors import VitfocusError
 from vitfocus.files import write_bytes
 
@@ -154,6 +156,9 @@ def diagnose(
     "gaussian_noise/3", drawn from `seed`. `layers` picks layers by index or name, `batch_size` cuts up a large tensor,
     and `name` is what tables and figures call the model.
 
+    A model that reads text takes dicts of "pixel_values" and "input_ids", as its Hugging Face processor makes them, or,
+    loaded with its word pieces, of "pixel_values" and "question"; what pads a text or an image is not read.
+
     The model keeps its fused attention, its device, its mode and its outputs; no map is stored.
 
     >>> import timm
@@ -176,28 +181,30 @@ def diagnose(
     }
     values: dict[str, list[torch.Tensor]] = {block: [] for block in streams}
     pairs = 1 if against is None else 2
-    count, size, batch_images = 0, body.build_size, 0
+    count, size, batch_images, text_tokens = 0, body.build_size, 0, 0
 
     def sink(block: Block, seen: Observation, seen_size: Size) -> None:
         nonlocal size
         size = seen_size
         stream = streams[block.name]
-        stream.observe(seen, geometry_of(block, seen, seen_size))
+        stream.observe(seen, geometry_of(block, seen, seen_size, text_tokens))
         if stream.stability is not None:
             # Windows are averaged into the image they belong to.
             values[block.name].append(stream.stability.take().unflatten(0, (batch_images, -1)).mean(dim=1))
 
-    source = batches(images, batch_size)
+    source: Iterator[Batch] = (with_text(batch, model, body) for batch in batches(images, batch_size))
     if against is not None:
         source = paired(source, against, body, batch_size, seed)
     with reading(model, body, [block for block in blocks if block.name in streams], sink) as run:
-        for batch in source:
-            batch_images = len(batch.pixels) // pairs
-            run(batch)
+        for piece in (piece for batch in source for piece in without_padding(batch, pairs)):
+            batch_images, text_tokens = len(piece.pixels) // pairs, text_length(piece)
+            run(piece)
             count += batch_images
     if count == 0:
         raise VitfocusError("There are no images to diagnose with: the iterable was empty.")
-    rows = [_row(block, streams.get(block.name)) for block in blocks]
+    read = [name for name, stream in streams.items() if stream.maps]
+    numbers = dict(zip(read, rows_of(streams[name] for name in read), strict=True))
+    rows = [_row(block, numbers.get(block.name, {})) for block in blocks]
     for row in rows:
         if row.get("entropy", 0.0) != row.get("entropy", 0.0):
             raise VitfocusError(f"The attention of {row['name']} is not a number: look for NaN in images and weights.")
@@ -206,9 +213,7 @@ def diagnose(
     return Diagnosis(rows, name or model_name(model), count, size, described, stability)
 
 
-def _row(block: Block, stream: LayerStream | None) -> dict[str, Any]:
-    row: dict[str, Any] = {"layer": block.depth, "name": block.name, "attention_kind": block.attention_kind}
-    if stream is not None and stream.maps:
-        row |= stream.row()
+def _row(block: Block, numbers: dict[str, float]) -> dict[str, Any]:
+    row: dict[str, Any] = {"layer": block.depth, "name": block.name, "attention_kind": block.attention_kind, **numbers}
     scale = context_scale(block.host)
     return row | (scaling_profile(scale) if scale is not None else {})

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vitfocus.anatomy.records import Size
-from vitfocus.attention.reading import Geometry, Mean, Reading, Tile
+from vitfocus.attention.reading import Geometry, Mean, Number, Reading, Sums, Tile
 
 
 def relative_distance(maps: Tensor, query_grid: Size, key_grid: Size | None = None, prefix_tokens: int = 0) -> Tensor:
@@ -43,14 +43,17 @@ class DistanceReading(Reading):
     def __init__(self) -> None:
         self.mean = Mean()
 
-    def begin(self, images: int, heads: int, geometry: Geometry, like: Tensor) -> None:
-        """Place the tokens."""
-        self.geometry = geometry
-        if geometry.placed:
-            assert geometry.query_grid is not None and geometry.key_grid is not None
-            self.places = places(geometry.query_grid, like)
-            self.key_rows, self.key_columns = (_along(side, like) for side in geometry.key_grid)
-            self.sum = like.new_zeros(images)
+    def begin(self, images: int, heads: int, geometry: Geometry) -> None:
+        """Note where the tokens are."""
+        self.images, self.geometry = images, geometry
+
+    def make_room(self, like: Tensor) -> None:
+        """Place the tokens, and start with no distance."""
+        if self.geometry.placed:
+            assert self.geometry.query_grid is not None and self.geometry.key_grid is not None
+            self.places = places(self.geometry.query_grid, like)
+            self.key_rows, self.key_columns = (_along(side, like) for side in self.geometry.key_grid)
+            self.sum = like.new_zeros(self.images)
 
     def add(self, tile: Tile) -> None:
         """Add the tile's part of the sum over queries."""
@@ -64,11 +67,15 @@ class DistanceReading(Reading):
         across = (patches.sum(dim=-2) * (queries[:, 1:] - self.key_columns).abs()).sum(dim=(1, 2))
         self.sum += down + across
 
+    def fill(self, sums: Sums) -> None:
+        """Note the sum over all queries."""
+        self.sum = sums.statistics.distance
+
     def end(self) -> None:
         """Average over the queries."""
         if self.geometry.placed:
-            self.mean.add(self.sum / len(self.places))
+            self.mean.add(self.sum, self.images * (self.geometry.queries - self.geometry.prefix_tokens))
 
-    def row(self) -> dict[str, float]:
+    def row(self) -> dict[str, Number]:
         """`distance`, absent where tokens have no place."""
         return {"distance": self.mean.value} if self.mean.count else {}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vitfocus.attention.reading import Geometry, Mean, Reading, Tile
+from vitfocus.attention.reading import Geometry, Mean, Number, Reading, Sums, Tile
 from vitfocus.kernels.diversity import Variant, row_similarity
 
 THRESHOLD = 2.0
@@ -38,35 +38,43 @@ class DiversityReading(Reading):
     def __init__(self) -> None:
         self.means = {"official": Mean(), "paper": Mean()}
 
-    def begin(self, images: int, heads: int, geometry: Geometry, like: Tensor) -> None:
-        """Start with empty sums of unit rows and of rows."""
+    def begin(self, images: int, heads: int, geometry: Geometry) -> None:
+        """Note the size and the threshold."""
         self.least = THRESHOLD / geometry.keys
-        # x ≥ t is x > the number just below t, and `threshold` keeps what is greater, in one go.
-        self.below = float(torch.nextafter(like.new_tensor(self.least), like.new_tensor(0.0)))
+        self.shape = (images, geometry.keys)
         self.queries = geometry.queries
-        # For each form: the sum of unit rows, then the sum of what its average is taken of.
-        self.official, self.paper = like.new_zeros(2, images, 2, geometry.keys)
+
+    def make_room(self, like: Tensor) -> None:
+        """Start with empty sums of unit rows and of what the average is taken of, for each form."""
+        # x ≥ t is x > the number just below t, and `threshold` keeps what is greater, in one go.
+        least, zero = torch.tensor([self.least, 0.0], dtype=like.dtype)
+        self.below = float(torch.nextafter(least, zero))
+        self.sums = like.new_zeros(2, 2, *self.shape)
 
     def add(self, tile: Tile) -> None:
         """Add the tile's rows."""
         rows = tile.head_mean
+        (units, total), paper = self.sums
         strict = F.threshold(rows, self.least, 0.0)
-        self.official[:, 0] += torch.bmm(_one_over_norm(strict), strict)[:, 0]
-        self.official[:, 1] += rows.sum(dim=1)
+        units += torch.bmm(_one_over_norm(strict), strict)[:, 0]
+        total += rows.sum(dim=1)
         kept = F.threshold(rows, self.below, 0.0)
         weights = _one_over_norm(kept)
-        self.paper += torch.bmm(torch.cat([weights, torch.ones_like(weights)], dim=1), kept)
+        paper += torch.bmm(torch.cat([weights, torch.ones_like(weights)], dim=1), kept).transpose(0, 1)
+
+    def fill(self, sums: Sums) -> None:
+        """Note the sums over all rows."""
+        self.sums = sums.statistics.rows
 
     def end(self) -> None:
         """Bring unit rows and average together."""
-        official, paper = self.official / self.queries, self.paper / self.queries
-        official[:, 1] = F.threshold(official[:, 1], self.least, 0.0)
-        for form, sums in (("official", official), ("paper", paper)):
-            units, average = sums.unbind(dim=1)
-            norm = torch.linalg.vector_norm(average, dim=-1).clamp_min(EPSILON)
-            self.means[form].add((units * average).sum(dim=-1) / norm)
+        units, averages = self.sums.div(self.queries).unbind(dim=1)
+        averages[0] = F.threshold(averages[0], self.least, 0.0)
+        norms = torch.linalg.vector_norm(averages, dim=-1).clamp_min(EPSILON)
+        for mean, cosines in zip(self.means.values(), (units * averages).sum(dim=-1) / norms, strict=True):
+            mean.add(cosines)
 
-    def row(self) -> dict[str, float]:
+    def row(self) -> dict[str, Number]:
         """`diversity_official` and `diversity_paper`, from 0 (all rows differ) to 1 (all alike)."""
         return {f"diversity_{form}": mean.value for form, mean in self.means.items()}
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vitfocus.attention.reading import Geometry, Mean, Reading, Tile
+from vitfocus.attention.reading import Geometry, Mean, Number, Reading, Sums, Tile
 
 TOP = 0.05
 
@@ -54,9 +54,13 @@ class FocusReading(Reading):
         self.overfocus = Mean()
         self.effective = Mean()
 
-    def begin(self, images: int, heads: int, geometry: Geometry, like: Tensor) -> None:
+    def begin(self, images: int, heads: int, geometry: Geometry) -> None:
+        """Note the size."""
+        self.shape = (images, heads, geometry.keys)
+
+    def make_room(self, like: Tensor) -> None:
         """Start with nothing received."""
-        self.received = like.new_zeros(images, heads, geometry.keys)
+        self.received = like.new_zeros(self.shape)
 
     def add(self, tile: Tile) -> None:
         """Add what the tile's queries give."""
@@ -64,11 +68,15 @@ class FocusReading(Reading):
         given = torch.bmm(maps.new_ones(len(maps), 1, maps.shape[1]), maps)
         self.received += given.view_as(self.received)
 
+    def fill(self, sums: Sums) -> None:
+        """Note what all queries give."""
+        self.received = sums.statistics.received
+
     def end(self) -> None:
         """Take both numbers of every head."""
         self.overfocus.add(overfocus(self.received))
         self.effective.add(effective_tokens(self.received))
 
-    def row(self) -> dict[str, float]:
+    def row(self) -> dict[str, Number]:
         """`overfocus`, a share, and `effective_tokens`, a number of tokens."""
         return {"overfocus": self.overfocus.value, "effective_tokens": self.effective.value}

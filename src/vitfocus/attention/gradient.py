@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from vitfocus.attention.reading import Geometry, Reading, Tile
+from vitfocus.attention.reading import Geometry, Mean, Number, Reading, Sums, Tile
 
 
 def softmax_gradient(maps: Tensor) -> Tensor:
@@ -25,22 +25,28 @@ class GradientReading(Reading):
     """The mean over images, heads and rows; as rows sum to one, 1 minus the mean sum of squares."""
 
     def __init__(self) -> None:
-        self.squares = 0.0
-        self.rows = 0
+        self.squares = Mean()
 
-    def begin(self, images: int, heads: int, geometry: Geometry, like: Tensor) -> None:
+    def begin(self, images: int, heads: int, geometry: Geometry) -> None:
         """Count the rows to come."""
-        self.rows += images * heads * geometry.queries
+        self.rows = images * heads * geometry.queries
+
+    def make_room(self, like: Tensor) -> None:
+        """Start with no squares."""
         self.sum = like.new_zeros(())
 
     def add(self, tile: Tile) -> None:
         """Add the squares, which stand on the diagonal of the heads' inner products."""
         self.sum += tile.gram.diagonal(dim1=-2, dim2=-1).sum()
 
-    def end(self) -> None:
-        """Carry the sum over."""
-        self.squares += float(self.sum)
+    def fill(self, sums: Sums) -> None:
+        """Note the rows' squares."""
+        self.sum = sums.statistics.squares
 
-    def row(self) -> dict[str, float]:
+    def end(self) -> None:
+        """Carry them over."""
+        self.squares.add(self.sum, self.rows)
+
+    def row(self) -> dict[str, Number]:
         """`gradient`, from 0 to 1 − 1/K."""
-        return {"gradient": 1 - self.squares / self.rows}
+        return {"gradient": 1 - self.squares.value}

@@ -22,10 +22,14 @@ Images = Tensor | Iterable[Any] | Mapping[str, Any]
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Images as given, (B, 3, H, W) in uint8 or normalised floats, and what else the model takes (a text, a mask)."""
+    """Images as given, (B, 3, H, W) in uint8 or normalised floats, and what else the model takes (a text, a mask).
+
+    `questions` are texts not yet cut into word pieces, one for each image.
+    """
 
     pixels: Tensor
     extras: dict[str, Tensor] = field(default_factory=dict)
+    questions: list[str] | None = None
 
 
 def batches(images: Images, batch_size: int | None = None) -> Iterator[Batch]:
@@ -67,12 +71,22 @@ def _batch(item: Any) -> Batch:
         if not isinstance(item.get("pixel_values"), Tensor):
             raise VitfocusError(f"A batch with the keys {', '.join(map(str, item))} holds no images: {_EXPECTED}")
         extras = {k: v for k, v in item.items() if isinstance(v, Tensor) and k not in ("pixel_values", "labels")}
-        return Batch(_checked(item["pixel_values"]), extras)
+        return Batch(_checked(item["pixel_values"]), extras, _questions(item))
+    asked = None
     if isinstance(item, list | tuple) and item:
+        asked = next((_questions(other) for other in item[1:] if isinstance(other, Mapping)), None)
         item = item[0]
     if not isinstance(item, Tensor):
         raise VitfocusError(f"A batch is {_described(item)}: {_EXPECTED}")
-    return Batch(_checked(item if item.ndim == 4 else item[None]))
+    return Batch(_checked(item if item.ndim == 4 else item[None]), questions=asked)
+
+
+def _questions(item: Mapping[str, Any]) -> list[str] | None:
+    """The texts of a batch, under "question" (one for each image) as a data set of questions yields them."""
+    asked = item.get("question")
+    if isinstance(asked, str):
+        return [asked]
+    return list(asked) if isinstance(asked, list | tuple) and all(isinstance(one, str) for one in asked) else None
 
 
 def _are_alike(images: Sequence[Any]) -> bool:

@@ -1,7 +1,8 @@
 """What a reading is: something that looks at attention tile by tile and ends as a few numbers in a layer's row.
 
-A `Tile` is some rows of some images' maps, small enough to stay in the cache; no reading ever sees more at once. The
-file of each reading holds its definition, a pure function of explicit maps, and below it its streaming form.
+A `Tile` is some rows of some images' maps, small enough to stay in the cache; no reading ever sees more at once. Where
+a kernel has been through the tiles already, `Sums` holds what they came to. The file of each reading holds its
+definition, a pure function of explicit maps, and below it its streaming form.
 """
 
 from __future__ import annotations
@@ -13,6 +14,10 @@ import torch
 from torch import Tensor
 
 from vitfocus.anatomy.records import Size
+from vitfocus.kernels.statistics import Statistics
+
+#: A float, or one on its device, which nobody has waited for yet.
+Number = float | Tensor
 
 
 @dataclass(frozen=True)
@@ -63,43 +68,66 @@ class Tile:
         return torch.bmm(flat, flat.mT)
 
 
-class Reading:
-    """The streaming form of a reading. For some images at a time: `begin`, `add` every tile, `end`; at last `row`."""
+@dataclass(frozen=True, eq=False)
+class Sums:
+    """What all tiles of some images come to; `products` (3, B, H) are the inner products with the corrupted maps."""
 
-    def begin(self, images: int, heads: int, geometry: Geometry, like: Tensor) -> None:
-        """Prepare for that many maps; `like` gives the device and the dtype."""
+    statistics: Statistics
+    products: Tensor | None = None
+
+
+class Reading:
+    """The streaming form of a reading: for some images `begin`, `make_room` and `add` every tile, or `fill`; `end`.
+
+    At last `row`. Nothing is brought over from a GPU before it, and it may leave its numbers there, too.
+    """
+
+    def begin(self, images: int, heads: int, geometry: Geometry) -> None:
+        """Note what is to come: the maps of so many images."""
+
+    def make_room(self, like: Tensor) -> None:
+        """Start the sums that tiles are added to; `like` gives the device and the dtype."""
 
     def add(self, tile: Tile) -> None:
         """Take in one tile."""
         raise NotImplementedError
 
+    def fill(self, sums: Sums) -> None:
+        """Take in what all tiles come to, in their stead."""
+        raise NotImplementedError
+
     def end(self) -> None:
         """Conclude the images begun last."""
 
-    def row(self) -> dict[str, float]:
+    def row(self) -> dict[str, Number]:
         """The numbers for the layer's row; empty where they have no meaning."""
         raise NotImplementedError
 
 
 class Mean:
-    """A running mean in double precision.
+    """A running mean in double precision, kept where the values are.
 
     >>> mean = Mean()
     >>> mean.add(torch.tensor([1.0, 2.0])); mean.add(torch.tensor([6.0]))
-    >>> mean.value
+    >>> float(mean.value)
     3.0
     """
 
     def __init__(self) -> None:
-        self.total = 0.0
+        self.total: Number = 0.0
         self.count = 0
 
-    def add(self, values: Tensor) -> None:
-        """Take in every value of a tensor."""
-        self.total += float(values.cpu().double().sum())
-        self.count += values.numel()
+    def add(self, values: Tensor, count: int | None = None) -> None:
+        """Take in every value of a tensor; with a count, values that are the sum of so many."""
+        self.total = self.total + resting(values).sum(dtype=torch.float64)
+        self.count += values.numel() if count is None else count
 
     @property
-    def value(self) -> float:
+    def value(self) -> Number:
         """The mean of all that was added."""
         return self.total / self.count
+
+
+def resting(values: Tensor) -> Tensor:
+    """The values where they can stay in double precision: on the CPU or a CUDA device as they are, else on the CPU."""
+    return values if values.device.type in ("cpu", "cuda") else values.cpu()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from vitfocus.anatomy.records import Size
 from vitfocus.attention.images import Batch, normalised
 from vitfocus.attention.observation import Observation
 from vitfocus.attention.probe import observing
+from vitfocus.attention.text import PatchesInOrder, with_text
 from vitfocus.errors import VitfocusError, nearest
 
 #: Called with the block, what was seen of its attention, and the size of the images as its stem received them.
@@ -40,7 +41,8 @@ def reading(
     handle = body.stem.register_forward_pre_hook(note_size, with_kwargs=True)
     try:
         model.eval()
-        with torch.no_grad(), observing(blocks, lambda block, seen: sink(block, seen, sizes[0])):
+        order = PatchesInOrder() if body.text is not None else nullcontext()
+        with torch.no_grad(), order, observing(blocks, lambda block, seen: sink(block, seen, sizes[0])):
             yield lambda batch: _forward(model, body, batch)
     finally:
         handle.remove()
@@ -51,6 +53,7 @@ def reading(
 
 
 def _forward(model: nn.Module, body: Anatomy, batch: Batch) -> Any:
+    batch = with_text(batch, model, body)
     weight = next((p for p in body.root.parameters() if p.is_floating_point()), torch.empty(0))
     pixels = normalised(batch.pixels, body).to(weight.device, weight.dtype)
     extras = {key: value.to(weight.device) for key, value in batch.extras.items()}

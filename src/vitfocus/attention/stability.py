@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vitfocus.attention.reading import Geometry, Mean, Reading, Tile
+from vitfocus.attention.reading import Geometry, Mean, Number, Reading, Sums, Tile
 
 
 def stability(clean: Tensor, corrupted: Tensor) -> Tensor:
@@ -26,10 +28,13 @@ class StabilityReading(Reading):
         self.mean = Mean()
         self.values: list[Tensor] = []
 
-    def begin(self, images: int, heads: int, geometry: Geometry, like: Tensor) -> None:
-        """Start with empty inner products: of the two with each other, and of each with itself."""
-        self.products = like.new_zeros(3, images * heads)
+    def begin(self, images: int, heads: int, geometry: Geometry) -> None:
+        """Note the size."""
         self.shape = (images, heads)
+
+    def make_room(self, like: Tensor) -> None:
+        """Start with empty inner products: of the two with each other, and of each with itself."""
+        self.products = like.new_zeros(3, math.prod(self.shape))
 
     def add(self, tile: Tile) -> None:
         """Add the tile's inner products."""
@@ -38,10 +43,15 @@ class StabilityReading(Reading):
         pairs = ((clean, corrupted), (clean, clean), (corrupted, corrupted))
         self.products += torch.stack([torch.bmm(a, b.mT).flatten() for a, b in pairs])
 
+    def fill(self, sums: Sums) -> None:
+        """Note the inner products of whole maps."""
+        assert sums.products is not None
+        self.products = sums.products.flatten(1)
+
     def end(self) -> None:
         """Turn them into cosines."""
         both, clean, corrupted = self.products
-        cosines = (both / (clean * corrupted).sqrt()).clamp(max=1).view(self.shape).cpu()
+        cosines = (both / (clean * corrupted).sqrt()).clamp(max=1).view(self.shape)
         self.mean.add(cosines)
         self.values.append(cosines)
 
@@ -50,6 +60,6 @@ class StabilityReading(Reading):
         values, self.values = self.values, []
         return torch.cat(values)
 
-    def row(self) -> dict[str, float]:
+    def row(self) -> dict[str, Number]:
         """`stability`, from 0 to 1."""
         return {"stability": self.mean.value}

@@ -1,26 +1,30 @@
-"""The tile pass: every reading of one attention, with memory linear in the number of tokens.
+"""Every reading of one attention, with memory linear in the number of tokens: by kernels on a GPU, else by tiles.
 
-Maps are made a tile at a time, of as many images and query rows as fit the cache; every reading takes what it needs
-from the tile before the next one is made. Nothing of the size of a whole map exists unless the model itself made it.
+In the tile pass maps are made a tile at a time, of as many images and query rows as fit the cache; every reading takes
+what it needs from the tile before the next one is made. On a GPU, kernels go through the tiles of queries and keys and
+the readings take finished sums. Nothing of the size of a whole map exists unless the model itself made it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from vitfocus.anatomy.records import Block, Size
 from vitfocus.attention.distance import DistanceReading
-from vitfocus.attention.diversity import DiversityReading
+from vitfocus.attention.diversity import THRESHOLD, DiversityReading
 from vitfocus.attention.entropy import EntropyReading
 from vitfocus.attention.focus import FocusReading
 from vitfocus.attention.gradient import GradientReading
 from vitfocus.attention.heads import HeadReading
 from vitfocus.attention.observation import Observation
-from vitfocus.attention.reading import Geometry, Reading, Tile
+from vitfocus.attention.reading import Geometry, Number, Reading, Sums, Tile
 from vitfocus.attention.stability import StabilityReading
+from vitfocus.kernels.backend import chosen
+from vitfocus.kernels.statistics import Grids, pair_products, statistics
 
 #: Numbers in a tile, on the CPU from the least to the most: what the caches hold. A GPU wants more to be busy.
 CPU_TILES, GPU_TILE = (1 << 17, 1 << 20), 1 << 22
@@ -44,6 +48,13 @@ def tiles(seen: Observation, budget: int | None = None) -> Iterator[tuple[slice,
 
 def part(seen: Observation, images: slice = slice(None), heads: slice | Tensor = slice(None)) -> Observation:
     """The same attention of some of the images and heads."""
+    cut = _views(seen, images, heads)
+    # Made contiguous once here, a key matrix is not copied again by every tile's product.
+    return cut if cut.key is None else replace(cut, key=cut.key.contiguous())
+
+
+def _views(seen: Observation, images: slice, heads: slice | Tensor = slice(None)) -> Observation:
+    """The same as `part`, in the same memory."""
 
     def cut(tensor: Tensor | None) -> Tensor | None:
         if tensor is None:
@@ -51,13 +62,12 @@ def part(seen: Observation, images: slice = slice(None), heads: slice | Tensor =
         tensor = tensor if tensor.shape[0] == 1 and seen.shape[0] > 1 else tensor[images]
         return tensor if tensor.shape[1] == 1 and seen.shape[1] > 1 else tensor[:, heads]
 
-    key = cut(seen.key)
     return Observation(
         query=cut(seen.query),
-        # Made contiguous once here, a key matrix is not copied again by every tile's product.
-        key=key.contiguous() if key is not None else None,
+        key=cut(seen.key),
         scale=seen.scale,
         bias=cut(seen.bias),
+        lse=cut(seen.lse),
         logits=cut(seen.logits),
         map=cut(seen.map),
     )
@@ -106,8 +116,40 @@ class LayerStream:
         other = None
         if self.stability is not None:
             half = seen.shape[0] // 2
-            seen, other = part(seen, slice(0, half)), part(seen, slice(half, 2 * half))
+            seen, other = _views(seen, slice(0, half)), _views(seen, slice(half, 2 * half))
         self.maps += seen.shape[0]
+        if _by_kernels(seen):
+            self._observe_by_kernels(seen, other, geometry)
+        else:
+            self._observe_by_tiles(seen, other, geometry)
+
+    def row(self) -> dict[str, float]:
+        """The layer's numbers."""
+        return rows([self])[0]
+
+    def numbers(self) -> dict[str, Number]:
+        """The same, where they are: on a GPU nobody waits for them."""
+        return {key: value for reading in self.readings for key, value in reading.row().items()}
+
+    def _observe_by_kernels(self, seen: Observation, other: Observation | None, geometry: Geometry) -> None:
+        assert seen.query is not None and seen.key is not None
+        grids = None
+        if geometry.placed:
+            assert geometry.query_grid is not None and geometry.key_grid is not None
+            grids = Grids(geometry.query_grid, geometry.key_grid, geometry.prefix_tokens)
+        query, key, scale, bias, lse = seen.query, seen.key, seen.scale, seen.bias, seen.lse
+        made = statistics(query, key, scale=scale, bias=bias, grids=grids, threshold=THRESHOLD, lse=lse)
+        products = None
+        if other is not None:
+            assert other.query is not None and other.key is not None
+            others = (other.query, other.key, other.bias, other.lse)
+            products = pair_products((query, key, bias, lse), others, scale=scale)
+        for reading in self.readings:
+            reading.begin(seen.shape[0], seen.shape[1], geometry)
+            reading.fill(Sums(made, products))
+            reading.end()
+
+    def _observe_by_tiles(self, seen: Observation, other: Observation | None, geometry: Geometry) -> None:
         begun: slice | None = None
         for images, rows in tiles(seen, self.budget):
             if images != begun:
@@ -116,7 +158,8 @@ class LayerStream:
                 other_piece = part(other, images) if other is not None else None
                 like = torch.empty(0, device=_any_tensor(seen).device, dtype=_wide_dtype(seen))
                 for reading in self.readings:
-                    reading.begin(images.stop - images.start, seen.shape[1], geometry, like)
+                    reading.begin(images.stop - images.start, seen.shape[1], geometry)
+                    reading.make_room(like)
             attention, entropy = attention_and_entropy(piece, rows)
             corrupted = other_piece.attention(rows) if other_piece is not None else None
             tile = Tile(attention, entropy, rows, corrupted)
@@ -128,16 +171,27 @@ class LayerStream:
         for reading in self.readings if begun is not None else ():
             reading.end()
 
-    def row(self) -> dict[str, float]:
-        """The layer's numbers."""
-        return {key: value for reading in self.readings for key, value in reading.row().items()}
+
+def rows(streams: Iterable[LayerStream]) -> list[dict[str, float]]:
+    """The numbers of several layers, brought over from a GPU all at once."""
+    found = [stream.numbers() for stream in streams]
+    waiting = [value.double() for row in found for value in row.values() if isinstance(value, Tensor)]
+    values = iter(torch.stack([value.to(waiting[0].device) for value in waiting]).tolist() if waiting else [])
+    return [{key: next(values) if isinstance(value, Tensor) else value for key, value in row.items()} for row in found]
 
 
-def geometry_of(block: Block, seen: Observation, size: Size) -> Geometry:
-    """What lies behind an observed map of that block, for images of that size."""
+def _by_kernels(seen: Observation) -> bool:
+    """Whether the readings' sums come from queries and keys at once (also, whole, where the reference is asked for)."""
+    if seen.query is None or seen.key is None:
+        return False
+    return chosen(seen.query, seen.key, seen.bias) != "chunked"
+
+
+def geometry_of(block: Block, seen: Observation, size: Size, text_tokens: int = 0) -> Geometry:
+    """What lies behind an observed map of that block, for images of that size behind so many tokens of text."""
     query_grid, key_grid = block.attention_grids(size)
     _, _, queries, keys = seen.shape
-    return Geometry(queries, keys, block.prefix_tokens, block.class_token, query_grid, key_grid)
+    return Geometry(queries, keys, block.prefix_tokens + text_tokens, block.class_token, query_grid, key_grid)
 
 
 def _budget(seen: Observation) -> int:

@@ -57,7 +57,7 @@ class Table:
         from rich.table import Table as RichTable
 
         table = RichTable(
-            title=self.title,
+            title=self.title or None,
             caption=self.caption or None,
             box=box.SIMPLE_HEAD,
             title_justify="left",
@@ -75,7 +75,9 @@ class Table:
         terminal = sys.stdout.isatty()
         width = shutil.get_terminal_size((160, 24)).columns if terminal else 160
         buffer = io.StringIO()
-        Console(file=buffer, force_terminal=terminal, width=width, legacy_windows=False).print(self)
+        # In a notebook rich would show the table at once and leave the text empty.
+        console = Console(file=buffer, force_terminal=terminal, force_jupyter=False, width=width, legacy_windows=False)
+        console.print(self)
         lines = [line.rstrip() for line in buffer.getvalue().splitlines()]
         return "\n".join(line for line in lines if line)
 

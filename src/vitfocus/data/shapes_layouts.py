@@ -21,6 +21,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from ..errors import VitfocusError, nearest
+from .segmentation_classes import CITYSCAPES_IDS, IGNORE
 from .shapes import CLASSES, VERSION, Size, drawn_scenes, instances, picture_size, semantic_mask
 from .shapes_outlines import polygons, run_lengths
 from .shapes_questions import Question, ask
@@ -28,9 +29,7 @@ from .shapes_scene import MAIN, SPLITS, Thing
 
 Files = Iterator[tuple[str, bytes]]  # path below the root, content
 
-CITYSCAPES_IDS = (7, 8, 11, 12, 13, 17, 19, 20, 21, 22, 23)  # Cityscapes' own id of training class 0, 1, ...
 CITYSCAPES_RIM = 2  # "rectification border", which is not trained on
-IGNORED = 255
 QUESTIONS_A_PICTURE = 3
 CROWDS_EVERY = (
     4  # of the pictures that have a flock of at least CROWD small objects, one in so many shows it as a crowd
@@ -145,7 +144,7 @@ def _cityscapes(split: str, pictures: Iterator[Picture]) -> Files:
         own = np.array(CITYSCAPES_IDS, np.uint8)[picture.mask]
         yield f"leftImg8bit/{name}_leftImg8bit.png", _png(picture.image)
         yield f"gtFine/{name}_gtFine_labelIds.png", _png(_with_rim(own, CITYSCAPES_RIM))
-        yield f"gtFine/{name}_gtFine_labelTrainIds.png", _png(_with_rim(picture.mask, IGNORED))
+        yield f"gtFine/{name}_gtFine_labelTrainIds.png", _png(_with_rim(picture.mask, IGNORE))
 
 
 def _coco(split: str, pictures: Iterator[Picture]) -> Files:

@@ -88,7 +88,8 @@ def compare(first: Scores | str | Path, second: Scores | str | Path, force: bool
 
 def _row(cell: str, first: Columns, second: Columns, seed: int) -> dict[str, Any]:
     if "top1" not in first:
-        return _scored(cell, first["flip"], second["flip"], seed)
+        kind = "flip" if "flip" in first else "accuracy"
+        return _scored(cell, first[kind], second[kind], seed)
     row = _scored(cell, first["top1"], second["top1"], seed)
     test = mcnemar(first["top1"], second["top1"])
     return {**row, "only_first": test.only_first, "only_second": test.only_second, "p_value": test.p_value}

@@ -12,7 +12,6 @@ from torch import nn
 
 from vitfocus.corruptions.arguments import whole
 from vitfocus.errors import VitfocusError, nearest
-from vitfocus.robustness import segmentation
 from vitfocus.robustness.fingerprint import versions
 from vitfocus.robustness.pixels import PRECISIONS, PixelModel, evaluating, named_models
 from vitfocus.robustness.plan import Plan, Samples
@@ -21,7 +20,7 @@ from vitfocus.robustness.results import Scores, flatten, load_scores
 from vitfocus.robustness.runfolder import RunFolder
 from vitfocus.robustness.runner import read_digests, run
 from vitfocus.robustness.sources import digest_of
-from vitfocus.robustness.suites import Context, find_suite
+from vitfocus.robustness.suites import Context, find_suite, measured
 
 
 def evaluate(
@@ -65,14 +64,25 @@ def evaluate(
     limit = None if limit is None else whole("limit", limit, low=1)
     workers = None if workers is None else whole("workers", workers, low=0)
     processes = join_processes(device)
-    if suite == segmentation.NAME:
+    modules = named_models(model)
+    if chosen.plan is None:
         if resume:
             raise VitfocusError(f"{suite} is short and keeps no parts: run it again without resume.")
-        where: dict[str, Any] = {"device": processes.device, "precision": precision, "out": out}
-        return segmentation.segmentation_noise(
-            model, data, seed=seed, limit=limit, batch_size=batch_size, **where, **options
+        return measured(
+            chosen,
+            models=modules,
+            data=data,
+            suite=suite,
+            device=processes.device,
+            batch_size=batch_size,
+            limit=limit,
+            seed=seed,
+            out=out if processes.first else None,
+            workers=_workers(processes.device) if workers is None else workers,
+            precision=precision,
+            progress=progress and processes.first,
+            **{name: value for name, value in options.items() if value is not None},
         )
-    modules = named_models(model)
     models = [PixelModel(name, module, precision, chosen.resizes) for name, module in modules.items()]
     with evaluating(list(modules.values()), processes.device):
         context = Context(

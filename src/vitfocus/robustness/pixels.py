@@ -108,8 +108,13 @@ def _logits(output: Any) -> Tensor:
 
 def weights_digest(model: nn.Module) -> str:
     """A SHA-256 of every tensor of the state dict, by name, shortened."""
+    return tensors_digest(unwrap(model).state_dict())
+
+
+def tensors_digest(tensors: Mapping[str, Any]) -> str:
+    """The same of a state dict that was read from a file."""
     state = hashlib.sha256()
-    for name, tensor in sorted(unwrap(model).state_dict().items()):
+    for name, tensor in sorted(tensors.items()):
         if isinstance(tensor, Tensor):
             state.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             state.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)

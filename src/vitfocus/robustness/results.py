@@ -15,7 +15,10 @@ from vitfocus.robustness.runfolder import RESULTS, SAMPLES, RunFolder, read_json
 
 #: Heading of each number in the summary table, in order; percent unless said otherwise.
 HEADLINES = {
-    "miou": "mIoU, clean",
+    "miou": "mIoU",
+    "macc": "mAcc",
+    "aacc": "aAcc",
+    "miou_corrupted": "mIoU, corrupted",
     "top1": "top-1",
     "top5": "top-5",
     "error": "error",
@@ -27,6 +30,15 @@ HEADLINES = {
     "mt5d": "mT5D",
     "mean_flip_probability": "mean FP",
     "mean_top5_distance": "mean T5D (not %)",
+    "box_ap": "box AP",
+    "box_ap50": "box AP50",
+    "box_ap75": "box AP75",
+    "mask_ap": "mask AP",
+    "mask_ap50": "mask AP50",
+    "mask_ap75": "mask AP75",
+    "accuracy": "accuracy",
+    "constant_accuracy": "the best constant answer",
+    "question_type_accuracy": "the best answer by type of question",
 }
 
 
@@ -76,7 +88,8 @@ class Scores:
                 of_clean = "corruptions" in self.models[names[0]] and key in ("top1", "top5", "error", "ece")
                 heading = f"clean {title}" if of_clean else title
                 rows.append([heading, *(_with_interval(self.models[m], key) for m in names)])
-        caption = "In percent, with bootstrap 95 % intervals. " + " ".join(self.notes)
+        how = ", with bootstrap 95 % intervals" if self.samples else ""
+        caption = f"In percent{how}. " + " ".join(self.notes)
         return Table(f"{self.suite}: {self.images:,} images", [_what(self.models[names[0]]), *names], rows, caption)
 
     def compare(self, first: str, second: str) -> Any:
@@ -141,6 +154,8 @@ def unflatten(columns: Columns) -> Samples:
 def _rows(summary: Summary) -> list[str]:
     if "corruptions" in summary:
         return list(summary["corruptions"])
+    if "classes" in summary and len(summary["cells"]) == 1:
+        return list(summary["classes"])
     return list(summary["cells"]) if len(summary["cells"]) > 1 else []
 
 
@@ -150,7 +165,9 @@ def _what(summary: Summary) -> str:
     if any("flip_probability" in row for row in summary["cells"].values()):
         return "flip probability (top-5 distance)"
     if any("miou" in row for row in summary["cells"].values()):
-        return "mIoU"
+        return "mIoU" if len(summary["cells"]) > 1 else "IoU by class"
+    if any("accuracy" in row for row in summary["cells"].values()):
+        return "accuracy"
     return "top-1" if len(summary["cells"]) > 1 else ""
 
 
@@ -158,10 +175,13 @@ def _cell(summary: Summary, name: str) -> str:
     if "corruptions" in summary:
         row = summary["corruptions"][name]
         return f"{row['error']:.1f}" + (f" ({row['ce']:.1f})" if "ce" in row else "")
+    if name not in summary["cells"]:
+        value = summary["classes"][name]
+        return "–" if value is None else f"{value:.2f}"
     row = summary["cells"][name]
     if "flip_probability" in row:
         return f"{row['flip_probability']:.2f} ({row['top5_distance']:.2f})"
-    return _with_interval(row, "miou" if "miou" in row else "top1")
+    return _with_interval(row, next((key for key in ("miou", "accuracy") if key in row), "top1"))
 
 
 def _with_interval(summary: Summary, key: str) -> str:

@@ -1,155 +1,304 @@
-"""Segmentation under noise, the protocol of Context Broadcasting's Table 9: five kinds of noise, five repeats each.
+"""Segmentation suites: as it is, under the noise of Context Broadcasting's Table 9, Cityscapes-C, and ACDC's weather.
 
-Every condition is scored by mIoU over a confusion matrix that is added up batch by batch; a random noise is drawn anew
-for each repeat, and its mean is given with the 95 % interval of the repeats. A blur draws nothing and runs once.
+Every condition is scored by mIoU, mAcc and aAcc over a confusion matrix that is added up batch by batch. A random noise
+is drawn anew for each repeat, and its mean is given with the 95 % interval of the repeats; a blur draws nothing and
+runs once.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
 
-from vitfocus.errors import VitfocusError
+from vitfocus.corruptions import CORRUPTIONS, EXTRA_CORRUPTIONS, corrupt, fingerprint
+from vitfocus.corruptions.arguments import several, whole
+from vitfocus.data.segmentation_classes import IGNORE
+from vitfocus.data.segmentation_layouts import CONDITIONS
+from vitfocus.errors import VitfocusError, nearest
 from vitfocus.robustness.fingerprint import versions
 from vitfocus.robustness.noise import NOISES, REPEATS, add_noise, repeat_interval
-from vitfocus.robustness.pixels import PixelModel, evaluating, named_models
+from vitfocus.robustness.pixels import PixelModel, evaluating
 from vitfocus.robustness.plan import Summary
 from vitfocus.robustness.results import Scores
+from vitfocus.robustness.segmentation_data import Pictures, open_pictures
+from vitfocus.robustness.sources import digest_of
+from vitfocus.robustness.stored_corruptions import stored_corruptions
+from vitfocus.tasks.confusion import confusion, iou_by_class, scores_of
+from vitfocus.tasks.segment_inference import Protocol, predict, write_pictures
+from vitfocus.treatments.store import task_of
 
-NAME = "segmentation-noise"
+ALL = (*CORRUPTIONS, *EXTRA_CORRUPTIONS)
+Change = Callable[[Tensor, list[Any]], Tensor]
+_SHOW_AFTER = 2.0
 
 
-def mean_iou(confusion: Tensor) -> float:
+def mean_iou(matrix: Tensor) -> float:
     """mIoU of a confusion matrix (truth by prediction), over the classes that occur in either, in percent.
 
     >>> mean_iou(torch.tensor([[3, 1, 0], [1, 3, 0], [0, 0, 0]]))
     60.0
     """
-    hits = confusion.diagonal().double()
-    union = confusion.sum(0) + confusion.sum(1) - confusion.diagonal()
-    return float(100 * (hits[union > 0] / union[union > 0]).mean())
+    return 100 * scores_of(matrix)["miou"]
 
 
-def segmentation_noise(
-    model: nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module],
+@dataclass
+class Run:
+    """One call of a suite: the models behind their normalisation, and how pictures are read and tested."""
+
+    suite: str
+    models: list[PixelModel]
+    protocol: Protocol
+    device: torch.device
+    seed: int
+    ignore: int
+    progress: bool
+    names: tuple[str, ...] = ()
+    pictures: str | None = None
+    source: str = ""
+    digests: list[str] = field(default_factory=list)
+    images: int = 0
+    _began: float = field(default_factory=time.monotonic)
+
+    def matrices(self, data: Pictures, conditions: Mapping[str, Change | None]) -> dict[str, dict[str, Tensor]]:
+        """Every model's confusion matrix in every condition, over the data once: model -> condition -> matrix."""
+        found: dict[str, dict[str, Tensor]] = {one.name: {} for one in self.models}
+        with torch.no_grad():
+            for images, masks, ids in data:
+                images, masks = images.to(self.device), masks.to(self.device)
+                for name, change in conditions.items():
+                    changed = images if change is None else change(images, ids)
+                    for place, one in enumerate(self.models):
+                        scores = self._scores(one, changed, masks.shape[-2:])
+                        matrix = self._count(one, masks, scores)
+                        found[one.name][name] = found[one.name].get(name, 0) + matrix
+                        if self.pictures and name and change is None and place == 0:
+                            self._write(ids, images, scores, masks)
+                self._say(data)
+        self.digests.append(data.digest)
+        self.images = data.count
+        return found
+
+    def _scores(self, model: PixelModel, images: Tensor, size: Sequence[int]) -> Tensor:
+        try:
+            return predict(model, images, self.protocol, size)
+        except (VitfocusError, torch.OutOfMemoryError):
+            raise
+        except (AssertionError, RuntimeError, ValueError) as error:
+            reason = str(error).strip().partition("\n")[0]
+            height, width = images.shape[-2:]
+            raise VitfocusError(f"{model.name} does not take pictures of {height}x{width} pixels: {reason}") from error
+
+    def _count(self, model: PixelModel, masks: Tensor, scores: Tensor) -> Tensor:
+        try:
+            return confusion(masks, scores.argmax(1), scores.shape[1], self.ignore).cpu()
+        except VitfocusError as error:
+            raise VitfocusError(str(error).replace("the model", model.name)) from None
+
+    def _write(self, ids: list[Any], images: Tensor, scores: Tensor, masks: Tensor) -> None:
+        assert self.pictures is not None
+        for name, image, guess, truth in zip(ids, images, scores.argmax(1), masks, strict=True):
+            plain = name.rpartition(".")[0].replace("/", "_") if isinstance(name, str) else f"{name:05d}"
+            write_pictures(self.pictures, plain, image, guess, truth, scores.shape[1], self.source)
+
+    def _say(self, data: Pictures) -> None:
+        if self.progress and time.monotonic() - self._began > _SHOW_AFTER:
+            self._began = time.monotonic()
+            total = f" of {data.total}" if data.total else ""
+            print(f"{self.suite}: {data.count}{total} pictures", file=sys.stderr, flush=True)
+
+
+def measure(
+    models: Mapping[str, nn.Module],
     data: Any,
     *,
-    seed: int = 0,
-    repeats: int = REPEATS,
-    ignore: int = 255,
-    limit: int | None = None,
+    suite: str,
+    device: torch.device,
     batch_size: int | None = None,
-    device: torch.device | str = "cpu",
-    precision: str = "float32",
+    limit: int | None = None,
+    seed: int = 0,
     out: str | Path | None = None,
+    workers: int | None = None,
+    precision: str = "float32",
+    progress: bool = True,
+    **options: Any,
 ) -> Scores:
-    """mIoU of one model or several, clean and under each noise.
+    """Run one of the suites below on one model or several; the first model's card says what the options leave open."""
+    card = task_of(next(iter(models.values())))
+    test = {**card.get("test", {}), **{key: options[key] for key in ("window", "stride", "flip") if key in options}}
+    short_side = options.get("short_side", test.pop("short_side", 0))
+    if "window" in options and "stride" not in options:
+        test["stride"] = 0
+    ignore = options.get("ignore", IGNORE)
+    wrapped = [PixelModel(name, module, precision) for name, module in models.items()]
+    protocol = Protocol(**test, short_side=short_side)
 
-    `data` is a Dataset of (image, mask), or batches of (images, masks): uint8 (B, 3, H, W), not normalised, and integer
-    class maps (B, H, W), in which `ignore` does not count. The models give one map of logits a class, at any size.
-    """
-    if not isinstance(repeats, int) or repeats < 2:
-        raise VitfocusError(f"{NAME} needs repeats of at least 2 for an interval, not {repeats!r}.")
-    device = torch.device(device)
-    modules = named_models(model)
-    models = [PixelModel(name, module, precision) for name, module in modules.items()]
-    measured = {one.name: {cell: [] for cell in ("clean", *NOISES)} for one in models}  # type: dict[str, dict[str, list]]
-    count, digest = 0, ""
-    with evaluating(list(modules.values()), device), torch.no_grad():
-        for repeat in range(repeats):
-            cells = [c for c in ("clean", *NOISES) if repeat == 0 or not (c == "clean" or c.startswith("blur"))]
-            matrices, count, digest = _pass(models, data, cells, seed + repeat, ignore, limit, batch_size, device)
-            for name, by_cell in matrices.items():
-                for cell, confusion in by_cell.items():
-                    measured[name][cell].append(mean_iou(confusion))
-    summaries = {name: _summary(values) for name, values in measured.items()}
-    fingerprint = {
-        "suite": NAME,
-        "protocol": {"seed": seed, "repeats": repeats, "ignore": ignore, "precision": precision},
-        "data": {"digest": digest, "limit": limit, "images": count},
-        "libraries": versions(),
-        "models": {one.name: one.describe() for one in models},
-    }
-    note = f"Random noises: mean and 95 % interval of {repeats} repeats; clean and blur draw nothing and ran once."
-    scores = Scores(NAME, count, summaries, (note,), fingerprint)
+    def opened(condition: str = "", where: Any = None) -> Pictures:
+        return open_pictures(
+            suite,
+            data if where is None else where,
+            source="acdc" if suite == "acdc" else options.get("source", ""),
+            trained_on=str(card.get("source", "")),
+            split=options.get("split", ""),
+            size=int(card.get("size", 0)),
+            condition=condition,
+            limit=limit,
+            batch_size=batch_size or (8 if short_side or device.type == "cuda" else 4),
+            workers=workers or 0,
+            short_side=short_side,
+            ignore=ignore,
+        )
+
+    pictures = opened()
+    run = Run(suite, wrapped, protocol, device, seed, ignore, progress, pictures.classes, options.get("pictures"))
+    run.source = pictures.source or str(card.get("source", ""))
+    with evaluating(list(models.values()), device):
+        summaries, notes, more = _SUITES[suite](run, opened, options)
+    scores = Scores(
+        suite,
+        run.images,
+        summaries,
+        tuple(notes),
+        {
+            "suite": suite,
+            "protocol": {"seed": seed, "ignore": ignore, "precision": precision, "test": vars(protocol), **more},
+            "data": {"digest": digest_of(sorted(set(run.digests))), "limit": limit, "images": run.images},
+            "libraries": versions(),
+            "models": {one.name: one.describe() for one in wrapped},
+        },
+    )
     if out is not None:
         scores.save(out)
     return scores
 
 
-def _pass(
-    models: Sequence[PixelModel],
-    data: Any,
-    cells: Sequence[str],
-    seed: int,
-    ignore: int,
-    limit: int | None,
-    batch_size: int | None,
-    device: torch.device,
-) -> tuple[dict[str, dict[str, Tensor]], int, str]:
-    """Every model's confusion matrix in every condition, over the data once."""
-    matrices: dict[str, dict[str, Tensor]] = {one.name: {} for one in models}
-    count, state = 0, hashlib.blake2b(digest_size=16)
-    for images, masks in _batches(data, limit, batch_size or 8):
-        state.update(images.contiguous().numpy().tobytes() + masks.contiguous().numpy().tobytes())
-        ids = list(range(count, count + len(images)))
-        count += len(images)
-        images, masks = images.to(device), masks.to(device).long()
-        for cell in cells:
-            noisy = images if cell == "clean" else add_noise(images, cell, seed=seed, ids=ids)
-            for one in models:
-                confusion = _confusion(one, noisy, masks, ignore)
-                matrices[one.name][cell] = matrices[one.name].get(cell, 0) + confusion
-    if count == 0:
-        raise VitfocusError("There are no images to segment: the data was empty.")
-    return matrices, count, state.hexdigest()
+Outcome = tuple[dict[str, Summary], Sequence[str], dict[str, Any]]
 
 
-def _confusion(model: PixelModel, images: Tensor, masks: Tensor, ignore: int) -> Tensor:
-    logits = model(images)
-    if logits.ndim != 4:
-        raise VitfocusError(f"{model.name} gives {tuple(logits.shape)}; {NAME} needs a map of logits a class.")
-    classes = logits.shape[1]
-    if logits.shape[-2:] != masks.shape[-2:]:
-        logits = F.interpolate(logits, size=masks.shape[-2:], mode="bilinear", align_corners=False)
-    counted = masks != ignore
-    truth, guess = masks[counted], logits.argmax(1)[counted]
-    if len(truth) and not 0 <= int(truth.min()) <= int(truth.max()) < classes:
-        raise VitfocusError(f"A mask holds class {int(truth.max())}, and {model.name} knows {classes} classes.")
-    return torch.bincount(truth * classes + guess, minlength=classes**2).view(classes, classes)
+def _plain(run: Run, opened: Callable[..., Pictures], options: Mapping[str, Any]) -> Outcome:
+    """The pictures as they are, with every class's IoU."""
+    found = run.matrices(opened(), {"clean": None})
+    return {name: _clean(matrices["clean"], run.names) for name, matrices in found.items()}, (), {}
 
 
-def _batches(data: Any, limit: int | None, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    if isinstance(data, str | Path):
-        raise VitfocusError(f"{NAME} takes a data set or batches of (image, mask), not a folder such as {str(data)!r}.")
-    source = DataLoader(data, batch_size) if isinstance(data, Dataset) else data
-    if isinstance(source, Iterator):
-        raise VitfocusError(f"{NAME} reads its data once a repeat: pass a list, loader or data set, not a generator.")
-    left = limit
-    for pair in source:
-        images, masks = pair[0], pair[1]
-        if images.dtype != torch.uint8 or images.ndim != 4 or masks.shape != images.shape[:1] + images.shape[2:]:
-            shapes = f"{images.dtype} {tuple(images.shape)} and {tuple(masks.shape)}"
-            raise VitfocusError(f"{NAME} takes uint8 images (B, 3, H, W) with masks (B, H, W), not {shapes}.")
-        if left is not None:
-            images, masks = images[:left], masks[:left]
-            left -= len(images)
-        if len(images):
-            yield images.cpu(), masks.cpu()
+def _noise(run: Run, opened: Callable[..., Pictures], options: Mapping[str, Any]) -> Outcome:
+    """Five kinds of noise, the random ones repeated."""
+    repeats = options.get("repeats", REPEATS)
+    if not isinstance(repeats, int) or repeats < 2:
+        raise VitfocusError(f"{run.suite} needs repeats of at least 2 for an interval, not {repeats!r}.")
+    pictures = opened()
+    measured: dict[str, dict[str, list[float]]] = {one.name: {} for one in run.models}
+    first: dict[str, dict[str, Tensor]] = {}
+    for repeat in range(repeats):
+        cells: dict[str, Change | None] = {"clean": None} if repeat == 0 else {}
+        for noise in NOISES:
+            if repeat == 0 or not noise.startswith("blur"):
+                cells[noise] = _noisy(noise, run.seed + repeat)
+        found = run.matrices(pictures, cells)
+        first = first or found
+        for name, matrices in found.items():
+            for cell, matrix in matrices.items():
+                measured[name].setdefault(cell, []).append(mean_iou(matrix))
+    note = f"Random noises: mean and 95 % interval of {repeats} repeats; clean and blur draw nothing and ran once."
+    summaries = {
+        name: {**_clean(first[name]["clean"], run.names), "cells": {cell: _repeated(v) for cell, v in values.items()}}
+        for name, values in measured.items()
+    }
+    return summaries, (note,), {"repeats": repeats}
 
 
-def _summary(measured: Mapping[str, Sequence[float]]) -> Summary:
-    cells: dict[str, Summary] = {}
-    for cell, values in measured.items():
-        cells[cell] = {"miou": values[0]}
-        if len(values) > 1:
-            mean, half = repeat_interval(values)
-            cells[cell] = {"miou": mean, "miou_interval": [mean - half, mean + half], "repeats": list(values)}
-    return {"miou": cells["clean"]["miou"], "cells": cells}
+def _corrupted(run: Run, opened: Callable[..., Pictures], options: Mapping[str, Any]) -> Outcome:
+    """Corruptions of any-size pictures at five severities: generated, or read where the folder holds them."""
+    names = several("corruptions", options.get("corruptions", ALL))
+    for name in names:
+        if name not in ALL:
+            raise VitfocusError(f"There is no corruption {name!r}: {nearest(str(name), ALL)}")
+    severities = [whole("severity", s, 1, 5) for s in several("severities", options.get("severities", range(1, 6)))]
+    clean, frost = opened(), options.get("frost")
+    stored = stored_corruptions(options["corrupted_data"], clean.data) if "corrupted_data" in options else None
+    if stored is None:
+        cells: dict[str, Change | None] = {"clean": None}
+        cells |= {f"{n}/{s}": _corruption(n, s, run.seed, frost) for n in names for s in severities}
+        found = run.matrices(clean, cells)
+        how: dict[str, Any] = {"corruptions": fingerprint("any", frost)}
+        notes = ["Corruptions were generated here, by the any-size flavour."]
+    else:
+        found = run.matrices(clean, {"clean": None})
+        for name in names:
+            for severity in severities:
+                if (name, severity) not in stored:
+                    where = options["corrupted_data"]
+                    raise VitfocusError(f"{where} holds no pictures of {name} at severity {severity}.")
+                corrupted = replace(clean, data=stored[name, severity])
+                for model, matrices in run.matrices(corrupted, {"": None}).items():
+                    found[model][f"{name}/{severity}"] = matrices[""]
+        how, notes = {"corruptions": "stored files"}, ["Corrupted pictures were read from files."]
+    return {m: _by_corruption(matrices, names, severities, run.names) for m, matrices in found.items()}, notes, how
+
+
+def _weather(run: Run, opened: Callable[..., Pictures], options: Mapping[str, Any]) -> Outcome:
+    """ACDC's four conditions, each and together."""
+    found: dict[str, dict[str, Tensor]] = {one.name: {} for one in run.models}
+    counts = []
+    for condition in CONDITIONS:
+        for name, matrices in run.matrices(opened(condition), {condition: None}).items():
+            found[name] |= matrices
+        counts.append(run.images)
+    run.images = sum(counts)
+    summaries = {}
+    for name, matrices in found.items():
+        total = torch.stack(list(matrices.values())).sum(0)
+        cells = {cell: _percent(matrix) for cell, matrix in (*matrices.items(), ("all", total))}
+        summaries[name] = {**_clean(total, run.names), "cells": cells}
+    return summaries, ("Together: one confusion matrix over all four conditions.",), {"conditions": list(CONDITIONS)}
+
+
+_SUITES: dict[str, Callable[[Run, Callable[..., Pictures], Mapping[str, Any]], Outcome]] = {
+    "segmentation": _plain,
+    "segmentation-noise": _noise,
+    "cityscapes-c": _corrupted,
+    "acdc": _weather,
+}
+
+
+def _noisy(name: str, seed: int) -> Change:
+    return lambda images, ids: add_noise(images, name, seed=seed, ids=ids)
+
+
+def _corruption(name: str, severity: int, seed: int, frost: str | None) -> Change:
+    return lambda images, ids: corrupt(images, name, severity, seed=seed, ids=ids, flavour="any", frost=frost)
+
+
+def _percent(matrix: Tensor) -> dict[str, float]:
+    return {key: 100 * value for key, value in scores_of(matrix).items()}
+
+
+def _clean(matrix: Tensor, names: Sequence[str]) -> Summary:
+    scores = _percent(matrix)
+    labels = [names[k] if k < len(names) else f"class {k}" for k in range(len(matrix))]
+    classes = {name: None if v is None else 100 * v for name, v in iou_by_class(matrix, labels).items()}
+    return {**scores, "classes": classes, "cells": {"clean": scores}}
+
+
+def _repeated(values: Sequence[float]) -> Summary:
+    if len(values) == 1:
+        return {"miou": values[0]}
+    mean, half = repeat_interval(values)
+    return {"miou": mean, "miou_interval": [mean - half, mean + half], "repeats": list(values)}
+
+
+def _by_corruption(
+    matrices: Mapping[str, Tensor], names: Sequence[str], severities: Sequence[int], classes: Sequence[str]
+) -> Summary:
+    cells: dict[str, Summary] = {"clean": _percent(matrices["clean"])}
+    for name in names:
+        by_severity = {str(s): mean_iou(matrices[f"{name}/{s}"]) for s in severities}
+        cells[name] = {"miou": sum(by_severity.values()) / len(by_severity), "severities": by_severity}
+    mean = sum(cells[name]["miou"] for name in names) / len(names)
+    return {**_clean(matrices["clean"], classes), "miou_corrupted": mean, "cells": cells}

@@ -28,8 +28,8 @@ def option(default: Any, *choices: Any) -> Any:
 
 
 def layers_option(*names: str) -> Any:
-    """A dataclass field that selects blocks: "all", one of the names ("upper:K" where "upper" is), or indices."""
-    return dataclasses.field(default="all", metadata={"layers": ("all", *names)})
+    """A dataclass field that selects blocks: "all", "inner", one of the names ("upper:K" for "upper"), or indices."""
+    return dataclasses.field(default="all", metadata={"layers": ("all", "inner", *names)})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,9 +82,18 @@ def insert(config: Treatment, anatomy: Anatomy, surgeon: Surgeon) -> None:
 def choose_blocks(layers: Layers, blocks: Sequence[Block]) -> list[Block]:
     """The blocks that a `layers` option means, out of those that can be treated, counted through all stages.
 
-    "upper" is the upper half of the depth and "upper:K" the last K; "shallow" the first 30 %, "deep" the rest.
+    "upper" is the upper half of the depth and "upper:K" the last K; "shallow" the first 30 %, "deep" the rest. "inner"
+    leaves out the blocks that feed a pyramid, as Context Broadcasting's authors do in a detector.
     """
     count = len(blocks)
+    if layers == "inner":
+        inner = [block for block in blocks if not block.feeds_pyramid]
+        if len(inner) in (0, count):
+            which = "every block that can be treated feeds" if not inner else "no block feeds"
+            raise VitfocusError(
+                f"layers=inner leaves out the blocks that feed a pyramid, and here {which} one: use all or a list."
+            )
+        return inner
     if not isinstance(layers, str):
         by_depth = {block.depth: block for block in blocks}
         total = blocks[-1].depth + 1

@@ -30,9 +30,9 @@ class ContextBroadcasting(Treatment):
 
     `site` and `position` say where: behind the MLP by default, as the paper concludes; `mid` lies between the two
     linear layers, behind the activation (of the MLP), or before the output projection (of attention). `layers` is
-    "all", "upper" (the upper half), "upper:K" (the last K) or a list. `tokens` limits both the mean and the tokens
-    that receive it: "image" leaves prefix tokens alone; in a vision-language model "image" and "text" are the two
-    groups. Padding never enters a mean.
+    "all", "inner" (not the blocks that feed a pyramid), "upper" (the upper half), "upper:K" (the last K) or a list.
+    `tokens` limits both the mean and the tokens that receive it: "image" leaves prefix tokens alone; in a
+    vision-language model "image" and "text" are the two groups. Padding never enters a mean.
     """
 
     name: ClassVar[str] = "cb"

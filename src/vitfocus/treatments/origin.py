@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,13 +17,15 @@ from torch import nn
 
 from vitfocus.anatomy import anatomy
 from vitfocus.errors import VitfocusError, nearest
+from vitfocus.treatments.composed import COMPOSED, build_composed
 
 _KEY = "_vitfocus_origin"
+_LIBRARIES = ("timm", "torchvision", "transformers")
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The library ("timm", "torchvision" or "transformers"), the model's name there, and the arguments."""
+    """The library ("timm", "torchvision", "transformers", or a prefix of `composed.py`), the name, the arguments."""
 
     library: str
     name: str
@@ -31,9 +34,14 @@ class Origin:
     def build(self, pretrained: bool = False) -> nn.Module:
         """Build the model; with `pretrained`, its library fetches its weights."""
         builders = {"timm": _build_timm, "torchvision": _build_torchvision, "transformers": _build_transformers}
-        if self.library not in builders:
-            raise VitfocusError(f"There is no library {self.library!r}: {nearest(self.library, builders)}")
-        model = builders[self.library](self.name, pretrained, self.arguments)
+        if self.library in COMPOSED:
+            model = _build_composed(self.library, self.name, pretrained, self.arguments)
+        elif self.library in builders:
+            model = builders[self.library](self.name, pretrained, self.arguments)
+        else:
+            raise VitfocusError(
+                f"There is no library {self.library!r}: {nearest(self.library, [*builders, *COMPOSED])}"
+            )
         # A transformers model's own config says all; the folder it came from may be gone by the time it is loaded.
         remember(model, self if self.library != "transformers" else _guess_transformers(model)[0])
         return model
@@ -47,7 +55,8 @@ def remember(model: nn.Module, origin: Origin) -> None:
 def origin_of(model: nn.Module) -> Origin:
     """How a model was built; a clear refusal where that cannot be told."""
     known, library = model.__dict__.get(_KEY), _library_of(model)
-    if known is not None and library != "transformers" and _builds_the_same(known, model):
+    composed = known is not None and known.library in COMPOSED
+    if known is not None and (composed or library != "transformers") and _builds_the_same(known, model):
         return known
     guesses = {"timm": _guess_timm, "torchvision": _guess_torchvision, "transformers": _guess_transformers}
     for origin in guesses[library](model, known) if library in guesses else ():
@@ -61,13 +70,20 @@ def origin_of(model: nn.Module) -> Origin:
 
 
 def split_library(name: str) -> tuple[str, str]:
-    """The library and the name in "torchvision:vit_b_16"; timm where none is named.
+    """The library, or the prefix of a composed model, and the name in "torchvision:vit_b_16"; timm where none is named.
 
     >>> split_library("torchvision:vit_b_16"), split_library("vit_tiny_patch16_224")
     (('torchvision', 'vit_b_16'), ('timm', 'vit_tiny_patch16_224'))
+    >>> split_library("upernet:vit_tiny_patch16_224")
+    ('upernet', 'vit_tiny_patch16_224')
     """
     library, colon, rest = name.partition(":")
-    return (library, rest) if colon and library in ("timm", "torchvision", "transformers") else ("timm", name)
+    return (library, rest) if colon and library in (*_LIBRARIES, *COMPOSED) else ("timm", name)
+
+
+def full_name(origin: Origin) -> str:
+    """The name as a spec has it: with its library where that is neither timm nor told by the class."""
+    return f"{origin.library}:{origin.name}" if origin.library in COMPOSED else origin.name
 
 
 def _library_of(model: nn.Module) -> str:
@@ -96,6 +112,13 @@ def _build_timm(name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Mo
         raise VitfocusError(f"{name} cannot be built with {arguments}: {error}.") from None
 
 
+def _build_composed(prefix: str, name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
+    try:
+        return build_composed(prefix, name, pretrained, arguments)
+    except (TypeError, AssertionError) as error:
+        raise VitfocusError(f"{prefix}:{name} cannot be built with {arguments}: {error}.") from None
+
+
 def _build_torchvision(name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
     from torchvision import models
 
@@ -105,18 +128,43 @@ def _build_torchvision(name: str, pretrained: bool, arguments: dict[str, Any]) -
 
 
 def _build_transformers(name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
+    """By a class's name and its config's fields, or by a checkpoint's folder or name on the hub."""
+    transformers = _transformers()
+    if "config" in arguments:
+        config_class = getattr(transformers, arguments["config_class"])
+        return getattr(transformers, name)(config_class.from_dict(arguments["config"]))
+    found: Any = getattr(transformers, name, None) if name.isidentifier() and not Path(name).is_dir() else None
+    if hasattr(found, "config_class"):
+        if pretrained:
+            raise VitfocusError(f"{name} is a class of transformers and has no weights: name a folder or a checkpoint.")
+        return found(found.config_class(**arguments))
+    if name.isidentifier() and name[0].isupper() and not Path(name).is_dir():
+        classes = [one for one in dir(transformers) if "For" in one or one.endswith("Model")]
+        raise VitfocusError(f"transformers has no model class {name!r}: {nearest(name, classes)}")
+    answers = checkpoint_config(name).model_type == "vilt"
+    loader = (
+        transformers.AutoModelForVisualQuestionAnswering if answers else transformers.AutoModelForImageClassification
+    )
+    if pretrained:
+        return loader.from_pretrained(name, **arguments)
+    return loader.from_config(transformers.AutoConfig.from_pretrained(name, **arguments))
+
+
+def checkpoint_config(name: str) -> Any:
+    """The transformers config of a checkpoint's folder or name on the hub, or a sentence on why there is none."""
+    try:
+        return _transformers().AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise VitfocusError(f"transformers finds no model {name!r}: {reason}") from None
+
+
+def _transformers() -> Any:
     try:
         import transformers
     except ImportError:
         raise VitfocusError("A transformers model needs the extra vitfocus[hf].") from None
-
-    if "config" in arguments:
-        config_class = getattr(transformers, arguments["config_class"])
-        return getattr(transformers, name)(config_class.from_dict(arguments["config"]))
-    loader = transformers.AutoModelForImageClassification
-    if pretrained:
-        return loader.from_pretrained(name, **arguments)
-    return loader.from_config(transformers.AutoConfig.from_pretrained(name, **arguments))
+    return transformers
 
 
 def _guess_transformers(model: Any, known: Origin | None = None) -> list[Origin]:

@@ -16,22 +16,26 @@ from torch import Tensor, nn
 
 import vitfocus
 from vitfocus.anatomy import anatomy, unwrap
+from vitfocus.data.words import FILE as WORDS
+from vitfocus.data.words import Words, attach_words, words_of
 from vitfocus.errors import VitfocusError, nearest
 from vitfocus.files import atomic_path, digest, write_text
-from vitfocus.treatments.origin import Origin, origin_of, remember, split_library
+from vitfocus.treatments.origin import Origin, full_name, origin_of, remember, split_library
 from vitfocus.treatments.spec import parse_treatments, split_spec, write_spec
 from vitfocus.treatments.surgery import added_names, applied, treat_, untreat_, untreated
 from vitfocus.treatments.weights import copy_into, load_weights, read_weights, require
 
 _FORMAT = 1
+_TASK = "_vitfocus_task"
 _WEIGHTS = {"all": "model.safetensors", "treatments": "treatments.safetensors"}
 
 
 def create_model(spec: str, pretrained: bool = False, **arguments: Any) -> nn.Module:
     """Build a model and treat it, from a spec such as "deit_small_patch16_224+cb(layers=upper)+adl".
 
-    The name is timm's (FAN, RVT, PVT and LocalViT included), or "torchvision:NAME", or "transformers:FOLDER_OR_NAME".
-    Further arguments go to the library. Weights are fetched only with `pretrained=True`.
+    The name is timm's (FAN, RVT, PVT and LocalViT included), or "torchvision:NAME", or "transformers:FOLDER_OR_NAME",
+    or that of a model which stands on one of timm's: "upernet:NAME", "segformer:NAME", "maskrcnn:NAME". Further
+    arguments go to the library. Weights are fetched only with `pretrained=True`.
 
     >>> model = create_model("vit_tiny_patch16_224+cbs", num_classes=10, depth=2)
     >>> sum(p.numel() for name, p in model.named_parameters() if "context" in name)
@@ -42,6 +46,8 @@ def create_model(spec: str, pretrained: bool = False, **arguments: Any) -> nn.Mo
         raise VitfocusError(f"{spec!r} names no model: a spec begins with one, such as vit_tiny_patch16_224+cb.")
     library, name = split_library(base)
     model = Origin(library, name, arguments).build(pretrained)
+    if library == "transformers" and Path(name).is_dir():
+        _attach_words(model, Path(name))
     return treat_(model, *treatments) if treatments else model
 
 
@@ -64,7 +70,8 @@ def save(
     added = added_names(model)
     if only == "treatments" and not treatments:
         raise VitfocusError("This model carries no treatment, so there is nothing to save with only='treatments'.")
-    if base is not None:
+    # A transformers model's config says all, and the checkpoint it began with may be gone when it is loaded.
+    if base is not None and split_library(base)[0] != "transformers":
         origin = Origin(*split_library(base), dict(arguments or {}))
     else:
         with untreated(model):
@@ -82,11 +89,14 @@ def save(
         "base": origin.name,
         "arguments": origin.arguments,
         "treatments": [str(treatment) for treatment in treatments],
-        "spec": write_spec(origin.name, treatments),
+        "spec": write_spec(full_name(origin), treatments),
         "only": only,
         "preprocessing": _preprocessing(model),
+        **({"task": task_of(model)} if task_of(model) else {}),
         "sha256": digest(weights),
     }
+    if (words := words_of(model)) is not None:
+        write_text(folder / WORDS, words.to_json())
     write_text(folder / "config.json", json.dumps(config, indent=2, default=_plain) + "\n")
     return folder
 
@@ -123,18 +133,34 @@ def load(folder: str | Path, *, onto: nn.Module | None = None, pretrained: bool 
         raise
     if onto is None:
         remember(model, origin)
+        remember_task(model, config.get("task", {}))
+        _attach_words(model, folder)
     return model.eval()
+
+
+def remember_task(model: nn.Module, card: Mapping[str, Any]) -> None:
+    """Note on a model what it was trained for, as JSON has it: it is saved and loaded with the model."""
+    unwrap(model).__dict__[_TASK] = dict(card)
+
+
+def task_of(model: nn.Module) -> dict[str, Any]:
+    """What a model was trained for: "task" (its name), "classes" and more; empty where that is not known."""
+    card: dict[str, Any] = unwrap(model).__dict__.get(_TASK, {})
+    return card
 
 
 def open_model(name: str, weights: str | Path | None = None, treat: str | None = None, **arguments: Any) -> nn.Module:
     """A model by whatever a person calls it, in eval mode: a spec, a vitfocus folder, a transformers or timm folder."""
     folder = Path(name)
     if folder.is_dir():
+        if not (folder / "config.json").is_file() and (folder / "model" / "config.json").is_file():
+            folder = folder / "model"  # a run's folder
         config = _read_json(folder / "config.json")
         if "vitfocus" in config:
             model = load(folder)
         elif "model_type" in config:
             model = Origin("transformers", str(folder), arguments).build(pretrained=True)
+            _attach_words(model, folder)
         elif "architecture" in config:
             import timm
 
@@ -159,6 +185,14 @@ def push(model: nn.Module, repository: str, **options: Any) -> str:
         save(model, folder)
         hub.create_repo(repository, exist_ok=True)
         return str(hub.upload_folder(repo_id=repository, folder_path=folder, **options))
+
+
+def _attach_words(model: nn.Module, folder: Path) -> None:
+    """Let a model that reads text carry the word pieces that lie beside its weights."""
+    config: Any = getattr(model, "config", None)
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest and (words := Words.read(folder, int(longest))) is not None:
+        attach_words(model, words)
 
 
 def _fetch(name: str) -> Path:

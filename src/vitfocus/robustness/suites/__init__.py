@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from vitfocus.errors import VitfocusError, nearest
 from vitfocus.robustness.plan import Plan
+from vitfocus.robustness.results import Scores
 from vitfocus.robustness.suites import corrupted, hostile, natural, perturbed
 from vitfocus.robustness.suites.context import Context
 
 _PICTURES = ("crop_pct", "interpolation", "resize", "index")
 _CORRUPTED = ("corruptions", "severities", "extra", "frost")
+_MASKS = ("source", "split", "window", "stride", "flip", "short_side", "ignore")
+_SEGMENTATION = "vitfocus.robustness.segmentation:measure"
+#: The suite of a saved model's own task, by the task's name.
+OWN = {"classify": "clean", "segment": "segmentation", "detect": "detection", "answer": "answers"}
 
 
 @dataclass(frozen=True)
@@ -20,14 +26,10 @@ class Suite:
     """One suite: `resizes` lets the model enlarge images itself, as CIFAR's 32 pixels need."""
 
     about: str
-    plan: Callable[[Context], Plan]
+    plan: Callable[[Context], Plan] | None = None
     options: tuple[str, ...] = ()
     resizes: bool = False
-
-
-def _measured_apart(context: Context) -> Plan:
-    """Maps of classes do not fit a plan of labels: `segmentation.py` measures them itself."""
-    raise AssertionError(f"{context.suite} has no plan")
+    measure: str = ""  # "module:function" of a suite that is no plan of labels and measures by itself; see `measured`
 
 
 SUITES: dict[str, Suite] = {
@@ -58,10 +60,33 @@ SUITES: dict[str, Suite] = {
         hostile.attack,
         (*_PICTURES, "eps", "norm", "steps", "step_size", "random_start"),
     ),
+    "segmentation": Suite(
+        "mIoU, mAcc and aAcc on pictures with masks", options=(*_MASKS, "pictures"), measure=_SEGMENTATION
+    ),
     "segmentation-noise": Suite(
-        "mIoU under shot noise, Gaussian noise and blur, five repeats; data of (image, mask), from Python",
-        _measured_apart,
-        ("repeats", "ignore"),
+        "mIoU under shot noise, Gaussian noise and blur, five repeats",
+        options=(*_MASKS, "repeats"),
+        measure=_SEGMENTATION,
+    ),
+    "cityscapes-c": Suite(
+        "mIoU under 19 corruptions of any-size pictures at 5 severities; generated, or read from corrupted_data",
+        options=(*_MASKS, "corruptions", "severities", "frost", "corrupted_data"),
+        measure=_SEGMENTATION,
+    ),
+    "acdc": Suite(
+        "mIoU in fog, at night, in rain and snow, each and together",
+        options=(*_MASKS, "pictures"),
+        measure=_SEGMENTATION,
+    ),
+    "detection": Suite(
+        "COCO's average precision of boxes and masks",
+        options=("split", "pictures"),
+        measure="vitfocus.robustness.detection:measure",
+    ),
+    "answers": Suite(
+        "VQAv2's official accuracy of answers to questions about pictures",
+        options=("split",),
+        measure="vitfocus.robustness.answers:measure",
     ),
     "autoattack": Suite("the AutoAttack ensemble, through its package", hostile.attack, (*_PICTURES, "eps", "norm")),
 }
@@ -83,4 +108,11 @@ def find_suite(name: str, options: Mapping[str, Any]) -> Suite:
     return suite
 
 
-__all__ = ["SUITES", "Context", "Suite", "find_suite"]
+def measured(chosen: Suite, /, **call: Any) -> Scores:
+    """Let a suite that measures by itself do so: its function gets `models` (by name), `data`, `suite` and the rest."""
+    module, _, function = chosen.measure.partition(":")
+    scores: Scores = getattr(importlib.import_module(module), function)(**call)
+    return scores
+
+
+__all__ = ["OWN", "SUITES", "Context", "Suite", "find_suite", "measured"]

@@ -1,0 +1,127 @@
+"""Detection and instance segmentation on COCO's layout, scored as COCO scores: average precision of boxes and masks."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vitfocus.data.detection import CocoDetections, Detections, ShapesDetections
+from vitfocus.errors import VitfocusError
+from vitfocus.files import write_text
+from vitfocus.robustness.fingerprint import versions
+from vitfocus.robustness.pixels import PRECISIONS, PixelModel, evaluating
+from vitfocus.robustness.plan import Summary
+from vitfocus.robustness.progress import progress as shown_progress
+from vitfocus.robustness.results import Scores
+from vitfocus.robustness.sources import evenly
+from vitfocus.tasks.detection_inference import Finding, PictureWriter, Searcher
+from vitfocus.tasks.detection_scores import coco_scores
+from vitfocus.treatments.store import task_of
+
+NAME = "detection"
+_SHAPES = 1000  # pictures, unless there is a limit
+
+
+def measure(
+    models: Mapping[str, nn.Module],
+    data: Any,
+    *,
+    suite: str = NAME,
+    device: torch.device,
+    batch_size: int | None = None,
+    limit: int | None = None,
+    seed: int = 0,
+    out: str | Path | None = None,
+    workers: int | None = None,
+    precision: str = "float32",
+    progress: bool = True,
+    split: str = "",
+    pictures: str | Path | None = None,
+) -> Scores:
+    """COCO's average precisions, in percent, of one detector or several; nothing is drawn, so `seed` does not matter.
+
+    `data` is a folder in COCO's layout, of which `split` ("val2017") is taken, the word "shapes", or a set such as
+    `CocoDetections`. With `out`, all that was found is written there too, as the official server takes it; `pictures`
+    is a folder for drawings of what was found.
+    """
+    images = open_set(data, split, next(iter(models.values())))
+    places = evenly(len(images), limit)
+    truth = _about(images.truth(), {images.image_id(place) for place in places})
+    summaries: dict[str, Summary] = {}
+    with evaluating(list(models.values()), device):
+        with shown_progress(suite, len(places) * len(models), show=progress) as advance:
+            for number, (name, model) in enumerate(models.items()):
+                check_classes(name, model, images)
+                ending = f"-{number}" if len(models) > 1 else ""
+                write = PictureWriter(f"{pictures}{ending}", images) if pictures else None
+
+                def watch(index: int, picture: Tensor, finding: Finding, name: str = name, write: Any = write) -> None:
+                    if write is not None:
+                        write(index, picture, finding)
+                    advance(1, name)
+
+                search = Searcher(images, device, batch_size or 4, workers or 0, watch=watch)
+                found = search(model, places, lambda: _autocast(device, precision))
+                scores = {key: 100 * value for key, value in coco_scores(truth, found).items()}
+                summaries[name] = {**scores, "cells": {"clean": scores}}
+                if out is not None:
+                    write_text(Path(out) / f"detections{ending}.json", json.dumps(found) + "\n")
+        described = {name: PixelModel(name, model).describe() for name, model in models.items()}
+    fingerprint = {
+        "suite": suite,
+        "protocol": {"precision": precision, "split": split},
+        "data": {"digest": images.digest(), "limit": limit, "images": len(places)},
+        "libraries": {**versions(), "faster_coco_eval": importlib.metadata.version("faster_coco_eval")},
+        "models": described,
+    }
+    result = Scores(suite, len(places), summaries, ("COCO's average precision; crowds do not count.",), fingerprint)
+    if out is not None:
+        result.save(out)
+    return result
+
+
+def open_set(data: Any, split: str, model: nn.Module) -> Detections:
+    """A folder in COCO's layout, Shapes at the size that the model takes, or a set as it is."""
+    if str(data) == "shapes" and not Path("shapes").is_dir():
+        sides: Any = getattr(getattr(model, "transform", None), "min_size", (64,))
+        return ShapesDetections("val", _SHAPES, int(sides[-1]))
+    if isinstance(data, str | Path):
+        return CocoDetections(data, "val", split)
+    if not hasattr(data, "truth"):
+        raise VitfocusError(f"{NAME} takes a folder in COCO's layout, not a {type(data).__name__}.")
+    found: Detections = data
+    return found
+
+
+def _about(truth: dict[str, Any], numbers: set[int]) -> dict[str, Any]:
+    """The part of COCO's json that is about these pictures."""
+    images = [one for one in truth["images"] if one["id"] in numbers]
+    return {**truth, "images": images, "annotations": [a for a in truth["annotations"] if a["image_id"] in numbers]}
+
+
+def check_classes(name: str, model: nn.Module, images: Detections) -> None:
+    """Refuse a model whose labels are not the data's."""
+    if not hasattr(model, "roi_heads"):
+        raise VitfocusError(f"{name} is a {type(model).__name__}, and {NAME} measures detectors (maskrcnn:NAME).")
+    known = task_of(model).get("classes")
+    if known and list(known) != list(images.classes):
+        odd = sorted(set(known) ^ set(images.classes))[:3]
+        raise VitfocusError(f"{name} was trained on other classes than the data's: {', '.join(odd)}.")
+    predictor: Any = model.roi_heads
+    count = predictor.box_predictor.cls_score.out_features - 1
+    if count != len(images.classes):
+        raise VitfocusError(f"{name} knows {count} classes, and the data has {len(images.classes)}.")
+
+
+def _autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
+    if precision == "float32":
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, PRECISIONS[precision])

@@ -1,0 +1,135 @@
+"""A detector on a set of pictures: everything it finds as COCO writes it, and pictures of that for people."""
+
+from __future__ import annotations
+
+import colorsys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from vitfocus.anatomy import anatomy, unwrap
+from vitfocus.data.detection import Detections
+from vitfocus.data.detection_batches import EvaluationSamples
+from vitfocus.data.images import BrokenLog
+from vitfocus.data.samples import read_ahead
+from vitfocus.files import atomic_path
+from vitfocus.tasks.detection_scores import coco_findings
+
+Finding = dict[str, Tensor]
+_SMALLEST_PICTURE = 320  # pixels of the shorter side; smaller ones are enlarged, or their captions would hide them
+
+
+@dataclass
+class Searcher:
+    """Runs a detector over pictures by index; `watch(index, picture, finding)` sees every one of them."""
+
+    images: Detections
+    device: torch.device
+    batch: int = 1
+    workers: int = 0
+    log: BrokenLog = field(default_factory=lambda: BrokenLog(fatal=True))
+    say: Callable[[str], None] = print
+    watch: Callable[[int, Tensor, Finding], None] = lambda index, picture, finding: None
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        model: nn.Module,
+        indices: Sequence[int],
+        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> list[dict[str, Any]]:
+        """What the model, which is left in the mode it was in, finds on these pictures, as COCO's results have it."""
+        model = unwrap(
+            model
+        )  # processes have different numbers of batches, and DDP's forward would wait for the others
+        training = model.training
+        model.eval()
+        normalise = Normalise(model, self.device)
+        found: list[dict[str, Any]] = []
+        keys = [list(indices[first : first + self.batch]) for first in range(0, len(indices), self.batch)]
+        for items, broken in read_ahead(EvaluationSamples(self.images), keys, list, self.workers, self.device):
+            for one in self.log.add(broken):
+                self.say(f"Left out of the evaluation, unreadable: {one}")
+            if not items:
+                continue
+            with autocast():
+                findings = model([normalise(picture) for picture, _ in items])
+            ids = [self.images.image_id(index) for _, index in items]
+            found += coco_findings(findings, ids, self.images.category_ids)
+            for (picture, index), finding in zip(items, findings, strict=True):
+                self.watch(index, picture, finding)
+        model.train(training)
+        return found
+
+
+class Normalise:
+    """Pictures, uint8 (3, H, W), on the device as the model wants them."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        seen, self.device = anatomy(model), device
+        self.mean = torch.tensor(seen.mean, device=device)[:, None, None] * 255
+        self.std = torch.tensor(seen.std, device=device)[:, None, None] * 255
+
+    def __call__(self, picture: Tensor) -> Tensor:
+        return (picture.to(self.device, non_blocking=True).float() - self.mean) / self.std
+
+
+def draw_finding(picture: Tensor, finding: Finding, classes: Sequence[str], least: float = 0.5) -> Image.Image:
+    """The picture, uint8 (3, H, W), with the boxes, masks, names and scores of what was found with at least that score.
+
+    >>> finding = {"boxes": torch.tensor([[8.0, 8.0, 40.0, 40.0]]), "labels": torch.tensor([1])}
+    >>> finding |= {"scores": torch.tensor([0.9]), "masks": torch.ones(1, 1, 64, 64)}
+    >>> draw_finding(torch.zeros(3, 64, 64, dtype=torch.uint8), finding, ["ring"]).size
+    (320, 320)
+    """
+    from torchvision.transforms.functional import to_pil_image
+    from torchvision.utils import draw_bounding_boxes, draw_segmentation_masks
+
+    times = -(-_SMALLEST_PICTURE // min(picture.shape[1:]))
+    picture = picture.cpu().repeat_interleave(times, 1).repeat_interleave(times, 2)
+    kept = finding["scores"].cpu() >= least
+    if kept.any():
+        labels = finding["labels"].cpu()[kept].tolist()
+        scores = finding["scores"].cpu()[kept].tolist()
+        colours = [_colour(label) for label in labels]
+        masks = finding["masks"][:, 0].cpu()[kept] > 0.5
+        masks = masks.repeat_interleave(times, 1).repeat_interleave(times, 2)
+        captions = [f"{classes[label - 1]} {score:.2f}" for label, score in zip(labels, scores, strict=True)]
+        for mask, colour in zip(masks, colours, strict=True):  # all at once, torchvision blackens where they overlap
+            picture = draw_segmentation_masks(picture, mask, alpha=0.45, colors=[colour])
+        boxes = finding["boxes"].float().cpu()[kept] * times
+        picture = draw_bounding_boxes(
+            picture,
+            boxes,
+            captions,
+            colors=colours,
+            width=2,
+            label_colors="black",
+            label_background_colors=colours,
+            fill_labels=True,
+        )
+    drawn: Image.Image = to_pil_image(picture)
+    return drawn
+
+
+class PictureWriter:
+    """Writes the pictures of a search into a folder, as NUMBER.png, NUMBER being COCO's."""
+
+    def __init__(self, folder: str | Path, images: Detections, least: float = 0.5) -> None:
+        self.folder, self.images, self.least = Path(folder), images, least
+
+    def __call__(self, index: int, picture: Tensor, finding: Finding) -> None:
+        with atomic_path(self.folder / f"{self.images.image_id(index):012d}.png") as path:
+            draw_finding(picture, finding, self.images.classes, self.least).save(path, "PNG")
+
+
+def _colour(label: int) -> tuple[int, int, int]:
+    """A bright colour, unlike those of the labels next to it: hues a golden section apart."""
+    red, green, blue = colorsys.hsv_to_rgb(label * 0.618034 % 1, 0.8, 0.95)
+    return round(255 * red), round(255 * green), round(255 * blue)

@@ -1,0 +1,171 @@
+"""What a treatment costs in practice: the time and the memory of a step, beside the untreated model's in the same run.
+
+Models take turns, one step each a round, so that a machine that slows down or speeds up meanwhile does so for all, and
+the fastest step counts, which other programs disturbed least. Memory is what was really allocated: by the caching
+allocator on CUDA, by torch's own record of every allocation on the CPU.
+"""
+
+from __future__ import annotations
+
+import inspect
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vitfocus.anatomy import unwrap
+from vitfocus.errors import VitfocusError
+from vitfocus.treatments.diversity import auxiliary_loss
+
+MODES = ("train", "infer")
+
+
+def compare_steps(
+    models: Mapping[str, nn.Module],
+    images: Tensor,
+    *,
+    mode: str = "train",
+    autocast: torch.dtype | None = None,
+    rounds: int = 5,
+    warmup: int = 2,
+    on_step: Callable[[], None] = lambda: None,
+) -> list[dict[str, Any]]:
+    """Measure a step of every model on the same images (B, 3, H, W), and compare it with the first's.
+
+    `train` is a forward, a loss with the treatments' own terms, a backward and an AdamW step; `infer` a forward without
+    gradients. One dict a model: `milliseconds` (the fastest step), `milliseconds_median`, `time_ratio` (of the fastest
+    steps), `megabytes` (weights, the optimiser's state, and a step's peak on top of them), `memory_ratio` and
+    `parameters`. `on_step` is called after every step.
+
+    >>> tiny = nn.Linear(4, 4)
+    >>> rows = compare_steps({"plain": tiny}, torch.randn(2, 4), mode="infer", rounds=1, warmup=0)
+    >>> rows[0]["time_ratio"], rows[0]["memory_ratio"], rows[0]["parameters"]
+    (1.0, 1.0, 20)
+    """
+    if mode not in MODES:
+        raise VitfocusError(f"There is no mode {mode!r}: expected train or infer.")
+    if rounds < 1:
+        raise VitfocusError(f"rounds must be at least 1, but is {rounds}.")
+    steps = {name: _Step(model, images, mode, autocast) for name, model in models.items()}
+    for step in steps.values():
+        for _ in range(warmup):
+            step()
+            on_step()
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            seconds[name].append(_timed(step, images.device))
+            on_step()
+    taken = {}
+    for name, step in steps.items():
+        taken[name] = step.held() + _peak(step, images.device)
+        on_step()
+    first = next(iter(steps))
+    return [
+        {
+            "name": name,
+            "milliseconds": 1000 * min(seconds[name]),
+            "milliseconds_median": 1000 * statistics.median(seconds[name]),
+            "time_ratio": min(seconds[name]) / min(seconds[first]),
+            "megabytes": taken[name] / 2**20,
+            "memory_ratio": taken[name] / taken[first],
+            "parameters": sum(parameter.numel() for parameter in models[name].parameters()),
+        }
+        for name in steps
+    ]
+
+
+class _Step:
+    """One step of a model on some images, in training or not."""
+
+    def __init__(self, model: nn.Module, images: Tensor, mode: str, autocast: torch.dtype | None) -> None:
+        self.model, self.images, self.autocast = model, images, autocast
+        self.named = "pixel_values" in inspect.signature(unwrap(model).forward).parameters
+        self.optimiser = torch.optim.AdamW(model.parameters(), lr=1e-6) if mode == "train" else None
+
+    def __call__(self) -> None:
+        if self.optimiser is None:
+            self.model.eval()
+            with torch.no_grad():
+                self._forward()
+            return
+        self.model.train()
+        outputs = list(_differentiable(self._forward()))
+        # Any smooth function of the output has a real task loss's backward; this one fits every kind of model.
+        loss = torch.stack([output.float().square().mean() for output in outputs]).sum() + auxiliary_loss(self.model)
+        loss.backward()
+        self.optimiser.step()
+        self.optimiser.zero_grad(set_to_none=True)
+
+    def held(self) -> int:
+        """Bytes that stay between steps: weights, buffers and the optimiser's state."""
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        for state in self.optimiser.state.values() if self.optimiser else ():
+            tensors += [value for value in state.values() if isinstance(value, Tensor)]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def _forward(self) -> Any:
+        images, autocast = self.images, self.autocast
+        try:
+            with torch.autocast(images.device.type, dtype=autocast, enabled=autocast is not None):
+                return self.model(pixel_values=images) if self.named else self.model(images)
+        except (TypeError, AssertionError, ValueError, RuntimeError) as error:
+            if isinstance(error, VitfocusError):
+                raise
+            if "out of memory" in str(error):
+                raise VitfocusError(f"The step does not fit into memory: {str(error).splitlines()[0]}") from None
+            shape, reason = "x".join(map(str, images.shape)), str(error).rstrip(".")
+            raise VitfocusError(
+                f"{type(unwrap(self.model)).__name__} does not run on images of {shape} alone: {reason}."
+            ) from error
+
+
+def _differentiable(output: Any) -> Iterator[Tensor]:
+    """Every tensor with a gradient in whatever a model returns."""
+    if isinstance(output, Tensor):
+        if output.requires_grad:
+            yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from _differentiable(value)
+    elif isinstance(output, Iterable) and not isinstance(output, str):
+        for value in output:
+            yield from _differentiable(value)
+
+
+def _timed(step: _Step, device: torch.device) -> float:
+    _wait(device)
+    start = time.perf_counter()
+    step()
+    _wait(device)
+    return time.perf_counter() - start
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _peak(step: _Step, device: torch.device) -> int:
+    """Bytes that a step allocates beyond what was there before it, at its highest."""
+    if device.type == "cuda":
+        _wait(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        step()
+        _wait(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        step()
+    events: Any = seen.profiler.kineto_results.events()
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    now = highest = 0
+    for _, change in changes:
+        now += change
+        highest = max(highest, now)
+    return highest
