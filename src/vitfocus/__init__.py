@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from vitfocus.attention.maps import attention_maps
     from vitfocus.corruptions import corrupt
     from vitfocus.errors import VitfocusError
+    from vitfocus.report import explore, report
     from vitfocus.robustness import evaluate
     from vitfocus.treatments import (
         AttentionDiversification,
@@ -41,6 +42,7 @@ _HOMES = {
     "vitfocus.attention.maps": ("attention_maps",),
     "vitfocus.corruptions": ("corrupt",),
     "vitfocus.errors": ("VitfocusError",),
+    "vitfocus.report": ("explore", "report"),
     "vitfocus.robustness": ("evaluate",),
     "vitfocus.treatments": (
         *("AttentionDiversification", "ContextBroadcasting", "ExtraBlock", "SqueezeExcitation", "TokenAwarePooling"),
@@ -68,10 +70,12 @@ __all__ = [
     "create_model",
     "diagnose",
     "evaluate",
+    "explore",
     "load",
     "load_weights",
     "open_model",
     "push",
+    "report",
     "save",
     "treat_",
     "untreat_",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=int, default=16, metavar="N", help="images at a time (default: 16)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the corruption (default: 0)")
     parser.add_argument("--device", default=None, help="where to run: cpu, cuda... (default: a GPU if there is one)")
-    parser.add_argument("--out", metavar="DIR", help="save diagnosis.json, the table and every figure there")
+    parser.add_argument("--out", metavar="DIR", help="save diagnosis.json, table, figures and report.html there")
+    parser.add_argument(
+        "--explore",
+        action="store_true",
+        help="with --out: add the page on which to point at patches of images",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
@@ -46,7 +53,9 @@ def run(args: argparse.Namespace) -> int:
     for name in ("limit", "batch_size"):
         if getattr(args, name) < 1:
             raise VitfocusError(f"--{name.replace('_', '-')} must be at least 1, but is {getattr(args, name)}.")
-    files = image_files(Path(args.images), args.limit) if args.images else None
+    if args.explore and not args.out:
+        raise VitfocusError("--explore adds a page to the report, which needs a folder: name it with --out DIR.")
+    files = image_files(Path(args.images), args.limit) if args.images else None  # before anything slow is imported
     if args.against:
         from vitfocus.corruptions import parse
 
@@ -54,25 +63,38 @@ def run(args: argparse.Namespace) -> int:
 
     from vitfocus.anatomy import anatomy
     from vitfocus.attention.diagnosis import diagnose
-    from vitfocus.treatments.store import open_model
+    from vitfocus.cli.closing import close_run, model_label
+    from vitfocus.cli.device import device_called
+    from vitfocus.report.evidence import note_data
+    from vitfocus.treatments.store import open_model, task_of
 
     model = open_model(args.model, weights=args.weights, treat=args.treat)
-    model.to(_device(args.device))
+    model.to(device_called(args.device))
     body = anatomy(model)
+    if task_of(model).get("task") == "segment":  # a segmenter sees pictures larger than its backbone was built for
+        body = replace(body, build_size=(task_of(model)["size"],) * 2)
     if args.weights is None and not Path(args.model).is_dir():
         _say(f"No --weights: {args.model} starts from random weights, so this reads an untrained model.")
-    if files is None:
+    if body.text is not None and (asked := _questions(args, body)) is not None:
+        count, batches = asked
+    elif files is None:
         count = args.limit
         _say(f"No --images: using {count} scenes of the embedded Shapes, {_by(body.build_size)}.")
         batches = _shapes(count, args.batch_size, body)
     else:
         count = len(files)
         batches = _photographs(files, args.batch_size, body)
-    name = f"{args.model}+{args.treat}" if args.treat else str(args.model)
-    diagnosis = diagnose(model, _with_progress(batches, count), args.against, seed=args.seed, name=Path(name).name)
+    name = model_label(args.model) + (f"+{args.treat}" if args.treat else "")
+    state = hashlib.sha256()
+    stream = _noted(_with_progress(batches, count), state)
+    diagnosis = diagnose(model, stream, args.against, seed=args.seed, name=name)
     if args.out:
         written = diagnosis.save(args.out)
+        note_data(args.out, "Shapes" if files is None else Path(args.images).name, state.hexdigest())
         _say(f"Saved {len(written)} files in {args.out}: {', '.join(file.name for file in written)}.")
+        if args.explore:
+            _explore(args, {name: model}, files, body)
+        close_run(args.out, {name: model})
     if args.json:
         print(diagnosis.to_json())
     else:
@@ -132,6 +154,42 @@ def _photographs(files: list[Path], batch_size: int, body: Anatomy) -> Iterator[
         yield torch.stack([read_image(file, body.build_size, crop, interpolation) for file in chunk])
 
 
+def _explore(args: argparse.Namespace, models: dict[str, Any], files: list[Path] | None, body: Anatomy) -> None:
+    """Keep the explorer's data of a few of the images, in half a page's room, so that another model's fits beside."""
+    import torch
+
+    from vitfocus.report.explorer import BUDGET, IMAGES, explorer_data, write_explorer
+
+    count = min(IMAGES, args.limit if files is None else len(files))
+    if files is None:
+        images, names = next(_shapes(count, count, body)), None
+    else:
+        few = [files[index * len(files) // count] for index in range(count)]
+        images, names = torch.cat(list(_photographs(few, count, body))), [file.name for file in few]
+    against = args.against or "gaussian_noise/3"
+    data = explorer_data(models, images, against, names=names, budget=BUDGET // 2, seed=args.seed)
+    write_explorer(args.out, data)
+
+
+def _questions(args: argparse.Namespace, body: Anatomy) -> tuple[int, Iterator[Any]] | None:
+    """For a model that reads text: the questions of VQAv2's layout, or of Shapes; None for mere pictures."""
+    from vitfocus.data.questions import read_vqav2, shapes_questions, splits_in
+    from vitfocus.data.questions_batches import reading_batches
+    from vitfocus.tasks.answering import look_of
+
+    if args.images:
+        splits = splits_in(args.images) if Path(args.images).is_dir() else []
+        if not splits:
+            _say("The images come without questions: every text is empty.")
+            return None
+        asked = read_vqav2(args.images, splits[0], annotated=False)
+        _say(f"Asking the questions of {splits[0]}.")
+    else:
+        asked = shapes_questions("val", args.limit, min(body.build_size))
+        _say(f"No --images: asking about scenes of the embedded Shapes, {_by(body.build_size)}.")
+    return min(args.limit, len(asked)), reading_batches(asked, look_of(body.root), args.limit, args.batch_size)
+
+
 def _shapes(count: int, batch_size: int, body: Anatomy) -> Iterator[Tensor]:
     from vitfocus.data.shapes import shapes_batch
 
@@ -139,7 +197,7 @@ def _shapes(count: int, batch_size: int, body: Anatomy) -> Iterator[Tensor]:
         yield shapes_batch(range(start, min(start + batch_size, count)), split="val", size=body.build_size)[0]
 
 
-def _with_progress(batches: Iterator[Tensor], count: int) -> Iterator[Tensor]:
+def _with_progress(batches: Iterator[Any], count: int) -> Iterator[Any]:
     from rich.console import Console
     from rich.progress import Progress
 
@@ -150,7 +208,21 @@ def _with_progress(batches: Iterator[Tensor], count: int) -> Iterator[Tensor]:
         task = progress.add_task("Reading images", total=count)
         for batch in batches:
             yield batch
-            progress.advance(task, len(batch))
+            progress.advance(task, len(_pixels(batch)))
+
+
+def _noted(batches: Iterator[Any], state: Any) -> Iterator[Any]:
+    """The batches as they come, each added to a digest."""
+    for batch in batches:
+        state.update(_pixels(batch).contiguous().numpy().data)
+        state.update("\n".join(batch["question"] if isinstance(batch, dict) else ()).encode())
+        yield batch
+
+
+def _pixels(batch: Any) -> Tensor:
+    """A batch's images: it is these, or a dict of them and their questions."""
+    pixels: Tensor = batch["pixel_values"] if isinstance(batch, dict) else batch
+    return pixels
 
 
 def _by(size: tuple[int, int]) -> str:
@@ -159,18 +231,3 @@ def _by(size: tuple[int, int]) -> str:
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr)
-
-
-def _device(name: str | None) -> Any:
-    """The device named, or a GPU if there is one."""
-    import torch
-
-    from vitfocus.errors import VitfocusError
-
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:
-        raise VitfocusError(f"There is no device {name!r} here: {str(error).splitlines()[0]}") from None
-    return torch.device(name)

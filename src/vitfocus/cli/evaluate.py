@@ -30,6 +30,15 @@ OPTIONS: dict[str, tuple[Any, bool, str]] = {
     "crop_pct": (float, False, "share of the resized picture that is cropped (default: 0.875)"),
     "interpolation": (str, False, "bilinear or bicubic (default: the suite's, or the model's)"),
     "index": (str, False, "a json that maps class folders to the model's classes"),
+    "source": (str, False, "segmentation: the folder's layout: ade20k, cityscapes, acdc, camvid, masks"),
+    "split": (str, False, "segmentation, detection: the folder's name of the split (default: val)"),
+    "window": (int, False, "segmentation: side of the sliding window (default: the model's; 0: whole pictures)"),
+    "stride": (int, False, "segmentation: from one window to the next (default: two thirds of the window)"),
+    "short_side": (int, False, "segmentation: resize pictures so that this is their short side"),
+    "ignore": (int, False, "segmentation: the label that does not count, of data that is no folder (default: 255)"),
+    "repeats": (int, False, "segmentation-noise: how often random noise is drawn (default: 5)"),
+    "corrupted_data": (str, False, "cityscapes-c: the folder of stored corrupted pictures"),
+    "pictures": (str, False, "segmentation, acdc, detection: write pictures of the predictions into this folder"),
 }
 
 
@@ -38,7 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", nargs="*", help="a timm name (treatments may follow: name+tap+cb), or a model's folder"
     )
-    parser.add_argument("--suite", metavar="NAME", help="clean, imagenet-c, imagenet-p, fgsm...; 'list' prints all")
+    parser.add_argument(
+        "--suite",
+        metavar="NAME",
+        help="clean, imagenet-c, segmentation, fgsm...; 'list' prints all (default: the saved model's own task)",
+    )
     parser.add_argument("--data", metavar="DIR", help="the suite's published folder, or class folders of images")
     parser.add_argument(
         "--weights", metavar="FILE", action="append", help="a checkpoint; once for all models, or once for each"
@@ -65,6 +78,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         suites.add_argument(f"--{name.replace('_', '-')}", type=kind, help=text, metavar="X", **shape)
     suites.add_argument(
         "--extra", action="store_true", default=None, help="imagenet-c, cifar-c: the 4 extra corruptions too"
+    )
+    suites.add_argument(
+        "--flip", action="store_true", default=None, help="segmentation: average with the mirrored pictures"
     )
     suites.add_argument(
         "--no-resize",
@@ -121,6 +137,8 @@ def _evaluate(args: argparse.Namespace) -> int:
     from vitfocus.errors import VitfocusError
     from vitfocus.robustness.suites import SUITES, find_suite
 
+    if args.model:
+        _from_run(args)
     if args.suite == "list":
         suites = {name: {"about": suite.about, "options": list(suite.options)} for name, suite in SUITES.items()}
         print(json.dumps(suites, indent=2) if args.json else "\n".join(f"{n:16} {s.about}" for n, s in SUITES.items()))
@@ -128,16 +146,20 @@ def _evaluate(args: argparse.Namespace) -> int:
     for flag, value in (("MODEL", args.model), ("--suite", args.suite), ("--data", args.data)):
         if not value:
             raise VitfocusError(f"{flag} is missing: vitfocus evaluate MODEL --suite NAME --data DIR.")
-    given = {name: getattr(args, name) for name in (*OPTIONS, "extra", "resize", "random_start")}
+    given = {name: getattr(args, name) for name in (*OPTIONS, "extra", "flip", "resize", "random_start")}
     options = {name: value for name, value in given.items() if value is not None}
-    find_suite(args.suite, options)
-    if not Path(args.data).is_dir():
+    suite = find_suite(args.suite, options)
+    embedded = args.data == "shapes" and suite.plan is None  # the tasks' suites can draw Shapes
+    if not embedded and not Path(args.data).is_dir():
         raise VitfocusError(f"There is no folder {args.data}; --data wants the folder of the images.")
 
+    from vitfocus.cli.closing import close_run
     from vitfocus.robustness.evaluation import evaluate
+    from vitfocus.robustness.processes import is_first
 
+    models = _models(args)
     scores = evaluate(
-        _models(args),
+        models,
         args.suite,
         args.data,
         device=args.device,
@@ -151,11 +173,35 @@ def _evaluate(args: argparse.Namespace) -> int:
         **options,
     )
     _say(scores, args.json)
+    if args.out and is_first():
+        close_run(args.out, models)
     return 0
+
+
+def _from_run(args: argparse.Namespace) -> None:
+    """Fill in what a trained model's folder says: the suite of its own task, and the data of its recipe."""
+    import tomllib
+
+    from vitfocus.robustness.suites import OWN
+
+    folder = Path(args.model[0])
+    saved = next((f for f in (folder / "config.json", folder / "model" / "config.json") if f.is_file()), None)
+    if saved is None:
+        return
+    try:
+        task = json.loads(saved.read_text(encoding="utf-8")).get("task", {}).get("task", "")
+    except (ValueError, AttributeError):
+        return
+    args.suite = args.suite or OWN.get(task)
+    recipe = next((f for f in (folder / "config.toml", folder.parent / "config.toml") if f.is_file()), None)
+    if args.data is None and recipe is not None and args.suite == OWN.get(task):
+        data = tomllib.loads(recipe.read_text(encoding="utf-8")).get("data", {})
+        args.data = "shapes" if data.get("source") == "shapes" else data.get("root") or None
 
 
 def _models(args: argparse.Namespace) -> dict[str, nn.Module]:
     """The models by the names they were called, with their weights."""
+    from vitfocus.cli.closing import model_label
     from vitfocus.errors import VitfocusError
     from vitfocus.robustness.processes import is_first
     from vitfocus.treatments.store import open_model
@@ -169,7 +215,7 @@ def _models(args: argparse.Namespace) -> dict[str, nn.Module]:
         weights = weights * len(args.model)
     models: dict[str, nn.Module] = {}
     for name, file in zip(args.model, weights, strict=True):
-        label = f"{Path(name).name}+{args.treat}" if args.treat else Path(name).name
+        label = model_label(name) + (f"+{args.treat}" if args.treat else "")
         number = sum(known == label or known.startswith(f"{label} #") for known in models)
         if file is None and not Path(name).is_dir() and is_first():
             print(

@@ -34,13 +34,16 @@ def run(args: argparse.Namespace) -> int:
     results = train(recipe, out=args.out, resume=args.resume)
     if not is_main_process():
         return 0
+    if results["finished"]:
+        from vitfocus.cli.closing import close_run
+
+        close_run(args.out or f"runs/{recipe.name}")
     if args.json:
         print(json.dumps(results, indent=1))
     elif results["finished"]:
-        last = results["last"]
         model = f"{args.out or f'runs/{recipe.name}'}/model"
         print(
-            f"{recipe.name}: top-1 {100 * last['top1']:.2f} % after {results['epochs']:.4g} epochs "
+            f"{recipe.name}: {results['headline']} after {results['epochs']:.4g} epochs "
             f"({results['seconds']:.0f} s, {results['images_per_second']:.0f} images/s). The model: {model}"
         )
     sys.stdout.flush()

@@ -1,55 +1,66 @@
 """One self-contained HTML page: text, tables and figures, everything inside, every string escaped.
 
-It opens from disk, loads nothing, follows the reader's light or dark setting, fits a phone and prints.
+It opens from disk and loads nothing. Style and script are the files under `static/`, written into the page.
 """
 
 from __future__ import annotations
 
-import base64
-import io
+import json
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
 from html import escape
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from vitfocus.files import write_text
 
-_STYLE = """
-:root { color-scheme: light dark;
-  --ink: #1b1f24; --paper: #ffffff; --line: #d5dae1; --soft: #f4f6f8; --quiet: #5a6572; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e7eaee; --paper: #14181d; --line: #343c46; --soft: #1d232a; --quiet: #9aa6b3; }
-}
-body { font: 16px/1.55 system-ui, sans-serif; color: var(--ink); background: var(--paper); margin: 0 auto;
-  max-width: 62rem; padding: 1.5rem 1rem 4rem; }
-h1 { font-size: 1.7rem; line-height: 1.2; } h2 { font-size: 1.25rem; margin-top: 2.4rem; }
-p.quiet, figcaption { color: var(--quiet); font-size: 0.92rem; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 0.93rem; }
-th, td { padding: 0.32rem 0.75rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; } thead th { border-bottom-width: 2px; }
-tbody tr:hover { background: var(--soft); }
-figure { margin: 1.4rem 0; } figure img { max-width: 100%; height: auto; background: #fff; border-radius: 6px; }
-@media print { body { max-width: none; } h2 { break-after: avoid; } figure, table { break-inside: avoid; } }
-"""
+#: Nothing may be fetched from anywhere: the browser itself sees to it.
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What a cell of a table shows, and the value that goes into the CSV file instead."""
+
+    shown: str
+    value: Any = None
+
+
+@cache
+def static(name: str) -> str:
+    """The text of a file under `static/`."""
+    return resources.files("vitfocus.report").joinpath("static", name).read_text(encoding="utf-8")
 
 
 class Page:
     """A page under construction.
 
     >>> page = Page("Comparison <of> two")
-    >>> page.section("Numbers").table(["", "plain", "treated"], [["top-1", 0.5, 0.6]])
-    >>> "Comparison &lt;of&gt; two" in page.html() and "<td>0.600</td>" in page.html()
-    True
+    >>> page.section("Numbers").table("top-1", ["", "plain", "treated"], [["top-1", 0.5, Cell("0.6", 0.59999)]])
+    >>> html = page.html()
+    >>> "Comparison &lt;of&gt; two" in html, '<td class="n">0.5</td>' in html, 'data-value="0.59999">0.6</td>' in html
+    (True, True, True)
     """
 
-    def __init__(self, title: str) -> None:
-        self.title = title
+    def __init__(self, title: str, subtitle: str = "") -> None:
+        self.title, self.subtitle = title, subtitle
         self.parts: list[str] = []
+        self.headings: list[str] = []
+        self.explorer = ""
+        self.data: Any = None
 
     def section(self, heading: str) -> Page:
         """Begin a section."""
-        self.parts.append(f"<h2>{escape(heading)}</h2>")
+        self.headings.append(heading)
+        self.parts.append(f'<h2 id="s{len(self.headings)}">{escape(heading)}</h2>')
         return self
+
+    def heading(self, words: str) -> None:
+        """A heading within a section."""
+        self.parts.append(f"<h3>{escape(words)}</h3>")
 
     def text(self, words: str, quiet: bool = False) -> None:
         """A paragraph."""
@@ -58,31 +69,68 @@ class Page:
 
     def points(self, sentences: Sequence[str]) -> None:
         """A list of sentences."""
-        self.parts.append("<ul>" + "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences) + "</ul>")
+        self.parts.append("<ul>" + "".join(f"<li>{escape(minus(sentence))}</li>" for sentence in sentences) + "</ul>")
 
-    def table(self, headings: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """A table; numbers are shown to three places, None as an empty cell."""
-        head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
-        body = "".join("<tr>" + "".join(f"<td>{escape(_shown(cell))}</td>" for cell in row) + "</tr>" for row in rows)
-        self.parts.append(f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>')
+    def table(
+        self,
+        name: str,
+        headings: Sequence[str],
+        rows: Sequence[Sequence[Any]],
+        folded: bool = False,
+        saved: Sequence[Sequence[Any]] | None = None,
+    ) -> None:
+        """A table that can be saved as CSV under that name; None is an empty cell; `folded` hides it at first.
 
-    def figure(self, figure: Any, caption: str) -> None:
-        """A matplotlib figure, as SVG."""
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="svg", bbox_inches="tight")
-        picture = base64.b64encode(buffer.getvalue()).decode()
-        self.parts.append(
-            f'<figure><img alt="{escape(caption, quote=True)}" src="data:image/svg+xml;base64,{picture}">'
-            f"<figcaption>{escape(caption)}</figcaption></figure>"
+        A column without any content is left out. `saved` are the rows, headings first, of the CSV file where it is to
+        hold more than the table shows.
+        """
+        filled = [i for i in range(len(headings)) if not i or any(row[i] is not None for row in rows)]
+        headings, rows = [headings[i] for i in filled], [[row[i] for i in filled] for row in rows]
+        numeric = [any(isinstance(row[i], Cell | int | float) for row in rows) for i in range(len(headings))]
+        head = "".join(
+            f'<th scope="col"{_NUMBER * n}>{_breakable(heading)}</th>'
+            for heading, n in zip(headings, numeric, strict=True)
         )
+        body = "".join(
+            "<tr>" + "".join(_cell(cell, n) for cell, n in zip(row, numeric, strict=True)) + "</tr>" for row in rows
+        )
+        content = f' data-csv="{escape(json.dumps(saved), quote=True)}"' if saved is not None else ""
+        table = (
+            f'<div class="block"><div class="wide" tabindex="0" role="region" aria-label="{escape(name, quote=True)}">'
+            f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+            f'<button type="button" class="save" data-save="csv" data-name="{_file(name)}"{content}>'
+            f"Save table as CSV</button></div>"
+        )
+        self.parts.append(f"<details><summary>{escape(name)}</summary>{table}</details>" if folded else table)
+
+    def figures(self, *drawn: tuple[str, str, str], size: str = "") -> None:
+        """Figures beside each other where there is room: (name, SVG text, caption); `size` is small or single."""
+        self.parts.append(f'<div class="{f"figures {size}".strip()}">{"".join(_figure(*one) for one in drawn)}</div>')
 
     def html(self) -> str:
         """The whole page."""
+        links = "".join(f'<a href="#s{i + 1}">{escape(heading)}</a>' for i, heading in enumerate(self.headings))
+        explorer, data, tab = "", "", ""
+        style, script = static("page.css"), static("page.js")
+        if self.explorer:
+            tab = '<a class="tab" href="#explorer">Attention explorer</a>'
+            explorer = f'<main id="explorer">{self.explorer}</main>'
+            plain = json.dumps(self.data, separators=(",", ":")).replace("<", "\\u003c")
+            data = f'<script type="application/json" id="explorer-data">{plain}</script>'
+            style, script = style + static("explorer.css"), script + static("explorer.js")
+        body = f'<main id="report">{"".join(self.parts)}</main>' if self.parts else ""
+        tabs = f'<a class="tab" href="#report">Report</a>{tab}' if self.explorer and self.parts else ""
+        toc = f'<nav class="toc" aria-label="Sections">{links}</nav>' if len(self.headings) > 1 else ""
         return (
-            '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+            '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
             '<meta name="viewport" content="width=device-width, initial-scale=1">'
-            f"<title>{escape(self.title)}</title><style>{_STYLE}</style></head>"
-            f"<body><h1>{escape(self.title)}</h1>{''.join(self.parts)}</body></html>\n"
+            f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+            f"<title>{escape(self.title)}</title><style>{style}</style></head>"
+            f"<body><header><div><h1>{escape(self.title)}</h1>"
+            f"{f'<p class=quiet>{escape(self.subtitle)}</p>' if self.subtitle else ''}</div>"
+            '<button type="button" id="theme" aria-label="Light or dark">◐ <span>auto</span></button></header>'
+            f"{f'<nav class=tabs aria-label=Pages>{tabs}</nav>' if tabs else ''}{toc}{body}{explorer}"
+            f"{data}<script>{script}</script></body></html>\n"
         )
 
     def write(self, path: str | Path) -> Path:
@@ -91,7 +139,38 @@ class Page:
         return Path(path)
 
 
-def _shown(cell: Any) -> str:
+def _figure(name: str, svg: str, caption: str) -> str:
+    shown = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
+    return (
+        f'<figure class="block"><div class="wide">{svg}</div>{shown}'
+        f'<button type="button" class="save" data-save="svg" data-name="{_file(name)}">'
+        f"Save figure as SVG</button></figure>"
+    )
+
+
+_NUMBER = ' class="n"'
+
+
+def _cell(cell: Any, numeric: bool) -> str:
+    kind = _NUMBER * numeric
     if cell is None:
-        return ""
-    return f"{cell:.3f}" if isinstance(cell, float) else str(cell)
+        return "<td></td>"
+    if isinstance(cell, Cell):
+        value = "" if cell.value is None else f' data-value="{escape(str(cell.value), quote=True)}"'
+        return f"<td{kind}{value}>{escape(minus(cell.shown))}</td>"
+    return f"<td{kind}>{f'{cell:g}' if isinstance(cell, float) else _breakable(str(cell))}</td>"
+
+
+def _breakable(text: str) -> str:
+    """Escaped text that a narrow column may break where a spec has a joint: `name+cb(layers=upper)`."""
+    return "<wbr>".join(escape(part) for part in re.split(r"(?<=[+,/])(?=\S)", text) if part)
+
+
+def minus(text: str) -> str:
+    """Hyphens before digits as the minus signs they mean."""
+    return re.sub(r"(?<![\w.])-(?=\d)", "−", text)
+
+
+def _file(name: str) -> str:
+    """A file's name from any words: letters, digits and hyphens."""
+    return "-".join("".join(c if c.isalnum() else " " for c in name.lower()).split()) or "figure"

@@ -1,0 +1,212 @@
+"""`vitfocus bench`: what each treatment costs on a model, at a size and batch, in time and memory, on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+    from torch import nn
+
+TREATMENTS = ("cb", "cbs", "tap", "adl", "cbs+tap+adl")
+PRECISIONS = ("float32", "bfloat16", "float16")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument(
+        "model", nargs="?", default="deit_tiny_patch16_224", help="a spec or a folder (default: deit_tiny_patch16_224)"
+    )
+    parser.add_argument(
+        "--treat",
+        metavar="SPEC",
+        action="append",
+        help=f"a treatment to measure; may be repeated (default: {', '.join(TREATMENTS)})",
+    )
+    parser.add_argument("--size", metavar="PIXELS", help="height and width: 224, or 512x1024 (default: the model's)")
+    parser.add_argument("--batch-size", type=int, metavar="N", help="images at a time (default: 64 on a GPU, else 8)")
+    parser.add_argument(
+        "--mode", choices=("train", "infer"), default="train", help="a training step, or a forward (default: train)"
+    )
+    parser.add_argument("--precision", choices=PRECISIONS, help="autocast's (default: bfloat16 on a GPU, else float32)")
+    parser.add_argument("--compile", action="store_true", help="compile every model first")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="steps of each model (default: 5)")
+    parser.add_argument("--device", help="where to run: cpu, cuda... (default: a GPU if there is one)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, and print the table."""
+    from vitfocus.errors import VitfocusError
+
+    for name in ("rounds", "batch_size"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise VitfocusError(f"--{name.replace('_', '-')} must be at least 1, but is {getattr(args, name)}.")
+    size = parse_size(args.size)
+    for variable, value in (("KINETO_LOG_LEVEL", "99"), ("TORCH_CPP_LOG_LEVEL", "ERROR")):
+        os.environ.setdefault(variable, value)  # torch's profiler, which counts the memory, else chats on stderr
+
+    import torch
+
+    from vitfocus.anatomy import anatomy
+    from vitfocus.cli.device import device_called
+    from vitfocus.treatments.spec import parse_treatments
+    from vitfocus.treatments.step_cost import compare_steps
+
+    specs = args.treat or list(TREATMENTS)
+    for spec in specs:
+        parse_treatments(spec)
+    device = device_called(args.device)
+    precision = args.precision or ("bfloat16" if device.type == "cuda" else "float32")
+    batch = args.batch_size or (64 if device.type == "cuda" else 8)
+    model = _open(args.model, size)
+    height, width = size or anatomy(model).build_size
+    models, refused = _treated(model, specs, device)
+    if args.compile:
+        # All models share the code of one class, and each is one compilation of it.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * len(models))
+        models = {name: torch.compile(one) for name, one in models.items()}  # type: ignore[misc]
+    images = torch.randn(batch, 3, height, width, device=device)
+    warmup = 3 if args.compile else 2
+    with _progress(len(models) * (args.rounds + warmup + 1)) as advance:
+        rows = compare_steps(
+            models,
+            images,
+            mode=args.mode,
+            autocast=None if precision == "float32" else getattr(torch, precision),
+            rounds=args.rounds,
+            warmup=warmup,
+            on_step=advance,
+        )
+    result = {
+        "model": args.model,
+        "mode": args.mode,
+        "size": [height, width],
+        "batch_size": batch,
+        "precision": precision,
+        "compiled": args.compile,
+        "rounds": args.rounds,
+        "machine": _machine(device),
+        "rows": rows,
+        "refused": refused,
+    }
+    print(json.dumps(result, indent=2)) if args.json else _show(result)
+    return 0
+
+
+def parse_size(text: str | None) -> tuple[int, int] | None:
+    """Height and width in "224" or "512x1024".
+
+    >>> parse_size("224"), parse_size("512x1024"), parse_size(None)
+    ((224, 224), (512, 1024), None)
+    """
+    from vitfocus.errors import VitfocusError
+
+    if text is None:
+        return None
+    sides = text.lower().split("x")
+    if len(sides) > 2 or not all(side.isdigit() and int(side) for side in sides):
+        raise VitfocusError(f"--size wants a number of pixels, or height x width such as 512x1024, not {text!r}.")
+    return int(sides[0]), int(sides[-1])
+
+
+def _open(name: str, size: tuple[int, int] | None) -> nn.Module:
+    """The model, built for that size where its constructor can be told; others take any size, or refuse."""
+    from vitfocus.errors import VitfocusError
+    from vitfocus.treatments.store import open_model
+
+    if size is not None:
+        try:
+            return open_model(name, img_size=size)
+        except VitfocusError as error:
+            if "img_size" not in str(error):
+                raise
+    return open_model(name)
+
+
+def _treated(
+    model: nn.Module, specs: list[str], device: torch.device
+) -> tuple[dict[str, nn.Module], list[dict[str, str]]]:
+    from vitfocus.errors import VitfocusError
+    from vitfocus.treatments import applied, treat_
+
+    plain = "+".join(map(str, applied(model))) or "plain"
+    models, refused = {plain: copy.deepcopy(model).to(device)}, []
+    for spec in specs:
+        try:
+            models[spec] = treat_(copy.deepcopy(model), spec).to(device)
+        except VitfocusError as error:
+            refused.append({"name": spec, "reason": str(error)})
+    return models, refused
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[], None]]:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        print(f"Measuring: {total} steps.", file=sys.stderr)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("Measuring", total=total)
+        yield lambda: progress.advance(task)
+
+
+def _machine(device: torch.device) -> dict[str, Any]:
+    import platform
+
+    import torch
+
+    facts: dict[str, Any] = {"device": device.type, "torch": torch.__version__, "python": platform.python_version()}
+    if device.type == "cuda":
+        return facts | {"name": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
+    return facts | {"name": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
+
+
+def _show(result: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    machine, (height, width) = result["machine"], result["size"]
+    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+    step = "training step" if result["mode"] == "train" else "forward"
+    compiled = ", compiled" if result["compiled"] else ""
+    threads = f", {machine['threads']} threads" if "threads" in machine else ""
+    console.print(
+        f"{result['model']}: {step}, {result['batch_size']} images of {height}x{width}, "
+        f"{result['precision']}{compiled}\n"
+        f"{machine['name']}{threads}, torch {machine['torch']}\n",
+        soft_wrap=True,
+        markup=False,
+    )
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for heading in ("", "ms", "time", "MB", "memory", "parameters"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    for row in result["rows"]:
+        table.add_row(
+            escape(row["name"]),
+            f"{row['milliseconds']:.1f}",
+            f"x{row['time_ratio']:.2f}",
+            f"{row['megabytes']:.0f}",
+            f"x{row['memory_ratio']:.2f}",
+            f"{row['parameters']:,}",
+        )
+    console.print(table)
+    slower = max(row["milliseconds_median"] / row["milliseconds"] for row in result["rows"]) - 1
+    if slower > 0.15:
+        console.print(
+            f"The machine was not quiet: median steps took up to {100 * slower:.0f} % longer than the fastest."
+        )
+    for row in result["refused"]:
+        console.print(f"{row['name']} was not measured: {row['reason']}", soft_wrap=True, markup=False)

@@ -1,0 +1,122 @@
+"""`vitfocus report`: one page about runs of train, evaluate and diagnose, to be opened in any browser."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from vitfocus.report.subjects import Subject
+
+#: So many models are explored side by side; more would leave too little room for each.
+_EXPLORED = 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        metavar="RUN",
+        help="folders that train, evaluate or diagnose wrote, or folders of such; the first model is the baseline",
+    )
+    parser.add_argument("--out", metavar="FILE", help="the page (default: RUN/report.html; several runs: report.html)")
+    parser.add_argument("--title", help="the page's heading (default: the models' names)")
+    explorer = parser.add_argument_group("the attention explorer")
+    explorer.add_argument(
+        "--explore", action="store_true", help="load the trained models and add the page on which to point at patches"
+    )
+    explorer.add_argument("--images", metavar="DIR", help="photographs to explore (default: the run's validation data)")
+    explorer.add_argument("--limit", type=int, default=8, metavar="N", help="at most N images (default: 8)")
+    explorer.add_argument(
+        "--against",
+        default="gaussian_noise/3",
+        metavar="NAME/SEVERITY",
+        help="corruption shown beside the clean images, or none (default: gaussian_noise/3)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the page's place")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Gather, explore if asked to, write, and say where."""
+    from vitfocus.errors import VitfocusError
+    from vitfocus.report import report
+
+    if args.limit < 1:
+        raise VitfocusError(f"--limit must be at least 1, but is {args.limit}.")
+    data = _explore(args) if args.explore else None
+    written = report(*args.runs, out=args.out, title=args.title, explorer=data)
+    if args.json:
+        print(json.dumps(written.to_dict(), indent=2))
+    else:
+        print(f"{', '.join(written.models)}: {written.path} ({written.size / 1e6:.1f} MB)")
+    return 0
+
+
+def _explore(args: argparse.Namespace) -> Any:
+    from vitfocus.errors import VitfocusError
+    from vitfocus.report.explorer import explorer_data
+    from vitfocus.report.subjects import gather
+    from vitfocus.treatments.store import load
+
+    subjects = [subject for subject in gather(args.runs) if subject.model_folder is not None]
+    if not subjects:
+        raise VitfocusError(
+            "None of these runs holds a model that can be loaded; explore one with: vitfocus diagnose MODEL --out DIR "
+            "--explore."
+        )
+    chosen = subjects[:_EXPLORED]
+    if len(subjects) > _EXPLORED:
+        print(f"Exploring {' and '.join(s.name for s in chosen)}, the first {_EXPLORED}.", file=sys.stderr)
+    models = {subject.name: load(subject.model_folder) for subject in chosen if subject.model_folder is not None}
+    images, names = _images(args, chosen, next(iter(models.values())))
+    against = None if args.against in ("", "none") else args.against
+    print(f"Reading {len(images)} images with {len(models)} models.", file=sys.stderr)
+    return explorer_data(models, images, against, names=names, limit=args.limit)
+
+
+def _images(args: argparse.Namespace, subjects: Sequence[Subject], model: Any) -> tuple[Tensor, list[str]]:
+    """Photographs from --images, or validation images of the first run, as uint8, and what they are called."""
+    import torch
+
+    from vitfocus.anatomy import anatomy
+    from vitfocus.cli.diagnose import image_files, read_image
+
+    size = anatomy(model).build_size
+    if args.images:
+        files = image_files(Path(args.images), args.limit)
+        return torch.stack([read_image(file, size) for file in files]), [file.name for file in files]
+    return _validation(subjects[0], args.limit, size)
+
+
+def _validation(subject: Subject, limit: int, size: tuple[int, int]) -> tuple[Tensor, list[str]]:
+    import torch
+    from timm.data import create_transform
+
+    from vitfocus.data.classification import open_images
+    from vitfocus.errors import VitfocusError
+    from vitfocus.train.recipe import build_recipe
+
+    assert subject.training is not None
+    try:
+        recipe = build_recipe(subject.training.recipe)
+        found = open_images(recipe.data, "val")
+    except (VitfocusError, OSError, TypeError, KeyError) as error:
+        raise VitfocusError(
+            f"The validation images of {subject.name} cannot be opened ({error}): name photographs with --images DIR."
+        ) from None
+    transform = create_transform(size, crop_pct=recipe.data.crop, use_prefetcher=True, is_training=False)
+    picked = [index * len(found) // min(limit, len(found)) for index in range(min(limit, len(found)))]
+    pictures = []
+    for index in picked:
+        picture = found.read(index)[0].convert("RGB")
+        small = picture.size == (size[1], size[0])
+        array = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8).view(*size, 3) if small else None
+        pictures.append(array.permute(2, 0, 1) if array is not None else torch.as_tensor(transform(picture)))
+    return torch.stack(pictures), [found.name(index) for index in picked]

@@ -1,0 +1,97 @@
+"""`vitfocus reproduce`: a table or figure of the papers, trained and measured, the paper's numbers beside ours."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("item", nargs="?", help="a table or figure, such as cb/table4a; none: list them")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values to change in every row's recipe")
+    parser.add_argument("--list", action="store_true", help="list every table and figure of both papers")
+    parser.add_argument("--scale", default="smoke", help="smoke, cifar100 or imagenet (default: smoke)")
+    parser.add_argument(
+        "--data",
+        action="append",
+        default=[],
+        metavar="[NAME=]DIR",
+        help="a folder that holds the data sets by name, or one data set; may be given several times",
+    )
+    parser.add_argument(
+        "--out", default="runs/reproduce", metavar="DIR", help="runs and results (default: %(default)s)"
+    )
+    parser.add_argument("--rows", type=int, nargs="+", default=[], metavar="N", help="only these rows, counted from 1")
+    parser.add_argument("--images", type=int, metavar="N", help="evaluate and diagnose on at most N images")
+    parser.add_argument("--count", action="store_true", help="train nothing: count parameters and FLOPs")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the list, or carry an item out; 130 where it was stopped, to be resumed by the same command."""
+    if args.list or args.item is None:
+        return _list(args.json)
+    from vitfocus.errors import VitfocusError
+    from vitfocus.reproduce.run import Stopped, reproduce
+    from vitfocus.train.run import is_main_process
+
+    if args.images is not None and args.images < 1:
+        raise VitfocusError(f"--images wants a number of at least 1, not {args.images}.")
+    try:
+        outcomes = reproduce(
+            args.item,
+            args.scale,
+            data=args.data,
+            out=args.out,
+            overrides=args.overrides,
+            rows=args.rows,
+            images=args.images,
+            count_only=args.count,
+        )
+    except Stopped as stopped:
+        print(f"vitfocus reproduce: stopped in {stopped}; the same command goes on from there.", file=sys.stderr)
+        return 130
+    if not is_main_process():
+        return 0
+    if args.json:
+        found = [outcome.to_dict() for outcome in outcomes]
+        print(json.dumps(found[0] if len(found) == 1 else found, indent=1, ensure_ascii=False))
+        return 0
+    for outcome in outcomes:
+        print(outcome.text())
+        for figure in outcome.figures:
+            print(f"figure: {figure}")
+    return 0
+
+
+def _list(as_json: bool) -> int:
+    from vitfocus.reproduce.items import PAPERS, SCALES, item_names, load_item
+
+    items = [load_item(name) for name in item_names()]
+    if as_json:
+        listed = [
+            {
+                "item": item.name,
+                "paper": item.paper,
+                "title": item.title,
+                "data": item.data,
+                "rows": [row.label for row in item.rows],
+                "parts": list(item.parts),
+            }
+            for item in items
+        ]
+        print(json.dumps({"items": listed, "scales": SCALES}, indent=1, ensure_ascii=False))
+        return 0
+    width = max(len(item.name) for item in items)
+    for paper, title in PAPERS.items():
+        print(title)
+        for item in items:
+            if item.name.startswith(f"{paper}/"):
+                parts = f" ({' and '.join(part.partition('/')[2] for part in item.parts)})" if item.parts else ""
+                print(f"  {item.name:<{width}}  {item.title}{parts}")
+    print("Scales")
+    for scale, about in SCALES.items():
+        print(f"  {scale:<{width}}  {about}")
+    return 0

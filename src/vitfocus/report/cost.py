@@ -1,0 +1,172 @@
+"""What a model costs: multiply-adds by counting, time and memory by measuring, with the hardware they were measured on.
+
+Nothing here is estimated. What cannot be measured (a model that needs a text, too little memory) is left out.
+"""
+
+from __future__ import annotations
+
+import copy
+import platform
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from vitfocus.anatomy import anatomy, unwrap
+from vitfocus.treatments import auxiliary_loss
+
+#: Steps to time at most, and the seconds after which no further one is begun.
+REPEATS, PATIENCE = 7, 2.0
+
+
+def multiply_adds(model: nn.Module) -> int | None:
+    """Multiply-adds of one image at the model's own size: matrix products and convolutions, as papers count "FLOPs".
+
+    >>> import timm
+    >>> round(multiply_adds(timm.create_model("vit_tiny_patch16_224")) / 1e9, 2)
+    1.25
+    """
+    try:
+        with _evaluating(model), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+            counter = FlopCounterMode(display=False)
+            with counter:
+                model(_images(model, 1))
+    except Exception:  # a model that takes more than an image; there is no number then
+        return None
+    return int(counter.get_total_flops()) // 2
+
+
+def usual_batch(device: torch.device, multiply_adds: int | None) -> int:
+    """Images at a time to measure with: enough to be telling, few enough not to keep a person waiting.
+
+    >>> usual_batch(torch.device("cpu"), 1_250_000_000), usual_batch(torch.device("cpu"), 61_000_000_000)
+    (8, 1)
+    """
+    if device.type == "cuda":
+        return 32
+    return 8 if (multiply_adds or 0) < 20_000_000_000 else 1
+
+
+def measure(model: nn.Module, batch: int = 8) -> dict[str, Any]:
+    """Seconds of a forward pass and of a training step (forward, backward), the memory of a step, and where.
+
+    A copy of the model is trained, so the model itself is left alone. On a GPU the memory is the peak that was
+    allocated; elsewhere it is what a step keeps for its backward pass. An empty dict where the model cannot be run.
+    """
+    device = next(model.parameters()).device
+    try:
+        images = _images(model, batch)
+        with _evaluating(model), torch.no_grad():
+            forward = _timed(lambda: model(images), device)
+        trained = copy.deepcopy(unwrap(model)).train()
+        memory = _memory(trained, images, device)
+        step = _timed(lambda: _step(trained, images), device)
+    except Exception:  # as above; out of memory, too
+        return {}
+    return {
+        "device": hardware(device),
+        "torch": torch.__version__,
+        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+        "batch": batch,
+        "forward_seconds": forward,
+        "step_seconds": step,
+        **memory,
+    }
+
+
+def hardware(device: torch.device) -> str:
+    """What a person would call the device."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    name = _processor() or platform.processor() or platform.machine() or device.type
+    return f"{name}, {torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''}"
+
+
+def _processor() -> str:
+    """The processor's name as Linux tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+class _evaluating:
+    """The model in eval mode for a while."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modes = [(module, module.training) for module in model.modules()]
+        self.model = model
+
+    def __enter__(self) -> None:
+        self.model.eval()
+
+    def __exit__(self, *error: object) -> None:
+        for module, training in self.modes:
+            module.training = training
+
+
+def _images(model: nn.Module, batch: int) -> Tensor:
+    """Noise of the model's own size; a generator of its own, so that nobody's draws change."""
+    weight = next(p for p in model.parameters() if p.is_floating_point())
+    body = anatomy(model)
+    noise = torch.randn(batch, len(body.mean), *body.build_size, generator=torch.Generator().manual_seed(0))
+    return noise.to(weight.device, weight.dtype)
+
+
+def _step(model: nn.Module, images: Tensor) -> None:
+    total = _sum(model(images)) + auxiliary_loss(model)
+    total.backward()
+    model.zero_grad(set_to_none=True)
+
+
+def _sum(output: Any) -> Tensor:
+    """A scalar that depends on everything a model returned."""
+    if isinstance(output, Tensor):
+        return output.float().square().mean()
+    values = output.values() if isinstance(output, dict) else output
+    return torch.stack([_sum(value) for value in values if isinstance(value, Tensor | tuple | list | dict)]).sum()
+
+
+def _timed(run: Any, device: torch.device) -> dict[str, Any]:
+    """Median, least and greatest seconds of some runs after one that warms up."""
+    run()
+    seconds: list[float] = []
+    began = time.perf_counter()
+    while len(seconds) < REPEATS and (not seconds or time.perf_counter() - began < PATIENCE):
+        _wait(device)
+        start = time.perf_counter()
+        run()
+        _wait(device)
+        seconds.append(time.perf_counter() - start)
+    return {"median": statistics.median(seconds), "range": [min(seconds), max(seconds)], "runs": len(seconds)}
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _memory(model: nn.Module, images: Tensor, device: torch.device) -> dict[str, Any]:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        _step(model, images)
+        return {"memory_bytes": torch.cuda.max_memory_allocated(device), "memory_kind": "peak allocated in a step"}
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    kept: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        loss = _sum(model(images)) + auxiliary_loss(model)
+    del loss
+    return {"memory_bytes": sum(kept.values()), "memory_kind": "kept for the backward pass"}

@@ -1,0 +1,204 @@
+"""The explorer's data: a few images, clean and corrupted, and maps of some layers and heads of one model or several.
+
+It is plain data, written into a page by `add_explorer` or kept in a run's folder (`explorer.json`) for reports to come.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vitfocus.attention.running import model_name
+from vitfocus.corruptions import corrupt, parse
+from vitfocus.errors import VitfocusError
+from vitfocus.files import write_text
+from vitfocus.report.evidence import EXPLORER
+from vitfocus.report.explorer.choice import Reader, Unit, plan
+from vitfocus.report.explorer.packing import LEVELS, coarse_grids, pack, picture_address
+from vitfocus.report.page import Page
+from vitfocus.report.subjects import Subject
+
+#: Bytes of base64 text that all maps together may take, and how many images are shown at most by default.
+BUDGET, IMAGES = 4_000_000, 8
+
+Data = dict[str, Any]
+
+
+def explorer_data(
+    models: nn.Module | Mapping[str, nn.Module],
+    images: Tensor,
+    against: str | None = "gaussian_noise/3",
+    *,
+    names: Sequence[str] | None = None,
+    limit: int = IMAGES,
+    budget: int = BUDGET,
+    seed: int = 0,
+) -> Data:
+    """The explorer's data for a model, or several by name, as plain data.
+
+    `images` are uint8 (B, 3, H, W), at most `limit` of which are taken, evenly; each model sees them at its own size.
+    `against` is the corruption shown beside the clean images (None for none). `budget` bounds the bytes of the maps.
+    Only layers in which tokens attend to all of the image are shown; keys may be fewer than queries (PVT).
+    """
+    named = {model_name(models): models} if isinstance(models, nn.Module) else dict(models)
+    if images.dtype != torch.uint8 or images.ndim != 4 or not len(images):
+        raise VitfocusError(
+            f"The explorer shows uint8 images (B, 3, H, W), not {images.dtype} of shape {tuple(images.shape)}."
+        )
+    chosen = [index * len(images) // min(limit, len(images)) for index in range(min(limit, len(images)))]
+    pictures = images[chosen].cpu()
+    titles = [str(names[index]) if names is not None else f"image {index}" for index in chosen]
+    conditions = [pictures]
+    if against is not None:
+        corruption, severity = parse(against)
+        against = f"{corruption}/{severity}"
+        conditions.append(corrupt(pictures, corruption, severity, seed=seed, ids=chosen))
+    readers = [Reader(name, model) for name, model in named.items()]
+    units, count, notes = plan(readers, conditions, budget)
+    if count < len(chosen):
+        notes.append(f"Left out to keep the page small: {len(chosen) - count} of {len(chosen)} images.")
+    data = {
+        "images": [
+            {"name": titles[i], "views": [picture_address(batch[i]) for batch in conditions]} for i in range(count)
+        ],
+        "size": list(pictures.shape[-2:]),
+        "against": against,
+        "levels": LEVELS,
+        "models": [_model(reader, units[reader.name], conditions, count) for reader in readers],
+        "notes": notes,
+    }
+    while size_of(data) > budget and _shrink(data):
+        pass
+    return data
+
+
+def explore(
+    models: nn.Module | Mapping[str, nn.Module],
+    images: Tensor,
+    against: str | None = "gaussian_noise/3",
+    *,
+    out: str | Path = "explorer.html",
+    title: str = "Attention explorer",
+    **options: Any,
+) -> Path:
+    """Write a page with the explorer alone; `options` are those of `explorer_data`.
+
+    >>> import tempfile, timm
+    >>> from vitfocus.data.shapes import shapes_batch
+    >>> model = timm.create_model("vit_tiny_patch16_224", depth=2, img_size=64)
+    >>> page = explore(model, shapes_batch(range(2), size=64)[0], out=Path(tempfile.mkdtemp()) / "explorer.html")
+    >>> "explorer-data" in page.read_text()
+    True
+    """
+    page = Page(title)
+    add_explorer(page, explorer_data(models, images, against, **options))
+    return page.write(out)
+
+
+def size_of(data: Data) -> int:
+    """Bytes of the maps as base64 text."""
+    return sum(
+        len(view["d"])
+        for model in data["models"]
+        for layer in model["layers"]
+        for image in layer["maps"]
+        for view in image
+    )
+
+
+def write_explorer(folder: str | Path, data: Data) -> Path:
+    """Keep the data in a run's folder, for reports to come."""
+    path = Path(folder) / EXPLORER
+    write_text(path, json.dumps(data, separators=(",", ":")))
+    return path
+
+
+def stored(subjects: Sequence[Subject], budget: int = BUDGET) -> Data | None:
+    """What the runs' folders hold for the explorer, brought together where it is about the same images."""
+    joined: Data | None = None
+    for subject in subjects:
+        for folder in subject.folders:
+            if not (folder / EXPLORER).is_file():
+                continue
+            try:
+                data = json.loads((folder / EXPLORER).read_text("utf-8"))
+                for model in data["models"] if len(data["models"]) == 1 else ():
+                    model["name"] = subject.name
+                joined = data if joined is None else _joined(joined, data, budget)
+            except (ValueError, KeyError, TypeError):
+                raise VitfocusError(f"{folder / EXPLORER} cannot be read; remove it, or write it anew.") from None
+    return joined
+
+
+def _joined(one: Data, two: Data, budget: int) -> Data:
+    """Both models side by side; the second is left out, and that is said, where it does not fit."""
+    names = ", ".join(model["name"] for model in two["models"])
+    count = min(len(one["images"]), len(two["images"]))
+    one, two = _first_images(one, count), _first_images(two, count)
+    same = [image["views"] for image in one["images"]] == [image["views"] for image in two["images"]]
+    if not same or one["against"] != two["against"]:
+        note = f"{names} was explored on other images, so it is not shown beside the others."
+        return {**one, "notes": [*one["notes"], note]}
+    if size_of(one) + size_of(two) > budget:
+        return {**one, "notes": [*one["notes"], f"{names} is left out to keep the page small."]}
+    known = {model["name"] for model in one["models"]}
+    new = [model for model in two["models"] if model["name"] not in known]
+    notes = list(dict.fromkeys([*one["notes"], *two["notes"]]))
+    return {**one, "models": [*one["models"], *new], "notes": notes}
+
+
+def _first_images(data: Data, count: int) -> Data:
+    models = [
+        {**model, "layers": [{**layer, "maps": layer["maps"][:count]} for layer in model["layers"]]}
+        for model in data["models"]
+    ]
+    return {**data, "images": data["images"][:count], "models": models}
+
+
+def add_explorer(page: Page, data: Data) -> None:
+    """Put the explorer into a page; `explorer.js` fills it."""
+    page.explorer = '<div id="stage"><noscript>The explorer needs JavaScript.</noscript></div>'
+    page.data = data
+
+
+def _model(reader: Reader, units: set[Unit], conditions: Sequence[Tensor], count: int) -> Data:
+    kept = sorted({index for index, _ in units})
+    blocks = [reader.blocks[index] for index in kept]
+    layers: list[Data] = []
+    for index, block in zip(kept, blocks, strict=True):
+        layers.append(
+            {"depth": block.depth, "name": block.name, "kind": block.attention_kind, "prefix": block.prefix_tokens,
+             "class": block.class_token, "heads": 0, "each": (index, True) in units, "maps": []}
+        )  # fmt: skip
+    for i in range(count):
+        for layer in layers:
+            layer["maps"].append([])
+        for batch in conditions:
+            for layer, block, maps in zip(layers, blocks, reader.maps(batch[i], blocks), strict=True):
+                layer["heads"] = len(maps)
+                queries, keys, group = coarse_grids(block, reader.size, maps)
+                layer |= {"queries": list(queries), "keys": list(keys), "group": list(group)}
+                layer["maps"][i].append(pack(block, reader.size, maps, layer["each"]))
+    return {"name": reader.name, "blocks": reader.depth, "layers": layers}
+
+
+def _shrink(data: Data) -> bool:
+    """Drop the last image, or, of a single one, a layer; False where nothing can be dropped."""
+    if len(data["images"]) > 1:
+        data["images"].pop()
+        for model in data["models"]:
+            for layer in model["layers"]:
+                layer["maps"].pop()
+        data["notes"].append("One image less than planned fits the page.")
+        return True
+    most = max(data["models"], key=lambda model: len(model["layers"]))
+    if len(most["layers"]) == 1:
+        return False
+    dropped = most["layers"].pop(0)
+    data["notes"].append(f"{most['name']}: layer {dropped['depth']} did not fit the page.")
+    return True

@@ -1,0 +1,92 @@
+"use strict";
+(() => {
+  const root = document.documentElement;
+  const remembered = (() => { try { return localStorage.getItem("vitfocus-theme"); } catch { return null; } })();
+  const button = document.getElementById("theme");
+  const order = ["auto", "light", "dark"];
+  let theme = order.includes(remembered) ? remembered : "auto";
+
+  function showTheme() {
+    if (theme === "auto") delete root.dataset.theme; else root.dataset.theme = theme;
+    button.querySelector("span").textContent = theme;
+    button.title = `Colours: ${theme}. Click for the next.`;
+    document.dispatchEvent(new CustomEvent("themechange"));
+  }
+  button.addEventListener("click", () => {
+    theme = order[(order.indexOf(theme) + 1) % order.length];
+    try { localStorage.setItem("vitfocus-theme", theme); } catch { /* a page from disk may have no storage */ }
+    showTheme();
+  });
+  showTheme();
+
+  // Two pages in one file: the address after # says which is shown.
+  const pages = ["report", "explorer"].map((id) => document.getElementById(id)).filter(Boolean);
+  function showPage() {
+    if (pages.length < 2) return;
+    const explorer = location.hash === "#explorer";
+    for (const page of pages) page.hidden = (page.id === "explorer") !== explorer;
+    const toc = document.querySelector("nav.toc");
+    if (toc) toc.hidden = explorer;
+    for (const tab of document.querySelectorAll("nav.tabs a")) {
+      if ((tab.getAttribute("href") === "#explorer") === explorer) tab.setAttribute("aria-current", "page");
+      else tab.removeAttribute("aria-current");
+    }
+    if (explorer) { window.scrollTo(0, 0); document.dispatchEvent(new CustomEvent("explorershown")); }
+  }
+  window.addEventListener("hashchange", showPage);
+  showPage();
+
+  function save(name, type, content) {
+    const link = document.createElement("a");
+    link.href = URL.createObjectURL(new Blob([content], { type }));
+    link.download = name;
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+  }
+
+  function rowsOf(pressed, table) {
+    if (pressed.dataset.csv) return JSON.parse(pressed.dataset.csv);
+    return [...table.rows].map((row) => [...row.cells].map((cell) => cell.dataset.value ?? cell.textContent));
+  }
+  function csv(rows) {
+    const quote = (value) => { const text = String(value ?? ""); return /[",\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text; };
+    return rows.map((row) => row.map(quote).join(",")).join("\r\n") + "\r\n";
+  }
+
+  // A saved figure stands alone: the page's light colours are written into every element.
+  const KEPT = ["fill", "stroke", "stroke-width", "stroke-dasharray", "stroke-linejoin", "opacity", "font-family", "font-size", "font-weight"];
+  function standalone(svg) {
+    const before = root.dataset.theme;
+    root.dataset.theme = "light";
+    const copy = svg.cloneNode(true);
+    const from = svg.querySelectorAll("*"), to = copy.querySelectorAll("*");
+    from.forEach((element, index) => {
+      const style = getComputedStyle(element);
+      if (["g", "title"].includes(element.tagName)) return;
+      for (const key of KEPT) {
+        if (key.startsWith("font") && element.tagName !== "text") continue;
+        const value = style.getPropertyValue(key);
+        if (value && !to[index].hasAttribute(key)) to[index].setAttribute(key, value);
+      }
+      to[index].removeAttribute("class");
+    });
+    if (before === undefined) delete root.dataset.theme; else root.dataset.theme = before;
+    const [, , width, height] = svg.getAttribute("viewBox").split(" ");
+    copy.setAttribute("width", width);
+    copy.setAttribute("height", height);
+    copy.removeAttribute("style");
+    copy.removeAttribute("class");
+    const paper = document.createElementNS("http://www.w3.org/2000/svg", "rect");
+    for (const [key, value] of [["width", width], ["height", height], ["fill", "#fff"]]) paper.setAttribute(key, value);
+    copy.insertBefore(paper, copy.firstChild);
+    return '<?xml version="1.0" encoding="UTF-8"?>\n' + new XMLSerializer().serializeToString(copy);
+  }
+
+  document.addEventListener("click", (event) => {
+    const pressed = event.target.closest("button[data-save]");
+    if (!pressed) return;
+    const block = pressed.closest(".block");
+    if (pressed.dataset.save === "csv") save(`${pressed.dataset.name}.csv`, "text/csv", csv(rowsOf(pressed, block.querySelector("table"))));
+    else save(`${pressed.dataset.name}.svg`, "image/svg+xml", standalone(block.querySelector("svg")));
+  });
+})();
