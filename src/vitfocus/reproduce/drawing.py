@@ -1,0 +1,253 @@
+"""The figures of an item, drawn from its trained rows and written as SVG, or as PNG where they hold photographs."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vitfocus.anatomy import anatomy
+from vitfocus.corruptions import corrupt
+from vitfocus.errors import VitfocusError
+from vitfocus.files import write_bytes
+from vitfocus.report.figures import COLOURS, MARKERS, new_figure, plot
+from vitfocus.report.pictures import head_maps, map_matrices, query_overlay
+from vitfocus.reproduce.computed import softmax_surface
+from vitfocus.reproduce.measures import MEASURES
+from vitfocus.reproduce.measuring import curve, diagnosis_of, model_of, validation_images
+from vitfocus.reproduce.outcome import Outcome, RowOutcome
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Drawing = Callable[[Outcome, int | None], "Figure"]
+
+
+def draw(outcome: Outcome, folder: Path, images: int | None = None) -> list[Path]:
+    """Draw what the item asks for into the folder; without matplotlib nothing is drawn, and the remarks say so."""
+    files = []
+    for kind in outcome.item.figures:
+        if not _trained(outcome) and kind != "softmax":
+            continue
+        try:
+            figure = _DRAWINGS[kind](outcome, images)
+        except VitfocusError as error:
+            outcome.absent.append(f"The figure {kind} was not drawn: {error}")
+            continue
+        figure.suptitle(f"{outcome.item.paper}, {_where(outcome)}", fontsize="small", color="0.35")
+        suffix = "png" if kind in _PHOTOGRAPHS else "svg"
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format=suffix)
+        write_bytes(folder / f"{kind}.{suffix}", buffer.getvalue())
+        files.append(folder / f"{kind}.{suffix}")
+    return files
+
+
+def _trained(outcome: Outcome) -> list[RowOutcome]:
+    return [one for one in outcome.rows if one.run is not None and one.run.recipe is not None]
+
+
+def _where(outcome: Outcome) -> str:
+    rows = _trained(outcome)
+    return rows[0].where if rows else "computed"
+
+
+def _by_depth(kind: str) -> Drawing:
+    def drawing(outcome: Outcome, images: int | None) -> Figure:
+        return plot({one.row.label: diagnosis_of(one.run, images) for one in _trained(outcome) if one.run}, kind)
+
+    return drawing
+
+
+def _curves(outcome: Outcome, _: int | None) -> Figure:
+    """Training loss and top-1 against epochs, and evaluation loss and top-5 where the item measures them."""
+    kinds = [("train", "loss", 1.0, "training loss"), ("eval", "top1", 100.0, "top-1 (%)")]
+    if "eval_loss" in outcome.item.measures:
+        kinds += [("eval", "loss", 1.0, "evaluation loss"), ("eval", "top5", 100.0, "top-5 (%)")]
+    figure, panels = new_figure(10.0, 2.0 * len(kinds), len(kinds) // 2, 2, squeeze=False)
+    for axes, (kind, key, scale, label) in zip(panels.flat, kinds, strict=True):
+        for place, one in enumerate(_trained(outcome)):
+            assert one.run is not None
+            points = [(row["epoch"], scale * row[key]) for row in curve(one.run) if row["kind"] == kind and key in row]
+            style = {"marker": MARKERS[place]} if kind == "eval" else {}
+            axes.plot(*zip(*points, strict=True), color=COLOURS[place], label=one.row.label, **style)
+        _dress(axes, "epoch", label)
+    panels[0, 0].legend(frameon=False)
+    return figure
+
+
+def _heads(outcome: Outcome, _: int | None) -> Figure:
+    """Accuracy against the number of heads, a line with CB and one without."""
+    groups = {"ViT-Ti": [one for one in _trained(outcome) if not one.row.treat]}
+    groups["ViT-Ti + CB"] = [one for one in _trained(outcome) if one.row.treat]
+    return _against(groups, "heads", "top1", "number of heads")
+
+
+def _branches(outcome: Outcome, _: int | None) -> Figure:
+    rows = [one for one in _trained(outcome) if "K" in one.row.at]
+    return _against({"TAP": rows}, "K", "mce", "branches K (1: no TAP)")
+
+
+def _weights(outcome: Outcome, _: int | None) -> Figure:
+    rows = [one for one in _trained(outcome) if "weight" in one.row.at]
+    figure = _against({"ADL": rows}, "weight", "mce", "weight of ADL")
+    axes = figure.axes[0]
+    axes.set_xscale("log")
+    plain = next((one for one in _trained(outcome) if not one.row.treat and "mce" in one.values), None)
+    if plain is not None:
+        axes.axhline(plain.values["mce"].number, color="0.5", linestyle="--", label="without ADL")
+        axes.legend(frameon=False)
+    return figure
+
+
+def _against(groups: dict[str, list[RowOutcome]], where: str, name: str, label: str) -> Figure:
+    figure, axes = new_figure(6.0, 4.0)
+    title = MEASURES[name].heading
+    for place, (group, rows) in enumerate(groups.items()):
+        points = sorted((one.row.at[where], one.values[name]) for one in rows if name in one.values)
+        if not points:
+            raise VitfocusError(f"no row of {group} has a number for it.")
+        title = MEASURES[name].heading.replace(MEASURES[name].title, points[0][1].title or MEASURES[name].title)
+        axes.errorbar(
+            [at for at, _ in points],
+            [value.number for _, value in points],
+            yerr=[value.interval or 0.0 for _, value in points],
+            color=COLOURS[place],
+            marker=MARKERS[place],
+            capsize=3,
+            label=group,
+        )
+        axes.set_xticks([at for at, _ in points])
+    _dress(axes, label, title)
+    axes.legend(frameon=False)
+    return figure
+
+
+def _softmax(_: Outcome, __: int | None) -> Figure:
+    """Softmax's output and the steepness of its Jacobian over two inputs, from above and along x1 - x2."""
+    axis, output, steepness = softmax_surface()
+    figure, panels = new_figure(10.5, 3.9, 1, 2)
+    extent = (float(axis[0]), float(axis[-1])) * 2
+    for axes, values, title in (
+        (panels[0], output, "softmax(x)₁"),
+        (panels[1], steepness, "nuclear norm of the Jacobian"),
+    ):
+        shown = axes.imshow(values.T, origin="lower", extent=extent, cmap="viridis", aspect="equal")
+        axes.plot(extent[:2], extent[:2], color="white", linestyle="--", linewidth=1, label="uniform: x₁ = x₂")
+        axes.set_xlabel("x₁")
+        axes.set_ylabel("x₂")
+        axes.set_title(title, fontsize="medium")
+        figure.colorbar(shown, ax=axes)
+    panels[0].legend(loc="upper left", fontsize="small", facecolor="0.2", labelcolor="white")
+    return figure
+
+
+def _pictures(outcome: Outcome, count: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """Validation images of the item's data, (count, 3, H, W) uint8, clean and noisy."""
+    run = _trained(outcome)[0].run
+    assert run is not None
+    clean = validation_images(run, count)
+    return clean, corrupt(clean, "gaussian_noise", severity=3, flavour="any")
+
+
+def _models(outcome: Outcome) -> dict[str, Any]:
+    return {one.row.label: model_of(one.run).cpu() for one in _trained(outcome) if one.run is not None}
+
+
+def _last(models: dict[str, Any]) -> int:
+    """The last layer in which all tokens attend; FAN ends with layers for the class token alone."""
+    return anatomy(next(iter(models.values()))).trunk[-1].depth
+
+
+def _maps(outcome: Outcome, _: int | None) -> Figure:
+    clean, noisy = _pictures(outcome)
+    models = _models(outcome)
+    return map_matrices(models, {"clean": clean, "Gaussian noise": noisy}, _last(models))
+
+
+def _head_maps(outcome: Outcome, _: int | None) -> Figure:
+    clean, _noisy = _pictures(outcome)
+    models = _models(outcome)
+    return _stacked([head_maps(model, clean, _last(models)) for model in models.values()], list(models))
+
+
+def _overlay(outcome: Outcome, _: int | None) -> Figure:
+    clean, _noisy = _pictures(outcome)
+    models = _models(outcome)
+    return query_overlay(models, clean, (1, 1), _last(models))
+
+
+def _predictions(outcome: Outcome, _: int | None) -> Figure:
+    """Segmented pictures, clean and in snow, a column a model."""
+    from vitfocus.robustness.pixels import PixelModel
+    from vitfocus.tasks.segment_inference import Protocol, overlay, predict
+
+    run = _trained(outcome)[0].run
+    assert run is not None and run.recipe is not None
+    section = run.recipe.segment
+    protocol = Protocol(section.window, section.stride, section.test_flip, section.short_side)
+    clean = validation_images(run, 2)
+    shown = torch.stack([clean, corrupt(clean, "snow", severity=3, flavour="any")], 1).flatten(0, 1)
+    models = {name: PixelModel(name, model.eval()) for name, model in _models(outcome).items()}
+    figure, axes = new_figure(3.0 * (1 + len(models)), 3.0 * len(shown), len(shown), 1 + len(models), squeeze=False)
+    for row, image in enumerate(shown):
+        axes[row, 0].imshow(image.permute(1, 2, 0))
+        axes[row, 0].set_ylabel("snow" if row % 2 else "clean")
+        for column, (name, model) in enumerate(models.items(), 1):
+            with torch.no_grad():
+                scores = predict(model, image[None], protocol)
+            axes[row, column].imshow(overlay(image, scores[0].argmax(0), scores.shape[1], run.recipe.data.source))
+            axes[0, column].set_title(name, fontsize="medium")
+    for panel in axes.flat:
+        panel.set_xticks([])
+        panel.set_yticks([])
+    return figure
+
+
+def _stacked(figures: Sequence[Figure], labels: Sequence[str]) -> Figure:
+    """Several figures below each other, as pictures."""
+    from PIL import Image
+
+    pictures = []
+    for figure in figures:
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png", dpi=110)
+        pictures.append(Image.open(buffer))
+    whole, axes = new_figure(
+        9.0, sum(9.0 * p.height / p.width + 0.4 for p in pictures), len(pictures), 1, squeeze=False
+    )
+    for panel, picture, label in zip(axes.flat, pictures, labels, strict=True):
+        panel.imshow(picture)
+        panel.set_title(label, fontsize="medium")
+        panel.axis("off")
+    return whole
+
+
+def _dress(axes: Any, x: str, y: str) -> None:
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.grid(axis="y", color="0.9")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+_DRAWINGS: dict[str, Drawing] = {
+    "curves": _curves,
+    "entropy": _by_depth("entropy"),
+    "distance": _by_depth("distance"),
+    "scaling": _by_depth("scaling"),
+    "stability": _by_depth("stability"),
+    "heads_alike": _by_depth("heads"),
+    "heads": _heads,
+    "branches": _branches,
+    "weights": _weights,
+    "softmax": _softmax,
+    "maps": _maps,
+    "head_maps": _head_maps,
+    "overlay": _overlay,
+    "predictions": _predictions,
+}
+_PHOTOGRAPHS = ("maps", "head_maps", "overlay", "predictions")

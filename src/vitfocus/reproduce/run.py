@@ -1,0 +1,144 @@
+"""`reproduce`: train an item's rows (or go on with them), measure, draw, and set the paper's numbers beside ours."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vitfocus.errors import VitfocusError, nearest
+from vitfocus.reproduce.computed import COMPUTED
+from vitfocus.reproduce.drawing import draw
+from vitfocus.reproduce.items import SCALES, Item, Row, load_item
+from vitfocus.reproduce.measures import MEASURES
+from vitfocus.reproduce.measuring import Absent, Value, counted, measured
+from vitfocus.reproduce.outcome import Outcome, RowOutcome
+from vitfocus.reproduce.planning import Places, Run, plan_row
+from vitfocus.train.run import is_main_process, train
+
+_FINGERPRINT = ("data_sha256", "model_sha256", "versions", "device", "precision")
+
+
+class Stopped(Exception):
+    """A signal ended a run early; what is done is kept, and the same command goes on."""
+
+
+def reproduce(
+    name: str,
+    scale: str = "smoke",
+    *,
+    data: Sequence[str | Path] | str | Path = (),
+    out: str | Path = "runs/reproduce",
+    overrides: Sequence[str] = (),
+    rows: Sequence[int] = (),
+    images: int | None = None,
+    count_only: bool = False,
+) -> list[Outcome]:
+    """Carry out a table or figure such as "cb/table4a"; one outcome, or one for each part ("cb/table4": a and b).
+
+    `data` is a folder, or "NAME=FOLDER" for each data set; `out` keeps the runs, which tables share and which the same
+    call resumes. `overrides` change every recipe ("epochs=1"), `rows` picks rows by number from 1, `images` lowers the
+    number of images that models are evaluated on. With `count_only` nothing is trained: parameters and FLOPs alone.
+    """
+    if scale not in SCALES:
+        raise VitfocusError(f"There is no scale {scale!r}: {nearest(scale, SCALES)}")
+    item = load_item(name)
+    places = Places.read([data] if isinstance(data, str | Path) else data)
+    folder = Path(out) / scale
+    items = [load_item(part) for part in item.parts] or [item]
+    picked = [(one, _picked(one, rows)) for one in items]
+    plans = [(one, chosen, _plan(one, chosen, scale, places, folder, overrides)) for one, chosen in picked]
+    outcomes = []
+    for one, chosen, runs in plans:
+        outcome = Outcome(one, scale, changed=tuple(overrides))
+        for number, row in enumerate(chosen, 1):
+            _say(f"{one.name} at {scale} scale, row {number} of {len(chosen)}: {row.label}")
+            outcome.rows.append(_carry_out(one, row, runs, outcome, places, images, count_only))
+        if not count_only and is_main_process():
+            where = folder / "items" / one.name.replace("/", "-")
+            outcome.figures = draw(outcome, where, images)
+            outcome.save(where)
+        outcomes.append(outcome)
+    return outcomes
+
+
+def _plan(
+    item: Item, rows: Sequence[Row], scale: str, places: Places, folder: Path, overrides: Sequence[str]
+) -> dict[str, Run | None]:
+    """Every row's run, resolved before the first is trained, so that what is missing is said at once."""
+    return {row.label: plan_row(item, row, scale, places, folder, overrides) for row in rows}
+
+
+def _picked(item: Item, rows: Sequence[int]) -> list[Row]:
+    for number in rows:
+        if not 1 <= number <= len(item.rows):
+            raise VitfocusError(f"{item.name} has rows 1 to {len(item.rows)}, and row {number} was asked for.")
+    return [row for number, row in enumerate(item.rows, 1) if not rows or number in rows]
+
+
+def _carry_out(
+    item: Item,
+    row: Row,
+    runs: dict[str, Run | None],
+    outcome: Outcome,
+    places: Places,
+    images: int | None,
+    count_only: bool,
+) -> RowOutcome:
+    run = runs[row.label]
+    if row.computed:
+        return RowOutcome(row, outcome.scale, values=COMPUTED[row.computed]())
+    if run is None:
+        why = row.quoted or f"{row.model} is counted at ImageNet scale alone"
+        outcome.absent.append(f"{row.label} is the paper's: {why}.")
+        return RowOutcome(row, outcome.scale)
+    results: dict[str, Any] = {}
+    count_only = count_only or not (item.figures or any(MEASURES[name].source != "counted" for name in item.measures))
+    if run.recipe is not None and not count_only:
+        results = train_run(run)
+    counts = results.get("train_images"), results.get("val_images")
+    found = RowOutcome(row, outcome.scale, run, counts if None not in counts else None)  # type: ignore[arg-type]
+    found.fingerprint = {key: results[key] for key in _FINGERPRINT if key in results}
+    for name in item.measures:
+        value: Value | Absent
+        if MEASURES[name].source == "counted":
+            plain = item.baseline(row)
+            value = counted(name, *counted_on(item, row, run, runs.get(plain.label) if plain else None, places))
+        elif count_only or run.recipe is None:
+            continue
+        else:
+            value = measured(name, run, results, places, images)
+        if isinstance(value, Absent):
+            if not (MEASURES[name].source == "counted" and name not in row.paper):
+                outcome.absent.append(f"Not measured: {value.why}.")
+        else:
+            found.values[name] = value
+            outcome.absent += [note for note in value.notes if "generated" in note]
+    return found
+
+
+def counted_on(item: Item, row: Row, run: Run, plain: Run | None, places: Places) -> tuple[Run, Run | None]:
+    """The runs whose models are counted: the row's own, or those of the model that the paper counted."""
+    if not item.count_on:
+        return run, plain
+    swapped = [Row(row.label, item.count_on, treat, set=row.set) for treat in (row.treat, "")]
+    counted_runs = [plan_row(item, one, run.scale, places, run.folder.parent) for one in swapped]
+    assert counted_runs[0] is not None
+    return counted_runs[0], counted_runs[1] if row.treat else None
+
+
+def train_run(run: Run) -> dict[str, Any]:
+    """Train a run, or go on with it, or read what it found; what it stands on first."""
+    for first in run.before:
+        train_run(first)
+    assert run.recipe is not None
+    results = train(run.recipe, out=run.folder, resume="auto")
+    if not results["finished"]:
+        raise Stopped(str(run.folder))
+    return results
+
+
+def _say(text: str) -> None:
+    if is_main_process():
+        print(text, file=sys.stderr, flush=True)
