@@ -13,11 +13,12 @@ SOURCE = Path(__file__).parents[1] / "src" / "vitfocus"
 
 #: A room may import rooms of a lower rank. ARCHITECTURE.md explains the order.
 RANK = {
-    "cli": 8,
-    "report": 7,
-    "train": 6,
+    "cli": 10,
+    "reproduce": 9,
+    "report": 8,
+    "train": 7,
+    "robustness": 7,
     "tasks": 6,
-    "robustness": 6,
     "treatments": 5,
     "attention": 4,
     "anatomy": 3,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -29,10 +30,34 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize(
+    "words",
+    [
+        ["diagnose", "vit_tiny_patch16_224", "--limit", "1"],
+        ["evaluate", "--suite", "list"],
+        ["train"],
+        ["train", "shapes", "epochs=0.006", "warmup_epochs=0", "val_length=20", "--out", "run"],
+        ["models", "mixer"],
+        ["reproduce", "--list"],
+        ["completion", "fish"],
+    ],
+    ids=" ".join,
+)
+def test_json_is_all_that_is_printed(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
     ("words", "said"),
     [
         (["modles"], "did you mean 'models'?"),
         (["models", "no-such-family"], "no family matches"),
+        (["models", "--nmaes"], "did you mean '--names'?"),
+        (["bench", "--rounds", "many"], "invalid int value: 'many'"),
+        (["report"], "the following arguments are required: RUN"),
         (["diagnose", "vit_tiny_patch16_242"], "did you mean 'vit_tiny_patch16_224'?"),
         (["diagnose", "vit_tiny_patch16_224", "--treat", "tpa"], "did you mean 'tap'?"),
         (["diagnose", "vit_tiny_patch16_224", "--device", "gpu"], "There is no device 'gpu'"),

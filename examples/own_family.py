@@ -1,0 +1,59 @@
+"""Teach vitfocus a vision transformer of your own: one function that says where its blocks keep their parts.
+
+After that everything works on it: `vf.anatomy`, treatments, readings, `vf.evaluate`.
+"""
+
+import torch
+from torch import Tensor, nn
+
+import vitfocus as vf
+from vitfocus.anatomy import Anatomy, Family, GridRule, Plan, Trunk, register
+
+
+class Look(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        return self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.look, self.second = nn.LayerNorm(width), Look(width), nn.LayerNorm(width)
+        self.think = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.look(self.first(x))
+        return x + self.think(self.second(x))
+
+
+class MyViT(nn.Module):
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.patches, self.head = nn.Conv2d(3, width, kernel_size=8, stride=8), nn.Linear(width, 10)
+        self.layers = nn.Sequential(Layer(width), Layer(width), Layer(width))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.layers(self.patches(images).flatten(2).transpose(1, 2)).mean(1))
+
+
+# "<" is the input of the module at that path, ">" its output; three places are front, mid and end of a branch.
+places = {"attention_places": ("first>", "look.out<", "look>"), "mlp_places": ("think<", "think.2<", "think>")}
+PLAN = Plan(norm="first", attention="look", mlp="think", pool="first<", **places)
+
+
+def dissect(model: MyViT) -> Anatomy:
+    trunk, grid = Trunk(build_size=(64, 64)), GridRule(((8, 8, 0),))  # kernel, stride, padding of the patches
+    for index, layer in enumerate(model.layers):
+        trunk.add(layer, PLAN, f"layers.{index}", grid)
+    return Anatomy("my vit", model, model.patches, tuple(trunk.blocks), trunk.build_size)
+
+
+register(Family("my vit", "mine", (MyViT,), dissect))
+model = vf.treat_(MyViT(), "cb(layers=upper)+tap(branches=2)+adl")
+print(vf.anatomy(model))
+print(vf.diagnose(model, torch.randn(4, 3, 64, 96)))
