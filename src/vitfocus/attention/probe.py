@@ -10,13 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 
 from vitfocus.anatomy import Block
@@ -39,11 +37,7 @@ class _Watch(TorchFunctionMode):
             if func is F.dropout and args[0].ndim == 4:
                 self.seen.append(Observation(map=args[0]))
         elif func is F.scaled_dot_product_attention:
-            seen = _from_call(*args, **kwargs)
-            made = _flash_attention(*args, **kwargs)
-            self.seen.append(seen if made is None else replace(seen, lse=made[1]))
-            if made is not None:
-                return made[0]
+            self.seen.append(_from_call(*args, **kwargs))
         elif func in (F.softmax, torch.softmax, Tensor.softmax) and args[0].ndim >= 4:
             self.seen.append(Observation(logits=args[0].flatten(0, -4)))
         return func(*args, **kwargs)
@@ -70,29 +64,6 @@ def _from_call(
     if enable_gqa and key.shape[1] != query.shape[1]:
         key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     return Observation(query=query, key=key, scale=scale, bias=attn_mask)
-
-
-def _flash_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> tuple[Tensor, Tensor] | None:
-    """The output and the softmax's normalisers of a call that would go to flash attention, whose kernel makes both.
-
-    `scaled_dot_product_attention` would run the same kernel and drop the normalisers. None for every other call.
-    """
-    plain = attn_mask is None and not is_causal and not enable_gqa and dropout_p == 0.0
-    if torch.is_grad_enabled() or query.device.type != "cuda" or query.shape[-1] % 8 or not plain:
-        return None
-    if torch._fused_sdp_choice(query, key, value, scale=scale) != SDPBackend.FLASH_ATTENTION.value:
-        return None
-    output, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, scale=scale)
-    return output, lse
 
 
 def _from_multihead(module: nn.MultiheadAttention, tokens: Tensor) -> Observation:

@@ -16,7 +16,10 @@ from torch import Tensor
 #: Numbers in a chunk of maps: what a core's caches hold; a GPU without Triton wants more to be busy.
 CPU_CHUNK, GPU_CHUNK = 1 << 19, 1 << 24
 
-#: Numbers in an image's maps that may wait for their gradient rather than be made again: 16 MB in float32.
+#: Rows in a chunk, however long they are: with fewer, adding to the keys' gradient costs more than multiplying for it.
+LEAST_ROWS = 128
+
+#: Numbers in an image's maps that may wait for their gradient rather than be made again: 16 MB in float32. So may 2 · LEAST_ROWS rows.
 KEPT_CHUNK = 1 << 22
 
 
@@ -104,7 +107,7 @@ class _Maps:
 
     def parts(self) -> list[slice]:
         """Chunks of rows; one where a whole map is small enough."""
-        at_once = max(1, self.budget // (self.heads * self.keys))
+        at_once = max(LEAST_ROWS, self.budget // (self.heads * self.keys))
         return [slice(start, min(start + at_once, self.count)) for start in range(0, self.count, at_once)]
 
     def pick(self, tensor: Tensor) -> Tensor:
@@ -137,6 +140,8 @@ class _Images:
         maps, parts = self.maps, self.maps.parts()
         sums, units = (self.query.new_zeros(self.count, maps.keys) for _ in range(2))
         unit = self.query.new_empty(self.count, maps.count)
+        size = len(self.query) * maps.heads * maps.keys
+        keeps = made is not None and size * maps.count <= max(KEPT_CHUNK, size * 2 * LEAST_ROWS)
         waiting = []
         for part in parts:
             rows = self.rows(part)
@@ -144,7 +149,7 @@ class _Images:
             unit[:, part] = _inverse(torch.linalg.vector_norm(kept, dim=-1))
             sums += (kept if self.where.paper else rows.mean).sum(dim=1)
             units += torch.bmm(unit[:, None, part], kept)[:, 0]
-            if made is not None and len(self.query) * maps.heads * maps.count * maps.keys <= KEPT_CHUNK:
+            if keeps:
                 waiting.append(rows)
         average = sums / maps.count
         if not self.where.paper:

@@ -19,6 +19,9 @@ from vitfocus.kernels.backend import chosen
 #: Numbers in a chunk of maps without Triton.
 CHUNK = 1 << 20
 
+#: What the kernels hold of a token: heads, which are unrolled, and bytes of its queries.
+MOST_HEADS, MOST_BYTES = 16, 4096
+
 _EPS = 1e-8
 
 Size = tuple[int, int]
@@ -125,14 +128,15 @@ def statistics(
     """`map_statistics` of softmax(scale · q kᵀ + bias), from `query` (B, H, Q, D) and `key` (B, H, K, D) alone.
 
     `bias` is broadcastable to (B, H, Q, K). `lse` (B, H, Q) are the softmax's normalisers log Σ exp, where they are
-    known already. Memory is linear in Q and K.
+    known already. Memory is linear in Q and K. The kernels hold rows of all heads: more than sixteen heads, or queries
+    of more than 4096 bytes a token, are left to the pass in chunks.
 
     >>> q, k = torch.randn(2, 2, 3, 5, 8).unbind()
     >>> whole = map_statistics((q @ k.mT).softmax(-1))
     >>> all(torch.allclose(a, b, atol=1e-5) for a, b in zip(statistics(q, k, scale=1.0), whole))
     True
     """
-    name = chosen(query, key, bias)
+    name = backend_for(query, key, bias)
     if name == "triton":
         sides = (*grids.query, *grids.key, grids.prefix) if grids is not None else ()
         return Statistics(*_statistics(query, key, bias, lse, scale, list(sides), threshold))
@@ -145,6 +149,15 @@ def statistics(
     return Statistics(*(torch.cat(parts, axis) for parts, axis in zip(zip(*pieces, strict=True), axes, strict=True)))
 
 
+def backend_for(query: Tensor, *others: Tensor | None) -> str:
+    """The backend for these tensors, `query` (B, H, Q, D) first."""
+    _, heads, _, width = query.shape
+    padded = 1 << (width - 1).bit_length()
+    name = chosen(query, *others)
+    fits = heads <= MOST_HEADS and heads * padded * query.element_size() <= MOST_BYTES
+    return name if name != "triton" or fits else "chunked"
+
+
 def pair_products(one: Attention, other: Attention, *, scale: float) -> Tensor:
     """Inner products of two maps p and r of every image and head: ⟨p, r⟩, ⟨p, p⟩ and ⟨r, r⟩, (3, B, H).
 
@@ -155,7 +168,7 @@ def pair_products(one: Attention, other: Attention, *, scale: float) -> Tensor:
     >>> torch.equal(both, first), torch.equal(first, second)
     (True, True)
     """
-    name = chosen(*one, *other)
+    name = backend_for(*one, *other)
     if name == "triton":
         made: Tensor = _pair_products(*one, *other, scale)
         return made

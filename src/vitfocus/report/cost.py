@@ -14,31 +14,26 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from vitfocus.anatomy import anatomy, unwrap
 from vitfocus.treatments import auxiliary_loss
+from vitfocus.treatments.cost import count_cost
 
 #: Steps to time at most, and the seconds after which no further one is begun.
 REPEATS, PATIENCE = 7, 2.0
 
 
 def multiply_adds(model: nn.Module) -> int | None:
-    """Multiply-adds of one image at the model's own size: matrix products and convolutions, as papers count "FLOPs".
+    """Multiply-adds of one image at the model's own size, as papers count "FLOPs"; None where an image is not enough.
 
     >>> import timm
     >>> round(multiply_adds(timm.create_model("vit_tiny_patch16_224")) / 1e9, 2)
     1.25
     """
     try:
-        with _evaluating(model), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
-            counter = FlopCounterMode(display=False)
-            with counter:
-                model(_images(model, 1))
+        return count_cost(model).flops
     except Exception:  # a model that takes more than an image; there is no number then
         return None
-    return int(counter.get_total_flops()) // 2
 
 
 def usual_batch(device: torch.device, multiply_adds: int | None) -> int:

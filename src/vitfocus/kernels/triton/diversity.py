@@ -50,14 +50,15 @@ def row_pass(
 
     a is the heads' mean, t is a where it is above the threshold and 0 elsewhere.
     """
-    block, map_index = tl.program_id(0), tl.program_id(1)
+    blocks = tl.cdiv(row_count, BM)
+    block, map_index = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     batch, head = _place(map_index, heads, G)
     numbers, row_ok, query_rows = _which(rows, block, row_count, first, BM, HAS_ROWS)
     query = load_heads(q, batch, head, query_rows, row_ok, q_strides, G, D, DP)
     norms = load_vectors(lse, batch * heads + head, queries, query_rows, row_ok, G)
     square = tl.zeros([BM], tl.float32)
     overlap = zeros(G, [BM])
-    sums = column_sums + (map_index * tl.num_programs(0) + block).to(tl.int64) * keys
+    sums = column_sums + (map_index * blocks + block).to(tl.int64) * keys
     for start in range(0, keys, BN):
         cols = start + tl.arange(0, BN)
         col_ok = cols < keys
@@ -116,7 +117,8 @@ def dot_pass(
 
     Per block of rows: the sums by column of the rows t_i at unit length.
     """
-    block, map_index = tl.program_id(0), tl.program_id(1)
+    blocks = tl.cdiv(row_count, BM)
+    block, map_index = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     batch, head = _place(map_index, heads, G)
     numbers, row_ok, query_rows = _which(rows, block, row_count, first, BM, HAS_ROWS)
     query = load_heads(q, batch, head, query_rows, row_ok, q_strides, G, D, DP)
@@ -127,7 +129,7 @@ def dot_pass(
     by_head = zeros(G, [BM])
     count = tl.load(counts + map_index)
     mine = map_index.to(tl.int64) * keys
-    sums = unit_sums + (map_index * tl.num_programs(0) + block).to(tl.int64) * keys
+    sums = unit_sums + (map_index * blocks + block).to(tl.int64) * keys
     for start in range(0, count, BN):
         places = start + tl.arange(0, BN)
         col_ok = places < count
@@ -191,7 +193,8 @@ def slope_pass(
     HAS_BIAS: tl.constexpr, HAS_ROWS: tl.constexpr, PAPER: tl.constexpr,
 ):  # fmt: skip
     """What the backward pass needs of each row: two coefficients, and by head Σ_j p_hij · (slope of a_ij) / G."""
-    block, map_index = tl.program_id(0), tl.program_id(1)
+    blocks = tl.cdiv(row_count, BM)
+    block, map_index = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     batch, head = _place(map_index, heads, G)
     numbers, row_ok, query_rows = _which(rows, block, row_count, first, BM, HAS_ROWS)
     query = load_heads(q, batch, head, query_rows, row_ok, q_strides, G, D, DP)
@@ -248,7 +251,8 @@ def query_gradient(
     HAS_BIAS: tl.constexpr, HAS_ROWS: tl.constexpr, PAPER: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the queries, a block of rows of all heads of a map."""
-    block, map_index = tl.program_id(0), tl.program_id(1)
+    blocks = tl.cdiv(row_count, BM)
+    block, map_index = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     batch, head = _place(map_index, heads, G)
     numbers, row_ok, query_rows = _which(rows, block, row_count, first, BM, HAS_ROWS)
     query = load_heads(q, batch, head, query_rows, row_ok, q_strides, G, D, DP)
@@ -289,7 +293,8 @@ def key_gradient(
     HAS_BIAS: tl.constexpr, HAS_ROWS: tl.constexpr, PAPER: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the keys, a block of columns of all heads of a map."""
-    block, map_index = tl.program_id(0), tl.program_id(1)
+    blocks = tl.cdiv(keys, BN)
+    block, map_index = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     batch, head = _place(map_index, heads, G)
     cols = block * BN + tl.arange(0, BN)
     col_ok = cols < keys
@@ -331,7 +336,9 @@ def bias_gradient(
     HAS_BIAS: tl.constexpr, HAS_ROWS: tl.constexpr, PAPER: tl.constexpr,
 ):  # fmt: skip
     """The gradient of an additive bias, summed over some images at a time: (chunks, H, Q, K), a tile of all heads."""
-    row_block, col_block, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row_blocks, col_blocks = tl.cdiv(row_count, BM), tl.cdiv(keys, BN)
+    tile, part = tl.program_id(0) % (row_blocks * col_blocks), tl.program_id(0) // (row_blocks * col_blocks)
+    row_block, col_block = tile % row_blocks, tile // row_blocks
     groups = heads // G
     group, chunk = part % groups, part // groups
     numbers, row_ok, query_rows = _which(rows, row_block, row_count, first, BM, HAS_ROWS)

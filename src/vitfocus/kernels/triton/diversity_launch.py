@@ -35,7 +35,7 @@ def forward(
     blocks, settings = shape.row_blocks("row")
     sums = torch.empty(maps, blocks, keys, **floats)
     squares, overlaps = torch.empty(maps, count, **floats), torch.empty(maps, group, count, **floats)
-    kernels.row_pass[blocks, maps](
+    kernels.row_pass[blocks * maps,](
         query, key, lse, shape.bias, shape.rows, sums, squares, overlaps, where.scale, shape.bound, *shape.sizes,
         *shape.strides, **settings,
     )  # fmt: skip
@@ -50,7 +50,7 @@ def forward(
     blocks, settings = shape.row_blocks("dot")
     dots, head_dots = torch.empty_like(squares), torch.empty_like(overlaps)
     units = torch.empty(maps, blocks, keys, **floats)
-    kernels.dot_pass[blocks, maps](
+    kernels.dot_pass[blocks * maps,](
         query, key, lse, shape.bias, shape.rows, kept, weights, counts, squares, dots, head_dots, units, where.scale,
         shape.bound, *shape.sizes, *shape.strides, **settings,
     )  # fmt: skip
@@ -59,7 +59,7 @@ def forward(
         units, kept, weights, counts, lengths, slopes, column_slopes, losses, blocks, keys, count, BK=width
     )
     towards, along, inner = torch.empty_like(squares), torch.empty_like(squares), torch.empty_like(overlaps)
-    kernels.slope_pass[blocks, maps](
+    kernels.slope_pass[blocks * maps,](
         query, key, lse, shape.bias, shape.rows, kept, slopes, counts, lengths, squares, dots, overlaps, head_dots,
         towards, along, inner, where.scale, shape.bound, *shape.sizes, *shape.strides, **settings,
     )  # fmt: skip
@@ -85,12 +85,12 @@ def backward(
     vectors = (saved.average, saved.slopes, saved.towards, saved.along, saved.inner, weight)
     inputs = (query, key, saved.lse, shape.bias, shape.rows, *vectors)
     blocks, settings = shape.row_blocks("query")
-    kernels.query_gradient[blocks, shape.maps](
+    kernels.query_gradient[blocks * shape.maps,](
         *inputs, query_gradient, where.scale, shape.bound, *shape.sizes, *shape.strides, query_gradient.stride(),
         **settings,
     )  # fmt: skip
     settings = shape.settings("key")
-    kernels.key_gradient[triton.cdiv(shape.keys, settings["BN"]), shape.maps](
+    kernels.key_gradient[triton.cdiv(shape.keys, settings["BN"]) * shape.maps,](
         *inputs, key_gradient, where.scale, shape.bound, *shape.sizes, *shape.strides, key_gradient.stride(),
         **settings,
     )  # fmt: skip
@@ -106,7 +106,7 @@ def _bias_gradient(shape: _Shape, inputs: tuple[Any, ...], bias: Tensor, where: 
     chunks = triton.cdiv(batch, at_once)
     partial = torch.zeros(chunks, heads, queries, keys, dtype=torch.float32, device=bias.device)
     blocks, settings = shape.row_blocks("row")
-    grid = (blocks, triton.cdiv(keys, settings["BN"]), chunks * (heads // shape.group))
+    grid = (blocks * triton.cdiv(keys, settings["BN"]) * chunks * (heads // shape.group),)
     kernels.bias_gradient[grid](
         *inputs, partial, where.scale, shape.bound, *shape.sizes, batch, at_once, *shape.strides, partial.stride(),
         **settings,
@@ -124,7 +124,7 @@ def normalisers(query: Tensor, key: Tensor, bias: Tensor | None, scale: float) -
     out = torch.empty(batch, heads, queries, dtype=torch.float32, device=query.device)
     spread = bias.expand(batch, heads, queries, key.shape[2]).stride() if bias is not None else (0, 0, 0, 0)
     rows = 64 if queries > 32 else 16
-    log_sum_exp[triton.cdiv(queries, rows), batch * heads](
+    log_sum_exp[batch * heads, triton.cdiv(queries, rows)](
         query, key, bias if bias is not None else query, out, scale, heads, queries, key.shape[2], query.stride(),
         key.stride(), spread, D=width, DP=padded, BM=rows, BN=64, HAS_BIAS=bias is not None, num_warps=4,
     )  # fmt: skip

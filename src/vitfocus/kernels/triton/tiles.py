@@ -103,7 +103,7 @@ def log_sum_exp(
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """The softmax's normalisers, natural logarithm: (B, H, Q), contiguous. A row with every key masked gives 0."""
-    block, pair = tl.program_id(0), tl.program_id(1)
+    pair, block = tl.program_id(0), tl.program_id(1)
     batch, head = pair // heads, pair % heads
     rows = block * BM + tl.arange(0, BM)
     row_ok = rows < queries
