@@ -186,6 +186,13 @@ def test_files_of_another_kind_are_refused(vqav2: Path, tmp_path: Path) -> None:
         read_vqav2(tmp_path, "val2014")
     with pytest.raises(vf.VitfocusError, match="no data folder"):
         read_vqav2(tmp_path / "nowhere", "val2014")
+    good = {"question_id": 1, "image_id": 1, "question": "What?"}
+    asked, answered = ("v2_OpenEnded_mscoco_val2014_questions.json", "v2_mscoco_val2014_annotations.json")
+    for question, answers, said in ((None, [{"answer": "a"}], "usable question"), ("What?", ["a"], "usable answers")):
+        (tmp_path / asked).write_text(json.dumps({"questions": [{**good, "question": question}]}))
+        (tmp_path / answered).write_text(json.dumps({"annotations": [{"question_id": 1, "answers": answers}]}))
+        with pytest.raises(vf.VitfocusError, match=said):
+            read_vqav2(tmp_path, "val2014")
 
 
 def test_word_pieces_are_those_of_bert(tmp_path: Path) -> None:

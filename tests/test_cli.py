@@ -58,6 +58,11 @@ def test_json_is_all_that_is_printed(
         (["models", "--nmaes"], "did you mean '--names'?"),
         (["bench", "--rounds", "many"], "invalid int value: 'many'"),
         (["report"], "the following arguments are required: RUN"),
+        (["report", "run", "--bogus"], "has no option --bogus: expected one of: --against, --explore"),
+        (["report", "run", "--limt=3"], "has no option --limt: did you mean '--limit'?"),
+        (["report", "run", "--limit", "3"], "--limit is about the attention explorer"),
+        (["report", "run", "--images", "photos"], "--images is about the attention explorer"),
+        (["report", "run", "--against", "fog/1"], "--against is about the attention explorer"),
         (["diagnose", "vit_tiny_patch16_242"], "did you mean 'vit_tiny_patch16_224'?"),
         (["diagnose", "vit_tiny_patch16_224", "--treat", "tpa"], "did you mean 'tap'?"),
         (["diagnose", "vit_tiny_patch16_224", "--device", "gpu"], "There is no device 'gpu'"),
@@ -71,6 +76,18 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
     assert main(words) == 2
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1 and lines[0].startswith("vitfocus: ") and said in lines[0]
+
+
+def test_an_unknown_model_is_told_every_family(capsys: pytest.CaptureFixture[str]) -> None:
+    from vitfocus.anatomy.registry import families
+
+    assert main(["diagnose", "resnet18"]) == 2
+    said = capsys.readouterr().err.partition("families are ")[2].strip().rstrip(".")
+    listed = {
+        (lib, name) for lib, _, names in (p.partition(": ") for p in said.split("; ")) for name in names.split(", ")
+    }
+    assert listed == {(family.library, family.name) for family in families()}
+    assert {("timm", "vision_transformer"), ("timm", "swin_transformer")} <= listed
 
 
 def test_models_json_is_computed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -60,6 +60,34 @@ def test_colours_belong_to_terminals(terminal: bool, no_color: bool, monkeypatch
     assert bool(escapes) == terminal and not (no_color and coloured)
 
 
+@pytest.mark.parametrize("term", ["xterm", "dumb"])
+def test_narrow_terminals_cut_no_number(term: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", term)
+    monkeypatch.setenv("COLUMNS", "40")
+    for words in (["diagnose", MODEL, "--limit", "1"], ["reproduce", "cb/table3a", "--count"]):
+        shown = Terminal()
+        monkeypatch.setattr(sys, "stdout", shown)
+        assert main(words) == 0
+        plain = re.sub(r"\x1b\[[\d;]*m", "", shown.getvalue())
+        assert "…" not in plain and max(map(len, plain.splitlines())) > 80
+        assert "overfocus" in plain or "FLOPs added [M]" in plain
+
+
+def test_what_cannot_be_explored_is_still_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = "swin_tiny_patch4_window7_224"
+    assert main(["diagnose", model, "--limit", "1", "--out", str(tmp_path), "--explore"]) == 0
+    shown = capsys.readouterr()
+    assert "window" in shown.out and "nothing to explore" in shown.err
+    assert {"diagnosis.json", "report.html"} <= set(readable(tmp_path))
+
+
+def test_saved_tables_are_plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    assert main(["diagnose", MODEL, "--limit", "1", "--out", str(tmp_path)]) == 0
+    assert "\x1b" not in (tmp_path / "diagnosis.txt").read_text(encoding="utf-8")
+
+
 def readable(folder: Path) -> list[str]:
     """The names of all files below a folder, each of which opens as what it claims to be."""
     for file in folder.rglob("*"):

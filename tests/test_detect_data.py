@@ -77,6 +77,11 @@ def test_pictures_without_an_object_are_kept_for_evaluation_and_dropped_for_trai
         (lambda c: c["annotations"][0].update(image_id=7_777_777), "about picture 7777777"),
         (lambda c: c["annotations"][0].update(category_id=999), "category 999"),
         (lambda c: c["annotations"][0].update(segmentation=[]), "has no segmentation"),
+        (lambda c: c["images"][0].pop("height"), "no usable height"),
+        (lambda c: c["images"].append(dict(c["images"][0])), "twice"),
+        (lambda c: c["categories"][0].pop("name"), "no usable name"),
+        (lambda c: c["annotations"][0].update(bbox=[1, 2, float("nan"), 4]), "expected four numbers"),
+        (lambda c: c["annotations"][0].update(segmentation={"size": [4, 4]}), "neither polygons"),
         (lambda c: c["images"][3].update(file_name="gone.jpg"), "1 of the 24 pictures .* the first of them gone.jpg"),
     ],
 )

@@ -122,9 +122,33 @@ def test_two_explorations_are_joined_where_they_show_the_same_images(tmp_path: P
     joined = stored(subjects)
     assert joined is not None
     assert [model["name"] for model in joined["models"]] == ["model 0", "model 1"] and len(joined["images"]) == 2
-    assert "model 2 was explored on other images" in joined["notes"][-1]
+    assert joined["notes"] == [
+        "Only images that every model was explored on are shown.",
+        "model 2 was explored on other images, so it is not shown beside the others.",
+    ]
     small = stored(subjects[:2], budget=size_of(json.loads((tmp_path / "0" / "explorer.json").read_text())))
-    assert small is not None and "model 1 is left out to keep the page small." in small["notes"]
+    assert small is not None and len(small["images"]) == 3  # what is left out takes no image along
+    (note,) = small["notes"]
+    assert note.startswith("model 1 is left out to keep the page small") and "--limit" in note
+
+
+def test_the_number_of_images_that_is_said_is_the_number_shown(tmp_path: Path) -> None:
+    """Two explorations keep different numbers of the same images; joined, the page shows the fewer."""
+    images = pictures((128, 128), 6)
+    subjects, kept = [], []
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_patch16_224", img_size=128, depth=6, embed_dim=48, num_heads=4)
+    for budget in (30_000, 20_000):
+        data = explorer_data(model, images, budget=budget)
+        kept.append(len(data["images"]))
+        write_explorer(tmp_path / str(budget), data)
+        subjects.append(Subject(f"within {budget}", folders=[tmp_path / str(budget)]))
+    assert 1 < kept[1] < kept[0] < 6
+    joined = stored(subjects)
+    assert joined is not None and len(joined["models"]) == 2
+    (said,) = [note for note in joined["notes"] if "images" in note]
+    assert said.startswith(f"Shown here: {len(joined['images'])} of 6 images") and len(joined["images"]) == kept[1]
+    assert "with fewer (--limit N, or limit=N) there is room for more layers and heads" in said
 
 
 def test_models_of_different_sizes_share_a_page() -> None:

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +15,16 @@ import torch
 from train_tools import tiny
 
 import vitfocus as vf
+from vitfocus.attention.diagnosis import Diagnosis
 from vitfocus.cli import main
 from vitfocus.data.shapes import Shapes, shapes_batch
+from vitfocus.errors import VitfocusError
 from vitfocus.report import card
 from vitfocus.report.cost import measure, multiply_adds
+from vitfocus.report.sections.attends import overfocus_references
 from vitfocus.report.subjects import gather
+from vitfocus.report.verdict import Difference, Row, Value, _contradicted
+from vitfocus.robustness.results import load_scores
 from vitfocus.train import train
 
 SECTIONS = [
@@ -196,6 +202,89 @@ def test_more_is_better_for_overlap_and_summaries_alone_are_enough(tmp_path: Pat
     fills = {text: fill for fill, text in re.findall(r'fill="rgb\(([\d,]+)\)"/><text[^>]*>([+−][\d.]+)</text>', html)}
     assert fills == {"+5.0": "146,197,222", "−10.0": "179,88,6"}  # better: towards blue; worst: full orange
     assert "two is better in 1 of 2 cells" in html
+
+
+def summarised(**models: dict[str, object]) -> dict[str, object]:
+    """The content of a results.json without samples."""
+    fingerprint = {"suite": "imagenet-c", "data": {"digest": "d" * 32}, "models": {}}
+    return {"suite": "imagenet-c", "images": 50, "models": models, "notes": [], "fingerprint": fingerprint}
+
+
+def test_clear_differences_are_called_by_name(tmp_path: Path) -> None:
+    """Every clear difference is said above the table, worse ones and details too; unclear ones are not judged."""
+    generator = np.random.default_rng(0)
+    bad, good = generator.random(400) < 0.3, generator.random(400) < 0.9
+    columns = {"one": {"top1": bad, "top5": good}, "two": {"top1": good, "top5": bad}}
+    models = {
+        name: {"cells": {}, **{key: 100 * float(hits.mean()) for key, hits in found.items()}}
+        for name, found in columns.items()
+    }
+    content = {**summarised(**models), "suite": "clean", "images": 400}  # type: ignore[arg-type]
+    (tmp_path / "results.json").write_text(json.dumps(content))
+    samples = {f"clean|{name}|{key}": hits for name, found in columns.items() for key, hits in found.items()}
+    np.savez(tmp_path / "samples.npz", **samples)
+    written = vf.report(tmp_path)
+    verdicts = {row.measure: row.verdict("two") for row in written.rows}
+    assert verdicts == {"top-1 accuracy": "better", "top-5 accuracy": "worse"}
+    html = written.path.read_text("utf-8")
+    sentences = re.findall(r"<li>(.*?)</li>", html)
+    assert any(s.startswith("clean, top-1 accuracy: two is better than one") for s in sentences)
+    assert any(re.match(r"clean, in detail: against one, two is worse in top-5 accuracy \(−\d", s) for s in sentences)
+    assert re.search(r">−[\d.]+ \[−[\d.]+, −[\d.]+\] worse<", html) and "✓" not in html
+    np.savez(
+        tmp_path / "samples.npz",
+        **{k: bad if "|two|" in k else v for k, v in samples.items()} | {"clean|one|top1": bad, "clean|one|top5": bad},
+    )
+    assert {row.verdict("two") for row in vf.report(tmp_path).rows} == {""}
+
+
+@pytest.mark.parametrize(("mce", "verdict"), [(80.0, ""), (60.0, "better")])
+def test_a_lower_relative_error_is_no_gain_where_the_error_rose(mce: float, verdict: str) -> None:
+    found = {"one": {"relative_mce": 90.0, "mce": 70.0}, "two": {"relative_mce": 85.0, "mce": mce}}
+    values = {name: Value(summary["relative_mce"]) for name, summary in found.items()}
+    row = Row("imagenet-c", "relative mCE", "%", False, values, {"two": Difference(-5.0, (-6.0, -4.0), True)})
+    assert replace(row, unjudged=_contradicted(row, found)).verdict("two") == verdict
+
+
+def test_samples_under_another_name_leave_the_numbers(copied: Callable[..., Path]) -> None:
+    folder = copied("scores") / "scores"
+    results = folder / "results.json"
+    results.write_text(results.read_text().replace('"second"', '"renamed"'))
+    written = vf.report(folder)
+    row = next(row for row in written.rows if row.measure == "mean error over the corruptions")
+    assert set(row.values) == {"first", "renamed"}
+    assert row.differences["renamed"].interval is None and not row.differences["renamed"].paired
+    html = written.path.read_text("utf-8")
+    assert "does not hold every outcome of renamed (it knows first, second)" in html
+    scores = load_scores(folder)
+    with pytest.raises(VitfocusError, match="no outcomes of single images for renamed"):
+        scores.compare("first", "renamed")
+
+
+@pytest.mark.parametrize("size", [64, 112])
+def test_attention_to_all_alike_lies_on_the_dashed_line(size: int) -> None:
+    """5 % of few tokens are no whole number of them: uniform attention must not seem to lie below the line."""
+    model = vf.create_model("vit_tiny_patch16_224", depth=2, img_size=size, embed_dim=48, num_heads=3, num_classes=5)
+    for name, weight in model.named_parameters():
+        if "attn.qkv" in name:
+            weight.data.zero_()
+    diagnosis = vf.diagnose(model, shapes_batch(range(2), size=size)[0])
+    (line,) = overfocus_references({"one": diagnosis, "two": diagnosis})
+    tokens = (size // 16) ** 2 + 1
+    assert line.level == pytest.approx(100 * max(1, round(0.05 * tokens)) / tokens)
+    assert [100 * row["overfocus"] for row in diagnosis.rows] == pytest.approx([line.level] * 2, rel=1e-4)
+    assert f"({line.level:.3g} %)" in line.name
+
+
+def test_models_with_other_numbers_of_tokens_have_lines_of_their_own() -> None:
+    def read(*keys: int) -> Diagnosis:
+        rows = [{"layer": i, "overfocus": 0.5, "entropy_bound": float(np.log(k))} for i, k in enumerate(keys)]
+        return Diagnosis(model="m", images=1, size=(64, 64), against=None, rows=rows)
+
+    one, two = overfocus_references({"vit": read(65, 65), "pvt": read(49, 100)})
+    assert one.name == "vit: all tokens alike (4.62 %)" and one.level == pytest.approx(300 / 65)
+    assert two.name == "pvt: all tokens alike (4.08 to 5 %)" and two.level is None
+    assert [level for _, level in two.points] == pytest.approx([200 / 49, 5.0])
 
 
 def test_strings_cannot_break_out(copied: Callable[..., Path]) -> None:

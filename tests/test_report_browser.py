@@ -186,6 +186,12 @@ def test_the_keyboard_is_enough(visit: Callable[..., Any]) -> None:
         assert (drawn(page), told[-1]) != before, key
     assert told[1].endswith("patch in row 1, column 2.") and "layer 0" in told[2] and "head 0" in told[3]
     assert told[4].startswith("two") and told[5].endswith("class token.")
+    page.keyboard.press("Shift+C")
+    settle(page)
+    assert "patch in row" in page.locator("#said").inner_text()
+    assert re.sub(r"\s", "", page.locator("p", has_text="class token").last.inner_text()).endswith(
+        "1–3imageCclasstoken"
+    )
 
 
 def test_pointing_at_the_map_picks_its_row(visit: Callable[..., Any]) -> None:
@@ -232,6 +238,11 @@ def test_a_finger_works_on_a_phone(visit: Callable[..., Any]) -> None:
     report = visit("report", viewport={"width": 390, "height": 800}, has_touch=True, is_mobile=True)
     assert report.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
     report.screenshot(path=artefact("report-phone.png"), full_page=True)
+    narrow = visit("report", viewport={"width": 360, "height": 800}, has_touch=True, is_mobile=True)
+    assert narrow.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+    tallest = "Math.max(...[...document.querySelectorAll('main > .block tbody tr')].map((row) => row.clientHeight))"
+    assert narrow.evaluate(tallest) < 150  # no row of a table is mostly blank beside one cell of many short lines
+    narrow.screenshot(path=artefact("report-phone-narrow.png"), full_page=True)
 
 
 def test_light_and_dark(visit: Callable[..., Any]) -> None:
@@ -246,6 +257,9 @@ def test_light_and_dark(visit: Callable[..., Any]) -> None:
             page.screenshot(path=artefact("report-light.png"), full_page=True)
     page.emulate_media(media="print", color_scheme="dark")
     assert page.evaluate(paper) == "rgb(255, 255, 255)" and page.locator("button.save").first.is_hidden()
+    closed, opened = page.locator("details").first, page.locator("details").last
+    opened.evaluate("details => { details.open = true; }")
+    assert closed.is_hidden() and opened.locator("table").is_visible()  # no line on paper without what it announces
     page.screenshot(path=artefact("report-print.png"), full_page=True)
 
 

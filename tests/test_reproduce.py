@@ -167,7 +167,7 @@ def test_rows_stand_on_what_is_trained_before_them(tmp_path: Path) -> None:
 
 
 def test_a_table_is_run_resumed_and_shared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["reproduce", "cb/table8", *TINY, "--images", "4", "--rows", "1", "3", "--out", str(tmp_path), "--json"]
+    words = ["reproduce", "cb/table8", *TINY, "--images", "4", "--rows", "1,3", "--out", str(tmp_path), "--json"]
     assert main(words) == 0
     found = json.loads(capsys.readouterr().out)
     assert [row["label"] for row in found["rows"]] == ["ViT-S", "+ CB"]
@@ -177,6 +177,8 @@ def test_a_table_is_run_resumed_and_shared(tmp_path: Path, capsys: pytest.Captur
         saved = json.loads((Path(row["run"]) / "model" / "config.json").read_text())
         assert saved["spec"].endswith("cb(layers=upper)") == (row["label"] == "+ CB")
     assert found["rows"][1]["measures"]["fgsm"]["paper"] == 32.3
+    assert found["rows"][1]["measures"]["fgsm"]["images"] == 4
+    assert any("at most 4 images" in note for note in found["notes"])
     assert any("ImageNet-A has no counterpart" in note for note in found["notes"])
 
     # A killed run goes on, and what is finished is neither trained nor measured again.
@@ -192,6 +194,9 @@ def test_a_table_is_run_resumed_and_shared(tmp_path: Path, capsys: pytest.Captur
     assert all(path.stat().st_mtime_ns == stamp for path, stamp in evaluations.items())
     before = [row["measures"]["occlusion"]["ours"] for row in found["rows"]]
     assert [row.values["occlusion"].number for row in again.rows] == before
+    lines = again.text().splitlines()
+    assert all(line.endswith("measured on 4 images") for line in lines if "FGSM" in line or "occluded" in line)
+    assert not any("measured on" in line for line in lines if "top-1" in line), "training validated on all images"
 
     # Another item with the same rows trains nothing, draws, and names the scale in every line.
     curves = reproduce("cb/figureS1", out=tmp_path, overrides=TINY, images=4)[0]
@@ -246,7 +251,11 @@ def test_the_softmax_surface_is_the_closed_form(tmp_path: Path) -> None:
         (["cb/table5", "--scale", "imagenet"], "--data imagenet=DIR"),
         (["cb/table6", "--scale", "cifar100"], "take --scale smoke or --scale imagenet"),
         (["cb/table5", "--scale", "imagenet", "--data", "/nowhere"], "There is no folder /nowhere"),
+        (["cb/table5", "--scale", "imagenet", "--data", "imagnet-c=/tmp"], "did you mean 'imagenet-c'"),
+        (["cb/table5", "--data", "/tmp"], "reads no --data"),
+        (["cb/table5", "--count", "--images", "4"], "leave one of them out"),
         (["cb/table5", "--rows", "10"], "has rows 1 to 9"),
+        (["cb/table5", "--rows", "1,b"], "no list of numbers such as 1,3"),
         (["cb/table5", "epoch=1"], "epochs"),
     ],
 )
@@ -262,12 +271,28 @@ def test_the_list_and_the_count_need_no_training(tmp_path: Path, capsys: pytest.
     assert main(["reproduce", "--list"]) == 0
     listed = capsys.readouterr().out
     assert all(name in listed for name in LISTED) and "imagenet" in listed
-    words = ["reproduce", "cb/table4", "--scale", "imagenet", "--count", "--data", str(tmp_path), "--json"]
+    words = ["reproduce", "cb/table4", "--scale", "imagenet", "--count", "--json"]
     assert main([*words, "--out", str(tmp_path / "out")]) == 0
     parts = json.loads(capsys.readouterr().out)
     assert [part["item"] for part in parts] == ["cb/table4a", "cb/table4b"]
     assert all(math.isclose(row["measures"]["flops"]["ours"], 4.6, rel_tol=0.01) for row in parts[0]["rows"])
+    for part in parts:
+        assert all(row["data"] == "imagenet: counted only, 224 px" and row["run"] is None for row in part["rows"])
+        assert any("--count leaves out" in note for note in part["notes"])
     assert not (tmp_path / "out").exists()
+
+
+def test_what_a_row_adds_is_counted_without_its_baseline_being_picked(tmp_path: Path) -> None:
+    whole = reproduce("cb/table3a", out=tmp_path, count_only=True)[0]
+    alone = reproduce("cb/table3a", out=tmp_path, count_only=True, rows=[3])[0]
+    assert [row.row.label for row in alone.rows] == ["+ CB"] and not alone.absent
+    assert alone.rows[0].values == whole.rows[2].values and alone.rows[0].values["flops_added"].number > 0
+
+
+def test_an_item_that_only_counts_needs_no_data(tmp_path: Path) -> None:
+    outcome = reproduce("cb/table3a", "imagenet", out=tmp_path)[0]
+    assert all(row.where == "imagenet: counted only, 224 px" for row in outcome.rows)
+    assert not list(tmp_path.rglob("model"))
 
 
 def test_a_wrong_toml_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

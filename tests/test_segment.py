@@ -347,3 +347,35 @@ def test_weights_of_a_saved_segmenter_start_another(tmp_path: Path) -> None:
     start_from(other, str(tmp_path / "saved"))
     weights = load_file(tmp_path / "saved" / "model.safetensors")
     assert torch.equal(other.decoder.fuse[0].weight, weights["decoder.fuse.0.weight"])
+
+
+def test_a_backbone_that_is_no_transformer_trains_saves_and_is_evaluated_on_its_own_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = load_recipe("shapes_segment", [*TINY, "spec=smp:unet:resnet10t", "model.arguments={}", "val_length=5"])
+    trained = train(recipe, tmp_path / "run")
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    assert run(parser.parse_args([str(tmp_path / "run"), "--json", "--device", "cpu"])) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["images"] == 5
+    (summary,) = found["models"].values() if "models" in found else found["summaries"].values()
+    assert summary["miou"] == pytest.approx(100 * trained["last"]["miou"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["spec=vit_tiny_patch16_224", "model.arguments={img_size=32}"], "upernet:vit_tiny_patch16_224"),
+        (["segment.scale=[2.0,0.5]"], "segment.scale"),
+        (["model.arguments.num_classes=0"], "at least 1"),
+    ],
+)
+def test_what_cannot_be_segmented_with_is_said(tmp_path: Path, overrides: list[str], said: str) -> None:
+    with pytest.raises(VitfocusError, match=said):
+        train(tiny(*overrides), tmp_path / "run")
+
+
+def test_a_protocol_of_negative_pixels_is_refused() -> None:
+    with pytest.raises(VitfocusError, match="0 or more"):
+        Protocol(window=32, stride=-5)

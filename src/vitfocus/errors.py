@@ -15,16 +15,21 @@ class VitfocusError(ValueError):
     """
 
 
-def nearest(given: str, choices: Iterable[str]) -> str:
+def nearest(given: str, choices: Iterable[str], prefix: str = "") -> str:
     """End a sentence with the closest valid choice, or with all of them where none is close.
+
+    A `prefix` that all of them share makes none of them close.
 
     >>> nearest("gausian_noise", ["gaussian_noise", "shot_noise"])
     "did you mean 'gaussian_noise'?"
     >>> nearest("zebra", ["cb", "tap"])
     'expected one of: cb, tap.'
+    >>> nearest("--bogus", ["--out"], prefix="--")
+    'expected one of: --out.'
     """
     known = sorted(choices)
-    close = difflib.get_close_matches(given, known, n=1, cutoff=0.55)
+    bare = [name.removeprefix(prefix) for name in known]
+    close = difflib.get_close_matches(given.removeprefix(prefix), bare, n=1, cutoff=0.55)
     if close:
-        return f"did you mean {close[0]!r}?"
+        return f"did you mean {prefix + close[0]!r}?"
     return f"expected one of: {', '.join(known)}." if len(known) <= 40 else f"none of the {len(known)} names is close."

@@ -1,6 +1,7 @@
 """Anatomy: where a model's blocks, MLPs, attentions, token grid and prefix tokens are."""
 
 from vitfocus.anatomy.build import Plan, Trunk
+from vitfocus.anatomy.pixels import Pixels, pixels_of
 from vitfocus.anatomy.records import Anatomy, Block, GridRule, Port
 from vitfocus.anatomy.registry import Family, anatomy, families, register, unwrap
 
@@ -9,11 +10,13 @@ __all__ = [
     "Block",
     "Family",
     "GridRule",
+    "Pixels",
     "Plan",
     "Port",
     "Trunk",
     "anatomy",
     "families",
+    "pixels_of",
     "register",
     "unwrap",
 ]

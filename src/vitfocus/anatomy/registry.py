@@ -118,14 +118,20 @@ def _outermost(
 
 
 def _unknown(model: nn.Module) -> str:
-    known = {name.rpartition(".")[2]: family for name, family in _FAMILIES.items()} if families() else {}
-    hint = nearest(type(model).__name__, known)
+    by_library: dict[str, set[str]] = {}
+    for family in families():
+        by_library.setdefault(family.library, set()).add(family.name)
+    by_class: dict[str, list[Family]] = {}  # libraries call different classes by one name
+    for name, family in _FAMILIES.items():
+        by_class.setdefault(name.rpartition(".")[2], []).append(family)
+    hint = nearest(type(model).__name__, by_class)
     if hint.startswith("did you mean"):
         close = hint.split("'")[1]
-        hint = f"the nearest supported family is {known[close].name} ({known[close].library}'s {close})."
+        owners = " or ".join(f"{family.name} ({family.library}'s {close})" for family in by_class[close])
+        hint = f"the nearest supported family is {owners}."
     else:
-        names = sorted({f"{family.library}: {family.name}" for family in known.values()})
-        hint = f"the supported families are {', '.join(names)}."
+        listed = "; ".join(f"{library}: {', '.join(sorted(names))}" for library, names in by_library.items())
+        hint = f"the supported families are {listed}."
     return (
         f"{type(model).__name__} is not a vision transformer that vitfocus knows: no module of a known class was found "
         f"in it; {hint}"

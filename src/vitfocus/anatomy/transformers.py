@@ -261,7 +261,7 @@ def _vilt(model: Any) -> Anatomy:
     notes = (
         "The sequence is the text's tokens, then the image's: its class token (the one prefix token) and its patches.",
         "The class token that the heads read is the text's, the first of the sequence.",
-        "Patches come in random order, padded to the longest of the batch; only while they are read do they lie on a grid.",
+        "Patches come in random order, padded to the longest of the batch; only while read do they lie on a grid.",
     )
     encoder, text = model.encoder, model.embeddings.text_embeddings
     return Anatomy("vilt", model, stem, tuple(blocks), size, **HALF, encoder=encoder, text=text, notes=notes)

@@ -119,7 +119,7 @@ class Diagnosis:
     def save(self, folder: str | Path) -> list[Path]:
         """Write diagnosis.json, the table as text, and every figure if matplotlib is installed; return the files."""
         folder = Path(folder)
-        text = f"{self.table()}\n" + "".join(f"- {sentence}\n" for sentence in self.findings)
+        text = f"{self.table().text()}\n" + "".join(f"- {sentence}\n" for sentence in self.findings)
         files = {"diagnosis.json": self.to_json().encode(), "diagnosis.txt": text.encode()}
         if importlib.util.find_spec("matplotlib") is not None:
             from vitfocus.report.figures import png

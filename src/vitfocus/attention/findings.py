@@ -49,7 +49,7 @@ def findings(rows: Sequence[Row], against: str | None = None, thresholds: Thresh
     sentences += _group(
         [row for row in read if _part(row, "entropy_p85") >= limit.spread],
         "entropy_p85",
-        "15 % of the rows have an entropy above {} of at most {bound:.2f} nats, nearly uniform attention, which "
+        "15 % of the rows have an entropy of {} or more, where uniform attention has {bound:.2f} nats: nearly uniform attention, which "
         "softmax learns badly; Context Broadcasting (cb) supplies it by hand.",
     )
     sentences += _group(

@@ -1,8 +1,9 @@
 """Overfocus: whether all queries lean on the same few keys, the vertical lines in an attention map.
 
 TAP and ADL's paper shows the lines (Figures 1 and 3); these two numbers count them. A head's `received` attention is
-the mean of its rows: what each key gets. `overfocus` is the share of it that the top 5 % of keys take (0.05 where all
-get alike), `effective_tokens` the number of keys that would, all alike, have its entropy.
+the mean of its rows: what each key gets. `overfocus` is the share of it that the top 5 % of keys take, in whole keys
+(`uniform_overfocus`, about 0.05, where all get alike); `effective_tokens` is the number of keys that would, all alike,
+have its entropy.
 """
 
 from __future__ import annotations
@@ -36,6 +37,15 @@ def top_tokens(keys: int, top: float = TOP) -> int:
     (10, 2, 1)
     """
     return max(1, round(top * keys))
+
+
+def uniform_overfocus(keys: int, top: float = TOP) -> float:
+    """The overfocus where all keys receive alike: `top`, but for the rounding to whole keys.
+
+    >>> uniform_overfocus(40), round(uniform_overfocus(65), 3), uniform_overfocus(4)
+    (0.05, 0.046, 0.25)
+    """
+    return top_tokens(keys, top) / keys
 
 
 def effective_tokens(received: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +12,9 @@ if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
     from vitfocus.attention.diagnosis import Diagnosis
+
+#: So many columns a line may have: a table is as wide as its cells, since a cut number is no number.
+_WIDTH = 2000
 
 #: Column heading and format of each key, in the order of the table.
 COLUMNS = {
@@ -30,7 +32,7 @@ COLUMNS = {
     "head_similarity": ("heads alike", ".2f"),
     "diversity_official": ("rows alike", ".2f"),
     "stability": ("stability", ".2f"),
-    "scaling_mean": ("λ mean", ".3f"),
+    "scaling_mean": ("λ mean", "z.3f"),
     "scaling_ratio": ("λ ratio", ".2f"),
 }
 
@@ -38,6 +40,8 @@ COLUMNS = {
 @dataclass(frozen=True)
 class Table:
     """Cells of text under headings. `print` shows it in colour on a terminal and plain elsewhere; rich renders it too.
+
+    Lines are as long as they need to be, however narrow the terminal.
 
     >>> print(Table("Two layers", ["layer", "entropy"], [["0", "4.51"], ["1", "4.32"]]))
     Two layers
@@ -70,16 +74,35 @@ class Table:
         return table
 
     def __str__(self) -> str:
+        return self.text(styled=sys.stdout.isatty())
+
+    def text(self, *, styled: bool = False) -> str:
+        """The table as lines, `styled` with a terminal's escapes or plain, as files want it."""
         from rich.console import Console
 
-        terminal = sys.stdout.isatty()
-        width = shutil.get_terminal_size((160, 24)).columns if terminal else 160
         buffer = io.StringIO()
-        # In a notebook rich would show the table at once and leave the text empty.
-        console = Console(file=buffer, force_terminal=terminal, force_jupyter=False, width=width, legacy_windows=False)
+        console = Console(
+            file=buffer,
+            force_terminal=styled,
+            force_jupyter=False,  # in a notebook rich would show the table at once and leave the text empty
+            width=_WIDTH,
+            height=25,  # without it rich takes every dumb terminal to have 80 columns
+            legacy_windows=False,
+            markup=False,
+            highlight=False,
+        )
         console.print(self)
         lines = [line.rstrip() for line in buffer.getvalue().splitlines()]
         return "\n".join(line for line in lines if line)
+
+
+def counted(number: float, what: str, form: str = ",") -> str:
+    """A number of things in words, one of them without the s.
+
+    >>> counted(1, "image"), counted(1200, "image"), counted(0.5, "epoch", ".4g")
+    ('1 image', '1,200 images', '0.5 epochs')
+    """
+    return f"{number:{form}} {what}{'' if number == 1 else 's'}"
 
 
 def cell(row: dict[str, Any], key: str) -> str:
@@ -95,7 +118,7 @@ def diagnosis_table(diagnosis: Diagnosis) -> Table:
     """A diagnosis as a table: the columns for which any layer has a number."""
     keys = [key for key in COLUMNS if any(key in row for row in diagnosis.rows)]
     height, width = diagnosis.size
-    title = f"{diagnosis.model}: {diagnosis.images} images of {height}x{width}"
+    title = f"{diagnosis.model}: {counted(diagnosis.images, 'image')} of {height}x{width}"
     if diagnosis.against:
         title += f", against {diagnosis.against}"
     rows = [[cell(row, key) for key in keys] for row in diagnosis.rows]

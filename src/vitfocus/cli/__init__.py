@@ -56,10 +56,10 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Refuse the words given."""
         what, _, words = message.partition("unrecognized arguments: ")
-        unknown = words.split(" ")[0]
+        unknown = words.split(" ")[0].partition("=")[0]
         if not what and unknown.startswith("-"):
-            flags = [flag for action in self._actions for flag in action.option_strings]
-            raise VitfocusError(f"{self.prog} has no option {unknown}: {nearest(unknown, flags)}")
+            flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
+            raise VitfocusError(f"{self.prog} has no option {unknown}: {nearest(unknown, flags, prefix='--')}")
         raise VitfocusError(f"{message}; `{self.prog} --help` explains.")
 
 

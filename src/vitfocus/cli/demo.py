@@ -22,6 +22,7 @@ MODEL = "vit_tiny_patch16_224"
 TREATMENTS = "cbs+tap+adl"
 CORRUPTION = "gaussian_noise/3"
 EXPLORED = 8
+WARMUP = 0.5  # epochs, as the recipe has it; half of a training that is too short for it
 
 #: Readings of the table, as means over the layers.
 READINGS = {
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out", type=Path, default=Path("runs/demo"), help="folder for everything (default: runs/demo)"
     )
     parser.add_argument("--treat", default=TREATMENTS, metavar="SPEC", help=f"the treatment (default: {TREATMENTS})")
-    parser.add_argument("--epochs", type=int, default=4, help="how long to train each model (default: 4)")
+    parser.add_argument("--epochs", type=float, default=4.0, help="how long to train each model (default: 4)")
     parser.add_argument("--images", type=int, default=250, metavar="N", help="images to evaluate on (default: 250)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
@@ -60,7 +61,8 @@ def run(args: argparse.Namespace) -> int:
     models, runs = {}, {}
     for name, spec in (("plain", MODEL), ("treated", f"{MODEL}+{args.treat}")):
         print(f"training the {name} model ({spec}) on the embedded Shapes", file=sys.stderr)
-        overrides = [f'model.spec="{spec}"', f"schedule.epochs={args.epochs}"]
+        overrides = [f'model.spec="{spec}"', f"schedule.epochs={args.epochs:g}"]
+        overrides.append(f"schedule.warmup_epochs={min(WARMUP, args.epochs / 2):g}")
         runs[name] = train("shapes", out=args.out / name, resume="auto", overrides=overrides)
         if not runs[name]["finished"]:
             return 130

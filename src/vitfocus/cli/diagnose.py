@@ -98,12 +98,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(diagnosis.to_json())
     else:
-        from rich.console import Console
-
-        console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
-        console.print(diagnosis.table())
-        for sentence in diagnosis.findings:
-            console.print(f"- {sentence}", soft_wrap=True)
+        print(diagnosis)
     return 0
 
 
@@ -158,6 +153,7 @@ def _explore(args: argparse.Namespace, models: dict[str, Any], files: list[Path]
     """Keep the explorer's data of a few of the images, in half a page's room, so that another model's fits beside."""
     import torch
 
+    from vitfocus.errors import VitfocusError
     from vitfocus.report.explorer import BUDGET, IMAGES, explorer_data, write_explorer
 
     count = min(IMAGES, args.limit if files is None else len(files))
@@ -167,7 +163,11 @@ def _explore(args: argparse.Namespace, models: dict[str, Any], files: list[Path]
         few = [files[index * len(files) // count] for index in range(count)]
         images, names = torch.cat(list(_photographs(few, count, body))), [file.name for file in few]
     against = args.against or "gaussian_noise/3"
-    data = explorer_data(models, images, against, names=names, budget=BUDGET // 2, seed=args.seed)
+    try:
+        data = explorer_data(models, images, against, names=names, budget=BUDGET // 2, seed=args.seed)
+    except VitfocusError as error:  # the diagnosis has succeeded, and is worth its report all the same
+        _say(f"The report comes without the explorer: {error}")
+        return
     write_explorer(args.out, data)
 
 
@@ -201,9 +201,11 @@ def _with_progress(batches: Iterator[Any], count: int) -> Iterator[Any]:
     from rich.console import Console
     from rich.progress import Progress
 
+    from vitfocus.attention.tables import counted
+
     console = Console(stderr=True)
     if not console.is_terminal:
-        _say(f"Reading {count} images.")
+        _say(f"Reading {counted(count, 'image')}.")
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("Reading images", total=count)
         for batch in batches:

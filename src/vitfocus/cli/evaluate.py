@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 #: Suite options: flag, type, several values or one, and what it is.
 OPTIONS: dict[str, tuple[Any, bool, str]] = {
-    "corruptions": (str, True, "imagenet-c, cifar-c: only these corruptions"),
-    "severities": (int, True, "imagenet-c, cifar-c: only these severities, 1 to 5"),
-    "frost": (str, False, "imagenet-c, cifar-c: the folder of the published frost overlays"),
+    "corruptions": (str, True, "imagenet-c, cifar-c, cityscapes-c: only these corruptions"),
+    "severities": (int, True, "imagenet-c, cifar-c, cityscapes-c: only these severities, 1 to 5"),
+    "frost": (str, False, "imagenet-c, cifar-c, cityscapes-c: the folder of the published frost overlays"),
     "jpeg_quality": (int, False, "imagenet-c on the fly: save as JPEG after corrupting; the published files are at 85"),
     "clean_data": (str, False, "imagenet-c as published: the clean validation set, for the relative mCE"),
     "perturbations": (str, True, "imagenet-p: only these sequences"),
@@ -36,7 +36,7 @@ OPTIONS: dict[str, tuple[Any, bool, str]] = {
     "stride": (int, False, "segmentation: from one window to the next (default: two thirds of the window)"),
     "short_side": (int, False, "segmentation: resize pictures so that this is their short side"),
     "ignore": (int, False, "segmentation: the label that does not count, of data that is no folder (default: 255)"),
-    "repeats": (int, False, "segmentation-noise: how often random noise is drawn (default: 5)"),
+    "repeats": (int, False, "segmentation-noise: how often random noise is drawn, 2 to 10 (default: 5)"),
     "corrupted_data": (str, False, "cityscapes-c: the folder of stored corrupted pictures"),
     "pictures": (str, False, "segmentation, acdc, detection: write pictures of the predictions into this folder"),
 }
@@ -108,7 +108,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"vitfocus evaluate: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        kept = f"; what is done is kept in {args.out}, and --resume goes on" if args.out else ""
+        parts = Path(args.out or "") / "parts"
+        kept = f"; what is done is kept in {args.out}, and --resume goes on" if args.out and parts.is_dir() else ""
         print(f"vitfocus evaluate: interrupted{kept}.", file=sys.stderr)
         return 130
 
@@ -149,8 +150,13 @@ def _evaluate(args: argparse.Namespace) -> int:
     given = {name: getattr(args, name) for name in (*OPTIONS, "extra", "flip", "resize", "random_start")}
     options = {name: value for name, value in given.items() if value is not None}
     suite = find_suite(args.suite, options)
-    embedded = args.data == "shapes" and suite.plan is None  # the tasks' suites can draw Shapes
-    if not embedded and not Path(args.data).is_dir():
+    data: Any = args.data
+    if args.data == "shapes" and not Path("shapes").is_dir():
+        if suite.plan is not None:  # the tasks' own suites draw Shapes themselves
+            from vitfocus.data.shapes import Shapes
+
+            data = Shapes("val", length=args.limit or 2000, size=getattr(args, "size", None) or 32)
+    elif not Path(args.data).is_dir():
         raise VitfocusError(f"There is no folder {args.data}; --data wants the folder of the images.")
 
     from vitfocus.cli.closing import close_run
@@ -161,7 +167,7 @@ def _evaluate(args: argparse.Namespace) -> int:
     scores = evaluate(
         models,
         args.suite,
-        args.data,
+        data,
         device=args.device,
         batch_size=args.batch_size,
         limit=args.limit,
@@ -182,7 +188,7 @@ def _from_run(args: argparse.Namespace) -> None:
     """Fill in what a trained model's folder says: the suite of its own task, and the data of its recipe."""
     import tomllib
 
-    from vitfocus.robustness.suites import OWN
+    from vitfocus.robustness.suites import OWN, SUITES
 
     folder = Path(args.model[0])
     saved = next((f for f in (folder / "config.json", folder / "model" / "config.json") if f.is_file()), None)
@@ -196,7 +202,13 @@ def _from_run(args: argparse.Namespace) -> None:
     recipe = next((f for f in (folder / "config.toml", folder.parent / "config.toml") if f.is_file()), None)
     if args.data is None and recipe is not None and args.suite == OWN.get(task):
         data = tomllib.loads(recipe.read_text(encoding="utf-8")).get("data", {})
-        args.data = "shapes" if data.get("source") == "shapes" else data.get("root") or None
+        drawn = data.get("source") == "shapes"
+        args.data = "shapes" if drawn else data.get("root") or None
+        args.size = data.get("size")
+        if drawn and args.limit is None:
+            args.limit = data.get("val_length") or None
+        if args.split is None and data.get("val_split") and "split" in SUITES[args.suite].options:
+            args.split = data["val_split"]
 
 
 def _models(args: argparse.Namespace) -> dict[str, nn.Module]:

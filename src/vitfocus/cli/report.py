@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 #: So many models are explored side by side; more would leave too little room for each.
 _EXPLORED = 2
+_IMAGES = 8
+_CORRUPTION = "gaussian_noise/3"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,12 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--explore", action="store_true", help="load the trained models and add the page on which to point at patches"
     )
     explorer.add_argument("--images", metavar="DIR", help="photographs to explore (default: the run's validation data)")
-    explorer.add_argument("--limit", type=int, default=8, metavar="N", help="at most N images (default: 8)")
+    explorer.add_argument("--limit", type=int, metavar="N", help=f"at most N images (default: {_IMAGES})")
     explorer.add_argument(
         "--against",
-        default="gaussian_noise/3",
         metavar="NAME/SEVERITY",
-        help="corruption shown beside the clean images, or none (default: gaussian_noise/3)",
+        help=f"corruption shown beside the clean images, or none (default: {_CORRUPTION})",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of the page's place")
 
@@ -48,6 +49,11 @@ def run(args: argparse.Namespace) -> int:
     from vitfocus.errors import VitfocusError
     from vitfocus.report import report
 
+    for name in ("images", "limit", "against"):
+        if getattr(args, name) is not None and not args.explore:
+            raise VitfocusError(f"--{name} is about the attention explorer: give --explore with it, or leave it out.")
+    args.limit = _IMAGES if args.limit is None else args.limit
+    args.against = _CORRUPTION if args.against is None else args.against
     if args.limit < 1:
         raise VitfocusError(f"--limit must be at least 1, but is {args.limit}.")
     data = _explore(args) if args.explore else None
@@ -55,11 +61,21 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(written.to_dict(), indent=2))
     else:
-        print(f"{', '.join(written.models)}: {written.path} ({written.size / 1e6:.1f} MB)")
+        print(f"{', '.join(written.models)}: {written.path} ({_size(written.size)})")
     return 0
 
 
+def _size(count: int) -> str:
+    """Bytes in words.
+
+    >>> _size(48_200), _size(3_140_000)
+    ('48 kB', '3.1 MB')
+    """
+    return f"{count / 1e6:.1f} MB" if count >= 1e6 else f"{count / 1e3:.0f} kB"
+
+
 def _explore(args: argparse.Namespace) -> Any:
+    from vitfocus.attention.tables import counted
     from vitfocus.errors import VitfocusError
     from vitfocus.report.explorer import explorer_data
     from vitfocus.report.subjects import gather
@@ -77,7 +93,7 @@ def _explore(args: argparse.Namespace) -> Any:
     models = {subject.name: load(subject.model_folder) for subject in chosen if subject.model_folder is not None}
     images, names = _images(args, chosen, next(iter(models.values())))
     against = None if args.against in ("", "none") else args.against
-    print(f"Reading {len(images)} images with {len(models)} models.", file=sys.stderr)
+    print(f"Reading {counted(len(images), 'image')} with {counted(len(models), 'model')}.", file=sys.stderr)
     return explorer_data(models, images, against, names=names, limit=args.limit)
 
 

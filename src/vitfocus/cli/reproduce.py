@@ -23,7 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", default="runs/reproduce", metavar="DIR", help="runs and results (default: %(default)s)"
     )
-    parser.add_argument("--rows", type=int, nargs="+", default=[], metavar="N", help="only these rows, counted from 1")
+    parser.add_argument(
+        "--rows", type=_numbers, default=[], metavar="N,N", help="only these rows, counted from 1: --rows 1,3"
+    )
     parser.add_argument("--images", type=int, metavar="N", help="evaluate and diagnose on at most N images")
     parser.add_argument("--count", action="store_true", help="train nothing: count parameters and FLOPs")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -39,6 +41,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.images is not None and args.images < 1:
         raise VitfocusError(f"--images wants a number of at least 1, not {args.images}.")
+    if args.images is not None and args.count:
+        raise VitfocusError("--images is about evaluations, and --count evaluates nothing: leave one of them out.")
     try:
         outcomes = reproduce(
             args.item,
@@ -60,10 +64,17 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(found[0] if len(found) == 1 else found, indent=1, ensure_ascii=False))
         return 0
     for outcome in outcomes:
-        print(outcome.text())
+        print(outcome)
         for figure in outcome.figures:
             print(f"figure: {figure}")
     return 0
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers such as 1,3") from None
 
 
 def _list(as_json: bool) -> int:

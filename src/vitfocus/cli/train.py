@@ -41,9 +41,11 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(results, indent=1))
     elif results["finished"]:
+        from vitfocus.attention.tables import counted
+
         model = f"{args.out or f'runs/{recipe.name}'}/model"
         print(
-            f"{recipe.name}: {results['headline']} after {results['epochs']:.4g} epochs "
+            f"{recipe.name}: {results['headline']} after {counted(results['epochs'], 'epoch', '.4g')} "
             f"({results['seconds']:.0f} s, {results['images_per_second']:.0f} images/s). The model: {model}"
         )
     sys.stdout.flush()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Sequence
 from functools import cached_property
@@ -85,6 +86,8 @@ class CocoDetections:
     def __init__(self, root: str | Path, split: str, given: str = "", keep_empty: bool = True, length: int = 0) -> None:
         self.file, self.folder = find_coco(Path(root), split, given)
         content = _read(self.file)
+        _require(self.file, "picture", content["images"], {"id": int, "file_name": str, "height": int, "width": int})
+        _require(self.file, "category", content["categories"], {"id": int, "name": str})
         categories = sorted(content["categories"], key=lambda category: category["id"])
         self.classes = [str(category["name"]) for category in categories]
         self.category_ids = [int(category["id"]) for category in categories]
@@ -159,6 +162,9 @@ class CocoDetections:
         absent = [key for key in ("image_id", "category_id", "bbox", "area") if key not in annotation]
         if absent:
             raise VitfocusError(f"Annotation {number} in {self.file} has no {absent[0]}.")
+        box = annotation["bbox"]
+        if not (isinstance(box, list) and len(box) == 4 and all(_is_finite(side) for side in box)):
+            raise VitfocusError(f"Annotation {number} in {self.file} has the bbox {box!r}; expected four numbers.")
         if annotation["image_id"] not in images:
             raise VitfocusError(f"Annotation {number} in {self.file} is about picture {annotation['image_id']}, "
                                 "which is not in its list.")  # fmt: skip
@@ -167,9 +173,15 @@ class CocoDetections:
                 f"Annotation {number} in {self.file} has the category {annotation['category_id']}, which is not in its "
                 "list."
             )
-        if not annotation.get("segmentation"):
+        outline = annotation.get("segmentation")
+        if not outline:
             raise VitfocusError(
                 f"Annotation {number} in {self.file} has no segmentation, and Mask R-CNN learns from outlines."
+            )
+        if not _is_outline(outline):
+            raise VitfocusError(
+                f"Annotation {number} in {self.file} has a segmentation that is neither polygons nor a run-length code "
+                "with size and counts."
             )
 
     def _check_files(self) -> None:
@@ -316,6 +328,31 @@ def mask_tools() -> Any:
 
 def _text(counts: bytes | str) -> str:
     return counts.decode("ascii") if isinstance(counts, bytes) else counts
+
+
+def _require(file: Path, what: str, records: list[Any], fields: dict[str, type]) -> None:
+    """Every record has these fields, of these kinds, and an id of its own."""
+    seen: set[int] = set()
+    for record in records:
+        wrong = [
+            key for key, kind in fields.items() if not isinstance(record, dict) or not isinstance(record.get(key), kind)
+        ]
+        if wrong:
+            raise VitfocusError(f"A {what} in {file} has no usable {wrong[0]}: {str(record)[:80]}")
+        if record["id"] in seen:
+            raise VitfocusError(f"{file} lists the {what} {record['id']} twice.")
+        seen.add(record["id"])
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _is_outline(outline: Any) -> bool:
+    """Polygons of x, y, x, y, … (three points at least), or a run-length code."""
+    if isinstance(outline, dict):
+        return isinstance(outline.get("size"), list) and isinstance(outline.get("counts"), list | str)
+    return isinstance(outline, list) and all(isinstance(one, list) and len(one) >= 6 for one in outline)
 
 
 def _teaches(annotation: dict[str, Any]) -> bool:

@@ -212,14 +212,14 @@ def _read_split(root: Path, split: str, annotated: bool, first: int) -> tuple[li
     numbers = sorted({int(one["image_id"]) for one in asked})
     pictures = _find_pictures(root, split, numbers)
     places = {number: first + place for place, number in enumerate(numbers)}
-    questions = [_question(one, places, answered.get(one["question_id"], {})) for one in asked]
-    return questions, pictures
+    return [_question(one, places, answered.get(one["question_id"], {})) for one in asked], pictures
 
 
 def _question(asked: dict[str, Any], places: dict[int, int], answered: dict[str, Any]) -> Question:
     answers = tuple(sys.intern(str(one["answer"])) for one in answered.get("answers", ()))
     # The agreed answer is in the file; where it is not, it is the most frequent one, as VQAv2 defines it.
-    agreed = answered.get("multiple_choice_answer") or (Counter(answers).most_common(1)[0][0] if answers else "")
+    common = Counter(answers).most_common(1)[0][0] if answers else ""
+    agreed = str(answered.get("multiple_choice_answer") or common)
     kinds = (sys.intern(str(answered.get(key, ""))) for key in ("answer_type", "question_type"))
     return Question(
         int(asked["question_id"]),
@@ -252,10 +252,20 @@ def _records(file: Path, key: str, fields: Sequence[str]) -> list[dict[str, Any]
     if not isinstance(records, list):
         raise VitfocusError(f"{file} has no list of {key}, as VQAv2's files have.")
     for record in records:
-        absent = [name for name in fields if name not in record]
+        absent = [name for name in fields if not isinstance(record, dict) or name not in record]
         if absent:
             raise VitfocusError(f"An entry of {file} lacks {', '.join(absent)}: {str(record)[:80]}")
+        wrong = [name for name in fields if not _usable(name, record[name])]
+        if wrong:
+            raise VitfocusError(f"An entry of {file} has no usable {wrong[0]}: {str(record[wrong[0]])[:60]}")
     return records
+
+
+def _usable(field: str, value: Any) -> bool:
+    """Whether a field is of the kind that VQAv2 has there: numbers, a sentence, a list of answers that has one."""
+    if field == "answers":
+        return isinstance(value, list) and bool(value) and all(isinstance(o, dict) and "answer" in o for o in value)
+    return isinstance(value, str if field == "question" else int)
 
 
 def _find_pictures(root: Path, split: str, numbers: Sequence[int]) -> list[Path]:

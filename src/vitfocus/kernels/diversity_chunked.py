@@ -19,7 +19,8 @@ CPU_CHUNK, GPU_CHUNK = 1 << 19, 1 << 24
 #: Rows in a chunk, however long they are: with fewer, adding to the keys' gradient costs more than multiplying for it.
 LEAST_ROWS = 128
 
-#: Numbers in an image's maps that may wait for their gradient rather than be made again: 16 MB in float32. So may 2 · LEAST_ROWS rows.
+#: Numbers in an image's maps that may wait for their gradient rather than be made again: 16 MB in float32. So may twice
+#: LEAST_ROWS rows of any length.
 KEPT_CHUNK = 1 << 22
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from vitfocus.attention.diagnosis import PLOTS, Diagnosis
 from vitfocus.attention.focus import TOP
 from vitfocus.errors import VitfocusError, nearest
+from vitfocus.report.sections.attends import overfocus_references
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -88,7 +89,11 @@ def _overfocus(diagnoses: Diagnoses) -> Figure:
         depth, shares = _series(diagnosis, "overfocus")
         places, width = _beside(depth, index, len(diagnoses))
         axes.bar(places, [100 * share for share in shares], width, color=COLOURS[index], label=label)
-    axes.axhline(100 * TOP, color=BOUND, linestyle="--", label=f"all tokens alike ({TOP:.0%})")
+    for reference in overfocus_references(dict(diagnoses)):
+        if reference.level is not None:
+            axes.axhline(reference.level, color=BOUND, linestyle="--", label=reference.name)
+        else:
+            axes.plot(*zip(*reference.points, strict=True), color=BOUND, linestyle="--", label=reference.name)
     axes.set_title("How much all queries lean on the same few tokens")
     return _finished(figure, axes)
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from vitfocus.attention.tables import counted
 from vitfocus.corruptions import CORRUPTIONS
 from vitfocus.report.subjects import Subject, scores_name
 from vitfocus.robustness.fingerprint import FREE, differences
@@ -86,23 +87,32 @@ class Row:
     values: dict[str, Value]
     differences: dict[str, Difference] = field(default_factory=dict)
     headline: bool = True
+    unjudged: frozenset[str] = frozenset()
 
     @property
     def first(self) -> str:
         """The model that the others are compared with."""
         return next(iter(self.values))
 
+    def verdict(self, name: str) -> str:
+        """`better` or `worse` than the first model where the difference is clear and means it, else nothing."""
+        difference = self.differences.get(name)
+        if difference is None or not difference.clear or name in self.unjudged:
+            return ""
+        return "better" if (difference.number > 0) == self.more_is_better else "worse"
+
     def sentences(self) -> Iterator[str]:
         """What the differences say, in words."""
         base = self.values[self.first].number
         for name, difference in self.differences.items():
-            numbers = f"{self.values[name].number:.1f} against {base:.1f} {self.unit}"
-            by = f"{difference.number:+.1f} points"
+            numbers = f"{self.values[name].number:z.1f} against {base:z.1f} {self.unit}"
+            by = f"{difference.number:+z.1f} points"
             if difference.interval is not None:
-                by += f" [{difference.interval[0]:+.1f}, {difference.interval[1]:+.1f}]"
-            if difference.clear:
-                better = (difference.number > 0) == self.more_is_better
-                judged = f"{name} is {'better' if better else 'worse'} than {self.first}"
+                by += f" [{difference.interval[0]:+z.1f}, {difference.interval[1]:+z.1f}]"
+            if verdict := self.verdict(name):
+                judged = f"{name} is {verdict} than {self.first}"
+            elif name in self.unjudged:
+                judged = f"{name} against {self.first}, not judged, as mCE points the other way"
             elif difference.interval is None:
                 judged = f"{name} against {self.first}, without an interval"
             else:
@@ -160,7 +170,8 @@ def _rows_of(test: Test) -> Iterator[Row]:
     for key, (measure, unit, more) in MEASURES.items():
         if any(key in summary for summary in summaries.values()):
             label = f"clean {measure}" if corrupted and key in ("top1", "top5", "ece") else measure
-            yield _row(test.name, label, unit, more, summaries, samples, key, None, key not in DETAILS)
+            row = _row(test.name, label, unit, more, summaries, samples, key, None, key not in DETAILS)
+            yield replace(row, unjudged=_contradicted(row, summaries)) if key == "relative_mce" else row
     if corrupted:
         return
     cells = [cell for summary in summaries.values() for cell in summary.get("cells", ())]
@@ -197,6 +208,32 @@ def _row(
             found = paired_difference(one, two)
             compared[name] = Difference(number, (100 * found.low, 100 * found.high), True)
     return Row(test, label, unit, more, values, compared, headline)
+
+
+def _contradicted(row: Row, summaries: Mapping[str, Mapping[str, Any]]) -> frozenset[str]:
+    """Models whose relative mCE and mCE differ from the first model's in opposite directions.
+
+    Relative mCE is the error beyond the clean error, so a model can lower it merely by being worse on clean images.
+    """
+    mce = {name: float(summaries[name]["mce"]) for name in row.values if "mce" in summaries[name]}
+    return frozenset(
+        name
+        for name, difference in row.differences.items()
+        if name in mce and row.first in mce and difference.number * (mce[name] - mce[row.first]) < 0
+    )
+
+
+def details(rows: Sequence[Row]) -> Iterator[str]:
+    """The clear differences of rows that are no headlines: a sentence for every test and model."""
+    found: dict[tuple[str, str, str], dict[str, list[str]]] = {}
+    for row in rows:
+        for name, difference in row.differences.items():
+            if not row.headline and (verdict := row.verdict(name)):
+                judged = found.setdefault((row.test, name, row.first), {})
+                judged.setdefault(verdict, []).append(f"{row.measure} ({difference.number:+z.1f} points)")
+    for (test, name, first), judged in found.items():
+        said = "; ".join(f"{verdict} in {', '.join(judged[verdict])}" for verdict in sorted(judged))
+        yield f"{test}, in detail: against {first}, {name} is {said}."
 
 
 def _value(summary: Mapping[str, Any], key: str) -> Value:
@@ -236,9 +273,9 @@ def _training_rows(subjects: Sequence[Subject]) -> Iterator[Row]:
             if key in _NO_SHARES or key.endswith("_raw") or not all(0 <= share <= 1 for share in known.values()):
                 continue
             # Only a share of single images has an interval that follows from their number.
-            counted = key in ("top1", "top5")
-            values = {n: Value(100 * share, wilson(share, count) if counted else None) for n, share in known.items()}
-            yield _training_row(f"end of training ({count:,} images)", key, values)
+            of_images = key in ("top1", "top5")
+            values = {n: Value(100 * share, wilson(share, count) if of_images else None) for n, share in known.items()}
+            yield _training_row(f"end of training ({counted(count, 'image')})", key, values)
 
 
 _NO_SHARES = frozenset({"kind", "step", "epoch", "loss"})

@@ -41,8 +41,12 @@ def parameters(run: Run) -> int:
 
 def flops(run: Run) -> int:
     """The multiply-adds of one image at the size the run uses."""
-    size = run.recipe.data.size if run.recipe is not None else 224
-    return _flops(run.spec, _arguments(run), size)
+    return _flops(run.spec, _arguments(run), image_size(run))
+
+
+def image_size(run: Run) -> int:
+    """The side of the images that a run's model is counted on."""
+    return run.recipe.data.size if run.recipe is not None else 224
 
 
 def _arguments(run: Run) -> tuple[tuple[str, Any], ...]:

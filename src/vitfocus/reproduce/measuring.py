@@ -27,7 +27,7 @@ from vitfocus.reproduce import counting
 from vitfocus.reproduce.measures import MEASURES, Measure, Suite
 from vitfocus.reproduce.planning import Places, Run
 from vitfocus.robustness.evaluation import evaluate
-from vitfocus.robustness.results import load_scores
+from vitfocus.robustness.results import Scores, load_scores
 from vitfocus.robustness.sources import evenly
 from vitfocus.robustness.suites import SUITES
 from vitfocus.treatments.store import load
@@ -39,12 +39,13 @@ DIAGNOSED = {"smoke": 64, "cifar100": 256, "imagenet": 256}
 
 @dataclass(frozen=True)
 class Value:
-    """A number, the half-width of its 95 % interval where there is one, and how its heading differs at this scale."""
+    """A number, its 95 % interval's half-width where there is one, and how its heading differs at this scale."""
 
     number: float
     interval: float | None = None
     title: str = ""
     notes: tuple[str, ...] = ()
+    images: int | None = None  # that it was measured on
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,9 @@ def counted(name: str, run: Run, plain: Run | None) -> Value | Absent:
     count, unit = (counting.parameters, 1e6) if kind == "parameters" else (counting.flops, 1e6 if added else 1e9)
     if not added:
         return Value(count(run) / unit)
-    return Value((count(run) - count(plain)) / unit) if plain is not None else Absent("nothing is added to it")
+    if plain is None:
+        return Absent(f"{run.row.label} has no untreated row that anything could be added to")
+    return Value((count(run) - count(plain)) / unit)
 
 
 def curve(run: Run) -> list[dict[str, Any]]:
@@ -104,7 +107,7 @@ def _from_results(measure: Measure, results: Mapping[str, Any]) -> Value | Absen
     interval = None
     if measure.key in ("top1", "top5") and images:
         interval = 100 * wilson_half_width(share, images)
-    return Value(measure.scale * share, interval)
+    return Value(measure.scale * share, interval, images=images or None)
 
 
 def wilson_half_width(share: float, count: int) -> float:
@@ -130,7 +133,7 @@ def _from_diagnosis(measure: Measure, diagnosis: Diagnosis) -> Value | Absent:
         "last": lambda: values[-1],
         "rise": lambda: _mean(values[half:]) - _mean(values[:half]),
     }[how]()
-    return Value(measure.scale * number)
+    return Value(measure.scale * number, images=diagnosis.images)
 
 
 def _mean(values: list[float]) -> float:
@@ -197,38 +200,29 @@ def _from_suite(measure: Measure, suite: Suite, run: Run, places: Places, limit:
     folder = places.find(suite.data) if suite.data else None
     if suite.data and folder is None and not suite.generated:
         return Absent(f"{measure.title} needs its images: --data {suite.data}=DIR")
-    summary, notes = _summary(suite, run, folder, limit)
-    found: Any = summary
+    scores = _scores(suite, run, folder, limit)
+    found: Any = next(iter(scores.models.values()))
     for step in suite.path:
         if not isinstance(found, Mapping) or step not in found:
             return Absent(f"the suite {suite.suite} gave no {' '.join(suite.path)}")
         holder, found = found, found[step]
     low, high = holder.get(f"{suite.path[-1]}_interval", (None, None))
     interval = None if low is None or high is None else (high - low) / 2
-    return Value(float(found), interval, suite.title, notes)
+    return Value(float(found), interval, suite.title, scores.notes, scores.images)
 
 
-def _summary(suite: Suite, run: Run, folder: Path | None, limit: int | None) -> tuple[dict[str, Any], tuple[str, ...]]:
+def _scores(suite: Suite, run: Run, folder: Path | None, limit: int | None) -> Scores:
     images = min(suite.limit or limit or 0, limit or suite.limit or 0) or None
     options = dict(suite.options) | ({suite.folder_option: str(folder)} if suite.folder_option and folder else {})
     described = json.dumps([suite.suite, options, images, str(folder or "")], sort_keys=True)
     name = f"{suite.suite}-{hashlib.sha256(described.encode()).hexdigest()[:8]}"
     out = run.folder / "evaluations" / name
     if (out / "results.json").is_file():
-        scores = load_scores(out)
-    else:
-        data = folder if folder is not None and not suite.folder_option else _validation_data(run)
-        keeps_parts = SUITES[suite.suite].plan is not None
-        scores = evaluate(
-            {run.row.label: model_of(run)},
-            suite.suite,
-            data,
-            limit=images,
-            out=out,
-            resume=keeps_parts,
-            **options,
-        )
-    return next(iter(scores.models.values())), scores.notes
+        return load_scores(out)
+    data = folder if folder is not None and not suite.folder_option else _validation_data(run)
+    keeps_parts = SUITES[suite.suite].plan is not None
+    models = {run.row.label: model_of(run)}
+    return evaluate(models, suite.suite, data, limit=images, out=out, resume=keeps_parts, **options)
 
 
 def _validation_data(run: Run) -> Any:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import io
 import json
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from vitfocus.attention.tables import Table
+from vitfocus.attention.tables import Table, counted
 from vitfocus.files import write_text
+from vitfocus.reproduce import counting
 from vitfocus.reproduce.items import Item, Printed, Row
 from vitfocus.reproduce.measures import MEASURES
 from vitfocus.reproduce.measuring import Value
 from vitfocus.reproduce.planning import Run, describe_data
-
-_WIDTH = 400  # of a line at most
 
 
 @dataclass
@@ -28,16 +24,27 @@ class RowOutcome:
     row: Row
     scale: str
     run: Run | None = None
-    images: tuple[int, int] | None = None
+    images: tuple[int, int] | None = None  # trained on, validated on; None: nothing was trained
     values: dict[str, Value] = field(default_factory=dict)
     fingerprint: dict[str, Any] = field(default_factory=dict)  # of data, model, libraries and device
+    trained: bool = False
 
     @property
     def where(self) -> str:
         """Scale and data, in a few words."""
         if self.run is None:
             return f"{self.scale}: {'computed, no data' if self.row.computed else 'not run, quoted alone'}"
+        if not self.trained:
+            return f"{self.scale}: counted only, {counting.image_size(self.run)} px"
         return describe_data(self.run, self.images)
+
+    def where_measured(self, name: str) -> str:
+        """`where`, and how many images a number comes from where it is not all that the run was validated on."""
+        value = self.values.get(name)
+        every = self.images[1] if self.images else None
+        if value is None or value.images is None or value.images == every:
+            return self.where
+        return f"{self.where}, measured on {counted(value.images, 'image')}"
 
 
 @dataclass
@@ -50,6 +57,7 @@ class Outcome:
     figures: list[Path] = field(default_factory=list)
     absent: list[str] = field(default_factory=list)
     changed: tuple[str, ...] = ()
+    limit: int | None = None  # of the images that models were evaluated and diagnosed on, where one was given
 
     def table(self) -> Table:
         """One line a number: the paper's, ours, and how each differs from its untreated row."""
@@ -67,31 +75,26 @@ class Outcome:
                         printed_text(printed),
                         value_text(name, value),
                         *self._changes(outcome, name),
-                        outcome.where,
+                        outcome.where_measured(name),
                     ]
                 )
         columns = ["row", "measure", "paper", "ours", "Δ paper", "Δ ours", "scale: data of ours"]
         return Table("", columns, lines)
 
-    def text(self) -> str:
+    def __str__(self) -> str:
+        return self.text(styled=sys.stdout.isatty())
+
+    def text(self, *, styled: bool = False) -> str:
         """The table as wide as it is, so that no line loses its scale, and the remarks below it."""
-        buffer, terminal = io.StringIO(), sys.stdout.isatty()
-        console = Console(
-            file=buffer,
-            force_terminal=terminal,
-            force_jupyter=False,
-            width=_WIDTH,
-            legacy_windows=False,
-            markup=False,
-        )
-        console.print(self.table())
         title = f"{self.item.name} ({self.item.paper}): {self.item.title}. The paper's numbers: {self.item.data}."
-        lines = [line.rstrip() for line in buffer.getvalue().splitlines()]
-        return "\n".join([title, *filter(None, lines), *(f"- {remark}" for remark in self.remarks())])
+        table = self.table().text(styled=styled)
+        return "\n".join([title, table, *(f"- {remark}" for remark in self.remarks())])
 
     def remarks(self) -> list[str]:
         """What a reader of the table should know."""
         changed = [f"The recipes were changed: {' '.join(self.changed)}."] if self.changed else []
+        if self.limit is not None:
+            changed.append(f"Models were evaluated and diagnosed on at most {counted(self.limit, 'image')}.")
         return [*self.item.notes, *changed, *dict.fromkeys(self.absent)]
 
     def _changes(self, outcome: RowOutcome, name: str) -> tuple[str, str]:
@@ -128,7 +131,7 @@ class Outcome:
             "scale": self.scale,
             "data": outcome.where,
             "spec": run.spec if run else None,
-            "run": str(run.folder) if run and run.recipe else None,
+            "run": str(run.folder) if run and outcome.trained else None,
             "recipe_sha256": run.digest if run and run.recipe else None,
             "fingerprint": outcome.fingerprint,
             "measures": {
@@ -137,6 +140,7 @@ class Outcome:
                     "paper": outcome.row.paper.get(name),
                     "ours": outcome.values[name].number if name in outcome.values else None,
                     "interval": outcome.values[name].interval if name in outcome.values else None,
+                    "images": outcome.values[name].images if name in outcome.values else None,
                 }
                 for name in dict.fromkeys((*self.item.measures, *outcome.values, *outcome.row.paper))
                 if name in outcome.values or name in outcome.row.paper

@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vitfocus.attention.tables import counted
 from vitfocus.errors import VitfocusError, nearest
 from vitfocus.reproduce.items import SCALES, Item, Row, Stand, stands
+from vitfocus.reproduce.measures import MEASURES
 from vitfocus.train.recipe import Recipe, load_recipe
 
 #: Data sets by the source that a recipe names: what people call them, and the folder's name below --data.
@@ -27,6 +29,10 @@ DATA_SETS = {
     "cityscapes": ("Cityscapes", "cityscapes"),
     "coco": ("COCO", "coco"),
     "vqav2": ("VQAv2", "vqav2"),
+}
+#: Every data set that --data can name: those trained on, and those that only evaluations read.
+DATA_NAMES = {name for _, name in DATA_SETS.values() if name} | {
+    suite.data for measure in MEASURES.values() for suite in measure.suites.values() if suite.data
 }
 
 
@@ -47,6 +53,8 @@ class Places:
         root, named = None, {}
         for one in map(str, given):
             name, equals, folder = one.partition("=")
+            if equals and name not in DATA_NAMES:
+                raise VitfocusError(f"--data {one} names no data set {name!r}: {nearest(name, DATA_NAMES)}")
             path = Path(folder if equals else one).expanduser()
             if not path.is_dir():
                 raise VitfocusError(f"There is no folder {path}: --data wants a folder, or NAME=FOLDER.")
@@ -106,8 +114,13 @@ def stand_of(item: Item, model: str, scale: str) -> Stand:
     return known[scale]
 
 
-def plan_row(item: Item, row: Row, scale: str, places: Places, out: Path, overrides: Sequence[str] = ()) -> Run | None:
-    """The run of a row; None where the scale has none, as for models that are counted at ImageNet scale alone."""
+def plan_row(
+    item: Item, row: Row, scale: str, places: Places | None, out: Path, overrides: Sequence[str] = ()
+) -> Run | None:
+    """The run of a row; None where the scale has none, as for models that are counted at ImageNet scale alone.
+
+    With no `places` the run needs no data: its model will be counted, and not trained.
+    """
     if not row.model or (scale not in stands()[row.model] and not _trains_anywhere(row.model)):
         return None
     stand = stand_of(item, row.model, scale)
@@ -118,7 +131,9 @@ def _trains_anywhere(model: str) -> bool:
     return any(stand.recipe for stand in stands()[model].values())
 
 
-def _plan(item: Item, row: Row, stand: Stand, scale: str, places: Places, out: Path, overrides: Sequence[str]) -> Run:
+def _plan(
+    item: Item, row: Row, stand: Stand, scale: str, places: Places | None, out: Path, overrides: Sequence[str]
+) -> Run:
     if not stand.recipe:
         return Run(row, scale, stand, None, out, "")
     base = (row.recipe if scale == "imagenet" else "") or (stand.treated if row.treat else "") or stand.recipe
@@ -132,7 +147,7 @@ def _plan(item: Item, row: Row, stand: Stand, scale: str, places: Places, out: P
         before["start"] = _plan_before(item, first, scale, places, out, ())
     source = load_recipe(base).data.source
     title, name = DATA_SETS.get(source, (source, source))
-    if name:
+    if name and places is not None:
         folder = places.find(name, own=True)
         if folder is None:
             raise VitfocusError(
@@ -157,7 +172,7 @@ def _plan(item: Item, row: Row, stand: Stand, scale: str, places: Places, out: P
     return Run(row, scale, stand, recipe, out / run_name, digest, tuple(before.values()))
 
 
-def _plan_before(item: Item, row: Row, scale: str, places: Places, out: Path, overrides: Sequence[str]) -> Run:
+def _plan_before(item: Item, row: Row, scale: str, places: Places | None, out: Path, overrides: Sequence[str]) -> Run:
     return _plan(item, row, stand_of(item, row.model, scale), scale, places, out, overrides)
 
 
@@ -188,12 +203,11 @@ def _default(entry: dataclasses.Field[Any]) -> Any:
 
 def describe_data(run: Run, images: tuple[int, int] | None = None) -> str:
     """Scale and data in a few words, for every line: "smoke: Shapes, 32 px, 12,000 + 2,000 images, 4 epochs"."""
-    if run.recipe is None:
-        return f"{run.scale}: counted only"
+    assert run.recipe is not None
     data, schedule = run.recipe.data, run.recipe.schedule
     parts = [DATA_SETS.get(data.source, (data.source,))[0], f"{data.size} px"]
     if images:
         parts.append(f"{images[0]:,} + {images[1]:,} images")
     steps = getattr(schedule, "steps", 0)
-    parts.append(f"{steps:,} steps" if steps else f"{schedule.epochs:g} epochs")
+    parts.append(f"{steps:,} steps" if steps else counted(schedule.epochs, "epoch", "g"))
     return f"{run.scale}: {', '.join(parts)}"

@@ -44,17 +44,27 @@ def reproduce(
     if scale not in SCALES:
         raise VitfocusError(f"There is no scale {scale!r}: {nearest(scale, SCALES)}")
     item = load_item(name)
+    if scale == "smoke" and data:
+        others = " or ".join(f"--scale {other}" for other in SCALES if other != scale)
+        raise VitfocusError(
+            f"The smoke scale draws its own images and reads no --data: leave it out, or take {others}."
+        )
     places = Places.read([data] if isinstance(data, str | Path) else data)
     folder = Path(out) / scale
     items = [load_item(part) for part in item.parts] or [item]
     picked = [(one, _picked(one, rows)) for one in items]
-    plans = [(one, chosen, _plan(one, chosen, scale, places, folder, overrides)) for one, chosen in picked]
+    plans = []
+    for one, chosen in picked:
+        needed = None if count_only or not trains(one) else places
+        plans.append((one, chosen, needed, _plan(one, chosen, scale, needed, folder, overrides)))
     outcomes = []
-    for one, chosen, runs in plans:
-        outcome = Outcome(one, scale, changed=tuple(overrides))
+    for one, chosen, needed, runs in plans:
+        outcome = Outcome(one, scale, changed=tuple(overrides), limit=images if trains(one) else None)
         for number, row in enumerate(chosen, 1):
             _say(f"{one.name} at {scale} scale, row {number} of {len(chosen)}: {row.label}")
-            outcome.rows.append(_carry_out(one, row, runs, outcome, places, images, count_only))
+            outcome.rows.append(_carry_out(one, row, runs, outcome, needed, images))
+        if count_only and trains(one) and any(row.model for row in chosen):
+            outcome.absent.append("A dash stands for what --count leaves out: nothing was trained, measured or drawn.")
         if not count_only and is_main_process():
             where = folder / "items" / one.name.replace("/", "-")
             outcome.figures = draw(outcome, where, images)
@@ -64,10 +74,22 @@ def reproduce(
 
 
 def _plan(
-    item: Item, rows: Sequence[Row], scale: str, places: Places, folder: Path, overrides: Sequence[str]
+    item: Item, rows: Sequence[Row], scale: str, places: Places | None, folder: Path, overrides: Sequence[str]
 ) -> dict[str, Run | None]:
-    """Every row's run, resolved before the first is trained, so that what is missing is said at once."""
-    return {row.label: plan_row(item, row, scale, places, folder, overrides) for row in rows}
+    """Every row's run, resolved before the first is trained, so that what is missing is said at once.
+
+    Untreated rows that others are compared with are there too, picked or not, for what is added to them to be counted.
+    """
+    runs = {row.label: plan_row(item, row, scale, places, folder, overrides) for row in rows}
+    for plain in filter(None, map(item.baseline, rows)):
+        if plain.label not in runs:
+            runs[plain.label] = plan_row(item, plain, scale, None, folder, overrides)
+    return runs
+
+
+def trains(item: Item) -> bool:
+    """Whether an item needs trained models: it draws them, or measures more than can be counted."""
+    return bool(item.figures) or any(MEASURES[name].source not in ("counted", "computed") for name in item.measures)
 
 
 def _picked(item: Item, rows: Sequence[int]) -> list[Row]:
@@ -82,10 +104,10 @@ def _carry_out(
     row: Row,
     runs: dict[str, Run | None],
     outcome: Outcome,
-    places: Places,
+    places: Places | None,
     images: int | None,
-    count_only: bool,
 ) -> RowOutcome:
+    """Train a row and measure it; with no `places`, count it."""
     run = runs[row.label]
     if row.computed:
         return RowOutcome(row, outcome.scale, values=COMPUTED[row.computed]())
@@ -94,23 +116,25 @@ def _carry_out(
         outcome.absent.append(f"{row.label} is the paper's: {why}.")
         return RowOutcome(row, outcome.scale)
     results: dict[str, Any] = {}
-    count_only = count_only or not (item.figures or any(MEASURES[name].source != "counted" for name in item.measures))
-    if run.recipe is not None and not count_only:
+    if run.recipe is not None and places is not None:
         results = train_run(run)
     counts = results.get("train_images"), results.get("val_images")
     found = RowOutcome(row, outcome.scale, run, counts if None not in counts else None)  # type: ignore[arg-type]
+    found.trained = bool(results)
     found.fingerprint = {key: results[key] for key in _FINGERPRINT if key in results}
     for name in item.measures:
         value: Value | Absent
         if MEASURES[name].source == "counted":
             plain = item.baseline(row)
             value = counted(name, *counted_on(item, row, run, runs.get(plain.label) if plain else None, places))
-        elif count_only or run.recipe is None:
+        elif places is None:
             continue
+        elif run.recipe is None:
+            value = Absent(f"{row.label} is counted at the scale {run.scale}, and not trained")
         else:
             value = measured(name, run, results, places, images)
         if isinstance(value, Absent):
-            if not (MEASURES[name].source == "counted" and name not in row.paper):
+            if name in row.paper or (MEASURES[name].source != "counted" and run.recipe is not None):
                 outcome.absent.append(f"Not measured: {value.why}.")
         else:
             found.values[name] = value
@@ -118,7 +142,7 @@ def _carry_out(
     return found
 
 
-def counted_on(item: Item, row: Row, run: Run, plain: Run | None, places: Places) -> tuple[Run, Run | None]:
+def counted_on(item: Item, row: Row, run: Run, plain: Run | None, places: Places | None) -> tuple[Run, Run | None]:
     """The runs whose models are counted: the row's own, or those of the model that the paper counted."""
     if not item.count_on:
         return run, plain

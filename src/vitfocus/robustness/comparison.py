@@ -75,6 +75,12 @@ def compare(first: Scores | str | Path, second: Scores | str | Path, force: bool
     cells = [
         {cell: columns[name] for cell, columns in s.samples.items()} for s, name in zip((one, two), names, strict=True)
     ]
+    for scores, name in zip((one, two), names, strict=True):
+        if not scores.samples:
+            raise VitfocusError(
+                f"There are no outcomes of single images for {name}, so it cannot be compared image by image; evaluate "
+                f"it anew."
+            )
     shared = [cell for cell in cells[0] if cell in cells[1]]
     if not shared:
         raise VitfocusError("These runs have no condition in common, so there is nothing to compare.")

@@ -67,7 +67,7 @@ def evaluate(
     modules = named_models(model)
     if chosen.plan is None:
         if resume:
-            raise VitfocusError(f"{suite} is short and keeps no parts: run it again without resume.")
+            raise VitfocusError(f"{suite} keeps no parts to go on from: run it again without resume.")
         return measured(
             chosen,
             models=modules,

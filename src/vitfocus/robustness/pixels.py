@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vitfocus.anatomy import anatomy, unwrap
+from vitfocus.anatomy import pixels_of, unwrap
 from vitfocus.errors import VitfocusError
 from vitfocus.treatments import applied
 
@@ -20,7 +20,6 @@ PRECISIONS: dict[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-_IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
 class PixelModel:
@@ -35,15 +34,7 @@ class PixelModel:
         self.name, self.model, self.precision, self.resize = name, model, precision, resize
         inner = unwrap(model)
         config = getattr(inner, "pretrained_cfg", None) or {}
-        try:
-            body = anatomy(model)
-        except VitfocusError:  # any classifier can be measured; only treatments and readings need the anatomy
-            self.mean, self.std = (
-                tuple(config.get(key) or value) for key, value in zip(("mean", "std"), _IMAGENET, strict=True)
-            )
-            self.size = tuple((config.get("input_size") or (3, 224, 224))[1:])
-        else:
-            self.mean, self.std, self.size = body.mean, body.std, body.build_size
+        self.mean, self.std, self.size = pixels_of(model)
         self.interpolation = "bilinear" if config.get("interpolation") == "bilinear" else "bicubic"
         self._constants: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
@@ -79,7 +70,10 @@ class PixelModel:
                 f"(it was built for {self.size[0]}x{self.size[1]}): {reason}"
             ) from error
         if logits.ndim != 2:
-            raise VitfocusError(f"{self.name} gives {tuple(logits.shape)} for one image; expected one row of logits.")
+            more = "; a segmenter is measured by --suite segmentation" if logits.ndim == 4 else ""
+            raise VitfocusError(
+                f"{self.name} gives {tuple(logits.shape)} for one image; expected one row of logits{more}."
+            )
         return logits.shape[1]
 
     def describe(self) -> dict[str, Any]:

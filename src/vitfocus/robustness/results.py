@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from vitfocus.attention.tables import Table
+from vitfocus.attention.tables import Table, counted
 from vitfocus.errors import VitfocusError, nearest
 from vitfocus.robustness.plan import Columns, Samples, Summary
 from vitfocus.robustness.runfolder import RESULTS, SAMPLES, RunFolder, read_json
@@ -90,7 +90,9 @@ class Scores:
                 rows.append([heading, *(_with_interval(self.models[m], key) for m in names)])
         how = ", with bootstrap 95 % intervals" if self.samples else ""
         caption = f"In percent{how}. " + " ".join(self.notes)
-        return Table(f"{self.suite}: {self.images:,} images", [_what(self.models[names[0]]), *names], rows, caption)
+        return Table(
+            f"{self.suite}: {counted(self.images, 'image')}", [_what(self.models[names[0]]), *names], rows, caption
+        )
 
     def compare(self, first: str, second: str) -> Any:
         """Compare two of the models on the same images; see `compare`."""
@@ -99,12 +101,20 @@ class Scores:
         return compare(self.only(first), self.only(second))
 
     def only(self, model: str) -> Scores:
-        """These scores for one model alone."""
+        """These scores for one model alone; without samples, and with a note, where they hold none under its name."""
         if model not in self.models:
             raise VitfocusError(f"There is no model {model!r} in these scores: {nearest(model, self.models)}")
         fingerprint = {**self.fingerprint, "models": {model: self.fingerprint.get("models", {}).get(model, {})}}
-        samples = {cell: {model: columns[model]} for cell, columns in self.samples.items()}
-        return Scores(self.suite, self.images, {model: self.models[model]}, self.notes, fingerprint, samples)
+        held = dict.fromkeys(name for columns in self.samples.values() for name in columns)
+        samples, notes = {}, self.notes
+        if all(model in columns for columns in self.samples.values()):
+            samples = {cell: {model: columns[model]} for cell, columns in self.samples.items()}
+        else:
+            notes += (
+                f"{SAMPLES} does not hold every outcome of {model} (it knows {', '.join(held)}), so {model} is not "
+                "compared image by image.",
+            )
+        return Scores(self.suite, self.images, {model: self.models[model]}, notes, fingerprint, samples)
 
     def save(self, folder: str | Path) -> Path:
         """Write results.json and samples.npz into a folder."""

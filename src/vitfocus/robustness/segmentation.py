@@ -192,6 +192,7 @@ def _noise(run: Run, opened: Callable[..., Pictures], options: Mapping[str, Any]
     repeats = options.get("repeats", REPEATS)
     if not isinstance(repeats, int) or repeats < 2:
         raise VitfocusError(f"{run.suite} needs repeats of at least 2 for an interval, not {repeats!r}.")
+    repeat_interval([0.0] * repeats)  # refuses a number it has no interval for, before anything is measured
     pictures = opened()
     measured: dict[str, dict[str, list[float]]] = {one.name: {} for one in run.models}
     first: dict[str, dict[str, Tensor]] = {}
@@ -229,12 +230,16 @@ def _corrupted(run: Run, opened: Callable[..., Pictures], options: Mapping[str, 
         how: dict[str, Any] = {"corruptions": fingerprint("any", frost)}
         notes = ["Corruptions were generated here, by the any-size flavour."]
     else:
+        missing = [f"{name} at severity {s}" for name in names for s in severities if (name, s) not in stored]
+        if missing:
+            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+            raise VitfocusError(
+                f"{options['corrupted_data']} holds no pictures of {', '.join(missing[:3])}{more}; name those it has "
+                "with --corruptions and --severities."
+            )
         found = run.matrices(clean, {"clean": None})
         for name in names:
             for severity in severities:
-                if (name, severity) not in stored:
-                    where = options["corrupted_data"]
-                    raise VitfocusError(f"{where} holds no pictures of {name} at severity {severity}.")
                 corrupted = replace(clean, data=stored[name, severity])
                 for model, matrices in run.matrices(corrupted, {"": None}).items():
                     found[model][f"{name}/{severity}"] = matrices[""]

@@ -119,7 +119,11 @@ class Task(ABC):
 
     def head_names(self, model: nn.Module) -> set[str]:
         """Parameters that `optimiser.head_lr` is about: by default all outside the vision transformer."""
-        inner = {id(parameter) for parameter in anatomy(model).root.parameters()}
+        try:
+            inside: nn.Module = anatomy(model).root
+        except VitfocusError:  # a backbone that is no transformer
+            inside = next((module for module in model.modules() if getattr(module, "pretrained_cfg", None)), model)
+        inner = {id(parameter) for parameter in inside.parameters()}
         return {name for name, parameter in model.named_parameters() if id(parameter) not in inner}
 
     @classmethod

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitfocus.anatomy import anatomy, unwrap
+from vitfocus.anatomy import pixels_of, unwrap
 from vitfocus.data.images import BrokenLog
 from vitfocus.data.samples import SampleBatches, evaluation_indices, read_ahead
 from vitfocus.data.segmentation import Masks, WholePictures, largest_label, open_masks
@@ -22,6 +22,9 @@ from vitfocus.tasks.base import DiversityTerm, Setting, Task
 from vitfocus.tasks.building import build_model, model_arguments
 from vitfocus.tasks.confusion import confusion, iou_by_class, scores_of
 from vitfocus.tasks.segment_inference import Protocol, predict
+from vitfocus.treatments.composed import COMPOSED
+from vitfocus.treatments.origin import split_library
+from vitfocus.treatments.spec import split_spec
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -55,7 +58,11 @@ class Segment(Task):
 
     def open_data(self) -> None:
         """Open both splits; the classes are the data set's, or as many as model.arguments.num_classes says."""
-        data = self.recipe.data
+        data, (least, most) = self.recipe.data, self.recipe.segment.scale
+        if not 0 < least <= most:
+            raise VitfocusError(
+                f"segment.scale is the least and the greatest factor, above 0, not {least:g}, {most:g}."
+            )
         self.train, self.val = open_masks(data, "train"), open_masks(data, "val")
         for split, masks in (("train", self.train), ("val", self.val)):
             if not len(masks):
@@ -72,6 +79,11 @@ class Segment(Task):
     def build_model(self) -> nn.Module:
         """The recipe's segmenter; over several GPUs its head's normalisations see the whole batch."""
         model = build_model(self.recipe, len(self.classes))
+        if split_library(split_spec(self.recipe.model.spec)[0])[0] not in COMPOSED:
+            raise VitfocusError(
+                f"{self.recipe.model.spec} gives one label a picture and not one a pixel: segmentation wants a head on "
+                f"it, such as upernet:{self.recipe.model.spec}."
+            )
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         if distributed and torch.distributed.get_world_size() > 1 and torch.cuda.is_available():
             for part in ("decoder", "auxiliary"):
@@ -92,7 +104,7 @@ class Segment(Task):
     def start(self, model: nn.Module, setting: Setting) -> None:
         """Training crops are made in worker processes and normalised on the device."""
         data, section, seed = self.recipe.data, self.recipe.segment, self.recipe.engine.seed
-        seen = anatomy(model)
+        seen = pixels_of(model)
         self.setting = setting
         statistics = (torch.tensor(values, device=setting.device) for values in (seen.mean, seen.std))
         self.mean, self.std = (values[:, None, None] * 255 for values in statistics)

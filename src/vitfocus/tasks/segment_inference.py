@@ -28,6 +28,9 @@ class Protocol:
     short_side: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("window", "stride", "short_side"):
+            if getattr(self, name) < 0:
+                raise VitfocusError(f"{name} is a number of pixels, 0 or more, not {getattr(self, name)}.")
         if self.stride > self.window > 0:
             raise VitfocusError(
                 f"A stride of {self.stride} leaves gaps between windows of {self.window}: it must not be larger."
@@ -105,9 +108,9 @@ def segment(model: nn.Module, images: Tensor, protocol: Protocol | None = None) 
     >>> segment(model, torch.zeros(1, 3, 32, 48, dtype=torch.uint8)).shape
     torch.Size([1, 32, 48])
     """
-    from vitfocus.anatomy import anatomy
+    from vitfocus.anatomy import pixels_of
 
-    seen, training = anatomy(model), model.training
+    seen, training = pixels_of(model), model.training
     device = next(model.parameters()).device
     mean, std = (torch.tensor(values, device=device)[:, None, None] for values in (seen.mean, seen.std))
     try:

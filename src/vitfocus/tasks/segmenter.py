@@ -96,4 +96,6 @@ def take(arguments: dict[str, Any], **defaults: Any) -> dict[str, Any]:
     """The head's own arguments, taken out of those that go to the backbone; `num_classes` is required."""
     if "num_classes" not in arguments:
         raise VitfocusError("A segmenter needs num_classes, the number of classes that its masks tell apart.")
+    if not isinstance(arguments["num_classes"], int) or arguments["num_classes"] < 1:
+        raise VitfocusError(f"A segmenter needs num_classes of at least 1, not {arguments['num_classes']!r}.")
     return {key: arguments.pop(key, value) for key, value in {"num_classes": 0, **defaults}.items()}

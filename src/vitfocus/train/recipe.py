@@ -138,7 +138,8 @@ def build_recipe(tree: Mapping[str, Any], name: str = "recipe") -> Recipe:
         values = {key: _checked(f"{section}.{key}", value) for key, value in content.items()}
         parts[section] = _SECTIONS[section](**values)
     recipe = Recipe(**parts)
-    if not recipe.schedule.steps and recipe.schedule.warmup_epochs > recipe.schedule.epochs:
+    by_epochs = not (recipe.schedule.steps or recipe.schedule.warmup_steps)
+    if by_epochs and recipe.schedule.warmup_epochs > recipe.schedule.epochs:
         raise VitfocusError(
             f"warmup_epochs={recipe.schedule.warmup_epochs:g} is more than epochs={recipe.schedule.epochs:g}."
         )

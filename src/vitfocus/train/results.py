@@ -11,7 +11,8 @@ import torch
 import vitfocus
 
 if TYPE_CHECKING:
-    from vitfocus.train.engine import Engine
+    from vitfocus.attention.tables import counted
+from vitfocus.train.engine import Engine
 
 
 def describe(engine: Engine) -> dict[str, Any]:
@@ -39,7 +40,7 @@ def device_name(device: torch.device) -> str:
     """What a person would call it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    return f"{platform.processor() or platform.machine()}, {counted(torch.get_num_threads(), 'thread')}"
 
 
 def versions() -> dict[str, str]:

@@ -59,6 +59,8 @@ def train(
     if state is not None and (done := _finished(folder, state)):
         progress.say(f"{folder} is finished; nothing is left to do.")
         return done
+    if state is not None:
+        progress.say(f"Going on from step {state.step}.")
     engine, facts = _assemble(recipe, folder, checkpoints, accelerator, progress, state)
     if accelerator.is_main_process:
         write_text(folder / "config.toml", recipe.to_toml())
@@ -148,7 +150,6 @@ def _start_state(
             f"The recipe is not the one this run began with, so it cannot go on: {'; '.join(changed)}. "
             "Undo the change, or train into another folder."
         )
-    progress.say(f"Going on from step {state.step}.")
     return state
 
 

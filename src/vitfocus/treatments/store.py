@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import vitfocus
-from vitfocus.anatomy import anatomy, unwrap
+from vitfocus.anatomy import pixels_of, unwrap
 from vitfocus.data.words import FILE as WORDS
 from vitfocus.data.words import Words, attach_words, words_of
 from vitfocus.errors import VitfocusError, nearest
@@ -202,9 +202,9 @@ def _fetch(name: str) -> Path:
 
 
 def _preprocessing(model: nn.Module) -> dict[str, Any]:
-    seen = anatomy(model)
-    settings = {"size": seen.build_size, "mean": seen.mean, "std": seen.std}
-    cfg = getattr(seen.root, "pretrained_cfg", None) or {}
+    wanted = pixels_of(model)
+    settings: dict[str, Any] = {"size": wanted.size, "mean": wanted.mean, "std": wanted.std}
+    cfg: Any = next((c for module in model.modules() if (c := getattr(module, "pretrained_cfg", None))), {})
     return settings | {key: cfg[key] for key in ("interpolation", "crop_pct") if key in cfg}
 
 

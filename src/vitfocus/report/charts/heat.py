@@ -51,7 +51,7 @@ def heat_map(
                     fill=f"rgb({red},{green},{blue})",
                 )
             )
-            shown = f"{value:+.1f}".replace("-", "−") if signed else f"{value:.1f}"
+            shown = f"{value:+z.1f}".replace("-", "−") if signed else f"{value:z.1f}"
             parts.append(
                 element(
                     "text",

@@ -20,6 +20,8 @@ from vitfocus.report.explorer.packing import grids_of, pack
 _AT_ONCE = 1 << 30
 #: Where to look first: places between the first layer (0) and the last (1).
 _PLACES = (1.0, 0.0, 0.5, 0.75, 0.25)
+#: What is said of layers and heads for which there was no room.
+LEFT_OUT = "left out to keep the page small"
 #: So many of a model's wishes are worth more than another image.
 _CORE = 6
 
@@ -159,10 +161,14 @@ def _left_out(reader: Reader, units: set[Unit], costs: Sequence[tuple[int, int]]
     blurred = [reader.blocks[i].depth for i in sorted(kept) if (i, True) not in units]
     said = []
     if absent:
-        said.append(f"layers {_ranges(absent)}")
+        said.append(_layers(absent))
     if blurred:
-        said.append(f"the single heads of layers {_ranges(blurred)}")
-    return [f"{reader.name}: left out to keep the page small: {' and '.join(said)}."] if said else []
+        said.append(f"the single heads of {_layers(blurred)}")
+    return [f"{reader.name}: {LEFT_OUT}: {' and '.join(said)}."] if said else []
+
+
+def _layers(depths: Sequence[int]) -> str:
+    return f"layer{'s' if len(depths) > 1 else ''} {_ranges(depths)}"
 
 
 def _ranges(numbers: Sequence[int]) -> str:

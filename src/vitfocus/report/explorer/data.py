@@ -18,13 +18,16 @@ from vitfocus.corruptions import corrupt, parse
 from vitfocus.errors import VitfocusError
 from vitfocus.files import write_text
 from vitfocus.report.evidence import EXPLORER
-from vitfocus.report.explorer.choice import Reader, Unit, plan
+from vitfocus.report.explorer.choice import LEFT_OUT, Reader, Unit, plan
 from vitfocus.report.explorer.packing import LEVELS, coarse_grids, pack, picture_address
 from vitfocus.report.page import Page
 from vitfocus.report.subjects import Subject
 
 #: Bytes of base64 text that all maps together may take, and how many images are shown at most by default.
 BUDGET, IMAGES = 4_000_000, 8
+
+#: How fewer images are asked for, and how the sentence on their number begins.
+_OPTION, _SHOWN = "--limit N, or limit=N", "Shown here:"
 
 Data = dict[str, Any]
 
@@ -60,12 +63,11 @@ def explorer_data(
         conditions.append(corrupt(pictures, corruption, severity, seed=seed, ids=chosen))
     readers = [Reader(name, model) for name, model in named.items()]
     units, count, notes = plan(readers, conditions, budget)
-    if count < len(chosen):
-        notes.append(f"Left out to keep the page small: {len(chosen) - count} of {len(chosen)} images.")
     data = {
         "images": [
             {"name": titles[i], "views": [picture_address(batch[i]) for batch in conditions]} for i in range(count)
         ],
+        "asked": len(chosen),
         "size": list(pictures.shape[-2:]),
         "against": against,
         "levels": LEVELS,
@@ -74,7 +76,7 @@ def explorer_data(
     }
     while size_of(data) > budget and _shrink(data):
         pass
-    return data
+    return _said_of_images(data)
 
 
 def explore(
@@ -138,18 +140,35 @@ def stored(subjects: Sequence[Subject], budget: int = BUDGET) -> Data | None:
 def _joined(one: Data, two: Data, budget: int) -> Data:
     """Both models side by side; the second is left out, and that is said, where it does not fit."""
     names = ", ".join(model["name"] for model in two["models"])
+    before = one
     count = min(len(one["images"]), len(two["images"]))
     one, two = _first_images(one, count), _first_images(two, count)
     same = [image["views"] for image in one["images"]] == [image["views"] for image in two["images"]]
     if not same or one["against"] != two["against"]:
         note = f"{names} was explored on other images, so it is not shown beside the others."
-        return {**one, "notes": [*one["notes"], note]}
+        return _said_of_images({**before, "notes": [*before["notes"], note]})
     if size_of(one) + size_of(two) > budget:
-        return {**one, "notes": [*one["notes"], f"{names} is left out to keep the page small."]}
+        note = f"{names} is left out to keep the page small; with fewer images ({_OPTION}) it may fit."
+        return _said_of_images({**before, "notes": [*before["notes"], note]})
     known = {model["name"] for model in one["models"]}
     new = [model for model in two["models"] if model["name"] not in known]
-    notes = list(dict.fromkeys([*one["notes"], *two["notes"]]))
-    return {**one, "models": [*one["models"], *new], "notes": notes}
+    notes = [*one["notes"], *two["notes"]]
+    if one["asked"] != two["asked"]:
+        notes.append("Only images that every model was explored on are shown.")
+    joined = {**one, "models": [*one["models"], *new], "notes": list(dict.fromkeys(notes))}
+    return _said_of_images({**joined, "asked": min(one["asked"], two["asked"])})
+
+
+def _said_of_images(data: Data) -> Data:
+    """The data with one sentence on how many of the images it shows, in the place of any earlier one."""
+    shown, asked = len(data["images"]), data["asked"]
+    notes = [note for note in data["notes"] if not note.startswith(_SHOWN)]
+    crowded = shown > 1 and any(f"{LEFT_OUT}:" in note for note in notes)
+    if shown < asked or crowded:
+        said = f"{shown} of {asked} images, to keep the page small" if shown < asked else f"{shown} images"
+        more = f"; with fewer ({_OPTION}) there is room for more layers and heads" if crowded else ""
+        notes.append(f"{_SHOWN} {said}{more}.")
+    return {**data, "notes": notes}
 
 
 def _first_images(data: Data, count: int) -> Data:
@@ -194,7 +213,6 @@ def _shrink(data: Data) -> bool:
         for model in data["models"]:
             for layer in model["layers"]:
                 layer["maps"].pop()
-        data["notes"].append("One image less than planned fits the page.")
         return True
     most = max(data["models"], key=lambda model: len(model["layers"]))
     if len(most["layers"]) == 1:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, quantiles
 from typing import Any
 
 from vitfocus.attention.diagnosis import Diagnosis
-from vitfocus.attention.focus import TOP
-from vitfocus.attention.tables import COLUMNS, cell
+from vitfocus.attention.focus import TOP, uniform_overfocus
+from vitfocus.attention.tables import COLUMNS, cell, counted
 from vitfocus.report.charts.lines import Line, Reference, line_chart
 from vitfocus.report.page import Cell, Page, minus
 from vitfocus.report.subjects import Subject
@@ -82,7 +83,9 @@ READINGS = (
         "diversity_official",
         "Row similarity (ADL)",
         "mean cosine of a row with the mean row",
-        "Row similarity is what the Attention Diversification Loss lowers: at 1 all queries attend to the same tokens.",
+        "Row similarity is what the Attention Diversification Loss lowers: at 1 all queries attend to the same tokens. "
+        "Only attention above twice the uniform share (2/K of K tokens) counts, so a uniform map, which has none, "
+        "is at 0.",
         high=1.0,
     ),
     Reading(
@@ -114,7 +117,7 @@ def add_attention(page: Page, subjects: Sequence[Subject], colours: Mapping[str,
     page.section("What attention does, by depth")
     for (images, size, against), diagnoses in groups.items():
         under = f", clean and under {against}" if against else ""
-        page.text(f"{', '.join(diagnoses)}: read on {images:,} images of {size[0]}×{size[1]} pixels{under}.")
+        page.text(f"{', '.join(diagnoses)}: read on {counted(images, 'image')} of {size[0]}×{size[1]} pixels{under}.")
         drawn = [
             (f"{reading.title} by depth", _chart(reading, diagnoses, colours), _caption(reading, diagnoses))
             for reading in READINGS
@@ -130,7 +133,7 @@ def add_attention(page: Page, subjects: Sequence[Subject], colours: Mapping[str,
                 [Cell(cell(row, key), row.get(key)) if key in row else None for key in keys] for row in diagnosis.rows
             ]
             headings = [COLUMNS[key][0] for key in keys]
-            page.table(f"every layer of {name}, {images:,} images{under}", headings, lines, folded=True)
+            page.table(f"every layer of {name}, {counted(images, 'image')}{under}", headings, lines, folded=True)
 
 
 def _chart(reading: Reading, diagnoses: Diagnoses, colours: Mapping[str, int]) -> str:
@@ -147,7 +150,7 @@ def _chart(reading: Reading, diagnoses: Diagnoses, colours: Mapping[str, int]) -
         bound = next(_series(diagnosis, "entropy_bound") for diagnosis in diagnoses.values())
         references.append(Reference("bound: all tokens alike", bound))
     if reading.key == "overfocus":
-        references.append(Reference(f"all tokens alike ({TOP:.0%})", level=100 * TOP))
+        references += overfocus_references(diagnoses)
     ends = [y for line in lines for _, y in line.points] + [b for line in lines for _, b, _ in line.band]
     low = reading.low if reading.low is not None else min(0.0, *ends) if reading.high == 1.0 else None
     return line_chart(
@@ -159,6 +162,37 @@ def _chart(reading: Reading, diagnoses: Diagnoses, colours: Mapping[str, int]) -
         (low, reading.high),
         True,
     )
+
+
+def overfocus_references(diagnoses: Diagnoses) -> list[Reference]:
+    """Where overfocus lies if all tokens receive alike, which their number decides; one line if one will do."""
+    by_model = {name: points for name, diagnosis in diagnoses.items() if (points := _uniform(diagnosis))}
+    levels = {level for points in by_model.values() for _, level in points}
+    if len(levels) == 1:
+        return [_all_alike("", next(iter(by_model.values())))]
+    distinct: dict[tuple[tuple[float, float], ...], list[str]] = {}
+    for name, points in by_model.items():
+        distinct.setdefault(tuple(points), []).append(name)
+    return [
+        _all_alike(f"{', '.join(names)}: " if len(distinct) > 1 else "", points) for points, names in distinct.items()
+    ]
+
+
+def _all_alike(whose: str, points: Sequence[tuple[float, float]]) -> Reference:
+    """A level where all layers have it, else a line by layer."""
+    low, high = min(level for _, level in points), max(level for _, level in points)
+    if low == high:
+        return Reference(f"{whose}all tokens alike ({low:.3g} %)", level=low)
+    return Reference(f"{whose}all tokens alike ({low:.3g} to {high:.3g} %)", points)
+
+
+def _uniform(diagnosis: Diagnosis) -> list[tuple[float, float]]:
+    """By layer, in percent; the bound of the entropy tells the number of keys."""
+    return [
+        (float(row["layer"]), 100 * uniform_overfocus(round(math.exp(row["entropy_bound"]))))
+        for row in diagnosis.rows
+        if "overfocus" in row and "entropy_bound" in row
+    ]
 
 
 def _band(reading: Reading, diagnosis: Diagnosis) -> list[tuple[float, float, float]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from vitfocus.report.page import Cell, Page
 from vitfocus.report.subjects import Subject
-from vitfocus.report.verdict import Difference, Row, Value
+from vitfocus.report.verdict import Row, Value, details
 
 
 def add_better(page: Page, subjects: Sequence[Subject], rows: Sequence[Row]) -> None:
@@ -16,7 +16,7 @@ def add_better(page: Page, subjects: Sequence[Subject], rows: Sequence[Row]) -> 
         return
     alone = len(subjects) == 1
     page.section("How good it is" if alone else "Who is better, and by how much")
-    sentences = [sentence for row in rows if row.headline for sentence in row.sentences()]
+    sentences = [*(sentence for row in rows if row.headline for sentence in row.sentences()), *details(rows)]
     if sentences:
         page.points(sentences)
     elif not alone:
@@ -29,8 +29,9 @@ def add_better(page: Page, subjects: Sequence[Subject], rows: Sequence[Row]) -> 
     page.text(
         "In brackets: 95 % intervals over the images. "
         + (
-            "A difference is to the leftmost model with a number; ✓ marks one whose interval leaves out zero. "
-            "Models were compared on the same images, image by image, except where “unpaired” is said."
+            "A difference is to the leftmost model with a number; “better” or “worse” is said where the "
+            "interval leaves out zero. Models were compared on the same images, image by image, except where "
+            "“unpaired” is said."
             if others
             else ""
         ),
@@ -50,28 +51,28 @@ def _line(row: Row, names: Sequence[str], others: Sequence[str]) -> list[Any]:
         row.test,
         f"{row.measure} ({row.unit}) {arrow}",
         *(_value(row.values.get(name)) for name in names),
-        *(_difference(row.differences.get(name)) for name in others),
+        *(_difference(row, name) for name in others),
     ]
 
 
 def _value(value: Value | None) -> Cell | None:
     if value is None:
         return None
-    shown = f"{value.number:.2f}"
+    shown = f"{value.number:z.2f}"
     if value.interval is not None:
-        shown += f" [{value.interval[0]:.2f}, {value.interval[1]:.2f}]"
+        shown += f" [{value.interval[0]:z.2f}, {value.interval[1]:z.2f}]"
     return Cell(shown)
 
 
-def _difference(difference: Difference | None) -> Cell | None:
+def _difference(row: Row, name: str) -> Cell | None:
+    difference = row.differences.get(name)
     if difference is None:
         return None
-    shown = f"{difference.number:+.2f}"
+    shown = f"{difference.number:+z.2f}"
     if difference.interval is not None:
-        shown += f" [{difference.interval[0]:+.2f}, {difference.interval[1]:+.2f}]"
-    if difference.clear:
-        shown += " ✓"
-    return Cell(shown if difference.paired or difference.interval is None else f"{shown} unpaired")
+        shown += f" [{difference.interval[0]:+z.2f}, {difference.interval[1]:+z.2f}]"
+    unpaired = "unpaired" if difference.interval is not None and not difference.paired else ""
+    return Cell(" ".join(filter(None, (shown, ", ".join(filter(None, (row.verdict(name), unpaired)))))))
 
 
 _SAVED = ("value", "low", "high", "difference", "difference low", "difference high", "compared with", "paired")

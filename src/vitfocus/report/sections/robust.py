@@ -113,7 +113,7 @@ def _reach(gaps: Mapping[str, Cells]) -> float:
 
 def _number(cells: Cells, row: str, severity: int) -> Cell | None:
     value = cells.get((row, severity))
-    return Cell(f"{value:.2f}", value) if value is not None else None
+    return Cell(f"{value:z.2f}", value) if value is not None else None
 
 
 def _conditions(taken: Sequence[Test]) -> dict[str, list[tuple[str, dict[str, Value]]]]:

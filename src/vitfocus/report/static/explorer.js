@@ -31,6 +31,18 @@
     return Array.from({ length: most }, (_, step) => depths.map((other) => Math.round((step / Math.max(1, most - 1)) * (other.length - 1))));
   }
 
+  // Layers that the page holds for some models only cannot be put side by side.
+  function unshared() {
+    if (!data.models.every((model) => model.blocks === data.models[0].blocks)) return [];
+    const shown = new Set(data.models.flatMap((model, m) => steps.map((step) => model.layers[step[m]].depth)));
+    const absent = [...new Set(data.models.flatMap((model) => model.layers.map((layer) => layer.depth)))].filter((depth) => !shown.has(depth)).sort((a, b) => a - b);
+    return absent.length ? [`Not shown, as the page holds them for some of the models only: layer${absent.length > 1 ? "s" : ""} ${absent.join(", ")}.`] : [];
+  }
+  function imageKeys() {
+    const last = Math.min(9, data.images.length);
+    return last < 2 ? [] : [create("kbd", {}, "1"), "–", create("kbd", {}, last), " image  "];
+  }
+
   const create = (tag, attributes = {}, ...children) => {
     const element = document.createElement(tag);
     for (const [key, value] of Object.entries(attributes)) {
@@ -95,8 +107,8 @@
     create("div", { class: "legend" }, create("span", {}, "attention of the chosen token: 0 ", bars[0], " ", tops[0]),
       create("span", {}, "map: 0 ", bars[1], " ", tops[1]), create("span", {}, "bars above a map: what each token receives on average")), status,
     create("p", { class: "quiet" }, create("kbd", {}, "←↑↓→"), " patch  ", create("kbd", {}, "PgUp"), " ", create("kbd", {}, "PgDn"), " layer  ",
-      create("kbd", {}, "H"), " head  ", create("kbd", {}, "1"), "–", create("kbd", {}, "8"), " image  ", create("kbd", {}, "C"), " class token"),
-    ...data.notes.map((note) => create("p", { class: "quiet" }, note)));
+      create("kbd", {}, "H"), " head  ", ...imageKeys(), create("kbd", {}, "C"), " class token"),
+    ...[...data.notes, ...unshared()].map((note) => create("p", { class: "quiet" }, note)));
   [OVERLAY, MATRIX].forEach((colours, i) => {
     const context = bars[i].getContext("2d");
     for (let x = 0; x < 128; x++) { context.fillStyle = `rgb(${[...colours.slice(6 * x, 6 * x + 3)]})`; context.fillRect(x, 0, 1, 8); }
@@ -139,7 +151,7 @@
     else if (event.key === "PageDown") state.step = Math.max(0, state.step - 1);
     else if (event.key === "h") state.head = state.head + 1 >= heads ? -1 : state.head + 1;
     else if (event.key === "H") state.head = state.head < 0 ? heads - 1 : state.head - 1;
-    else if (event.key === "c" && first().prefix) state.prefix = state.prefix < 0 ? 0 : -1;
+    else if (event.key.toLowerCase() === "c" && first().prefix) state.prefix = state.prefix < 0 ? 0 : -1;
     else if (/^[1-9]$/.test(event.key) && Number(event.key) <= data.images.length) state.image = Number(event.key) - 1;
     else return;
     event.preventDefault();

@@ -41,7 +41,7 @@
     link.href = URL.createObjectURL(new Blob([content], { type }));
     link.download = name;
     link.click();
-    setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+    setTimeout(() => URL.revokeObjectURL(link.href), 60000);
   }
 
   function rowsOf(pressed, table) {

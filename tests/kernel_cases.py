@@ -1,0 +1,148 @@
+"""Inputs for the kernels, what they must give, computed in float64 from whole maps, and how near is near enough."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vitfocus.kernels.diversity import diversity, row_similarity
+from vitfocus.kernels.pooling import dilated_mean, mix_poolings
+
+#: Greatest relative error of (loss or output, gradients), by the dtype of the inputs. Sums run in float32 everywhere;
+#: what is multiplied by matrices, and what is written, has the inputs' precision.
+TOLERANCES = {
+    torch.float64: (1e-12, 1e-10),
+    torch.float32: (1e-5, 2e-4),
+    torch.float16: (2e-5, 4e-3),
+    torch.bfloat16: (2e-5, 3e-2),
+}
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One call of the diversification loss; `name` is the test's, `silent` says that the loss is 0."""
+
+    name: str
+    shape: tuple[int, int, int, int] = (2, 2, 50, 16)
+    keys: int | None = None
+    bias: tuple[int, ...] | None = None
+    masked: float = 0.0
+    spread: float = 1.5
+    level: float = 0.0
+    rows: int | None = None
+    first: int = 0
+    variant: str = "official"
+    heads: str = "mean"
+    threshold: float = 1.5
+    dtype: torch.dtype = torch.float32
+    silent: bool = False
+
+    def inputs(self, seed: int, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]:
+        """Queries and keys that lie as a projection leaves them, bias, and options."""
+        draw = torch.Generator().manual_seed(seed)
+        batch, heads, queries, width = self.shape
+        keys = self.keys or queries
+
+        def tokens(count: int, shift: float) -> Tensor:
+            made = torch.randn(batch, count, heads, width, generator=draw).transpose(1, 2) + shift
+            return made.to(device, self.dtype).requires_grad_()
+
+        # Queries that have something in common like the same keys, and so columns are above the threshold.
+        query, key, bias = tokens(queries, 1.0), tokens(keys, 0.0), None
+        if self.bias is not None:
+            made = torch.randn(self.bias, generator=draw) + self.level
+            hidden = torch.rand(self.bias, generator=draw) < self.masked
+            bias = made.masked_fill(hidden, float("-inf")).to(device, self.dtype).requires_grad_()
+        rows = torch.randperm(queries - self.first, generator=draw)[: self.rows].to(device) + self.first
+        options = {"variant": self.variant, "heads": self.heads, "threshold": self.threshold, "first": self.first}
+        return query, key, bias, {"rows": rows if self.rows else None, **options}
+
+    @property
+    def scale(self) -> float:
+        """So that logits spread as wanted."""
+        return self.spread * self.shape[-1] ** -0.5
+
+
+def explicit(query: Tensor, key: Tensor, bias: Tensor | None, scale: float, options: dict[str, Any]) -> Tensor:
+    """The loss from whole maps in float64, written without the code under test."""
+    form, first = dict(options), options["first"]
+    rows = form.pop("rows")
+    del form["first"]
+    scores = torch.einsum("bhqd,bhkd->bhqk", query.double(), key.double()) * scale
+    if bias is not None:
+        scores = scores + bias.double()
+    hidden = scores.isneginf().all(-1, keepdim=True)
+    maps = scores.masked_fill(hidden, 0).softmax(-1) * ~hidden
+    maps = maps[:, :, torch.arange(first, maps.shape[2], device=maps.device) if rows is None else rows, first:]
+    return row_similarity(maps, **form)
+
+
+def check_attention(case: Attention, seed: int = 0, device: str = "cpu") -> None:
+    """Loss and gradients of the chosen backend against `explicit`; the loss is scaled, as for half precision."""
+    query, key, bias, options = case.inputs(seed, device)
+    wanted = [one for one in (query, key, bias) if one is not None]
+    exact = [one.detach().double().requires_grad_() for one in wanted]
+    expected = explicit(exact[0], exact[1], exact[2] if bias is not None else None, case.scale, options)
+    assert (expected < 1e-3) == case.silent, "a case that shows nothing"
+    got = diversity(query, key, scale=case.scale, bias=bias, **options)
+    near, near_gradient = TOLERANCES[case.dtype]
+    compare("loss", got, expected, near)
+    factor = 1024.0
+    gradients = torch.autograd.grad(got * factor, wanted)
+    correct = torch.autograd.grad(expected * factor, exact)
+    # Where the true gradient is nearly 0 (a map of one key, a saturated softmax) only rounding is left of it.
+    size = factor * case.scale * float(query.detach().double().norm() + key.detach().double().norm())
+    for name, mine, theirs in zip(("query", "key", "bias"), gradients, correct, strict=False):
+        assert mine.dtype == query.dtype and mine.shape == theirs.shape
+        compare(f"{name}'s gradient", mine, theirs, near_gradient, at_least=1e-7 * size)
+
+
+def compare(name: str, got: Tensor, expected: Tensor, tolerance: float, at_least: float = 1e-7) -> None:
+    """Relative error of the whole tensor, by its norm."""
+    assert got.isfinite().all(), f"{name} is not finite"
+    error, size = float((got.detach().double() - expected.detach()).norm()), float(expected.detach().norm())
+    assert error <= tolerance * size + at_least, f"{name}: off by {error:.3g}, of {size:.3g}"
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """One call of TAP's mixing."""
+
+    name: str
+    grid: tuple[int, int] = (5, 7)
+    branches: int = 4
+    prefix: int = 1
+    channels: int = 24
+    batch: int = 2
+    dtype: torch.dtype = torch.float32
+
+
+def check_pooling(case: Pooling, mix: Any, seed: int = 0, device: str = "cpu") -> None:
+    """Output and gradients of `mix` against the reference in float64."""
+    draw = torch.Generator().manual_seed(seed)
+    height, width = case.grid
+    count = case.prefix + height * width
+    tokens = torch.randn(case.batch, count, case.channels, generator=draw).to(device, case.dtype).requires_grad_()
+    scores = torch.randn(case.batch, height * width, case.branches, generator=draw) * 2
+    scores = scores.to(device, case.dtype).requires_grad_()
+    slope = torch.randn(case.batch, count, case.channels, generator=draw).to(device, case.dtype)
+    exact = [one.detach().double().requires_grad_() for one in (tokens, scores)]
+    image = exact[0][:, case.prefix :].mT.unflatten(2, case.grid)
+    weights = exact[1].softmax(-1).mT.unflatten(2, case.grid)
+    mixed = mix_poolings(image, weights, dilated_mean).flatten(2).mT
+    expected = torch.cat((exact[0][:, : case.prefix], mixed), dim=1)
+    got = mix(tokens, scores, case.grid)
+    assert torch.equal(got[:, : case.prefix], tokens[:, : case.prefix])
+    near = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}[case.dtype]
+    gradients, correct = (
+        torch.autograd.grad(got, (tokens, scores), slope),
+        torch.autograd.grad(expected, exact, slope.double()),
+    )
+    names: Sequence[str] = ("output", "tokens' gradient", "scores' gradient")
+    for name, mine, theirs in zip(names, (got, *gradients), (expected, *correct), strict=True):
+        assert mine.dtype == case.dtype
+        compare(name, mine, theirs, near, at_least=1e-5)

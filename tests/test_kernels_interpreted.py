@@ -1,0 +1,108 @@
+"""The Triton kernels in Triton's interpreter, on the CPU: forward and backward against float64.
+
+The interpreter must be chosen before triton is imported, so `test_kernels.py` runs this file in a process of its own.
+It multiplies matrices of bfloat16 as if they were integers, so those are left to the GPU's tests.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from kernel_cases import Attention, Pooling, check_attention, check_pooling
+
+from vitfocus.kernels.backend import backend, has_triton
+from vitfocus.kernels.diversity import diversity
+from vitfocus.kernels.pooling import mix_dilated
+
+pytestmark = [
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1"),
+    pytest.mark.skipif(not has_triton(), reason="Triton is not installed"),
+]
+
+HALF = torch.float16
+FORMS = [(variant, heads) for variant in ("official", "paper") for heads in ("mean", "each")]
+ATTENTION = [
+    *(
+        Attention(f"{variant}-{heads}-{count}", (2, 2, count, 16), variant=variant, heads=heads, silent=count == 1)
+        for variant, heads in FORMS
+        for count in (1, 7, 49, 50)
+    ),
+    Attention("one-token-above", (2, 2, 1, 16), threshold=0.5),
+    *(Attention(f"width-{width}", (1, 2, 23, width), variant="paper") for width in (24, 48, 128)),
+    Attention("three-heads", (1, 3, 50, 32)),
+    Attention("more-keys", (2, 2, 20, 16), keys=50),
+    Attention("fewer-keys", (2, 2, 50, 16), keys=7, variant="paper"),
+    Attention("sampled", rows=11),
+    Attention("sampled-patches", rows=11, first=2, heads="each", variant="paper"),
+    Attention("patches", first=1),
+    Attention("patches-each", first=5, heads="each"),
+    Attention("bias-per-image", (2, 2, 23, 16), bias=(2, 2, 23, 23)),
+    Attention("bias-of-all-images", (3, 2, 23, 16), bias=(1, 2, 23, 23), variant="paper", heads="each"),
+    Attention("bias-of-all-heads", (2, 2, 23, 16), bias=(2, 1, 23, 23), first=1),
+    Attention("bias-by-key", (2, 2, 23, 16), bias=(2, 1, 1, 23), masked=0.3),
+    Attention("bias-of-two-axes", (2, 2, 23, 16), bias=(23, 23), rows=9),
+    Attention("masked", (2, 2, 37, 16), bias=(2, 2, 37, 37), masked=0.5),
+    Attention("masked-rows", (2, 2, 7, 16), bias=(2, 2, 7, 7), masked=0.8, variant="paper"),
+    Attention("extreme", spread=25.0),
+    Attention("extreme-each", spread=25.0, heads="each", variant="paper"),
+    Attention("far-below-zero", (2, 2, 23, 16), bias=(2, 2, 23, 23), level=-200.0),
+    Attention("far-above-zero", (2, 2, 23, 16), bias=(2, 2, 23, 23), level=200.0),
+    Attention("half-below-zero", (2, 2, 23, 16), bias=(2, 2, 23, 23), level=-30.0, dtype=HALF),
+    *(Attention(f"half-{v}-{h}", (2, 2, 49, 32), variant=v, heads=h, dtype=HALF) for v, h in FORMS),
+    Attention("nothing-above", threshold=30.0, silent=True),
+]
+
+
+@pytest.mark.parametrize("case", ATTENTION, ids=lambda case: case.name)
+def test_diversity(case: Attention) -> None:
+    with backend("triton"):
+        check_attention(case, seed=len(case.name))
+
+
+def test_logits_are_as_extreme_as_they_should_be() -> None:
+    case = next(case for case in ATTENTION if case.name == "extreme")
+    query, key, *_ = case.inputs(len(case.name))
+    assert (query @ key.mT).abs().max() * case.scale > 80
+
+
+def test_diversity_repeats_bit_by_bit() -> None:
+    query, key, _, options = Attention("again").inputs(3)
+    with backend("triton"):
+        runs = []
+        for _ in range(2):
+            loss = diversity(query, key, scale=0.3, **options)
+            runs.append((loss, *torch.autograd.grad(loss, (query, key))))
+    assert all(torch.equal(one, two) for one, two in zip(*runs, strict=True))
+
+
+POOLING = [
+    *(Pooling(f"branches-{count}", grid=(3, 4), branches=count, batch=1) for count in range(1, 8)),
+    Pooling("branches-8", grid=(8, 3), branches=8, batch=1, prefix=0),
+    Pooling("one-patch", grid=(1, 1), prefix=0),
+    Pooling("seven", grid=(1, 7)),
+    Pooling("column", grid=(7, 1), prefix=2, batch=1),
+    Pooling("square-49", grid=(7, 7), prefix=0, channels=16, branches=3, batch=1),
+    Pooling("square-50", grid=(7, 7), channels=40, branches=2),
+    Pooling("registers", grid=(3, 4), prefix=5, channels=200, batch=1),
+    Pooling("wide", grid=(2, 66), channels=8, batch=1, branches=2),
+    Pooling("bf16", grid=(2, 9), dtype=torch.bfloat16, batch=1),
+    Pooling("fp16", grid=(5, 3), dtype=HALF, batch=1),
+]
+
+
+@pytest.mark.parametrize("case", POOLING, ids=lambda case: case.name)
+def test_pooling(case: Pooling) -> None:
+    check_pooling(case, mix_dilated, seed=len(case.name))
+
+
+@pytest.mark.parametrize("fused", ["diversity", "mix_dilated"])
+def test_operators_keep_the_rules_of_custom_operators(fused: str) -> None:
+    if fused == "diversity":
+        query, key, bias, _ = Attention("rules", (1, 2, 7, 16), bias=(1, 2, 7, 7)).inputs(0)
+        arguments = (query, key, bias, None, 0.25, 1, True, True, 1.0)
+    else:
+        tokens, scores = torch.randn(1, 7, 8, requires_grad=True), torch.randn(1, 6, 2, requires_grad=True)
+        arguments = (tokens, scores, 2, 3)
+    torch.library.opcheck(getattr(torch.ops.vitfocus, fused).default, arguments)
