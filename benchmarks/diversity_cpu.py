@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from vitfocus.files import write_text
-from vitfocus.kernels.backend import backend
+from vitfocus.kernels.backends import backend
 from vitfocus.kernels.diversity import diversity
 
 #: Tokens and images.

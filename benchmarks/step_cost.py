@@ -85,7 +85,7 @@ class Step:
 
     def backend(self) -> Any:
         """What the step runs under."""
-        from vitfocus.kernels.backend import backend
+        from vitfocus.kernels.backends import backend
 
         return backend("reference") if self.released else nullcontext()
 

@@ -73,19 +73,18 @@ def test_narrow_terminals_cut_no_number(term: str, monkeypatch: pytest.MonkeyPat
         assert "overfocus" in plain or "FLOPs added [M]" in plain
 
 
-def test_what_cannot_be_explored_is_still_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = "swin_tiny_patch4_window7_224"
-    assert main(["diagnose", model, "--limit", "1", "--out", str(tmp_path), "--explore"]) == 0
-    shown = capsys.readouterr()
-    assert "window" in shown.out and "nothing to explore" in shown.err
-    assert {"diagnosis.json", "report.html"} <= set(readable(tmp_path))
-
-
-def test_saved_tables_are_plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_explored_is_still_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(sys, "stdout", Terminal())
-    assert main(["diagnose", MODEL, "--limit", "1", "--out", str(tmp_path)]) == 0
-    assert "\x1b" not in (tmp_path / "diagnosis.txt").read_text(encoding="utf-8")
+    shown = Terminal()
+    monkeypatch.setattr(sys, "stdout", shown)
+    words = ["diagnose", "swin_tiny_patch4_window7_224", "--limit", "1", "--out", str(tmp_path), "--explore"]
+    assert main(words) == 0
+    assert "window" in shown.getvalue() and "nothing to explore" in capsys.readouterr().err
+    assert {"diagnosis.json", "report.html"} <= set(readable(tmp_path))
+    saved = (tmp_path / "diagnosis.txt").read_text(encoding="utf-8")
+    assert "\x1b" in shown.getvalue() and "\x1b" not in saved, "files stay plain, whatever the terminal"
 
 
 def readable(folder: Path) -> list[str]:

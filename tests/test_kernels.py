@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import vitfocus as vf
 from vitfocus.kernels import diversity_chunked
-from vitfocus.kernels.backend import backend, chosen, forced, has_triton
+from vitfocus.kernels.backends import backend, chosen, forced, has_triton
 from vitfocus.kernels.diversity import diversity
 
 HALF, BRAIN, DOUBLE = torch.float16, torch.bfloat16, torch.float64

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import vitfocus as vf
-from vitfocus.kernels.backend import backend, has_triton
+from vitfocus.kernels.backends import backend, has_triton
 from vitfocus.kernels.diversity import diversity
 from vitfocus.kernels.pooling import mix_dilated
 

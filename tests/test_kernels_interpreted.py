@@ -12,7 +12,7 @@ import pytest
 import torch
 from kernel_cases import Attention, Pooling, check_attention, check_pooling
 
-from vitfocus.kernels.backend import backend, has_triton
+from vitfocus.kernels.backends import backend, has_triton
 from vitfocus.kernels.diversity import diversity
 from vitfocus.kernels.pooling import mix_dilated
 

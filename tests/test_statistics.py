@@ -25,7 +25,7 @@ from vitfocus.attention.reading import Geometry
 from vitfocus.attention.stability import stability
 from vitfocus.attention.stream import LayerStream
 from vitfocus.kernels import statistics as module
-from vitfocus.kernels.backend import backend, has_triton, interpreting
+from vitfocus.kernels.backends import backend, has_triton, interpreting
 from vitfocus.kernels.statistics import Grids, Statistics, map_statistics, pair_products, statistics
 
 interpreted = pytest.mark.skipif(not interpreting(), reason="needs TRITON_INTERPRET=1 from the start")

@@ -49,8 +49,8 @@ def findings(rows: Sequence[Row], against: str | None = None, thresholds: Thresh
     sentences += _group(
         [row for row in read if _part(row, "entropy_p85") >= limit.spread],
         "entropy_p85",
-        "15 % of the rows have an entropy of {} or more, where uniform attention has {bound:.2f} nats: nearly uniform attention, which "
-        "softmax learns badly; Context Broadcasting (cb) supplies it by hand.",
+        "15 % of the rows have an entropy of {} or more, where uniform attention has {bound:.2f} nats: nearly uniform, "
+        "which softmax learns badly; Context Broadcasting (cb) supplies it by hand.",
     )
     sentences += _group(
         [row for row in read if 0 <= _part(row, "entropy") <= limit.narrow],

@@ -23,7 +23,7 @@ from vitfocus.attention.heads import HeadReading
 from vitfocus.attention.observation import Observation
 from vitfocus.attention.reading import Geometry, Number, Reading, Sums, Tile
 from vitfocus.attention.stability import StabilityReading
-from vitfocus.kernels.backend import forced
+from vitfocus.kernels.backends import forced
 from vitfocus.kernels.statistics import Grids, backend_for, pair_products, statistics
 
 #: Numbers in a tile, on the CPU from the least to the most: what the caches hold. A GPU wants more to be busy.

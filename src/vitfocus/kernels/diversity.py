@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from vitfocus.kernels.backend import chosen
+from vitfocus.kernels.backends import chosen
 from vitfocus.kernels.diversity_chunked import Place, diversity_in_chunks, empty_like_tokens
 
 Variant = Literal["official", "paper"]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vitfocus.kernels.backend import chosen
+from vitfocus.kernels.backends import chosen
 
 #: Numbers in a chunk of maps without Triton.
 CHUNK = 1 << 20

@@ -9,10 +9,10 @@ import timm
 import torch
 
 import vitfocus
+from vitfocus.attention.tables import counted
 
 if TYPE_CHECKING:
-    from vitfocus.attention.tables import counted
-from vitfocus.train.engine import Engine
+    from vitfocus.train.engine import Engine
 
 
 def describe(engine: Engine) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from vitfocus.anatomy import Anatomy, Block, GridRule
 from vitfocus.errors import VitfocusError
-from vitfocus.kernels.backend import chosen, exporting
+from vitfocus.kernels.backends import chosen, exporting
 from vitfocus.kernels.pooling import box_mean, dilated_mean, mix_dilated, mix_poolings, predict_scores
 from vitfocus.treatments.base import Layers, Treatment, choose_blocks, handles, layers_option, option
 from vitfocus.treatments.notes import CallNotes, note_image_size
