@@ -122,14 +122,15 @@ def test_ctrl_c_while_a_file_is_written(write: int, tmp_path: Path, monkeypatch:
 
 
 def test_ctrl_c_in_the_middle_of_an_evaluation(tmp_path: Path) -> None:
-    data, out = write_layout(tmp_path / "data", "imagefolder", 0, val_count=120, size=32), tmp_path / "out"
+    data, out = write_layout(tmp_path / "data", "imagefolder", 0, val_count=300, size=32), tmp_path / "out"
     index = tmp_path / "index.json"
     index.write_text(
         json.dumps({folder.name: number for number, folder in enumerate(sorted((data / "val").iterdir()))})
     )
     words = ["evaluate", MODEL, "--suite", "imagenet-c", "--data", str(data / "val"), "--index", str(index)]
+    few = ["--corruptions", "gaussian_noise", "fog", "--severities", "1"]  # of a batch, so that it is soon done
     run = subprocess.Popen(
-        [sys.executable, "-m", "vitfocus", *words, "--out", str(out), "--batch-size", "1"],
+        [sys.executable, "-m", "vitfocus", *words, "--out", str(out), "--batch-size", "1", *few],
         stderr=subprocess.PIPE,
         text=True,
     )
@@ -137,7 +138,7 @@ def test_ctrl_c_in_the_middle_of_an_evaluation(tmp_path: Path) -> None:
         deadline = time.monotonic() + 120
         while not (out / "protocol.json").exists() and run.poll() is None and time.monotonic() < deadline:
             time.sleep(0.05)
-        time.sleep(0.5)
+        time.sleep(3)  # for some batches to be done
         run.send_signal(signal.SIGINT)
         _, said = run.communicate(timeout=60)
     finally:
