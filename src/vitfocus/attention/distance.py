@@ -74,7 +74,7 @@ class DistanceReading(Reading):
     def end(self) -> None:
         """Average over the queries."""
         if self.geometry.placed:
-            self.mean.add(self.sum, self.images * (self.geometry.queries - self.geometry.prefix_tokens))
+            self.mean.add(self.sum / (self.geometry.queries - self.geometry.prefix_tokens), self.images)
 
     def row(self) -> dict[str, Number]:
         """`distance`, absent where tokens have no place."""
