@@ -403,3 +403,20 @@ def test_vqav2(tmp_path: Path) -> None:
 def test_mistakes_are_explained(make: object, message: str) -> None:
     with pytest.raises(VitfocusError, match=re.escape(message)):
         make()  # type: ignore[operator]
+
+
+def test_every_task_draws_as_many_scenes_as_are_asked_for() -> None:
+    from torch import nn
+
+    from vitfocus.robustness import answers, detection
+    from vitfocus.robustness.segmentation_data import open_pictures
+
+    first = detection.open_set("shapes:3", "", nn.Identity())
+    assert len(first) == 3 and torch.equal(
+        first.picture(2), detection.open_set("shapes:9", "", nn.Identity()).picture(2)
+    )
+    assert open_pictures("segmentation", "shapes:4", size=32, batch_size=2).total == 4
+    asked, more = (answers.open_set(f"shapes:{count}").questions for count in (3, 9))
+    assert 0 < len(asked) < len(more) and list(more[: len(asked)]) == list(asked)
+    with pytest.raises(VitfocusError, match="shapes:300"):
+        detection.open_set("shapes:many", "", nn.Identity())

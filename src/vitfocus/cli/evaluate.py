@@ -52,7 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="clean, imagenet-c, segmentation, fgsm...; 'list' prints all (default: the saved model's own task)",
     )
-    parser.add_argument("--data", metavar="DIR", help="the suite's published folder, or class folders of images")
+    parser.add_argument(
+        "--data", metavar="DIR", help="the suite's published folder, class folders of images, or shapes:N"
+    )
     parser.add_argument(
         "--weights", metavar="FILE", action="append", help="a checkpoint; once for all models, or once for each"
     )
@@ -137,6 +139,7 @@ def _say(result: Any, as_json: bool) -> None:
 
 
 def _evaluate(args: argparse.Namespace) -> int:
+    from vitfocus.data.shapes import Shapes, shapes_named
     from vitfocus.errors import VitfocusError
     from vitfocus.robustness.suites import SUITES, find_suite
 
@@ -153,11 +156,10 @@ def _evaluate(args: argparse.Namespace) -> int:
     options = {name: value for name, value in given.items() if value is not None}
     suite = find_suite(args.suite, options)
     data: Any = args.data
-    if args.data == "shapes" and not Path("shapes").is_dir():
+    length = shapes_named(args.data, args.limit or 2000)
+    if length is not None:
         if suite.plan is not None:  # the tasks' own suites draw Shapes themselves
-            from vitfocus.data.shapes import Shapes
-
-            data = Shapes("val", length=args.limit or 2000, size=getattr(args, "size", None) or 32)
+            data = Shapes("val", length=length, size=getattr(args, "size", None) or 32)
     elif not Path(args.data).is_dir():
         raise VitfocusError(f"There is no folder {args.data}; --data wants the folder of the images.")
 
@@ -205,10 +207,9 @@ def _from_run(args: argparse.Namespace) -> None:
     if args.data is None and recipe is not None and args.suite == OWN.get(task):
         data = tomllib.loads(recipe.read_text(encoding="utf-8")).get("data", {})
         drawn = data.get("source") == "shapes"
-        args.data = "shapes" if drawn else data.get("root") or None
+        length = f":{data['val_length']}" if data.get("val_length") else ""
+        args.data = f"shapes{length}" if drawn else data.get("root") or None
         args.size = data.get("size")
-        if drawn and args.limit is None:
-            args.limit = data.get("val_length") or None
         if args.split is None and data.get("val_split") and "split" in SUITES[args.suite].options:
             args.split = data["val_split"]
 

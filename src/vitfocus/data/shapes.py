@@ -8,6 +8,7 @@ on the order of access, the batch or the process. The two splits never share a s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -184,3 +185,17 @@ class Shapes(Dataset[tuple[Any, Any]]):
             "iscrowd": torch.zeros(len(classes), dtype=torch.int64),
             "image_id": item,
         }
+
+
+def shapes_named(data: Any, usual: int) -> int | None:
+    """How many scenes the word "shapes", or "shapes:N", asks for; None where `data` is anything else.
+
+    >>> shapes_named("shapes", 500), shapes_named("shapes:20", 500), shapes_named("data/camvid", 500)
+    (500, 20, None)
+    """
+    word, colon, number = data.partition(":") if isinstance(data, str) else ("", "", "")
+    if word != "shapes" or Path(data).is_dir():
+        return None
+    if colon and not (number.isdecimal() and int(number)):
+        raise VitfocusError(f"{data!r} asks for no number of scenes: write shapes, or shapes:300.")
+    return int(number) if colon else usual

@@ -19,6 +19,7 @@ from vitfocus.data.images import BrokenLog
 from vitfocus.data.loading import Share
 from vitfocus.data.questions import ArrayPictures, Question, QuestionSet, read_vqav2, shapes_questions, splits_in
 from vitfocus.data.questions_batches import QuestionSamples, every_question
+from vitfocus.data.shapes import shapes_named
 from vitfocus.errors import VitfocusError
 from vitfocus.robustness.fingerprint import versions
 from vitfocus.robustness.pixels import PRECISIONS, PixelModel, evaluating
@@ -87,8 +88,8 @@ def open_set(data: Any, split: str = "", size: int = 32) -> QuestionSet:
     """A folder in VQAv2's layout, the embedded Shapes drawn at that size, or a set as it is."""
     if isinstance(data, QuestionSet):
         return data
-    if str(data) == "shapes" and not Path("shapes").is_dir():
-        return shapes_questions("val", 1000, size)
+    if (length := shapes_named(data, 1000)) is not None:
+        return shapes_questions("val", length, size)
     if isinstance(data, Dataset):
         return _from_items(data)
     if not isinstance(data, str | Path):

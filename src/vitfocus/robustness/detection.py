@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from vitfocus.data.detection import CocoDetections, Detections, ShapesDetections
+from vitfocus.data.shapes import shapes_named
 from vitfocus.errors import VitfocusError
 from vitfocus.files import write_text
 from vitfocus.robustness.fingerprint import versions
@@ -90,9 +91,9 @@ def measure(
 
 def open_set(data: Any, split: str, model: nn.Module) -> Detections:
     """A folder in COCO's layout, Shapes at the size that the model takes, or a set as it is."""
-    if str(data) == "shapes" and not Path("shapes").is_dir():
+    if (length := shapes_named(data, _SHAPES)) is not None:
         sides: Any = getattr(getattr(model, "transform", None), "min_size", (64,))
-        return ShapesDetections("val", _SHAPES, int(sides[-1]))
+        return ShapesDetections("val", length, int(sides[-1]))
     if isinstance(data, str | Path):
         return CocoDetections(data, "val", split)
     if not hasattr(data, "truth"):

@@ -16,6 +16,7 @@ from vitfocus.data.segmentation import MaskFiles, Masks, WholePictures, guess_so
 from vitfocus.data.segmentation_classes import IGNORE
 from vitfocus.data.segmentation_layouts import LAYOUTS, acdc
 from vitfocus.data.settings import Data
+from vitfocus.data.shapes import shapes_named
 from vitfocus.errors import VitfocusError, nearest
 from vitfocus.robustness.sources import evenly
 from vitfocus.tasks.segment import whole_batches
@@ -96,8 +97,8 @@ def open_pictures(
 
     A folder's layout is `source`, or told by its names, or that of what the model was trained on, or plain masks.
     """
-    if data == "shapes":
-        drawn = Data(source="shapes", size=size or 64, val_length=more.get("limit") or 0)
+    if (length := shapes_named(data, more.get("limit") or 0)) is not None:
+        drawn = Data(source="shapes", size=size or 64, val_length=length)
         masks: Any = open_masks(drawn, "val")
         return Pictures(suite, masks, source="shapes", classes=masks.classes, **more)
     if not isinstance(data, str | Path):
