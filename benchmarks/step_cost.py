@@ -3,19 +3,22 @@
     python benchmarks/step_cost.py                       # the whole table; needs a GPU and some minutes
     python benchmarks/step_cost.py --cases deit-197 --variants cb tap
 
-A step is forward, loss, backward and AdamW (fused), under bf16 autocast, compiled. Variants take turns, round after
-round, and a ratio is the median over rounds of neighbouring times. `released` variants are the papers' published
-formulations: poolings by unfold, attention maps in full. Results go to benchmarks/results/step-cost-cuda.json.
+A step is forward, loss, backward and AdamW (fused), under bf16 autocast, compiled, and recorded as one CUDA graph, as
+the engine records it. Variants take turns, round after round, and a ratio is the median over rounds of neighbouring
+times. `released` variants are the papers' published formulations: poolings by unfold, attention maps in full. Results
+go to benchmarks/results/step-cost-cuda.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -36,6 +39,7 @@ CASES = {
 VARIANTS = {
     "plain": "",
     "cb": "cb",
+    "cb-upper": "cb(layers=upper)",
     "cbs": "cbs",
     "tap": "tap",
     "adl": "adl",
@@ -67,7 +71,7 @@ class Step:
         self.released = variant.startswith("released")
         if variant == "released-tap":
             pool_by_unfold(self.model)
-        self.optimiser = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.optimiser = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True, capturable=True)
         self.images = torch.randn(batch, 3, size, size, device="cuda")
         self.labels = torch.randint(0, 1000, (batch,), device="cuda")
         self.loss = torch.compile(self._loss) if compiled else self._loss
@@ -78,10 +82,26 @@ class Step:
         with torch.autocast("cuda", torch.bfloat16):
             return F.cross_entropy(self.model(images), labels) + vf.auxiliary_loss(self.model)
 
-    def __call__(self) -> None:
+    def take(self) -> None:
+        """One step, launched kernel by kernel."""
         self.loss(self.images, self.labels).backward()
         self.optimiser.step()
         self.optimiser.zero_grad()
+
+    def record(self) -> None:
+        """Record the step as one CUDA graph, as the engine does: from now on a call replays it."""
+        from vitfocus.treatments.diversity import forget_losses
+
+        for _ in range(2):
+            self.take()
+        torch.cuda.synchronize()
+        forget_losses(self.model)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.take()
+
+    def __call__(self) -> None:
+        self.graph.replay()
 
     def backend(self) -> Any:
         """What the step runs under."""
@@ -118,57 +138,70 @@ def seconds(step: Any, repeats: int) -> float:
     return start.elapsed_time(stop) / 1000 / repeats
 
 
+def serve(case: str, variant: str, pipe: Any) -> None:
+    """One variant in a process of its own: compiles, records, says what memory a step takes, then times on request."""
+    try:
+        torch.set_float32_matmul_precision("high")
+        step = Step(case, variant)
+        with step.backend():
+            step.take()
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            step.take()
+            memory = torch.cuda.max_memory_allocated()
+            step.record()
+        pipe.send(memory)
+        while repeats := pipe.recv():
+            pipe.send(seconds(step, repeats))
+    except torch.OutOfMemoryError:
+        pipe.send("out of memory")
+
+
 def measure(case: str, variants: list[str], rounds: int) -> dict[str, Any]:
-    """Times and peak memory of the variants of one case, by turns."""
-    steps, memory = {}, {}
+    """Times and peak memory of the variants of one case. All get ready at once; then one at a time has the device."""
+    spawn = multiprocessing.get_context("spawn")
+    pipes, processes = {}, []
+    for variant in variants:
+        pipes[variant], theirs = spawn.Pipe()
+        processes.append(spawn.Process(target=serve, args=(case, variant, theirs)))
+        processes[-1].start()
+        theirs.close()
+    memory = {}
     for variant in variants:
         try:
-            step = Step(case, variant)
-            with step.backend():
-                step()
-                torch.cuda.synchronize()
-                torch.cuda.reset_peak_memory_stats()
-                step()
-                memory[variant] = torch.cuda.max_memory_allocated() - sum(allocated(other) for other in steps.values())
-            if step.released:  # compiled under another backend, it cannot take turns with the rest
-                with step.backend():
-                    step()
-                    released = seconds(step, 5)
-                steps[variant] = released
-            else:
-                steps[variant] = step
-        except torch.OutOfMemoryError:
-            print(f"{case} {variant}: out of memory", flush=True)
-    turns = {name: step for name, step in steps.items() if isinstance(step, Step)}
-    once = {name: seconds(step, 2) for name, step in turns.items()}
-    repeats = max(2, round(0.25 / once["plain"]))
-    times: dict[str, list[float]] = {name: [] for name in turns}
-    for _ in range(rounds):
-        for name, step in turns.items():
-            times[name].append(seconds(step, repeats))
-    row = {}
-    for name, step in steps.items():
-        if isinstance(step, float):
-            plain = statistics.median(times["plain"])
-            ratio, time = step / plain, step
+            said = pipes[variant].recv()
+        except EOFError:
+            said = "failed"
+        if isinstance(said, str):
+            print(f"{case} {variant}: {said}", flush=True)
         else:
-            ratio = statistics.median(mine / plain for mine, plain in zip(times[name], times["plain"], strict=True))
-            time = statistics.median(times[name])
-        row[name] = {"ms": 1e3 * time, "ratio": ratio, "memory_ratio": memory[name] / memory["plain"]}
+            memory[variant] = said
+
+    def time(variant: str, repeats: int) -> float:
+        pipes[variant].send(repeats)
+        taken: float = pipes[variant].recv()
+        return taken
+
+    repeats = max(2, round(0.25 / [time("plain", 2) for _ in range(2)][1]))
+    times: dict[str, list[float]] = {name: [] for name in memory}
+    for name in memory:
+        time(name, 2)
+    for _ in range(rounds):
+        for name in memory:
+            times[name].append(time(name, repeats))
+    row = {}
+    for name in memory:
+        ratio = statistics.median(mine / plain for mine, plain in zip(times[name], times["plain"], strict=True))
+        taken = statistics.median(times[name])
+        row[name] = {"ms": 1e3 * taken, "ratio": ratio, "memory_ratio": memory[name] / memory["plain"]}
         print(
-            f"{case:<14}{name:<14}{1e3 * time:9.2f} ms  {ratio:6.3f} ×   memory {row[name]['memory_ratio']:.3f} ×",
+            f"{case:<14}{name:<14}{1e3 * taken:9.2f} ms  {ratio:6.3f} ×   memory {row[name]['memory_ratio']:.3f} ×",
             flush=True,
         )
+        pipes[name].send(0)
+    for process in processes:
+        process.join()
     return row
-
-
-def allocated(step: Any) -> int:
-    """Bytes that an earlier variant keeps while another is measured: weights, optimiser state and inputs."""
-    if not isinstance(step, Step):
-        return 0
-    state = [value for held in step.optimiser.state.values() for value in held.values() if isinstance(value, Tensor)]
-    tensors = [*step.model.parameters(), *step.model.buffers(), *state, step.images, step.labels]
-    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
 def statistics_cost(case: str) -> dict[str, float]:
@@ -212,43 +245,53 @@ def ceiling() -> dict[str, float]:
     return {"copy_GB_per_s": 2 * source.numel() / copy / 1e9, "bf16_TFLOP_per_s": 2 * 8192**3 / product / 1e12}
 
 
+def recorded(call: Callable[[], Any]) -> float:
+    """Seconds of one call on the device, however long the host takes to launch it."""
+    for _ in range(3):
+        call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(5):
+            call()
+    return seconds(graph.replay, 10) / 5
+
+
 def kernel_rates() -> dict[str, Any]:
     """The kernels alone at DeiT-S's sizes: time, and work against the ceiling. docs/kernels.md counts the work."""
-    from vitfocus.kernels.diversity import diversity
-    from vitfocus.kernels.pooling import mix_dilated
+    import vitfocus.kernels.context
+    import vitfocus.kernels.diversity
+    import vitfocus.kernels.pooling  # noqa: F401  (they register the operators)
 
-    rates: dict[str, Any] = {}
+    ops, rates = torch.ops.vitfocus, {}
+    form = (0.125, 0, True, False, 2.0)
     for batch, side in ((256, 14), (64, 32), (8, 64)):
         count = side * side + 1
-        projected = torch.randn(batch, count, 3, 6, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        query, key, _ = projected.permute(2, 0, 3, 1, 4)
-
-        def loss(query: Tensor = query, key: Tensor = key) -> Tensor:
-            return diversity(query, key, scale=0.125)
-
-        loss().backward()
-        forward, made = seconds(loss, 10), loss()
-        backward = seconds(partial(made.backward, retain_graph=True), 10)
-        product = 2 * batch * count * count * 384
-        tokens = torch.randn(batch, count, 384, device="cuda", requires_grad=True)
-        scores = torch.randn(batch, count - 1, 4, device="cuda", requires_grad=True)
-        mixed = mix_dilated(tokens, scores, (side, side))
-        slope = torch.randn_like(mixed)
-        mixed.backward(slope, retain_graph=True)
-        mix = seconds(partial(mix_dilated, tokens, scores, (side, side)), 10)
-        mix_back = seconds(partial(mixed.backward, slope, retain_graph=True), 10)
-        size = tokens.numel() * 4
-        rates[f"N={count}"] = {
-            "adl_forward_us": 1e6 * forward,
-            "adl_forward_TFLOP_per_s": 2 * product / forward / 1e12,
-            "adl_backward_us": 1e6 * backward,
-            "adl_backward_TFLOP_per_s": 4 * product / backward / 1e12,
-            "tap_forward_us": 1e6 * mix,
-            "tap_forward_GB_per_s": 2 * size / mix / 1e9,
-            "tap_backward_us": 1e6 * mix_back,
-            "tap_backward_GB_per_s": 3 * size / mix_back / 1e9,
-        }
-        print(f"N={count}", {name: round(value, 1) for name, value in rates[f"N={count}"].items()}, flush=True)
+        query, key, value = torch.randn(batch, count, 3, 6, 64, device="cuda", dtype=torch.bfloat16).permute(
+            2, 0, 3, 1, 4
+        )
+        lse = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[1]
+        made = ops.diversity(query, key, None, None, lse, *form)
+        weight = torch.ones((), device="cuda")
+        saved = (query, key, None, made[1], None, *made[2:], *form, False)
+        tokens, slope = torch.randn(2, batch, count, 384, device="cuda", dtype=torch.bfloat16).unbind()
+        scores = torch.randn(batch, count - 1, 4, device="cuda", dtype=torch.bfloat16)
+        weights = ops.mix_dilated(tokens, scores, side, side)[1]
+        product, size = 2 * batch * count * count * 384, 2 * tokens.numel()
+        calls: dict[str, tuple[Callable[[], Any], float, float]] = {
+            "sdpa_forward": (partial(F.scaled_dot_product_attention, query, key, value), 2 * product, 4 * size),
+            "adl_forward": (partial(ops.diversity, query, key, None, None, lse, *form), product, 2 * size),
+            "adl_backward": (partial(ops.diversity_backward, weight, *saved), 4 * product, 4 * size),
+            "tap_forward": (partial(ops.mix_dilated, tokens, scores, side, side), 0, 2 * size),
+            "tap_backward": (
+                partial(ops.mix_dilated_backward, slope, tokens, weights, side, side, torch.bfloat16), 0, 3 * size
+            ),
+            "cb_either_way": (partial(ops.share_mean, tokens, None, 0.5, torch.bfloat16), 0, 2 * size),
+        }  # fmt: skip
+        row = rates[f"N={count}"] = {}
+        for name, (call, flops, moved) in calls.items():
+            taken = recorded(call)
+            row[name] = {"us": 1e6 * taken, "TFLOP_per_s": flops / taken / 1e12, "GB_per_s": moved / taken / 1e9}
+            print(f"N={count:<6}{name:<16}", *(f"{key} {value:8.1f}" for key, value in row[name].items()), flush=True)
     return rates
 
 
@@ -271,7 +314,7 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--workers", type=int, default=0, help="processes that compile ahead")
-    parser.add_argument("--no-statistics", action="store_true")
+    parser.add_argument("--steps-alone", action="store_true", help="no statistics, no kernels alone")
     parser.add_argument("--compile-only", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
@@ -282,7 +325,7 @@ def main() -> None:
     if args.compile_only:
         step = Step(args.cases[0], args.variants[0])
         with step.backend():
-            step()
+            step.take()
         torch.cuda.synchronize()
         return
     if args.workers:
@@ -294,13 +337,13 @@ def main() -> None:
     versions = {"torch": torch.__version__, "triton": triton.__version__, "timm": timm.__version__}
     result: dict[str, Any] = json.loads(args.out.read_text()) if args.out.is_file() else {}
     result |= {"device": torch.cuda.get_device_name(), "versions": versions, "targets": TARGETS}
-    result["ceiling"], result["kernels"] = ceiling(), kernel_rates()
-    print(result["ceiling"], flush=True)
+    if not args.steps_alone:
+        result["ceiling"], result["kernels"] = ceiling(), kernel_rates()
+        print(result["ceiling"], flush=True)
     for case in args.cases:
-        torch._dynamo.reset()
         torch.cuda.empty_cache()
         result.setdefault("steps", {})[case] = measure(case, variants, args.rounds)
-        if case.startswith("deit") and not args.no_statistics:
+        if case.startswith("deit") and not args.steps_alone:
             result.setdefault("statistics", {})[case] = statistics_cost(case)
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vitfocus.kernels.context import broadcast_mean, broadcast_scaled, share_mean, token_mean
 from vitfocus.kernels.diversity import diversity, row_similarity
 from vitfocus.kernels.pooling import dilated_mean, mix_poolings
 
@@ -145,4 +146,24 @@ def check_pooling(case: Pooling, mix: Any, seed: int = 0, device: str = "cpu") -
     names: Sequence[str] = ("output", "tokens' gradient", "scores' gradient")
     for name, mine, theirs in zip(names, (got, *gradients), (expected, *correct), strict=True):
         assert mine.dtype == case.dtype
+        compare(name, mine, theirs, near, at_least=1e-5)
+
+
+def check_context(
+    shape: tuple[int, int, int], scaled: bool, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> None:
+    """`share_mean` and its gradients against the reference in float64."""
+    draw = torch.Generator().manual_seed(sum(shape))
+    tokens = torch.randn(shape, generator=draw).to(device, dtype).requires_grad_()
+    scale = torch.randn(shape[2], generator=draw).to(device).requires_grad_() if scaled else None
+    slope = torch.randn(shape, generator=draw).to(device, dtype)
+    given = [one for one in (tokens, scale) if one is not None]
+    exact = [one.detach().double().requires_grad_() for one in given]
+    mean = token_mean(exact[0], (1,))
+    expected = broadcast_scaled(exact[0], mean, exact[1]) if scaled else broadcast_mean(exact[0], mean)
+    got = share_mean(tokens, scale)
+    near = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
+    results = (got, *torch.autograd.grad(got, given, slope))
+    correct = (expected, *torch.autograd.grad(expected, exact, slope.double()))
+    for name, mine, theirs in zip(("output", "tokens' gradient", "scale's gradient"), results, correct, strict=False):
         compare(name, mine, theirs, near, at_least=1e-5)

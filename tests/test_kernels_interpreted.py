@@ -10,7 +10,7 @@ import os
 
 import pytest
 import torch
-from kernel_cases import Attention, Pooling, check_attention, check_pooling
+from kernel_cases import Attention, Pooling, check_attention, check_context, check_pooling
 
 from vitfocus.kernels.backends import backend, has_triton
 from vitfocus.kernels.diversity import diversity
@@ -87,7 +87,7 @@ POOLING = [
     Pooling("square-50", grid=(7, 7), channels=40, branches=2),
     Pooling("registers", grid=(3, 4), prefix=5, channels=200, batch=1),
     Pooling("wide", grid=(2, 66), channels=8, batch=1, branches=2),
-    Pooling("bf16", grid=(2, 9), dtype=torch.bfloat16, batch=1),
+    Pooling("parted", grid=(2, 80), channels=16, batch=1, branches=4),
     Pooling("fp16", grid=(5, 3), dtype=HALF, batch=1),
 ]
 
@@ -97,12 +97,32 @@ def test_pooling(case: Pooling) -> None:
     check_pooling(case, mix_dilated, seed=len(case.name))
 
 
-@pytest.mark.parametrize("fused", ["diversity", "mix_dilated"])
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize(("count", "channels"), [(1, 5), (7, 33), (50, 40), (700, 8)])
+def test_context(count: int, channels: int, scaled: bool) -> None:
+    check_context((2, count, channels), scaled)
+
+
+@pytest.mark.parametrize("fused", ["diversity", "mix_dilated", "share_mean"])
 def test_operators_keep_the_rules_of_custom_operators(fused: str) -> None:
+    arguments: tuple[object, ...]
     if fused == "diversity":
         query, key, bias, _ = Attention("rules", (1, 2, 7, 16), bias=(1, 2, 7, 7)).inputs(0)
-        arguments = (query, key, bias, None, 0.25, 1, True, True, 1.0)
-    else:
+        arguments = (query, key, bias, None, None, 0.25, 1, True, True, 1.0)
+    elif fused == "mix_dilated":
         tokens, scores = torch.randn(1, 7, 8, requires_grad=True), torch.randn(1, 6, 2, requires_grad=True)
         arguments = (tokens, scores, 2, 3)
+    else:
+        arguments = (torch.randn(2, 7, 8), torch.randn(8), 1.0, torch.float32)
     torch.library.opcheck(getattr(torch.ops.vitfocus, fused).default, arguments)
+
+
+def test_given_normalisers_change_nothing() -> None:
+    query, key, _, options = Attention("given", (2, 2, 50, 16)).inputs(5)
+    lse = (query.detach() * 0.25 @ key.detach().mT).logsumexp(-1)
+    results = []
+    for given in (None, lse):
+        loss = diversity(query, key, scale=0.25, lse=given, **options)
+        results.append((loss, *torch.autograd.grad(loss, (query, key))))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-7)

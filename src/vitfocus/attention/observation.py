@@ -14,13 +14,15 @@ class Observation:
     """What was seen of one attention. Shapes: B images (or windows), H heads, Q queries, K keys, D channels a head.
 
     Either `query` (B, H, Q, D) and `key` (B, H, K, D) with `scale` and an optional additive `bias` broadcastable to
-    (B, H, Q, K); or the `logits` (B, H, Q, K) that the model fed to its softmax; or the finished `map` (B, H, Q, K).
+    (B, H, Q, K), and where they are known the softmax's normalisers `lse` (B, H, Q), log Σ exp; or the `logits`
+    (B, H, Q, K) that the model fed to its softmax; or the finished `map` (B, H, Q, K).
     """
 
     query: Tensor | None = None
     key: Tensor | None = None
     scale: float = 1.0
     bias: Tensor | None = None
+    lse: Tensor | None = None
     logits: Tensor | None = None
     map: Tensor | None = None
 
@@ -66,7 +68,7 @@ class Observation:
 
     def detach(self) -> Observation:
         """The same without a gradient."""
-        tensors = {name: getattr(self, name) for name in ("query", "key", "bias", "logits", "map")}
+        tensors = {name: getattr(self, name) for name in ("query", "key", "bias", "lse", "logits", "map")}
         kept = {name: tensor.detach() if tensor is not None else None for name, tensor in tensors.items()}
         return Observation(scale=self.scale, **kept)
 

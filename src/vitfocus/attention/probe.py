@@ -2,14 +2,16 @@
 
 It replaces the `forward` of the attention module, on that instance alone, by one that runs the original under a
 `TorchFunctionMode`. The mode watches for `scaled_dot_product_attention`, or the softmax of a model that does without
-it, and hands what it saw to a sink. Nothing global is patched; outside the module's own forward nothing is watched, and
-`torch.compile(fullgraph=True)` traces straight through it.
+it, and hands what it saw to a sink; where torch's own kernel can tell its normalisers, it is asked to. Nothing global
+is patched; outside the module's own forward nothing is watched, and `torch.compile(fullgraph=True)` traces straight
+through it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +21,8 @@ from torch.overrides import TorchFunctionMode
 
 from vitfocus.anatomy import Block
 from vitfocus.attention.observation import Observation, join_heads
+from vitfocus.kernels.attention import attention_with_normalisers
+from vitfocus.kernels.backends import chosen, exporting
 
 Sink = Callable[[Observation], None]
 
@@ -37,7 +41,14 @@ class _Watch(TorchFunctionMode):
             if func is F.dropout and args[0].ndim == 4:
                 self.seen.append(Observation(map=args[0]))
         elif func is F.scaled_dot_product_attention:
-            self.seen.append(_from_call(*args, **kwargs))
+            seen, value = _from_call(*args, **kwargs)
+            made = None
+            if value is not None and seen.query is not None and seen.key is not None and triton_reads(seen.query):
+                made = attention_with_normalisers(seen.query, seen.key, value, scale=seen.scale)
+            if made is not None:
+                self.seen.append(replace(seen, lse=made[1]))
+                return made[0]
+            self.seen.append(seen)
         elif func in (F.softmax, torch.softmax, Tensor.softmax) and args[0].ndim >= 4:
             self.seen.append(Observation(logits=args[0].flatten(0, -4)))
         return func(*args, **kwargs)
@@ -52,8 +63,9 @@ def _from_call(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Observation:
-    """An observation from the arguments of `scaled_dot_product_attention`."""
+) -> tuple[Observation, Tensor | None]:
+    """An observation from the arguments of `scaled_dot_product_attention`, and the values where these are all."""
+    plain = attn_mask is None and dropout_p == 0.0 and not is_causal and not enable_gqa
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if is_causal:
         attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
@@ -63,7 +75,12 @@ def _from_call(
         attn_mask = attn_mask[(None,) * (4 - attn_mask.ndim)]
     if enable_gqa and key.shape[1] != query.shape[1]:
         key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    return Observation(query=query, key=key, scale=scale, bias=attn_mask)
+    return Observation(query=query, key=key, scale=scale, bias=attn_mask), value if plain else None
+
+
+def triton_reads(query: Tensor) -> bool:
+    """Whether what was seen goes to the kernels, which profit from knowing the normalisers."""
+    return not exporting() and chosen(query) == "triton"
 
 
 def _from_multihead(module: nn.MultiheadAttention, tokens: Tensor) -> Observation:

@@ -23,7 +23,6 @@ from vitfocus.attention.heads import HeadReading
 from vitfocus.attention.observation import Observation
 from vitfocus.attention.reading import Geometry, Number, Reading, Sums, Tile
 from vitfocus.attention.stability import StabilityReading
-from vitfocus.kernels.backends import forced
 from vitfocus.kernels.statistics import Grids, backend_for, pair_products, statistics
 
 #: Numbers in a tile, on the CPU from the least to the most: what the caches hold. A GPU wants more to be busy.
@@ -67,6 +66,7 @@ def _views(seen: Observation, images: slice, heads: slice | Tensor = slice(None)
         key=cut(seen.key),
         scale=seen.scale,
         bias=cut(seen.bias),
+        lse=cut(seen.lse),
         logits=cut(seen.logits),
         map=cut(seen.map),
     )
@@ -137,12 +137,12 @@ class LayerStream:
             assert geometry.query_grid is not None and geometry.key_grid is not None
             grids = Grids(geometry.query_grid, geometry.key_grid, geometry.prefix_tokens)
         query, key, scale, bias = seen.query, seen.key, seen.scale, seen.bias
-        made = statistics(query, key, scale=scale, bias=bias, grids=grids, threshold=THRESHOLD)
+        made = statistics(query, key, scale=scale, bias=bias, grids=grids, threshold=THRESHOLD, lse=seen.lse)
         products = None
         if other is not None:
             assert other.query is not None and other.key is not None
-            others = (other.query, other.key, other.bias, None)
-            products = pair_products((query, key, bias, None), others, scale=scale)
+            others = (other.query, other.key, other.bias, other.lse)
+            products = pair_products((query, key, bias, seen.lse), others, scale=scale)
         for reading in self.readings:
             reading.begin(seen.shape[0], seen.shape[1], geometry)
             reading.fill(Sums(made, products))
@@ -180,12 +180,8 @@ def rows(streams: Iterable[LayerStream]) -> list[dict[str, float]]:
 
 
 def _by_kernels(seen: Observation) -> bool:
-    """Whether the sums come from queries and keys at once: where `backend("triton")` or the reference is asked for.
-
-    Left to itself a GPU goes by tiles as a CPU does: the kernels have been compared with them in Triton's interpreter
-    alone so far, and not been timed.
-    """
-    if forced() == "auto" or seen.query is None or seen.key is None:
+    """Whether the sums come from queries and keys at once: on a GPU, or where the reference is asked for."""
+    if seen.query is None or seen.key is None:
         return False
     return backend_for(seen.query, seen.key, seen.bias) != "chunked"
 

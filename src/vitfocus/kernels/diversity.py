@@ -74,11 +74,14 @@ def diversity(
     variant: Variant = "official",
     heads: Heads = "mean",
     threshold: float = 2.0,
+    lse: Tensor | None = None,
 ) -> Tensor:
     """`row_similarity` of softmax(scale · q kᵀ + bias), from `query` (B, H, Q, D) and `key` (B, H, K, D) alone.
 
     `bias` is broadcastable to (B, H, Q, K). `rows` (R,) picks distinct query rows; `first` leaves that many keys out
-    (and, where no rows are picked, queries). No map is made. A row with every key masked by -inf counts as empty.
+    (and, where no rows are picked, queries). `lse` (B, H, Q) are the softmax's normalisers, where they are known
+    already; the gradient is that of a softmax all the same. No map is made. A row with every key masked by -inf counts
+    as empty.
 
     >>> q, k = torch.randn(2, 2, 3, 5, 8).unbind()
     >>> whole = row_similarity((q @ k.mT).softmax(-1), variant="paper")
@@ -99,7 +102,7 @@ def diversity(
     where = Place(scale, first, heads == "mean", variant == "paper", threshold)
     if name == "chunked":
         return diversity_in_chunks(query, key, bias, rows, where)
-    made: tuple[Tensor, ...] = _diversity(query, key, bias, rows, *where)
+    made: tuple[Tensor, ...] = _diversity(query, key, bias, rows, lse, *where)
     return made[0]
 
 
@@ -109,6 +112,7 @@ def _diversity(
     key: Tensor,
     bias: Tensor | None,
     rows: Tensor | None,
+    lse: Tensor | None,
     scale: float,
     first: int,
     average_heads: bool,
@@ -119,7 +123,7 @@ def _diversity(
     from vitfocus.kernels.triton import diversity_launch
 
     where = Place(scale, first, average_heads, paper, threshold)
-    return diversity_launch.forward(query, key, bias, rows, where)
+    return diversity_launch.forward(query, key, bias, rows, lse, where)
 
 
 @_diversity.register_fake
@@ -128,6 +132,7 @@ def _(
     key: Tensor,
     bias: Tensor | None,
     rows: Tensor | None,
+    lse: Tensor | None,
     scale: float,
     first: int,
     average_heads: bool,
@@ -179,7 +184,7 @@ def _(gradient: Tensor, query: Tensor, key: Tensor, bias: Tensor | None, *rest: 
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    query, key, bias, rows, *rest = inputs
+    query, key, bias, rows, _, *rest = inputs
     ctx.rest = rest
     ctx.set_materialize_grads(False)
     ctx.wants_bias = bias is not None and bias.requires_grad
@@ -188,9 +193,9 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 
 def _gradient(ctx: Any, gradient: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if gradient is None:
-        return (None,) * 9
+        return (None,) * 10
     made = _diversity_backward(gradient, *ctx.saved_tensors, *ctx.rest, ctx.wants_bias)
-    return (made[0], made[1], made[2] if ctx.wants_bias else None, *(None,) * 6)
+    return (made[0], made[1], made[2] if ctx.wants_bias else None, *(None,) * 7)
 
 
 _diversity.register_autograd(_gradient, setup_context=_setup)

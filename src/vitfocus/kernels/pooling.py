@@ -75,15 +75,25 @@ def predict_scores(
     height, width = grid
     batch, count, _ = tokens.shape
     branches = first.shape[0]
-    spread = F.linear(tokens, first.permute(2, 3, 0, 1).reshape(9 * branches, -1))
-    spread = spread[:, count - height * width :].reshape(batch, height, width, 9, branches)
+    matrix = _aligned(first.permute(2, 3, 0, 1).reshape(9 * branches, -1), 0)
+    spread = F.linear(tokens, matrix)[:, count - height * width :, : 9 * branches]
+    spread = spread.reshape(batch, height, width, 9, branches)
     padded = F.pad(spread, (0, 0, 0, 0, 1, 1, 1, 1))
     taps = [padded[:, tap // 3 : tap // 3 + height, tap % 3 : tap % 3 + width, tap] for tap in range(9)]
     hidden = norm(sum(taps[1:], taps[0]).permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
     padded = F.pad(hidden, (0, 0, 1, 1, 1, 1))
     near = [padded[:, tap // 3 : tap // 3 + height, tap % 3 : tap % 3 + width] for tap in range(9)]
-    scores = F.linear(torch.cat(near, dim=-1), second.permute(0, 2, 3, 1).reshape(branches, 9 * branches))
+    matrix = _aligned(_aligned(second.permute(0, 2, 3, 1).reshape(branches, 9 * branches), 0), 1)
+    scores = F.linear(_aligned(torch.cat(near, dim=-1), 3), matrix)[..., :branches]
     return scores.reshape(batch, height * width, branches)
+
+
+def _aligned(tensor: Tensor, axis: int) -> Tensor:
+    """Zeros added to that axis up to a multiple of eight, which the fast matrix products ask for."""
+    missing = -tensor.shape[axis] % 8
+    if not missing:
+        return tensor
+    return F.pad(tensor, (0, 0) * (tensor.ndim - 1 - axis) + (0, missing))
 
 
 def mix_dilated(tokens: Tensor, scores: Tensor, grid: tuple[int, int]) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from vitfocus.tasks.base import RecordableBatches
+from vitfocus.treatments.diversity import forget_losses
 
 if TYPE_CHECKING:
     from vitfocus.train.engine import Engine
@@ -68,6 +69,7 @@ class RecordedStep:
             self.taken += 1
             return self._body(given, epoch)
         self.inputs = tuple(value.clone() for value in given)
+        forget_losses(self.engine.raw)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self.terms = self._body(self.inputs, epoch)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from vitfocus.anatomy import Anatomy, Block, Port
 from vitfocus.errors import VitfocusError
 from vitfocus.kernels import context as arithmetic
+from vitfocus.kernels.backends import chosen, exporting
 from vitfocus.treatments.base import Layers, Treatment, choose_blocks, handles, layers_option, option
 from vitfocus.treatments.notes import CallNotes, note_sequence
 from vitfocus.treatments.surgery import Surgeon
@@ -97,6 +98,9 @@ class ContextBroadcast(nn.Module):
     def _broadcast(self, tokens: Tensor, valid: Tensor | None) -> Tensor:
         if self.variant == "gate":
             return arithmetic.broadcast_gate(tokens, tokens[:, :1])
+        if self.variant != "hybrid" and valid is None and fits_kernel(tokens, self.layout):
+            flat = tokens.flatten(1, -2) if self.layout == "BHWC" else tokens
+            return arithmetic.share_mean(flat, self.context_scale).view(tokens.shape)
         mean = arithmetic.token_mean(tokens, self.axes, valid)
         if self.variant == "hybrid":
             return arithmetic.broadcast_hybrid(tokens, mean, tokens[:, :1])
@@ -108,6 +112,11 @@ class ContextBroadcast(nn.Module):
     def extra_repr(self) -> str:
         """Shown when the model is printed."""
         return f"variant={self.variant}, tokens={self.tokens}"
+
+
+def fits_kernel(tokens: Tensor, layout: str) -> bool:
+    """Whether the kernel takes these tokens: channels last, on a GPU, and nobody exports the model."""
+    return layout != "BCHW" and not exporting() and chosen(tokens) == "triton"
 
 
 @handles(ContextBroadcasting)

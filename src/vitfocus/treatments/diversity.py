@@ -91,7 +91,7 @@ class DiversityMeter(nn.Module):
         form: Any = {"variant": config.variant, "heads": config.heads, "threshold": config.threshold}
         with torch.autocast(seen.device.type, enabled=False):
             if seen.query is not None and seen.key is not None:
-                place: Any = {"scale": seen.scale, "bias": seen.bias, "rows": rows, "first": first}
+                place: Any = {"scale": seen.scale, "bias": seen.bias, "rows": rows, "first": first, "lse": seen.lse}
                 return diversity(seen.query, seen.key, **place, **form)
             picked = seen.attention(slice(first, None) if rows is None else rows)
             return row_similarity(picked[..., first:], **form)
@@ -115,6 +115,13 @@ class ForgetLosses:
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         for meter in self.meters:
             meter.forget()
+
+
+def forget_losses(model: nn.Module) -> None:
+    """Let go of what the last forward recorded, and with it of its graph: a step that is recorded must begin anew."""
+    for module in model.modules():
+        if isinstance(module, DiversityMeter):
+            module.forget()
 
 
 @handles(AttentionDiversification)

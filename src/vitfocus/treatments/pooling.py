@@ -124,6 +124,8 @@ class DilationPredictor(TokenPooling):
             flat = tokens.reshape(-1, rows * columns, width)
         else:
             flat, (rows, columns) = tokens, self._grid(tokens.shape[1] - self.prefix_tokens)
+        if torch.is_autocast_enabled("cuda"):  # once, for the predictor's product and for the mixing
+            flat = flat.to(torch.get_autocast_dtype("cuda"))
         scores = predict_scores(flat, first.weight, norm, second.weight, (rows, columns))
         return mix_dilated(flat, scores, (rows, columns)).view(tokens.shape)
 

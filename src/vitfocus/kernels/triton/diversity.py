@@ -121,13 +121,14 @@ def dot_pass(
     block, map_index = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     batch, head = _place(map_index, heads, G)
     numbers, row_ok, query_rows = _which(rows, block, row_count, first, BM, HAS_ROWS)
-    query = load_heads(q, batch, head, query_rows, row_ok, q_strides, G, D, DP)
-    norms = load_vectors(lse, batch * heads + head, queries, query_rows, row_ok, G)
+    count = tl.load(counts + map_index)
+    wanted = numbers < tl.where(count > 0, row_count, 0)  # where no column is kept, nothing is read
+    query = load_heads(q, batch, head, query_rows, wanted, q_strides, G, D, DP)
+    norms = load_vectors(lse, batch * heads + head, queries, query_rows, wanted, G)
     square = tl.load(squares + map_index.to(tl.int64) * row_count + numbers, mask=row_ok, other=0.0)
     unit = tl.where(square > 0, tl.rsqrt(tl.where(square > 0, square, 1.0)), 0.0)
     dot = tl.zeros([BM], tl.float32)
     by_head = zeros(G, [BM])
-    count = tl.load(counts + map_index)
     mine = map_index.to(tl.int64) * keys
     sums = unit_sums + (map_index * blocks + block).to(tl.int64) * keys
     for start in range(0, count, BN):
@@ -197,10 +198,11 @@ def slope_pass(
     block, map_index = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     batch, head = _place(map_index, heads, G)
     numbers, row_ok, query_rows = _which(rows, block, row_count, first, BM, HAS_ROWS)
-    query = load_heads(q, batch, head, query_rows, row_ok, q_strides, G, D, DP)
-    norms = load_vectors(lse, batch * heads + head, queries, query_rows, row_ok, G)
-    by_head = zeros(G, [BM])
     count = tl.load(counts + map_index)
+    wanted = numbers < tl.where(count > 0, row_count, 0)  # where no column is kept, nothing is read
+    query = load_heads(q, batch, head, query_rows, wanted, q_strides, G, D, DP)
+    norms = load_vectors(lse, batch * heads + head, queries, query_rows, wanted, G)
+    by_head = zeros(G, [BM])
     mine = map_index.to(tl.int64) * keys
     for start in range(0, count, BN):
         places = start + tl.arange(0, BN)

@@ -25,11 +25,14 @@ class Saved(NamedTuple):
 
 
 def forward(
-    query: Tensor, key: Tensor, bias: Tensor | None, rows: Tensor | None, where: Place
+    query: Tensor, key: Tensor, bias: Tensor | None, rows: Tensor | None, lse: Tensor | None, where: Place
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The loss and what `backward` needs, in the order of the operator's results."""
     shape = _Shape(query, key, bias, rows, where)
-    lse = normalisers(query, key, bias, where.scale)
+    # What an operator returns is new, so given normalisers are copied.
+    lse = (
+        normalisers(query, key, bias, where.scale) if lse is None else lse.clone(memory_format=torch.contiguous_format)
+    )
     maps, group, count, keys = shape.maps, shape.group, shape.count, shape.keys
     floats: Any = {"dtype": torch.float32, "device": query.device}
     blocks, settings = shape.row_blocks("row")

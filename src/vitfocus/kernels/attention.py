@@ -1,0 +1,41 @@
+"""Attention that also tells its normalisers, where torch's own kernel has them.
+
+A fused attention kernel keeps log Σ exp of every row's logits for its backward pass. Whoever reads the map a second
+time needs exactly these, and finding them again is a pass over all logits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def attention_with_normalisers(
+    query: Tensor, key: Tensor, value: Tensor, *, scale: float
+) -> tuple[Tensor, Tensor] | None:
+    """softmax(scale · q kᵀ) v and log Σ exp (B, H, Q), by the kernel that torch would choose; None where it has none.
+
+    >>> attention_with_normalisers(*torch.zeros(3, 1, 1, 4, 8), scale=1.0) is None  # not on a CPU
+    True
+    """
+    tensors = (query, key, value)
+    if query.device.type != "cuda" or query.dtype not in (torch.bfloat16, torch.float16):
+        return None
+    widths = {tensor.shape[-1] for tensor in tensors}
+    alike = all(tensor.ndim == 4 and tensor.dtype == query.dtype and tensor.stride(-1) == 1 for tensor in tensors)
+    if not alike or len(widths) > 1 or widths.pop() not in range(8, 129, 8) or min(query.shape[2], key.shape[2]) < 2:
+        return None
+    if not _is_cudnn_first():
+        return None
+    made = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        query, key, value, None, True, 0.0, False, False, scale=scale
+    )
+    return made[0], made[1].detach().reshape(query.shape[:3])
+
+
+@torch.compiler.assume_constant_result
+def _is_cudnn_first() -> bool:
+    """Whether torch prefers cuDNN's attention: from compute capability 9.0 on, unless told otherwise."""
+    if not torch.backends.cuda.cudnn_sdp_enabled() or torch.are_deterministic_algorithms_enabled():
+        return False
+    return torch.cuda.get_device_capability() >= (9, 0)
