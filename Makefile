@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow lint format docs bench clean
+.PHONY: demo test test-slow lint format docs bench study clean
 
 .venv/installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -36,6 +36,11 @@ docs: .venv/installed
 
 bench: .venv/installed
 	for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+# The CIFAR-100 study, what is unfinished of it; for example: make study DATA=/data/cifar100 STUDY="--workers 4"
+DATA ?= data/cifar100
+study: .venv/installed
+	$(BIN)/python studies/cifar100/study.py --data $(DATA) $(STUDY)
 
 clean:
 	rm -rf .venv build dist runs site src/*.egg-info

@@ -8,6 +8,7 @@ import os
 import pickle
 import random
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,26 @@ def test_every_layout_gives_the_same_images(layout: str, tmp_path: Path, monkeyp
             )
             == 5
         )
+
+
+@pytest.mark.parametrize("layout", ["folder", "cifar-mosaic"])
+def test_a_holdout_divides_the_training_set_and_leaves_the_test_set_alone(layout: str, tmp_path: Path) -> None:
+    root = {"folder": write_folder, "cifar-mosaic": write_mosaic}[layout](tmp_path / "data")
+    plain = Data(source=layout, root=str(root), size=32)
+    divided = replace(plain, holdout=8)
+
+    def pixels(data: Data, split: str) -> list[bytes]:
+        images = open_images(data, split)
+        return [np.asarray(images.read(index)[0].convert("RGB")).tobytes() for index in range(len(images))]
+
+    kept, held = pixels(divided, "train"), pixels(divided, "val")
+    assert (len(kept), len(held)) == (22, 8) and sorted(kept + held) == sorted(pixels(plain, "train"))
+    assert not set(held) & set(pixels(plain, "val")) and held == pixels(divided, "val")
+    assert pixels(replace(divided, val_length=3), "val") == held[:3]
+    digests = {open_images(data, "train").digest() for data in (plain, divided, replace(divided, holdout=9))}
+    assert len(digests) == 3
+    with pytest.raises(VitfocusError, match="leaves none to train on"):
+        open_images(replace(plain, holdout=30), "val")
 
 
 def test_fashion_mnist_is_padded_and_coloured(tmp_path: Path) -> None:

@@ -12,17 +12,18 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from timm.scheduler import CosineLRScheduler
-from train_tools import rows, tiny
+from train_tools import AUGMENTED, rows, tiny
 
 import vitfocus as vf
 from vitfocus.data.augment import Batch
 from vitfocus.data.shapes import shapes_batch
 from vitfocus.data.stream import Stream
 from vitfocus.errors import VitfocusError
+from vitfocus.robustness.pixels import PixelModel
 from vitfocus.tasks.building import build_model
 from vitfocus.tasks.classification_loss import Losses, cross_entropy
 from vitfocus.tasks.distill import Teacher
-from vitfocus.train.run import train
+from vitfocus.train.run import assemble_run, train
 from vitfocus.train.schedule import Plan
 from vitfocus.train.sections import Distill, Loss
 from vitfocus.treatments.surgery import added_names
@@ -71,6 +72,23 @@ def test_the_engine_ends_where_a_loop_by_hand_ends(tmp_path: Path) -> None:
     with torch.no_grad():
         right = (model(images / 127.5 - 1).argmax(1) == labels).float().mean()
     assert results["last"]["top1_raw"] == pytest.approx(float(right)) and "top1" in results["last"]
+
+
+def test_small_images_are_enlarged_when_augmented_and_mixed(tmp_path: Path) -> None:
+    results = train(tiny("enlarge=32", *AUGMENTED), tmp_path / "run")
+    small, large = (assemble_run(tiny(key, *AUGMENTED), tmp_path / key).task for key in ("enlarge=0", "enlarge=32"))
+    before, after = (next(task.iterate(3, 4)) for task in (small, large))
+    expected = F.interpolate(before.images, size=(32, 32), mode="bicubic", antialias=True)
+    torch.testing.assert_close(after.images, expected)
+    assert torch.equal(after.others, before.others) and before.images.shape[-1] == 16
+    model = vf.load(tmp_path / "run" / "model")
+    images, labels = shapes_batch(range(20), "val", size=16)
+    with torch.no_grad():
+        right = PixelModel("model", model, resize=True)(images).argmax(1) == labels
+    assert results["last"]["top1"] == pytest.approx(float(right.float().mean()))
+    assert vf.anatomy(model).build_size == (32, 32) and results["preprocessing"]["size"] == 32
+    with pytest.raises(VitfocusError, match="kept on the device"):
+        train(tiny("enlarge=32", "resident=no"), tmp_path / "read")
 
 
 @pytest.mark.parametrize("what", ["added", "head"])

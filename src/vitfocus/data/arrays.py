@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from pathlib import Path
@@ -44,11 +45,17 @@ def mosaic_arrays(root: str, split: str, size: int) -> ArrayImages:
     folder = Path(root)
     index = json.loads((folder / "index.json").read_text())
     entry = index["train" if split == "train" else "test"]
-    pixels = np.concatenate([_tiles(folder / name) for name in entry["mosaics"]])
-    if hashlib.sha256(pixels.data).hexdigest() != entry["sha256"]:
-        raise VitfocusError(f"The pixels of {folder} ({split}) are not those its index.json was made of.")
-    images = torch.from_numpy(pixels).permute(0, 3, 1, 2)
+    images = _mosaic_pixels(folder.resolve(), tuple(entry["mosaics"]), entry["sha256"])
     return ArrayImages(as_rgb(images, size), torch.tensor(entry["labels"]), index["classes"], f"{folder.name}/{split}")
+
+
+@functools.lru_cache(maxsize=2)
+def _mosaic_pixels(folder: Path, names: tuple[str, ...], sha256: str) -> torch.Tensor:
+    """The images (N, 3, 32, 32), decoded once for all runs of a process: that takes seconds."""
+    pixels = np.concatenate([_tiles(folder / name) for name in names])
+    if hashlib.sha256(pixels.data).hexdigest() != sha256:
+        raise VitfocusError(f"The pixels of {folder} ({names[0]}...) are not those its index.json was made of.")
+    return torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous()
 
 
 def shapes_arrays(split: str, length: int, size: int) -> ArrayImages:

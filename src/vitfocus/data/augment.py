@@ -130,6 +130,11 @@ def apply_mix(batch: Batch, numbers: Tensor) -> Batch:
     return Batch(torch.where(inside, swapped, blended), labels, others, share, rest)
 
 
+def enlarge(images: Tensor, side: int) -> Tensor:
+    """Images (B, C, H, W) at `side` × `side` pixels, bicubic, as the suites enlarge them; 0: as they are."""
+    return F.interpolate(images, size=(side, side), mode="bicubic", antialias=True) if side else images
+
+
 def _span(draw: np.random.Generator, size: int, part: float) -> tuple[int, int]:
     cut, centre = int(size * part), int(draw.integers(size))
     return max(0, centre - cut // 2), min(size, centre + cut // 2)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from vitfocus.data import arrays
-from vitfocus.data.files import FirstImages, FolderImages, TimmImages, find_split
+from vitfocus.data.files import ChosenImages, FolderImages, TimmImages, find_split
 from vitfocus.data.images import ArrayImages, Broken, BrokenLog, Images, read_or_broken
 from vitfocus.data.settings import Data
 from vitfocus.data.shards import ShardImages, find_shards
@@ -20,16 +21,33 @@ SOURCES = ("shapes", *_TORCHVISION, "cifar-mosaic", "folder", "shards", "timm:NA
 
 
 def open_images(data: Data, split: str, classes: Sequence[str] | None = None) -> Images:
-    """The images of a split ("train" or "val"). `classes`, the training set's, are checked where files could differ."""
-    length = data.train_length if split == "train" else data.val_length
-    images = _open(data, split, classes, length)
+    """The images of a split ("train" or "val"). `classes`, the training set's, are checked where files could differ.
+
+    With `data.holdout`, both splits are parts of the training set, and the set's own validation images are not touched.
+    """
+    opened = "train" if data.holdout else split
+    length = data.train_length if opened == "train" else data.val_length
+    images = _open(data, opened, classes, length)
     if not len(images):
-        raise VitfocusError(f"The {split} split of {data.source} holds no image.")
-    if not length or length >= len(images):
+        raise VitfocusError(f"The {opened} split of {data.source} holds no image.")
+    if length and length < len(images):
+        images = choose(images, range(length))
+    if not data.holdout:
         return images
+    if data.holdout >= len(images):
+        raise VitfocusError(f"data.holdout={data.holdout} of {len(images)} training images leaves none to train on.")
+    order = np.random.default_rng(0).permutation(len(images))
+    part = order[: data.holdout] if split == "val" else order[data.holdout :]
+    part = np.sort(part)[: data.val_length or None] if split == "val" else np.sort(part)
+    return choose(images, part.tolist())
+
+
+def choose(images: Images, chosen: Sequence[int]) -> Images:
+    """Those images of a set, in that order."""
     if isinstance(images, ArrayImages):
-        return ArrayImages(images.pixels[:length], images.labels[:length], images.classes, images.title)
-    return FirstImages(images, length)
+        index = torch.as_tensor(list(chosen))
+        return ArrayImages(images.pixels[index], images.labels[index], images.classes, images.title)
+    return ChosenImages(images, chosen)
 
 
 def _open(data: Data, split: str, classes: Sequence[str] | None, length: int) -> Images:

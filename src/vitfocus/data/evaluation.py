@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Iterator
 import torch
 from torch import Tensor
 
+from vitfocus.data.augment import enlarge
 from vitfocus.data.images import BrokenLog, Images
 from vitfocus.data.loading import Samples, Share, _loader
 from vitfocus.data.settings import Data
@@ -73,7 +74,8 @@ class EvaluationBatches:
             yield [min(p, self.length - 1) for p in positions], [float(p < stop) for p in positions]
 
     def _finish(self, pixels: Tensor) -> Tensor:
-        return (pixels.float() - self.mean) / self.std
+        values = enlarge(pixels.float(), self.data.enlarge).clamp(0, 255)
+        return (values - self.mean) / self.std
 
     def _tensor(self, counts: list[float]) -> Tensor:
         return torch.tensor(counts, device=self.device)

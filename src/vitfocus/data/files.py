@@ -103,24 +103,24 @@ class TimmImages:
         return hashlib.sha256(f"{self.title} {self.length}".encode()).hexdigest()
 
 
-class FirstImages:
-    """The first so many images of a set."""
+class ChosenImages:
+    """Some images of a set, by their numbers in it."""
 
-    def __init__(self, inner: Any, length: int) -> None:
-        self.inner, self.length, self.classes = inner, length, inner.classes
+    def __init__(self, inner: Any, chosen: Sequence[int]) -> None:
+        self.inner, self.chosen, self.classes = inner, chosen, inner.classes
 
     def __len__(self) -> int:
-        return self.length
+        return len(self.chosen)
 
     def read(self, index: int) -> tuple[Image.Image, int]:
         """As the set has it."""
-        image: tuple[Image.Image, int] = self.inner.read(index)
+        image: tuple[Image.Image, int] = self.inner.read(self.chosen[index])
         return image
 
     def name(self, index: int) -> str:
         """As the set has it."""
-        return str(self.inner.name(index))
+        return str(self.inner.name(self.chosen[index]))
 
     def digest(self) -> str:
-        """Of the set and the number."""
-        return hashlib.sha256(f"{self.inner.digest()} {self.length}".encode()).hexdigest()
+        """Of the set and the numbers."""
+        return hashlib.sha256(f"{self.inner.digest()} {list(self.chosen)}".encode()).hexdigest()

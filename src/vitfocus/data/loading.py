@@ -10,7 +10,7 @@ import random
 import signal
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from vitfocus.data.augment import Augmenter, Batch, apply_mix, draw_mix, draw_uniform, mix
+from vitfocus.data.augment import Augmenter, Batch, apply_mix, draw_mix, draw_uniform, enlarge, mix
 from vitfocus.data.images import Broken, BrokenLog, Images, read_or_broken
 from vitfocus.data.settings import Augment, Data
 from vitfocus.data.stream import SAMPLE, Stream, seed_for
@@ -53,7 +53,7 @@ class Share:
 
 
 class ResidentBatches:
-    """The whole set as one uint8 tensor on the device; augmentation happens there too."""
+    """The whole set as one uint8 tensor on the device; augmentation happens there too, and enlarging after it."""
 
     def __init__(
         self,
@@ -63,9 +63,10 @@ class ResidentBatches:
         augmenter: Augmenter,
         share: Share,
         compiled: bool = False,
+        side: int = 0,
     ) -> None:
         self.pixels, self.labels = pixels.to(stream.device), labels.to(stream.device)
-        self.stream, self.share, self.augmenter = stream, share, augmenter
+        self.stream, self.share, self.augmenter, self.side = stream, share, augmenter, side
         self.augment: Callable[[Tensor, Tensor], Tensor] = torch.compile(augmenter) if compiled else augmenter
         self._drawn: tuple[int, Tensor] = (-1, torch.empty(0))
 
@@ -98,7 +99,8 @@ class ResidentBatches:
         images = self.augment(self.pixels.index_select(0, index), uniform)
         labels = self.labels.index_select(0, index)
         batch = Batch(images, labels, labels)
-        return batch if numbers is None else apply_mix(batch, numbers)
+        batch = batch if numbers is None else apply_mix(batch, numbers)
+        return replace(batch, images=enlarge(batch.images, self.side))
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:

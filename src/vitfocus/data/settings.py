@@ -31,10 +31,12 @@ class Data:
     val_split: str = ""
     train_length: int = bounded(0)  # the first so many images; 0: all (Shapes: 20,000 and 2,000)
     val_length: int = bounded(0)
+    holdout: int = bounded(0)  # so many training images, drawn once and for all, are the validation set; 0: its own is
     size: int = bounded(224, 8)
     batch: int = bounded(1024, 1)  # over all processes and all accumulated parts
     repeats: int = bounded(1, 1)  # repeated augmentation: each chosen image so many times, as a rule in one batch
     resident: str = choice("auto", "yes", "no")  # the whole set as one tensor on the device
+    enlarge: int = bounded(0)  # resident images are enlarged from size to so many pixels, augmented; 0: not
     workers: int = harmless(4)
     download: bool = False
     broken: str = choice("fatal", "skip")  # what an unreadable image does; skipped ones are named and counted

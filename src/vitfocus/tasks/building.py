@@ -53,9 +53,10 @@ def model_arguments(recipe: Recipe, classes: int) -> dict[str, Any]:
         import vitfocus.models  # noqa: F401  registers FAN, RVT, PVT and LocalViT
 
         usual = timm.get_pretrained_cfg(name) if timm.is_model(name.partition(".")[0]) else None
-        unusual = library == "timm" and usual is not None and usual.input_size[-1] != recipe.data.size
+        side = recipe.data.enlarge or recipe.data.size
+        unusual = library == "timm" and usual is not None and usual.input_size[-1] != side
         if unusual and _is_told_its_size(name, usual):
-            arguments["img_size"] = recipe.data.size
+            arguments["img_size"] = side
         if recipe.model.drop_path:
             arguments["drop_path_rate"] = recipe.model.drop_path
     return {**arguments, **given}

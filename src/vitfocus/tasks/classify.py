@@ -70,6 +70,10 @@ class Classify(Task):
         self.names = self.losses.names
         small = is_small(self.train) and is_small(self.val)
         self.resident = data.resident == "yes" or (data.resident == "auto" and small)
+        if data.enlarge and not self.resident:
+            raise VitfocusError(
+                f"data.enlarge={data.enlarge} is for images that are kept on the device; these are read at data.size."
+            )
         augmenter = Augmenter(self.recipe.augment, mean, std, device, device_crop=self.resident)
         if self.resident:
             pixels, labels = self._load("train", setting)
@@ -77,7 +81,7 @@ class Classify(Task):
             self.train_images = len(labels)
             stream = Stream(len(labels), data.batch, seed, data.repeats, device=device)
             self.batches: ResidentBatches | LoaderBatches = ResidentBatches(
-                pixels, labels, stream, augmenter, share, setting.compiled
+                pixels, labels, stream, augmenter, share, setting.compiled, data.enlarge
             )
             self.validation = EvaluationBatches(data, share, mean, std, device, resident=shown)
         else:
@@ -132,7 +136,8 @@ class Classify(Task):
     def facts(self) -> dict[str, Any]:
         """How images were kept and prepared."""
         crop = 1.0 if self.resident else self.recipe.data.crop
-        preprocessing = {"size": self.recipe.data.size, "mean": self.mean, "std": self.std, "crop": crop}
+        data = self.recipe.data
+        preprocessing = {"size": data.enlarge or data.size, "mean": self.mean, "std": self.std, "crop": crop}
         return {"classes": self.count, "resident": self.resident, "preprocessing": preprocessing}
 
     def head_names(self, model: nn.Module) -> set[str]:

@@ -14,15 +14,19 @@ ROW = 16.0
 
 
 def dot_chart(
-    title: str, rows: Sequence[tuple[str, Mapping[str, Value]]], colours: Mapping[str, int], axis: str
+    title: str,
+    rows: Sequence[tuple[str, Mapping[str, Value]]],
+    colours: Mapping[str, int],
+    axis: str,
+    level: float | None = None,
 ) -> str:
-    """Rows of (condition, value by model) as SVG text; whiskers are 95 % intervals."""
-    numbers = [value.number for _, values in rows for value in values.values()]
+    """Rows of (condition, value by model) as SVG text; whiskers are 95 % intervals, `level` a line to compare with."""
+    numbers = [value.number for _, values in rows for value in values.values()] + ([] if level is None else [level])
     numbers += [end for _, values in rows for value in values.values() for end in value.interval or ()]
     low, high = min(numbers), max(numbers)
     room = 0.05 * ((high - low) or 1.0)
     longest = max(len(name) for name, _ in rows)
-    left = min(200.0, 14 + 6.4 * longest)
+    left = min(200.0, 16 + 7.0 * longest)
     shown = [name for name in colours if any(name in values for _, values in rows)]
     legend, top = legend_of([Line(name, (), colours[name]) for name in shown], ())
     pitch = ROW * max(1, len(shown)) * 0.75 + 10
@@ -32,6 +36,8 @@ def dot_chart(
     for tick in ticks(low - room, high + room):
         parts.append(element("line", x1=x(tick), x2=x(tick), y1=top, y2=bottom, kind="grid"))
         parts.append(text(x(tick), bottom + 15, label(tick), "middle", "quiet"))
+    if level is not None:
+        parts.append(element("line", x1=x(level), x2=x(level), y1=top, y2=bottom, kind="reference"))
     for index, (name, values) in enumerate(rows):
         middle = top + pitch * (index + 0.5)
         parts.append(text(left - 8, middle + 4, short(name, 30), "end"))

@@ -1,0 +1,127 @@
+"""What is compared: the models, their arms, the seeds, the order of runs, and the recipe that all of them share.
+
+Every run is vitfocus's own `cifar100` recipe with a few keys changed: the same ones for every arm, but for the spec.
+The candidates of `CANDIDATES` are tried on the plain ViT-Ti with 5,000 training images held out; the best one's keys go
+to every arm and to ViT-S. Nothing is tuned for an arm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+EPOCHS = 40
+WARMUP_EPOCHS = 5
+SEEDS = (0, 1, 2)
+FINETUNE_EPOCHS = 2
+HOLDOUT = 5_000
+
+TINY, SMALL = "deit_tiny_patch16_224", "deit_small_patch16_224"
+
+#: Treatments by arm. Where CB is compared in place (attention, front) it stands in the same upper half as in cb-upper.
+TREATMENTS = {
+    "plain": "",
+    "cb-all": "cb(layers=all)",
+    "cb-upper": "cb(layers=upper)",
+    "cbs": "cbs(layers=all)",
+    "cb-attention": "cb(site=attention,layers=upper)",
+    "cb-front": "cb(position=front,layers=upper)",
+    "se": "se",
+    "tap": "tap(branches=4)",
+    "adl": "adl(variant=official,threshold=2,weight=1)",
+    "adl-paper": "adl(variant=paper,threshold=2,weight=1)",
+    "tap-adl": "tap(branches=4)+adl",
+    "cb-tap-adl": "cb(layers=upper)+tap(branches=4)+adl",
+    "cbs-tap-adl": "cbs(layers=all)+tap(branches=4)+adl",
+}
+#: What is inserted into the trained DeiT-Ti: nothing that changes its answers.
+FINETUNE_TREATMENTS = {
+    "plain": "",
+    "cbs": "cbs(layers=all)",
+    "tap": "tap(branches=4,init=near_identity)",
+    "adl": "adl",
+    "cbs-tap-adl": "cbs(layers=all)+tap(branches=4,init=near_identity)+adl",
+}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One row of the study: a model with its treatments; `arguments` are the model's own, beyond the recipe's."""
+
+    group: str
+    name: str
+    base: str
+    treatments: str
+    arguments: tuple[str, ...] = ()
+
+    @property
+    def spec(self) -> str:
+        """As `vitfocus.create_model` reads it."""
+        return "+".join(filter(None, [self.base, self.treatments]))
+
+
+@dataclass(frozen=True)
+class Run:
+    """One arm with one seed."""
+
+    arm: Arm
+    seed: int
+
+    @property
+    def place(self) -> str:
+        """The run's file below the results, and its folder below the work, without the ending.
+
+        >>> Run(ARMS["vit-ti"]["cbs"], 2).place
+        'vit-ti/cbs/seed2'
+        """
+        return f"{self.arm.group}/{self.arm.name}/seed{self.seed}"
+
+
+def _arms(group: str, base: str, names: tuple[str, ...]) -> dict[str, Arm]:
+    return {name: Arm(group, name, base, TREATMENTS[name]) for name in names}
+
+
+def _heads() -> dict[str, Arm]:
+    """ViT-Ti with 1 and with 12 heads; the rows with its usual 3 are those of `vit-ti`."""
+    return {
+        f"{name}-{heads}": Arm("heads", f"{name}-{heads}", TINY, TREATMENTS[name], (f"num_heads={heads}",))
+        for heads in (1, 12)
+        for name in ("plain", "cb-upper")
+    }
+
+
+ARMS: dict[str, dict[str, Arm]] = {
+    "vit-ti": _arms("vit-ti", TINY, tuple(TREATMENTS)),
+    "vit-s": _arms("vit-s", SMALL, ("plain", "cb-upper", "cbs", "tap-adl", "cb-tap-adl")),
+    "heads": _heads(),
+    "fine-tune": {name: Arm("fine-tune", name, TINY, spec) for name, spec in FINETUNE_TREATMENTS.items()},
+}
+
+#: What may differ from the shipped recipe, tried on the plain ViT-Ti.
+CANDIDATES: dict[str, tuple[str, ...]] = {
+    "shipped": ("lr=1e-3", "batch=512", "drop_path=0.1", "randaugment=rand-m9-mstd0.5-inc1"),
+    "fast": ("lr=2e-3", "batch=512", "drop_path=0.1", "randaugment=rand-m9-mstd0.5-inc1"),
+    "no-drop-path": ("lr=2e-3", "batch=512", "drop_path=0", "randaugment=rand-m9-mstd0.5-inc1"),
+    "small-batch": ("lr=1e-3", "batch=256", "drop_path=0", "randaugment=rand-m9-mstd0.5-inc1"),
+    "light": ("lr=1e-3", "batch=256", "drop_path=0", "randaugment=rand-m6-mstd0.5-inc1"),
+    "unmixed": ("lr=1e-3", "batch=256", "drop_path=0", "randaugment=rand-m9-mstd0.5-inc1", "mixup=0", "cutmix=0"),
+}
+
+
+def study_runs(seeds: tuple[int, ...] = SEEDS) -> Iterator[Run]:
+    """Every run from scratch, in order: one seed of every arm before the next, so that the study is balanced anywhere.
+
+    >>> [run.place for run in study_runs()][:2], sum(1 for _ in study_runs())
+    (['vit-ti/plain/seed0', 'vit-ti/cb-all/seed0'], 66)
+    """
+    for seed in seeds:
+        for group in ("vit-ti", "vit-s"):
+            yield from (Run(arm, seed) for arm in ARMS[group].values())
+    for seed in seeds:
+        yield from (Run(arm, seed) for arm in ARMS["heads"].values())
+
+
+def finetune_runs(seeds: tuple[int, ...] = SEEDS) -> Iterator[Run]:
+    """Every run from the trained DeiT-Ti, in order."""
+    for seed in seeds:
+        yield from (Run(arm, seed) for arm in ARMS["fine-tune"].values())

@@ -1,0 +1,129 @@
+"""What a training step costs with each arm, beside the plain model's: in one quiet process, by turns and medians.
+
+The step is the one that training takes: its own engine, data on the device, augmentation, compiled and, on a GPU,
+recorded and replayed. A ratio is the median over rounds of neighbouring times, as in benchmarks/step_cost.py.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+from arms import ARMS, Arm, Run
+from measure import device_at_hand
+from one_run import recipe_of, selected
+from setting import Setting
+
+from vitfocus.files import write_text
+from vitfocus.train.recording import WARM_UP
+from vitfocus.train.results import device_name, versions
+from vitfocus.train.run import assemble_run
+
+GROUPS = ("vit-ti", "vit-s")
+
+
+class Step:
+    """One arm's training step, ready to be repeated; `memory` is what it and its images hold at its peak, in bytes."""
+
+    def __init__(self, arm: Arm, setting: Setting, chosen: tuple[str, ...], folder: str) -> None:
+        cuda = device_at_hand().type == "cuda"
+        before = torch.cuda.memory_allocated() if cuda else 0
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+        self.engine = assemble_run(recipe_of(Run(arm, 0), setting, chosen), folder)
+        self.parts = self.engine.begin(1 << 30)
+        for _ in range(WARM_UP + 3 if cuda else 1):
+            self()
+        wait()
+        self.memory = torch.cuda.max_memory_allocated() - before if cuda else 0
+        # Once recorded a step is replayed and never compiled again: the next arm begins with an empty compiler.
+        torch._dynamo.reset()
+
+    def __call__(self) -> None:
+        self.engine.one_step(self.parts)
+
+
+def run_cost(setting: Setting, seconds_left: Callable[[], float], say: Callable[[str], None] = print) -> str:
+    """Measure the arms that cost.json lacks, and write it; plain is measured beside them every time."""
+    path = setting.results / "cost.json"
+    content: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    for group in GROUPS:
+        rows: dict[str, Any] = content.setdefault(group, {})
+        missing = [name for name in ARMS[group] if name not in rows]
+        if missing and seconds_left() > 20:
+            found = measure_arms(group, dict.fromkeys(["plain", *missing]), setting, seconds_left, say)
+            content[group] = {name: (rows | found)[name] for name in ARMS[group] if name in rows | found}
+    content |= {
+        "device": device_name(device_at_hand()),
+        "versions": versions(),
+        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    write_text(path, json.dumps(content, indent=1) + "\n")
+    return ", ".join(f"{group}: {len(content[group])} of {len(ARMS[group])} arms" for group in GROUPS)
+
+
+def is_complete(setting: Setting) -> bool:
+    """Whether every arm's cost is known."""
+    path = setting.results / "cost.json"
+    content = json.loads(path.read_text()) if path.is_file() else {}
+    return all(set(ARMS[group]) <= set(content.get(group, {})) for group in GROUPS)
+
+
+def compile_ahead(group: str, name: str, setting: Setting) -> str:
+    """Take an arm's first steps in a process of its own, which leaves them in the compiler's cache."""
+    with tempfile.TemporaryDirectory() as folder:
+        Step(ARMS[group][name], setting, selected(setting), folder)
+    return ""
+
+
+def measure_arms(
+    group: str, names: Iterable[str], setting: Setting, seconds_left: Callable[[], float], say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Milliseconds, ratio and memory ratio of some arms, plain first; those that time does not reach are left out."""
+    chosen, slowest = selected(setting), 0.0
+    steps: dict[str, Step] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in names:
+            if seconds_left() < 1.5 * slowest + 15:
+                say(f"no time is left for {group}/{name}")
+                continue
+            began = time.monotonic()
+            steps[name] = Step(ARMS[group][name], setting, chosen, f"{folder}/{name}")
+            slowest = max(slowest, time.monotonic() - began)
+            say(f"{group}/{name} is ready after {time.monotonic() - began:.0f} s")
+        repeats = max(1, round(setting.scale.cost_seconds / timed(steps["plain"], 5)))
+        rounds: dict[str, list[float]] = {name: [] for name in steps}
+        for _ in range(setting.scale.cost_rounds):
+            for name, step in steps.items():
+                rounds[name].append(timed(step, repeats))
+    plain = steps["plain"]
+    return {
+        name: {
+            "ms": 1e3 * statistics.median(rounds[name]),
+            "ratio": statistics.median(a / b for a, b in zip(rounds[name], rounds["plain"], strict=True)),
+            **({"memory_ratio": step.memory / plain.memory} if plain.memory else {}),
+        }
+        for name, step in steps.items()
+    }
+
+
+def timed(step: Step, repeats: int) -> float:
+    """Seconds of one step."""
+    wait()
+    began = time.perf_counter()
+    for _ in range(repeats):
+        step()
+    wait()
+    return (time.perf_counter() - began) / repeats
+
+
+def wait() -> None:
+    """Until the device is done."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -1,0 +1,112 @@
+"""Where a study takes place, and at which scale: everything that a run needs besides its arm and seed."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from arms import EPOCHS, FINETUNE_EPOCHS, HOLDOUT, SEEDS, WARMUP_EPOCHS
+
+from vitfocus.corruptions import CORRUPTIONS
+from vitfocus.errors import VitfocusError
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is done. `recipe` are keys changed for the scale's sake alone; images are counted in test images."""
+
+    name: str = "full"
+    epochs: float = EPOCHS
+    warmup_epochs: float = WARMUP_EPOCHS
+    finetune_epochs: float = FINETUNE_EPOCHS
+    seeds: tuple[int, ...] = SEEDS
+    holdout: int = HOLDOUT
+    recipe: tuple[str, ...] = ()
+    finetune: tuple[str, ...] = ("enlarge=224",)
+    candidates: int = 6
+    corruptions: tuple[str, ...] = CORRUPTIONS
+    severities: tuple[int, ...] = (1, 2, 3, 4, 5)
+    test_images: int | None = None  # None: all
+    reading_images: int = 1_000
+    finetune_images: int = 5_000
+    finetune_severities: tuple[int, ...] = (1, 3, 5)
+    cost_rounds: int = 7
+    cost_seconds: float = 0.3
+
+
+FULL = Scale()
+
+_LITTLE = "model.arguments.embed_dim=24", "model.arguments.depth=2"
+#: A few hundred images and models of two layers: shows that everything runs, and says nothing about any treatment.
+SMOKE = Scale(
+    name="smoke",
+    epochs=1,
+    warmup_epochs=0.25,
+    finetune_epochs=1,
+    seeds=(0, 1),
+    holdout=32,
+    recipe=(
+        "train_length=128",
+        "val_length=64",
+        "batch=32",
+        *_LITTLE,
+        "model.arguments.patch_size=8",
+        "model.arguments.num_classes=100",
+        "device=cpu",
+    ),
+    finetune=("enlarge=64", "model.arguments.patch_size=16", "model.arguments.num_heads=3"),
+    candidates=2,
+    corruptions=("gaussian_noise", "fog"),
+    severities=(1, 5),
+    test_images=64,
+    reading_images=16,
+    finetune_images=32,
+    finetune_severities=(3,),
+    cost_rounds=2,
+    cost_seconds=0.0,
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Folders and scale of one study. `frost`, `weights` and `photos` may be missing; what needs them says so."""
+
+    data: Path | None
+    results: Path
+    work: Path
+    frost: Path | None = None
+    weights: Path | None = None
+    photos: Path | None = None
+    scale: Scale = field(default_factory=Scale)
+    workers: int = 1
+    limit: int | None = None  # photographs of the diagnosis
+
+    def data_keys(self) -> list[str]:
+        """The recipe's keys that name the data, chosen by what the folder holds."""
+        if self.data is None:
+            return ["source=shapes"]
+        if (self.data / "index.json").is_file():
+            return ["source=cifar-mosaic", f"root={self.data}"]
+        if (self.data / "cifar-100-python").is_dir():
+            return ["source=cifar100", f"root={self.data}"]
+        raise VitfocusError(
+            f"{self.data} holds no CIFAR-100: expected torchvision's cifar-100-python, or mosaics and index.json."
+        )
+
+    def result(self, place: str) -> Path:
+        """The file of a finished run."""
+        return self.results / f"{place}.json"
+
+
+@functools.lru_cache(maxsize=1)
+def test_images(setting: Setting) -> tuple[Any, Any]:
+    """The test set, uint8 (N, 3, 32, 32) and labels (N,), read once a process."""
+    from vitfocus.data.classification import open_images
+    from vitfocus.train import load_recipe
+
+    recipe = load_recipe("cifar100", [*setting.data_keys(), *setting.scale.recipe])
+    images: Any = open_images(recipe.data, "val")
+    count = setting.scale.test_images
+    return images.pixels[:count], images.labels[:count]

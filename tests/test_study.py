@@ -1,0 +1,262 @@
+"""The CIFAR-100 study's runner at its smallest scale: runs, their JSON, skipping, time limits, and the kept model."""
+
+from __future__ import annotations
+
+import dataclasses
+import doctest
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from study_jobs import die, fail, succeed
+from torch import nn
+
+import vitfocus as vf
+from vitfocus.errors import VitfocusError
+
+STUDY = Path(__file__).parents[1] / "studies" / "cifar100"
+sys.path[:0] = [] if str(STUDY) in sys.path else [str(STUDY)]
+
+import arms  # noqa: E402
+import estimates  # noqa: E402
+import finetune  # noqa: E402
+import measure  # noqa: E402
+import one_run  # noqa: E402
+import pool  # noqa: E402
+import study  # noqa: E402
+from setting import SMOKE, Setting, test_images  # noqa: E402
+
+test_images.__test__ = False  # type: ignore[attr-defined]
+LITTLE = dataclasses.replace(SMOKE, corruptions=("contrast", "fog"), test_images=24, reading_images=6)
+
+
+def setting_in(folder: Path) -> Setting:
+    return Setting(None, folder / "results", folder / "work", scale=LITTLE)
+
+
+def first_run(group: str = "vit-ti", arm: str = "cb-tap-adl") -> arms.Run:
+    return arms.Run(arms.ARMS[group][arm], 0)
+
+
+def choose(setting: Setting, **accuracies: float) -> None:
+    """Selection results as if the candidates had been tried."""
+    for name, accuracy in accuracies.items():
+        keys = dict(key.split("=", 1) for key in arms.CANDIDATES[name.replace("_", "-")])
+        path = setting.result(f"selection/{name}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"overrides": keys, "validation_accuracy": accuracy}))
+
+
+def test_a_run_is_trained_by_the_selected_recipe_and_measured(tmp_path: Path) -> None:
+    setting, run = setting_in(tmp_path), first_run()
+    with pytest.raises(VitfocusError, match=r"run `study\.py select` first"):
+        one_run.run_from_scratch(run, setting)
+    one_run.run_candidate("light", setting)
+    tried = json.loads(setting.result("selection/light").read_text())
+    assert (tried["training_images"], tried["validation_images"]) == (96, 32)
+    choose(setting, unmixed=101.0)
+    one_run.run_from_scratch(run, setting)
+    found = json.loads(setting.result(run.place).read_text())
+    assert found["recipe"]["augment"]["mixup"] == 0 and found["recipe"]["engine"]["evaluate_every"] == 0
+    assert (found["group"], found["arm"], found["seed"], found["epochs"]) == ("vit-ti", "cb-tap-adl", 0, 1)
+    assert "adl" in found["spec"] and str(tmp_path) not in json.dumps(found)
+    images, labels = test_images(setting)
+    model = vf.load(one_run.model_folder(run, setting))
+    by_hand = percent_right(model, images, labels)
+    assert found["clean"]["accuracy"] == pytest.approx(by_hand)
+    errors = [
+        100 - percent_right(model, vf.corrupt(images, "fog", severity, flavour="cifar"), labels) for severity in (1, 5)
+    ]
+    assert found["corruption"]["by_corruption"]["fog"] == pytest.approx(sum(errors) / 2)
+    both = found["corruption"]["by_corruption"].values()
+    assert found["corruption"]["mean_error"] == pytest.approx(sum(both) / 2)
+    assert set(found["fgsm"]) == {"1/255", "2/255"} and len(found["occlusion"]) == 6
+    assert all(len(found["reading"][key]) == 2 for key in (*measure.READINGS, "diagonal"))
+    assert all(0 < entry["mean"] <= 1 for entry in found["stability"].values())
+    assert not (setting.work / run.place / "checkpoints").exists()
+
+
+@torch.no_grad()
+def percent_right(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> float:
+    body = vf.anatomy(model)
+    mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (body.mean, body.std))
+    return 100 * float((model((images / 255 - mean) / std).argmax(1) == labels).double().mean())
+
+
+def test_the_diagonal_share_of_uniform_attention_is_one_over_n() -> None:
+    model = vf.create_model("deit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, embed_dim=24).eval()
+    images = torch.randint(256, (5, 3, 32, 32), dtype=torch.uint8)
+    for name, parameter in model.named_parameters():
+        if "qkv" in name:
+            nn.init.zeros_(parameter)
+    assert measure.diagonal(model, images, batch=2) == pytest.approx([1 / 17] * 2)
+
+
+def test_every_arm_of_the_study_builds_and_is_named_once() -> None:
+    runs = [*arms.study_runs(), *arms.finetune_runs()]
+    assert len({run.place for run in runs}) == len(runs) == 66 + 15
+    seeds = [run.seed for run in arms.study_runs() if run.arm.group != "heads"]
+    assert seeds == sorted(seeds) and len(arms.CANDIDATES) <= 6
+    specs = {run.arm.spec for run in runs}
+    for spec in specs:
+        with torch.device("meta"):
+            vf.create_model(spec, num_classes=100, depth=2)
+
+
+def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vitfocus.train.engine import Engine
+
+    setting, run, begun = setting_in(tmp_path), first_run("vit-s", "plain"), list[int]()
+    choose(setting, shipped=1.0)
+    step = Engine.one_step
+
+    def stopping(self: Engine, parts: Any) -> None:
+        begun.append(self.step)
+        step(self, parts)
+        if begun == [0, 1]:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Engine, "one_step", stopping)
+    with pytest.raises(one_run.Stopped, match="step 2"):
+        one_run.run_from_scratch(run, setting)
+    assert not setting.result(run.place).exists()
+    one_run.run_from_scratch(run, setting)
+    assert begun == [0, 1, 2, 3] and setting.result(run.place).is_file()
+
+
+def test_finished_runs_are_skipped_and_other_recipes_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    setting, run = setting_in(tmp_path), first_run()
+    monkeypatch.setattr(study, "study_runs", lambda seeds: [run])
+    monkeypatch.setattr(pool, "start", lambda log: pytest.fail("a finished run was begun again"))
+    choose(setting, shipped=1.0)
+    recipe = one_run.recipe_of(run, setting, one_run.selected(setting))
+    path = setting.result(run.place)
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"recipe": one_run.recipe_record(recipe)}))
+    assert study.Study(setting, lambda: float("inf")).train() == 0
+    longer = dataclasses.replace(setting, scale=dataclasses.replace(LITTLE, epochs=2))
+    with pytest.raises(VitfocusError, match=r"schedule.epochs=1.0 and the study now has 2.0"):
+        study.Study(longer, lambda: float("inf")).train()
+    choose(setting, fast=2.0)
+    with pytest.raises(VitfocusError, match=r"optimiser\.lr"):
+        study.Study(setting, lambda: float("inf")).train()
+
+
+def test_one_failure_does_not_stop_the_others(tmp_path: Path) -> None:
+    calls = {"a": succeed, "b": fail, "c": die, "d": succeed, "e": succeed}
+    jobs = [pool.Job(name, call, ()) for name, call in calls.items()]
+    outcome = pool.carry_out(
+        jobs,
+        workers=2,
+        work=tmp_path,
+        seconds_left=lambda: float("inf"),
+        estimate=lambda job: 1.0,
+        say=lambda text: None,
+    )
+    assert sorted(outcome.done) == ["a", "d", "e"] and not outcome.left
+    assert outcome.failed == {"b": "ValueError: as it should", "c": "its process ended with code 3"}
+    assert "Traceback" in (tmp_path / "b.error.txt").read_text()
+
+
+def test_the_time_limit_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What would not end in time is not begun, what fits after it is, and what is wrongly expected to is stopped."""
+    monkeypatch.setattr(pool, "GRACE", 5.0)
+    began = time.monotonic()
+    expected = {"long": 100.0, "slow": 1.0, "short": 1.0}
+    seconds = {"long": 0.0, "slow": 60.0, "short": 0.0}
+    jobs = [pool.Job(name, succeed, (seconds[name],)) for name in expected]
+    outcome = pool.carry_out(
+        jobs,
+        workers=2,
+        work=tmp_path,
+        seconds_left=lambda: 11.0 - (time.monotonic() - began),
+        estimate=lambda job: expected[job.name],
+        say=lambda text: None,
+    )
+    assert (outcome.done, outcome.stopped, outcome.left, outcome.failed) == (["short"], ["slow"], ["long"], {})
+    assert time.monotonic() - began < 11.0
+
+
+def test_estimates_follow_what_was_measured(tmp_path: Path) -> None:
+    setting = dataclasses.replace(setting_in(tmp_path), workers=4)
+
+    def took(place: str, seconds: float, workers: int) -> None:
+        setting.result(place).parent.mkdir(parents=True, exist_ok=True)
+        setting.result(place).write_text(json.dumps({"wall_seconds": seconds, "workers": workers}))
+
+    assert estimates.expected_seconds("vit-ti/plain/seed0", setting) == pytest.approx(5 * 1.1)
+    took("vit-ti/plain/seed0", 40, 4)
+    took("vit-ti/plain/seed1", 15, 1)  # alone on the machine: four at once take up to four times as long
+    assert estimates.expected_seconds("vit-ti/plain/seed2", setting) == pytest.approx(60 * 1.1)
+    assert estimates.expected_seconds("vit-ti/tap-adl/seed0", setting) == pytest.approx(60 * 1.1 * 1.5 * 1.4)
+    took("vit-ti/tap-adl/seed0", 50, 4)
+    assert estimates.expected_seconds("vit-ti/tap-adl/seed1", setting) == pytest.approx(50 * 1.1)
+    assert estimates.expected_seconds("vit-s/plain/seed0", setting) == pytest.approx(5 * 1.1)
+
+
+def test_the_examples_in_the_study_hold() -> None:
+    assert all(doctest.testmod(module).failed == 0 for module in (arms, estimates))
+
+
+def test_insertion_changes_nothing_and_finetuning_starts_from_it(tmp_path: Path) -> None:
+    setting = setting_in(tmp_path)
+    for name in ("cbs", "tap", "adl"):
+        found = finetune.insertion(first_run("fine-tune", name), setting)
+        assert found["classes"] == 1000 and found["decisions_changed"] == 0 and found["spread_of_logits"] > 0.1
+        assert found["largest_logit_change"] <= (1e-3 if name == "tap" else 0)
+    with pytest.raises(VitfocusError, match="changed a logit"):
+        finetune.insertion(arms.Run(arms.Arm("fine-tune", "cb", arms.TINY, "cb"), 0), setting)
+    run = first_run("fine-tune", "cbs-tap-adl")
+    finetune.run_finetuning(run, setting)
+    found = json.loads(setting.result(run.place).read_text())
+    assert found["insertion"]["largest_logit_change"] > 0 and found["recipe"]["data"]["enlarge"] == 64
+    assert 0 <= found["clean"]["accuracy"] <= 100 and found["corruption"]["images"] == 24
+
+
+def test_the_data_is_known_by_what_its_folder_holds(tmp_path: Path) -> None:
+    setting = dataclasses.replace(setting_in(tmp_path), data=tmp_path)
+    (tmp_path / "cifar-100-python").mkdir()
+    assert setting.data_keys() == ["source=cifar100", f"root={tmp_path}"]
+    (tmp_path / "index.json").touch()
+    assert setting.data_keys()[0] == "source=cifar-mosaic"
+
+
+def test_wrong_use_is_told_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    work = ["--work", str(tmp_path / "work"), "--results", str(tmp_path / "results")]
+    for arguments, message in (
+        (["train"], "train needs CIFAR-100"),
+        (["train", "--data", str(tmp_path)], "holds no CIFAR-100"),
+        (["train", "--data", str(tmp_path / "none")], "There is no"),
+        (["keep", "vit-ti", "plane", "0", "--smoke"], "did you mean 'plain'"),
+        (["keep", "vit-ti", "plain", "0", "--smoke"], "holds no model"),
+        (["train", "--smoke"], "run `study.py select` first"),
+        (["diagnose"], "name its file with --weights"),
+    ):
+        assert study.main([*arguments, *work]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_the_committed_checkpoint_has_the_reported_accuracy(shared: Path) -> None:
+    folder = STUDY / "results" / "checkpoint"
+    if not (folder / "expected.json").is_file():
+        pytest.skip("no checkpoint is committed yet: `study.py keep GROUP ARM SEED` makes one")
+    if not (shared / "data" / "cifar100").is_dir():
+        pytest.skip(f"no CIFAR-100 in {shared / 'data'}")
+    import keep
+
+    expected = json.loads((folder / "expected.json").read_text())
+    setting = Setting(shared / "data" / "cifar100", STUDY / "results", folder)
+    images, labels = (values[: expected["images"]] for values in test_images(setting))
+    assert (folder / "model.safetensors").stat().st_size < 25_000_000
+    found = keep.accuracy(folder, images, labels)
+    assert found == pytest.approx(expected["accuracy"], abs=100 / expected["images"])  # one image may lie on an edge
+    run = json.loads((STUDY / "results" / f"{expected['run']}.json").read_text())
+    assert expected["reported_accuracy"] == run["clean"]["accuracy"]
+    spread = (found * (100 - found) / expected["images"]) ** 0.5
+    assert abs(found - run["clean"]["accuracy"]) < 4 * spread
