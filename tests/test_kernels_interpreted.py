@@ -117,6 +117,19 @@ def test_operators_keep_the_rules_of_custom_operators(fused: str) -> None:
     torch.library.opcheck(getattr(torch.ops.vitfocus, fused).default, arguments)
 
 
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("rows", [None, 20])
+@pytest.mark.parametrize("heads", ["mean", "each"])
+def test_columns_in_parts(heads: str, rows: int | None, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many blocks of rows, and columns shared out among more programs than have any."""
+    from vitfocus.kernels.triton import diversity_launch
+
+    monkeypatch.setattr(diversity_launch, "block_sizes", lambda *_: (16, 16, 4))
+    monkeypatch.setattr(diversity_launch, "MANY_BLOCKS", 2)
+    monkeypatch.setattr(diversity_launch._Shape, "parts", lambda *_: 3)
+    check_attention(Attention("parts", (2, 2, 50, 16), heads=heads, rows=rows, first=first, bias=(2, 2, 50, 50)))
+
+
 def test_given_normalisers_change_nothing() -> None:
     query, key, _, options = Attention("given", (2, 2, 50, 16)).inputs(5)
     lse = (query.detach() * 0.25 @ key.detach().mT).logsumexp(-1)

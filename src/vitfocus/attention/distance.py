@@ -74,7 +74,8 @@ class DistanceReading(Reading):
     def end(self) -> None:
         """Average over the queries."""
         if self.geometry.placed:
-            self.mean.add(self.sum / (self.geometry.queries - self.geometry.prefix_tokens), self.images)
+            self.mean.add(self.sum, self.images, weight=1 / (self.geometry.queries - self.geometry.prefix_tokens))
+            del self.sum
 
     def row(self) -> dict[str, Number]:
         """`distance`, absent where tokens have no place."""

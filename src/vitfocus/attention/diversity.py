@@ -68,11 +68,12 @@ class DiversityReading(Reading):
 
     def end(self) -> None:
         """Bring unit rows and average together."""
-        units, averages = self.sums.div(self.queries).unbind(dim=1)
-        averages[0] = F.threshold(averages[0], self.least, 0.0)
-        norms = torch.linalg.vector_norm(averages, dim=-1).clamp_min(EPSILON)
-        for mean, cosines in zip(self.means.values(), (units * averages).sum(dim=-1) / norms, strict=True):
-            mean.add(cosines)
+        units, averages = self.sums[:, 0], self.sums[:, 1] / self.queries
+        F.threshold(averages[0], self.least, 0.0, inplace=True)
+        norms = torch.linalg.vector_norm(averages, dim=-1).clamp_min_(EPSILON)
+        for mean, cosines in zip(self.means.values(), averages.mul_(units).sum(dim=-1).div_(norms), strict=True):
+            mean.add(cosines, weight=1 / self.queries)
+        del self.sums
 
     def row(self) -> dict[str, Number]:
         """`diversity_official` and `diversity_paper`, from 0 (all rows differ) to 1 (all alike)."""

@@ -7,11 +7,12 @@ softmax learns badly.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from vitfocus.attention.reading import Geometry, Mean, Number, Reading, Sums, Tile, resting
+from vitfocus.attention.reading import Geometry, Later, Mean, Number, Reading, Sums, Tile, arrived, compact, resting
 
 
 def row_entropy(maps: Tensor) -> Tensor:
@@ -41,26 +42,27 @@ class EntropyReading(Reading):
 
     def make_room(self, like: Tensor) -> None:
         """Make room for one number a row."""
-        self.rows = like.new_zeros(self.shape)
+        self.rows = self.sums = like.new_zeros(self.shape)
 
     def add(self, tile: Tile) -> None:
         """Keep the tile's entropies, one number a row."""
         self.rows[..., tile.rows] = tile.entropy
 
     def fill(self, sums: Sums) -> None:
-        """Note all rows' entropies."""
-        self.rows = sums.statistics.entropy
+        """Note all rows' entropies, and their sums."""
+        self.rows, self.sums = sums.statistics.entropy, sums.statistics.totals[0]
 
     def end(self) -> None:
         """Pool them."""
-        self.mean.add(self.rows)
+        self.mean.add(self.sums, self.rows.numel())
         self.pool.add(self.rows)
         if self.class_token:
             self.class_mean.add(self.rows[..., 0])
+        del self.rows, self.sums
 
     def row(self) -> dict[str, Number]:
         """`entropy`, `entropy_p15`, `entropy_p85`, `entropy_cls` and `entropy_bound`, in nats."""
-        p15, p85 = self.pool.quantiles(0.15, 0.85)
+        p15, p85 = self.pool.numbers(0.15, 0.85)
         row: dict[str, Number] = {"entropy": self.mean.value, "entropy_p15": p15, "entropy_p85": p85}
         if self.class_mean.count:
             row["entropy_cls"] = self.class_mean.value
@@ -76,8 +78,11 @@ class Pool:
     [2.0, 2.5]
     """
 
-    #: Entropies lie in [0, log K]; sixteen nats cover nine million keys, in steps of 6e-5.
-    TOP, BINS = 16.0, 1 << 18
+    #: Entropies lie in [0, log K], but for rounding; fifteen nats cover three million keys, in steps of 6e-5.
+    LOW, HIGH, BINS = -1.0, 15.0, 1 << 18
+
+    #: Single precision counts one by one up to here.
+    EXACT_COUNTS = 1 << 24
 
     def __init__(self, exact: int = 1 << 19) -> None:
         self.exact = exact
@@ -87,36 +92,58 @@ class Pool:
 
     def add(self, values: Tensor) -> None:
         """Take in every value of a tensor."""
-        self.parts.append(resting(values.detach()).float().flatten())
         self.count += values.numel()
+        values = resting(values.detach()).float().flatten()
         if self.count > self.exact:
-            self._fold()
+            self._fold(torch.cat([*self.parts, values]) if self.parts else values)
+            self.parts = []
+        else:
+            self.parts.append(compact(values))
 
     def quantiles(self, *probabilities: float) -> Tensor:
-        """Quantiles with linear interpolation, in double precision, where the values are."""
+        """Quantiles with linear interpolation, in double precision."""
+        return torch.tensor(arrived(self.numbers(*probabilities)), dtype=torch.float64)
+
+    def numbers(self, *probabilities: float) -> list[Later]:
+        """The same as numbers that nobody waits for."""
         return self._from_values(probabilities) if self.histogram is None else self._from_bins(probabilities)
 
-    def _from_values(self, probabilities: tuple[float, ...]) -> Tensor:
+    def _from_values(self, probabilities: Sequence[float]) -> list[Later]:
         # numpy and torch have quantiles, but the one works on the CPU only and the other waits for the GPU.
         ordered = torch.cat(self.parts).sort().values
-        last = len(ordered) - 1
-        places = [probability * last for probability in probabilities]
-        near = torch.stack([ordered[min(int(place) + step, last)] for place in places for step in (0, 1)]).double()
-        pairs = zip(near[::2], near[1::2], places, strict=True)
-        return torch.stack([torch.lerp(low, high, place - int(place)) for low, high, place in pairs])
+        places = [probability * (len(ordered) - 1) for probability in probabilities]
+        return [
+            Later([ordered[int(place) : int(place) + 2]], lambda parts, share=place % 1: _between(parts[0], share))
+            for place in places
+        ]
 
-    def _from_bins(self, probabilities: tuple[float, ...]) -> Tensor:
-        self._fold()
+    def _from_bins(self, probabilities: Sequence[float]) -> list[Later]:
         assert self.histogram is not None
-        upto = self.histogram.cumsum(0).double()
-        wanted = torch.tensor(probabilities, dtype=torch.float64).to(upto.device, non_blocking=True) * self.count
-        bins = torch.searchsorted(upto, wanted).clamp(max=self.BINS - 1)
-        inside = self.histogram[bins].double()
-        share = (wanted - (upto[bins] - inside)) / inside.clamp_min(1)
-        return (bins + share) * (self.TOP / self.BINS)
+        upto = self.histogram.cumsum(0, dtype=torch.float64)
+        wanted = [probability * self.count for probability in probabilities]
+        given = torch.tensor(wanted, dtype=torch.float64).to(upto.device, non_blocking=True)
+        bins = torch.searchsorted(upto, given).clamp_(max=self.BINS - 1)
+        found = zip(bins, upto[bins], self.histogram[bins], strict=True)
+        return [
+            Later(parts, lambda parts, place=place: self._inside(place, *map(float, parts)))
+            for parts, place in zip(found, wanted, strict=True)
+        ]
 
-    def _fold(self) -> None:
-        for part in self.parts:
-            counts = torch.histc(part.clamp(0.0, self.TOP), self.BINS, 0.0, self.TOP).long()
-            self.histogram = counts if self.histogram is None else self.histogram + counts
-        self.parts = []
+    def _inside(self, wanted: float, bin_: float, upto: float, inside: float) -> float:
+        """Where in its bin a value lies that so many are below, of values that lie evenly in it."""
+        share = (wanted - (upto - inside)) / max(inside, 1)
+        return max(self.LOW + (bin_ + share) * (self.HIGH - self.LOW) / self.BINS, 0.0)
+
+    def _fold(self, values: Tensor) -> None:
+        counts = torch.histc(values, self.BINS, self.LOW, self.HIGH)
+        if self.histogram is None:
+            self.histogram = counts
+            return
+        if self.count > self.EXACT_COUNTS:
+            self.histogram = self.histogram.double()
+        self.histogram += counts
+
+
+def _between(values: Tensor, share: float) -> float:
+    """The value at that share of the way from the first to the last."""
+    return float(torch.lerp(values[0], values[-1], share))

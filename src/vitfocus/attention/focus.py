@@ -27,7 +27,17 @@ def overfocus(received: Tensor, top: float = TOP) -> Tensor:
     >>> overfocus(torch.full((40,), 1 / 40)), overfocus(torch.eye(40)[0])
     (tensor(0.0500), tensor(1.))
     """
-    return received.topk(top_tokens(received.shape[-1], top), dim=-1).values.sum(dim=-1) / received.sum(dim=-1)
+    return _of_the_top(_shares(received), top)
+
+
+def _shares(received: Tensor) -> Tensor:
+    """What every key receives of all that is given."""
+    return received / received.sum(dim=-1, keepdim=True)
+
+
+def _of_the_top(shares: Tensor, top: float = TOP) -> Tensor:
+    """`overfocus` of shares."""
+    return shares.topk(top_tokens(shares.shape[-1], top), dim=-1, sorted=False).values.sum(dim=-1)
 
 
 def top_tokens(keys: int, top: float = TOP) -> int:
@@ -54,7 +64,12 @@ def effective_tokens(received: Tensor) -> Tensor:
     >>> effective_tokens(torch.tensor([0.5, 0.5, 0.0, 0.0]))
     tensor(2.)
     """
-    return torch.special.entr(received / received.sum(dim=-1, keepdim=True)).sum(dim=-1).exp()
+    return _perplexity(_shares(received))
+
+
+def _perplexity(shares: Tensor) -> Tensor:
+    """`effective_tokens` of shares."""
+    return torch.special.entr(shares).sum(dim=-1).exp_()
 
 
 class FocusReading(Reading):
@@ -84,8 +99,10 @@ class FocusReading(Reading):
 
     def end(self) -> None:
         """Take both numbers of every head."""
-        self.overfocus.add(overfocus(self.received))
-        self.effective.add(effective_tokens(self.received))
+        shares = _shares(self.received)
+        self.overfocus.add(_of_the_top(shares))
+        self.effective.add(_perplexity(shares))
+        del self.received
 
     def row(self) -> dict[str, Number]:
         """`overfocus`, a share, and `effective_tokens`, a number of tokens."""

@@ -40,13 +40,14 @@ class GradientReading(Reading):
         self.sum += tile.gram.diagonal(dim1=-2, dim2=-1).sum()
 
     def fill(self, sums: Sums) -> None:
-        """Note the rows' squares."""
-        self.sum = sums.statistics.squares
+        """Note the heads' squares."""
+        self.sum = sums.statistics.totals[1]
 
     def end(self) -> None:
         """Carry them over."""
         self.squares.add(self.sum, self.rows)
+        del self.sum
 
     def row(self) -> dict[str, Number]:
         """`gradient`, from 0 to 1 − 1/K."""
-        return {"gradient": 1 - self.squares.value}
+        return {"gradient": self.squares.value.then(lambda squares: 1 - squares)}

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from torch import Tensor
 
 from vitfocus.attention.reading import Geometry, Mean, Number, Reading, Sums, Tile
 from vitfocus.kernels.statistics import all_cosines
+
+Cosines = TypeVar("Cosines", float, Tensor)
 
 
 def head_similarity(maps: Tensor) -> Tensor:
@@ -21,7 +25,7 @@ def head_similarity(maps: Tensor) -> Tensor:
     return _between_heads(all_cosines((rows @ rows.mT).sum(dim=1)), maps.shape[1])
 
 
-def _between_heads(cosines: Tensor, heads: int) -> Tensor:
+def _between_heads(cosines: Cosines, heads: int) -> Cosines:
     """The mean over pairs of different heads, from the sum over all pairs: every head has the cosine 1 with itself."""
     return (cosines - heads) / (heads * (heads - 1))
 
@@ -35,10 +39,10 @@ class HeadReading(Reading):
     def begin(self, images: int, heads: int, geometry: Geometry) -> None:
         """Note how many heads there are."""
         self.images, self.heads = images, heads
-        self.cosines: Tensor | None = None
 
     def make_room(self, like: Tensor) -> None:
         """Start with empty inner products."""
+        self.cosines: Tensor | None = None
         self.gram = like.new_zeros(self.images, self.heads, self.heads)
 
     def add(self, tile: Tile) -> None:
@@ -46,15 +50,18 @@ class HeadReading(Reading):
         self.gram += tile.gram
 
     def fill(self, sums: Sums) -> None:
-        """Note the cosines."""
+        """Note the sums of cosines."""
         self.cosines = sums.statistics.joint
 
     def end(self) -> None:
-        """Turn the products into a mean cosine."""
+        """Turn the products into sums of cosines."""
         if self.heads > 1:
-            cosines = all_cosines(self.gram) if self.cosines is None else self.cosines
-            self.mean.add(_between_heads(cosines, self.heads))
+            self.mean.add(all_cosines(self.gram) if self.cosines is None else self.cosines)
+        self.cosines = None
 
     def row(self) -> dict[str, Number]:
         """`head_similarity`, absent where there is one head."""
-        return {"head_similarity": self.mean.value} if self.mean.count else {}
+        if not self.mean.count:
+            return {}
+        heads = self.heads
+        return {"head_similarity": self.mean.value.then(lambda cosines: _between_heads(cosines, heads))}

@@ -7,6 +7,7 @@ definition, a pure function of explicit maps, and below it its streaming form.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,8 +17,38 @@ from torch import Tensor
 from vitfocus.anatomy.records import Size
 from vitfocus.kernels.statistics import Statistics
 
-#: A float, or one on its device, which nobody has waited for yet.
-Number = float | Tensor
+
+@dataclass(frozen=True, eq=False)
+class Later:
+    """A number that nobody has waited for yet: `finish` makes it of `parts`, once these are on the CPU as doubles."""
+
+    parts: Sequence[Tensor]
+    finish: Callable[[Sequence[Tensor]], float]
+
+    def then(self, change: Callable[[float], float]) -> Later:
+        """The number changed."""
+        return Later(self.parts, lambda parts: change(self.finish(parts)))
+
+
+def arrived(numbers: Sequence[Later]) -> list[float]:
+    """The numbers themselves. What they are made of comes over from a GPU at once, in one copy for each dtype.
+
+    >>> arrived([Later([torch.ones(2), torch.ones(3)], lambda parts: sum(float(part.sum()) for part in parts))])
+    [5.0]
+    """
+    parts = [part.flatten() for number in numbers for part in number.parts]
+    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for place, part in enumerate(parts):
+        alike.setdefault((part.device, part.dtype), []).append(place)
+    for places in alike.values():
+        whole = torch.cat([parts[place] for place in places]).cpu().double()
+        for place, part in zip(places, whole.split([len(parts[place]) for place in places]), strict=True):
+            parts[place] = part
+    here = iter(parts)
+    return [number.finish([next(here) for _ in number.parts]) for number in numbers]
+
+
+Number = float | Later
 
 
 @dataclass(frozen=True)
@@ -107,25 +138,58 @@ class Reading:
 class Mean:
     """A running mean in double precision, kept where the values are.
 
+    On a GPU every sum is a kernel to launch, so that values are kept as they are until there are many of them.
+
     >>> mean = Mean()
-    >>> mean.add(torch.tensor([1.0, 2.0])); mean.add(torch.tensor([6.0]))
-    >>> float(mean.value)
-    3.0
+    >>> mean.add(torch.tensor([1.0, 2.0])); mean.add(torch.tensor([12.0]), weight=0.5)
+    >>> arrived([mean.value])
+    [3.0]
     """
 
+    #: How many values are kept, in how many tensors.
+    MOST, MOST_PARTS = 1 << 14, 64
+
     def __init__(self) -> None:
-        self.total: Number = 0.0
+        self.parts: list[Tensor] = []
+        self.kept = 0
+        self.weight = 1.0
+        self.total: Tensor | None = None
         self.count = 0
 
-    def add(self, values: Tensor, count: int | None = None) -> None:
-        """Take in every value of a tensor; with a count, values that are the sum of so many."""
-        self.total = self.total + resting(values).sum(dtype=torch.float64)
-        self.count += values.numel() if count is None else count
+    def add(self, values: Tensor, count: int | None = None, weight: float = 1.0) -> None:
+        """Take in every value of a tensor times `weight`; with a count, values that are the sum of so many."""
+        if weight != self.weight:
+            self._fold()
+            self.weight = weight
+        added = values.numel()
+        self.parts.append(compact(resting(values), 4).flatten())
+        self.kept += added
+        self.count += added if count is None else count
+        if self.kept > self.MOST or len(self.parts) > self.MOST_PARTS:
+            self._fold()
 
     @property
-    def value(self) -> Number:
+    def value(self) -> Later:
         """The mean of all that was added."""
-        return self.total / self.count
+        count, weight, folded = self.count, self.weight, int(self.total is not None)
+
+        def finish(parts: Sequence[Tensor]) -> float:
+            kept = float(torch.cat([*parts[folded:]]).sum()) if parts[folded:] else 0.0
+            return (kept * weight + sum(float(part) for part in parts[:folded])) / count
+
+        return Later([*([] if self.total is None else [self.total]), *self.parts], finish)
+
+    def _fold(self) -> None:
+        if self.parts:
+            kept = self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts)
+            total = kept.sum(dtype=torch.float64) * self.weight
+            self.total = total if self.total is None else self.total + total
+            self.parts, self.kept = [], 0
+
+
+def compact(values: Tensor, most: float = 1) -> Tensor:
+    """The values, as a copy where keeping them would keep more than `most` times their memory alive."""
+    return values.clone() if values.untyped_storage().nbytes() > most * values.nbytes else values
 
 
 def resting(values: Tensor) -> Tensor:

@@ -51,14 +51,15 @@ class StabilityReading(Reading):
     def end(self) -> None:
         """Turn them into cosines."""
         both, clean, corrupted = self.products
-        cosines = (both / (clean * corrupted).sqrt()).clamp(max=1).view(self.shape)
+        cosines = (both / (clean * corrupted).sqrt_()).clamp_(max=1).view(self.shape)
         self.mean.add(cosines)
         self.values.append(cosines)
+        del self.products
 
     def take(self) -> Tensor:
         """The cosines (maps, heads) since this was called last."""
         values, self.values = self.values, []
-        return torch.cat(values)
+        return values[0] if len(values) == 1 else torch.cat(values)
 
     def row(self) -> dict[str, Number]:
         """`stability`, from 0 to 1."""

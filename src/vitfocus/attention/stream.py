@@ -21,7 +21,7 @@ from vitfocus.attention.focus import FocusReading
 from vitfocus.attention.gradient import GradientReading
 from vitfocus.attention.heads import HeadReading
 from vitfocus.attention.observation import Observation
-from vitfocus.attention.reading import Geometry, Number, Reading, Sums, Tile
+from vitfocus.attention.reading import Geometry, Later, Number, Reading, Sums, Tile, arrived
 from vitfocus.attention.stability import StabilityReading
 from vitfocus.kernels.statistics import Grids, backend_for, pair_products, statistics
 
@@ -174,9 +174,8 @@ class LayerStream:
 def rows(streams: Iterable[LayerStream]) -> list[dict[str, float]]:
     """The numbers of several layers, brought over from a GPU all at once."""
     found = [stream.numbers() for stream in streams]
-    waiting = [value.double() for row in found for value in row.values() if isinstance(value, Tensor)]
-    values = iter(torch.stack([value.to(waiting[0].device) for value in waiting]).tolist() if waiting else [])
-    return [{key: next(values) if isinstance(value, Tensor) else value for key, value in row.items()} for row in found]
+    values = iter(arrived([value for row in found for value in row.values() if isinstance(value, Later)]))
+    return [{key: next(values) if isinstance(value, Later) else value for key, value in row.items()} for row in found]
 
 
 def _by_kernels(seen: Observation) -> bool:

@@ -119,7 +119,7 @@ def _diversity(
     paper: bool,
     threshold: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The loss, and what its backward pass needs: normalisers, column averages and slopes, three values a row."""
+    """The loss, and what its backward pass needs: normalisers unless given, column averages and slopes, three a row."""
     from vitfocus.kernels.triton import diversity_launch
 
     where = Place(scale, first, average_heads, paper, threshold)
@@ -144,7 +144,8 @@ def _(
     maps, group = (batch, heads) if average_heads else (batch * heads, 1)
     wide = query.new_empty(0, dtype=torch.float32)
     by_row, by_column = (maps, count), (maps, keys)
-    shapes: tuple[Any, ...] = ((), (batch, heads, queries), by_column, by_column, by_row, by_row, (maps, group, count))
+    norms = (batch, heads, queries) if lse is None else (0,)
+    shapes: tuple[Any, ...] = ((), norms, by_column, by_column, by_row, by_row, (maps, group, count))
     return tuple(wide.new_empty(shape) for shape in shapes)  # type: ignore[return-value]
 
 
@@ -184,11 +185,11 @@ def _(gradient: Tensor, query: Tensor, key: Tensor, bias: Tensor | None, *rest: 
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    query, key, bias, rows, _, *rest = inputs
+    query, key, bias, rows, lse, *rest = inputs
     ctx.rest = rest
     ctx.set_materialize_grads(False)
     ctx.wants_bias = bias is not None and bias.requires_grad
-    ctx.save_for_backward(query, key, bias, output[1], rows, *output[2:])
+    ctx.save_for_backward(query, key, bias, output[1] if lse is None else lse, rows, *output[2:])
 
 
 def _gradient(ctx: Any, gradient: Tensor | None, *_: Any) -> tuple[Any, ...]:

@@ -43,6 +43,8 @@ class Statistics(NamedTuple):
     distance: Tensor
     #: ‖Σ_h p_h / ‖p_h‖‖² over whole maps: the sum of the cosines of all pairs of heads, themselves included, (B,).
     joint: Tensor
+    #: Sums over rows of their entropies and their squares, (2, B, H).
+    totals: Tensor
     #: Sums over rows, (2, 2, B, K): with the threshold >, of t at unit length and of a; with ≥, of t so, and of t.
     rows: Tensor
 
@@ -72,12 +74,14 @@ def _of_rows(maps: Tensor, away: Tensor | None, bound: float) -> Statistics:
     strict, kept = mean * (mean > bound), mean * (mean >= bound)
     units, units_paper = (F.normalize(rows, dim=-1, eps=_EPS).sum(dim=1) for rows in (strict, kept))
     flat = maps.flatten(2)
+    entropy, squares = torch.special.entr(maps).sum(dim=-1), maps.square().sum(dim=-1)
     return Statistics(
-        torch.special.entr(maps).sum(dim=-1),
-        maps.square().sum(dim=-1),
+        entropy,
+        squares,
         maps.sum(dim=-2),
         maps.new_zeros(len(maps)) if away is None else (mean * away).sum(dim=(-2, -1)),
         flat @ flat.mT,
+        torch.stack([entropy.sum(dim=-1), squares.sum(dim=-1)]),
         torch.stack([units, mean.sum(dim=1), units_paper, kept.sum(dim=1)]).unflatten(0, (2, 2)),
     )
 
@@ -85,9 +89,9 @@ def _of_rows(maps: Tensor, away: Tensor | None, bound: float) -> Statistics:
 def _joined(parts: list[Statistics]) -> Statistics:
     """All rows' statistics from those of some at a time."""
     entropy, squares, *sums = zip(*parts, strict=True)
-    received, distance, products, rows = (torch.stack(one).sum(dim=0) for one in sums)
+    received, distance, products, totals, rows = (torch.stack(one).sum(dim=0) for one in sums)
     by_row = torch.cat(entropy, dim=-1), torch.cat(squares, dim=-1)
-    return Statistics(*by_row, received, distance, all_cosines(products), rows)
+    return Statistics(*by_row, received, distance, all_cosines(products), totals, rows)
 
 
 def all_cosines(products: Tensor) -> Tensor:
@@ -138,14 +142,15 @@ def statistics(
     """
     name = backend_for(query, key, bias)
     if name == "triton":
-        sides = (*grids.query, *grids.key, grids.prefix) if grids is not None else ()
-        return Statistics(*_statistics(query, key, bias, lse, scale, list(sides), threshold))
+        sides = [*grids.query, *grids.key, grids.prefix] if grids is not None else []
+        made = _operator(_statistics, query, key, bias, lse)(query, key, bias, lse, scale, sides, threshold)
+        return _named(*made, keys=key.shape[2])
     bound = threshold / key.shape[2]
     pieces = [
         _joined([_of_rows(maps, _distances(grids, rows, maps), bound) for rows, maps in by_rows])
         for by_rows in _chunks(query, key, bias, scale, name == "reference")
     ]
-    axes = (0, 0, 0, 0, 0, 2)
+    axes = (0, 0, 0, 0, 0, 1, 2)
     return Statistics(*(torch.cat(parts, axis) for parts, axis in zip(zip(*pieces, strict=True), axes, strict=True)))
 
 
@@ -170,7 +175,7 @@ def pair_products(one: Attention, other: Attention, *, scale: float) -> Tensor:
     """
     name = backend_for(*one, *other)
     if name == "triton":
-        made: Tensor = _pair_products(*one, *other, scale)
+        made: Tensor = _operator(_pair_products, *one, *other)(*one, *other, scale)
         return made
     pieces = []
     both = (_chunks(query, key, bias, scale, name == "reference") for query, key, bias, _ in (one, other))
@@ -206,6 +211,26 @@ def _chunks(
     return (of_images(slice(start, start + at_once)) for start in range(0, images, at_once))
 
 
+def _named(by_head: Tensor, totals: Tensor, by_image: Tensor, sums: Tensor, *, keys: int) -> Statistics:
+    """The statistics from the operator's results, in the same memory."""
+    (entropy, squares), (distance, joint) = by_head, by_image
+    batch, heads, _ = entropy.shape
+    received, rows = sums.split([batch * heads * keys, 4 * batch * keys])
+    by_key, by_form = received.view(batch, heads, keys), rows.view(2, 2, batch, keys)
+    return Statistics(entropy, squares, by_key, distance, joint, totals, by_form)
+
+
+def _operator(operator: Any, *tensors: Tensor | None) -> Any:
+    """What to call: torch's operator where somebody traces or differentiates, else the function in it, at once.
+
+    An operator written in Python costs as much of the host's time as ten kernels to launch.
+    """
+    given = [tensor for tensor in tensors if tensor is not None]
+    traced = torch.compiler.is_compiling() or any(type(tensor) is not Tensor for tensor in given)
+    followed = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
+    return operator if traced or followed else operator._init_fn
+
+
 @torch.library.custom_op("vitfocus::statistics", mutates_args=())
 def _statistics(
     query: Tensor,
@@ -215,19 +240,22 @@ def _statistics(
     scale: float,
     sides: list[int],
     threshold: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The fields of `Statistics`; `sides` are those of both grids and the prefix, or none."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What `Statistics` are views of; `sides` are those of both grids and the prefix, or none.
+
+    Entropy and squares (2, B, H, Q), their sums (2, B, H), distance and joint (2, B), and one after the other in one
+    vector what keys receive and the sums over rows.
+    """
     from vitfocus.kernels.triton import statistics_launch
 
     return statistics_launch.statistics(query, key, bias, lse, scale, sides, threshold)
 
 
 @_statistics.register_fake
-def _(query: Tensor, key: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _(query: Tensor, key: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     batch, heads, queries, _ = query.shape
-    keys = key.shape[2]
-    by_row = (batch, heads, queries)
-    shapes: tuple[Any, ...] = (by_row, by_row, (batch, heads, keys), (batch,), (batch,), (2, 2, batch, keys))
+    sums = batch * (heads + 4) * key.shape[2]
+    shapes: tuple[Any, ...] = ((2, batch, heads, queries), (2, batch, heads), (2, batch), (sums,))
     return tuple(query.new_empty(shape, dtype=torch.float32) for shape in shapes)  # type: ignore[return-value]
 
 

@@ -182,7 +182,8 @@ class Engine:
         began, engine = time.perf_counter(), self.recipe.engine
         # A model is compiled anew for evaluation, which takes longer than a single evaluation does as it is.
         once = not (engine.evaluate_every or engine.evaluate_steps) and self.accelerator.num_processes == 1
-        scores = self.task.evaluate(self.raw if once else self.model, self.accelerator)
+        with torch.compiler.set_stance("force_eager") if once else nullcontext():
+            scores = self.task.evaluate(self.raw if once else self.model, self.accelerator)
         if self.ema is not None:
             plain = {f"{name}_raw": value for name, value in scores.items()}
             scores = {**self.task.evaluate(self.ema.module, self.accelerator), **plain}

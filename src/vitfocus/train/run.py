@@ -21,6 +21,7 @@ from vitfocus.files import write_text
 from vitfocus.tasks import find_task
 from vitfocus.tasks.base import Setting, Task
 from vitfocus.train.checkpoint import Checkpoints, State, read_checkpoint, replace_folder
+from vitfocus.train.compiling import compile_blocks
 from vitfocus.train.engine import Engine, run_folder
 from vitfocus.train.metrics import Metrics
 from vitfocus.train.model import choose_trained
@@ -107,13 +108,13 @@ def _accelerator(recipe: Recipe) -> Accelerator:
     return Accelerator(
         mixed_precision=precision,
         cpu=not cuda,
-        dynamo_plugin=TorchDynamoPlugin(backend="inductor", mode=mode) if mode else None,
+        dynamo_plugin=TorchDynamoPlugin(backend="inductor", mode=mode) if mode not in (None, "blocks") else None,
         kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
     )
 
 
 def compile_mode(recipe: Recipe, cuda: bool) -> str | None:
-    """How the model is compiled, None for not at all.
+    """How the model is compiled: a mode of torch's for all of it, "blocks" for each block alone, None for not at all.
 
     A small model's step on a GPU waits for the host to launch kernels. Where the images lie on the device the whole
     step is recorded instead (train/recording.py); elsewhere a model that is a single piece on a single process is
@@ -122,6 +123,8 @@ def compile_mode(recipe: Recipe, cuda: bool) -> str | None:
     engine = recipe.engine
     if engine.compile == "no" or (engine.compile == "auto" and not (cuda and find_task(recipe.task).compiles)):
         return None
+    if engine.compile == "blocks":
+        return "blocks"
     alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
     whole = engine.record == "auto" and recipe.task == "classify" and recipe.data.resident != "no"
     return "reduce-overhead" if cuda and alone and engine.accumulate == 1 and not whole else "default"
@@ -174,16 +177,18 @@ def _assemble(
     model: Any = _build(task)
     heads = task.head_names(model)
     resting = choose_trained(model, recipe.optimiser.train, heads)
-    compiled = bool(accelerator.state.dynamo_plugin.backend.value != "NO")
+    compiled = compile_mode(recipe, device.type == "cuda")
     fsdp = getattr(accelerator, "is_fsdp2", False) or str(accelerator.distributed_type).endswith("FSDP")
     if fsdp and recipe.engine.ema:
         raise VitfocusError("engine.ema keeps whole weights on every process, which FSDP is there to avoid: set ema=0.")
     model.to(device)
     ema = ModelEmaV3(model, recipe.engine.ema) if recipe.engine.ema else None
     optimiser = create_optimiser(model, recipe.optimiser, device, heads)
+    if compiled == "blocks":
+        compile_blocks(model)
     prepared, prepared_optimiser = accelerator.prepare(model, optimiser)
     share = Share(data.batch, accelerator.process_index, accelerator.num_processes, recipe.engine.accumulate)
-    task.start(model, Setting(device, share, compiled, progress.say))
+    task.start(model, Setting(device, share, compiled is not None, progress.say))
     plan = Plan.of(recipe, task.train_images)
     progress.total = plan.steps
     progress.say(
@@ -214,7 +219,7 @@ def _assemble(
         "train_images": task.train_images,
         "val_images": task.val_images,
         "broken_images": {split: log.found for split, log in task.broken.items()},
-        "compiled": compiled,
+        "compiled": compiled is not None,
         **task.facts(),
     }
     return engine, facts

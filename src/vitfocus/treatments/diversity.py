@@ -29,7 +29,7 @@ class AttentionDiversification(Treatment):
 
     `variant`: "official" as released, "paper" as the equations say. `heads`: their maps averaged first, or each on its
     own. `threshold` is τ, `weight` λ. `tokens="patch"` leaves prefix tokens out of rows and columns. `rows=k` takes a
-    random subset of k query rows each time. Windowed attention counts every window as a map of its own.
+    random subset of k query rows, for every forward pass another. Windowed attention counts every window as a map of its own.
     """
 
     name: ClassVar[str] = "adl"
@@ -52,18 +52,49 @@ class AttentionDiversification(Treatment):
             raise VitfocusError(f"adl needs rows of at least 1 or None, not {self.rows!r}.")
 
 
+class RowChoice:
+    """Which query rows a forward pass compares: drawn once for all layers of one size, and anew for the next pass.
+
+    >>> choice = RowChoice()
+    >>> rows = choice.of(10, 4, first=1, device=torch.device("cpu"))
+    >>> len(rows), bool((rows >= 1).all()), choice.of(10, 4, 1, torch.device("cpu")) is rows
+    (4, True, True)
+    """
+
+    def __init__(self) -> None:
+        self.drawn: dict[tuple[int, int, torch.device], Tensor] = {}
+
+    def of(self, count: int, rows: int, first: int, device: torch.device) -> Tensor:
+        """`rows` distinct ones of `count`, from `first` on."""
+        key = (count, first, device)
+        if key not in self.drawn:
+            # The order of random numbers, and not randperm, because a CUDA graph can replay it.
+            self.drawn[key] = torch.rand(count, device=device).argsort()[:rows] + first
+        return self.drawn[key]
+
+    def forget(self) -> None:
+        """The pass is over."""
+        self.drawn = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy or a pickle has drawn nothing yet."""
+        return {"drawn": {}}
+
+
 class DiversityMeter(nn.Module):
     """Sits beside an attention module and keeps the row similarity of its last training forward."""
 
-    def __init__(self, config: AttentionDiversification, prefix_tokens: int) -> None:
+    def __init__(self, config: AttentionDiversification, prefix_tokens: int, choice: RowChoice) -> None:
         super().__init__()
         self.config = config
+        self.choice = choice
         self.skipped = prefix_tokens if config.tokens == "patch" else 0
         self.loss: Tensor | None = None
 
     def forget(self) -> None:
         """The recorded forward is past."""
         self.loss = None
+        self.choice.forget()
 
     @property
     def wants_attention(self) -> bool:
@@ -86,8 +117,7 @@ class DiversityMeter(nn.Module):
         count = seen.shape[2] - first
         rows = None
         if config.rows is not None and config.rows < count:
-            # The order of random numbers, and not randperm, because a CUDA graph can replay it.
-            rows = torch.rand(count, device=seen.device).argsort()[: config.rows] + first
+            rows = self.choice.of(count, config.rows, first, seen.device)
         form: Any = {"variant": config.variant, "heads": config.heads, "threshold": config.threshold}
         with torch.autocast(seen.device.type, enabled=False):
             if seen.query is not None and seen.key is not None:
@@ -138,9 +168,9 @@ def insert_diversity(config: AttentionDiversification, anatomy: Anatomy, surgeon
         raise VitfocusError(
             f"{config} leaves prefix tokens out, and {type(anatomy.root).__name__} mixes text with images."
         )
-    meters = []
+    meters, choice = [], RowChoice()
     for block in choose_blocks(config.layers, attending):
-        meter = surgeon.add(block, "diversity_meter", DiversityMeter(config, block.prefix_tokens))
+        meter = surgeon.add(block, "diversity_meter", DiversityMeter(config, block.prefix_tokens, choice))
         assert isinstance(meter, DiversityMeter) and block.attention is not None and block.reader is not None
         surgeon.do(Override(block.attention, "forward", Watched(block.attention, block.reader, meter)))
         meters.append(meter)

@@ -1,7 +1,7 @@
 """Context Broadcasting's one operation: every token, plus a share of the mean of all tokens, in one pass.
 
 Forward and backward are the same kernel, because the operation is its own transpose. A program owns some channels of an
-image; where all their tokens fit into registers they are read once and written once.
+image; where all their tokens fit into registers they are read once and written once, else once more for the mean.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ CHANNELS, MOST = 32, 16384
 @triton.jit
 def share_mean_kernel(values, scale, out, means, count, C, kept, HAS_SCALE: tl.constexpr, WHOLE: tl.constexpr,
                       BT: tl.constexpr, BC: tl.constexpr):  # fmt: skip
-    """out = kept · x + share · mean(x), share (C,) or 1 − kept; the means (B, C) are written too."""
-    part, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    """out = kept · x + share · mean(x), share (C,) or 1 − kept. WHOLE: one block has all tokens, and finds the mean."""
+    part, block, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     channels = part * BC + tl.arange(0, BC)
     inside = channels < C
-    start = batch * count * C
-    tokens = tl.arange(0, BT)
-    where = tokens[:, None] * C + channels[None, :]
+    tokens = block * BT + tl.arange(0, BT)
+    place = batch * count * C + tokens[:, None] * C + channels[None, :]
     mask = (tokens < count)[:, None] & inside[None, :]
+    tile = tl.load(values + place, mask=mask, other=0.0).to(tl.float32)
     if WHOLE:
-        tile = tl.load(values + start + where, mask=mask, other=0.0).to(tl.float32)
         mean = tl.sum(tile, 0) / count
+        tl.store(means + batch * C + channels, mean, mask=inside)
     else:
-        total = tl.zeros([BT, BC], tl.float32)
-        for first in range(0, count, BT):
-            mask = (first + tokens < count)[:, None] & inside[None, :]
-            total += tl.load(values + start + first * C + where, mask=mask, other=0.0).to(tl.float32)
-        mean = tl.sum(total, 0) / count
-    tl.store(means + batch * C + channels, mean, mask=inside)
+        mean = tl.load(means + batch * C + channels, mask=inside, other=0.0)
     if HAS_SCALE:
         shared = mean * tl.load(scale + channels, mask=inside, other=0.0).to(tl.float32)
     else:
         shared = mean * (1.0 - kept)
-    if WHOLE:
-        tl.store(out + start + where, (kept * tile + shared[None, :]).to(out.dtype.element_ty), mask=mask)
-    else:
-        for first in range(0, count, BT):
-            mask = (first + tokens < count)[:, None] & inside[None, :]
-            place = start + first * C + where
-            tile = tl.load(values + place, mask=mask, other=0.0).to(tl.float32)
-            tl.store(out + place, (kept * tile + shared[None, :]).to(out.dtype.element_ty), mask=mask)
+    tl.store(out + place, (kept * tile + shared[None, :]).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def block_sums(values, sums, count, C, BT: tl.constexpr, BC: tl.constexpr):
+    """The sums over each block of BT tokens: (B, blocks, C)."""
+    part, block, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    channels = part * BC + tl.arange(0, BC)
+    tokens = block * BT + tl.arange(0, BT)
+    place = batch * count * C + tokens[:, None] * C + channels[None, :]
+    mask = (tokens < count)[:, None] & (channels < C)[None, :]
+    tile = tl.load(values + place, mask=mask, other=0.0).to(tl.float32)
+    tl.store(sums + (batch * tl.num_programs(1) + block) * C + channels, tl.sum(tile, 0), mask=channels < C)
 
 
 def share_mean(values: Tensor, scale: Tensor | None, kept: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -55,10 +55,19 @@ def share_mean(values: Tensor, scale: Tensor | None, kept: float, dtype: torch.d
     values = values.contiguous()
     batch, count, channels = values.shape
     out = torch.empty_like(values, dtype=dtype)
-    means = torch.empty(batch, channels, dtype=torch.float32, device=values.device)
-    whole = triton.next_power_of_2(count) * CHANNELS <= MOST
-    share_mean_kernel[triton.cdiv(channels, CHANNELS), batch](
+    rows = max(16, triton.next_power_of_2(count))
+    whole = rows * CHANNELS <= MOST
+    if whole:
+        means = torch.empty(batch, channels, dtype=torch.float32, device=values.device)
+    else:
+        rows = MOST // CHANNELS // 2
+        sums = torch.empty(batch, triton.cdiv(count, rows), channels, dtype=torch.float32, device=values.device)
+        block_sums[triton.cdiv(channels, CHANNELS), sums.shape[1], batch](
+            values, sums, count, channels, BT=rows, BC=CHANNELS, num_warps=4
+        )
+        means = sums.sum(dim=1).div_(count)
+    share_mean_kernel[triton.cdiv(channels, CHANNELS), triton.cdiv(count, rows), batch](
         values, values if scale is None else scale, out, means, count, channels, kept, HAS_SCALE=scale is not None,
-        WHOLE=whole, BT=max(16, triton.next_power_of_2(count)) if whole else 128, BC=CHANNELS, num_warps=4,
+        WHOLE=whole, BT=rows, BC=CHANNELS, num_warps=4,
     )  # fmt: skip
     return out, means

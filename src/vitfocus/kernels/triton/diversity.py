@@ -35,6 +35,20 @@ def _which(rows, block, count, first, BM: tl.constexpr, HAS_ROWS: tl.constexpr):
 
 
 @triton.jit
+def _own(blocks, parts):
+    """The block of rows, the part of the columns and the map of this program."""
+    mine = tl.program_id(0)
+    return mine % blocks, (mine // blocks) % parts, mine // (blocks * parts)
+
+
+@triton.jit
+def _columns(part, parts, keys, BN: tl.constexpr):
+    """Where a part of the columns begins and ends."""
+    width = tl.cdiv(tl.cdiv(keys, BN), parts) * BN
+    return part * width, tl.minimum((part + 1) * width, keys)
+
+
+@triton.jit
 def _above(mean, bound, PAPER: tl.constexpr):
     return mean >= bound if PAPER else mean > bound
 
@@ -42,16 +56,17 @@ def _above(mean, bound, PAPER: tl.constexpr):
 @triton.jit
 def row_pass(
     q, k, lse, bias, rows, column_sums, squares, overlaps, scale, bound,
-    heads, queries, keys, row_count, first, q_strides, k_strides, bias_strides,
+    heads, queries, keys, row_count, first, maps, parts, q_strides, k_strides, bias_strides,
     G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_ROWS: tl.constexpr, PAPER: tl.constexpr,
 ):  # fmt: skip
     """Per row: Σ_j t_ij² and, by head, Σ_j p_hij t_ij. Per block of rows: the column sums of a (official) or t (paper).
 
-    a is the heads' mean, t is a where it is above the threshold and 0 elsewhere.
+    a is the heads' mean, t is a where it is above the threshold and 0 elsewhere. A program takes a part of the columns;
+    what it finds of a row is a part of the sum.
     """
     blocks = tl.cdiv(row_count, BM)
-    block, map_index = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    block, part, map_index = _own(blocks, parts)
     batch, head = _place(map_index, heads, G)
     numbers, row_ok, query_rows = _which(rows, block, row_count, first, BM, HAS_ROWS)
     query = load_heads(q, batch, head, query_rows, row_ok, q_strides, G, D, DP)
@@ -59,7 +74,8 @@ def row_pass(
     square = tl.zeros([BM], tl.float32)
     overlap = zeros(G, [BM])
     sums = column_sums + (map_index * blocks + block).to(tl.int64) * keys
-    for start in range(0, keys, BN):
+    begin, end = _columns(part, parts, keys, BN)
+    for start in range(begin, end, BN):
         cols = start + tl.arange(0, BN)
         col_ok = cols < keys
         key = load_heads(k, batch, head, cols, col_ok, k_strides, G, D, DP)
@@ -75,15 +91,19 @@ def row_pass(
             longer = longer + (overlap[h] + tl.sum(tiles[h] * kept, 1),)
         overlap = longer
         tl.store(sums + cols, tl.sum(kept if PAPER else mean, 0), mask=col_ok)
-    tl.store(squares + map_index.to(tl.int64) * row_count + numbers, square, mask=row_ok)
+    mine = (part * maps + map_index).to(tl.int64)
+    tl.store(squares + mine * row_count + numbers, square, mask=row_ok)
     for h in tl.static_range(G):
-        tl.store(overlaps + (map_index * G + h).to(tl.int64) * row_count + numbers, overlap[h], mask=row_ok)
+        tl.store(overlaps + (mine * G + h) * row_count + numbers, overlap[h], mask=row_ok)
 
 
 @triton.jit
-def column_pass(sums, average, kept, weights, counts, lengths, bound, blocks, keys, row_count,
+def column_pass(sums, average, slopes, kept, weights, counts, lengths, bound, blocks, keys, row_count,
                 BK: tl.constexpr, PAPER: tl.constexpr):  # fmt: skip
-    """The rows' average, thresholded, by column; which columns are left, their weights, their count and length."""
+    """The rows' average, thresholded, by column; which columns are left, their weights, their count and length.
+
+    The columns' slopes begin at 0.
+    """
     map_index = tl.program_id(0).to(tl.int64)
     found = 0
     length = 0.0
@@ -97,6 +117,7 @@ def column_pass(sums, average, kept, weights, counts, lengths, bound, blocks, ke
         above = (mean > (0.0 if PAPER else bound)) & ok
         mean = tl.where(above, mean, 0.0)
         tl.store(average + map_index * keys + cols, mean, mask=ok)
+        tl.store(slopes + map_index * keys + cols, tl.zeros_like(mean), mask=ok)
         place = found + tl.cumsum(above.to(tl.int32), 0) - 1
         tl.store(kept + map_index * keys + place, cols, mask=above)
         tl.store(weights + map_index * keys + place, mean, mask=above)
@@ -247,14 +268,17 @@ def _mean_slope(mean, bound, toward, back, average, slope, inside, PAPER: tl.con
 
 @triton.jit
 def query_gradient(
-    q, k, lse, bias, rows, average, column_slopes, towards, along, inner, weight, out, scale, bound,
-    heads, queries, keys, row_count, first, q_strides, k_strides, bias_strides, out_strides,
+    q, k, lse, bias, rows, average, column_slopes, towards, along, inner, weight, out, share, scale, bound,
+    heads, queries, keys, row_count, first, parts, q_strides, k_strides, bias_strides, out_strides,
     G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_ROWS: tl.constexpr, PAPER: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_ROWS: tl.constexpr, PAPER: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the queries, a block of rows of all heads of a map."""
+    """The gradient of the queries, a block of rows of all heads of a map.
+
+    With PARTS, what a part of the columns gives: (parts · B, H, R, D), of the rows that are compared.
+    """
     blocks = tl.cdiv(row_count, BM)
-    block, map_index = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    block, part, map_index = _own(blocks, parts)
     batch, head = _place(map_index, heads, G)
     numbers, row_ok, query_rows = _which(rows, block, row_count, first, BM, HAS_ROWS)
     query = load_heads(q, batch, head, query_rows, row_ok, q_strides, G, D, DP)
@@ -264,7 +288,8 @@ def query_gradient(
     back = tl.load(along + row, mask=row_ok, other=0.0)
     shifts = load_vectors(inner, map_index * G, row_count, numbers, row_ok, G)
     gradients = zeros(G, [BM, DP])
-    for start in range(0, keys, BN):
+    begin, end = _columns(part, parts, keys, BN)
+    for start in range(begin, end, BN):
         cols = start + tl.arange(0, BN)
         col_ok = cols < keys
         mine = map_index.to(tl.int64) * keys + cols
@@ -282,14 +307,18 @@ def query_gradient(
             slopes = (tiles[h] * (mean_slope - shifts[h][:, None])).to(key[h].dtype)
             longer = longer + (tl.dot(slopes, key[h], gradients[h], input_precision="tf32x3"),)
         gradients = longer
-    factor = tl.load(weight) * scale
+    factor = tl.load(weight).to(tl.float32) * share * scale
+    if PARTS:
+        place, rows_out = part * (tl.num_programs(0) // (blocks * parts) // (heads // G)) + batch, numbers
+    else:
+        place, rows_out = batch, query_rows
     for h in tl.static_range(G):
-        store_rows(out, gradients[h] * factor, batch, head + h, query_rows, row_ok, out_strides, D, DP)
+        store_rows(out, gradients[h] * factor, place, head + h, rows_out, row_ok, out_strides, D, DP)
 
 
 @triton.jit
 def key_gradient(
-    q, k, lse, bias, rows, average, column_slopes, towards, along, inner, weight, out, scale, bound,
+    q, k, lse, bias, rows, average, column_slopes, towards, along, inner, weight, out, share, scale, bound,
     heads, queries, keys, row_count, first, q_strides, k_strides, bias_strides, out_strides,
     G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_ROWS: tl.constexpr, PAPER: tl.constexpr,
@@ -325,14 +354,14 @@ def key_gradient(
             slopes = tl.trans((tiles[h] * (mean_slope - shift[:, None])).to(query[h].dtype))
             longer = longer + (tl.dot(slopes, query[h], gradients[h], input_precision="tf32x3"),)
         gradients = longer
-    factor = tl.load(weight) * scale
+    factor = tl.load(weight).to(tl.float32) * share * scale
     for h in tl.static_range(G):
         store_rows(out, gradients[h] * factor, batch, head + h, cols, col_ok, out_strides, D, DP)
 
 
 @triton.jit
 def bias_gradient(
-    q, k, lse, bias, rows, average, column_slopes, towards, along, inner, weight, out, scale, bound,
+    q, k, lse, bias, rows, average, column_slopes, towards, along, inner, weight, out, share, scale, bound,
     heads, queries, keys, row_count, first, maps, maps_at_once, q_strides, k_strides, bias_strides, out_strides,
     G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_ROWS: tl.constexpr, PAPER: tl.constexpr,
@@ -371,7 +400,7 @@ def bias_gradient(
             shift = tl.load(inner + place, mask=row_ok, other=0.0)
             longer = longer + (totals[h] + tiles[h] * (mean_slope - shift[:, None]),)
         totals = longer
-    factor = tl.load(weight)
+    factor = tl.load(weight).to(tl.float32) * share
     for h in tl.static_range(G):
         start = out + chunk.to(tl.int64) * out_strides[0] + (group * G + h) * out_strides[1]
         where = query_rows[:, None] * out_strides[2] + cols[None, :] * out_strides[3]

@@ -13,6 +13,10 @@ from vitfocus.kernels.triton import diversity as kernels
 from vitfocus.kernels.triton.tiles import log_sum_exp
 
 
+#: Programs that keep a large GPU busy, and partial sums that one program adds up by itself.
+BUSY, MANY_BLOCKS = 264, 32
+
+
 class Saved(NamedTuple):
     """What the forward pass leaves for the backward pass."""
 
@@ -27,46 +31,56 @@ class Saved(NamedTuple):
 def forward(
     query: Tensor, key: Tensor, bias: Tensor | None, rows: Tensor | None, lse: Tensor | None, where: Place
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The loss and what `backward` needs, in the order of the operator's results."""
+    """The loss and what `backward` needs, in the order of the operator's results; normalisers only if none are given."""
     shape = _Shape(query, key, bias, rows, where)
-    # What an operator returns is new, so given normalisers are copied.
-    lse = (
-        normalisers(query, key, bias, where.scale) if lse is None else lse.clone(memory_format=torch.contiguous_format)
-    )
+    norms = normalisers(query, key, bias, where.scale) if lse is None else lse.contiguous()
+    inputs = (query, key, norms, shape.bias, shape.rows)
     maps, group, count, keys = shape.maps, shape.group, shape.count, shape.keys
     floats: Any = {"dtype": torch.float32, "device": query.device}
     blocks, settings = shape.row_blocks("row")
+    parts = shape.parts(blocks, settings)
     sums = torch.empty(maps, blocks, keys, **floats)
-    squares, overlaps = torch.empty(maps, count, **floats), torch.empty(maps, group, count, **floats)
-    kernels.row_pass[blocks * maps,](
-        query, key, lse, shape.bias, shape.rows, sums, squares, overlaps, where.scale, shape.bound, *shape.sizes,
-        *shape.strides, **settings,
+    squares, overlaps = torch.empty(parts, maps, count, **floats), torch.empty(parts, maps, group, count, **floats)
+    kernels.row_pass[blocks * parts * maps,](
+        *inputs, sums, squares, overlaps, where.scale, shape.bound, *shape.sizes, maps, parts, *shape.strides,
+        **settings,
     )  # fmt: skip
-    average, weights = torch.empty(maps, keys, **floats), torch.empty(maps, keys, **floats)
+    squares, overlaps, sums = _added(squares, 0), _added(overlaps, 0), _added(sums, 1, MANY_BLOCKS)
+    average, column_slopes = torch.empty(maps, keys, **floats), torch.empty(maps, keys, **floats)
+    weights, slopes = torch.empty(2, maps, keys, **floats).unbind()
     kept = torch.empty(maps, keys, dtype=torch.int32, device=query.device)
     counts = torch.empty(maps, dtype=torch.int32, device=query.device)
-    lengths, losses = torch.empty(maps, **floats), torch.empty(maps, **floats)
+    lengths, losses = torch.empty(2, maps, **floats).unbind()
     width = min(1024, triton.next_power_of_2(keys))
     kernels.column_pass[maps,](
-        sums, average, kept, weights, counts, lengths, shape.bound, blocks, keys, count, BK=width, PAPER=where.paper
-    )
+        sums, average, column_slopes, kept, weights, counts, lengths, shape.bound, sums.shape[1], keys, count, BK=width,
+        PAPER=where.paper,
+    )  # fmt: skip
     blocks, settings = shape.row_blocks("dot")
-    dots, head_dots = torch.empty_like(squares), torch.empty_like(overlaps)
+    dots, towards, along = (torch.empty(maps, count, **floats) for _ in range(3))
+    head_dots, inner = torch.empty(maps, group, count, **floats), torch.empty(maps, group, count, **floats)
     units = torch.empty(maps, blocks, keys, **floats)
     kernels.dot_pass[blocks * maps,](
-        query, key, lse, shape.bias, shape.rows, kept, weights, counts, squares, dots, head_dots, units, where.scale,
+        *inputs, kept, weights, counts, squares, dots, head_dots, units, where.scale, shape.bound, *shape.sizes,
+        *shape.strides, **settings,
+    )  # fmt: skip
+    units = _added(units, 1, MANY_BLOCKS)
+    kernels.slope_column_pass[maps,](
+        units, kept, weights, counts, lengths, slopes, column_slopes, losses, units.shape[1], keys, count, BK=width
+    )
+    kernels.slope_pass[blocks * maps,](
+        *inputs, kept, slopes, counts, lengths, squares, dots, overlaps, head_dots, towards, along, inner, where.scale,
         shape.bound, *shape.sizes, *shape.strides, **settings,
     )  # fmt: skip
-    slopes, column_slopes = torch.empty_like(weights), torch.zeros_like(weights)
-    kernels.slope_column_pass[maps,](
-        units, kept, weights, counts, lengths, slopes, column_slopes, losses, blocks, keys, count, BK=width
-    )
-    towards, along, inner = torch.empty_like(squares), torch.empty_like(squares), torch.empty_like(overlaps)
-    kernels.slope_pass[blocks * maps,](
-        query, key, lse, shape.bias, shape.rows, kept, slopes, counts, lengths, squares, dots, overlaps, head_dots,
-        towards, along, inner, where.scale, shape.bound, *shape.sizes, *shape.strides, **settings,
-    )  # fmt: skip
-    return losses.mean(), lse, average, column_slopes, towards, along, inner
+    own_norms = norms if lse is None else norms.new_empty(0)
+    return losses.mean(), own_norms, average, column_slopes, towards, along, inner
+
+
+def _added(parts: Tensor, axis: int, most: int = 1) -> Tensor:
+    """Partial sums added up along the axis where there are more than so many; kept as an axis of one where `most` > 1."""
+    if parts.shape[axis] > most:
+        return parts.sum(dim=axis, keepdim=most > 1)
+    return parts if most > 1 else parts.squeeze(axis)
 
 
 def backward(
@@ -81,28 +95,47 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and bias."""
     shape = _Shape(query, key, bias, rows, where)
-    weight = (gradient / (shape.maps * shape.count)).float()
-    query_gradient, key_gradient = empty_like_tokens(query), empty_like_tokens(key)
-    if shape.count != query.shape[2]:
-        query_gradient.zero_()
-    vectors = (saved.average, saved.slopes, saved.towards, saved.along, saved.inner, weight)
-    inputs = (query, key, saved.lse, shape.bias, shape.rows, *vectors)
-    blocks, settings = shape.row_blocks("query")
-    kernels.query_gradient[blocks * shape.maps,](
-        *inputs, query_gradient, where.scale, shape.bound, *shape.sizes, *shape.strides, query_gradient.stride(),
-        **settings,
-    )  # fmt: skip
+    vectors = (saved.average, saved.slopes, saved.towards, saved.along, saved.inner, gradient)
+    inputs = (query, key, saved.lse.contiguous(), shape.bias, shape.rows, *vectors)
+    share = 1 / (shape.maps * shape.count)
+    key_gradient = empty_like_tokens(key)
     settings = shape.settings("key")
     kernels.key_gradient[triton.cdiv(shape.keys, settings["BN"]) * shape.maps,](
-        *inputs, key_gradient, where.scale, shape.bound, *shape.sizes, *shape.strides, key_gradient.stride(),
+        *inputs, key_gradient, share, where.scale, shape.bound, *shape.sizes, *shape.strides, key_gradient.stride(),
         **settings,
     )  # fmt: skip
+    query_gradient = _query_gradient(shape, inputs, query, rows, where, share)
     if bias is None or not wants_bias:
         return query_gradient, key_gradient, query.new_empty(0)
-    return query_gradient, key_gradient, _bias_gradient(shape, inputs, bias, where)
+    return query_gradient, key_gradient, _bias_gradient(shape, inputs, bias, where, share)
 
 
-def _bias_gradient(shape: _Shape, inputs: tuple[Any, ...], bias: Tensor, where: Place) -> Tensor:
+def _query_gradient(
+    shape: _Shape, inputs: tuple[Any, ...], query: Tensor, rows: Tensor | None, where: Place, share: float
+) -> Tensor:
+    """Straight into its place; or where there are few rows, parts of the columns side by side, and then their sum."""
+    made = empty_like_tokens(query)
+    if shape.count != query.shape[2]:
+        made.zero_()
+    blocks, settings = shape.row_blocks("query")
+    parts = shape.parts(blocks, settings)
+    out = made
+    if parts > 1:
+        out = torch.empty(parts * shape.batch, shape.heads, shape.count, shape.width, device=query.device)
+    kernels.query_gradient[blocks * parts * shape.maps,](
+        *inputs, out, share, where.scale, shape.bound, *shape.sizes, parts, *shape.strides, out.stride(), **settings,
+        PARTS=parts > 1,
+    )  # fmt: skip
+    if parts > 1:
+        summed = out.unflatten(0, (parts, shape.batch)).sum(dim=0).to(query.dtype)
+        if rows is None:
+            made[:, :, where.first :] = summed
+        else:
+            made.index_copy_(2, rows, summed)
+    return made
+
+
+def _bias_gradient(shape: _Shape, inputs: tuple[Any, ...], bias: Tensor, where: Place, share: float) -> Tensor:
     """By image where the bias has images of its own; else summed, some images at a time so that many cores work."""
     batch, heads, queries, keys = shape.batch, shape.heads, shape.queries, shape.keys
     at_once = 1 if bias.shape[0] > 1 else max(1, triton.cdiv(batch, 64))
@@ -111,7 +144,7 @@ def _bias_gradient(shape: _Shape, inputs: tuple[Any, ...], bias: Tensor, where: 
     blocks, settings = shape.row_blocks("row")
     grid = (blocks * triton.cdiv(keys, settings["BN"]) * chunks * (heads // shape.group),)
     kernels.bias_gradient[grid](
-        *inputs, partial, where.scale, shape.bound, *shape.sizes, batch, at_once, *shape.strides, partial.stride(),
+        *inputs, partial, share, where.scale, shape.bound, *shape.sizes, batch, at_once, *shape.strides, partial.stride(),
         **settings,
     )  # fmt: skip
     for axis in range(4):
@@ -156,6 +189,13 @@ class _Shape:
         """How many blocks of rows there are, and the kernel's settings."""
         settings = self.settings(kind)
         return triton.cdiv(self.count, settings["BM"]), settings
+
+    def parts(self, blocks: int, settings: dict[str, Any]) -> int:
+        """Parts of the columns that go to programs of their own, where blocks of rows alone are too few."""
+        programs = blocks * self.maps
+        if 2 * programs > BUSY:
+            return 1
+        return max(1, min(triton.cdiv(self.keys, 4 * settings["BN"]), BUSY // programs))
 
     def settings(self, kind: str) -> dict[str, Any]:
         """Block sizes: the tiles of all heads, and their gradients, are to stay in registers."""

@@ -12,6 +12,9 @@ from vitfocus.kernels.statistics import Attention
 from vitfocus.kernels.triton import statistics as kernels
 from vitfocus.kernels.triton.diversity_launch import normalisers
 
+#: The unit of column sums. As a tensor it turns whole numbers into single precision in one go, whatever the default is.
+_UNIT = torch.tensor(1 / kernels.ONE, dtype=torch.float32, device="cpu")
+
 
 def statistics(
     query: Tensor,
@@ -21,18 +24,14 @@ def statistics(
     scale: float,
     sides: list[int],
     threshold: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The fields of `Statistics`, in their order."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The results of the operator, few tensors for few launches."""
     batch, heads, queries, width = query.shape
     keys = key.shape[2]
     norms, given, strides = _inputs((query, key, bias, lse), scale)
-    floats: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
-    entropy = torch.empty(batch, heads, queries, **floats)
-    squares = torch.empty_like(entropy)
-    distances, joint, *_ = by_row = torch.empty(4, batch, queries, **floats)
-    lengths = by_row[2:]
-    received = torch.zeros(batch, heads, keys, dtype=torch.int64, device=query.device)
-    columns = received.new_zeros(4, batch, keys)
+    by_head = torch.empty(2, batch, heads, queries, dtype=torch.float32, device=query.device)
+    by_row = torch.empty(4, batch, queries, dtype=torch.float32, device=query.device)
+    columns = torch.zeros(batch * (heads + 4) * keys, dtype=torch.int64, device=query.device)
     bound = threshold / keys
     rows, cols, stages = block_sizes(heads, width, query.element_size(), queries, keys)
     grid = (batch, triton.cdiv(queries, rows))  # windows may be many, and only the first axis is long
@@ -47,17 +46,18 @@ def statistics(
         "num_stages": stages,
     }
     kernels.dense_pass[grid](
-        query, key, norms, given, entropy, squares, distances, lengths, received, columns, scale, bound, queries, keys,
-        *_places(sides), *strides, **settings, PLACED=bool(sides),
+        query, key, norms, given, by_head, by_row, columns, scale, bound, queries, keys, *_places(sides), *strides,
+        **settings, PLACED=bool(sides),
     )  # fmt: skip
-    weights = squares.sum(dim=-1).rsqrt_()
+    totals = by_head.sum(dim=-1)
     kernels.unit_pass[grid](
-        query, key, norms, given, lengths, weights, columns, joint, scale, bound, queries, keys, *strides, **settings
+        query, key, norms, given, totals, by_row, columns, scale, bound, queries, keys, *strides, **settings
     )
-    got, sums = (whole.to(torch.float32).mul_(1 / kernels.ONE) for whole in (received, columns))
-    torch.mean(got, dim=1, out=sums[1])  # the heads' mean of all rows, which no kernel added up
-    distance, together = distances.sum(dim=-1), joint.sum(dim=-1)
-    return entropy, squares, got, distance, together, sums.unflatten(0, (2, 2))
+    sums = columns * _UNIT
+    received, rows = sums.split([batch * heads * keys, 4 * batch * keys])
+    # The heads' mean of all rows, which no kernel added up.
+    torch.mean(received.view(batch, heads, keys), dim=1, out=rows.view(4, batch, keys)[1])
+    return by_head, totals, by_row[:2].sum(dim=-1), sums
 
 
 def pair_products(one: Attention, two: Attention, scale: float) -> Tensor:
