@@ -74,7 +74,8 @@ class DistanceReading(Reading):
     def end(self) -> None:
         """Average over the queries."""
         if self.geometry.placed:
-            self.mean.add(self.sum, self.images, weight=1 / (self.geometry.queries - self.geometry.prefix_tokens))
+            patches = self.geometry.queries - self.geometry.prefix_tokens
+            self.mean.add(self.sum, count=self.images, weight=1 / patches)
             del self.sum
 
     def row(self) -> dict[str, Number]:

@@ -36,7 +36,7 @@ class DiversityReading(Reading):
     """
 
     def __init__(self) -> None:
-        self.means = {"official": Mean(), "paper": Mean()}
+        self.means = {"official": Mean(_cosines), "paper": Mean(_cosines)}
 
     def begin(self, images: int, heads: int, geometry: Geometry) -> None:
         """Note the size and the threshold."""
@@ -70,14 +70,20 @@ class DiversityReading(Reading):
         """Bring unit rows and average together."""
         units, averages = self.sums[:, 0], self.sums[:, 1] / self.queries
         F.threshold(averages[0], self.least, 0.0, inplace=True)
-        norms = torch.linalg.vector_norm(averages, dim=-1).clamp_min_(EPSILON)
-        for mean, cosines in zip(self.means.values(), averages.mul_(units).sum(dim=-1).div_(norms), strict=True):
-            mean.add(cosines, weight=1 / self.queries)
+        norms = torch.linalg.vector_norm(averages, dim=-1)
+        products = averages.mul_(units).sum(dim=-1)
+        for mean, product, norm in zip(self.means.values(), products, norms, strict=True):
+            mean.add(product, norm, weight=1 / self.queries)
         del self.sums
 
     def row(self) -> dict[str, Number]:
         """`diversity_official` and `diversity_paper`, from 0 (all rows differ) to 1 (all alike)."""
         return {f"diversity_{form}": mean.value for form, mean in self.means.items()}
+
+
+def _cosines(products: Tensor, norms: Tensor) -> Tensor:
+    """Cosines from inner products with unit vectors; an empty row's is 0."""
+    return products / norms.clamp_min(EPSILON)
 
 
 def _one_over_norm(rows: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -54,7 +55,7 @@ class EntropyReading(Reading):
 
     def end(self) -> None:
         """Pool them."""
-        self.mean.add(self.sums, self.rows.numel())
+        self.mean.add(self.sums, count=self.rows.numel())
         self.pool.add(self.rows)
         if self.class_token:
             self.class_mean.add(self.rows[..., 0])
@@ -112,10 +113,7 @@ class Pool:
         # numpy and torch have quantiles, but the one works on the CPU only and the other waits for the GPU.
         ordered = torch.cat(self.parts).sort().values
         places = [probability * (len(ordered) - 1) for probability in probabilities]
-        return [
-            Later([ordered[int(place) : int(place) + 2]], lambda parts, share=place % 1: _between(parts[0], share))
-            for place in places
-        ]
+        return [Later([[ordered[int(place) : int(place) + 2]]], partial(_between, place % 1)) for place in places]
 
     def _from_bins(self, probabilities: Sequence[float]) -> list[Later]:
         assert self.histogram is not None
@@ -123,16 +121,13 @@ class Pool:
         wanted = [probability * self.count for probability in probabilities]
         given = torch.tensor(wanted, dtype=torch.float64).to(upto.device, non_blocking=True)
         bins = torch.searchsorted(upto, given).clamp_(max=self.BINS - 1)
-        found = zip(bins, upto[bins], self.histogram[bins], strict=True)
-        return [
-            Later(parts, lambda parts, place=place: self._inside(place, *map(float, parts)))
-            for parts, place in zip(found, wanted, strict=True)
-        ]
+        found = zip(wanted, bins, upto[bins], self.histogram[bins], strict=True)
+        return [Later([[one] for one in vectors], partial(self._inside, place)) for place, *vectors in found]
 
-    def _inside(self, wanted: float, bin_: float, upto: float, inside: float) -> float:
-        """Where in its bin a value lies that so many are below, of values that lie evenly in it."""
-        share = (wanted - (upto - inside)) / max(inside, 1)
-        return max(self.LOW + (bin_ + share) * (self.HIGH - self.LOW) / self.BINS, 0.0)
+    def _inside(self, wanted: float, place: Tensor, upto: Tensor, inside: Tensor) -> float:
+        """The value that so many are below, in the bin of that place, in which values lie evenly."""
+        share = (wanted - float(upto - inside)) / max(float(inside), 1)
+        return max(self.LOW + (float(place) + share) * (self.HIGH - self.LOW) / self.BINS, 0.0)
 
     def _fold(self, values: Tensor) -> None:
         counts = torch.histc(values, self.BINS, self.LOW, self.HIGH)
@@ -144,6 +139,6 @@ class Pool:
         self.histogram += counts
 
 
-def _between(values: Tensor, share: float) -> float:
+def _between(share: float, values: Tensor) -> float:
     """The value at that share of the way from the first to the last."""
     return float(torch.lerp(values[0], values[-1], share))

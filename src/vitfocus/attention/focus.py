@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vitfocus.attention.entropy import row_entropy
 from vitfocus.attention.reading import Geometry, Mean, Number, Reading, Sums, Tile
 
 TOP = 0.05
@@ -64,12 +65,7 @@ def effective_tokens(received: Tensor) -> Tensor:
     >>> effective_tokens(torch.tensor([0.5, 0.5, 0.0, 0.0]))
     tensor(2.)
     """
-    return _perplexity(_shares(received))
-
-
-def _perplexity(shares: Tensor) -> Tensor:
-    """`effective_tokens` of shares."""
-    return torch.special.entr(shares).sum(dim=-1).exp_()
+    return row_entropy(_shares(received)).exp()
 
 
 class FocusReading(Reading):
@@ -77,7 +73,7 @@ class FocusReading(Reading):
 
     def __init__(self) -> None:
         self.overfocus = Mean()
-        self.effective = Mean()
+        self.effective = Mean(torch.exp)
 
     def begin(self, images: int, heads: int, geometry: Geometry) -> None:
         """Note the size."""
@@ -101,7 +97,7 @@ class FocusReading(Reading):
         """Take both numbers of every head."""
         shares = _shares(self.received)
         self.overfocus.add(_of_the_top(shares))
-        self.effective.add(_perplexity(shares))
+        self.effective.add(row_entropy(shares))
         del self.received
 
     def row(self) -> dict[str, Number]:

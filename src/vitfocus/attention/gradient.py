@@ -45,7 +45,7 @@ class GradientReading(Reading):
 
     def end(self) -> None:
         """Carry them over."""
-        self.squares.add(self.sum, self.rows)
+        self.squares.add(self.sum, count=self.rows)
         del self.sum
 
     def row(self) -> dict[str, Number]:

@@ -142,25 +142,29 @@ def paired(
     """Every batch twice as long: the images, normalised, then the same corrupted, or those of the second set."""
     others = None if isinstance(against, str) else batches(against, size)
     done = 0
+
+    def partners(pixels: Tensor) -> Tensor:
+        if isinstance(against, str):
+            return corrupted(pixels, body, against, seed, done)
+        assert others is not None
+        following = next(others, None)
+        if following is None or following.pixels.shape != pixels.shape:
+            shape = tuple(pixels.shape)
+            got = "none" if following is None else f"one of shape {tuple(following.pixels.shape)}"
+            raise VitfocusError(f"`against` must match `images` batch for batch: for one of shape {shape} came {got}.")
+        return normalised(following.pixels, body)
+
     for batch in images:
-        clean = normalised(batch.pixels, body)
-        if others is None:
-            assert isinstance(against, str)
-            other = corrupted(batch.pixels, body, against, seed, done)
-        else:
-            following = next(others, None)
-            if following is None or following.pixels.shape != batch.pixels.shape:
-                shape = tuple(batch.pixels.shape)
-                got = "none" if following is None else f"one of shape {tuple(following.pixels.shape)}"
-                raise VitfocusError(
-                    f"`against` must match `images` batch for batch: for one of shape {shape} came {got}."
-                )
-            other = normalised(following.pixels, body)
-        done += len(clean)
         extras = {key: torch.cat([value, value]) for key, value in batch.extras.items()}
-        yield Batch(torch.cat([clean, other.to(clean.device, clean.dtype)]), extras)
+        # Neither half has a name here: it would keep them in memory while the model runs.
+        yield Batch(_joined(normalised(batch.pixels, body), partners(batch.pixels)), extras)
+        done += len(batch.pixels)
     if others is not None and next(others, None) is not None:
         raise VitfocusError(f"`against` holds more images than `images`, which ended after {done}.")
+
+
+def _joined(clean: Tensor, other: Tensor) -> Tensor:
+    return torch.cat([clean, other.to(clean.device, clean.dtype)])
 
 
 def _statistics(body: Anatomy, like: Tensor) -> tuple[Tensor, Tensor]:

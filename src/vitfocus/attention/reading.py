@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -20,32 +21,36 @@ from vitfocus.kernels.statistics import Statistics
 
 @dataclass(frozen=True, eq=False)
 class Later:
-    """A number that nobody has waited for yet: `finish` makes it of `parts`, once these are on the CPU as doubles."""
+    """A number that nobody has waited for yet: `finish` makes it of vectors, once these are on the CPU as doubles.
 
-    parts: Sequence[Tensor]
-    finish: Callable[[Sequence[Tensor]], float]
+    Each of `vectors` is given in pieces, of any shape.
+    """
+
+    vectors: Sequence[Sequence[Tensor]]
+    finish: Callable[..., float]
 
     def then(self, change: Callable[[float], float]) -> Later:
         """The number changed."""
-        return Later(self.parts, lambda parts: change(self.finish(parts)))
+        return Later(self.vectors, lambda *vectors: change(self.finish(*vectors)))
 
 
 def arrived(numbers: Sequence[Later]) -> list[float]:
     """The numbers themselves. What they are made of comes over from a GPU at once, in one copy for each dtype.
 
-    >>> arrived([Later([torch.ones(2), torch.ones(3)], lambda parts: sum(float(part.sum()) for part in parts))])
-    [5.0]
+    >>> arrived([Later([[torch.ones(2), torch.ones(3)], [torch.ones(1)]], lambda a, b: float(a.sum() - b.sum()))])
+    [4.0]
     """
-    parts = [part.flatten() for number in numbers for part in number.parts]
+    vectors = [vector for number in numbers for vector in number.vectors]
     alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for place, part in enumerate(parts):
-        alike.setdefault((part.device, part.dtype), []).append(place)
+    for place, vector in enumerate(vectors):
+        alike.setdefault((vector[0].device, vector[0].dtype), []).append(place)
+    here: dict[int, Tensor] = {}
     for places in alike.values():
-        whole = torch.cat([parts[place] for place in places]).cpu().double()
-        for place, part in zip(places, whole.split([len(parts[place]) for place in places]), strict=True):
-            parts[place] = part
-    here = iter(parts)
-    return [number.finish([next(here) for _ in number.parts]) for number in numbers]
+        whole = torch.cat([piece.flatten() for place in places for piece in vectors[place]]).cpu().double()
+        lengths = [sum(piece.numel() for piece in vectors[place]) for place in places]
+        here |= zip(places, whole.split(lengths), strict=True)
+    in_order = (here[place] for place in range(len(vectors)))
+    return [number.finish(*islice(in_order, len(number.vectors))) for number in numbers]
 
 
 Number = float | Later
@@ -138,31 +143,34 @@ class Reading:
 class Mean:
     """A running mean in double precision, kept where the values are.
 
-    On a GPU every sum is a kernel to launch, so that values are kept as they are until there are many of them.
+    On a GPU everything done to values is a kernel to launch, so they are kept as they are until there are many. What is
+    left to do to each of them, or to those of several tensors that belong together, is `conclude`.
 
-    >>> mean = Mean()
+    >>> mean, ratio = Mean(), Mean(torch.div)
     >>> mean.add(torch.tensor([1.0, 2.0])); mean.add(torch.tensor([12.0]), weight=0.5)
-    >>> arrived([mean.value])
-    [3.0]
+    >>> ratio.add(torch.tensor([8.0, 3.0]), torch.tensor([4.0, 1.0]))
+    >>> arrived([mean.value, ratio.value])
+    [3.0, 2.5]
     """
 
     #: How many values are kept, in how many tensors.
     MOST, MOST_PARTS = 1 << 14, 64
 
-    def __init__(self) -> None:
-        self.parts: list[Tensor] = []
+    def __init__(self, conclude: Callable[..., Tensor] | None = None) -> None:
+        self.conclude = conclude
+        self.parts: list[tuple[Tensor, ...]] = []
         self.kept = 0
         self.weight = 1.0
         self.total: Tensor | None = None
         self.count = 0
 
-    def add(self, values: Tensor, count: int | None = None, weight: float = 1.0) -> None:
+    def add(self, *values: Tensor, count: int | None = None, weight: float = 1.0) -> None:
         """Take in every value of a tensor times `weight`; with a count, values that are the sum of so many."""
         if weight != self.weight:
             self._fold()
             self.weight = weight
-        added = values.numel()
-        self.parts.append(compact(resting(values), 4).flatten())
+        added = values[0].numel()
+        self.parts.append(tuple(compact(resting(one), 4) for one in values))
         self.kept += added
         self.count += added if count is None else count
         if self.kept > self.MOST or len(self.parts) > self.MOST_PARTS:
@@ -171,20 +179,26 @@ class Mean:
     @property
     def value(self) -> Later:
         """The mean of all that was added."""
-        count, weight, folded = self.count, self.weight, int(self.total is not None)
-
-        def finish(parts: Sequence[Tensor]) -> float:
-            kept = float(torch.cat([*parts[folded:]]).sum()) if parts[folded:] else 0.0
-            return (kept * weight + sum(float(part) for part in parts[:folded])) / count
-
-        return Later([*([] if self.total is None else [self.total]), *self.parts], finish)
+        count, weight, conclude, parts = self.count, self.weight, self.conclude, [*zip(*self.parts, strict=True)]
+        if self.total is None:
+            return Later(parts, lambda *values: float(_sum(values, conclude)) * weight / count)
+        if not parts:
+            return Later([[self.total]], lambda total: float(total) / count)
+        vectors = [[self.total], *parts]
+        return Later(vectors, lambda total, *values: float(total + _sum(values, conclude) * weight) / count)
 
     def _fold(self) -> None:
         if self.parts:
-            kept = self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts)
-            total = kept.sum(dtype=torch.float64) * self.weight
+            pieces = zip(*self.parts, strict=True)
+            whole = [torch.cat([one.flatten() for one in part]) if len(part) > 1 else part[0] for part in pieces]
+            total = _sum(whole, self.conclude) * self.weight
             self.total = total if self.total is None else self.total + total
             self.parts, self.kept = [], 0
+
+
+def _sum(values: Sequence[Tensor], conclude: Callable[..., Tensor] | None) -> Tensor:
+    """The sum in double precision of what becomes of values."""
+    return (values[0] if conclude is None else conclude(*values)).sum(dtype=torch.float64)
 
 
 def compact(values: Tensor, most: float = 1) -> Tensor:

@@ -35,19 +35,21 @@ def reading(
                 sizes[0] = (int(value.shape[-2]), int(value.shape[-1]))
                 return
 
-    modes = [(module, module.training) for module in model.modules()]
+    modules = list(model.modules())
+    training = [module for module in modules if module.training]
     # A loss that a training step has yet to ask for is not forgotten over a reading in between.
-    pending = [(module, module.loss) for module in model.modules() if hasattr(module, "forget")]
+    pending: list[tuple[Any, Any]] = [(module, module.loss) for module in modules if hasattr(type(module), "forget")]
     handle = body.stem.register_forward_pre_hook(note_size, with_kwargs=True)
     try:
-        model.eval()
+        if training:
+            model.eval()
         order = PatchesInOrder() if body.text is not None else nullcontext()
         with torch.no_grad(), order, observing(blocks, lambda block, seen: sink(block, seen, sizes[0])):
             yield lambda batch: _forward(model, body, batch)
     finally:
         handle.remove()
-        for module, training in modes:
-            module.training = training
+        for module in training:
+            module.training = True
         for meter, loss in pending:
             meter.loss = loss
 

@@ -111,7 +111,7 @@ class LayerStream:
 
     def observe(self, seen: Observation, geometry: Geometry) -> None:
         """Read one attention; with `against`, its second half is the first half's images corrupted."""
-        seen = seen.detach()
+        seen = seen.detach() if torch.is_grad_enabled() else seen
         other = None
         if self.stability is not None:
             half = seen.shape[0] // 2

@@ -59,7 +59,8 @@ def _away(rows, cols, prefix, query_width, key_width, query_down, query_across, 
 
 @triton.jit
 def dense_pass(
-    q, k, lse, bias, by_head, by_row, columns, scale, bound, queries, keys, prefix, query_width, key_width, query_down, query_across, key_down, key_across,
+    q, k, lse, bias, by_head, by_row, columns, scale, bound, queries, keys,
+    prefix, query_width, key_width, query_down, query_across, key_down, key_across,
     q_strides, k_strides, bias_strides,
     G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     HAS_BIAS: tl.constexpr, PLACED: tl.constexpr,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,34 +30,24 @@ def statistics(
     batch, heads, queries, width = query.shape
     keys = key.shape[2]
     norms, given, strides = _inputs((query, key, bias, lse), scale)
+    rows, settings = _settings(heads, 1, width, query.element_size(), queries, keys, bias is not None)
+    grid = (batch, -(-queries // rows))  # windows may be many, and only the first axis is long
     by_head = torch.empty(2, batch, heads, queries, dtype=torch.float32, device=query.device)
     by_row = torch.empty(4, batch, queries, dtype=torch.float32, device=query.device)
     columns = torch.zeros(batch * (heads + 4) * keys, dtype=torch.int64, device=query.device)
     bound = threshold / keys
-    rows, cols, stages = block_sizes(heads, width, query.element_size(), queries, keys)
-    grid = (batch, triton.cdiv(queries, rows))  # windows may be many, and only the first axis is long
-    settings: dict[str, Any] = {
-        "G": heads,
-        "D": width,
-        "DP": max(16, triton.next_power_of_2(width)),
-        "BM": rows,
-        "BN": cols,
-        "HAS_BIAS": bias is not None,
-        "num_warps": 4,
-        "num_stages": stages,
-    }
     kernels.dense_pass[grid](
         query, key, norms, given, by_head, by_row, columns, scale, bound, queries, keys, *_places(sides), *strides,
-        **settings, PLACED=bool(sides),
+        G=heads, **settings, PLACED=bool(sides),
     )  # fmt: skip
     totals = by_head.sum(dim=-1)
     kernels.unit_pass[grid](
-        query, key, norms, given, totals, by_row, columns, scale, bound, queries, keys, *strides, **settings
+        query, key, norms, given, totals, by_row, columns, scale, bound, queries, keys, *strides, G=heads, **settings
     )
     sums = columns * _UNIT
-    received, rows = sums.split([batch * heads * keys, 4 * batch * keys])
+    received, rest = sums.split([batch * heads * keys, 4 * batch * keys])
     # The heads' mean of all rows, which no kernel added up.
-    torch.mean(received.view(batch, heads, keys), dim=1, out=rows.view(4, batch, keys)[1])
+    torch.mean(received.view(batch, heads, keys), dim=1, out=rest.view(4, batch, keys)[1])
     return by_head, totals, by_row[:2].sum(dim=-1), sums
 
 
@@ -67,11 +58,10 @@ def pair_products(one: Attention, two: Attention, scale: float) -> Tensor:
     norms, given, strides = _inputs(one, scale)
     other_norms, other_given, other_strides = _inputs(two, scale)
     products = torch.empty(3, batch, heads, queries, dtype=torch.float32, device=query.device)
-    rows, cols, stages = block_sizes(1, 2 * width, query.element_size(), queries, key.shape[2])
-    kernels.pair_pass[batch * heads, triton.cdiv(queries, rows)](
+    rows, settings = _settings(1, 2, width, query.element_size(), queries, key.shape[2], bias is not None)
+    kernels.pair_pass[batch * heads, -(-queries // rows)](
         query, key, norms, given, other_query, other_key, other_norms, other_given, products, scale, heads, queries,
-        key.shape[2], *strides, *other_strides, D=width, DP=max(16, triton.next_power_of_2(width)), BM=rows, BN=cols,
-        HAS_BIAS=bias is not None, num_warps=4, num_stages=stages,
+        key.shape[2], *strides, *other_strides, **settings,
     )  # fmt: skip
     return products.sum(dim=-1)
 
@@ -92,6 +82,17 @@ def _places(sides: list[int]) -> tuple[int, int, int, float, float, float, float
     query_height, query_width, key_height, key_width, prefix = sides
     steps = [1 / max(side - 1, 1) for side in (query_height, query_width, key_height, key_width)]
     return prefix, query_width, key_width, steps[0], steps[1], steps[2], steps[3]
+
+
+@cache
+def _settings(
+    heads: int, maps: int, width: int, item: int, queries: int, keys: int, biased: bool
+) -> tuple[int, dict[str, Any]]:
+    """Rows of a program, and what the kernels are compiled for: so many heads of so many maps at a time."""
+    rows, cols, stages = block_sizes(heads, maps * width, item, queries, keys)
+    padded = max(16, triton.next_power_of_2(width))
+    sizes: dict[str, Any] = {"D": width, "DP": padded, "BM": rows, "BN": cols, "HAS_BIAS": biased}
+    return rows, sizes | {"num_warps": 4, "num_stages": stages}
 
 
 def block_sizes(heads: int, width: int, item: int, queries: int, keys: int) -> tuple[int, int, int]:
