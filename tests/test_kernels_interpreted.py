@@ -9,9 +9,11 @@ from __future__ import annotations
 import os
 
 import pytest
+import timm
 import torch
 from kernel_cases import Attention, Pooling, check_attention, check_context, check_pooling
 
+import vitfocus as vf
 from vitfocus.kernels.backends import backend, has_triton
 from vitfocus.kernels.diversity import diversity
 from vitfocus.kernels.pooling import mix_dilated
@@ -139,3 +141,27 @@ def test_given_normalisers_change_nothing() -> None:
         results.append((loss, *torch.autograd.grad(loss, (query, key))))
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("spec", ["cb", "cbs", "tap(branches=3)", "adl(variant=paper,threshold=1.0,rows=9)"])
+def test_a_model_by_kernels_is_the_model_by_equations(spec: str, compiled: bool) -> None:
+    """Output, loss and gradients; compiled code takes its own way through Context Broadcasting."""
+    torch.manual_seed(0)
+    options = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 3}
+    model = vf.treat_(timm.create_model("vit_tiny_patch16_224", **options), spec).train()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "context_scale" in name:
+                weight.normal_()
+    images, results = torch.randn(2, 3, 16, 16), {}
+    for name in ("reference", "triton"):
+        with backend(name):
+            run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled and name == "triton" else model
+            torch.manual_seed(1)
+            output = run(images)
+            loss = output.square().mean() + vf.auxiliary_loss(model)
+            results[name] = (output, loss, *torch.autograd.grad(loss, list(model.parameters()), allow_unused=True))
+    for one, other in zip(*results.values(), strict=True):
+        if one is not None:
+            torch.testing.assert_close(one, other, rtol=2e-4, atol=2e-5)

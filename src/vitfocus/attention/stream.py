@@ -95,7 +95,7 @@ class LayerStream:
     >>> square = Geometry(4, 4, query_grid=(2, 2), key_grid=(2, 2))
     >>> stream.observe(Observation(map=torch.full((1, 2, 4, 4), 0.25)), square)
     >>> row = stream.row()
-    >>> round(row["entropy"], 4), row["distance"], row["effective_tokens"]
+    >>> round(row["entropy"], 4), row["distance"], round(row["effective_tokens"], 4)
     (1.3863, 1.0, 4.0)
     """
 
