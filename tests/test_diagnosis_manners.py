@@ -36,3 +36,23 @@ def test_what_cannot_be_read_is_said() -> None:
     with pytest.raises(vf.VitfocusError, match="at least 1"):
         vf.diagnose(model, torch.zeros(1, 3, 64, 64), batch_size=-1)
     assert vf.diagnose(model, torch.zeros(1, 3, 64, 64), against="gaussian_noise/2").against == "gaussian_noise/2"
+
+
+def test_images_are_not_copied() -> None:
+    """A batch as the model takes it goes in as it is: a copy would stand beside the model's own memory."""
+    model = timm.create_model("vit_tiny_patch16_224", depth=1, img_size=32)
+    images, seen = torch.randn(4, 3, 32, 32), []
+    model.patch_embed.register_forward_pre_hook(lambda module, args: seen.append(args[0].data_ptr()))
+    vf.diagnose(model, images, batch_size=2)
+    assert seen == [images.data_ptr(), images[2:].data_ptr()]
+
+
+def test_modes_are_as_they_were() -> None:
+    model = timm.create_model("vit_tiny_patch16_224", depth=2, img_size=32).train()
+    model.blocks[1].eval()
+    modes, during = [module.training for module in model.modules()], []
+    handle = model.norm.register_forward_hook(lambda *_: during.extend(m.training for m in model.modules()))
+    vf.diagnose(model, torch.randn(1, 3, 32, 32))
+    handle.remove()
+    assert not any(during) and during
+    assert [module.training for module in model.modules()] == modes

@@ -15,6 +15,7 @@ from kernel_cases import Attention, Pooling, check_attention, check_context, che
 
 import vitfocus as vf
 from vitfocus.kernels.backends import backend, has_triton
+from vitfocus.kernels.context import share_mean
 from vitfocus.kernels.diversity import diversity
 from vitfocus.kernels.pooling import mix_dilated
 
@@ -103,6 +104,28 @@ def test_pooling(case: Pooling) -> None:
 @pytest.mark.parametrize(("count", "channels"), [(1, 5), (7, 33), (50, 40), (700, 8)])
 def test_context(count: int, channels: int, scaled: bool) -> None:
     check_context((2, count, channels), scaled)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["fp32", "fp16"])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_compiled_context(scaled: bool, dtype: torch.dtype) -> None:
+    """The compiled forward half is plain operations, the backward half the kernel."""
+
+    def through(tokens: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+        return share_mean(tokens * 2, scale) + tokens
+
+    torch.manual_seed(0)
+    tokens = torch.randn(2, 5, 8, dtype=dtype, requires_grad=True)
+    scale = torch.randn(8, requires_grad=True) if scaled else None
+    slope, given = torch.randn(2, 5, 8, dtype=dtype), [one for one in (tokens, scale) if one is not None]
+    results = []
+    with backend("triton"):
+        for run in (through, torch.compile(through, backend="aot_eager", fullgraph=True)):
+            output = run(tokens, scale)
+            results.append((output, *torch.autograd.grad(output, given, slope)))
+    near = 1e-5 if dtype == torch.float32 else 4e-3
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=near, atol=near)
 
 
 @pytest.mark.parametrize("fused", ["diversity", "mix_dilated", "share_mean"])

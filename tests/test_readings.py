@@ -12,6 +12,7 @@ from naive_readings import naive_row
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import vitfocus.attention.stream as stream_module
 from vitfocus.attention.distance import relative_distance
 from vitfocus.attention.diversity import row_diversity
 from vitfocus.attention.entropy import Pool, row_entropy
@@ -19,9 +20,10 @@ from vitfocus.attention.focus import effective_tokens, overfocus, received
 from vitfocus.attention.gradient import softmax_gradient
 from vitfocus.attention.heads import head_similarity
 from vitfocus.attention.observation import Observation
-from vitfocus.attention.reading import Geometry
+from vitfocus.attention.reading import Geometry, Mean, arrived
 from vitfocus.attention.stability import stability
 from vitfocus.attention.stream import LayerStream
+from vitfocus.kernels.backends import backend
 
 
 def random_maps(*shape: int, sharpness: float = 3.0, seed: int = 0) -> torch.Tensor:
@@ -165,6 +167,40 @@ def test_quantiles_stay_close_once_folded_into_a_histogram() -> None:
     assert folded.quantiles(0.15, 0.85) == pytest.approx(exact.quantiles(0.15, 0.85), rel=2e-4)
 
 
+def test_quantiles_of_zeros_below_zero_by_rounding() -> None:
+    folded = Pool(exact=10)
+    folded.add(torch.full((1000,), -1e-7))
+    assert folded.histogram is not None
+    assert folded.quantiles(0.15, 0.85).tolist() == [0.0, 0.0]
+
+
+def test_a_histogram_counts_beyond_what_single_precision_counts() -> None:
+    folded = Pool(exact=1)
+    folded.EXACT_COUNTS = 3000
+    values = torch.tensor([1.0, 2.0, 3.0]).repeat(1000)
+    folded.add(values)
+    assert folded.histogram is not None
+    folded.histogram *= 2**24 / 1000  # as if so many had been added
+    folded.count = 3 * 2**24
+    folded.add(values[:1].expand(1))
+    assert int(folded.histogram.sum()) == folded.count == 3 * 2**24 + 1
+
+
+def test_means_of_long_streams_keep_little() -> None:
+    generator = torch.Generator().manual_seed(0)
+    mean, ratio, exact, exact_ratio = Mean(), Mean(torch.div), [], []
+    for step in range(200):
+        values = torch.rand(2, 300, generator=generator)
+        weight = 1 / (1 + step // 70)  # as if the number of tokens changed twice
+        mean.add(values, weight=weight)
+        ratio.add(values, values + 1)
+        exact.append(values.double() * weight)
+        exact_ratio.append(values.double() / (values.double() + 1))
+        assert sum(one.numel() for part in (*mean.parts, *ratio.parts) for one in part) <= 4 * Mean.MOST
+    found = arrived([mean.value, ratio.value])
+    assert found == pytest.approx([float(torch.stack(all_).mean()) for all_ in (exact, exact_ratio)], rel=1e-7)
+
+
 class LargestTensor(TorchDispatchMode):
     """Notes the most numbers that any tensor made under it has."""
 
@@ -192,6 +228,53 @@ def test_no_tensor_grows_with_the_square_of_the_tokens(against: bool) -> None:
             )
         largest[tokens] = watch.numbers
     assert largest[2304] <= max(1 << 14, 2 * 2 * 2304 * 8) < 2304**2
+
+
+class Launches(TorchDispatchMode):
+    """Counts what would be launched on a GPU: every operation but views and allocations."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += not func.is_view and "empty" not in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def kept_by(thing: object, seen: dict[int, int]) -> dict[int, int]:
+    """The memory of every tensor that is reachable from a stream: address to bytes."""
+    if isinstance(thing, torch.Tensor):
+        seen[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
+    elif isinstance(thing, list | tuple):
+        for one in thing:
+            kept_by(one, seen)
+    elif isinstance(thing, dict):
+        kept_by(list(thing.values()), seen)
+    elif type(thing).__module__.startswith("vitfocus."):
+        kept_by(list(getattr(thing, "__dict__", {}).values()), seen)
+    return seen
+
+
+def test_readings_of_finished_sums_launch_little_and_keep_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the host's time goes into launches, and what readings keep stands beside the model's own memory."""
+    images, heads, side = 16, 3, 8
+    tokens = side * side + 1
+    query, key = torch.randn(2, images, heads, tokens, 8, generator=torch.Generator().manual_seed(0)).unbind()
+    seen, geometry = Observation(query=query, key=key), Geometry(tokens, tokens, 1, True, (side, side), (side, side))
+    stream = LayerStream(token_attention=True)
+    with backend("reference"):
+        made = stream_module.statistics(query, key, scale=1.0)
+        monkeypatch.setattr(stream_module, "statistics", lambda *args, **kwargs: made)
+        with Launches() as launches:
+            stream.observe(seen, geometry)
+        assert launches.count <= 14
+        # One number a row, for the quantiles; and a few for each head of each image.
+        by_row, by_head = 4 * images * heads * tokens, 4 * images * heads
+        assert sum(kept_by(stream, {}).values()) <= by_row + 12 * by_head
+        stream.readings[0].pool.exact = 1
+        for _ in range(100):
+            stream.observe(seen, geometry)
+    histogram = 4 * Pool.BINS
+    assert sum(kept_by(stream, {}).values()) <= histogram + 12 * 4 * 2 * Mean.MOST
 
 
 def test_adl_official_equals_the_released_code(shared: Path) -> None:

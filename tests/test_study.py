@@ -6,15 +6,17 @@ import dataclasses
 import doctest
 import json
 import os
+import random
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from study_jobs import die, fail, succeed
+from study_jobs import die, fail, share, succeed
 from torch import nn
 
 import vitfocus as vf
@@ -24,16 +26,27 @@ STUDY = Path(__file__).parents[1] / "studies" / "cifar100"
 sys.path[:0] = [] if str(STUDY) in sys.path else [str(STUDY)]
 
 import arms  # noqa: E402
+import caches  # noqa: E402
 import estimates  # noqa: E402
 import finetune  # noqa: E402
 import measure  # noqa: E402
+import mps  # noqa: E402
 import one_run  # noqa: E402
 import pool  # noqa: E402
 import study  # noqa: E402
-from setting import SMOKE, Setting, test_images  # noqa: E402
+from setting import FULL, REHEARSAL, SMOKE, Setting, test_images  # noqa: E402
 
 test_images.__test__ = False  # type: ignore[attr-defined]
 LITTLE = dataclasses.replace(SMOKE, corruptions=("contrast", "fog"), test_images=24, reading_images=6)
+
+
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """The study tells the processes that it starts where compilers keep their caches, and by how many threads."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 def setting_in(folder: Path) -> Setting:
@@ -101,8 +114,11 @@ def test_the_diagonal_share_of_uniform_attention_is_one_over_n() -> None:
 def test_every_arm_of_the_study_builds_and_is_named_once() -> None:
     runs = [*arms.study_runs(), *arms.finetune_runs()]
     assert len({run.place for run in runs}) == len(runs) == 66 + 15
-    seeds = [run.seed for run in arms.study_runs() if run.arm.group != "heads"]
-    assert seeds == sorted(seeds) and len(arms.CANDIDATES) <= 6
+    for group in ("vit-ti", "vit-s", "heads"):
+        seeds = [run.seed for run in arms.study_runs() if run.arm.group == group]
+        assert seeds == sorted(seeds) and len(seeds) == 3 * len(arms.ARMS[group])
+    places = {f"{run.arm.group}/{run.arm.name}" for run in runs}
+    assert len(arms.CANDIDATES) <= 6 and set(REHEARSAL.places) <= places
     specs = {run.arm.spec for run in runs}
     for spec in specs:
         with torch.device("meta"):
@@ -156,7 +172,7 @@ def test_one_failure_does_not_stop_the_others(tmp_path: Path) -> None:
         workers=2,
         work=tmp_path,
         seconds_left=lambda: float("inf"),
-        estimate=lambda job: 1.0,
+        estimate=lambda job: pool.Expectation(1.0, 1.0),
         say=lambda text: None,
     )
     assert sorted(outcome.done) == ["a", "d", "e"] and not outcome.left
@@ -176,32 +192,112 @@ def test_the_time_limit_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         workers=2,
         work=tmp_path,
         seconds_left=lambda: 11.0 - (time.monotonic() - began),
-        estimate=lambda job: expected[job.name],
+        estimate=lambda job: pool.Expectation(expected[job.name], expected[job.name]),
         say=lambda text: None,
     )
     assert (outcome.done, outcome.stopped, outcome.left, outcome.failed) == (["short"], ["slow"], ["long"], {})
     assert time.monotonic() - began < 11.0
 
 
+def test_the_time_is_filled_by_runs_that_end_in_it(tmp_path: Path) -> None:
+    """A device in miniature: as much work is done as it has time for, nothing is cut off, and shares add up to it."""
+    limit, grace, taken = 12.0, 2.0, list[tuple[float, float]]()
+    jobs = [pool.Job(f"run{number}", share, (str(tmp_path / "device"), 0.3, 0.8)) for number in range(30)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pool, "GRACE", grace)
+        for worker in [pool.start(tmp_path / "first.log")]:  # so that torch and its like are read into memory
+            pool.dismiss(worker)
+        began = time.monotonic()
+        outcome = pool.carry_out(
+            jobs,
+            workers=3,
+            work=tmp_path,
+            seconds_left=lambda: limit - (time.monotonic() - began),
+            estimate=lambda job: pool.Expectation(1.05, 1.3),
+            say=lambda text: None,
+            done=lambda job, work, wall: taken.append((work, wall)),
+        )
+    assert not outcome.stopped and not outcome.failed and time.monotonic() - began < limit
+    assert outcome.left and len(outcome.done) == len(taken) and 5 <= len(taken) <= (limit - grace) / 0.8
+    assert sum(work for work, _ in taken) <= limit and all(wall > work for work, wall in taken)
+
+
 def test_estimates_follow_what_was_measured(tmp_path: Path) -> None:
-    setting = dataclasses.replace(setting_in(tmp_path), workers=4)
+    setting = dataclasses.replace(setting_in(tmp_path), scale=FULL, workers=4)
+    each, rest = estimates.GUESSES["vit-ti"]
+    guessed = estimates.expected("vit-ti/plain/seed0", setting)
+    assert guessed.work == pytest.approx(1.1 * (each * arms.EPOCHS + rest)) and guessed.alone > guessed.work
+    estimates.remember(setting, "vit-ti/plain/seed0", 40, 120)
+    estimates.remember(setting, "vit-ti/plain/seed1", 60, 200)
+    assert estimates.expected("vit-ti/plain/seed2", setting).work == pytest.approx(60 * 1.1)
+    assert estimates.expected("vit-ti/tap-adl/seed0", setting).work == pytest.approx(60 * 1.1 * 1.25 * 1.3)
+    estimates.remember(setting, "vit-ti/tap-adl/seed0", 50, 180)
+    assert estimates.expected("vit-ti/tap-adl/seed1", setting).work == pytest.approx(50 * 1.1)
+    assert estimates.expected("vit-s/plain/seed0", setting).work > guessed.work
+    assert set(estimates.timings(setting)) == {
+        f"vit-ti/{name}" for name in ("plain/seed0", "plain/seed1", "tap-adl/seed0")
+    }
 
-    def took(place: str, seconds: float, workers: int) -> None:
-        setting.result(place).parent.mkdir(parents=True, exist_ok=True)
-        setting.result(place).write_text(json.dumps({"wall_seconds": seconds, "workers": workers}))
 
-    assert estimates.expected_seconds("vit-ti/plain/seed0", setting) == pytest.approx(5 * 1.1)
-    took("vit-ti/plain/seed0", 40, 4)
-    took("vit-ti/plain/seed1", 15, 1)  # alone on the machine: four at once take up to four times as long
-    assert estimates.expected_seconds("vit-ti/plain/seed2", setting) == pytest.approx(60 * 1.1)
-    assert estimates.expected_seconds("vit-ti/tap-adl/seed0", setting) == pytest.approx(60 * 1.1 * 1.5 * 1.4)
-    took("vit-ti/tap-adl/seed0", 50, 4)
-    assert estimates.expected_seconds("vit-ti/tap-adl/seed1", setting) == pytest.approx(50 * 1.1)
-    assert estimates.expected_seconds("vit-s/plain/seed0", setting) == pytest.approx(5 * 1.1)
+def test_what_was_compiled_travels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there, here, archive = tmp_path / "there", tmp_path / "here", tmp_path / "out" / "cache.tar.xz"
+    noise = random.Random(0)
+    files = {
+        "fxgraph/ab/key/entry": noise.randbytes(50_000),
+        "aotautograd/key/entry": b"a" * 3_000_000,
+        "triton/X/_kernel.cubin": b"b" * 3_000_000,
+        "triton/Y/triton_poi_fused.cubin": noise.randbytes(60_000),
+        "cd/output.py": noise.randbytes(60_000),
+        "cd/output.lock": b"",
+        "triton/X/tmp.pid_1/_kernel.cubin": b"half",
+    }
+    for name, content in files.items():
+        (there / name).parent.mkdir(parents=True, exist_ok=True)
+        (there / name).write_bytes(content)
+    group = {"child_paths": {"_kernel.cubin": str(there / "triton/X/_kernel.cubin")}}
+    (there / "triton/X/__grp___kernel.json").write_text(json.dumps(group))
+    assert "6 of 6 cached files" in caches.pack(there, archive)
+    caches.unpack(archive, here)
+    for name, content in files.items():
+        kept = "tmp" not in name and "lock" not in name
+        assert (here / name).is_file() == kept and (not kept or (here / name).read_bytes() == content)
+    moved = json.loads((here / "triton/X/__grp___kernel.json").read_text())["child_paths"]["_kernel.cubin"]
+    assert moved == str(here / "triton/X/_kernel.cubin")
+    assert "0 cached files" in caches.unpack(archive, here)
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    work, again = tmp_path / "work", tmp_path / "again.tar.xz"
+    options = ["--cache-in", str(archive), "--cache-out", str(again), "--work", str(work)]
+    assert study.main(["train", "--smoke", *options]) == 2  # nothing is selected; the caches are kept all the same
+    assert (work / "compiled/cd/output.py").read_bytes() == files["cd/output.py"] and again.is_file()
+    monkeypatch.setattr(caches, "_PIECE", 1000)
+    assert "5 of 6" in caches.pack(there, archive, limit=125_000) and archive.stat().st_size <= 125_000
+    caches.unpack(archive, tmp_path / "less")
+    assert not (tmp_path / "less/triton/Y").exists() and (tmp_path / "less/fxgraph/ab/key/entry").is_file()
+    archive.write_bytes(archive.read_bytes()[:3000])
+    with pytest.raises(VitfocusError, match="cannot be read"):
+        caches.unpack(archive, tmp_path / "broken")
+
+
+def test_a_service_that_refuses_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Multi-Process Service that starts and then gives no process a GPU would fail every run."""
+    said, calls = list[str](), tmp_path / "calls"
+    control = tmp_path / mps.CONTROL
+    control.write_text(f'#!/bin/sh\necho "$1" >> {calls}\ncat > /dev/null\n')
+    control.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(mps, "_TRIAL", "raise SystemExit(3)")
+    with mps.shared_gpu(True, said.append):
+        assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
+    assert "code 3" in said[0] and calls.read_text().splitlines() == ["-d", ""]
+    monkeypatch.setattr(mps, "_TRIAL", "")
+    with mps.shared_gpu(True, said.append):
+        assert Path(os.environ["CUDA_MPS_PIPE_DIRECTORY"]).is_dir()
+    assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ and len(said) == 1
 
 
 def test_the_examples_in_the_study_hold() -> None:
-    assert all(doctest.testmod(module).failed == 0 for module in (arms, estimates))
+    assert all(doctest.testmod(module).failed == 0 for module in (arms, caches, estimates))
 
 
 def test_insertion_changes_nothing_and_finetuning_starts_from_it(tmp_path: Path) -> None:
@@ -240,6 +336,10 @@ def test_wrong_use_is_told_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureF
     ):
         assert study.main([*arguments, *work]) == 2
         assert message in capsys.readouterr().err
+    for wrong in ("trian", "keep,train"):
+        with pytest.raises(SystemExit):
+            study.main([wrong, *work])
+        assert "there is no step" in capsys.readouterr().err
 
 
 def test_the_committed_checkpoint_has_the_reported_accuracy(shared: Path) -> None:

@@ -37,11 +37,11 @@ def run_diagnosis(setting: Setting) -> str:
     corruptions = setting.scale.corruptions
     diagnosis = vf.diagnose(model, images, batch_size=100)
     keys = [key for key in diagnosis.rows[0] if isinstance(diagnosis.rows[0][key], float)]
-    under = stability(model, images, corruptions, "imagenet", setting.frost)
+    under = stability(model, images, corruptions, "imagenet", setting.frost, batch=125)
     families = {name: [one for one in members if one in under] for name, members in FAMILIES.items()}
     corrupted = evaluated(model, "imagenet-c", photos, setting, **corruption_options(setting))
     content: dict[str, Any] = {
-        "model": "deit_tiny_patch16_224" if setting.scale.name == "full" else "a model of two layers",
+        "model": "a model of two layers" if setting.scale.name == "smoke" else "deit_tiny_patch16_224",
         "images": len(images),
         "size": list(diagnosis.size),
         "reading": {key: [row[key] for row in diagnosis.rows] for key in keys}
@@ -76,7 +76,7 @@ def run_diagnosis(setting: Setting) -> str:
 
 def photographs(setting: Setting) -> Path:
     """The folder of photographs by class; at smoke scale, a few drawn scenes."""
-    if setting.scale.name != "full":
+    if setting.scale.name == "smoke":
         return drawn(setting.work / "photos")
     if setting.photos is None or not setting.photos.is_dir():
         raise VitfocusError("The diagnosis looks at ImageNet photographs in class folders: name them with --photos.")

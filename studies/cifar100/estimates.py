@@ -1,52 +1,68 @@
-"""How long a run will take: as long as its like took with the machine shared by as many, or a guess at first."""
+"""How long a run will take: as long as its like took, or a guess at first.
+
+`work` is the time that a run takes of a machine that it shares: an hour in which four run side by side is a quarter of
+an hour's work of each. timings.json, beside the results, holds what finished runs took.
+"""
 
 from __future__ import annotations
 
-import functools
 import json
 import math
-from pathlib import Path
 
 from arms import ARMS
+from pool import Expectation
 from setting import Setting
 
-#: Seconds of a plain model's run of the full study on an H200 that four share, before anything is known.
-GUESSES = {"selection": 130.0, "vit-ti": 130.0, "vit-s": 300.0, "heads": 130.0, "fine-tune": 100.0}
-SHARED_BY = 4
-#: What a treatment may make of a run's time, before its arm is known; generous.
-WEIGHTS = {"tap": 1.5, "adl": 1.4, "se": 1.2, "cb": 1.1}
+from vitfocus.files import write_text
+
+#: Seconds of a plain model's epoch of 50,000 images on an H200, and of all that is not training, before any is known.
+GUESSES = {"selection": (1.0, 12.0), "vit-ti": (1.0, 22.0), "vit-s": (2.0, 35.0), "heads": (1.1, 22.0)}
+FINETUNE_GUESS = (6.0, 20.0)
+#: What a treatment may make of a run's time, before its arm is known.
+WEIGHTS = {"tap": 1.25, "adl": 1.3, "se": 1.1, "cb": 1.05}
 #: What a run may take more than its like did.
 MARGIN = 1.1
+#: Seconds in which a run prepares itself and writes its files, while the device is free for others.
+APART = 20.0
 
 
-def expected_seconds(place: str, setting: Setting) -> float:
-    """The most that finished runs of the arm took; for a new arm, its group's by the treatments' weight."""
+def expected(place: str, setting: Setting) -> Expectation:
+    """By the most that finished runs of the arm took; for a new arm, by its group's and the treatments' weight."""
+    if setting.scale.name == "smoke":
+        return Expectation(5.0, 5.0)
     group, name = place.split("/")[:2]
-    folder = setting.results / group
-    same = [_seconds(path, setting) for path in (folder / name).glob("*.json")]
+    known = {path: entry["work"] for path, entry in timings(setting).items() if path.startswith(f"{group}/")}
+    same = [work for path, work in known.items() if path.split("/")[1] == name]
+    others = [work / weight(group, path.split("/")[1]) for path, work in known.items()]
     if same:
-        return MARGIN * max(same)
-    others = [_seconds(path, setting) / weight(group, path.parent.name) for path in folder.rglob("*.json")]
-    guess = GUESSES[group] * setting.workers / SHARED_BY if setting.scale.name == "full" else 5.0
-    return MARGIN * weight(group, name) * (max(others) if others else guess)
+        work = max(same)
+    elif others:
+        work = weight(group, name) * max(others)
+    else:
+        epochs = setting.scale.finetune_epochs if group == "fine-tune" else setting.scale.epochs
+        each, rest = GUESSES.get(group, FINETUNE_GUESS)
+        work = weight(group, name) * each * epochs + rest
+    return Expectation(MARGIN * work, MARGIN * work + APART)
 
 
 def weight(group: str, arm: str) -> float:
     """How much longer than the plain model's an arm's run may be.
 
     >>> round(weight("vit-ti", "cb-tap-adl"), 2), weight("selection", "fast")
-    (2.31, 1.0)
+    (1.71, 1.0)
     """
     treatments = ARMS[group][arm].treatments if group in ARMS else ""
     return math.prod((factor for name, factor in WEIGHTS.items() if name in treatments), start=1.0)
 
 
-def _seconds(path: Path, setting: Setting) -> float:
-    seconds, workers = _read(path, path.stat().st_mtime_ns)
-    return seconds * max(1.0, setting.workers / workers)
+def timings(setting: Setting) -> dict[str, dict[str, float]]:
+    """What finished runs took, in seconds, by place."""
+    path = setting.results / "timings.json"
+    content: dict[str, dict[str, float]] = json.loads(path.read_text()) if path.is_file() else {}
+    return content
 
 
-@functools.lru_cache(maxsize=1024)
-def _read(path: Path, _: int) -> tuple[float, int]:
-    content = json.loads(path.read_text())
-    return float(content["wall_seconds"]), int(content["workers"])
+def remember(setting: Setting, place: str, work: float, wall: float) -> None:
+    """Add a finished run."""
+    content = timings(setting) | {place: {"work": round(work, 1), "wall": round(wall, 1)}}
+    write_text(setting.results / "timings.json", json.dumps(content, indent=1) + "\n")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from arms import TINY, Run
+from arms import SHARED, TINY, Run
 from measure import corruption, device_at_hand
 from one_run import described, in_short, keep_model, trained, write_result
 from setting import Setting, test_images
@@ -31,7 +31,7 @@ INSERTION_IMAGES = 256
 #: A short, usual fine-tuning, the same for every arm; tuned for none.
 KEYS = (
     "model.arguments={}",
-    "drop_path=0",
+    *SHARED,
     "batch=256",
     "lr=3e-4",
     "head_lr=5",
@@ -134,7 +134,7 @@ def insertion(run: Run, setting: Setting) -> dict[str, Any]:
 
 def base_model(setting: Setting) -> nn.Module:
     """The trained DeiT-Ti with its own 1,000 classes; at smoke scale, a small one with random weights."""
-    if setting.scale.name == "full":
+    if setting.scale.name != "smoke":
         model = vf.create_model(TINY)
         start_from(model, str(starting_weights(setting)))
         return model
@@ -143,7 +143,7 @@ def base_model(setting: Setting) -> nn.Module:
 
 def starting_weights(setting: Setting) -> Path:
     """The weights' file, or what to do without it."""
-    if setting.scale.name != "full":
+    if setting.scale.name == "smoke":
         return small_weights(setting)
     if setting.weights is None or not setting.weights.is_file():
         raise VitfocusError("Fine-tuning starts from the trained DeiT-Ti: name its file with --weights.")

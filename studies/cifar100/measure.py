@@ -17,6 +17,8 @@ from torch import Tensor, nn
 import vitfocus as vf
 
 SEED = 0
+#: Images at once: a GPU that several share is launched on less often, and its memory suffices for all of them.
+BATCH = 5_000
 EPSILONS = (1, 2)  # in 1/255
 #: One corruption of each family, and the two other noises: what stability is read under.
 STABILITY = ("gaussian_noise", "shot_noise", "impulse_noise", "defocus_blur", "fog", "jpeg_compression")
@@ -51,7 +53,7 @@ def measure(
     model.to(device).eval()
     seen = images[:reading_images].to(device)
     return {
-        "clean": clean(model, Batches(images, labels, 2000)),
+        "clean": clean(model, Batches(images, labels, BATCH)),
         "corruption": corruption(model, images, labels, corruptions, severities, frost),
         "fgsm": fgsm(model, images, labels),
         "occlusion": occlusion(model, images, labels),
@@ -86,7 +88,7 @@ def corruption(
     corruptions: Sequence[str],
     severities: Sequence[int],
     frost: Path | None,
-    batch: int = 2000,
+    batch: int = BATCH,
 ) -> dict[str, Any]:
     """CIFAR-100-C, generated: the mean error, and by corruption and severity; larger models get the images enlarged."""
     scores = vf.evaluate(
@@ -122,20 +124,20 @@ def fgsm(model: nn.Module, images: Tensor, labels: Tensor, batch: int = 500) -> 
 
 def occlusion(model: nn.Module, images: Tensor, labels: Tensor) -> dict[str, float]:
     """Accuracy with the centre or random cells hidden, by the suite's names of them."""
-    batches = Batches(images, labels, 2000)
+    batches = Batches(images, labels, BATCH)
     scores = vf.evaluate(model, "occlusion", batches, precision=half(), seed=SEED, progress=False)
     (summary,) = scores.models.values()
     return {name: cell["top1"] for name, cell in summary["cells"].items() if name != "clean"}
 
 
-def reading(model: nn.Module, images: Tensor, batch: int = 250) -> dict[str, list[float]]:
+def reading(model: nn.Module, images: Tensor, batch: int = 500) -> dict[str, list[float]]:
     """What attention does, layer by layer, on images uint8 on the model's device."""
     rows = vf.diagnose(model, images, batch_size=batch).rows
     found = {key: [row[key] for row in rows] for key in READINGS if all(key in row for row in rows)}
     return {**found, "diagonal": diagonal(model, images, batch)}
 
 
-def diagonal(model: nn.Module, images: Tensor, batch: int = 250) -> list[float]:
+def diagonal(model: nn.Module, images: Tensor, batch: int = 500) -> list[float]:
     """The share of attention that tokens pay to themselves: the mass on the mean map's diagonal, by layer.
 
     Rows of a map sum to one, so this is the mean over images, heads and tokens of a_ii; uniform attention has 1/N.
@@ -150,13 +152,18 @@ def diagonal(model: nn.Module, images: Tensor, batch: int = 250) -> list[float]:
 
 
 def stability(
-    model: nn.Module, images: Tensor, corruptions: Sequence[str], flavour: str, frost: Path | None = None
+    model: nn.Module,
+    images: Tensor,
+    corruptions: Sequence[str],
+    flavour: str,
+    frost: Path | None = None,
+    batch: int = 500,
 ) -> dict[str, Any]:
     """The cosine between clean and corrupted maps, by corruption: the mean, and by layer."""
     result = {}
     for name in corruptions:
         changed = vf.corrupt(images, name, STABILITY_SEVERITY, seed=SEED, flavour=flavour, frost=frost)
-        rows = vf.diagnose(model, images, against=changed, batch_size=125).rows
+        rows = vf.diagnose(model, images, against=changed, batch_size=batch).rows
         layers = [row["stability"] for row in rows]
         result[name] = {"mean": fmean(layers), "by_layer": layers}
     return result

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from arms import ARMS, CANDIDATES, Run
+from arms import ARMS, CANDIDATES, SHARED, Run
 from setting import Setting, test_images
 
 from vitfocus.errors import VitfocusError
@@ -35,6 +35,7 @@ def recipe_of(run: Run, setting: Setting, chosen: Sequence[str], holdout: int = 
     """The shipped `cifar100` recipe with the study's keys; `chosen` are the selected candidate's."""
     scale = setting.scale
     keys = [
+        *SHARED,
         *chosen,
         f"spec={run.arm.spec}",
         f"seed={run.seed}",

@@ -1,8 +1,9 @@
 """Jobs taken in order by a few processes that share one machine, within a time limit.
 
-A process imports torch once and carries out one job after another. A job is begun only if by its estimate it ends in
-time; one that is still running at the end is asked to stop (SIGTERM, on which a training run writes its checkpoint).
-A job that fails leaves its traceback beside its work and does not stop the others; its process is replaced.
+A process imports torch once and carries out one job after another. A job is begun only if, with those that are running,
+it is expected to end in time. One that is still running at the end is asked to stop (SIGTERM, on which a training run
+writes its checkpoint); one that is not training then has the last seconds to finish in. A job that fails leaves its
+traceback beside its work and does not stop the others; its process is replaced.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 #: Seconds before the limit at which running jobs are asked to stop, and that they have for it.
 GRACE = 12.0
@@ -32,6 +34,13 @@ class Job:
     arguments: tuple[Any, ...]
 
 
+class Expectation(NamedTuple):
+    """Seconds of the machine's time that a job takes from others, and its least time from begin to end."""
+
+    work: float
+    alone: float
+
+
 @dataclass
 class Outcome:
     """What became of the jobs, by name."""
@@ -44,12 +53,19 @@ class Outcome:
 
 @dataclass
 class Worker:
-    """A process, the pipe to it, and the job it is at."""
+    """A process, the pipe to it, the job it is at, and what that takes: `work` expected, `had` so far."""
 
     process: Any
     pipe: Connection
     job: Job | None = None
     since: float = 0.0
+    work: float = 0.0
+    had: float = 0.0
+
+    @property
+    def missing(self) -> float:
+        """Work that is left; a job that has had all it was expected to need is nearly done."""
+        return max(self.work - self.had, 0.05 * self.work)
 
 
 def carry_out(
@@ -58,43 +74,64 @@ def carry_out(
     workers: int,
     work: Path,
     seconds_left: Callable[[], float],
-    estimate: Callable[[Job], float],
+    estimate: Callable[[Job], Expectation],
     say: Callable[[str], None] = print,
+    done: Callable[[Job, float, float], None] = lambda job, work, wall: None,
 ) -> Outcome:
-    """Take jobs in order; where the next one would not end in time, the first after it that would is taken."""
+    """Take jobs in order; where the next one would not end in time, the first after it that would is taken.
+
+    Jobs that run at the same time share the machine: together they need the sum of their work. `done` is told the work
+    and the seconds that a job took.
+    """
     waiting, outcome, number = list(jobs), Outcome(), 0
     busy: list[Worker] = []
     idle: list[Worker] = []
+    clock = time.monotonic()
     try:
         while True:
             while waiting and len(busy) < workers:
-                job = next((job for job in waiting if estimate(job) <= seconds_left() - GRACE), None)
-                if job is None:
+                left = seconds_left() - GRACE
+                room = left - sum(worker.missing for worker in busy)
+                fitting = ((job, estimate(job)) for job in waiting)
+                found = next(((job, need) for job, need in fitting if need.work <= room and need.alone <= left), None)
+                if found is None:
                     break
+                job, need = found
                 waiting.remove(job)
+                idle = [worker for worker in idle if worker.process.is_alive()]
                 if idle:
                     worker = idle.pop()
                 else:
                     worker, number = start(work / f"worker{number}.log"), number + 1
-                worker.job, worker.since = job, time.monotonic()
-                worker.pipe.send(job)
+                worker.job, worker.since, worker.work, worker.had = job, time.monotonic(), need.work, 0.0
+                with suppress(OSError):  # a process that is gone is noticed below, as one that ends in its job
+                    worker.pipe.send(job)
                 busy.append(worker)
-                say(f"begun: {job.name} ({estimate(job):.0f} s expected, {_left(seconds_left())})")
+                say(f"begun: {job.name} ({need.work:.0f} s of work expected, {_left(seconds_left())})")
             if not busy:
                 break
             limit = seconds_left() - GRACE
             if limit <= 0:
                 stop(busy, GRACE - 4, work, outcome, say)
                 break
-            ready = wait([worker.pipe for worker in busy], timeout=min(limit, 3600.0))
+            ready = wait([worker.pipe for worker in busy], timeout=min(limit, 5.0))
+            now, before = time.monotonic(), clock
+            clock = now
+            for worker in busy:
+                worker.had += (now - max(before, worker.since)) / len(busy)
             for worker in [worker for worker in busy if worker.pipe in ready]:
                 busy.remove(worker)
+                ended = worker.job
+                assert ended is not None
                 if note(worker, work, outcome, say):
+                    done(ended, worker.had, now - worker.since)
                     idle.append(worker)
     except (KeyboardInterrupt, SystemExit):
         stop(busy, GRACE, work, outcome, say)
         raise
     finally:
+        for worker in [*idle, *busy]:
+            worker.pipe.close()  # all at once: each takes a moment to end
         for worker in [*idle, *busy]:
             dismiss(worker)
     outcome.left = [job.name for job in waiting]
@@ -109,7 +146,7 @@ def note(worker: Worker, work: Path, outcome: Outcome, say: Callable[[str], None
     worker.job = None
     try:
         state, text = worker.pipe.recv()
-    except EOFError:
+    except (EOFError, OSError):
         worker.process.join()
         code = worker.process.exitcode
         state, text = (
@@ -117,7 +154,7 @@ def note(worker: Worker, work: Path, outcome: Outcome, say: Callable[[str], None
         )
     if state == "done":
         outcome.done.append(job.name)
-        say(f"done:  {job.name} in {took:.0f} s{': ' + text if text else ''}")
+        say(f"done:  {job.name} in {took:.0f} s, {worker.had:.0f} s of work{': ' + text if text else ''}")
         return True
     if state == "stopped":
         outcome.stopped.append(job.name)
@@ -171,7 +208,11 @@ def dismiss(worker: Worker) -> None:
 
 
 def _serve(pipe: Connection, log: str) -> None:
-    """Carry out jobs until the pipe closes or one ends otherwise than well."""
+    """Carry out jobs until the pipe closes or one ends otherwise than well.
+
+    Training answers SIGTERM itself; whatever else a job is at goes on until its process is ended.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: None)
     with Path(log).open("a", buffering=1) as stream:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from arms import EPOCHS, FINETUNE_EPOCHS, HOLDOUT, SEEDS, WARMUP_EPOCHS
+from arms import CANDIDATES, EPOCHS, FINETUNE_EPOCHS, HOLDOUT, SEEDS, WARMUP_EPOCHS
 
 from vitfocus.corruptions import CORRUPTIONS
 from vitfocus.errors import VitfocusError
@@ -25,7 +25,9 @@ class Scale:
     holdout: int = HOLDOUT
     recipe: tuple[str, ...] = ()
     finetune: tuple[str, ...] = ("enlarge=224",)
-    candidates: int = 6
+    candidates: int = len(CANDIDATES)
+    steps: tuple[str, ...] = ("select", "train", "finetune", "diagnose", "cost")
+    places: tuple[str, ...] = ()  # runs that are made; none named: all
     corruptions: tuple[str, ...] = CORRUPTIONS
     severities: tuple[int, ...] = (1, 2, 3, 4, 5)
     test_images: int | None = None  # None: all
@@ -37,6 +39,21 @@ class Scale:
 
 
 FULL = Scale()
+
+#: The study's own models, data and steps for some seconds each: shows what would fail, and compiles what is needed.
+REHEARSAL = Scale(
+    name="rehearsal",
+    epochs=0.5,
+    warmup_epochs=0.1,
+    finetune_epochs=0.1,
+    seeds=(0,),
+    candidates=1,
+    steps=("select", "train", "finetune"),
+    places=("vit-ti/plain", "vit-ti/cb-tap-adl", "vit-s/tap-adl", "heads/cb-upper-1", "fine-tune/cbs-tap-adl"),
+    test_images=1_000,
+    reading_images=100,
+    finetune_images=100,
+)
 
 _LITTLE = "model.arguments.embed_dim=24", "model.arguments.depth=2"
 #: A few hundred images and models of two layers: shows that everything runs, and says nothing about any treatment.
@@ -55,6 +72,7 @@ SMOKE = Scale(
         "model.arguments.patch_size=8",
         "model.arguments.num_classes=100",
         "device=cpu",
+        "compile=no",
     ),
     finetune=("enlarge=64", "model.arguments.patch_size=16", "model.arguments.num_heads=3"),
     candidates=2,

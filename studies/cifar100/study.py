@@ -2,13 +2,16 @@
 
     python studies/cifar100/study.py --data DATA              # everything that is unfinished, then the report
     python studies/cifar100/study.py --smoke                  # at toy scale on the CPU, into runs/cifar100-smoke
-    python studies/cifar100/study.py train --data DATA --workers 4 --minutes 8.5
+    python studies/cifar100/study.py --rehearse --data DATA   # some seconds of each kind of run: what would fail?
+    python studies/cifar100/study.py select,train --data DATA --workers 4 --minutes 9
     python studies/cifar100/study.py keep vit-ti plain 0 --data DATA      # one model for the repository
 
-Steps: select (the recipe, on a validation split), train (every arm from scratch), finetune (from the trained DeiT-Ti),
-diagnose (that model on photographs), cost (of a training step), report. DATA holds CIFAR-100 in torchvision's layout
-or as mosaics. Beside it, unless named, are looked for: `frost` (the published overlays), `imagenet1k-sample` (the
-photographs) and `deit_tiny_patch16_224.safetensors`; the whole leaves out a step whose files are missing, and says so.
+Steps, one or several: select (the recipe, on a validation split), train (every arm from scratch), finetune (from the
+trained DeiT-Ti), diagnose (that model on photographs), cost (of a training step), report. DATA holds CIFAR-100 in
+torchvision's layout or as mosaics. Beside it, unless named, are looked for: `frost` (the published overlays),
+`imagenet1k-sample` (the photographs) and `deit_tiny_patch16_224.safetensors`; the whole leaves out a step whose files
+are missing, and says so.
+On a machine that is gone afterwards, --cache-out keeps what was compiled in a file for --cache-in the next time.
 """
 
 from __future__ import annotations
@@ -18,33 +21,43 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results"
 sys.path[:0] = [] if str(HERE) in sys.path else [str(HERE)]
 
-from arms import ARMS, CANDIDATES, finetune_runs, study_runs  # noqa: E402
-from estimates import expected_seconds  # noqa: E402
-from pool import Job, carry_out  # noqa: E402
-from setting import FULL, SMOKE, Setting  # noqa: E402
+from arms import ARMS, CANDIDATES, Run, finetune_runs, study_runs  # noqa: E402
+from caches import pack, unpack  # noqa: E402
+from estimates import expected, remember  # noqa: E402
+from pool import Expectation, Job, carry_out  # noqa: E402
+from setting import FULL, REHEARSAL, SMOKE, Setting  # noqa: E402
 
-from vitfocus.errors import VitfocusError  # noqa: E402
+from vitfocus.errors import VitfocusError, nearest  # noqa: E402
 from vitfocus.train import Recipe  # noqa: E402
 
-STEPS = ("all", "select", "train", "finetune", "diagnose", "cost", "report", "keep")
+STEPS = ("select", "train", "finetune", "diagnose", "cost", "report", "keep")
+#: Seconds that are left at the end for writing the compilers' cache, and that a diagnosis takes.
+PACKING, DIAGNOSING = 12.0, 75.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Carry out one step, or all; 0 where nothing failed."""
     args = parse(arguments)
     began = time.monotonic()
-    limit = 60 * args.minutes if args.minutes else float("inf")
+    limit = 60 * args.minutes - (PACKING if args.cache_out else 0) if args.minutes else float("inf")
     try:
         setting = setting_of(args)
         prepare(setting)
-        study = Study(setting, lambda: limit - (time.monotonic() - began), args.mps)
-        return study.run(args.step, args.rest)
+        if args.cache_in is not None:
+            recall(args.cache_in)
+        try:
+            study = Study(setting, lambda: limit - (time.monotonic() - began), args.mps)
+            return study.run(args.step, args.rest)
+        finally:
+            if args.cache_out is not None:
+                say(pack(compiled(), args.cache_out))
     except VitfocusError as error:
         print(f"study: {error}", file=sys.stderr)
         return 2
@@ -57,27 +70,26 @@ class Study:
         self.setting, self.seconds_left, self.mps = setting, seconds_left, mps
 
     def run(self, step: str, rest: Sequence[str]) -> int:
-        """One step by name; `all` goes through them and leaves out those whose files are missing."""
+        """Steps by name, as far as the time reaches; `all` leaves out those whose files are missing."""
         if step == "keep":
             return self.keep(rest)
-        if step != "all":
-            done: int = getattr(self, step)()
-            return done
-        code = 0
-        for name in ("select", "train", "finetune", "diagnose", "cost"):
-            if missing := self.missing(name):
+        code, names = 0, list(self.setting.scale.steps) if step == "all" else step.split(",")
+        for name in names:
+            if step == "all" and (missing := self.missing(name)):
                 say(f"{name} is left out: {missing}")
                 continue
             code = max(code, getattr(self, name)())
-            if self.seconds_left() < 30 or (name == "select" and self.unselected()):
+            more = name != names[-1]
+            if more and (self.seconds_left() < 30 or (name == "select" and self.unselected())):
                 say("the study is not finished: run the command again to go on")
                 break
-        return max(code, self.report())
+        whole = step == "all" and self.setting.scale.name != "rehearsal"
+        return max(code, self.report()) if whole else code
 
     def missing(self, step: str) -> str:
         """What a step would need and does not have."""
         setting = self.setting
-        if setting.scale.name != "full":
+        if setting.scale.name == "smoke":
             return ""
         if step in ("finetune", "diagnose") and setting.weights is None:
             return "it needs the trained DeiT-Ti (--weights)"
@@ -87,6 +99,9 @@ class Study:
         """Try the candidates on the plain model."""
         from one_run import candidate_recipe, run_candidate
 
+        if self.setting.result("vit-ti/plain/seed0").is_file() and self.unselected():
+            say(f"arms are trained already, so the recipe stays; not tried: {', '.join(self.unselected())}")
+            return 0
         names = list(CANDIDATES)[: self.setting.scale.candidates]
         jobs = [Job(f"selection/{name}", run_candidate, (name, self.setting)) for name in names]
         return self._pool(jobs, [candidate_recipe(name, self.setting) for name in names])
@@ -104,15 +119,20 @@ class Study:
         say(f"the selected recipe: {', '.join(chosen)}")
         if left := self.unselected():
             say(f"candidates that were not tried: {', '.join(left)}")
-        runs = list(study_runs(self.setting.scale.seeds))
+        runs = self.chosen(study_runs(self.setting.scale.seeds))
         jobs = [Job(run.place, run_from_scratch, (run, self.setting)) for run in runs]
         return self._pool(jobs, [recipe_of(run, self.setting, chosen) for run in runs])
+
+    def chosen(self, runs: Iterable[Run]) -> list[Run]:
+        """Those that the scale names, or all."""
+        places = self.setting.scale.places
+        return [run for run in runs if not places or f"{run.arm.group}/{run.arm.name}" in places]
 
     def finetune(self) -> int:
         """Every arm from the trained DeiT-Ti."""
         from finetune import recipe_of, run_finetuning
 
-        runs = list(finetune_runs(self.setting.scale.seeds))
+        runs = self.chosen(finetune_runs(self.setting.scale.seeds))
         jobs = [Job(run.place, run_finetuning, (run, self.setting)) for run in runs]
         return self._pool(jobs, [recipe_of(run, self.setting) for run in runs])
 
@@ -120,6 +140,9 @@ class Study:
         """The trained DeiT-Ti on photographs."""
         if (self.setting.results / "diagnosis.json").is_file():
             say("diagnosis.json is there already")
+            return 0
+        if self.seconds_left() < DIAGNOSING:
+            say("no time is left for the diagnosis")
             return 0
         from diagnosis import run_diagnosis
 
@@ -139,7 +162,7 @@ class Study:
             jobs = [
                 Job(f"compile/{group}/{name}", compile_ahead, (group, name, self.setting)) for group, name in places
             ]
-            self._carry_out(jobs, lambda job: 100.0)
+            self._carry_out(jobs, lambda job: Expectation(100.0 / self.setting.workers, 100.0))
         say(f"cost: {run_cost(self.setting, self.seconds_left, say)}")
         return 0
 
@@ -168,9 +191,18 @@ class Study:
         say(f"{len(jobs) - len(todo)} of {len(jobs)} are finished")
         if not todo:
             return 0
-        return self._carry_out(todo, lambda job: expected_seconds(job.name, self.setting))
+        return self._carry_out(
+            todo,
+            lambda job: expected(job.name, self.setting),
+            lambda job, work, wall: remember(self.setting, job.name, work, wall),
+        )
 
-    def _carry_out(self, jobs: Sequence[Job], estimate: Callable[[Job], float]) -> int:
+    def _carry_out(
+        self,
+        jobs: Sequence[Job],
+        estimate: Callable[[Job], Expectation],
+        done: Callable[[Job, float, float], None] = lambda job, work, wall: None,
+    ) -> int:
         from mps import shared_gpu
 
         with shared_gpu(self.mps, say):
@@ -181,6 +213,7 @@ class Study:
                 seconds_left=self.seconds_left,
                 estimate=estimate,
                 say=say,
+                done=done,
             )
         left = len(outcome.left) + len(outcome.stopped)
         if outcome.left and self.seconds_left() < float("inf"):
@@ -192,7 +225,7 @@ class Study:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("step", nargs="?", default="all", choices=STEPS)
+    parser.add_argument("step", nargs="?", default="all", type=steps, help=f"all, or of: {', '.join(STEPS)}")
     parser.add_argument("rest", nargs="*", help="of keep: GROUP ARM SEED")
     parser.add_argument("--data", type=Path, help="the folder of CIFAR-100")
     parser.add_argument("--results", type=Path, help="default: the study's own results")
@@ -204,14 +237,26 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=1, help="runs side by side on one device")
     parser.add_argument("--minutes", type=float, default=0, help="end within so many minutes (default: no limit)")
     parser.add_argument("--mps", action="store_true", help="share the GPU by NVIDIA's Multi-Process Service")
+    parser.add_argument("--cache-in", type=Path, help="an archive that --cache-out wrote, unpacked first")
+    parser.add_argument("--cache-out", type=Path, help="write what the compilers made to this archive at the end")
+    parser.add_argument("--rehearse", action="store_true", help="some seconds of each kind of run, into runs/...")
     parser.add_argument("--smoke", action="store_true", help="toy scale on the CPU, without data if none is named")
     return parser.parse_intermixed_args(arguments)
 
 
+def steps(text: str) -> str:
+    """`all`, or names of steps with commas between them."""
+    for name in text.split(","):
+        if name not in (*STEPS, "all") or (name in ("all", "keep") and text != name):
+            raise argparse.ArgumentTypeError(f"there is no step {name!r}: {nearest(name, ('all', *STEPS))}")
+    return text
+
+
 def setting_of(args: argparse.Namespace) -> Setting:
     """Folders as named, or found beside the data; the smoke scale writes elsewhere."""
-    scale = SMOKE if args.smoke else FULL
-    if args.data is None and not args.smoke and args.step in ("all", "select", "train", "finetune", "cost", "keep"):
+    scale = SMOKE if args.smoke else REHEARSAL if args.rehearse else FULL
+    without = {"diagnose", "report"}
+    if args.data is None and not args.smoke and not set(args.step.split(",")) <= without:
         raise VitfocusError(f"{args.step} needs CIFAR-100: name its folder with --data.")
     for option in ("data", "frost", "weights", "photos"):
         if (path := getattr(args, option)) is not None and not path.exists():
@@ -222,10 +267,11 @@ def setting_of(args: argparse.Namespace) -> Setting:
         return given if given is not None or found is None or not found.exists() else found
 
     work = args.work or Path("runs") / ("cifar100-smoke" if args.smoke else "cifar100")
+    aside = work / "rehearsal" if args.rehearse else work
     setting = Setting(
         data=args.data.resolve() if args.data is not None else None,
-        results=args.results or (work / "results" if args.smoke else HERE / "results"),
-        work=work.resolve(),
+        results=aside / "results" if args.rehearse else args.results or (work / "results" if args.smoke else RESULTS),
+        work=aside.resolve(),
         frost=beside(args.frost, "frost"),
         weights=beside(args.weights, "deit_tiny_patch16_224.safetensors"),
         photos=beside(args.photos, "imagenet1k-sample"),
@@ -240,10 +286,27 @@ def setting_of(args: argparse.Namespace) -> Setting:
 def prepare(setting: Setting) -> None:
     """Compilers share their caches and do not crowd each other out; processes that are started inherit this."""
     setting.work.mkdir(parents=True, exist_ok=True)
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(setting.work / "compiled"))
-    os.environ.setdefault("TRITON_CACHE_DIR", str(setting.work / "compiled" / "triton"))
+    folder = setting.work.parent if setting.scale.name == "rehearsal" else setting.work
+    threads = max(1, (os.cpu_count() or 1) // setting.workers)
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "compiled"))
+    os.environ.setdefault("TRITON_CACHE_DIR", str(compiled() / "triton"))
     os.environ.setdefault("TORCHINDUCTOR_FX_GRAPH_CACHE", "1")
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
+    os.environ.setdefault("TORCHINDUCTOR_AUTOGRAD_CACHE", "1")
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(4, threads)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+
+
+def compiled() -> Path:
+    """The folder of what the compilers made."""
+    return Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+
+
+def recall(archive: Path) -> None:
+    """Unpack a cache; without one everything is compiled anew, which is no reason to stop."""
+    try:
+        say(unpack(archive, compiled()))
+    except VitfocusError as error:
+        say(f"{error} Everything is compiled anew.")
 
 
 def say(text: str) -> None:

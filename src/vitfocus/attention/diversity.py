@@ -68,11 +68,12 @@ class DiversityReading(Reading):
 
     def end(self) -> None:
         """Bring unit rows and average together."""
-        units, averages = self.sums[:, 0], self.sums[:, 1] / self.queries
-        F.threshold(averages[0], self.least, 0.0, inplace=True)
+        units, totals = self.sums.unbind(dim=1)
+        averages = totals / self.queries
+        torch.threshold_(averages[0], self.least, 0.0)
         norms = torch.linalg.vector_norm(averages, dim=-1)
         products = averages.mul_(units).sum(dim=-1)
-        for mean, product, norm in zip(self.means.values(), products, norms, strict=True):
+        for mean, product, norm in zip(self.means.values(), products.unbind(), norms.unbind(), strict=True):
             mean.add(product, norm, weight=1 / self.queries)
         del self.sums
 

@@ -31,9 +31,9 @@ def overfocus(received: Tensor, top: float = TOP) -> Tensor:
     return _of_the_top(_shares(received), top)
 
 
-def _shares(received: Tensor) -> Tensor:
-    """What every key receives of all that is given."""
-    return received / received.sum(dim=-1, keepdim=True)
+def _shares(received: Tensor, given: int | None = None) -> Tensor:
+    """What every key receives of all that is given, which may be known."""
+    return received / (received.sum(dim=-1, keepdim=True) if given is None else given)
 
 
 def _of_the_top(shares: Tensor, top: float = TOP) -> Tensor:
@@ -78,6 +78,8 @@ class FocusReading(Reading):
     def begin(self, images: int, heads: int, geometry: Geometry) -> None:
         """Note the size."""
         self.shape = (images, heads, geometry.keys)
+        self.queries = geometry.queries
+        self.given: int | None = None
 
     def make_room(self, like: Tensor) -> None:
         """Start with nothing received."""
@@ -90,12 +92,12 @@ class FocusReading(Reading):
         self.received += given.view_as(self.received)
 
     def fill(self, sums: Sums) -> None:
-        """Note what all queries give."""
-        self.received = sums.statistics.received
+        """Note what all queries give: each of them one, for the maps were made in single precision at least."""
+        self.received, self.given = sums.statistics.received, self.queries
 
     def end(self) -> None:
         """Take both numbers of every head."""
-        shares = _shares(self.received)
+        shares = _shares(self.received, self.given)
         self.overfocus.add(_of_the_top(shares))
         self.effective.add(row_entropy(shares))
         del self.received

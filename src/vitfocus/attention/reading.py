@@ -154,7 +154,7 @@ class Mean:
     """
 
     #: How many values are kept, in how many tensors.
-    MOST, MOST_PARTS = 1 << 14, 64
+    MOST, MOST_PARTS = 1 << 14, 32
 
     def __init__(self, conclude: Callable[..., Tensor] | None = None) -> None:
         self.conclude = conclude

@@ -72,7 +72,8 @@ class _ShareMean(torch.autograd.Function):
             mean = wide.mean(dim=1)
             share = mean * 0.5 if scale is None else mean * scale.float()
             mixed = kept * wide + share.unsqueeze(1)
-            if not torch.is_autocast_enabled("cuda"):
+            # Not where it changes nothing: torch 2.11 then compiles a wrong gradient.
+            if tokens.dtype != torch.float32 and not torch.is_autocast_enabled("cuda"):
                 mixed = mixed.to(tokens.dtype)
         else:
             mixed, mean = _share_mean(tokens, scale, kept, tokens.dtype)

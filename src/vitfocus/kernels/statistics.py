@@ -143,8 +143,8 @@ def statistics(
     name = backend_for(query, key, bias)
     if name == "triton":
         sides = [*grids.query, *grids.key, grids.prefix] if grids is not None else []
-        made = _operator(_statistics, query, key, bias, lse)(query, key, bias, lse, scale, sides, threshold)
-        return _named(*made, keys=key.shape[2])
+        run = _statistics if _is_followed(query, key, bias, lse) else _launch().statistics
+        return _named(*run(query, key, bias, lse, scale, sides, threshold), keys=key.shape[2])
     bound = threshold / key.shape[2]
     pieces = [
         _joined([_of_rows(maps, _distances(grids, rows, maps), bound) for rows, maps in by_rows])
@@ -175,7 +175,8 @@ def pair_products(one: Attention, other: Attention, *, scale: float) -> Tensor:
     """
     name = backend_for(*one, *other)
     if name == "triton":
-        made: Tensor = _operator(_pair_products, *one, *other)(*one, *other, scale)
+        followed = _is_followed(*one, *other)
+        made: Tensor = _pair_products(*one, *other, scale) if followed else _launch().pair_products(one, other, scale)
         return made
     pieces = []
     both = (_chunks(query, key, bias, scale, name == "reference") for query, key, bias, _ in (one, other))
@@ -211,24 +212,32 @@ def _chunks(
     return (of_images(slice(start, start + at_once)) for start in range(0, images, at_once))
 
 
-def _named(by_head: Tensor, totals: Tensor, by_image: Tensor, sums: Tensor, *, keys: int) -> Statistics:
-    """The statistics from the operator's results, in the same memory."""
-    (entropy, squares), (distance, joint) = by_head, by_image
-    batch, heads, _ = entropy.shape
-    received, rows = sums.split([batch * heads * keys, 4 * batch * keys])
+def _named(by_head: Tensor, totals: Tensor, sums: Tensor, *, keys: int) -> Statistics:
+    """The statistics from the operator's results, in the same memory but for numbers that somebody may keep."""
+    _, batch, heads, _ = by_head.shape
+    entropy, squares = by_head.unbind()
+    received, rows, of_all = sums.split_with_sizes([batch * heads * keys, 4 * batch * keys, 2 * batch])
+    distance, joint = of_all.clone().view(2, batch).unbind()
     by_key, by_form = received.view(batch, heads, keys), rows.view(2, 2, batch, keys)
     return Statistics(entropy, squares, by_key, distance, joint, totals, by_form)
 
 
-def _operator(operator: Any, *tensors: Tensor | None) -> Any:
-    """What to call: torch's operator where somebody traces or differentiates, else the function in it, at once.
+def _is_followed(*tensors: Tensor | None) -> bool:
+    """Whether somebody traces or differentiates, so that torch must see an operator.
 
-    An operator written in Python costs as much of the host's time as ten kernels to launch.
+    Else its function is called at once: the way through an operator costs the host as much as several launches.
     """
     given = [tensor for tensor in tensors if tensor is not None]
-    traced = torch.compiler.is_compiling() or any(type(tensor) is not Tensor for tensor in given)
-    followed = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
-    return operator if traced or followed else operator._init_fn
+    if torch.compiler.is_compiling() or any(type(tensor) is not Tensor for tensor in given):
+        return True
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
+
+
+def _launch() -> Any:
+    """The kernels' launchers, imported where there is Triton."""
+    from vitfocus.kernels.triton import statistics_launch
+
+    return statistics_launch
 
 
 @torch.library.custom_op("vitfocus::statistics", mutates_args=())
@@ -240,22 +249,21 @@ def _statistics(
     scale: float,
     sides: list[int],
     threshold: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """What `Statistics` are views of; `sides` are those of both grids and the prefix, or none.
 
-    Entropy and squares (2, B, H, Q), their sums (2, B, H), distance and joint (2, B), and one after the other in one
-    vector what keys receive and the sums over rows.
+    Entropy and squares (2, B, H, Q), their sums (2, B, H), and one after the other in one vector what keys receive, the
+    sums over rows, distance and joint.
     """
-    from vitfocus.kernels.triton import statistics_launch
-
-    return statistics_launch.statistics(query, key, bias, lse, scale, sides, threshold)
+    made: tuple[Tensor, Tensor, Tensor] = _launch().statistics(query, key, bias, lse, scale, sides, threshold)
+    return made
 
 
 @_statistics.register_fake
-def _(query: Tensor, key: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(query: Tensor, key: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     batch, heads, queries, _ = query.shape
-    sums = batch * (heads + 4) * key.shape[2]
-    shapes: tuple[Any, ...] = ((2, batch, heads, queries), (2, batch, heads), (2, batch), (sums,))
+    sums = batch * ((heads + 4) * key.shape[2] + 2)
+    shapes: tuple[Any, ...] = ((2, batch, heads, queries), (2, batch, heads), (sums,))
     return tuple(query.new_empty(shape, dtype=torch.float32) for shape in shapes)  # type: ignore[return-value]
 
 
@@ -272,10 +280,9 @@ def _pair_products(
     scale: float,
 ) -> Tensor:
     """Inner products of two maps, (3, B, H)."""
-    from vitfocus.kernels.triton import statistics_launch
-
     one, two = (query, key, bias, lse), (other_query, other_key, other_bias, other_lse)
-    return statistics_launch.pair_products(one, two, scale)
+    made: Tensor = _launch().pair_products(one, two, scale)
+    return made
 
 
 @_pair_products.register_fake

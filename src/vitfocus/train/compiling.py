@@ -6,7 +6,6 @@ block is a program of its own; the second finds what the first left behind. What
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
 from vitfocus.anatomy import anatomy

@@ -3,11 +3,11 @@
 `dense_pass` needs the softmax's normalisers; `unit_pass` needs the lengths that the dense pass found, of every row of
 the heads' mean and of every head's whole map. Only one head's tile is alive at a time, beside the mean.
 
-`by_head` (2, B, G, Q) are the rows' entropies and squares. `by_row` (4, B, Q) are distances, `joint`'s parts and the
-squared lengths of the heads' mean under both thresholds. `columns` are what keys receive, (B, G, K), and behind it the
-sums over rows that `Statistics` describes, (4, B, K), the second of which follows from what keys receive. Sums by
-column meet from all blocks of rows, in memory linear in K: they are added as whole numbers (units of 2⁻⁴⁰), so their
-order does not matter and results repeat bit by bit.
+`by_head` (2, B, G, Q) are the rows' entropies and squares, `lengths` (2, B, Q) the squared lengths of the heads' mean
+under both thresholds. `sums` are one after the other what keys receive, (B, G, K), the sums over rows that `Statistics`
+describes, (4, B, K), the second of which follows from what keys receive, and `distance` and `joint`, (2, B). They meet
+from all blocks of rows, in memory linear in K: they are added as whole numbers (units of 2⁻⁴⁰), so their order does not
+matter and results repeat bit by bit.
 """
 
 from __future__ import annotations
@@ -49,6 +49,12 @@ def _add_columns(sums, values, ok):
 
 
 @triton.jit
+def _add(sums, value):
+    """Add one value to a sum, as a whole number."""
+    tl.atomic_add(sums, (value * 1099511627776.0).to(tl.int64), sem="relaxed")
+
+
+@triton.jit
 def _away(rows, cols, prefix, query_width, key_width, query_down, query_across, key_down, key_across):
     """‖p_i − p_j‖₁ between places of the two grids (T, S), 0 for keys of the prefix."""
     query, key = tl.maximum(rows - prefix, 0), tl.maximum(cols - prefix, 0)
@@ -59,15 +65,15 @@ def _away(rows, cols, prefix, query_width, key_width, query_down, query_across, 
 
 @triton.jit
 def dense_pass(
-    q, k, lse, bias, by_head, by_row, columns, scale, bound, queries, keys,
+    q, k, lse, bias, by_head, lengths, sums, scale, bound, queries, keys,
     prefix, query_width, key_width, query_down, query_across, key_down, key_across,
     q_strides, k_strides, bias_strides,
     G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     HAS_BIAS: tl.constexpr, PLACED: tl.constexpr,
 ):  # fmt: skip
-    """By row and head: entropy, Σ_j p². By row of the heads' mean a: Σ_j a‖p_i − p_j‖₁, and Σ_j t² of both thresholds.
+    """By row and head: entropy, Σ_j p². By row of the heads' mean a: Σ_j t² of both thresholds.
 
-    By column: Σ_i p of every head, and Σ_i t of the threshold ≥.
+    By column: Σ_i p of every head, and Σ_i t of the threshold ≥. Of all: Σ_ij a‖p_i − p_j‖₁.
     """
     batch, block = tl.program_id(0), tl.program_id(1)
     rows = block * BM + tl.arange(0, BM)
@@ -78,7 +84,7 @@ def dense_pass(
     distance = tl.zeros([BM], tl.float32)
     length, length_paper = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
     first, images = batch.to(tl.int64) * G, tl.num_programs(0).to(tl.int64)
-    kept = columns + (images * (G + 3) + batch) * keys
+    kept = sums + (images * (G + 3) + batch) * keys
     for start in range(0, keys, BN):
         cols = start + tl.arange(0, BN)
         col_ok = cols < keys
@@ -94,7 +100,7 @@ def dense_pass(
             # Where the tile is 0 its logarithm is -inf; a finite number makes their product 0.
             entropies_now = entropies_now + (entropy[h] - tl.sum(tile * tl.maximum(log, -1e30), 1),)
             squares_now = squares_now + (square[h] + tl.sum(tile * tile, 1),)
-            _add_columns(columns + (first + h) * keys + cols, tl.sum(tile, 0), col_ok)
+            _add_columns(sums + (first + h) * keys + cols, tl.sum(tile, 0), col_ok)
         entropy, square = entropies_now, squares_now
         mean = total * (1.0 / G)
         above = tl.where(mean > bound, mean, 0.0)
@@ -110,9 +116,10 @@ def dense_pass(
         tl.store(by_head + place, entropy[h] * 0.6931471805599453, mask=row_ok)
         tl.store(by_head + images * G * queries + place, square[h], mask=row_ok)
     mine = batch.to(tl.int64) * queries + rows
-    tl.store(by_row + mine, tl.where(rows >= prefix, distance, 0.0), mask=row_ok)
-    tl.store(by_row + 2 * images * queries + mine, length, mask=row_ok)
-    tl.store(by_row + 3 * images * queries + mine, length_paper, mask=row_ok)
+    tl.store(lengths + mine, length, mask=row_ok)
+    tl.store(lengths + images * queries + mine, length_paper, mask=row_ok)
+    if PLACED:
+        _add(sums + images * (G + 4) * keys + batch, tl.sum(tl.where(rows >= prefix, distance, 0.0), 0))
 
 
 @triton.jit
@@ -123,11 +130,11 @@ def _one_over_length(lengths, places, ok):
 
 @triton.jit
 def unit_pass(
-    q, k, lse, bias, totals, by_row, columns, scale, bound, queries, keys,
+    q, k, lse, bias, totals, lengths, sums, scale, bound, queries, keys,
     q_strides, k_strides, bias_strides,
     G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """By column: the sums of the rows t at unit length, for both thresholds. By row: Σ_j (Σ_h p_h / ‖p_h‖)².
+    """By column: the sums of the rows t at unit length, for both thresholds. Of all: Σ_ij (Σ_h p_h / ‖p_h‖)².
 
     `totals` (2, B, G) are the sums over rows of `by_head`.
     """
@@ -137,13 +144,13 @@ def unit_pass(
     query = load_heads(q, batch, batch * 0, rows, row_ok, q_strides, G, D, DP)
     norms = _norms(lse, batch * G, queries, rows, row_ok, G)
     mine, images = batch.to(tl.int64) * queries + rows, tl.num_programs(0).to(tl.int64)
-    unit = _one_over_length(by_row + 2 * images * queries, mine, row_ok)
-    unit_paper = _one_over_length(by_row + 3 * images * queries, mine, row_ok)
+    unit = _one_over_length(lengths, mine, row_ok)
+    unit_paper = _one_over_length(lengths + images * queries, mine, row_ok)
     weights = ()
     for h in tl.static_range(G):
-        weights = weights + (1.0 / tl.sqrt(tl.load(totals + (images + batch) * G + h)),)
+        weights = weights + (1.0 / tl.maximum(tl.sqrt(tl.load(totals + (images + batch) * G + h)), 1e-8),)
     together = tl.zeros([BM], tl.float32)
-    official, paper = columns + (images * G + batch) * keys, columns + (images * (G + 2) + batch) * keys
+    official, paper = sums + (images * G + batch) * keys, sums + (images * (G + 2) + batch) * keys
     for start in range(0, keys, BN):
         cols = start + tl.arange(0, BN)
         col_ok = cols < keys
@@ -162,7 +169,7 @@ def unit_pass(
         above = tl.where(mean >= bound, mean, 0.0) * unit_paper[:, None]
         _add_columns(paper + cols, tl.sum(above, 0), col_ok)
         together += tl.sum(weighted * weighted, 1)
-    tl.store(by_row + images * queries + mine, together, mask=row_ok)
+    _add(sums + images * ((G + 4) * keys + 1) + batch, tl.sum(together, 0))
 
 
 @triton.jit

@@ -25,7 +25,7 @@ def statistics(
     scale: float,
     sides: list[int],
     threshold: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """The results of the operator, few tensors for few launches."""
     batch, heads, queries, width = query.shape
     keys = key.shape[2]
@@ -33,22 +33,24 @@ def statistics(
     rows, settings = _settings(heads, 1, width, query.element_size(), queries, keys, bias is not None)
     grid = (batch, -(-queries // rows))  # windows may be many, and only the first axis is long
     by_head = torch.empty(2, batch, heads, queries, dtype=torch.float32, device=query.device)
-    by_row = torch.empty(4, batch, queries, dtype=torch.float32, device=query.device)
-    columns = torch.zeros(batch * (heads + 4) * keys, dtype=torch.int64, device=query.device)
+    lengths = torch.empty(2, batch, queries, dtype=torch.float32, device=query.device)
+    whole = torch.zeros(batch * ((heads + 4) * keys + 2), dtype=torch.int64, device=query.device)
     bound = threshold / keys
     kernels.dense_pass[grid](
-        query, key, norms, given, by_head, by_row, columns, scale, bound, queries, keys, *_places(sides), *strides,
+        query, key, norms, given, by_head, lengths, whole, scale, bound, queries, keys, *_places(sides), *strides,
         G=heads, **settings, PLACED=bool(sides),
     )  # fmt: skip
     totals = by_head.sum(dim=-1)
     kernels.unit_pass[grid](
-        query, key, norms, given, totals, by_row, columns, scale, bound, queries, keys, *strides, G=heads, **settings
+        query, key, norms, given, totals, lengths, whole, scale, bound, queries, keys, *strides, G=heads, **settings
     )
-    sums = columns * _UNIT
-    received, rest = sums.split([batch * heads * keys, 4 * batch * keys])
-    # The heads' mean of all rows, which no kernel added up.
-    torch.mean(received.view(batch, heads, keys), dim=1, out=rest.view(4, batch, keys)[1])
-    return by_head, totals, by_row[:2].sum(dim=-1), sums
+    sums = whole * _UNIT
+    # The heads' mean of all rows follows from what keys receive.
+    received, _, average, _ = sums.split_with_sizes(
+        [batch * keys * n for n in (heads, 1, 1)] + [batch * (2 * keys + 2)]
+    )
+    torch.mean(received.view(batch, heads, keys), dim=1, out=average.view(batch, keys))
+    return by_head, totals, sums
 
 
 def pair_products(one: Attention, two: Attention, scale: float) -> Tensor:
