@@ -146,9 +146,6 @@ def unit_pass(
     mine, images = batch.to(tl.int64) * queries + rows, tl.num_programs(0).to(tl.int64)
     unit = _one_over_length(lengths, mine, row_ok)
     unit_paper = _one_over_length(lengths + images * queries, mine, row_ok)
-    weights = ()
-    for h in tl.static_range(G):
-        weights = weights + (1.0 / tl.maximum(tl.sqrt(tl.load(totals + (images + batch) * G + h)), 1e-8),)
     together = tl.zeros([BM], tl.float32)
     official, paper = sums + (images * G + batch) * keys, sums + (images * (G + 2) + batch) * keys
     for start in range(0, keys, BN):
@@ -162,7 +159,9 @@ def unit_pass(
             )  # fmt: skip
             tile = tl.exp2(log)
             total += tile
-            weighted += tile * weights[h]
+            # Loaded here and not before the loop, where all heads' lengths would hold on to registers.
+            square = tl.load(totals + (images + batch) * G + h)
+            weighted += tile * tl.rsqrt(tl.maximum(square, 1e-16))
         mean = total * (1.0 / G)
         above = tl.where(mean > bound, mean, 0.0) * unit[:, None]
         _add_columns(official + cols, tl.sum(above, 0), col_ok)
