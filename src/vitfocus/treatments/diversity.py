@@ -29,7 +29,8 @@ class AttentionDiversification(Treatment):
 
     `variant`: "official" as released, "paper" as the equations say. `heads`: their maps averaged first, or each on its
     own. `threshold` is τ, `weight` λ. `tokens="patch"` leaves prefix tokens out of rows and columns. `rows=k` takes a
-    random subset of k query rows, for every forward pass another. Windowed attention counts every window as a map of its own.
+    random subset of k query rows, for every forward pass another. Windowed attention counts every window as a map of
+    its own.
     """
 
     name: ClassVar[str] = "adl"

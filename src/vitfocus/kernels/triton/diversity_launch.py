@@ -12,7 +12,6 @@ from vitfocus.kernels.diversity_chunked import Place, empty_like_tokens
 from vitfocus.kernels.triton import diversity as kernels
 from vitfocus.kernels.triton.tiles import log_sum_exp
 
-
 #: Programs that keep a large GPU busy, and partial sums that one program adds up by itself.
 BUSY, MANY_BLOCKS = 264, 32
 
@@ -31,7 +30,7 @@ class Saved(NamedTuple):
 def forward(
     query: Tensor, key: Tensor, bias: Tensor | None, rows: Tensor | None, lse: Tensor | None, where: Place
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The loss and what `backward` needs, in the order of the operator's results; normalisers only if none are given."""
+    """The loss and what `backward` needs, as the operator returns them; normalisers only where none are given."""
     shape = _Shape(query, key, bias, rows, where)
     norms = normalisers(query, key, bias, where.scale) if lse is None else lse.contiguous()
     inputs = (query, key, norms, shape.bias, shape.rows)
@@ -77,7 +76,7 @@ def forward(
 
 
 def _added(parts: Tensor, axis: int, most: int = 1) -> Tensor:
-    """Partial sums added up along the axis where there are more than so many; kept as an axis of one where `most` > 1."""
+    """Partial sums added up where they are more than so many; the axis stays, with a length of one, if `most` > 1."""
     if parts.shape[axis] > most:
         return parts.sum(dim=axis, keepdim=most > 1)
     return parts if most > 1 else parts.squeeze(axis)
@@ -144,8 +143,8 @@ def _bias_gradient(shape: _Shape, inputs: tuple[Any, ...], bias: Tensor, where: 
     blocks, settings = shape.row_blocks("row")
     grid = (blocks * triton.cdiv(keys, settings["BN"]) * chunks * (heads // shape.group),)
     kernels.bias_gradient[grid](
-        *inputs, partial, share, where.scale, shape.bound, *shape.sizes, batch, at_once, *shape.strides, partial.stride(),
-        **settings,
+        *inputs, partial, share, where.scale, shape.bound, *shape.sizes, batch, at_once, *shape.strides,
+        partial.stride(), **settings,
     )  # fmt: skip
     for axis in range(4):
         if bias.shape[axis] == 1 and partial.shape[axis] > 1:
