@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -24,6 +25,7 @@ def die() -> str:
 def share(device: str, prepare: float, work: float) -> str:
     """Some seconds of its own, then work on a device that takes turns in short slices, as a GPU does."""
     time.sleep(prepare)
+    sys.modules["pool"].computing()
     with Path(device).open("a") as lock:
         until = 0.0
         while until < work:

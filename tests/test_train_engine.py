@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import time
 from pathlib import Path
 
 import pytest
@@ -197,3 +198,16 @@ def test_tensorboard_is_an_extra(tmp_path: Path) -> None:
 def test_bf16_trains_on_the_cpu(tmp_path: Path) -> None:
     results = train(tiny("precision=bf16", "epochs=1"), tmp_path)
     assert results["precision"] == "bf16" and all(value.dtype == torch.float32 for value in weights(tmp_path).values())
+
+
+def test_a_caller_may_hold_a_run_back(tmp_path: Path) -> None:
+    seen = list[int]()
+
+    def hold(step: int) -> None:
+        seen.append(step)
+        time.sleep(1.0 if step == 3 else 0.0)
+
+    began = time.perf_counter()
+    results = train(tiny("evaluate_every=0"), tmp_path, before_step=hold)
+    assert seen == list(range(11)) and results["finished"]
+    assert results["seconds"] < time.perf_counter() - began - 0.95

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-EPOCHS = 40
+EPOCHS = 30
 WARMUP_EPOCHS = 5
 SEEDS = (0, 1, 2)
 FINETUNE_EPOCHS = 2
@@ -104,7 +104,6 @@ SHARED = ("drop_path=0", "compile=blocks")
 CANDIDATES: dict[str, tuple[str, ...]] = {
     "shipped": ("lr=1e-3", "batch=512", "randaugment=rand-m9-mstd0.5-inc1"),
     "fast": ("lr=2e-3", "batch=512", "randaugment=rand-m9-mstd0.5-inc1"),
-    "small-batch": ("lr=1e-3", "batch=256", "randaugment=rand-m9-mstd0.5-inc1"),
     "light": ("lr=2e-3", "batch=512", "randaugment=rand-m6-mstd0.5-inc1"),
     "unmixed": ("lr=2e-3", "batch=512", "randaugment=rand-m9-mstd0.5-inc1", "mixup=0", "cutmix=0"),
 }

@@ -16,12 +16,11 @@ from pathlib import Path
 
 from vitfocus.errors import VitfocusError
 
-LIMIT = 60 * 1000 * 1000
 _PIECE = 4 << 20  # compressed at once by one core
 _PROGRAMS = ("fxgraph", "aotautograd")
 
 
-def pack(folder: Path, archive: Path, limit: int = LIMIT) -> str:
+def pack(folder: Path, archive: Path, limit: int) -> str:
     """Write the caches in a folder to a file of at most `limit` bytes; says how much it is."""
     files = sorted((rank(path.relative_to(folder)), -path.stat().st_mtime, path) for path in _files(folder))
     pieces, packed = [], 0

@@ -1,7 +1,8 @@
 """How long a run will take: as long as its like took, or a guess at first.
 
-`work` is the time that a run takes of a machine that it shares: an hour in which four run side by side is a quarter of
-an hour's work of each. timings.json, beside the results, holds what finished runs took.
+`work` is the time that a run takes of a device that it shares: a minute in which two compute side by side is half a
+minute's work of each, and what they prepare before counts nothing. timings.json, beside the results, holds what
+finished runs took.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ GUESSES = {"selection": (1.0, 12.0), "vit-ti": (1.0, 22.0), "vit-s": (2.0, 35.0)
 FINETUNE_GUESS = (6.0, 20.0)
 #: What a treatment may make of a run's time, before its arm is known.
 WEIGHTS = {"tap": 1.25, "adl": 1.3, "se": 1.1, "cb": 1.05}
-#: What a run may take more than its like did.
-MARGIN = 1.1
-#: Seconds in which a run prepares itself and writes its files, while the device is free for others.
-APART = 20.0
+#: What a run may take more than its like did, and more than is guessed.
+MARGIN, MARGIN_NEW = 1.05, 1.15
+#: Seconds in which a run prepares itself and writes its files, while the device is free for others; more for an arm
+#: that may have to be compiled.
+APART, APART_NEW = 20.0, 60.0
 
 
 def expected(place: str, setting: Setting) -> Expectation:
@@ -42,7 +44,8 @@ def expected(place: str, setting: Setting) -> Expectation:
         epochs = setting.scale.finetune_epochs if group == "fine-tune" else setting.scale.epochs
         each, rest = GUESSES.get(group, FINETUNE_GUESS)
         work = weight(group, name) * each * epochs + rest
-    return Expectation(MARGIN * work, MARGIN * work + APART)
+    work *= MARGIN if same else MARGIN_NEW
+    return Expectation(work, work + (APART if same else APART_NEW))
 
 
 def weight(group: str, arm: str) -> float:

@@ -17,6 +17,7 @@ from arms import SHARED, TINY, Run
 from measure import corruption, device_at_hand
 from one_run import described, in_short, keep_model, trained, write_result
 from setting import Setting, test_images
+from slots import Slot
 from torch import Tensor, nn
 
 import vitfocus as vf
@@ -69,19 +70,22 @@ def run_finetuning(run: Run, setting: Setting) -> str:
     began = time.monotonic()
     recipe = recipe_of(run, setting)
     inserted = insertion(run, setting)
-    results = trained(recipe, setting.work / run.place)
-    model = vf.load(setting.work / run.place / "model").to(device_at_hand())
     images, labels = test_images(setting)
     scale, count = setting.scale, setting.scale.finetune_images
     step = max(1, len(images) // count)
     some, their = images[::step][:count], labels[::step][:count]
+    with Slot(setting.work, setting.slots) as slot:
+        results = trained(recipe, setting.work / run.place, slot)
+        slot.take()
+        model = vf.load(setting.work / run.place / "model").to(device_at_hand())
+        clean = clean_accuracy(model, images, labels)
+        severities = scale.finetune_severities
+        corrupted = corruption(model, some, their, scale.corruptions, severities, setting.frost, batch=500)
     content: dict[str, Any] = {
         **described(run, scale.finetune_epochs, recipe, results, setting),
         "insertion": inserted,
-        "clean": clean_accuracy(model, images, labels),
-        "corruption": corruption(
-            model, some, their, scale.corruptions, scale.finetune_severities, setting.frost, batch=500
-        ),
+        "clean": clean,
+        "corruption": corrupted,
         "protocol": {
             "test_images": len(images),
             "corrupted_images": len(some),

@@ -14,6 +14,7 @@ from typing import Any
 
 from arms import ARMS, CANDIDATES, SHARED, Run
 from setting import Setting, test_images
+from slots import Slot
 
 from vitfocus.errors import VitfocusError
 from vitfocus.files import write_text
@@ -55,7 +56,8 @@ def run_candidate(name: str, setting: Setting) -> str:
     """Train the plain ViT-Ti with a candidate's keys on part of the training set, and score it on the rest of it."""
     began = time.monotonic()
     run, place, recipe = PLAIN, f"selection/{name}", candidate_recipe(name, setting)
-    results = trained(recipe, setting.work / place)
+    with Slot(setting.work, setting.slots) as slot:
+        results = trained(recipe, setting.work / place, slot)
     content = {
         "candidate": name,
         "overrides": dict(key.split("=", 1) for key in CANDIDATES[name]),
@@ -96,19 +98,20 @@ def run_from_scratch(run: Run, setting: Setting) -> str:
 
     began = time.monotonic()
     recipe = recipe_of(run, setting, selected(setting))
-    results = trained(recipe, setting.work / run.place)
-    model = vf.load(setting.work / run.place / "model")
     images, labels = test_images(setting)
     scale = setting.scale
-    measured = measure(
-        model,
-        images,
-        labels,
-        corruptions=scale.corruptions,
-        severities=scale.severities,
-        frost=setting.frost,
-        reading_images=scale.reading_images,
-    )
+    with Slot(setting.work, setting.slots) as slot:
+        results = trained(recipe, setting.work / run.place, slot)
+        slot.take()
+        measured = measure(
+            vf.load(setting.work / run.place / "model"),
+            images,
+            labels,
+            corruptions=scale.corruptions,
+            severities=scale.severities,
+            frost=setting.frost,
+            reading_images=scale.reading_images,
+        )
     content = {**described(run, scale.epochs, recipe, results, setting), **measured}
     write_result(setting, run.place, content, results, began)
     keep_model(run, setting)
@@ -153,14 +156,14 @@ def recipe_record(recipe: Recipe) -> dict[str, Any]:
     return record
 
 
-def trained(recipe: Recipe, folder: Path) -> dict[str, Any]:
-    """Train, or go on where the folder's checkpoint stands; what is in a GPU's memory for it is released after it."""
+def trained(recipe: Recipe, folder: Path, slot: Slot) -> dict[str, Any]:
+    """Train, or go on where the folder's checkpoint stands; a GPU's memory is released after it, and the slot kept."""
     import torch
 
     from vitfocus.train import train
 
     try:
-        results: dict[str, Any] = train(recipe, folder, resume="auto")
+        results: dict[str, Any] = train(recipe, folder, resume="auto", before_step=slot.before_step)
     finally:
         torch._dynamo.reset()
         gc.collect()

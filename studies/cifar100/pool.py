@@ -22,7 +22,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 #: Seconds before the limit at which running jobs are asked to stop, and that they have for it.
-GRACE = 12.0
+GRACE = 10.0
+COMPUTING = ("computing", "")
+_told: Connection | None = None  # in a worker: the pipe to the one who gave it its job
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,10 @@ class Outcome:
 
 @dataclass
 class Worker:
-    """A process, the pipe to it, the job it is at, and what that takes: `work` expected, `had` so far."""
+    """A process, the pipe to it, the job it is at, and what that takes: `work` expected, `had` so far.
+
+    A job has its share of the machine from when it says that it is `computing`; until then it prepares, or waits.
+    """
 
     process: Any
     pipe: Connection
@@ -61,6 +66,7 @@ class Worker:
     since: float = 0.0
     work: float = 0.0
     had: float = 0.0
+    computing: bool = False
 
     @property
     def missing(self) -> float:
@@ -80,8 +86,8 @@ def carry_out(
 ) -> Outcome:
     """Take jobs in order; where the next one would not end in time, the first after it that would is taken.
 
-    Jobs that run at the same time share the machine: together they need the sum of their work. `done` is told the work
-    and the seconds that a job took.
+    Jobs that compute at the same time share the machine: together they need the sum of their work. `done` is told the
+    work and the seconds that a job took.
     """
     waiting, outcome, number = list(jobs), Outcome(), 0
     busy: list[Worker] = []
@@ -103,7 +109,8 @@ def carry_out(
                     worker = idle.pop()
                 else:
                     worker, number = start(work / f"worker{number}.log"), number + 1
-                worker.job, worker.since, worker.work, worker.had = job, time.monotonic(), need.work, 0.0
+                worker.job, worker.since, worker.work = job, time.monotonic(), need.work
+                worker.had, worker.computing = 0.0, False
                 with suppress(OSError):  # a process that is gone is noticed below, as one that ends in its job
                     worker.pipe.send(job)
                 busy.append(worker)
@@ -117,14 +124,18 @@ def carry_out(
             ready = wait([worker.pipe for worker in busy], timeout=min(limit, 5.0))
             now, before = time.monotonic(), clock
             clock = now
-            for worker in busy:
-                worker.had += (now - max(before, worker.since)) / len(busy)
+            sharing = [worker for worker in busy if worker.computing]
+            for worker in sharing:
+                worker.had += (now - before) / len(sharing)
             for worker in [worker for worker in busy if worker.pipe in ready]:
-                busy.remove(worker)
                 ended = worker.job
                 assert ended is not None
-                if note(worker, work, outcome, say):
-                    done(ended, worker.had, now - worker.since)
+                if (message := hear(worker)) == COMPUTING:
+                    worker.computing = True
+                    continue
+                busy.remove(worker)
+                if note(worker, message, work, outcome, say):
+                    done(ended, worker.had or now - worker.since, now - worker.since)
                     idle.append(worker)
     except (KeyboardInterrupt, SystemExit):
         stop(busy, GRACE, work, outcome, say)
@@ -138,15 +149,36 @@ def carry_out(
     return outcome
 
 
-def note(worker: Worker, work: Path, outcome: Outcome, say: Callable[[str], None], ending: bool = False) -> bool:
+def hear(worker: Worker) -> tuple[str, str]:
+    """What a worker says: that its job computes now, or how it ended; ("gone", "") from a process that is no more."""
+    try:
+        message: tuple[str, str] = worker.pipe.recv()
+    except (EOFError, OSError):
+        return "gone", ""
+    return message
+
+
+def computing() -> None:
+    """Said by a job, in its own process: what it prepared is ready, and it has its share of the machine from now on."""
+    if _told is not None:
+        _told.send(COMPUTING)
+
+
+def note(
+    worker: Worker,
+    message: tuple[str, str],
+    work: Path,
+    outcome: Outcome,
+    say: Callable[[str], None],
+    ending: bool = False,
+) -> bool:
     """Write down how a worker's job ended; whether the worker may take another. `ending`: it was asked to stop."""
     job = worker.job
     assert job is not None
     took = time.monotonic() - worker.since
     worker.job = None
-    try:
-        state, text = worker.pipe.recv()
-    except (EOFError, OSError):
+    state, text = message
+    if state == "gone":
         worker.process.join()
         code = worker.process.exitcode
         state, text = (
@@ -178,8 +210,10 @@ def stop(busy: list[Worker], patience: float, work: Path, outcome: Outcome, say:
     while busy and (left := until - time.monotonic()) > 0:
         ready = wait([worker.pipe for worker in busy], timeout=left)
         for worker in [worker for worker in busy if worker.pipe in ready]:
+            if (message := hear(worker)) == COMPUTING:
+                continue
             busy.remove(worker)
-            if note(worker, work, outcome, say, ending=True):
+            if note(worker, message, work, outcome, say, ending=True):
                 dismiss(worker)
     for worker in busy:
         assert worker.job is not None
@@ -212,6 +246,8 @@ def _serve(pipe: Connection, log: str) -> None:
 
     Training answers SIGTERM itself; whatever else a job is at goes on until its process is ended.
     """
+    global _told
+    _told = pipe
     signal.signal(signal.SIGTERM, lambda *_: None)
     with Path(log).open("a", buffering=1) as stream:
         os.dup2(stream.fileno(), 1)

@@ -99,6 +99,7 @@ class Setting:
     photos: Path | None = None
     scale: Scale = field(default_factory=Scale)
     workers: int = 1
+    slots: int = 2  # of the workers, those that may compute on the device at once
     limit: int | None = None  # photographs of the diagnosis
 
     def data_keys(self) -> list[str]:

@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return study.run(args.step, args.rest)
         finally:
             if args.cache_out is not None:
-                say(pack(compiled(), args.cache_out))
+                say(pack(compiled(), args.cache_out, round(1e6 * args.cache_megabytes)))
     except VitfocusError as error:
         print(f"study: {error}", file=sys.stderr)
         return 2
@@ -235,10 +235,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--photos", type=Path, help="ImageNet photographs in class folders")
     parser.add_argument("--limit", type=int, help="photographs that the diagnosis looks at (default: all)")
     parser.add_argument("--workers", type=int, default=1, help="runs side by side on one device")
+    parser.add_argument("--slots", type=int, default=2, help="of those, how many compute at once; the others prepare")
     parser.add_argument("--minutes", type=float, default=0, help="end within so many minutes (default: no limit)")
     parser.add_argument("--mps", action="store_true", help="share the GPU by NVIDIA's Multi-Process Service")
     parser.add_argument("--cache-in", type=Path, help="an archive that --cache-out wrote, unpacked first")
     parser.add_argument("--cache-out", type=Path, help="write what the compilers made to this archive at the end")
+    parser.add_argument("--cache-megabytes", type=float, default=60, help="the largest that archive may become")
     parser.add_argument("--rehearse", action="store_true", help="some seconds of each kind of run, into runs/...")
     parser.add_argument("--smoke", action="store_true", help="toy scale on the CPU, without data if none is named")
     return parser.parse_intermixed_args(arguments)
@@ -277,6 +279,7 @@ def setting_of(args: argparse.Namespace) -> Setting:
         photos=beside(args.photos, "imagenet1k-sample"),
         scale=scale,
         workers=max(1, args.workers),
+        slots=max(1, args.slots),
         limit=args.limit,
     )
     setting.data_keys()

@@ -63,6 +63,7 @@ class Engine:
     record: Record = field(default_factory=Record)
     step: int = 0
     signal: int = 0  # the one that ended the run early
+    before_step: Callable[[int], None] | None = None
 
     def resume(self, state: State) -> None:
         """Go back to a checkpoint."""
@@ -81,6 +82,7 @@ class Engine:
         with closing(self.begin(self.plan.steps)) as parts, StopWish() as wish:
             while self.step < self.plan.steps:
                 epoch = self.plan.ends_epoch(self.step)
+                self._call_before_step()
                 self.one_step(parts)
                 if self.after_step(epoch, wish):
                     self.signal = wish.signal or signal.SIGTERM
@@ -97,6 +99,17 @@ class Engine:
         self._recorded = RecordedStep.of(self)
         self.progress.start(self.step)
         return self.task.iterate(self.step, stop)
+
+    def _call_before_step(self) -> None:
+        """Let the caller know, who may make the run wait: such time is not counted as the run's."""
+        if self.before_step is None:
+            return
+        began = time.perf_counter()
+        self.before_step(self.step)
+        waited = time.perf_counter() - began
+        self._since += waited
+        self._saved += waited
+        self._rated += waited
 
     def one_step(self, parts: Iterator[Any]) -> None:
         """Forward, backward and update, over the parts of one batch."""

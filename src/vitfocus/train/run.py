@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +40,14 @@ def train(
     out: str | Path | None = None,
     resume: str | Path | None = None,
     overrides: Sequence[str] = (),
+    before_step: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
     """Carry a recipe out and return what is also written to results.json.
 
     `recipe` is a shipped name, a .toml file or a record; `out` is the run's folder (default: runs/NAME). `resume` is
     None for a new run, "auto" to go on where the folder's newest sound checkpoint is (or begin), or a checkpoint's
-    path. The result's "finished" is False where SIGTERM or Ctrl-C ended the run early, with a checkpoint.
+    path. `before_step` is called before each step with its number, and may wait: its time is not counted. The result's
+    "finished" is False where SIGTERM or Ctrl-C ended the run early, with a checkpoint.
     """
     if not isinstance(recipe, Recipe):
         recipe = load_recipe(recipe, overrides)
@@ -65,6 +67,7 @@ def train(
     engine, facts = _assemble(recipe, folder, checkpoints, accelerator, progress, state)
     if accelerator.is_main_process:
         write_text(folder / "config.toml", recipe.to_toml())
+    engine.before_step = before_step
     cuda = [accelerator.device] if accelerator.device.type == "cuda" else []
     try:
         with torch.random.fork_rng(devices=cuda):  # every step seeds torch's generators; the caller's stay as they were
