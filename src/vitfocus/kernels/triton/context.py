@@ -23,9 +23,10 @@ def share_mean_kernel(values, scale, out, means, count, C, kept, HAS_SCALE: tl.c
     channels = part * BC + tl.arange(0, BC)
     inside = channels < C
     tokens = block * BT + tl.arange(0, BT)
-    place = batch * count * C + tokens[:, None] * C + channels[None, :]
+    start = batch * count * C
+    place = tokens[:, None] * C + channels[None, :]
     mask = (tokens < count)[:, None] & inside[None, :]
-    tile = tl.load(values + place, mask=mask, other=0.0).to(tl.float32)
+    tile = tl.load(values + start + place, mask=mask, other=0.0).to(tl.float32)
     if WHOLE:
         mean = tl.sum(tile, 0) / count
         tl.store(means + batch * C + channels, mean, mask=inside)
@@ -35,7 +36,7 @@ def share_mean_kernel(values, scale, out, means, count, C, kept, HAS_SCALE: tl.c
         shared = mean * tl.load(scale + channels, mask=inside, other=0.0).to(tl.float32)
     else:
         shared = mean * (1.0 - kept)
-    tl.store(out + place, (kept * tile + shared[None, :]).to(out.dtype.element_ty), mask=mask)
+    tl.store(out + start + place, (kept * tile + shared[None, :]).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -44,9 +45,9 @@ def block_sums(values, sums, count, C, BT: tl.constexpr, BC: tl.constexpr):
     part, block, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     channels = part * BC + tl.arange(0, BC)
     tokens = block * BT + tl.arange(0, BT)
-    place = batch * count * C + tokens[:, None] * C + channels[None, :]
+    place = tokens[:, None] * C + channels[None, :]
     mask = (tokens < count)[:, None] & (channels < C)[None, :]
-    tile = tl.load(values + place, mask=mask, other=0.0).to(tl.float32)
+    tile = tl.load(values + batch * count * C + place, mask=mask, other=0.0).to(tl.float32)
     tl.store(sums + (batch * tl.num_programs(1) + block) * C + channels, tl.sum(tile, 0), mask=channels < C)
 
 
@@ -60,7 +61,7 @@ def share_mean(values: Tensor, scale: Tensor | None, kept: float, dtype: torch.d
     if whole:
         means = torch.empty(batch, channels, dtype=torch.float32, device=values.device)
     else:
-        rows = MOST // CHANNELS // 2
+        rows = 128
         sums = torch.empty(batch, triton.cdiv(count, rows), channels, dtype=torch.float32, device=values.device)
         block_sums[triton.cdiv(channels, CHANNELS), sums.shape[1], batch](
             values, sums, count, channels, BT=rows, BC=CHANNELS, num_warps=4
@@ -68,6 +69,6 @@ def share_mean(values: Tensor, scale: Tensor | None, kept: float, dtype: torch.d
         means = sums.sum(dim=1).div_(count)
     share_mean_kernel[triton.cdiv(channels, CHANNELS), triton.cdiv(count, rows), batch](
         values, values if scale is None else scale, out, means, count, channels, kept, HAS_SCALE=scale is not None,
-        WHOLE=whole, BT=rows, BC=CHANNELS, num_warps=4,
+        WHOLE=whole, BT=rows, BC=CHANNELS, num_warps=8 if rows > 256 else 4,
     )  # fmt: skip
     return out, means
