@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 
 def attention_with_normalisers(
@@ -25,7 +26,7 @@ def attention_with_normalisers(
     alike = all(tensor.ndim == 4 and tensor.dtype == query.dtype and tensor.stride(-1) == 1 for tensor in tensors)
     if not alike or len(widths) > 1 or widths.pop() not in range(8, 129, 8) or min(query.shape[2], key.shape[2]) < 2:
         return None
-    if not _is_cudnn_first():
+    if not (_is_cudnn_first() if torch.compiler.is_compiling() else _is_cudnn_chosen(query, key, value, scale)):
         return None
     made = torch.ops.aten._scaled_dot_product_cudnn_attention(
         query, key, value, None, True, 0.0, False, False, scale=scale
@@ -33,9 +34,18 @@ def attention_with_normalisers(
     return made[0], made[1].detach().reshape(query.shape[:3])
 
 
+def _is_cudnn_chosen(query: Tensor, key: Tensor, value: Tensor, scale: float) -> bool:
+    """Whether torch chooses cuDNN's kernel for these tensors."""
+    choice = torch._fused_sdp_choice(query, key, value, None, 0.0, False, scale=scale)
+    return bool(choice == SDPBackend.CUDNN_ATTENTION.value)
+
+
 @torch.compiler.assume_constant_result
 def _is_cudnn_first() -> bool:
-    """Whether torch prefers cuDNN's attention: from compute capability 9.0 on, unless told otherwise."""
+    """Whether torch prefers cuDNN's attention: from compute capability 9.0 on, unless told otherwise.
+
+    For compiled code, where there are no tensors yet to ask torch about.
+    """
     if not torch.backends.cuda.cudnn_sdp_enabled() or torch.are_deterministic_algorithms_enabled():
         return False
-    return torch.cuda.get_device_capability() >= (9, 0)
+    return torch.cuda.get_device_capability() >= (9, 0) and (torch.backends.cudnn.version() or 0) >= 90100
