@@ -18,6 +18,7 @@ import vitfocus as vf
 from vitfocus.data.detection import CocoDetections, ShapesDetections
 from vitfocus.data.shapes_layouts import write_layout
 from vitfocus.robustness.detection import measure
+from vitfocus.robustness.request import Request
 from vitfocus.tasks.detection_inference import draw_finding
 from vitfocus.tasks.detection_scores import coco_findings, coco_scores
 from vitfocus.train import Recipe, load_recipe
@@ -40,6 +41,10 @@ TINY = [
     "flip=0.5",
     "detect.sides=[32,64]",
 ]
+
+
+def asking(models: dict[str, Any], data: Any) -> Request:
+    return Request(models, data, "detection", torch.device("cpu"), progress=False)
 
 
 def tiny(*overrides: str) -> Recipe:
@@ -232,7 +237,7 @@ def test_a_treated_run_resumes_bit_for_bit_and_its_model_is_scored_alike(tmp_pat
     assert {"classifier", "box_reg", "mask", "objectness", "rpn_box_reg", "adl"} <= set(rows[0])
     assert rows[0]["adl"] > 0
     assert task_of(first)["classes"] == ShapesDetections("val", 1, 32).classes
-    scores = measure({"model": first}, ShapesDetections("val", 6, 32), device=torch.device("cpu"), progress=False)
+    scores = measure(asking({"model": first}, ShapesDetections("val", 6, 32)))
     assert scores["box_ap"] == pytest.approx(100 * results["last"]["box_ap"])
     assert scores["mask_ap50"] == pytest.approx(100 * results["last"]["mask_ap50"])
 
@@ -269,7 +274,7 @@ def test_the_suite_scores_a_folder_and_draws_pictures(coco: Path, tmp_path: Path
     assert scores["mask_ap"] == pytest.approx(100 * coco_scores(truth, found)["mask_ap"])
     with pytest.raises(vf.VitfocusError, match="knows 3 classes, and the data has 10"):
         other = vf.create_model("maskrcnn:vit_tiny_patch16_224", num_classes=3, **SMALL)
-        measure({"a": other}, coco, device=torch.device("cpu"), progress=False)
+        measure(asking({"a": other}, coco))
 
 
 def test_a_drawing_shows_what_was_found_where_it_was_found() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +20,10 @@ from vitfocus.data.questions_batches import QuestionSamples, every_question
 from vitfocus.data.shapes import shapes_named
 from vitfocus.errors import VitfocusError
 from vitfocus.robustness.fingerprint import versions
-from vitfocus.robustness.pixels import PRECISIONS, PixelModel, evaluating
+from vitfocus.robustness.pixels import PixelModel, evaluating
 from vitfocus.robustness.plan import Samples, Summary
 from vitfocus.robustness.progress import progress as shown_progress
+from vitfocus.robustness.request import Request
 from vitfocus.robustness.results import Scores
 from vitfocus.robustness.scores import mean_interval
 from vitfocus.robustness.sources import evenly
@@ -34,54 +33,44 @@ from vitfocus.treatments.store import task_of
 NAME = "answers"
 
 
-def measure(
-    models: Mapping[str, nn.Module],
-    data: Any,
-    *,
-    suite: str = NAME,
-    device: torch.device,
-    batch_size: int | None = None,
-    limit: int | None = None,
-    seed: int = 0,
-    out: str | Path | None = None,
-    workers: int | None = None,
-    precision: str = "float32",
-    progress: bool = True,
-    split: str = "",
-) -> Scores:
+def measure(asked: Request, split: str = "") -> Scores:
     """The official accuracy, in percent, of one model or several, in all and by answer type.
 
-    `data` is a folder in VQAv2's layout, of which `split` ("val2014", or several joined by "+") is taken, the word
-    "shapes", a `QuestionSet`, or a data set of (picture, {"question", "answers"}). With `out`, the answers are written
-    there too, as the official server takes them; of a split whose answers are withheld that is all there is to have.
+    The data is a folder in VQAv2's layout, of which `split` ("val2014", or several joined by "+") is taken, the word
+    "shapes", a `QuestionSet`, or a data set of (picture, {"question", "answers"}). Where results are kept, the answers
+    are written there too, as the official server takes them; of a split whose answers are withheld that is all there is
+    to have.
     """
-    asked = open_set(data, split, _size(next(iter(models.values()))))
-    if not asked.annotated and out is None:
+    models, device = asked.models, asked.device
+    questions = open_set(asked.data, split, _size(asked.first_model))
+    if not questions.annotated and asked.out is None:
         raise VitfocusError(
             f"The answers of {split or 'these questions'} are withheld, so there is nothing to score: name a folder "
             "with out (--out) to keep what the model answers."
         )
-    places = evenly(len(asked), limit)
+    places = evenly(len(questions), asked.limit)
     answers: dict[str, list[str]] = {}
     with evaluating(list(models.values()), device), torch.no_grad():
-        with shown_progress(suite, len(places) * len(models), show=progress) as advance:
+        with shown_progress(asked.suite, len(places) * len(models), show=asked.progress) as advance:
             for name, model in models.items():
                 answerer = Answerer(model, _size(model))
-                samples = QuestionSamples(asked, answerer.words, answerer.look)
-                share, log = Share(batch_size or (64 if device.type == "cuda" else 16)), BrokenLog(fatal=True)
+                samples = QuestionSamples(questions, answerer.words, answerer.look)
+                share = Share(asked.batch_size or (64 if device.type == "cuda" else 16))
                 given: dict[int, str] = {}
-                for batch in every_question(samples, share, workers or 0, device, log, print, places):
-                    with _autocast(device, precision):
+                for batch in every_question(
+                    samples, share, asked.workers, device, BrokenLog(fatal=True), print, places
+                ):
+                    with asked.autocast():
                         given.update(answerer.each([batch]))
                     advance(int(batch.counted.sum()), name)
                 answers[name] = [given[place] for place in places]
         described = {name: PixelModel(name, model).describe() for name, model in models.items()}
-    if out is not None:
+    if asked.out is not None:
         for name, given_answers in answers.items():
             file = "answers.json" if len(models) == 1 else f"answers-{list(models).index(name)}.json"
-            numbers = (asked.questions[place].number for place in places)
-            write_predictions(Path(out) / file, zip(numbers, given_answers, strict=True))
-    return _scored(suite, asked, places, answers, described, precision, split, limit, seed, out)
+            numbers = (questions.questions[place].number for place in places)
+            write_predictions(Path(asked.out) / file, zip(numbers, given_answers, strict=True))
+    return asked.kept(_scored(asked, questions, places, answers, described, split))
 
 
 def open_set(data: Any, split: str = "", size: int = 32) -> QuestionSet:
@@ -120,56 +109,43 @@ def _size(model: nn.Module) -> int:
 
 
 def _scored(
-    suite: str,
-    asked: QuestionSet,
+    asked: Request,
+    whole: QuestionSet,
     places: Sequence[int],
     answers: Mapping[str, Sequence[str]],
     described: Mapping[str, Any],
-    precision: str,
     split: str,
-    limit: int | None,
-    seed: int,
-    out: str | Path | None,
 ) -> Scores:
-    questions = [asked.questions[place] for place in places]
+    questions = [whole.questions[place] for place in places]
     kinds = np.array([question.answer_type for question in questions])
-    samples: Samples = {"all": {}} if asked.annotated else {}
+    samples: Samples = {"all": {}} if whole.annotated else {}
     summaries: dict[str, Summary] = {name: {"cells": {}} for name in answers}
     note = "The answers are withheld, so nothing is scored; answers.json holds the model's own."
     blind: dict[str, Any] = {}
-    if asked.annotated:
+    if whole.annotated:
         blind = language_alone(questions)
         note = f"VQAv2's official accuracy. Without looking: always {blind['constant_answer']!r}, or by question type."
-    for name, given in answers.items() if asked.annotated else ():
+    for name, given in answers.items() if whole.annotated else ():
         pairs = zip(given, questions, strict=True)
         scores = np.array([soft_accuracy(answer, question.answers) for answer, question in pairs])
-        cells = {str(kind): _accuracy(scores[kinds == kind], seed) for kind in sorted(set(kinds.tolist()))}
+        cells = {str(kind): _accuracy(scores[kinds == kind], asked.seed) for kind in sorted(set(kinds.tolist()))}
         summaries[name] = {
-            **_accuracy(scores, seed),
+            **_accuracy(scores, asked.seed),
             "constant_accuracy": 100 * blind["constant_accuracy"],
             "question_type_accuracy": 100 * blind["question_type_accuracy"],
             "cells": cells,
         }
         samples["all"][name] = {"accuracy": scores}
     fingerprint = {
-        "suite": suite,
-        "protocol": {"precision": precision, "split": split, "limit": limit},
-        "data": {"digest": asked.digest(), "limit": limit, "images": len(questions)},
+        "suite": asked.suite,
+        "protocol": {"precision": asked.precision, "split": split, "limit": asked.limit},
+        "data": {"digest": whole.digest(), "limit": asked.limit, "images": len(questions)},
         "libraries": versions(),
         "models": dict(described),
     }
-    scores_found = Scores(suite, len(questions), summaries, (note,), fingerprint, samples)
-    if out is not None:
-        scores_found.save(out)
-    return scores_found
+    return Scores(asked.suite, len(questions), summaries, (note,), fingerprint, samples)
 
 
 def _accuracy(scores: Any, seed: int) -> Summary:
     low, high = mean_interval(scores, seed)
     return {"accuracy": 100 * float(scores.mean()), "accuracy_interval": [100 * low, 100 * high]}
-
-
-def _autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
-    if precision == "float32":
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, PRECISIONS[precision])

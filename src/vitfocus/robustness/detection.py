@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import json
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from vitfocus.data.detection import CocoDetections, Detections, ShapesDetections
@@ -18,9 +14,10 @@ from vitfocus.data.shapes import shapes_named
 from vitfocus.errors import VitfocusError
 from vitfocus.files import write_text
 from vitfocus.robustness.fingerprint import versions
-from vitfocus.robustness.pixels import PRECISIONS, PixelModel, evaluating
+from vitfocus.robustness.pixels import PixelModel, evaluating
 from vitfocus.robustness.plan import Summary
 from vitfocus.robustness.progress import progress as shown_progress
+from vitfocus.robustness.request import Request
 from vitfocus.robustness.results import Scores
 from vitfocus.robustness.sources import evenly
 from vitfocus.tasks.detection_inference import Finding, PictureWriter, Searcher
@@ -31,34 +28,20 @@ NAME = "detection"
 _SHAPES = 1000  # pictures, unless there is a limit
 
 
-def measure(
-    models: Mapping[str, nn.Module],
-    data: Any,
-    *,
-    suite: str = NAME,
-    device: torch.device,
-    batch_size: int | None = None,
-    limit: int | None = None,
-    seed: int = 0,
-    out: str | Path | None = None,
-    workers: int | None = None,
-    precision: str = "float32",
-    progress: bool = True,
-    split: str = "",
-    pictures: str | Path | None = None,
-) -> Scores:
-    """COCO's average precisions, in percent, of one detector or several; nothing is drawn, so `seed` does not matter.
+def measure(asked: Request, split: str = "", pictures: str | Path | None = None) -> Scores:
+    """COCO's average precisions, in percent, of one detector or several; nothing is drawn, so the seed does not matter.
 
-    `data` is a folder in COCO's layout, of which `split` ("val2017") is taken, the word "shapes", or a set such as
+    The data is a folder in COCO's layout, of which `split` ("val2017") is taken, the word "shapes", or a set such as
     `CocoDetections`. With `out`, all that was found is written there too, as the official server takes it; `pictures`
     is a folder for drawings of what was found.
     """
-    images = open_set(data, split, next(iter(models.values())))
-    places = evenly(len(images), limit)
+    models, out = asked.models, asked.out
+    images = open_set(asked.data, split, asked.first_model)
+    places = evenly(len(images), asked.limit)
     truth = _about(images.truth(), {images.image_id(place) for place in places})
     summaries: dict[str, Summary] = {}
-    with evaluating(list(models.values()), device):
-        with shown_progress(suite, len(places) * len(models), show=progress) as advance:
+    with evaluating(list(models.values()), asked.device):
+        with shown_progress(asked.suite, len(places) * len(models), show=asked.progress) as advance:
             for number, (name, model) in enumerate(models.items()):
                 check_classes(name, model, images)
                 ending = f"-{number}" if len(models) > 1 else ""
@@ -69,24 +52,22 @@ def measure(
                         write(index, picture, finding)
                     advance(1, name)
 
-                search = Searcher(images, device, batch_size or 4, workers or 0, watch=watch)
-                found = search(model, places, lambda: _autocast(device, precision))
+                search = Searcher(images, asked.device, asked.batch_size or 4, asked.workers, watch=watch)
+                found = search(model, places, asked.autocast)
                 scores = {key: 100 * value for key, value in coco_scores(truth, found).items()}
                 summaries[name] = {**scores, "cells": {"clean": scores}}
                 if out is not None:
                     write_text(Path(out) / f"detections{ending}.json", json.dumps(found) + "\n")
         described = {name: PixelModel(name, model).describe() for name, model in models.items()}
     fingerprint = {
-        "suite": suite,
-        "protocol": {"precision": precision, "split": split},
-        "data": {"digest": images.digest(), "limit": limit, "images": len(places)},
+        "suite": asked.suite,
+        "protocol": {"precision": asked.precision, "split": split},
+        "data": {"digest": images.digest(), "limit": asked.limit, "images": len(places)},
         "libraries": {**versions(), "faster_coco_eval": importlib.metadata.version("faster_coco_eval")},
         "models": described,
     }
-    result = Scores(suite, len(places), summaries, ("COCO's average precision; crowds do not count.",), fingerprint)
-    if out is not None:
-        result.save(out)
-    return result
+    note = "COCO's average precision; crowds do not count."
+    return asked.kept(Scores(asked.suite, len(places), summaries, (note,), fingerprint))
 
 
 def open_set(data: Any, split: str, model: nn.Module) -> Detections:
@@ -120,9 +101,3 @@ def check_classes(name: str, model: nn.Module, images: Detections) -> None:
     count = predictor.box_predictor.cls_score.out_features - 1
     if count != len(images.classes):
         raise VitfocusError(f"{name} knows {count} classes, and the data has {len(images.classes)}.")
-
-
-def _autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
-    if precision == "float32":
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, PRECISIONS[precision])

@@ -16,6 +16,7 @@ from vitfocus.robustness.fingerprint import versions
 from vitfocus.robustness.pixels import PRECISIONS, PixelModel, evaluating, named_models
 from vitfocus.robustness.plan import Plan, Samples
 from vitfocus.robustness.processes import Processes, join_processes
+from vitfocus.robustness.request import Request
 from vitfocus.robustness.results import Scores, flatten, load_scores
 from vitfocus.robustness.runfolder import RunFolder
 from vitfocus.robustness.runner import read_digests, run
@@ -68,8 +69,7 @@ def evaluate(
     if chosen.plan is None:
         if resume:
             raise VitfocusError(f"{suite} keeps no parts to go on from: run it again without resume.")
-        return measured(
-            chosen,
+        asked = Request(
             models=modules,
             data=data,
             suite=suite,
@@ -81,8 +81,8 @@ def evaluate(
             workers=_workers(processes.device) if workers is None else workers,
             precision=precision,
             progress=progress and processes.first,
-            **{name: value for name, value in options.items() if value is not None},
         )
+        return measured(chosen, asked, {name: value for name, value in options.items() if value is not None})
     models = [PixelModel(name, module, precision, chosen.resizes) for name, module in modules.items()]
     with evaluating(list(modules.values()), processes.device):
         context = Context(

@@ -11,11 +11,10 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vitfocus.corruptions import CORRUPTIONS, EXTRA_CORRUPTIONS, corrupt, fingerprint
 from vitfocus.corruptions.arguments import several, whole
@@ -26,6 +25,7 @@ from vitfocus.robustness.fingerprint import versions
 from vitfocus.robustness.noise import NOISES, REPEATS, add_noise, repeat_interval
 from vitfocus.robustness.pixels import PixelModel, evaluating
 from vitfocus.robustness.plan import Summary
+from vitfocus.robustness.request import Request
 from vitfocus.robustness.results import Scores
 from vitfocus.robustness.segmentation_data import Pictures, open_pictures
 from vitfocus.robustness.sources import digest_of
@@ -114,51 +114,39 @@ class Run:
             print(f"{self.suite}: {data.count}{total} pictures", file=sys.stderr, flush=True)
 
 
-def measure(
-    models: Mapping[str, nn.Module],
-    data: Any,
-    *,
-    suite: str,
-    device: torch.device,
-    batch_size: int | None = None,
-    limit: int | None = None,
-    seed: int = 0,
-    out: str | Path | None = None,
-    workers: int | None = None,
-    precision: str = "float32",
-    progress: bool = True,
-    **options: Any,
-) -> Scores:
+def measure(asked: Request, **options: Any) -> Scores:
     """Run one of the suites below on one model or several; the first model's card says what the options leave open."""
-    card = task_of(next(iter(models.values())))
+    suite, device = asked.suite, asked.device
+    card = task_of(asked.first_model)
     test = {**card.get("test", {}), **{key: options[key] for key in ("window", "stride", "flip") if key in options}}
     short_side = options.get("short_side", test.pop("short_side", 0))
     if "window" in options and "stride" not in options:
         test["stride"] = 0
     ignore = options.get("ignore", IGNORE)
-    wrapped = [PixelModel(name, module, precision) for name, module in models.items()]
+    wrapped = [PixelModel(name, module, asked.precision) for name, module in asked.models.items()]
     protocol = Protocol(**test, short_side=short_side)
 
     def opened(condition: str = "", where: Any = None) -> Pictures:
         return open_pictures(
             suite,
-            data if where is None else where,
+            asked.data if where is None else where,
             source="acdc" if suite == "acdc" else options.get("source", ""),
             trained_on=str(card.get("source", "")),
             split=options.get("split", ""),
             size=int(card.get("size", 0)),
             condition=condition,
-            limit=limit,
-            batch_size=batch_size or (8 if short_side or device.type == "cuda" else 4),
-            workers=workers or 0,
+            limit=asked.limit,
+            batch_size=asked.batch_size or (8 if short_side or device.type == "cuda" else 4),
+            workers=asked.workers,
             short_side=short_side,
             ignore=ignore,
         )
 
     pictures = opened()
-    run = Run(suite, wrapped, protocol, device, seed, ignore, progress, pictures.classes, options.get("pictures"))
+    drawings = options.get("pictures")
+    run = Run(suite, wrapped, protocol, device, asked.seed, ignore, asked.progress, pictures.classes, drawings)
     run.source = pictures.source or str(card.get("source", ""))
-    with evaluating(list(models.values()), device):
+    with evaluating(list(asked.models.values()), device):
         summaries, notes, more = _SUITES[suite](run, opened, options)
     scores = Scores(
         suite,
@@ -167,15 +155,19 @@ def measure(
         tuple(notes),
         {
             "suite": suite,
-            "protocol": {"seed": seed, "ignore": ignore, "precision": precision, "test": vars(protocol), **more},
-            "data": {"digest": digest_of(sorted(set(run.digests))), "limit": limit, "images": run.images},
+            "protocol": {
+                "seed": asked.seed,
+                "ignore": ignore,
+                "precision": asked.precision,
+                "test": vars(protocol),
+                **more,
+            },
+            "data": {"digest": digest_of(sorted(set(run.digests))), "limit": asked.limit, "images": run.images},
             "libraries": versions(),
             "models": {one.name: one.describe() for one in wrapped},
         },
     )
-    if out is not None:
-        scores.save(out)
-    return scores
+    return asked.kept(scores)
 
 
 Outcome = tuple[dict[str, Summary], Sequence[str], dict[str, Any]]

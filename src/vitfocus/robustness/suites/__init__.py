@@ -9,6 +9,7 @@ from typing import Any
 
 from vitfocus.errors import VitfocusError, nearest
 from vitfocus.robustness.plan import Plan
+from vitfocus.robustness.request import Request
 from vitfocus.robustness.results import Scores
 from vitfocus.robustness.suites import corrupted, hostile, natural, perturbed
 from vitfocus.robustness.suites.context import Context
@@ -108,10 +109,10 @@ def find_suite(name: str, options: Mapping[str, Any]) -> Suite:
     return suite
 
 
-def measured(chosen: Suite, /, **call: Any) -> Scores:
-    """Let a suite that measures by itself do so: its function gets `models` (by name), `data`, `suite` and the rest."""
+def measured(chosen: Suite, asked: Request, options: Mapping[str, Any]) -> Scores:
+    """Let a suite that measures by itself do so."""
     module, _, function = chosen.measure.partition(":")
-    scores: Scores = getattr(importlib.import_module(module), function)(**call)
+    scores: Scores = getattr(importlib.import_module(module), function)(asked, **options)
     return scores
 
 

@@ -1,0 +1,55 @@
+"""What a suite that measures by itself is asked: which models, on what, and how."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from vitfocus.robustness.pixels import PRECISIONS
+from vitfocus.robustness.results import Scores
+
+
+@dataclass(frozen=True)
+class Request:
+    """Models by name and what is common to all such suites; a suite's own options come beside it.
+
+    >>> asked = Request({"model": nn.Identity()}, "shapes", "detection", torch.device("cpu"))
+    >>> asked.first_model, asked.workers
+    (Identity(), 0)
+    """
+
+    models: Mapping[str, nn.Module]
+    data: Any
+    suite: str
+    device: torch.device
+    batch_size: int | None = None
+    limit: int | None = None
+    seed: int = 0
+    out: str | Path | None = None
+    workers: int = 0
+    precision: str = "float32"
+    progress: bool = True
+
+    @property
+    def first_model(self) -> nn.Module:
+        """The one that says what the options leave open."""
+        return next(iter(self.models.values()))
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The precision that the models run in."""
+        if self.precision == "float32":
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, PRECISIONS[self.precision])
+
+    def kept(self, scores: Scores) -> Scores:
+        """The same scores, written to the folder where one was named."""
+        if self.out is not None:
+            scores.save(self.out)
+        return scores
