@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from _turns import Turns
 
 CASES = {
     f"{name}, batch {batch}": (spec, batch)
@@ -30,28 +31,30 @@ IMAGES = 50_000
 RESULTS = Path(__file__).parent / "results" / "epoch-time-cuda.json"
 
 
-def serve(spec: str, batch: int, pipe: Any) -> None:
-    """Get a run ready, then time steps on request."""
+def prepare(spec: str, batch: int) -> tuple[None, Callable[[int], float]]:
+    """A run whose step is compiled and recorded, and how to time it."""
     from vitfocus.train import load_recipe
     from vitfocus.train.run import assemble_run
     from vitfocus.train.signals import StopWish
 
     overrides = ["source=shapes", f"train_length={IMAGES}", "val_length=100", f"batch={batch}", f"spec={spec}"]
     recipe = load_recipe("cifar100", [*overrides, "model.arguments.num_classes=100", "checkpoint_minutes=0"])
-    with tempfile.TemporaryDirectory() as folder:
-        engine, wish = assemble_run(recipe, folder), StopWish()
-        parts = engine.begin(stop=10_000)
-        for _ in range(10):
+    folder = tempfile.TemporaryDirectory()
+    engine, wish = assemble_run(recipe, folder.name), StopWish()
+    parts = engine.begin(stop=10_000)
+    for _ in range(10):
+        engine.one_step(parts)
+    torch.cuda.synchronize()
+
+    def seconds(steps: int, held: Any = folder) -> float:
+        begin = time.perf_counter()
+        for _ in range(steps):
             engine.one_step(parts)
+            engine.after_step(0, wish)
         torch.cuda.synchronize()
-        pipe.send(True)
-        while steps := pipe.recv():
-            begin = time.perf_counter()
-            for _ in range(steps):
-                engine.one_step(parts)
-                engine.after_step(0, wish)
-            torch.cuda.synchronize()
-            pipe.send((time.perf_counter() - begin) / steps)
+        return (time.perf_counter() - begin) / steps
+
+    return None, seconds
 
 
 def main() -> None:
@@ -64,26 +67,17 @@ def main() -> None:
         return
     from vitfocus.train.results import device_name, versions
 
-    spawn = multiprocessing.get_context("spawn")
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "3")
-    pipes, processes = {}, []
-    for name, case in CASES.items():
-        pipes[name], theirs = spawn.Pipe()
-        processes.append(spawn.Process(target=serve, args=(*case, theirs)))
-        processes[-1].start()
-        theirs.close()
-    for pipe in pipes.values():
-        pipe.recv()
+    turns = Turns(prepare, CASES)
     best: dict[str, float] = {}
     for _ in range(args.rounds):
-        for name, (_, batch) in CASES.items():
-            pipes[name].send(max(20, 15_000 // batch))
-            best[name] = min(best.get(name, float("inf")), pipes[name].recv() * IMAGES / batch)
+        for name in turns.said:
+            batch = CASES[name][1]
+            taken = turns.seconds(name, max(20, 15_000 // batch)) * IMAGES / batch
+            best[name] = min(best.get(name, float("inf")), taken)
+    turns.close()
     for name, seconds in best.items():
         print(f"{name:<24}{seconds:6.2f} s an epoch")
-        pipes[name].send(0)
-    for process in processes:
-        process.join()
     result = {"seconds_an_epoch": best, "device": device_name(torch.device("cuda")), "versions": versions()}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import statistics
 import subprocess
@@ -29,6 +28,7 @@ from typing import Any
 os.environ.setdefault("TORCHINDUCTOR_UNIQUE_KERNEL_NAMES", "0")
 
 import torch
+from _turns import Turns
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -146,57 +146,31 @@ def seconds(step: Any, repeats: int) -> float:
     return start.elapsed_time(stop) / 1000 / repeats
 
 
-def serve(case: str, variant: str, pipe: Any) -> None:
-    """One variant in a process of its own: compiles, records, says what memory a step takes, then times on request."""
-    try:
-        torch.set_float32_matmul_precision("high")
-        step = Step(case, variant)
-        with step.backend():
-            step.take()
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            step.take()
-            memory = torch.cuda.max_memory_allocated()
-            step.record()
-        pipe.send(memory)
-        while repeats := pipe.recv():
-            pipe.send(seconds(step, repeats))
-    except torch.OutOfMemoryError:
-        pipe.send("out of memory")
+def prepare(case: str, variant: str) -> tuple[int, Callable[[int], float]]:
+    """Compile and record a variant's step: the memory it takes, and how to time it."""
+    torch.set_float32_matmul_precision("high")
+    step = Step(case, variant)
+    with step.backend():
+        step.take()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        step.take()
+        memory = torch.cuda.max_memory_allocated()
+        step.record()
+    return memory, partial(seconds, step)
 
 
 def measure(case: str, variants: list[str], rounds: int) -> dict[str, Any]:
-    """Times and peak memory of the variants of one case. All get ready at once; then one at a time has the device."""
-    spawn = multiprocessing.get_context("spawn")
-    pipes, processes = {}, []
-    for variant in variants:
-        pipes[variant], theirs = spawn.Pipe()
-        processes.append(spawn.Process(target=serve, args=(case, variant, theirs)))
-        processes[-1].start()
-        theirs.close()
-    memory = {}
-    for variant in variants:
-        try:
-            said = pipes[variant].recv()
-        except EOFError:
-            said = "failed"
-        if isinstance(said, str):
-            print(f"{case} {variant}: {said}", flush=True)
-        else:
-            memory[variant] = said
-
-    def timed(variant: str, repeats: int) -> float:
-        pipes[variant].send(repeats)
-        taken: float = pipes[variant].recv()
-        return taken
-
-    repeats = max(2, round(0.25 / [timed("plain", 2) for _ in range(2)][1]))
+    """Times and peak memory of the variants of one case."""
+    turns = Turns(prepare, {variant: (case, variant) for variant in variants})
+    memory = turns.said
+    warm = {name: [turns.seconds(name, 2) for _ in range(2)][1] for name in memory}
+    repeats = max(2, round(0.25 / warm["plain"]))
     times: dict[str, list[float]] = {name: [] for name in memory}
-    for name in memory:
-        timed(name, 2)
     for _ in range(rounds):
         for name in memory:
-            times[name].append(timed(name, repeats))
+            times[name].append(turns.seconds(name, repeats))
+    turns.close()
     row = {}
     for name in memory:
         ratio = statistics.median(mine / plain for mine, plain in zip(times[name], times["plain"], strict=True))
@@ -206,9 +180,6 @@ def measure(case: str, variants: list[str], rounds: int) -> dict[str, Any]:
             f"{case:<14}{name:<14}{1e3 * taken:9.2f} ms  {ratio:6.3f} ×   memory {row[name]['memory_ratio']:.3f} ×",
             flush=True,
         )
-        pipes[name].send(0)
-    for process in processes:
-        process.join()
     return row
 
 
