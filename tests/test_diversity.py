@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import timm
 import torch
 from safetensors.torch import load_file
 from tiny import build
@@ -16,6 +18,7 @@ from torch.nn import functional as F
 import vitfocus as vf
 from vitfocus.attention.probe import observing
 from vitfocus.kernels.diversity import row_similarity
+from vitfocus.treatments.diversity import RowChoice
 
 
 @pytest.mark.parametrize("threshold", [1, 2, 3])
@@ -254,3 +257,28 @@ def test_two_losses_keep_their_own_weights() -> None:
     vf.treat_(model, *(f"adl(layers=[{i}],variant=paper,threshold=1.0,weight={w})" for i, w in ((0, 1.0), (1, 100.0))))
     model(images)
     assert vf.auxiliary_loss(model).item() == pytest.approx(parts[0] + 100 * parts[1], rel=1e-5)
+
+
+def test_rows_drawn_once_leave_checkpointed_blocks_their_random_numbers() -> None:
+    """A block computed a second time draws what it drew the first time, stochastic depth behind the rows included."""
+    options: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 3, "num_heads": 2}
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=3, drop_path_rate=0.5, proj_drop_rate=0.2, **options)
+    vf.treat_(model.train(), "adl(variant=paper,threshold=1.0,rows=5)")
+    images, gradients = torch.randn(8, 3, 32, 32), []
+    for checkpointing in (False, True):
+        model.set_grad_checkpointing(checkpointing)
+        torch.manual_seed(1)
+        loss = model(images).square().mean() + vf.auxiliary_loss(model)
+        gradients.append(torch.autograd.grad(loss, list(model.parameters())))
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_all_layers_of_a_pass_compare_the_same_rows_and_the_next_pass_others() -> None:
+    choice = RowChoice()
+    first = choice.of(1000, 5, 0, torch.device("cpu"), asker=0)
+    assert choice.of(1000, 5, 0, torch.device("cpu"), asker=1) is first
+    assert choice.of(500, 5, 0, torch.device("cpu"), asker=1).max() < 500
+    choice.forget()
+    assert not torch.equal(choice.of(1000, 5, 0, torch.device("cpu"), asker=0), first)

@@ -56,22 +56,25 @@ class AttentionDiversification(Treatment):
 class RowChoice:
     """Which query rows a forward pass compares: drawn once for all layers of one size, and anew for the next pass.
 
+    The layer that drew them draws again whenever it asks: where a block is computed a second time, by gradient
+    checkpointing, its random numbers begin where they began, and whatever it draws afterwards must find them there.
+
     >>> choice = RowChoice()
-    >>> rows = choice.of(10, 4, first=1, device=torch.device("cpu"))
-    >>> len(rows), bool((rows >= 1).all()), choice.of(10, 4, 1, torch.device("cpu")) is rows
+    >>> rows = choice.of(10, 4, first=1, device=torch.device("cpu"), asker=0)
+    >>> len(rows), bool((rows >= 1).all()), choice.of(10, 4, 1, torch.device("cpu"), asker=1) is rows
     (4, True, True)
     """
 
     def __init__(self) -> None:
-        self.drawn: dict[tuple[int, int, torch.device], Tensor] = {}
+        self.drawn: dict[tuple[int, int, torch.device], tuple[int, Tensor]] = {}
 
-    def of(self, count: int, rows: int, first: int, device: torch.device) -> Tensor:
-        """`rows` distinct ones of `count`, from `first` on."""
+    def of(self, count: int, rows: int, first: int, device: torch.device, asker: int) -> Tensor:
+        """`rows` distinct ones of `count`, from `first` on, for the layer of that number."""
         key = (count, first, device)
-        if key not in self.drawn:
+        if key not in self.drawn or self.drawn[key][0] == asker:
             # The order of random numbers, and not randperm, because a CUDA graph can replay it.
-            self.drawn[key] = torch.rand(count, device=device).argsort()[:rows] + first
-        return self.drawn[key]
+            self.drawn[key] = (asker, torch.rand(count, device=device).argsort()[:rows] + first)
+        return self.drawn[key][1]
 
     def forget(self) -> None:
         """The pass is over."""
@@ -85,10 +88,10 @@ class RowChoice:
 class DiversityMeter(nn.Module):
     """Sits beside an attention module and keeps the row similarity of its last training forward."""
 
-    def __init__(self, config: AttentionDiversification, prefix_tokens: int, choice: RowChoice) -> None:
+    def __init__(self, config: AttentionDiversification, prefix_tokens: int, choice: RowChoice, number: int) -> None:
         super().__init__()
         self.config = config
-        self.choice = choice
+        self.choice, self.number = choice, number
         self.skipped = prefix_tokens if config.tokens == "patch" else 0
         self.loss: Tensor | None = None
 
@@ -118,7 +121,7 @@ class DiversityMeter(nn.Module):
         count = seen.shape[2] - first
         rows = None
         if config.rows is not None and config.rows < count:
-            rows = self.choice.of(count, config.rows, first, seen.device)
+            rows = self.choice.of(count, config.rows, first, seen.device, self.number)
         form: Any = {"variant": config.variant, "heads": config.heads, "threshold": config.threshold}
         with torch.autocast(seen.device.type, enabled=False):
             if seen.query is not None and seen.key is not None:
@@ -170,8 +173,8 @@ def insert_diversity(config: AttentionDiversification, anatomy: Anatomy, surgeon
             f"{config} leaves prefix tokens out, and {type(anatomy.root).__name__} mixes text with images."
         )
     meters, choice = [], RowChoice()
-    for block in choose_blocks(config.layers, attending):
-        meter = surgeon.add(block, "diversity_meter", DiversityMeter(config, block.prefix_tokens, choice))
+    for number, block in enumerate(choose_blocks(config.layers, attending)):
+        meter = surgeon.add(block, "diversity_meter", DiversityMeter(config, block.prefix_tokens, choice, number))
         assert isinstance(meter, DiversityMeter) and block.attention is not None and block.reader is not None
         surgeon.do(Override(block.attention, "forward", Watched(block.attention, block.reader, meter)))
         meters.append(meter)
