@@ -3,10 +3,11 @@
     python benchmarks/step_cost.py                       # the whole table; needs a GPU and some minutes
     python benchmarks/step_cost.py --cases deit-197 --variants cb tap
 
-A step is forward, loss, backward and AdamW (fused), under bf16 autocast, compiled, and recorded as one CUDA graph, as
-the engine records it. Variants take turns, round after round, and a ratio is the median over rounds of neighbouring
-times. `released` variants are the papers' published formulations: poolings by unfold, attention maps in full. Results
-go to benchmarks/results/step-cost-cuda.json.
+A step is forward, loss, backward and AdamW (fused), under bf16 autocast, compiled (block by block, or with --whole as
+one program, which takes minutes a model), and recorded as one CUDA graph, as the engine records it. Variants take
+turns, round after round, and a ratio is the median over rounds of neighbouring times. `released` variants are the
+papers' published formulations: poolings by unfold, attention maps in full. Results go to
+benchmarks/results/step-cost-cuda.json.
 """
 
 from __future__ import annotations
@@ -69,8 +70,9 @@ RESULTS = Path(__file__).parent / "results" / "step-cost-cuda.json"
 class Step:
     """A model and its training step."""
 
-    def __init__(self, case: str, variant: str, compiled: bool = True) -> None:
+    def __init__(self, case: str, variant: str, whole: bool = False) -> None:
         import vitfocus as vf
+        from vitfocus.train.compiling import compile_blocks
 
         name, size, batch = CASES[case]
         spec = "+".join(filter(None, [name, VARIANTS[variant]]))
@@ -82,7 +84,9 @@ class Step:
         self.optimiser = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True, capturable=True)
         self.images = torch.randn(batch, 3, size, size, device="cuda")
         self.labels = torch.randint(0, 1000, (batch,), device="cuda")
-        self.loss = torch.compile(self._loss) if compiled else self._loss
+        self.loss = torch.compile(self._loss) if whole else self._loss
+        if not whole:
+            compile_blocks(self.model)
 
     def _loss(self, images: Tensor, labels: Tensor) -> Tensor:
         import vitfocus as vf
@@ -146,10 +150,10 @@ def seconds(step: Any, repeats: int) -> float:
     return start.elapsed_time(stop) / 1000 / repeats
 
 
-def prepare(case: str, variant: str) -> tuple[int, Callable[[int], float]]:
+def prepare(case: str, variant: str, whole: bool) -> tuple[int, Callable[[int], float]]:
     """Compile and record a variant's step: the memory it takes, and how to time it."""
     torch.set_float32_matmul_precision("high")
-    step = Step(case, variant)
+    step = Step(case, variant, whole)
     with step.backend():
         step.take()
         torch.cuda.synchronize()
@@ -160,9 +164,9 @@ def prepare(case: str, variant: str) -> tuple[int, Callable[[int], float]]:
     return memory, partial(seconds, step)
 
 
-def measure(case: str, variants: list[str], rounds: int) -> dict[str, Any]:
+def measure(case: str, variants: list[str], rounds: int, whole: bool) -> dict[str, Any]:
     """Times and peak memory of the variants of one case."""
-    turns = Turns(prepare, {variant: (case, variant) for variant in variants})
+    turns = Turns(prepare, {variant: (case, variant, whole) for variant in variants})
     memory = turns.said
     warm = {name: [turns.seconds(name, 2) for _ in range(2)][1] for name in memory}
     repeats = max(2, round(0.25 / warm["plain"]))
@@ -252,7 +256,7 @@ def kernel_rates() -> dict[str, Any]:
         lse = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[1]
         made = ops.diversity(query, key, None, None, lse, *form)
         weight = torch.ones((), device="cuda")
-        saved = (query, key, None, made[1], None, *made[2:], *form, False)
+        saved = (query, key, None, lse, None, *made[2:], *form, False)
         tokens, slope = torch.randn(2, batch, count, 384, device="cuda", dtype=torch.bfloat16).unbind()
         scores = torch.randn(batch, count - 1, 4, device="cuda", dtype=torch.bfloat16)
         weights = ops.mix_dilated(tokens, scores, side, side)[1]
@@ -275,7 +279,7 @@ def kernel_rates() -> dict[str, Any]:
     return rates
 
 
-def warm_caches(cases: list[str], variants: list[str], workers: int) -> None:
+def warm_caches(cases: list[str], variants: list[str], workers: int, whole: bool) -> None:
     """Compile everything in processes of their own, which leaves it in the compiler's cache; the plain models first."""
     rest = [(case, variant) for variant in variants for case in cases if variant not in ("plain", "plain-again")]
     for jobs in ([(case, "plain") for case in cases], rest):
@@ -284,6 +288,7 @@ def warm_caches(cases: list[str], variants: list[str], workers: int) -> None:
             while sum(one.poll() is None for one in running) >= workers:
                 time.sleep(0.1)
             command = [sys.executable, __file__, "--compile-only", "--cases", case, "--variants", variant]
+            command += ["--whole"] if whole else []
             running.append(subprocess.Popen(command, env={**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "3"}))
         for one in running:
             one.wait()
@@ -295,6 +300,7 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--workers", type=int, default=0, help="processes that compile ahead")
+    parser.add_argument("--whole", action="store_true", help="compile a model as one program, not block by block")
     parser.add_argument("--steps-alone", action="store_true", help="no statistics, no kernels alone")
     parser.add_argument("--compile-only", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -304,13 +310,13 @@ def main() -> None:
         return
     torch.set_float32_matmul_precision("high")
     if args.compile_only:
-        step = Step(args.cases[0], args.variants[0])
+        step = Step(args.cases[0], args.variants[0], args.whole)
         with step.backend():
             step.take()
         torch.cuda.synchronize()
         return
     if args.workers:
-        warm_caches(args.cases, args.variants, args.workers)
+        warm_caches(args.cases, args.variants, args.workers, args.whole)
     import timm
     import triton
 
@@ -318,12 +324,13 @@ def main() -> None:
     versions = {"torch": torch.__version__, "triton": triton.__version__, "timm": timm.__version__}
     result: dict[str, Any] = json.loads(args.out.read_text()) if args.out.is_file() else {}
     result |= {"device": torch.cuda.get_device_name(), "versions": versions, "targets": TARGETS}
+    result["compiled"] = "as one program" if args.whole else "block by block"
     if not args.steps_alone:
         result["ceiling"], result["kernels"] = ceiling(), kernel_rates()
         print(result["ceiling"], flush=True)
     for case in args.cases:
         torch.cuda.empty_cache()
-        result.setdefault("steps", {})[case] = measure(case, variants, args.rounds)
+        result.setdefault("steps", {})[case] = measure(case, variants, args.rounds, args.whole)
         if case.startswith("deit") and not args.steps_alone:
             result.setdefault("statistics", {})[case] = statistics_cost(case)
         args.out.parent.mkdir(parents=True, exist_ok=True)

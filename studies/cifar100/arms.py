@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-EPOCHS = 30
-WARMUP_EPOCHS = 5
+EPOCHS = 20
+WARMUP_EPOCHS = 3
 SEEDS = (0, 1, 2)
 FINETUNE_EPOCHS = 2
 HOLDOUT = 5_000

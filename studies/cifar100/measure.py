@@ -6,7 +6,8 @@ All arms meet the same test images, corruptions, hidden parts and readings, draw
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -52,13 +53,22 @@ def measure(
     device = device_at_hand()
     model.to(device).eval()
     seen = images[:reading_images].to(device)
+    parts: dict[str, Callable[[], Any]] = {
+        "clean": lambda: clean(model, Batches(images, labels, BATCH)),
+        "corruption": lambda: corruption(model, images, labels, corruptions, severities, frost),
+        "fgsm": lambda: fgsm(model, images, labels),
+        "occlusion": lambda: occlusion(model, images, labels),
+        "reading": lambda: reading(model, seen),
+        "stability": lambda: stability(model, seen, STABILITY, "cifar"),
+    }
+    found, seconds = {}, {}
+    for name, part in parts.items():
+        began = time.perf_counter()
+        found[name] = part()
+        seconds[name] = round(time.perf_counter() - began, 2)
     return {
-        "clean": clean(model, Batches(images, labels, BATCH)),
-        "corruption": corruption(model, images, labels, corruptions, severities, frost),
-        "fgsm": fgsm(model, images, labels),
-        "occlusion": occlusion(model, images, labels),
-        "reading": reading(model, seen),
-        "stability": stability(model, seen, STABILITY, "cifar"),
+        **found,
+        "seconds": seconds,
         "protocol": {
             "test_images": len(images),
             "reading_images": len(seen),
