@@ -34,10 +34,11 @@ NAMES = {
 
 
 def draw(result: dict[str, Any]) -> Figure:
-    """One row a treatment, one mark a model; a tick where the target is."""
+    """One row a treatment, one mark a model; a tick where the target is. What no step by blocks has is from whole ones."""
     figure = Figure(figsize=(7.2, 3.6), layout="constrained", facecolor="white")
     axes = figure.add_subplot()
-    steps = {case: row for case, row in result["steps"].items() if case in CASES}
+    steps = {case: result["steps_as_one_program"].get(case, {}) | result["steps"].get(case, {}) for case in CASES}
+    steps = {case: row for case, row in steps.items() if row}
     variants = [name for name in NAMES if any(name in row for row in steps.values())]
     for place, (case, row) in enumerate(steps.items()):
         label, marker, colour = CASES[case]
