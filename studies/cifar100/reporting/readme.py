@@ -43,9 +43,10 @@ def update_readme(
 def generated(study: Study, plan: Mapping[str, Sequence[str]], seeds: int, pictures: Sequence[Picture] = ()) -> str:
     """The Markdown."""
     judged = judge(study)
-    parts = [f"{how_far(study, plan, seeds)} {verdicts(judged)}"]
-    parts += [f"![{title}](results/{name})" for name, title in pictures]
-    parts += [INTERVALS]
+    shown = [f"![{title}](results/{name})" for name, title in pictures]
+    if not any(study.runs.values()):
+        return "\n\n".join([how_far(study, plan, seeds), *shown])
+    parts = [f"{how_far(study, plan, seeds)} {verdicts(judged)}", *shown, INTERVALS]
     for group in ("vit-ti", "vit-s", "fine-tune"):
         if study.arms(group):
             parts += [f"### {MODELS[group]}", arms_table(study, group)]
