@@ -34,7 +34,7 @@ NAMES = {
 
 
 def draw(result: dict[str, Any]) -> Figure:
-    """One row a treatment, one mark a model; a tick where the target is. What no step by blocks has is from whole ones."""
+    """One row a treatment, one mark a model; a tick where the target is. What blocks lack is from whole programs."""
     figure = Figure(figsize=(7.2, 3.6), layout="constrained", facecolor="white")
     axes = figure.add_subplot()
     steps = {case: result["steps_as_one_program"].get(case, {}) | result["steps"].get(case, {}) for case in CASES}

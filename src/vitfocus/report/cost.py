@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from vitfocus.anatomy import anatomy, unwrap
-from vitfocus.treatments import auxiliary_loss
 from vitfocus.treatments.cost import count_cost
+from vitfocus.treatments.step_cost import Step, memory, timed
 
 #: Steps to time at most, and the seconds after which no further one is begun.
 REPEATS, PATIENCE = 7, 2.0
@@ -48,19 +48,17 @@ def usual_batch(device: torch.device, multiply_adds: int | None) -> int:
 
 
 def measure(model: nn.Module, batch: int = 8) -> dict[str, Any]:
-    """Seconds of a forward pass and of a training step (forward, backward), the memory of a step, and where.
+    """Seconds of a forward pass and of a training step, the memory of a step, and where, as `compare_steps` has them.
 
-    A copy of the model is trained, so the model itself is left alone. On a GPU the memory is the peak that was
-    allocated; elsewhere it is what a step keeps for its backward pass. An empty dict where the model cannot be run.
+    A copy of the model is trained, so the model itself is left alone. An empty dict where the model cannot be run.
     """
     device = next(model.parameters()).device
     try:
         images = _images(model, batch)
-        with _evaluating(model), torch.no_grad():
-            forward = _timed(lambda: model(images), device)
-        trained = copy.deepcopy(unwrap(model)).train()
-        memory = _memory(trained, images, device)
-        step = _timed(lambda: _step(trained, images), device)
+        with _evaluating(model):
+            forward = _times(Step(model, images, "infer"))
+        training = Step(copy.deepcopy(unwrap(model)), images, "train")
+        step, taken = _times(training), memory(training)
     except Exception:  # as above; out of memory, too
         return {}
     return {
@@ -70,7 +68,7 @@ def measure(model: nn.Module, batch: int = 8) -> dict[str, Any]:
         "batch": batch,
         "forward_seconds": forward,
         "step_seconds": step,
-        **memory,
+        "memory_bytes": taken,
     }
 
 
@@ -114,54 +112,11 @@ def _images(model: nn.Module, batch: int) -> Tensor:
     return noise.to(weight.device, weight.dtype)
 
 
-def _step(model: nn.Module, images: Tensor) -> None:
-    total = _sum(model(images)) + auxiliary_loss(model)
-    total.backward()
-    model.zero_grad(set_to_none=True)
-
-
-def _sum(output: Any) -> Tensor:
-    """A scalar that depends on everything a model returned."""
-    if isinstance(output, Tensor):
-        return output.float().square().mean()
-    values = output.values() if isinstance(output, dict) else output
-    return torch.stack([_sum(value) for value in values if isinstance(value, Tensor | tuple | list | dict)]).sum()
-
-
-def _timed(run: Any, device: torch.device) -> dict[str, Any]:
-    """Median, least and greatest seconds of some runs after one that warms up."""
-    run()
+def _times(step: Step) -> dict[str, Any]:
+    """Median, least and greatest seconds of some steps after one that warms up."""
+    step()
     seconds: list[float] = []
     began = time.perf_counter()
     while len(seconds) < REPEATS and (not seconds or time.perf_counter() - began < PATIENCE):
-        _wait(device)
-        start = time.perf_counter()
-        run()
-        _wait(device)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(timed(step))
     return {"median": statistics.median(seconds), "range": [min(seconds), max(seconds)], "runs": len(seconds)}
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _memory(model: nn.Module, images: Tensor, device: torch.device) -> dict[str, Any]:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        _step(model, images)
-        return {"memory_bytes": torch.cuda.max_memory_allocated(device), "memory_kind": "peak allocated in a step"}
-    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-    kept: dict[int, int] = {}
-
-    def note(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        loss = _sum(model(images)) + auxiliary_loss(model)
-    del loss
-    return {"memory_bytes": sum(kept.values()), "memory_kind": "kept for the backward pass"}

@@ -49,7 +49,7 @@ def compare_steps(
         raise VitfocusError(f"There is no mode {mode!r}: expected train or infer.")
     if rounds < 1:
         raise VitfocusError(f"rounds must be at least 1, but is {rounds}.")
-    steps = {name: _Step(model, images, mode, autocast) for name, model in models.items()}
+    steps = {name: Step(model, images, mode, autocast) for name, model in models.items()}
     for step in steps.values():
         for _ in range(warmup):
             step()
@@ -57,11 +57,11 @@ def compare_steps(
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
         for name, step in steps.items():
-            seconds[name].append(_timed(step, images.device))
+            seconds[name].append(timed(step))
             on_step()
     taken = {}
     for name, step in steps.items():
-        taken[name] = step.held() + _peak(step, images.device)
+        taken[name] = memory(step)
         on_step()
     first = next(iter(steps))
     return [
@@ -78,10 +78,10 @@ def compare_steps(
     ]
 
 
-class _Step:
-    """One step of a model on some images, in training or not."""
+class Step:
+    """One step of a model on some images, in training or not; `mode` and `autocast` as of `compare_steps`."""
 
-    def __init__(self, model: nn.Module, images: Tensor, mode: str, autocast: torch.dtype | None) -> None:
+    def __init__(self, model: nn.Module, images: Tensor, mode: str, autocast: torch.dtype | None = None) -> None:
         self.model, self.images, self.autocast = model, images, autocast
         self.named = "pixel_values" in inspect.signature(unwrap(model).forward).parameters
         self.optimiser = torch.optim.AdamW(model.parameters(), lr=1e-6) if mode == "train" else None
@@ -136,7 +136,9 @@ def _differentiable(output: Any) -> Iterator[Tensor]:
             yield from _differentiable(value)
 
 
-def _timed(step: _Step, device: torch.device) -> float:
+def timed(step: Step) -> float:
+    """Seconds of a step."""
+    device = step.images.device
     _wait(device)
     start = time.perf_counter()
     step()
@@ -149,7 +151,12 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _peak(step: _Step, device: torch.device) -> int:
+def memory(step: Step) -> int:
+    """Bytes that a step needs: what stays between steps, and at its highest what it allocates on top of that."""
+    return step.held() + _peak(step, step.images.device)
+
+
+def _peak(step: Step, device: torch.device) -> int:
     """Bytes that a step allocates beyond what was there before it, at its highest."""
     if device.type == "cuda":
         _wait(device)

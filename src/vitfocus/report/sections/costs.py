@@ -37,8 +37,8 @@ def add_costs(page: Page, subjects: Sequence[Subject]) -> None:
     page.text(
         "Multiply-adds count matrix products and convolutions for one image (papers call them FLOPs). Times are "
         "medians; each model was measured on its own, so a machine that was busy shows in the range. "
-        "Memory on a GPU is the peak that was allocated in a training step; on a CPU it is what a step keeps for its "
-        "backward pass. What was not measured is not listed.",
+        "A training step is a forward and a backward pass and one of AdamW; its memory holds the weights, the "
+        "optimiser's state, and at its highest what a step allocates beside them. What was not measured is not listed.",
         quiet=True,
     )
 
@@ -52,7 +52,7 @@ def _measures(subjects: Sequence[Subject]) -> list[tuple[str, str, Measure]]:
     for place in dict.fromkeys(place for s in subjects if (place := _circumstances(s))):
         rows += [
             ("forward pass (ms)", place, _time("forward_seconds", place)),
-            ("training step without optimiser (ms)", place, _time("step_seconds", place)),
+            ("training step (ms)", place, _time("step_seconds", place)),
             ("memory of a step (MiB)", place, _memory(place)),
         ]
     for place in dict.fromkeys(place for s in subjects if (place := _training_place(s))):
