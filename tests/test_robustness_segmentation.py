@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -69,6 +72,49 @@ def test_two_models_and_bad_input() -> None:
         vf.evaluate(Segmenter(3), "segmentation-noise", data, progress=False)
     with pytest.raises(vf.VitfocusError, match="at least 2"):
         vf.evaluate(Segmenter(), "segmentation-noise", data, repeats=1, progress=False)
+
+
+class Interrupted(Segmenter):
+    """Counts how often it is asked, and gives up when it has answered so often."""
+
+    def __init__(self, answers: int) -> None:
+        super().__init__()
+        self.left = answers
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.left == 0:
+            raise KeyboardInterrupt
+        self.left -= 1
+        return super().forward(images)
+
+
+def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path) -> None:
+    data = Shapes("val", length=12, size=32, task="segment")
+    images = torch.stack([torch.as_tensor(data[i][0]) for i in range(12)])
+    masks = torch.stack([torch.as_tensor(data[i][1]) for i in range(12)])
+    batches = list(zip(images.split(4), masks.split(4), strict=True))
+
+    def run(model: nn.Module, out: str, given: list[tuple[Tensor, Tensor]] = batches, **more: Any) -> vf.Scores:
+        named = {"model": model}
+        return vf.evaluate(named, "segmentation-noise", given, repeats=2, out=tmp_path / out, progress=False, **more)
+
+    counting = Interrupted(1000)
+    whole = run(counting, "whole")
+    calls = 1000 - counting.left
+    for stop in (calls // 3, calls - 2):
+        out = f"stopped-{stop}"
+        with pytest.raises(KeyboardInterrupt):
+            run(Interrupted(stop), out)
+        with pytest.raises(vf.VitfocusError, match="already holds a run"):
+            run(Interrupted(1000), out)
+        with pytest.raises(vf.VitfocusError, match="not what this run began with"):
+            run(Interrupted(1000), out, [(255 - one, mask) for one, mask in batches], resume=True)
+        rest = Interrupted(1000)
+        assert run(rest, out, resume=True).models == whole.models
+        assert 0 < 1000 - rest.left < calls - stop + calls // 3
+        assert run(Interrupted(0), out, resume=True).models == whole.models  # finished: nothing is asked any more
+    with pytest.raises(vf.VitfocusError, match="nothing to resume"):
+        vf.evaluate(Segmenter(), "segmentation-noise", batches, resume=True, progress=False)
 
 
 def test_classes_that_never_occur_do_not_count() -> None:

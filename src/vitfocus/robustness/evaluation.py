@@ -23,6 +23,8 @@ from vitfocus.robustness.runner import read_digests, run
 from vitfocus.robustness.sources import digest_of
 from vitfocus.robustness.suites import Context, find_suite, measured
 
+_NO_FOLDER = "There is nothing to resume without a run's folder: name it with out (--out)."
+
 
 def evaluate(
     model: nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module],
@@ -67,8 +69,10 @@ def evaluate(
     processes = join_processes(device)
     modules = named_models(model)
     if chosen.plan is None:
-        if resume:
+        if resume and not chosen.resumes:
             raise VitfocusError(f"{suite} keeps no parts to go on from: run it again without resume.")
+        if resume and out is None:
+            raise VitfocusError(_NO_FOLDER)
         asked = Request(
             models=modules,
             data=data,
@@ -78,6 +82,7 @@ def evaluate(
             limit=limit,
             seed=seed,
             out=out if processes.first else None,
+            resume=resume,
             workers=_workers(processes.device) if workers is None else workers,
             precision=precision,
             progress=progress and processes.first,
@@ -169,7 +174,7 @@ def _claimed(
     """The run's folder, once it is sure that it holds nothing else; the first process decides for all."""
     if out is None:
         if resume:
-            raise VitfocusError("There is nothing to resume without a run's folder: name it with out (--out).")
+            raise VitfocusError(_NO_FOLDER)
         return None
     folder = RunFolder(out)
     problem = None

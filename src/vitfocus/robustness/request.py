@@ -33,6 +33,7 @@ class Request:
     limit: int | None = None
     seed: int = 0
     out: str | Path | None = None
+    resume: bool = False
     workers: int = 0
     precision: str = "float32"
     progress: bool = True

@@ -70,6 +70,20 @@ class RunFolder:
                 path.unlink(missing_ok=True)
         return parts
 
+    def write_state(self, name: str, arrays: Columns) -> None:
+        """Keep how far a pass has come, in place of what was kept of it before."""
+        with atomic_path(self.folder / PARTS / f"{_slug(name)}.state.npz") as path:
+            np.savez(path, **arrays)  # type: ignore[arg-type]
+
+    def read_state(self, name: str) -> Columns | None:
+        """How far a pass had come; None where it had not begun, or what was kept is damaged."""
+        path = self.folder / PARTS / f"{_slug(name)}.state.npz"
+        try:
+            with np.load(path) as content:
+                return {name: content[name] for name in content.files}
+        except (OSError, ValueError, zipfile.BadZipFile, KeyError):
+            return None
+
     def finish(self, results: dict[str, Any], columns: Columns) -> None:
         """Write the results, then drop the parts they were made of."""
         with atomic_path(self.folder / SAMPLES) as path:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,7 +27,8 @@ from vitfocus.robustness.noise import NOISES, REPEATS, add_noise, repeat_interva
 from vitfocus.robustness.pixels import PixelModel, evaluating
 from vitfocus.robustness.plan import Summary
 from vitfocus.robustness.request import Request
-from vitfocus.robustness.results import Scores
+from vitfocus.robustness.results import Scores, load_scores
+from vitfocus.robustness.runfolder import RunFolder
 from vitfocus.robustness.segmentation_data import Pictures, open_pictures
 from vitfocus.robustness.sources import digest_of
 from vitfocus.robustness.stored_corruptions import stored_corruptions
@@ -36,7 +38,8 @@ from vitfocus.treatments.store import task_of
 
 ALL = (*CORRUPTIONS, *EXTRA_CORRUPTIONS)
 Change = Callable[[Tensor, list[Any]], Tensor]
-_SHOW_AFTER = 2.0
+#: Seconds between lines of progress, and after which what was counted is kept.
+_SHOW_AFTER, _KEEP_AFTER = 2.0, 20.0
 
 
 def mean_iou(matrix: Tensor) -> float:
@@ -46,6 +49,16 @@ def mean_iou(matrix: Tensor) -> float:
     60.0
     """
     return 100 * scores_of(matrix)["miou"]
+
+
+class _Done(NamedTuple):
+    """The pictures that an interrupted run had gone through, and their digest."""
+
+    pictures: int = 0
+    digest: str = ""
+
+
+_OTHER_DATA = "The data is not what this run began with, so it cannot be resumed: name another folder."
 
 
 @dataclass
@@ -62,28 +75,78 @@ class Run:
     names: tuple[str, ...] = ()
     pictures: str | None = None
     source: str = ""
+    folder: RunFolder | None = None
     digests: list[str] = field(default_factory=list)
     images: int = 0
+    passes: int = 0
     _began: float = field(default_factory=time.monotonic)
 
     def matrices(self, data: Pictures, conditions: Mapping[str, Change | None]) -> dict[str, dict[str, Tensor]]:
-        """Every model's confusion matrix in every condition, over the data once: model -> condition -> matrix."""
-        found: dict[str, dict[str, Tensor]] = {one.name: {} for one in self.models}
-        with torch.no_grad():
+        """Every model's confusion matrix in every condition, over the data once: model -> condition -> matrix.
+
+        What an interrupted run has counted of this pass is read over, and not measured again.
+        """
+        self.passes += 1
+        before, found = self._kept(conditions)
+        reached, saved = before, time.monotonic()
+        try:
             for images, masks, ids in data:
-                images, masks = images.to(self.device), masks.to(self.device)
-                for name, change in conditions.items():
-                    changed = images if change is None else change(images, ids)
-                    for place, one in enumerate(self.models):
-                        scores = self._scores(one, changed, masks.shape[-2:])
-                        matrix = self._count(one, masks, scores)
-                        found[one.name][name] = found[one.name].get(name, 0) + matrix
-                        if self.pictures and name and change is None and place == 0:
-                            self._write(ids, images, scores, masks)
+                if data.count <= before.pictures:
+                    if data.count == before.pictures and data.digest != before.digest:
+                        raise VitfocusError(_OTHER_DATA)
+                    continue
+                if data.count - len(images) < before.pictures:
+                    raise VitfocusError(_OTHER_DATA)
+                for model, counted in self._counted(images, masks, ids, conditions).items():
+                    found[model] = {name: found[model].get(name, 0) + matrix for name, matrix in counted.items()}
+                reached = _Done(data.count, data.digest)
                 self._say(data)
+                if time.monotonic() - saved > _KEEP_AFTER:
+                    self._keep(reached, found)
+                    saved = time.monotonic()
+        finally:
+            if reached != before:
+                self._keep(reached, found)
+        if data.count < before.pictures:
+            raise VitfocusError(_OTHER_DATA)
         self.digests.append(data.digest)
         self.images = data.count
         return found
+
+    @torch.no_grad()
+    def _counted(
+        self, images: Tensor, masks: Tensor, ids: list[Any], conditions: Mapping[str, Change | None]
+    ) -> dict[str, dict[str, Tensor]]:
+        """The confusion matrices of one batch."""
+        images, masks = images.to(self.device), masks.to(self.device)
+        found: dict[str, dict[str, Tensor]] = {one.name: {} for one in self.models}
+        for name, change in conditions.items():
+            changed = images if change is None else change(images, ids)
+            for place, one in enumerate(self.models):
+                scores = self._scores(one, changed, masks.shape[-2:])
+                found[one.name][name] = self._count(one, masks, scores)
+                if self.pictures and name and change is None and place == 0:
+                    self._write(ids, images, scores, masks)
+        return found
+
+    def _keep(self, reached: _Done, found: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Write down what was counted so far of the pass."""
+        if self.folder is not None:
+            counted = {str(place): torch.stack(list(by.values())).numpy() for place, by in enumerate(found.values())}
+            state = {"pictures": np.array(reached.pictures), "digest": np.array(reached.digest), **counted}
+            self.folder.write_state(f"pass{self.passes}", state)
+
+    def _kept(self, conditions: Iterable[str]) -> tuple[_Done, dict[str, dict[str, Tensor]]]:
+        """How many pictures of the pass are done, and what was counted over them."""
+        state = self.folder.read_state(f"pass{self.passes}") if self.folder is not None else None
+        if state is None:
+            return _Done(), {one.name: {} for one in self.models}
+        counted = (torch.from_numpy(state[str(place)]) for place in range(len(self.models)))
+        found = {
+            one.name: dict(zip(conditions, matrices, strict=True))
+            for one, matrices in zip(self.models, counted, strict=True)
+        }
+        return _Done(int(state["pictures"]), str(state["digest"])), found
 
     def _scores(self, model: PixelModel, images: Tensor, size: Sequence[int]) -> Tensor:
         try:
@@ -146,28 +209,37 @@ def measure(asked: Request, **options: Any) -> Scores:
     drawings = options.get("pictures")
     run = Run(suite, wrapped, protocol, device, asked.seed, ignore, asked.progress, pictures.classes, drawings)
     run.source = pictures.source or str(card.get("source", ""))
+    fingerprint: dict[str, Any] = {
+        "suite": suite,
+        "protocol": {
+            "seed": asked.seed,
+            "ignore": ignore,
+            "precision": asked.precision,
+            "test": vars(protocol),
+        },
+        "libraries": versions(),
+        "models": {one.name: one.describe() for one in wrapped},
+    }
+    if asked.out is not None:
+        run.folder = RunFolder(asked.out)
+        given = {key: str(value) for key, value in options.items()}
+        run.folder.begin(fingerprint | {"options": given, "data": _how_read(pictures)}, asked.resume)
+        if run.folder.finished:
+            return load_scores(asked.out)
     with evaluating(list(asked.models.values()), device):
         summaries, notes, more = _SUITES[suite](run, opened, options)
-    scores = Scores(
-        suite,
-        run.images,
-        summaries,
-        tuple(notes),
-        {
-            "suite": suite,
-            "protocol": {
-                "seed": asked.seed,
-                "ignore": ignore,
-                "precision": asked.precision,
-                "test": vars(protocol),
-                **more,
-            },
-            "data": {"digest": digest_of(sorted(set(run.digests))), "limit": asked.limit, "images": run.images},
-            "libraries": versions(),
-            "models": {one.name: one.describe() for one in wrapped},
-        },
-    )
-    return asked.kept(scores)
+    fingerprint["protocol"] |= more
+    fingerprint["data"] = {
+        "digest": digest_of(sorted(set(run.digests))),
+        "limit": asked.limit,
+        "images": run.images,
+    }
+    return asked.kept(Scores(suite, run.images, summaries, tuple(notes), fingerprint))
+
+
+def _how_read(pictures: Pictures) -> dict[str, Any]:
+    """What decides which pictures come together in which batch."""
+    return {"limit": pictures.limit, "batch_size": pictures.batch_size}
 
 
 Outcome = tuple[dict[str, Summary], Sequence[str], dict[str, Any]]

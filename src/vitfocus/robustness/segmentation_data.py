@@ -26,7 +26,7 @@ Batch = tuple[Tensor, Tensor, list[Any]]  # uint8 (B, 3, H, W), class maps (B, h
 
 @dataclass
 class Pictures:
-    """Pictures that can be gone through several times; `digest` is of what the last pass read."""
+    """Pictures that can be gone through several times; `digest` is of what the last pass has read so far."""
 
     suite: str
     data: Any
@@ -38,17 +38,22 @@ class Pictures:
     source: str = ""
     classes: tuple[str, ...] = ()
     count: int = 0
-    digest: str = field(default="", init=False)
+    _state: Any = field(default=None, init=False, repr=False)
+
+    @property
+    def digest(self) -> str:
+        """Of the pictures and masks read since the last pass began, in their order."""
+        return str(self._state.hexdigest()) if self._state is not None else ""
 
     def __iter__(self) -> Iterator[Batch]:
-        state, self.count = hashlib.blake2b(digest_size=16), 0
+        state = self._state = hashlib.blake2b(digest_size=16)
+        self.count = 0
         for images, masks, ids in self._files() if hasattr(self.data, "read") else self._given():
             state.update(images.contiguous().numpy().tobytes() + masks.contiguous().numpy().tobytes())
             self.count += len(images)
             yield images, masks, ids
         if not self.count:
             raise VitfocusError("There are no images to segment: the data was empty.")
-        self.digest = state.hexdigest()
 
     @property
     def total(self) -> int:
