@@ -18,6 +18,7 @@ import vitfocus as vf
 from vitfocus.data.detection import CocoDetections, ShapesDetections
 from vitfocus.data.shapes_layouts import write_layout
 from vitfocus.robustness.detection import measure
+from vitfocus.robustness.processes import Processes
 from vitfocus.robustness.request import Request
 from vitfocus.tasks.detection_inference import draw_finding
 from vitfocus.tasks.detection_scores import coco_findings, coco_scores
@@ -44,7 +45,7 @@ TINY = [
 
 
 def asking(models: dict[str, Any], data: Any) -> Request:
-    return Request(models, data, "detection", torch.device("cpu"), progress=False)
+    return Request(models, data, "detection", Processes(0, 1, torch.device("cpu")), progress=False)
 
 
 def tiny(*overrides: str) -> Recipe:

@@ -222,6 +222,24 @@ def test_gradient_checkpointing_gives_the_same_gradient() -> None:
     torch.testing.assert_close(grads[0], grads[1])
 
 
+def test_checkpointed_and_compiled_as_one_graph_it_has_the_same_gradient() -> None:
+    """With the setting that docs/treating.md names: else torch refuses a checkpointed block that keeps a loss."""
+    model, images = build("vit")
+    vf.treat_(model, "adl(variant=paper,threshold=1.0)").train()
+    model.set_grad_checkpointing(True)
+
+    def loss() -> torch.Tensor:
+        return model(images).square().mean() + vf.auxiliary_loss(model)
+
+    expected = torch.autograd.grad(loss(), list(model.parameters()))
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True):
+        compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+        found = torch.autograd.grad(compiled(), list(model.parameters()))
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_reentrant_checkpointing_is_refused_rather_than_silent() -> None:
     model, images = build("vit")
     vf.treat_(model, "adl(variant=paper,threshold=1.0)").train()

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +14,7 @@ from PIL import Image
 from robustness_layouts import Blobs, half_right, pictures, write_classes, write_imagenet
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from two_processes import run_in_two_processes
 
 from vitfocus.cli import evaluate as command
 from vitfocus.errors import VitfocusError
@@ -267,27 +264,7 @@ def test_two_processes_count_every_image_once(tmp_path: Path) -> None:
     root, _, _ = write_imagenet(tmp_path / "data", model, count=11)
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(tests=str(Path(__file__).parent), data=str(root), out=str(tmp_path / "run")))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {
-        **os.environ,
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script)],
-            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "ACCELERATE_USE_CPU": "1"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    ends = [(process.communicate(timeout=120)[1], process.returncode) for process in processes]
-    assert [code for _, code in ends] == [0, 0], ends
+    run_in_two_processes(script)
     alone = evaluate(model, "imagenet-c", root, **SOME)
     together = load_scores(tmp_path / "run")
     assert same(alone, together) and compare(alone, together).rows[0]["p_value"] == 1

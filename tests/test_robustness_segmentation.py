@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from two_processes import run_in_two_processes
 
 import vitfocus as vf
 from vitfocus.data.shapes import Shapes
+from vitfocus.robustness import load_scores
 from vitfocus.robustness.noise import add_noise
 from vitfocus.robustness.segmentation import mean_iou
 
@@ -115,6 +117,28 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path) -> None:
         assert run(Interrupted(0), out, resume=True).models == whole.models  # finished: nothing is asked any more
     with pytest.raises(vf.VitfocusError, match="nothing to resume"):
         vf.evaluate(Segmenter(), "segmentation-noise", batches, resume=True, progress=False)
+
+
+SCRIPT = """
+import sys
+sys.path.insert(0, {tests!r})
+from test_robustness_segmentation import Segmenter
+import vitfocus as vf
+vf.evaluate(Segmenter(), "segmentation-noise", "shapes", limit=10, batch_size=2, repeats=2, device="cpu", out={out!r},
+            progress=False)
+"""
+
+
+def test_two_processes_take_turns_with_the_batches(tmp_path: Path) -> None:
+    script, out = tmp_path / "script.py", tmp_path / "run"
+    script.write_text(SCRIPT.format(tests=str(Path(__file__).parent), out=str(out)))
+    run_in_two_processes(script)
+    alone = vf.evaluate(
+        Segmenter(), "segmentation-noise", "shapes", limit=10, batch_size=2, repeats=2, device="cpu", progress=False
+    )
+    together = load_scores(out)
+    assert together.models == alone.models and together.images == alone.images == 10
+    assert together.fingerprint["data"] == alone.fingerprint["data"] and not (out / "parts").exists()
 
 
 def test_classes_that_never_occur_do_not_count() -> None:

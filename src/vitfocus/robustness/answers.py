@@ -65,7 +65,7 @@ def measure(asked: Request, split: str = "") -> Scores:
                     advance(int(batch.counted.sum()), name)
                 answers[name] = [given[place] for place in places]
         described = {name: PixelModel(name, model).describe() for name, model in models.items()}
-    if asked.out is not None:
+    if asked.out is not None and asked.processes.first:
         for name, given_answers in answers.items():
             file = "answers.json" if len(models) == 1 else f"answers-{list(models).index(name)}.json"
             numbers = (questions.questions[place].number for place in places)

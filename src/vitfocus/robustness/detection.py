@@ -56,7 +56,7 @@ def measure(asked: Request, split: str = "", pictures: str | Path | None = None)
                 found = search(model, places, asked.autocast)
                 scores = {key: 100 * value for key, value in coco_scores(truth, found).items()}
                 summaries[name] = {**scores, "cells": {"clean": scores}}
-                if out is not None:
+                if out is not None and asked.processes.first:
                     write_text(Path(out) / f"detections{ending}.json", json.dumps(found) + "\n")
         described = {name: PixelModel(name, model).describe() for name, model in models.items()}
     fingerprint = {

@@ -18,12 +18,10 @@ from vitfocus.robustness.plan import Plan, Samples
 from vitfocus.robustness.processes import Processes, join_processes
 from vitfocus.robustness.request import Request
 from vitfocus.robustness.results import Scores, flatten, load_scores
-from vitfocus.robustness.runfolder import RunFolder
+from vitfocus.robustness.runfolder import RunFolder, claimed
 from vitfocus.robustness.runner import read_digests, run
 from vitfocus.robustness.sources import digest_of
 from vitfocus.robustness.suites import Context, find_suite, measured
-
-_NO_FOLDER = "There is nothing to resume without a run's folder: name it with out (--out)."
 
 
 def evaluate(
@@ -71,17 +69,15 @@ def evaluate(
     if chosen.plan is None:
         if resume and not chosen.resumes:
             raise VitfocusError(f"{suite} keeps no parts to go on from: run it again without resume.")
-        if resume and out is None:
-            raise VitfocusError(_NO_FOLDER)
         asked = Request(
             models=modules,
             data=data,
             suite=suite,
-            device=processes.device,
+            processes=processes,
             batch_size=batch_size,
             limit=limit,
             seed=seed,
-            out=out if processes.first else None,
+            out=out,
             resume=resume,
             workers=_workers(processes.device) if workers is None else workers,
             precision=precision,
@@ -106,7 +102,8 @@ def evaluate(
         )
         plan = chosen.plan(context)
         fingerprint = _fingerprint(context, plan, precision, processes)
-        folder = _claimed(out, fingerprint, resume, processes)
+        lasting = {key: value for key, value in fingerprint.items() if key != "environment"}
+        folder = claimed(out, lasting, resume, processes)
         size = batch_size or (256 if processes.device.type == "cuda" else 32)
         if folder is not None and folder.finished:
             return _stored(folder, plan, processes, size)
@@ -166,27 +163,6 @@ def _joined(digests: Mapping[str, str | None]) -> str:
 
 def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def _claimed(
-    out: str | Path | None, fingerprint: dict[str, Any], resume: bool, processes: Processes
-) -> RunFolder | None:
-    """The run's folder, once it is sure that it holds nothing else; the first process decides for all."""
-    if out is None:
-        if resume:
-            raise VitfocusError(_NO_FOLDER)
-        return None
-    folder = RunFolder(out)
-    problem = None
-    if processes.first:
-        try:
-            folder.begin({key: value for key, value in fingerprint.items() if key != "environment"}, resume)
-        except VitfocusError as error:
-            problem = str(error)
-    problem = processes.agree(problem)
-    if problem is not None:
-        raise VitfocusError(problem)
-    return folder
 
 
 def _images(samples: Samples) -> int:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from vitfocus.robustness.pixels import PRECISIONS
+from vitfocus.robustness.processes import Processes
 from vitfocus.robustness.results import Scores
 
 
@@ -20,7 +21,7 @@ from vitfocus.robustness.results import Scores
 class Request:
     """Models by name and what is common to all such suites; a suite's own options come beside it.
 
-    >>> asked = Request({"model": nn.Identity()}, "shapes", "detection", torch.device("cpu"))
+    >>> asked = Request({"model": nn.Identity()}, "shapes", "detection", Processes(0, 1, torch.device("cpu")))
     >>> asked.first_model, asked.workers
     (Identity(), 0)
     """
@@ -28,7 +29,7 @@ class Request:
     models: Mapping[str, nn.Module]
     data: Any
     suite: str
-    device: torch.device
+    processes: Processes
     batch_size: int | None = None
     limit: int | None = None
     seed: int = 0
@@ -37,6 +38,11 @@ class Request:
     workers: int = 0
     precision: str = "float32"
     progress: bool = True
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process works."""
+        return self.processes.device
 
     @property
     def first_model(self) -> nn.Module:
@@ -50,7 +56,7 @@ class Request:
         return torch.autocast(self.device.type, PRECISIONS[self.precision])
 
     def kept(self, scores: Scores) -> Scores:
-        """The same scores, written to the folder where one was named."""
-        if self.out is not None:
+        """The same scores, written by the first process to the folder where one was named."""
+        if self.out is not None and self.processes.first:
             scores.save(self.out)
         return scores

@@ -15,6 +15,7 @@ from vitfocus.errors import VitfocusError
 from vitfocus.files import atomic_path, write_text
 from vitfocus.robustness.fingerprint import differences
 from vitfocus.robustness.plan import Columns
+from vitfocus.robustness.processes import Processes
 
 RESULTS, SAMPLES, PROTOCOL, PARTS = "results.json", "samples.npz", "protocol.json", "parts"
 
@@ -90,6 +91,27 @@ class RunFolder:
             np.savez_compressed(path, **columns)  # type: ignore[arg-type]
         write_text(self.folder / RESULTS, json.dumps(results, indent=2) + "\n")
         shutil.rmtree(self.folder / PARTS, ignore_errors=True)
+
+
+def claimed(
+    out: str | Path | None, fingerprint: dict[str, Any], resume: bool, processes: Processes
+) -> RunFolder | None:
+    """The run's folder, once it is sure that it holds nothing else; the first process decides for all."""
+    if out is None:
+        if resume:
+            raise VitfocusError("There is nothing to resume without a run's folder: name it with out (--out).")
+        return None
+    folder = RunFolder(out)
+    problem = None
+    if processes.first:
+        try:
+            folder.begin(fingerprint, resume)
+        except VitfocusError as error:
+            problem = str(error)
+    problem = processes.agree(problem)
+    if problem is not None:
+        raise VitfocusError(problem)
+    return folder
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -26,9 +26,10 @@ from vitfocus.robustness.fingerprint import versions
 from vitfocus.robustness.noise import NOISES, REPEATS, add_noise, repeat_interval
 from vitfocus.robustness.pixels import PixelModel, evaluating
 from vitfocus.robustness.plan import Summary
+from vitfocus.robustness.processes import Processes
 from vitfocus.robustness.request import Request
 from vitfocus.robustness.results import Scores, load_scores
-from vitfocus.robustness.runfolder import RunFolder
+from vitfocus.robustness.runfolder import RunFolder, claimed
 from vitfocus.robustness.segmentation_data import Pictures, open_pictures
 from vitfocus.robustness.sources import digest_of
 from vitfocus.robustness.stored_corruptions import stored_corruptions
@@ -68,7 +69,7 @@ class Run:
     suite: str
     models: list[PixelModel]
     protocol: Protocol
-    device: torch.device
+    processes: Processes
     seed: int
     ignore: int
     progress: bool
@@ -84,19 +85,22 @@ class Run:
     def matrices(self, data: Pictures, conditions: Mapping[str, Change | None]) -> dict[str, dict[str, Tensor]]:
         """Every model's confusion matrix in every condition, over the data once: model -> condition -> matrix.
 
-        What an interrupted run has counted of this pass is read over, and not measured again.
+        What an interrupted run has counted of this pass is read over, and not measured again. Processes take turns with
+        the batches; each reads all of them, because the digest is of all.
         """
         self.passes += 1
         before, found = self._kept(conditions)
         reached, saved = before, time.monotonic()
         try:
-            for images, masks, ids in data:
+            for number, (images, masks, ids) in enumerate(data):
                 if data.count <= before.pictures:
                     if data.count == before.pictures and data.digest != before.digest:
                         raise VitfocusError(_OTHER_DATA)
                     continue
                 if data.count - len(images) < before.pictures:
                     raise VitfocusError(_OTHER_DATA)
+                if number % self.processes.world != self.processes.rank:
+                    continue
                 for model, counted in self._counted(images, masks, ids, conditions).items():
                     found[model] = {name: found[model].get(name, 0) + matrix for name, matrix in counted.items()}
                 reached = _Done(data.count, data.digest)
@@ -111,14 +115,23 @@ class Run:
             raise VitfocusError(_OTHER_DATA)
         self.digests.append(data.digest)
         self.images = data.count
-        return found
+        return self._together(found)
+
+    def _together(self, found: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+        """What all processes counted, added up; one may have had no batch."""
+        whole: dict[str, dict[str, Tensor]] = {one.name: {} for one in self.models}
+        for part in self.processes.gather(found):
+            for model, counted in part.items():
+                whole[model] |= {name: whole[model].get(name, 0) + matrix for name, matrix in counted.items()}
+        return whole
 
     @torch.no_grad()
     def _counted(
         self, images: Tensor, masks: Tensor, ids: list[Any], conditions: Mapping[str, Change | None]
     ) -> dict[str, dict[str, Tensor]]:
         """The confusion matrices of one batch."""
-        images, masks = images.to(self.device), masks.to(self.device)
+        device = self.processes.device
+        images, masks = images.to(device), masks.to(device)
         found: dict[str, dict[str, Tensor]] = {one.name: {} for one in self.models}
         for name, change in conditions.items():
             changed = images if change is None else change(images, ids)
@@ -134,11 +147,11 @@ class Run:
         if self.folder is not None:
             counted = {str(place): torch.stack(list(by.values())).numpy() for place, by in enumerate(found.values())}
             state = {"pictures": np.array(reached.pictures), "digest": np.array(reached.digest), **counted}
-            self.folder.write_state(f"pass{self.passes}", state)
+            self.folder.write_state(self._part, state)
 
     def _kept(self, conditions: Iterable[str]) -> tuple[_Done, dict[str, dict[str, Tensor]]]:
         """How many pictures of the pass are done, and what was counted over them."""
-        state = self.folder.read_state(f"pass{self.passes}") if self.folder is not None else None
+        state = self.folder.read_state(self._part) if self.folder is not None else None
         if state is None:
             return _Done(), {one.name: {} for one in self.models}
         counted = (torch.from_numpy(state[str(place)]) for place in range(len(self.models)))
@@ -147,6 +160,11 @@ class Run:
             for one, matrices in zip(self.models, counted, strict=True)
         }
         return _Done(int(state["pictures"]), str(state["digest"])), found
+
+    @property
+    def _part(self) -> str:
+        """What this process's share of the pass is kept as."""
+        return f"pass{self.passes}-{self.processes.rank}of{self.processes.world}"
 
     def _scores(self, model: PixelModel, images: Tensor, size: Sequence[int]) -> Tensor:
         try:
@@ -207,7 +225,7 @@ def measure(asked: Request, **options: Any) -> Scores:
 
     pictures = opened()
     drawings = options.get("pictures")
-    run = Run(suite, wrapped, protocol, device, asked.seed, ignore, asked.progress, pictures.classes, drawings)
+    run = Run(suite, wrapped, protocol, asked.processes, asked.seed, ignore, asked.progress, pictures.classes, drawings)
     run.source = pictures.source or str(card.get("source", ""))
     fingerprint: dict[str, Any] = {
         "suite": suite,
@@ -220,12 +238,11 @@ def measure(asked: Request, **options: Any) -> Scores:
         "libraries": versions(),
         "models": {one.name: one.describe() for one in wrapped},
     }
-    if asked.out is not None:
-        run.folder = RunFolder(asked.out)
-        given = {key: str(value) for key, value in options.items()}
-        run.folder.begin(fingerprint | {"options": given, "data": _how_read(pictures)}, asked.resume)
-        if run.folder.finished:
-            return load_scores(asked.out)
+    given = {key: str(value) for key, value in options.items()}
+    begun = fingerprint | {"options": given, "data": _how_read(pictures, asked.processes)}
+    run.folder = claimed(asked.out, begun, asked.resume, asked.processes)
+    if run.folder is not None and asked.processes.agree(run.folder.finished):
+        return load_scores(run.folder.folder)
     with evaluating(list(asked.models.values()), device):
         summaries, notes, more = _SUITES[suite](run, opened, options)
     fingerprint["protocol"] |= more
@@ -237,9 +254,9 @@ def measure(asked: Request, **options: Any) -> Scores:
     return asked.kept(Scores(suite, run.images, summaries, tuple(notes), fingerprint))
 
 
-def _how_read(pictures: Pictures) -> dict[str, Any]:
-    """What decides which pictures come together in which batch."""
-    return {"limit": pictures.limit, "batch_size": pictures.batch_size}
+def _how_read(pictures: Pictures, processes: Processes) -> dict[str, Any]:
+    """What decides which pictures come together in which batch, and who takes it."""
+    return {"limit": pictures.limit, "batch_size": pictures.batch_size, "processes": processes.world}
 
 
 Outcome = tuple[dict[str, Summary], Sequence[str], dict[str, Any]]
