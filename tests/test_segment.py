@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -131,6 +132,22 @@ def test_library_decoders_are_treated_and_saved(name: str, tmp_path: Path) -> No
         vf.create_model("smp:deeplabv3:pvt_v2_b0", num_classes=4)
     with pytest.raises(VitfocusError, match="did you mean 'unet'"):
         vf.create_model("smp:unett:pvt_v2_b0", num_classes=4)
+
+
+@pytest.mark.parametrize(
+    ("backbone", "options"),
+    [("pvt_v2_b0", {"depths": (1, 1, 1, 1)}), ("vit_tiny_patch16_224", {"depth": 4, "embed_dim": 48, "num_heads": 3})],
+)
+def test_a_decoder_that_reads_few_maps_trains_what_it_reads(backbone: str, options: dict[str, Any]) -> None:
+    """Under DDP a parameter that waits for a gradient and gets none is an error."""
+    pytest.importorskip("segmentation_models_pytorch")
+    model = vf.create_model(f"smp:pspnet:{backbone}", num_classes=4, **options).train()
+    whole = vf.create_model(f"smp:fpn:{backbone}", num_classes=4, **options)
+    model(torch.randn(2, 3, 64, 96)).square().mean().backward()
+    assert all((parameter.grad is not None) == parameter.requires_grad for parameter in model.parameters())
+    backbones = [one.network.encoder.features.body for one in (model, whole)]
+    few, all_of_them = (sum(p.numel() for p in body.parameters()) for body in backbones)
+    assert few < all_of_them  # what makes only the other maps is gone
 
 
 def test_a_backbone_alone_starts_a_segmenter(tmp_path: Path) -> None:

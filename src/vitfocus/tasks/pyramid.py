@@ -44,7 +44,7 @@ class PyramidFeatures(nn.Module):
         info = _feature_info(body, name)
         self.indices = _indices(indices, [entry["reduction"] for entry in info], name)
         chosen = [info[index] for index in self.indices]
-        self.feeding = tuple(dict.fromkeys(str(entry["module"]) for entry in chosen))
+        self._sources = tuple(str(entry["module"]) for entry in chosen)
         self.widths = tuple(int(entry["num_chs"]) for entry in chosen)
         own = [int(entry["reduction"]) for entry in chosen]
         self.strides = _strides(own, name)
@@ -52,8 +52,20 @@ class PyramidFeatures(nn.Module):
             _resampler(width, stride / wanted)
             for width, stride, wanted in zip(self.widths, own, self.strides, strict=True)
         )
-        if hasattr(body, "prune_intermediate_layers"):  # what no gradient would reach
-            body.prune_intermediate_layers(sorted(set(self.indices)), prune_norm=True, prune_head=True)
+        self.keep_finest(LEVELS)
+
+    @property
+    def feeding(self) -> tuple[str, ...]:
+        """The backbone's modules whose output leaves it."""
+        return tuple(dict.fromkeys(self._sources))
+
+    def keep_finest(self, levels: int) -> None:
+        """Go without the coarser maps, and without what of the backbone no gradient would then reach."""
+        self.indices, self._sources = self.indices[:levels], self._sources[:levels]
+        self.widths, self.strides = self.widths[:levels], self.strides[:levels]
+        self.resample = self.resample[:levels]
+        if hasattr(self.body, "prune_intermediate_layers"):
+            self.body.prune_intermediate_layers(sorted(set(self.indices)), prune_norm=True, prune_head=True)
 
     def forward(self, images: Tensor) -> list[Tensor]:
         """Images (B, 3, H, W), both sides multiples of the last stride, to four maps (B, width, H/stride, W/stride)."""

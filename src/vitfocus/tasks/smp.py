@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from vitfocus.errors import VitfocusError, nearest
@@ -68,6 +69,26 @@ class LibrarySegmenter(nn.Module):
             raise VitfocusError(f"{decoder} does not fit this backbone: {error}.") from None
         finally:
             del registry[_KEY]
+        self._rest_what_no_gradient_reaches()
+
+    @torch.enable_grad()
+    def _rest_what_no_gradient_reaches(self) -> None:
+        """Some decoders read only some of the maps; DDP would wait for the gradients of what makes the others."""
+        place = next(self.parameters()).device
+        modes = [(module, module.training) for module in self.modules()]
+        reached, left = set(), [self.eval()(torch.zeros(1, 3, 64, 64, device=place)).grad_fn]
+        for module, training in modes:
+            module.training = training
+        seen = set(left)
+        while left:
+            step: Any = left.pop()
+            if hasattr(step, "variable"):
+                reached.add(step.variable)
+            further = {before for before, _ in step.next_functions if before is not None} - seen
+            seen |= further
+            left += further
+        for parameter in set(self.parameters()) - reached:
+            parameter.requires_grad_(False)
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits (B, classes, H, W) for pictures (B, 3, H, W)."""
@@ -86,8 +107,9 @@ class PyramidEncoder(nn.Module):
 
     def __init__(self, features: PyramidFeatures, depth: int) -> None:
         super().__init__()
-        self.features, self.depth = features, depth
-        self.out_channels = [3, 0, *features.widths][: depth + 1]
+        features.keep_finest(depth - 1)
+        self.features = features
+        self.out_channels = [3, 0, *features.widths]
 
     def set_in_channels(self, channels: int, pretrained: bool = True) -> None:
         """Pictures have three channels."""
@@ -104,4 +126,4 @@ class PyramidEncoder(nn.Module):
         """The picture and its maps, fine to coarse."""
         batch, _, height, width = images.shape
         nothing = images.new_empty(batch, 0, height // 2, width // 2)
-        return [images, nothing, *self.features(images)][: self.depth + 1]
+        return [images, nothing, *self.features(images)]
