@@ -54,6 +54,11 @@ class RunFolder:
         except OSError as error:
             raise VitfocusError(f"The run cannot be kept in {self.folder}: {error.strerror or error}.") from None
 
+    def release(self) -> None:
+        """Give the folder up again, where nothing was kept in it: a run that failed at once is in nobody's way."""
+        if not self.finished and not (self.folder / PARTS).exists():
+            (self.folder / PROTOCOL).unlink(missing_ok=True)
+
     def write_part(self, group: str, columns: Columns) -> None:
         """Keep some images' outcomes of one group."""
         first = int(columns["positions"].min())

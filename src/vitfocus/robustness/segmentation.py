@@ -243,8 +243,13 @@ def measure(asked: Request, **options: Any) -> Scores:
     run.folder = claimed(asked.out, begun, asked.resume, asked.processes)
     if run.folder is not None and asked.processes.agree(run.folder.finished):
         return load_scores(run.folder.folder)
-    with evaluating(list(asked.models.values()), device):
-        summaries, notes, more = _SUITES[suite](run, opened, options)
+    try:
+        with evaluating(list(asked.models.values()), device):
+            summaries, notes, more = _SUITES[suite](run, opened, options)
+    except BaseException:
+        if run.folder is not None and asked.processes.first:
+            run.folder.release()
+        raise
     fingerprint["protocol"] |= more
     fingerprint["data"] = {
         "digest": digest_of(sorted(set(run.digests))),
