@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import signal
 import subprocess
@@ -14,9 +15,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from train_tools import TINY
 
 from vitfocus.cli import main
 from vitfocus.data.shapes_layouts import write_layout
+from vitfocus.files import write_text
+from vitfocus.train import load_recipe, train
 
 MODEL = "vit_tiny_patch16_224"
 
@@ -193,3 +197,55 @@ def test_memory_is_what_was_allocated() -> None:
     models = {"small": Hungry(8), "large": Hungry(24)}
     rows = compare_steps(models, torch.ones(1, 1), mode="infer", rounds=1, warmup=0)
     assert rows[0]["megabytes"] == pytest.approx(8, rel=0.01) and rows[1]["megabytes"] == pytest.approx(24, rel=0.01)
+
+
+def test_a_terminal_without_unicode_gets_its_table() -> None:
+    words = ["diagnose", MODEL, "--limit", "1", "--treat", "cb"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    command = [sys.executable, "-m", "vitfocus", *words]
+    shown = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert shown.returncode == 0, shown.stderr
+    assert "Layers 0" in shown.stdout
+
+
+def test_what_cannot_be_kept_is_said_before_anything_slow(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file", tmp_path / "file" / "below"):
+        assert main(["diagnose", MODEL, "--limit", "1", "--out", str(out)]) == 2
+        error = capsys.readouterr().err
+        assert str(out) in error and "Reading" not in error and len(error.splitlines()) == 1
+    for words, reason in ((["--images", "0"], "at least 1"), (["--treat", ""], "names no treatment")):
+        assert main(["demo", "--out", str(tmp_path / "demo"), *words]) == 2
+        assert reason in capsys.readouterr().err and not (tmp_path / "demo").exists()
+    for command in (["diagnose", MODEL], ["evaluate", MODEL, "--suite", "clean", "--data", "shapes:2"]):
+        assert main([*command, "--device", "meta"]) == 2
+        assert "name another, such as cpu" in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_weights_is_not_offered_to_be_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "notes.txt").write_text("not weights")
+    assert main(["diagnose", MODEL, "--weights", str(tmp_path / "notes.txt")]) == 2
+    error = capsys.readouterr().err
+    assert "no file of weights" in error and "weights_only" not in error
+
+
+@pytest.mark.parametrize("sizes", [["size=24"], ["size=16", "enlarge=24"]])
+def test_shapes_are_drawn_as_large_as_the_model_takes_them(
+    sizes: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained = train(load_recipe("shapes", [*TINY, *sizes, "epochs=0.2", "warmup_epochs=0"]), out=tmp_path / "run")
+    assert main(["evaluate", str(tmp_path / "run"), "--json"]) == 0
+    scores = json.loads(capsys.readouterr().out)["models"]["run"]
+    assert scores["top1"] == pytest.approx(100 * trained["last"]["top1"])
+    assert main(["evaluate", str(tmp_path / "run" / "model"), "--suite", "clean", "--data", "shapes:3"]) == 0
+    assert main(["report", str(tmp_path / "run"), "--out", f"{tmp_path / 'pages'}/"]) == 0  # a folder, and says so
+    assert (tmp_path / "pages" / "report.html").is_file()
+    capsys.readouterr()
+    assert main(["diagnose", f"{tmp_path / 'run'}+cb"]) == 2 and "--treat cb" in capsys.readouterr().err
+
+
+def test_names_that_are_no_text_are_spelled_out(tmp_path: Path) -> None:
+    write_text(tmp_path / "a.html", "caf\udce9")
+    assert (tmp_path / "a.html").read_text(encoding="utf-8") == "caf\\udce9"
+    write_text(tmp_path / ("x" * 250), "whole")
+    assert (tmp_path / ("x" * 250)).read_text() == "whole"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import timm
 import torch
 
 import vitfocus as vf
+from vitfocus.attention.diagnosis import Diagnosis
 
 
 def test_a_pending_loss_survives_a_reading() -> None:
@@ -56,3 +59,15 @@ def test_modes_are_as_they_were() -> None:
     handle.remove()
     assert not any(during) and during
     assert [module.training for module in model.modules()] == modes
+
+
+def test_images_of_other_channels_and_damaged_files_are_said(tmp_path: Path) -> None:
+    model = timm.create_model("vit_tiny_patch16_224", depth=1, img_size=64)
+    with pytest.raises(vf.VitfocusError, match="does not take images of 1 channels"):
+        vf.diagnose(model, torch.zeros(1, 1, 64, 64))
+    file = vf.diagnose(model, torch.zeros(1, 3, 64, 64)).save(tmp_path)[0].parent / "diagnosis.json"
+    whole = file.read_text()
+    for content in (whole[: len(whole) // 2], "[]", "{}"):
+        file.write_text(content)
+        with pytest.raises(vf.VitfocusError, match="no diagnosis"):
+            Diagnosis.load(tmp_path)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import timm
 import torch
 from PIL import Image
 from robustness_layouts import Blobs, answers, pictures, write_classes, write_imagenet
@@ -314,3 +315,48 @@ def test_only_the_first_process_prints(
     assert json.loads(said)["suite"] == "clean"
     assert run_command("--suite", "list", "--json") == 0
     assert "eps" in json.loads(capsys.readouterr().out)["fgsm"]["options"]
+
+
+def test_labels_are_one_class_number_an_image() -> None:
+    model, (images, labels) = Blobs(10), tensors()
+    rows = torch.nn.functional.one_hot(labels, 10)
+    for wrong in (rows, rows.float(), labels + 0.5):
+        refused("one class number an image", model, "clean", [(images, wrong)])
+        refused("one class number an image", model, "clean", TensorDataset(images, wrong))
+    plain = evaluate(model, "clean", [(images, labels)], **QUIET)["top1"]
+    for same in (labels[:, None], labels.double()):
+        assert evaluate(model, "clean", [(images, same)], **QUIET)["top1"] == plain
+        assert evaluate(model, "clean", TensorDataset(images, same), **QUIET)["top1"] == plain
+
+
+def test_a_batch_of_another_size_is_refused_wherever_it_comes() -> None:
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=1, num_classes=10)
+    (small, labels), (large, _) = tensors(), tensors(size=40)
+    refused("does not take images of 40x40", model, "clean", [(small, labels), (large, labels)])
+
+
+def test_a_finished_run_is_not_written_over_and_a_damaged_one_is_named(tmp_path: Path) -> None:
+    model, data = Blobs(10), [tensors()]
+    evaluate(model, "clean", data, out=tmp_path / "run", **QUIET)
+    (tmp_path / "run" / "samples.npz").write_bytes((tmp_path / "run" / "samples.npz").read_bytes()[:100])
+    with pytest.raises(VitfocusError, match=r"samples.npz cannot be read"):
+        load_scores(tmp_path / "run")
+    before = (tmp_path / "run" / "results.json").read_bytes()
+    for suite in ("segmentation", "detection", "answers"):
+        refused("already holds a run", model, suite, "shapes:2", out=tmp_path / "run")
+        refused("cannot be kept", model, suite, "shapes:2", out=tmp_path / "run" / "results.json")
+    assert (tmp_path / "run" / "results.json").read_bytes() == before
+
+
+def test_no_option_is_passed_over_in_silence(tmp_path: Path) -> None:
+    images, labels = tensors()
+    for option in ({"crop_pct": 0.5}, {"interpolation": "bilinear"}, {"resize": True}):
+        for data in ([(images, labels)], TensorDataset(images, labels)):
+            refused("is about resizing pictures", Blobs(10), "clean", data, **option)
+            assert evaluate(Blobs(10), "clean", data, resize=False, **QUIET).images == 6
+        refused("is about resizing pictures", Blobs(10), "cifar10-c", TensorDataset(images, labels), **option)
+    for suite in ("segmentation", "detection", "answers"):
+        refused("split=test is about a folder", Blobs(10), suite, "shapes:2", split="test")
+    some = {"corruptions": ["fog", "spatter"], "severities": [1], "extra": True}
+    scores = evaluate(Blobs(10), "imagenet-c", [(images, labels)], **some, **QUIET)
+    assert list(scores["corruptions"]) == ["fog", "spatter", "speckle_noise", "gaussian_blur", "saturate"]

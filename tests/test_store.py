@@ -212,6 +212,7 @@ def test_broken_folders_are_named(tmp_path: Path) -> None:
         (edit(treatments=["tpa"]), "did you mean 'tap'"),
         (edit(treatments=None), "was changed since"),
         (edit(treatments=[1]), "was changed since"),
+        (edit(treatments=1.5), "was changed since"),
         (edit(arguments=None), "was changed since"),
         (edit(only="some"), "was changed since"),
         (edit(base=3), "was changed since"),

@@ -13,7 +13,7 @@ from train_tools import TINY
 from vitfocus.cli.train import add_arguments, run
 from vitfocus.errors import VitfocusError
 from vitfocus.tasks.building import build_model
-from vitfocus.train import load_recipe, shipped_recipes
+from vitfocus.train import load_recipe, shipped_recipes, train
 from vitfocus.train.recipe import build_recipe, difference
 from vitfocus.train.schedule import Plan
 from vitfocus.treatments.spec import split_spec
@@ -33,6 +33,11 @@ from vitfocus.treatments.spec import split_spec
         ("scale=[1]", "wants two numbers"),
         ("epochs", "write key=value"),
         ("warmup_epochs=1000", "more than epochs"),
+        ("epochs=inf", "schedule.epochs lies between 1e-09 and inf, and inf was given"),
+        ("betas=[2,0.9]", "optimiser.betas lies between 0 and 1, and 2, 0.9 was given"),
+        ("augment.scale=[0.9,0.1]", "augment.scale goes from less to more"),
+        ("seed=99999999999999999999", "engine.seed lies between"),
+        ("model.arguments=3", "a table of keys and values"),
     ],
 )
 def test_a_wrong_override_says_what_would_be_right(override: str, message: str) -> None:
@@ -49,13 +54,38 @@ def test_a_wrong_file_says_what_would_be_right(tmp_path: Path) -> None:
         ("[data\n", "not valid TOML"),
         ('extends = "shape"', "did you mean 'shapes'"),
         ('extends = "a.toml"', "in a circle"),
+        ("name = 5", "name wants a word, not 5"),
+        ('name = "../up"', "which '../up' cannot be"),
+        ('name = ""', "which '' cannot be"),
+        ('task = ["classify"]', "task wants a word"),
     ):
         (tmp_path / "a.toml").write_text(text)
         with pytest.raises(VitfocusError) as caught:
             load_recipe(tmp_path / "a.toml")
         assert message in str(caught.value)
+    (tmp_path / "a.toml").write_bytes(b'about = "caf\xe9"')
+    with pytest.raises(VitfocusError, match="not written in UTF-8"):
+        load_recipe(tmp_path / "a.toml")
     with pytest.raises(VitfocusError, match="did you mean 'cifar100'"):
         load_recipe("cifar10")
+
+
+def test_any_text_survives_the_run_folder(tmp_path: Path) -> None:
+    text = 'tab\t, bell\a, return\r, delete\x7f, "quotes" and a \\'
+    recipe = build_recipe({"about": text, "data": {"root": text}, "model": {"arguments": {"odd key": 1, "a.b": text}}})
+    (tmp_path / "a.toml").write_text(recipe.to_toml(), encoding="utf-8", newline="")
+    read = load_recipe(tmp_path / "a.toml")
+    assert read == recipe and not difference(read, recipe)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"), [("model.spec=", "names no model"), ("randaugment=foo", "foo"), ("betas=[1,1]", "beta")]
+)
+def test_what_only_the_libraries_know_is_a_sentence_too(override: str, message: str, tmp_path: Path) -> None:
+    for resident in ("resident=yes", "resident=no"):
+        with pytest.raises(VitfocusError, match=message):
+            train(load_recipe("shapes", [*TINY, "workers=0", resident, override]), out=tmp_path)
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_recipe_survives_being_written_and_read(tmp_path: Path) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from train_tools import AUGMENTED, KILL_AT, rows, start, tiny
 
@@ -18,6 +20,7 @@ import vitfocus as vf
 from vitfocus.errors import VitfocusError
 from vitfocus.train import checkpoint
 from vitfocus.train.run import train
+from vitfocus.treatments import store
 
 EVERYTHING = [
     "spec=vit_tiny_patch16_224+cbs+tap+adl(threshold=0.5)",
@@ -139,6 +142,67 @@ checkpoint.Checkpoints.write = limited
     assert process.wait() == 1
     assert "refused: The checkpoint of step 11 cannot be written" in process.error
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["00000003"]
+
+
+def test_a_disk_too_full_for_the_best_model_or_a_row_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    full = {"now": True}
+
+    def fill(*arguments: Any, **options: Any) -> None:
+        if full["now"]:
+            raise SafetensorError("I/O error: No space left on device")
+        save(*arguments, **options)
+
+    def opened(path: Path, mode: str = "r", *arguments: Any, **options: Any) -> Any:
+        if path.name == "metrics.jsonl" and mode == "a" and full["now"]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real_open(path, mode, *arguments, **options)
+
+    save, real_open = store.save_file, Path.open
+    monkeypatch.setattr(store, "save_file", fill)
+    monkeypatch.setattr(Path, "open", opened)
+
+    def free(step: int) -> None:
+        full["now"] = step < 8
+
+    recipe = tiny("evaluate_steps=2")
+    assert train(recipe, tmp_path / "full", before_step=free)["finished"]
+    assert "The best model so far cannot be saved" in capfd.readouterr().err
+    monkeypatch.undo()
+    train(recipe, tmp_path / "empty")
+    for name in ("model/model.safetensors", "metrics.jsonl"):
+        one, two = ((tmp_path / run / name).read_bytes() for run in ("full", "empty"))
+        assert one == two if name.startswith("model") else one.count(b"\n") == two.count(b"\n")
+
+
+def test_a_damaged_row_of_metrics_does_not_keep_a_run_from_going_on(tmp_path: Path) -> None:
+    recipe = tiny()
+    whole = train(recipe, tmp_path / "whole")
+
+    def stop(step: int) -> None:
+        if step == 7:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(recipe, tmp_path / "run", before_step=stop)
+    file = tmp_path / "run" / "metrics.jsonl"
+    first, rest = file.read_bytes().split(b"\n", 1)
+    file.write_bytes(first + b'\n\x00\xff{"st\n' + rest + b'{"kind": "tr')
+    assert train(recipe, tmp_path / "run", resume="auto")["model_sha256"] == whole["model_sha256"]
+    steps = [[json.loads(line)["step"] for line in (tmp_path / run / file.name).open()] for run in ("whole", "run")]
+    assert steps[0] == steps[1]
+
+
+def test_a_finished_run_without_its_checkpoints_is_not_trained_again(tmp_path: Path) -> None:
+    recipe = tiny("epochs=0.2", "warmup_epochs=0.1")
+    results = train(recipe, tmp_path)
+    shutil.rmtree(tmp_path / "checkpoints")
+    before = (tmp_path / "model" / "model.safetensors").stat().st_mtime_ns
+    assert train(recipe, tmp_path, resume="auto") == json.loads(json.dumps(results))
+    with pytest.raises(VitfocusError, match=r"engine\.seed: 0 -> 1"):
+        train(tiny("epochs=0.2", "warmup_epochs=0.1", "seed=1"), tmp_path, resume="auto")
+    assert (tmp_path / "model" / "model.safetensors").stat().st_mtime_ns == before
 
 
 def test_nan_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import tempfile
@@ -22,7 +23,11 @@ def atomic_path(target: str | Path) -> Iterator[Path]:
     """
     target = Path(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=target.suffix)
+    try:
+        # A long name is shortened, so that what is added to it fits as well.
+        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name[:40]}.", suffix=target.suffix[:20])
+    except OSError as error:  # which names the temporary file
+        raise type(error)(error.errno, error.strerror, str(target)) from None
     os.close(handle)
     temporary = Path(name)
     try:
@@ -35,10 +40,27 @@ def atomic_path(target: str | Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def writable_folder(folder: str | Path) -> Path:
+    """The folder, made where it is missing, once it is sure that files can be written there.
+
+    >>> writable_folder(Path(tempfile.mkdtemp()) / "runs" / "a").is_dir()
+    True
+    """
+    folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, "This is a file, and a folder is wanted", str(folder))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        raise type(error)(error.errno, f"Nothing can be written here ({error.strerror})", str(folder)) from None
+
+
 def write_text(target: str | Path, text: str) -> None:
-    """Write a text file atomically."""
+    """Write a text file atomically; what UTF-8 cannot say (file names may hold any bytes) is spelled out."""
     with atomic_path(target) as path:
-        path.write_text(text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def write_bytes(target: str | Path, content: bytes) -> None:

@@ -96,7 +96,10 @@ class Diagnosis:
         file = Path(folder) / "diagnosis.json"
         if not file.is_file():
             raise VitfocusError(f"{folder} holds no diagnosis.json; save a diagnosis there first.")
-        return cls.from_dict(json.loads(file.read_text(encoding="utf-8")))
+        try:
+            return cls.from_dict(json.loads(file.read_text(encoding="utf-8")))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise VitfocusError(f"{file} is no diagnosis that save wrote, or was damaged: {error!r}.") from None
 
     def to_pandas(self) -> Any:
         """The rows as a pandas DataFrame."""

@@ -65,6 +65,10 @@ def _forward(model: nn.Module, body: Anatomy, batch: Batch) -> Any:
             return model(pixel_values=pixels, **extras)
         return model(pixels)
     except (AssertionError, RuntimeError, ValueError) as error:
+        if f"{pixels.shape[1]} channels instead" in str(error):  # torch's words about the stem
+            raise VitfocusError(
+                f"{type(unwrap(model)).__name__} does not take images of {pixels.shape[1]} channels: {error}."
+            ) from error
         if isinstance(error, VitfocusError) or size == body.build_size or "out of memory" in str(error):
             raise
         built, given = ("x".join(map(str, one)) for one in (body.build_size, size))

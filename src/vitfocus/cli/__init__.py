@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import json
 import os
 import sys
@@ -66,6 +67,8 @@ class Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names hold any bytes, and terminals not every character
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return _run(words)
     except VitfocusError as error:
@@ -74,7 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, BrokenPipeError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
-        return _refuse(f"{error.strerror or error}: {error.filename or 'a file'}")
+        where = f": {error.filename}" if error.filename else ""
+        return _refuse(f"{error.strerror or error}{where}")
     except KeyboardInterrupt:
         print("vitfocus: interrupted", file=sys.stderr)
         return 130

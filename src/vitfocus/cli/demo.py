@@ -50,6 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
     from vitfocus import diagnose, load
     from vitfocus.data.shapes import Shapes, shapes_batch
+    from vitfocus.errors import VitfocusError
     from vitfocus.report import report
     from vitfocus.report.evidence import note_data
     from vitfocus.report.explorer import explorer_data
@@ -57,7 +58,10 @@ def run(args: argparse.Namespace) -> int:
     from vitfocus.train import train
     from vitfocus.treatments.spec import parse_treatments
 
-    parse_treatments(args.treat)
+    if args.images < 1:
+        raise VitfocusError(f"--images must be at least 1, but is {args.images}.")
+    if not parse_treatments(args.treat):
+        raise VitfocusError(f"--treat names no treatment to compare with the plain model: try {TREATMENTS}.")
     models, runs = {}, {}
     for name, spec in (("plain", MODEL), ("treated", f"{MODEL}+{args.treat}")):
         print(f"training the {name} model ({spec}) on the embedded Shapes", file=sys.stderr)

@@ -20,4 +20,6 @@ def device_called(name: str | None) -> torch.device:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:
         raise VitfocusError(f"There is no device {name!r} here: {str(error).splitlines()[0]}") from None
+    if torch.device(name).type == "meta":
+        raise VitfocusError("The device 'meta' holds no numbers to measure: name another, such as cpu.")
     return torch.device(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -49,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Diagnose, print, and save where asked to."""
     from vitfocus.errors import VitfocusError
+    from vitfocus.files import writable_folder
 
     for name in ("limit", "batch_size"):
         if getattr(args, name) < 1:
@@ -56,7 +58,9 @@ def run(args: argparse.Namespace) -> int:
     if args.explore and not args.out:
         raise VitfocusError("--explore adds a page to the report, which needs a folder: name it with --out DIR.")
     files = image_files(Path(args.images), args.limit) if args.images else None  # before anything slow is imported
-    if args.against:
+    if args.out:
+        writable_folder(args.out)  # before anything slow is done
+    if args.against is not None:
         from vitfocus.corruptions import parse
 
         parse(args.against)
@@ -110,33 +114,47 @@ def image_files(folder: Path, limit: int) -> list[Path]:
         return [folder]
     if not folder.is_dir():
         raise VitfocusError(f"There is no folder {folder}; --images wants a folder that holds images.")
-    found = sorted(file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES)
+    found = sorted(_pictures_below(folder))
     if not found:
         kinds = ", ".join(sorted(suffix.lstrip(".") for suffix in SUFFIXES))
         raise VitfocusError(f"{folder} holds no image ({kinds}), nor does any folder in it.")
     return found if len(found) <= limit else [found[index * len(found) // limit] for index in range(limit)]
 
 
+def _pictures_below(folder: Path) -> Iterator[Path]:
+    """Files that are named as pictures, hidden ones left out; folders are entered through links too, but once."""
+    entered = set()
+    for place, folders, files in os.walk(folder, followlinks=True):
+        real = os.path.realpath(place)
+        if real in entered:
+            folders.clear()
+            continue
+        entered.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        yield from (Path(place, name) for name in files if name[0] != "." and Path(name).suffix.lower() in SUFFIXES)
+
+
 def read_image(file: Path, size: tuple[int, int], crop: float = 0.875, interpolation: str = "bicubic") -> Tensor:
     """One image as the model was evaluated: shorter side to size / crop, then the centre: uint8 (3, height, width)."""
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
     from torchvision.transforms import InterpolationMode
     from torchvision.transforms import functional as T
 
+    from vitfocus.data.pictures import UNREADABLE, cut_centre, rgb_picture, upright
     from vitfocus.errors import VitfocusError
 
     try:
         with Image.open(file) as opened:
-            picture = opened.convert("RGB")
-    except (UnidentifiedImageError, OSError) as error:
-        raise VitfocusError(f"{file} cannot be read as an image: {error}.") from error
+            picture = rgb_picture(upright(opened))
+    except UNREADABLE as error:
+        raise VitfocusError(f"{file} cannot be read as an image: {str(error).rstrip('.')}.") from error
     height, width = size
     # The smallest picture of its own shape that covers the frame out of which the centre is cut.
     frame, shape = (int(height / crop), int(width / crop)), (picture.height, picture.width)
     scale = max(least / side for least, side in zip(frame, shape, strict=True))
-    resized = [max(int(side * scale), least) for side, least in zip(shape, frame, strict=True)]
+    tall, wide = (max(int(side * scale), least) for side, least in zip(shape, frame, strict=True))
     mode = InterpolationMode(interpolation if interpolation in ("bilinear", "bicubic") else "bicubic")
-    return T.pil_to_tensor(T.center_crop(T.resize(picture, resized, mode), [height, width]))
+    return T.pil_to_tensor(cut_centre(picture, (tall, wide), (height, width), mode))
 
 
 def _photographs(files: list[Path], batch_size: int, body: Anatomy) -> Iterator[Tensor]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 #: Suite options: flag, type, several values or one, and what it is.
 OPTIONS: dict[str, tuple[Any, bool, str]] = {
@@ -139,7 +140,7 @@ def _say(result: Any, as_json: bool) -> None:
 
 
 def _evaluate(args: argparse.Namespace) -> int:
-    from vitfocus.data.shapes import Shapes, shapes_named
+    from vitfocus.data.shapes import Shapes, picture_size, shapes_named
     from vitfocus.errors import VitfocusError
     from vitfocus.robustness.suites import SUITES, find_suite
 
@@ -157,17 +158,19 @@ def _evaluate(args: argparse.Namespace) -> int:
     suite = find_suite(args.suite, options)
     data: Any = args.data
     length = shapes_named(args.data, args.limit or 2000)
-    if length is not None:
-        if suite.plan is not None:  # the tasks' own suites draw Shapes themselves
-            data = Shapes("val", length=length, size=getattr(args, "size", None) or 32)
-    elif not Path(args.data).is_dir():
+    if length is None and not Path(args.data).is_dir():
         raise VitfocusError(f"There is no folder {args.data}; --data wants the folder of the images.")
 
+    from vitfocus.anatomy import pixels_of
     from vitfocus.cli.closing import close_run
     from vitfocus.robustness.evaluation import evaluate
     from vitfocus.robustness.processes import is_first
 
     models = _models(args)
+    if length is not None and suite.plan is not None:  # the tasks' own suites draw Shapes themselves
+        own = (32, 32) if suite.resizes else pixels_of(next(iter(models.values()))).size
+        drawn = picture_size(getattr(args, "size", None) or own)
+        data = Shapes("val", length=length, size=drawn, transform=None if drawn == own else partial(_enlarged, own))
     scores = evaluate(
         models,
         args.suite,
@@ -186,6 +189,13 @@ def _evaluate(args: argparse.Namespace) -> int:
     if args.out and is_first():
         close_run(args.out, models)
     return 0
+
+
+def _enlarged(size: tuple[int, int], image: Tensor) -> Tensor:
+    """A small image as a model was trained on it that saw them enlarged: floats in [0, 1], (3, height, width)."""
+    from torch.nn.functional import interpolate
+
+    return interpolate(image[None].float() / 255, size=size, mode="bicubic", antialias=True)[0].clamp(0, 1)
 
 
 def _from_run(args: argparse.Namespace) -> None:

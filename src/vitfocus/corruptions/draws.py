@@ -69,7 +69,7 @@ def stable_hash(text: str) -> int:
     >>> stable_hash("n01440764/ILSVRC2012_val_00000293.JPEG")
     2244706137835791788
     """
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+    return int.from_bytes(hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=8).digest(), "big") >> 1
 
 
 def as_ids(ids: Tensor | Iterable[int | str] | None, count: int, device: torch.device) -> Tensor:

@@ -21,6 +21,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from vitfocus.data.pictures import rgb_picture
 from vitfocus.data.settings import Data
 from vitfocus.data.shapes import CLASSES, VERSION, Shapes, drawn_scenes, instances
 from vitfocus.errors import VitfocusError, nearest
@@ -111,7 +112,7 @@ class CocoDetections:
         """Decode one picture."""
         image = self.images[index]
         with Image.open(self.folder / image["file_name"]) as file:
-            pixels = torch.from_numpy(np.array(file.convert("RGB"))).permute(2, 0, 1).contiguous()
+            pixels = torch.from_numpy(np.array(rgb_picture(file))).permute(2, 0, 1).contiguous()
         height, width = pixels.shape[1:]
         if (height, width) != (image["height"], image["width"]):
             raise VitfocusError(

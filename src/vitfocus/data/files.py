@@ -9,6 +9,7 @@ from typing import Any
 
 from PIL import Image
 
+from vitfocus.data.pictures import rgb_picture
 from vitfocus.errors import VitfocusError
 
 SPLITS = {"train": ("train", "training"), "val": ("val", "validation", "test")}
@@ -49,7 +50,7 @@ class FolderImages:
         """Open and decode one file."""
         path, label = self.samples[index]
         with Image.open(path) as image:
-            return image.convert("RGB"), label
+            return rgb_picture(image), label
 
     def name(self, index: int) -> str:
         """The file's path."""
@@ -60,7 +61,8 @@ class FolderImages:
         listing = hashlib.sha256()
         for path, label in self.samples:
             file = Path(path)
-            listing.update(f"{file.relative_to(self.folder)} {file.stat().st_size} {label}\n".encode())
+            line = f"{file.relative_to(self.folder)} {file.stat().st_size} {label}\n"
+            listing.update(line.encode(errors="surrogateescape"))
         return listing.hexdigest()
 
 

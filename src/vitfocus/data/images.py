@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from vitfocus.data.pictures import rgb_picture
 from vitfocus.errors import VitfocusError
 
 
@@ -89,7 +90,7 @@ def read_or_broken(images: Images, index: int) -> tuple[Image.Image, int] | Brok
     """One image in RGB, fully decoded, or what is wrong with it."""
     try:
         image, label = images.read(index)
-        return image.convert("RGB"), label
+        return rgb_picture(image), label
     except Exception as error:  # decoders raise what they like
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         return Broken(images.name(index), reason)

@@ -202,16 +202,20 @@ def train_transform(data: Data, augment: Augment) -> Callable[[Any], Any]:
     from timm.data import create_transform
     from torchvision import transforms
 
-    transform: Any = create_transform(
-        data.size,
-        is_training=True,
-        scale=augment.scale,
-        hflip=augment.flip,
-        auto_augment=augment.randaugment or None,
-        color_jitter=augment.colour_jitter,
-        interpolation=data.interpolation,
-        use_prefetcher=True,
-    )
+    try:
+        transform: Any = create_transform(
+            data.size,
+            is_training=True,
+            scale=augment.scale,
+            hflip=augment.flip,
+            auto_augment=augment.randaugment or None,
+            color_jitter=augment.colour_jitter,
+            interpolation=data.interpolation,
+            use_prefetcher=True,
+        )
+    except (AssertionError, ValueError) as error:
+        policy = augment.randaugment
+        raise VitfocusError(f"timm does not know the policy augment.randaugment={policy!r}: {error}.") from None
     if augment.crop != "resized":
         whole = [transforms.Resize((data.size, data.size), transforms.InterpolationMode(data.interpolation))]
         pad = [transforms.RandomCrop(data.size, padding=augment.padding)] if augment.crop == "pad" else []

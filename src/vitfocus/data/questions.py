@@ -20,6 +20,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from vitfocus.data.pictures import rgb_picture
 from vitfocus.data.settings import Data
 from vitfocus.errors import VitfocusError, nearest
 
@@ -83,7 +84,7 @@ class QuestionSet:
         for question in self.questions:
             state.update(f"{question.number} {question.picture} {question.text} {question.answers}\n".encode())
         for line in self.pictures.listing():
-            state.update(f"{line}\n".encode())
+            state.update(f"{line}\n".encode(errors="surrogateescape"))
         return state.hexdigest()
 
 
@@ -186,7 +187,7 @@ class FilePictures:
     def read(self, index: int) -> Image.Image:
         """Open and decode one file."""
         with Image.open(self.files[index]) as picture:
-            return picture.convert("RGB")
+            return rgb_picture(picture)
 
     def name(self, index: int) -> str:
         """The file's path."""

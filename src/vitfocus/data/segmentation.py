@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from vitfocus.data.images import Broken
+from vitfocus.data.pictures import rgb_picture
 from vitfocus.data.segmentation_classes import IGNORE
 from vitfocus.data.segmentation_layouts import LAYOUTS, Layout
 from vitfocus.data.settings import Data
@@ -85,7 +86,7 @@ class MaskFiles:
             if values.shape != (image.height, image.width):
                 size = f"{values.shape[1]}x{values.shape[0]}"
                 raise VitfocusError(f"{mask} measures {size}, and its picture {image.width}x{image.height}")
-            return image.convert("RGB"), self.table[values]
+            return rgb_picture(image), self.table[values]
 
     def name(self, index: int) -> str:
         """The picture's path."""
@@ -96,7 +97,8 @@ class MaskFiles:
         listing = hashlib.sha256(self.table.tobytes())
         for pair in self.pairs:
             for file in pair:
-                listing.update(f"{file.relative_to(self.root)} {file.stat().st_size}\n".encode())
+                line = f"{file.relative_to(self.root)} {file.stat().st_size}\n"
+                listing.update(line.encode(errors="surrogateescape"))
         return listing.hexdigest()
 
 

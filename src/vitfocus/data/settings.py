@@ -16,6 +16,11 @@ def bounded(default: Any, low: float = 0.0, high: float = float("inf")) -> Any:
     return field(default=default, metadata={"bounds": (low, high)})
 
 
+def pair(default: tuple[float, float], low: float, high: float = float("inf"), rising: bool = True) -> Any:
+    """Two numbers between two bounds, the second no less than the first unless `rising` is False."""
+    return field(default=default, metadata={"bounds": (low, high), "rising": rising})
+
+
 def harmless(default: Any, low: float = 0.0) -> Any:
     """A number that may differ when a run is resumed: it does not change the weights."""
     return field(default=default, metadata={"harmless": True, "bounds": (low, float("inf"))})
@@ -49,7 +54,7 @@ class Augment:
     """What happens to training images."""
 
     crop: str = choice("resized", "pad", "none")
-    scale: tuple[float, float] = (0.08, 1.0)  # crop=resized: share of the area
+    scale: tuple[float, float] = pair((0.08, 1.0), 1e-6, 1)  # crop=resized: share of the area
     padding: int = bounded(4)  # crop=pad: zeros around the image before a crop of its own size
     flip: float = bounded(0.5, 0, 1)
     randaugment: str = "rand-m9-mstd0.5-inc1"  # timm's spelling; empty: none

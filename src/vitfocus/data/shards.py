@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from vitfocus.data.pictures import rgb_picture
 from vitfocus.errors import VitfocusError
 from vitfocus.files import write_text
 
@@ -52,7 +53,7 @@ class ShardImages:
         shard = self._shard(index)
         picture = Image.open(io.BytesIO(self._bytes(shard, start, size)))
         text = self._bytes(shard, label_start, label_size).decode()
-        return picture.convert("RGB"), int(json.loads(text)["label"] if self._json[index] else text)
+        return rgb_picture(picture), int(json.loads(text)["label"] if self._json[index] else text)
 
     def name(self, index: int) -> str:
         """Shard and key."""
@@ -60,8 +61,8 @@ class ShardImages:
 
     def digest(self) -> str:
         """Of the shards' names and the samples' keys, places and sizes."""
-        listing = hashlib.sha256(" ".join(shard.name for shard in self.shards).encode())
-        listing.update("\n".join(self._keys).encode())
+        listing = hashlib.sha256(" ".join(shard.name for shard in self.shards).encode(errors="surrogateescape"))
+        listing.update("\n".join(self._keys).encode(errors="surrogateescape"))
         listing.update(self._places.tobytes())
         return listing.hexdigest()
 

@@ -76,7 +76,7 @@ def report(
         raise VitfocusError("A report is about runs: name at least one folder that train, evaluate or diagnose wrote.")
     subjects = gather(runs)
     target = Path(out) if out is not None else (Path(runs[0]) if len(runs) == 1 else Path()) / REPORT
-    if target.is_dir():
+    if target.is_dir() or str(out).endswith("/"):
         target = target / REPORT
     page, rows = build(subjects, title, about)
     from vitfocus.report.explorer import add_explorer, stored

@@ -131,8 +131,8 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     """The whole lines; a crash may have left half of one at the end."""
     if not path.is_file():
         return []
-    text = path.read_text("utf-8")
     try:
+        text = path.read_text("utf-8")
         rows = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines() if line.strip()]
     except ValueError as error:
         raise VitfocusError(f"{path} cannot be read: {error}.") from None

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from vitfocus.corruptions.arguments import whole
+from vitfocus.data.shapes import shapes_named
 from vitfocus.errors import VitfocusError, nearest
 from vitfocus.robustness.fingerprint import versions
 from vitfocus.robustness.pixels import PRECISIONS, PixelModel, evaluating, named_models
@@ -69,6 +70,12 @@ def evaluate(
     if chosen.plan is None:
         if resume and not chosen.resumes:
             raise VitfocusError(f"{suite} keeps no parts to go on from: run it again without resume.")
+        if shapes_named(data, 1) is not None:  # drawn, not read
+            for name in ("split", "source"):
+                if options.get(name) not in (None, "", "val", "shapes"):
+                    raise VitfocusError(f"{name}={options[name]} is about a folder, but Shapes is drawn: leave it out.")
+        if out is not None and processes.first and not chosen.resumes:
+            RunFolder(out).check_free()  # before hours are spent
         asked = Request(
             models=modules,
             data=data,

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
+from vitfocus.data.pictures import UNREADABLE, rgb_picture
 from vitfocus.errors import VitfocusError
 from vitfocus.robustness.sources import digest_of, evenly, other_size
 
@@ -79,7 +80,7 @@ def check_readable(root: Path, entries: Sequence[Entry]) -> dict[str, tuple[int,
         try:
             with Image.open(root / entry.name) as picture:
                 return picture.height, picture.width
-        except (UnidentifiedImageError, OSError) as error:
+        except UNREADABLE as error:
             return unreadable(root / entry.name, error)
 
     picked = [entries[index] for index in evenly(len(entries), _HEADERS_AT_MOST)]
@@ -119,8 +120,8 @@ class ImageFiles:
         path = Path(self.root, self.names[index])
         try:
             with Image.open(path) as picture:
-                return picture.convert("RGB"), self.labels[index]
-        except (UnidentifiedImageError, OSError, SyntaxError) as error:
+                return rgb_picture(picture), self.labels[index]
+        except UNREADABLE as error:
             raise VitfocusError(unreadable(path, error)) from None
 
 

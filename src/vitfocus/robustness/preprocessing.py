@@ -11,6 +11,7 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as T
 
 from vitfocus.corruptions.arguments import real
+from vitfocus.data.pictures import cut_centre, rgb_picture
 from vitfocus.errors import VitfocusError
 
 INTERPOLATIONS = ("bilinear", "bicubic")
@@ -37,11 +38,16 @@ class Preprocessing:
 
     def apply(self, picture: Image.Image) -> Tensor:
         """The picture as uint8 (3, height, width)."""
-        picture = picture.convert("RGB")
+        picture = rgb_picture(picture)
         if self.keep == (picture.height, picture.width):
             return T.pil_to_tensor(picture)
         if self.resize is not None:
-            picture = T.resize(picture, self.resize, InterpolationMode(self.interpolation))
+            shorter = min(picture.size)
+            whole = (int(self.resize * picture.height / shorter), int(self.resize * picture.width / shorter))
+            mode = InterpolationMode(self.interpolation)
+            if self.crop is not None:
+                return T.pil_to_tensor(cut_centre(picture, whole, self.crop, mode))
+            picture = T.resize(picture, list(whole), mode)
         tensor = T.pil_to_tensor(picture)
         return tensor if self.crop is None else T.center_crop(tensor, list(self.crop))
 

@@ -52,6 +52,8 @@ def join_processes(device: str | torch.device | None = None) -> Processes:
         except (RuntimeError, AssertionError) as error:
             reason = str(error).strip().partition("\n")[0]
             raise VitfocusError(f"The device {str(device)!r} cannot be used here: {reason}") from None
+        if wanted.type == "meta":
+            raise VitfocusError("The device 'meta' holds no numbers to measure: name another, such as cpu.")
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return Processes(0, 1, wanted if device is not None else default_device())
     try:

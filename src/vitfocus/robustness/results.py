@@ -11,7 +11,7 @@ import numpy as np
 from vitfocus.attention.tables import Table, counted
 from vitfocus.errors import VitfocusError, nearest
 from vitfocus.robustness.plan import Columns, Samples, Summary
-from vitfocus.robustness.runfolder import RESULTS, SAMPLES, RunFolder, read_json
+from vitfocus.robustness.runfolder import DAMAGED, RESULTS, SAMPLES, RunFolder, read_json
 
 #: Heading of each number in the summary table, in order; percent unless said otherwise.
 HEADLINES = {
@@ -134,7 +134,7 @@ def load_scores(folder: str | Path) -> Scores:
     try:
         with np.load(folder / SAMPLES) as stored:
             samples = unflatten({name: stored[name] for name in stored.files})
-    except (OSError, ValueError) as error:
+    except DAMAGED as error:
         raise VitfocusError(f"{folder / SAMPLES} cannot be read: {error}.") from None
     return Scores(
         content["suite"], content["images"], content["models"], tuple(content["notes"]), content["fingerprint"], samples

@@ -6,17 +6,20 @@ import json
 import re
 import shutil
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from vitfocus.errors import VitfocusError
-from vitfocus.files import atomic_path, write_text
+from vitfocus.files import atomic_path, writable_folder, write_text
 from vitfocus.robustness.fingerprint import differences
 from vitfocus.robustness.plan import Columns
 from vitfocus.robustness.processes import Processes
 
+#: What numpy raises for an archive that was cut off or changed.
+DAMAGED = (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error)
 RESULTS, SAMPLES, PROTOCOL, PARTS = "results.json", "samples.npz", "protocol.json", "parts"
 
 
@@ -59,6 +62,15 @@ class RunFolder:
         if not self.finished and not (self.folder / PARTS).exists():
             (self.folder / PROTOCOL).unlink(missing_ok=True)
 
+    def check_free(self) -> None:
+        """Refuse a folder that holds a run's results already, or in which nothing can be written."""
+        if self.finished:
+            raise VitfocusError(f"{self.folder} already holds a run's {RESULTS}: name another folder.")
+        try:
+            writable_folder(self.folder)
+        except OSError as error:
+            raise VitfocusError(f"The run cannot be kept in {self.folder}: {error.strerror or error}.") from None
+
     def write_part(self, group: str, columns: Columns) -> None:
         """Keep some images' outcomes of one group."""
         first = int(columns["positions"].min())
@@ -72,7 +84,7 @@ class RunFolder:
             try:
                 with np.load(path) as content:
                     parts.append({name: content[name] for name in content.files})
-            except (OSError, ValueError, zipfile.BadZipFile, KeyError):
+            except (*DAMAGED, KeyError):
                 path.unlink(missing_ok=True)
         return parts
 
@@ -87,7 +99,7 @@ class RunFolder:
         try:
             with np.load(path) as content:
                 return {name: content[name] for name in content.files}
-        except (OSError, ValueError, zipfile.BadZipFile, KeyError):
+        except (*DAMAGED, KeyError):
             return None
 
     def finish(self, results: dict[str, Any], columns: Columns) -> None:

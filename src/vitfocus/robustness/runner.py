@@ -91,6 +91,7 @@ def _run_group(
     share = Share(done, processes.rank, processes.world)
     parts: list[Columns] = []
     pending: list[dict[str, Tensor]] = []
+    tried: set[tuple[int, int]] = set()
     last = time.monotonic()
 
     def keep() -> None:
@@ -112,8 +113,10 @@ def _run_group(
                 batch, checksums = batch.take(left), checksums[left]
                 if not len(batch):
                     continue
-            if not (parts or pending):
-                _try_size(batch, group, models, processes.device)
+            size = (batch.images.shape[-2], batch.images.shape[-1])
+            if size not in tried:
+                _try_size(size, group, models, processes.device)
+                tried.add(size)
             item = {"positions": batch.positions}
             if checksums is not None:
                 item["checksum"] = checksums
@@ -159,9 +162,8 @@ def _account(group: Group, columns: Columns) -> None:
         raise RuntimeError(f"{group.name}: {len(found)} images were measured, but there are {expected}.")
 
 
-def _try_size(batch: Batch, group: Group, models: Sequence[PixelModel], device: torch.device) -> None:
+def _try_size(size: tuple[int, int], group: Group, models: Sequence[PixelModel], device: torch.device) -> None:
     """Ask the models whether they take images of this size, where it is not their own."""
-    size = (batch.images.shape[-2], batch.images.shape[-1])
     for model in models:
         if size != model.size and not model.resize and not any(isinstance(cell, Watched) for cell in group.cells):
             model.classes(size, device)

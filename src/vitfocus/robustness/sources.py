@@ -7,6 +7,7 @@ size and the number of processes, no image is lost and none counts twice.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -163,7 +164,9 @@ class _Prepared(Dataset[Any]):
             kind = f"tensor of shape {tuple(image.shape)}" if isinstance(image, Tensor) else type(image).__name__
             return Unreadable(f"Item {index} of the data is a {kind}; expected a picture or a tensor (3, H, W)."), 0, ""
         try:
-            return image, torch.as_tensor(label).long(), self.name(index)
+            return image, class_numbers(torch.as_tensor(label), f"Item {index} of the data"), self.name(index)
+        except VitfocusError as error:
+            return Unreadable(str(error)), 0, ""
         except (TypeError, ValueError, RuntimeError):
             return Unreadable(f"Item {index} of the data has the label {label!r}; expected a class number."), 0, ""
 
@@ -245,7 +248,7 @@ class StreamSource:
                 if len(keep) < len(span):
                     images, labels = images[keep], labels[keep]
                 positions = torch.tensor(span)[keep]
-                yield Batch(images, labels.long(), positions, positions)
+                yield Batch(images, labels, positions, positions)
         self.count = seen
 
 
@@ -262,7 +265,31 @@ def _pair(item: Any) -> tuple[Tensor, Tensor]:
         raise VitfocusError(f"A batch has labels that are no class numbers; {_EXPECTED}.") from None
     if len(images) != len(labels):
         raise VitfocusError(f"A batch holds {len(images)} images but {len(labels)} labels.")
-    return images, labels
+    if labels.numel() != len(labels):
+        raise VitfocusError(f"A batch has labels of shape {tuple(labels.shape)}; {_ONE_NUMBER}.")
+    return images, class_numbers(labels, "A batch").reshape(-1)
+
+
+_ONE_NUMBER = "expected one class number an image (of one-hot rows: labels.argmax(1))"
+
+
+def one_number(label: Any, what: str) -> None:
+    """Refuse a row of numbers, such as a one-hot label, which would pass for several right answers."""
+    size = tuple(getattr(label, "shape", ())) or ((len(label),) if isinstance(label, list | tuple) else ())
+    if math.prod(size) != 1:
+        raise VitfocusError(f"{what} has a label of shape {size}; {_ONE_NUMBER}.")
+
+
+def class_numbers(labels: Tensor, what: str) -> Tensor:
+    """Labels as whole numbers, where they are whole.
+
+    >>> class_numbers(torch.tensor([1.0, 3.0]), "A batch")
+    tensor([1, 3])
+    """
+    whole = labels.long()
+    if labels.is_floating_point() and not bool((labels == whole).all()):
+        raise VitfocusError(f"{what} has the label {float(labels[labels != whole].flatten()[0]):g}; {_ONE_NUMBER}.")
+    return whole
 
 
 def evenly(count: int, limit: int | None) -> Sequence[int]:
@@ -280,5 +307,5 @@ def digest_of(lines: Iterable[str]) -> str:
     """A SHA-256 of some lines of text, shortened."""
     state = hashlib.sha256()
     for line in lines:
-        state.update(line.encode() + b"\n")
+        state.update(line.encode(errors="surrogateescape") + b"\n")
     return state.hexdigest()[:32]

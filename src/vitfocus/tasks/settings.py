@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vitfocus.data.settings import bounded
+from vitfocus.data.settings import bounded, pair
 
 
 @dataclass(frozen=True)
 class Segment:
     """Training pictures and the test protocol of semantic segmentation; `data.size` is the training crop."""
 
-    scale: tuple[float, float] = (0.5, 2.0)  # training: random factor of the picture's size
+    scale: tuple[float, float] = pair((0.5, 2.0), 1e-3)  # training: random factor of the picture's size
     short_side: int = bounded(0)  # pictures are first resized so that this is their short side; 0: as they are
     photometric: bool = True  # training: random brightness, contrast, saturation and hue
     most_of_one: float = bounded(0.75, 0, 1)  # training: no crop shows more than this share of one class, if avoidable
@@ -26,8 +26,8 @@ class Detect:
     """Pictures of detection and instance segmentation; `data.size` is the shortest side, at test time too."""
 
     longest: int = bounded(1333, 8)  # the longest side is at most this, at the cost of the shortest
-    sides: tuple[float, float] = (0, 0)  # training: shortest sides between these, in steps of 32; 0: data.size
-    jitter: tuple[float, float] = (1.0, 1.0)  # training: large-scale jitter of a square of side data.size; 1, 1: off
+    sides: tuple[float, float] = pair((0, 0), 0)  # training: shortest sides between these, in steps of 32; 0: data.size
+    jitter: tuple[float, float] = pair((1.0, 1.0), 1e-3)  # training: large-scale jitter of a square; 1, 1: off
     keep_empty: bool = False  # training: pictures without an object too
 
 

@@ -71,6 +71,11 @@ class Checkpoints:
 def read_checkpoint(folder: str | Path) -> State:
     """Read and verify one."""
     folder = Path(folder)
+    if not (folder / _REST).is_file():
+        near = [*folder.glob("[0-9]*"), *folder.glob("checkpoints/[0-9]*")]
+        found = next((path for path in sorted(near, reverse=True) if (path / _REST).is_file()), None)
+        hint = f"; {found} is one" if found else ""
+        raise VitfocusError(f"{folder} is no checkpoint, which is a folder with {_TENSORS} and {_REST}{hint}.")
     try:
         rest = json.loads((folder / _REST).read_text(encoding="utf-8"))
         if digest(folder / _TENSORS) != rest.pop("sha256"):

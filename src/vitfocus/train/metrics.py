@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,32 +16,51 @@ class Metrics:
 
     def __init__(self, folder: Path, step: int, tensorboard: bool = False) -> None:
         self.path = folder / "metrics.jsonl"
-        kept = [line for line in self._lines() if json.loads(line)["step"] <= step] if step else []
-        write_text(self.path, "".join(line + "\n" for line in kept))
+        kept = [row for row in self.rows() if row["step"] <= step] if step else []
+        self._late: list[str] = []
+        write_text(self.path, "".join(json.dumps(row) + "\n" for row in kept))
         self._board = _open_board(folder / "tensorboard", step) if tensorboard else None
 
     def add(self, row: dict[str, Any]) -> None:
         """Write one row."""
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        self._late.append(json.dumps(row) + "\n")
+        try:
+            self._write_late()
+        except OSError:  # a full disk, of which the checkpoints speak: the row is written with a later one
+            return
         if self._board is not None:
             for key, value in row.items():
                 if key not in ("step", "kind"):
                     self._board.add_scalar(f"{row['kind']}/{key}", value, row["step"])
 
+    def _write_late(self) -> None:
+        """Append what is not written yet, whole lines or none."""
+        size = self.path.stat().st_size
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.writelines(self._late)
+        except OSError:
+            os.truncate(self.path, size)
+            raise
+        self._late.clear()
+
     def rows(self) -> list[dict[str, Any]]:
-        """All rows so far."""
-        return [json.loads(line) for line in self._lines()]
+        """All rows so far; a crash may have left half of one, or a disk a damaged one."""
+        text = self.path.read_text(encoding="utf-8", errors="replace") if self.path.is_file() else ""
+        return [row for line in text.splitlines() if (row := _row(line)) is not None]
 
     def close(self) -> None:
         """Flush TensorBoard."""
         if self._board is not None:
             self._board.close()
 
-    def _lines(self) -> list[str]:
-        """The whole lines; a crash may have left half of one at the end."""
-        text = self.path.read_text(encoding="utf-8") if self.path.is_file() else ""
-        return text[: text.rfind("\n") + 1].splitlines()
+
+def _row(line: str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
 def _open_board(folder: Path, step: int) -> Any:

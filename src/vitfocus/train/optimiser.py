@@ -35,7 +35,7 @@ def create_optimiser(
             layer_decay=section.layer_decay or None,
             **more,
         )
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise VitfocusError(f"The optimiser {section.name} cannot be built: {error}.") from None
     if section.head_lr != 1.0:
         _split_groups(optimiser, {id(p) for name, p in model.named_parameters() if name in heads}, section.head_lr)

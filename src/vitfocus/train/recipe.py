@@ -7,6 +7,9 @@ A recipe may stand on another (`extends = "deit_s"`); every value can be overrid
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -121,9 +124,14 @@ def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 def build_recipe(tree: Mapping[str, Any], name: str = "recipe") -> Recipe:
     """Check a tree of sections and make the record of it."""
     task = tree.get("task", "classify")
+    for key in _TOP:
+        if not isinstance(tree.get(key, ""), str):
+            raise VitfocusError(f"{key} wants a word, not {tree[key]!r}.")
     if task not in TASKS:
         raise VitfocusError(f"There is no task {task!r}: {nearest(str(task), TASKS)}")
     parts: dict[str, Any] = {"name": tree.get("name", name), "about": tree.get("about", ""), "task": task}
+    if not (parts["name"].strip(".") and parts["name"] == Path(parts["name"]).name):
+        raise VitfocusError(f"A recipe's name is also its run's folder, which {parts['name']!r} cannot be.")
     for section, content in tree.items():
         if section in (*_TOP, "extends"):
             continue
@@ -179,7 +187,10 @@ def _text(source: str) -> str:
         path = Path(source)
         if not path.is_file():
             raise VitfocusError(f"There is no recipe file {source}.")
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8-sig")
+        except UnicodeDecodeError:
+            raise VitfocusError(f"{source} is not written in UTF-8, as TOML is.") from None
     file = resources.files("vitfocus") / "recipes" / f"{source}.toml"
     if not file.is_file():
         raise VitfocusError(f"There is no recipe {source!r}: {nearest(source, shipped_recipes())}")
@@ -236,12 +247,17 @@ def _checked(path: str, value: Any) -> Any:
         value = (float(value[0]), float(value[1]))
     elif not (type(value) is kind or (path == "model.arguments" and isinstance(value, dict))):
         named = {float: "a number", int: "a whole number", bool: "true or false", str: "a word"}
-        raise VitfocusError(f"{path} wants {named.get(kind, 'two numbers')}, not {value!r}.")
+        wanted = "a table of keys and values" if path == "model.arguments" else named.get(kind, "two numbers")
+        raise VitfocusError(f"{path} wants {wanted}, not {value!r}.")
     choices, bounds = entry.metadata.get("choices"), entry.metadata.get("bounds")
     if choices and value not in choices:
         raise VitfocusError(f"{path} has no value {value!r}: {nearest(str(value), choices)}")
-    if bounds and not bounds[0] <= value <= bounds[1]:
-        raise VitfocusError(f"{path} lies between {bounds[0]:g} and {bounds[1]:g}, and {value:g} was given.")
+    numbers = value if isinstance(value, tuple) else (value,)
+    if bounds and not all(bounds[0] <= one <= bounds[1] and one != math.inf for one in numbers):
+        given = ", ".join(f"{one:g}" for one in numbers)
+        raise VitfocusError(f"{path} lies between {bounds[0]:g} and {bounds[1]:g}, and {given} was given.")
+    if entry.metadata.get("rising") and numbers[0] > numbers[1]:
+        raise VitfocusError(f"{path} goes from less to more, and {numbers[0]:g}, {numbers[1]:g} was given.")
     return value
 
 
@@ -251,8 +267,7 @@ def _toml(value: Any) -> str:
     if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-        return f'"{escaped}"'
+        return _quoted(value)
     if isinstance(value, Mapping):
         return "{" + ", ".join(_pairs(value)) + "}"
     return "[" + ", ".join(_toml(one) for one in value) + "]"
@@ -260,4 +275,9 @@ def _toml(value: Any) -> str:
 
 def _pairs(value: Mapping[str, Any]) -> Iterator[str]:
     for key, one in value.items():
-        yield f"{key} = {_toml(one)}"
+        yield f"{key if re.fullmatch('[A-Za-z0-9_-]+', key) else _quoted(key)} = {_toml(one)}"
+
+
+def _quoted(text: str) -> str:
+    """A TOML string: JSON's escapes are TOML's too, but for the one control character that JSON leaves as it is."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

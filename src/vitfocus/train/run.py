@@ -59,7 +59,7 @@ def train(
     accelerator = _accelerator(recipe)
     progress = Progress(0, accelerator.is_main_process)
     state = _start_state(recipe, folder, checkpoints, resume, progress)
-    if state is not None and (done := _finished(folder, state)):
+    if resume is not None and (done := _finished(folder, state)):
         progress.say(f"{folder} is finished; nothing is left to do.")
         return done
     if state is not None:
@@ -144,13 +144,14 @@ def _start_state(
             )
         return None
     state = checkpoints.newest(progress.say) if str(resume) == "auto" else read_checkpoint(resume)
-    if state is None:
-        if checkpoints.steps():
-            raise VitfocusError(f"No checkpoint in {checkpoints.folder} can be read; remove that folder to start anew.")
+    if state is None and checkpoints.steps():
+        raise VitfocusError(f"No checkpoint in {checkpoints.folder} can be read; remove that folder to start anew.")
+    if state is None and not _finished(folder, None):
         return None
     import tomllib
 
-    changed = difference(build_recipe(tomllib.loads(state.rest["recipe"])), recipe)
+    began = (folder / "config.toml").read_text(encoding="utf-8") if state is None else state.rest["recipe"]
+    changed = difference(build_recipe(tomllib.loads(began)), recipe)
     if changed:
         raise VitfocusError(
             f"The recipe is not the one this run began with, so it cannot go on: {'; '.join(changed)}. "
@@ -159,9 +160,16 @@ def _start_state(
     return state
 
 
-def _finished(folder: Path, state: State) -> dict[str, Any] | None:
+def _finished(folder: Path, state: State | None) -> dict[str, Any] | None:
+    """The results of a run that reached its end; its checkpoints may have been removed to make room."""
     path = folder / "results.json"
-    results: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    try:
+        results: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    except ValueError:  # damaged: what is left to do is to write it again
+        results = {}
+    if state is None:
+        whole = (folder / "config.toml").is_file() and (folder / "model" / "config.json").is_file()
+        return results if whole and results.get("finished") else None
     return results if results.get("steps") == state.step else None
 
 
@@ -211,7 +219,7 @@ def _assemble(
         checkpoints=checkpoints,
         metrics=metrics,
         progress=progress,
-        save_best=lambda: _export(engine, folder / "best"),
+        save_best=lambda: _export(engine, folder / "best", must=False),
         ema=ema,
         resting=resting,
     )
@@ -235,8 +243,11 @@ def _build(task: Task) -> nn.Module:
     return model
 
 
-def _export(engine: Engine, folder: Path) -> None:
-    """Save the weights that count (the moving average's where there is one) as vitfocus.save does, in one stroke."""
+def _export(engine: Engine, folder: Path, must: bool = True) -> None:
+    """Save the weights that count (the moving average's where there is one) as vitfocus.save does, in one stroke.
+
+    Where it need not be, a full disk is reported, and what was saved before stays.
+    """
     model: nn.Module = engine.ema.module if engine.ema is not None else engine.raw
     if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
         tensors = model_tensors(model)
@@ -245,7 +256,12 @@ def _export(engine: Engine, folder: Path) -> None:
             model.load_state_dict(tensors)
     if engine.accelerator.is_main_process:
         base, arguments = split_spec(engine.recipe.model.spec)[0], engine.task.arguments()
-        replace_folder(folder, lambda place: _save(model, place, base, arguments))
+        try:
+            replace_folder(folder, lambda place: _save(model, place, base, arguments))
+        except (OSError, VitfocusError) as error:
+            if must:
+                raise
+            engine.progress.say(f"The best model so far cannot be saved ({error}) The run goes on.")
     engine.accelerator.wait_for_everyone()
 
 

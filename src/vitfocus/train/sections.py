@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from vitfocus.data.settings import Augment, Data, bounded, choice, harmless
+from vitfocus.data.settings import Augment, Data, bounded, choice, harmless, pair
 from vitfocus.tasks.settings import Answer, Detect, Segment
 
 __all__ = [
@@ -50,8 +50,8 @@ class Optimiser:
     lr: float = bounded(1e-3)
     lr_batch: int = bounded(0)  # the batch that lr is meant for, scaled linearly to the real one; 0: lr as it is
     weight_decay: float = bounded(0.05)
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
+    betas: tuple[float, float] = pair((0.9, 0.999), 0, 1, rising=False)
+    eps: float = bounded(1e-8)
     layer_decay: float = bounded(0.0, 0, 1)  # each layer's rate as a multiple of the next one's; 0: off
     head_lr: float = bounded(1.0)  # the rate of what stands on the trunk, as a multiple of the trunk's
     clip: float = bounded(0.0)  # largest gradient norm; 0: off
@@ -69,7 +69,8 @@ class Schedule:
     warmup_lr: float = bounded(1e-6)
     decay: str = choice("cosine", "linear", "polynomial", "drops")
     power: float = bounded(1.0)  # decay=polynomial
-    drops: tuple[float, float] = (2 / 3, 11 / 12)  # decay=drops: shares of the run after which the rate is a tenth
+    # decay=drops: shares of the run after which the rate is a tenth
+    drops: tuple[float, float] = pair((2 / 3, 11 / 12), 0, 1, rising=False)
     min_lr: float = bounded(1e-5)
 
 
@@ -89,7 +90,7 @@ class Distill:
 class Engine:
     """How the run is carried out and what it leaves behind."""
 
-    seed: int = 0
+    seed: int = bounded(0, -(2**63), 2**63 - 1)
     device: str = choice("auto", "cpu", "cuda")
     precision: str = choice("auto", "fp32", "bf16", "fp16")  # auto: bf16 on CUDA, fp32 elsewhere
     compile: str = choice("auto", "yes", "no", "blocks")  # auto: on CUDA; blocks: quicker to compile, less is fused

@@ -26,7 +26,9 @@ def split_spec(spec: str) -> tuple[str, list[Treatment]]:
 tokens='all'), AttentionDiversification(variant='official', heads='mean', threshold=2.0, weight=1.0, tokens='all', \
 rows=None, layers='all')])
     """
-    base, *parts = _split(spec, "+")
+    base, *parts = _split(spec, "+") or [""]
+    if not base:
+        raise VitfocusError(f"{spec!r} names no model: write one such as vit_tiny_patch16_224, treatments behind it.")
     return base, [_parse_one(part) for part in parts]
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -81,7 +82,10 @@ def save(
         raise VitfocusError(f"{folder} is a file, and a model is saved as a folder.")
     weights = folder / _WEIGHTS[only]
     with atomic_path(weights) as path:
-        save_file(_separate(tensors), path, metadata={"format": "pt"})
+        try:
+            save_file(_separate(tensors), path, metadata={"format": "pt"})
+        except SafetensorError as error:  # a full disk, in safetensors' words
+            raise VitfocusError(f"{weights} cannot be written: {error}.") from None
     config = {
         "format": _FORMAT,
         "vitfocus": vitfocus.__version__,
@@ -168,6 +172,11 @@ def open_model(name: str, weights: str | Path | None = None, treat: str | None =
         else:
             raise VitfocusError(f"{folder / 'config.json'} is none of vitfocus's, transformers' or timm's.")
     else:
+        base, _, rest = name.partition("+")
+        if base and any(Path(base, inner, "config.json").is_file() for inner in ("", "model")):
+            raise VitfocusError(
+                f"{base} is a folder, behind which no treatments are written: --treat {rest} adds them."
+            )
         model = create_model(name, **arguments)
     if treat:
         treat_(model, treat)
@@ -239,9 +248,10 @@ def _read_config(folder: Path) -> dict[str, Any]:
     ]
     if absent:
         raise VitfocusError(f"{folder / 'config.json'} was not written by vitfocus.save: it lacks {', '.join(absent)}.")
-    texts = [config["base"], config["library"], config["only"], *(config["treatments"] or [None])]
+    treatments = config["treatments"] if isinstance(config["treatments"], list) else [None]
+    texts = [config["base"], config["library"], config["only"], *treatments]
     if (
-        not all(isinstance(text, str) for text in (texts if config["treatments"] != [] else texts[:3]))
+        not all(isinstance(text, str) for text in texts)
         or not isinstance(config["arguments"], dict)
         or config["only"] not in _WEIGHTS
     ):

@@ -66,8 +66,8 @@ def read_weights(path: Path, sha256: str | None = None) -> dict[str, Any]:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except (SafetensorError, RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
         raise VitfocusError(f"{path} cannot be read as weights: {_first_line(error)}") from None
-    except Exception as error:  # the unpickler's own errors, for a file with code in it
-        raise VitfocusError(f"{path} holds more than tensors and was not loaded: {_first_line(error)}") from None
+    except Exception:  # the unpickler's own errors, whose text advises to run whatever code the file holds
+        raise VitfocusError(f"{path} is no file of weights, or holds more than tensors, and was not loaded.") from None
     if not isinstance(content, Mapping):
         raise VitfocusError(f"{path} holds a {type(content).__name__}, not a state dict.")
     return dict(content)

@@ -25,7 +25,15 @@ from vitfocus.robustness.folders import (
 )
 from vitfocus.robustness.pixels import PixelModel
 from vitfocus.robustness.preprocessing import Preprocessing, standard
-from vitfocus.robustness.sources import ItemSource, Source, StreamSource, digest_of, evenly, picture_and_label
+from vitfocus.robustness.sources import (
+    ItemSource,
+    Source,
+    StreamSource,
+    digest_of,
+    evenly,
+    one_number,
+    picture_and_label,
+)
 
 Labeller = Callable[[ClassFolders], dict[str, int]]
 
@@ -72,6 +80,12 @@ class Context:
                 f"The suite {self.suite} is for models of ImageNet's 1,000 classes, and this one has {self.classes}."
             )
 
+    def refuse_resizing(self, data: str) -> None:
+        """Options on how pictures are resized are not silently passed over where nothing is."""
+        for name in ("crop_pct", "interpolation", "resize"):
+            if self.options.get(name):
+                raise VitfocusError(f"{name} is about resizing pictures, but the data is {data}: leave it out.")
+
     def prepare(
         self, root: Path, entries: Sequence[Entry], interpolation: str | None = None, whole: bool = False
     ) -> Preprocessing:
@@ -94,6 +108,7 @@ class Context:
         """
         resize = self.options.get("resize")
         if self.small:
+            self.refuse_resizing("small images, which the model enlarges itself")
             return Preprocessing(None, None)
         if resize is not None and not resize:
             self.notes.append("The images were taken as they are (resize=False).")
@@ -151,6 +166,7 @@ class Context:
         if isinstance(self.data, DataLoader) or (
             isinstance(self.data, Iterable) and not isinstance(self.data, torch.Tensor | Mapping)
         ):
+            self.refuse_resizing("batches of tensors")
             self.protocol["preprocessing"] = "the loader's own"
             return StreamSource(self.data, self.limit)
         raise VitfocusError(
@@ -161,7 +177,10 @@ class Context:
     def _from_dataset(self, interpolation: str | None, whole: bool) -> Source:
         if not len(self.data):
             raise VitfocusError("The data set holds no images.")
-        sample, _ = picture_and_label(self.data[0], "Item 0 of the data")
+        sample, label = picture_and_label(self.data[0], "Item 0 of the data")
+        one_number(label, "Item 0 of the data")
+        if not isinstance(sample, Image.Image):
+            self.refuse_resizing("tensors")
         preprocessing = self.standard(interpolation, whole) if isinstance(sample, Image.Image) else None
         if preprocessing and preprocessing.keep:
             size = f"{self.size[0]}x{self.size[1]}"

@@ -34,9 +34,9 @@ _TARS = ("noise", "blur", "weather", "digital", "extra")
 def chosen(context: Context) -> tuple[list[str], list[int]]:
     """The corruptions and severities asked for: the fifteen at five, the extra four as well, or some by name."""
     known = (*CORRUPTIONS, *EXTRA_CORRUPTIONS)
-    names = several(
-        "corruptions", context.options.get("corruptions", known if context.options.get("extra") else CORRUPTIONS)
-    )
+    names = several("corruptions", context.options.get("corruptions", CORRUPTIONS))
+    if context.options.get("extra"):
+        names += [name for name in EXTRA_CORRUPTIONS if name not in names]
     for name in names:
         if name not in known:
             raise VitfocusError(f"There is no corruption {name!r}: {nearest(str(name), known)}")
@@ -52,6 +52,8 @@ def imagenet_c(context: Context) -> Plan:
     published = _published_folders(context.folder) if context.folder is not None else {}
     if published:
         _refuse(context, ("frost", "jpeg_quality"), "for generated corruptions, and these are published files")
+        if not context.options.get("clean_data"):
+            context.refuse_resizing("published files, which are never resized")
         return _published(context, published)
     _refuse(context, ("clean_data",), "for published files, and these corruptions are generated")
     if context.classes != 1000:
@@ -81,6 +83,7 @@ def cifar_c(context: Context) -> Plan:
         context.protocol["enlarged_to"] = list(context.size)
     if context.folder is not None and any(context.folder.glob("*.npy")):
         _refuse(context, ("frost",), "for generated corruptions, and these are published files")
+        context.refuse_resizing("published arrays")
         return _arrays(context, context.folder)
     return _generated(context, "cifar", None, partial(corrupted, alexnet=False))
 
