@@ -20,24 +20,31 @@ needs_transformers = pytest.mark.skipif(transformers is None, reason="transforme
 
 HF = {family.name: family for family in families() if family.library == "transformers"}
 PLAIN = {family.name: family for family in families() if family.library == "torchvision"}
-SECOND_NORM = ("layernorm_after", "norm2", "layer_norm2", "layer_norm_2", "ln_2")
+SECOND_NORM = ("layernorm_after", "norm2", "layer_norm2", "layer_norm_2", "rms_norm2", "ln_2")
 TEXT_TOKENS = 5
 
 #: Sizes that a family's example takes besides its own. PVT reshapes its position embedding, so the area must stay.
 SIZES = {
     "swin": [(60, 90), (64, 96)],
     "swinv2": [(60, 90), (64, 96)],
+    "donut_swin": [(60, 90), (64, 96)],
+    "maskformer_swin": [(60, 90), (64, 96)],
+    "aimv2": [],
     "pvt": [(32, 128)],
     "pvt_v2": [(64, 96), (70, 101)],
     "segformer": [(64, 96), (70, 101)],
+    "glpn": [(64, 96), (70, 101)],
     "vision_transformer": [],
     "swin_transformer": [(60, 90), (64, 96)],
     "swin_transformer_v2": [(60, 90), (64, 96)],
 }
-INTERPOLATES = {"vit", "deit", "beit", "data2vec_vision", "clip", "siglip"}
+INTERPOLATES = {"vit", "deit", "beit", "data2vec_vision", "clip", "siglip", "vit_msn", "ijepa"}
+INTERPOLATES |= {"altclip", "chinese_clip", "metaclip_2", "clipseg", "owlvit", "owlv2", "git", "blip", "blip_2"}
+INTERPOLATES |= {"flava", "instructblip"}
 
 CASES = [pytest.param(name, id=f"transformers-{name}", marks=needs_transformers) for name in HF]
-CASES += [pytest.param(name, id=f"torchvision-{name}") for name in [*PLAIN, "swin_transformer_v2"]]
+#: MaxViT keeps its tokens in windows throughout, so it has a test of its own.
+CASES += [pytest.param(name, id=f"torchvision-{name}") for name in [*PLAIN, "swin_transformer_v2"] if name != "maxvit"]
 
 
 def build(name, **options):
@@ -84,7 +91,7 @@ def main_tensor(output):
 
 
 def own_size(name, blocks):
-    return (64, 64) if name.startswith(("swin", "segformer")) else blocks.build_size
+    return (64, 64) if name.startswith(("swin", "segformer", "glpn")) else blocks.build_size
 
 
 @contextmanager
@@ -268,13 +275,15 @@ def test_grids_match_the_attention_that_happens(name):
 def test_maps_equal_those_the_model_returns(name):
     if name == "clip" and transformers.__version__ < "4.52":
         pytest.skip("before 4.52 CLIP's eager attention folds its heads into the batch, which the probe does not see")
+    if name == "maskformer_swin":
+        pytest.skip("its encoder fails where it is asked for attentions without hidden states")
     model = build(name, attn_implementation="eager")
     blocks = anatomy(model)
     maps = []
     with observing(blocks, lambda block, attention: maps.append(attention.attention())):
         returned = run(name, model, own_size(name, blocks), output_attentions=True).attentions
     returned = [m for item in returned for m in (item if isinstance(item, tuple) else (item,))]
-    if name.startswith("swin"):  # One a stage, its last block's.
+    if "swin" in name:  # One a stage, its last block's.
         maps = maps[1::2]
     for ours, theirs in zip(maps, returned, strict=True):
         torch.testing.assert_close(ours, theirs)
@@ -292,6 +301,36 @@ def test_torchvision_maps_equal_those_of_the_attention_module():
         with torch.no_grad():
             _, theirs = block.attention(x, x, x, average_attn_weights=False)
         torch.testing.assert_close(ours, theirs)
+
+
+def test_torchvision_maxvit():
+    model = build("maxvit")
+    blocks = anatomy(model)
+    assert blocks.build_size == (64, 64) and [block.grid() for block in blocks] == [(16, 16)] * 2 + [(8, 8)] * 2
+    assert [block.attention_kind for block in blocks] == ["window", "grid"] * 2
+    for block in blocks:
+        assert model.get_submodule(block.name) is block.host and block.window == (4, 4)
+        assert "pool" not in block.ports
+        inputs, maps = [], []
+        hook = block.attention.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))  # noqa: B023
+        with (
+            observing([block], lambda block, attention: maps.append(attention.attention())),  # noqa: B023
+            seen(block.ports["mlp.front"]) as fronts,
+            seen(block.ports["mlp.mid"]) as middles,
+            seen(block.ports["mlp.end"]) as ends,
+        ):
+            run("maxvit", model, (64, 64))
+        hook.remove()
+        (tokens,), attention = inputs, block.attention
+        query, key, _ = attention.to_qkv(tokens).flatten(0, 1).chunk(3, dim=-1)
+        query, key = (part.unflatten(-1, (attention.n_heads, -1)).transpose(1, 2) for part in (query, key))
+        scores = query @ key.mT * attention.scale_factor + attention.get_relative_positional_bias()
+        torch.testing.assert_close(maps[0], scores.softmax(dim=-1))
+        # Every token passes, and the MLP ends before the shortcut is added.
+        assert fronts[0].shape[1] * fronts[0].shape[2] == math.prod(block.grid())
+        inside = block.host.mlp_layer
+        torch.testing.assert_close(inside[2](inside[1](fronts[0])), middles[0])
+        torch.testing.assert_close(inside[3](middles[0]), ends[0])
 
 
 TOWERS = {
@@ -332,6 +371,13 @@ TASKS = [
     ("clip", "CLIPForImageClassification", TOWERS),
     ("siglip", "SiglipModel", TOWERS),
     ("siglip", "SiglipForImageClassification", TOWERS),
+    ("vit_msn", "ViTMSNForImageClassification", {}),
+    ("ijepa", "IJepaForImageClassification", {}),
+    ("dpt", "DPTForSemanticSegmentation", {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3]}),
+    ("clipseg", "CLIPSegForImageSegmentation", TOWERS),
+    ("owlvit", "OwlViTForObjectDetection", TOWERS),
+    ("blip", "BlipForImageTextRetrieval", TOWERS),
+    ("glpn", "GLPNForDepthEstimation", {}),
     ("vilt", "ViltForMaskedLM", {}),
     ("vilt", "ViltForQuestionAnswering", {}),
     ("vilt", "ViltForImageAndTextRetrieval", {}),

@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 import timm
 import torch
-from tiny import build
+from tiny import TIMM, build
 from torch import nn
 
 import vitfocus as vf
 import vitfocus.models
+from vitfocus.anatomy import Block
 from vitfocus.attention.probe import observing
+from vitfocus.treatments.base import Treatment
+from vitfocus.treatments.surgery import Surgeon
 
 #: timm's modules, and options that make their models shallow without changing what a block is.
 MODULES: dict[str, dict[str, Any]] = {
@@ -25,6 +28,10 @@ MODULES: dict[str, dict[str, Any]] = {
     "eva": {"depth": 2},
     "swin_transformer": {"depths": (2, 2)},
     "swin_transformer_v2": {"depths": (2, 2)},
+    "swin_transformer_v2_cr": {"depths": (2, 2), "num_heads": (3, 6), "embed_dim": 48},
+    "vision_transformer_sam": {"depth": 3},
+    "naflexvit": {"depth": 2},
+    "twins": {"depths": (2, 2, 2, 2)},
     "pit": {},
     "pvt_v2": {"depths": (1, 1, 1, 1)},
     "mlp_mixer": {},
@@ -34,6 +41,7 @@ MODULES: dict[str, dict[str, Any]] = {
     "mvitv2": {},
     "davit": {},
     "maxxvit": {},
+    "visformer": {},
     "volo": {},
     "fan": {},
     "rvt": {},
@@ -99,6 +107,49 @@ def test_every_registered_name_at_full_depth(module: str) -> None:
         examine(name)
 
 
+class Noise(nn.Module):
+    """Other tokens every time, of the same shape."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return torch.randn_like(tokens)
+
+
+class Nothing(nn.Module):
+    """Tokens that are all zero."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return tokens * 0
+
+
+def block_output(model: nn.Module, images: torch.Tensor, block: Block, **changes: nn.Module) -> torch.Tensor:
+    """What a block returns while the tokens at some of its ports are sent through modules."""
+    surgeon, outputs = Surgeon(Treatment()), []
+    handle = block.host.register_forward_hook(lambda module, args, output: outputs.append(output))
+    for place, module in changes.items():
+        surgeon.gate(block.ports[place], module)
+    with torch.no_grad():
+        model(images)
+    surgeon.undo()
+    handle.remove()
+    return outputs[0][0] if isinstance(outputs[0], tuple) else outputs[0]
+
+
+@pytest.mark.parametrize("family", TIMM)
+def test_ports_feed_their_branch_and_nothing_else(family: str) -> None:
+    """Whatever comes in at a port does not matter where its branch comes to nothing: the shortcut goes past it."""
+    model, images = build(family)
+    firsts = {block.stage: block for block in reversed(vf.anatomy(model).trunk)}.values()
+    for block in firsts:
+        plain = block_output(model, images[:1], block)
+        for place in block.ports:
+            end = f"{'attention' if place == 'pool' else place.split('.')[0]}.end"
+            assert not torch.equal(block_output(model, images[:1], block, **{place: Noise()}), plain), (block, place)
+            if end in block.ports and place != end:
+                cut = block_output(model, images[:1], block, **{end: Nothing()})
+                both = block_output(model, images[:1], block, **{place: Noise(), end: Nothing()})
+                assert torch.equal(cut, both), (block, place)
+
+
 def test_the_record_of_a_vit() -> None:
     model, _ = build("deit_distilled")
     seen = vf.anatomy(model)
@@ -126,3 +177,24 @@ def test_class_attention_is_labelled() -> None:
     assert [block.attention_kind for block in vf.anatomy(build("xcit")[0])] == ["channel", "channel", "class", "class"]
     assert {block.attention_kind for block in vf.anatomy(build("mixer")[0])} == {"none"}
     assert {block.attention_kind for block in vf.anatomy(build("maxvit")[0])} == {"window", "grid"}
+
+
+def test_feature_extractors() -> None:
+    """timm takes most pyramids apart for their features; whoever brings such a one is told how to get it whole."""
+    options = {"depths": (2, 2), "embed_dim": 24, "img_size": 56, "features_only": True, "out_indices": (0, 1)}
+    with pytest.raises(vf.VitfocusError, match='feature_cls="getter"'):
+        vf.anatomy(timm.create_model("swin_tiny_patch4_window7_224", **options))
+    whole = timm.create_model("swin_tiny_patch4_window7_224", feature_cls="getter", **options).eval()
+    images = torch.randn(1, 3, 56, 56)
+    with torch.no_grad():
+        plain = whole(images)
+        treated = vf.treat_(whole, "cb")(images)
+    assert vf.anatomy(whole)[0].name == "model.layers.0.blocks.0"
+    assert not any(torch.equal(a, b) for a, b in zip(plain, treated, strict=True))
+
+
+@pytest.mark.parametrize("family", [name for name, (_, options, _) in TIMM.items() if "img_size" in options])
+def test_the_size_that_was_asked_for_is_known(family: str) -> None:
+    """Some models keep it nowhere but in the shapes of their weights."""
+    asked = TIMM[family][1]["img_size"]
+    assert vf.anatomy(build(family)[0]).build_size == (asked if isinstance(asked, tuple) else (asked, asked))

@@ -18,7 +18,7 @@ ALL = "cbs+tap+adl(variant=paper,threshold=1.0)+se"
 
 
 @pytest.mark.parametrize(
-    "family", ["vit", "swin", "swin_v2", "pvt_v2", "eva02", "fan", "rvt", "pvt", "localvit", "mixer"]
+    "family", ["vit", "beit", "swin", "swin_v2", "pvt_v2", "eva02", "fan", "rvt", "pvt", "localvit", "mixer"]
 )
 def test_compiles_without_a_graph_break(family: str) -> None:
     model, images = build(family)

@@ -286,3 +286,25 @@ def test_create_model_equals_treating_by_hand() -> None:
     assert torch.equal(made(images), plain(images)) and vf.applied(made) == vf.applied(plain)
     with pytest.raises(vf.VitfocusError, match="cannot be built with"):
         vf.create_model("vit_tiny_patch16_224", depht=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "size"),
+    [
+        ("vit_tiny_patch16_224", {"depth": 1, "img_size": 64, "class_token": False, "global_pool": "avg"}, 64),
+        ("vit_tiny_patch16_224", {"depth": 1, "img_size": 64, "reg_tokens": 3}, 64),
+        ("vit_tiny_patch16_224", {"depth": 1, "dynamic_img_size": True, "dynamic_img_pad": True}, 70),
+        ("swin_tiny_patch4_window7_224", {"depths": (2, 2), "img_size": 64, "window_size": 4}, 64),
+        ("swinv2_cr_tiny_224", {"img_size": 64, "window_size": 4}, 64),
+        ("naflexvit_base_patch16_gap", {"depth": 1, "embed_dim": 48, "num_heads": 3}, 64),
+    ],
+)
+def test_what_timm_was_asked_for_is_told_from_the_model(
+    name: str, options: dict[str, Any], size: int, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model = vf.treat_(timm.create_model(name, num_classes=3, **options).eval(), "cb")
+    images = torch.randn(1, 3, size, size)
+    vf.save(model, tmp_path)
+    with torch.no_grad():
+        assert torch.equal(vf.load(tmp_path)(images), model(images))

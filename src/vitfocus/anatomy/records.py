@@ -152,8 +152,8 @@ class Anatomy(Sequence[Block]):
     """A model's blocks in order of depth, and what its images must look like.
 
     `stem` is the module that meets the image first; `root` the module the blocks' names are counted from. `mean` and
-    `std` normalise images as the model expects them. `encoder` and `text` matter for vision-language models: the module
-    that is given the padding mask, and the one that embeds the text.
+    `std` normalise images as the model expects them. `encoder` is the module that is given the padding mask, where
+    there is one, and `text`, in a vision-language model, the one that embeds the text.
     """
 
     family: str

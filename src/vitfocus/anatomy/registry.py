@@ -15,6 +15,9 @@ from vitfocus.errors import VitfocusError, nearest
 _LIBRARIES = ("timm", "transformers", "torchvision", "own")
 _FAMILIES: dict[str, Family] = {}
 
+#: What timm's `features_only` makes of most models: their stages under new names, without the class they belonged to.
+_TAKEN_APART = ("FeatureListNet", "FeatureDictNet")
+
 
 @dataclass(frozen=True)
 class Family:
@@ -118,6 +121,12 @@ def _outermost(
 
 
 def _unknown(model: nn.Module) -> str:
+    taken_apart = next((kind for m in model.modules() if (kind := type(m).__name__) in _TAKEN_APART), None)
+    if taken_apart is not None:
+        return (
+            f"timm has taken this model apart into a {taken_apart}, which keeps its stages but not the model: create "
+            'it with features_only=True and feature_cls="getter", which keeps it whole.'
+        )
     by_library: dict[str, set[str]] = {}
     for family in families():
         by_library.setdefault(family.library, set()).add(family.name)

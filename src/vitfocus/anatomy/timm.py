@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from torch import nn
@@ -17,13 +18,22 @@ CLASS_ATTENTION = Plan(pool=None, kind="class")
 
 
 def _stem(model: Any) -> Any:
-    return model.patch_embed if hasattr(model, "patch_embed") else model.stem
+    if hasattr(model, "patch_embeds"):
+        return model.patch_embeds[0]
+    return next(getattr(model, name) for name in ("patch_embed", "embeds", "stem") if hasattr(model, name))
 
 
 def _build_size(model: Any) -> Size:
     cfg = getattr(model, "pretrained_cfg", None) or {}
     size = getattr(_stem(model), "img_size", None) or cfg.get("input_size", (3, 224, 224))[-2:]
     return pair(size)
+
+
+def _built_for(model: Any, grid: Size, stride: int) -> Size:
+    """The size of a model that does not keep it, from a grid that its weights are made for and the stride there."""
+    size = _build_size(model)
+    held = (size[0] // stride, size[1] // stride) == grid
+    return size if held else (grid[0] * stride, grid[1] * stride)
 
 
 def _anatomy(model: Any, family: str, trunk: Trunk) -> Anatomy:
@@ -43,7 +53,8 @@ def _patch_rule(model: Any) -> GridRule:
 def _columnar(model: Any, family: str, plans: dict[str, Plan]) -> Anatomy:
     """Families with one list of equal blocks: ViT, BEiT, EVA, CaiT's trunk, the mixers."""
     prefix = int(getattr(model, "num_prefix_tokens", 0))
-    tokens = {"prefix_tokens": prefix, "class_token": prefix > 0 and getattr(model, "cls_token", None) is not None}
+    first = getattr(model, "cls_token", None) is not None or getattr(model, "has_class_token", False)
+    tokens = {"prefix_tokens": prefix, "class_token": prefix > 0 and first}
     rule, trunk = _patch_rule(model), Trunk(_build_size(model))
     for index, host in enumerate(model.blocks):
         if type(host).__name__ == "ParallelThingsBlock":
@@ -85,11 +96,13 @@ PARALLEL_SCALING = Plan(
     mlp_places=(None, "mlp_out_proj<", "mlp_out_proj>"),
 )
 
+#: The blocks that a ViT of timm may be built of.
+VIT = {"ResPostBlock": POST_NORM, "EvaBlockPostNorm": POST_NORM, "": PRE_NORM}
+VIT |= dict.fromkeys(("ParallelScalingBlock", "DiffParallelScalingBlock"), PARALLEL_SCALING)
+
 
 def _vision_transformer(model: Any) -> Anatomy:
-    plans = {"ResPostBlock": POST_NORM, "": PRE_NORM}
-    plans |= dict.fromkeys(("ParallelScalingBlock", "DiffParallelScalingBlock"), PARALLEL_SCALING)
-    return _columnar(model, "vision_transformer", plans)
+    return _columnar(model, "vision_transformer", VIT)
 
 
 def _relpos(model: Any) -> Anatomy:
@@ -101,7 +114,13 @@ def _beit(model: Any) -> Anatomy:
 
 
 def _eva(model: Any) -> Anatomy:
-    return _columnar(model, "eva", {"EvaBlockPostNorm": POST_NORM, "": PRE_NORM})
+    return _columnar(model, "eva", VIT)
+
+
+def _naflexvit(model: Any) -> Anatomy:
+    seen = _columnar(model, "naflexvit", VIT)
+    # Images of several sizes come as patches, padded to the longest; every block is given the mask.
+    return dataclasses.replace(seen, encoder=model.blocks[0])
 
 
 def _mlp_mixer(model: Any) -> Anatomy:
@@ -117,13 +136,13 @@ def _mlp_mixer(model: Any) -> Anatomy:
     return _columnar(model, "mlp_mixer", {"": mixer, "SpatialGatingBlock": dataclasses.replace(mixer, norm="norm")})
 
 
-def _swin(model: Any, family: str, plan: Plan) -> Anatomy:
+def _swin(model: Any, family: str, plan: Plan, stages: str = "layers") -> Anatomy:
     rule, trunk = _patch_rule(model), Trunk(_build_size(model))
-    for stage, layer in enumerate(model.layers):
+    for stage, layer in enumerate(getattr(model, stages)):
         if "downsample" in dict(layer.named_children()) and not isinstance(layer.downsample, nn.Identity):
             rule = rule.then((2,))
         for index, host in enumerate(layer.blocks):
-            trunk.add(host, plan, f"layers.{stage}.blocks.{index}", rule, stage, window=pair(host.window_size))
+            trunk.add(host, plan, f"{stages}.{stage}.blocks.{index}", rule, stage, window=pair(host.window_size))
     return _anatomy(model, family, trunk)
 
 
@@ -148,6 +167,52 @@ def _swin_v2(model: Any) -> Anatomy:
         kind="window",
     )
     return _swin(model, "swin_transformer_v2", plan)
+
+
+def _swin_v2_cr(model: Any) -> Anatomy:
+    cut = "_shifted_window_attn()"
+    plan = Plan(
+        pool=cut,
+        attention_places=(cut, None, "norm1<"),
+        mlp_places=("mlp< BNC", "mlp.fc2< BNC", "mlp> BNC"),
+        layout="BHWC",
+        kind="window",
+    )
+    return _swin(model, "swin_transformer_v2_cr", plan, "stages")
+
+
+def _sam(model: Any) -> Anatomy:
+    # Windows are cut behind norm1 and joined again where no module stands, so their attention has no end to reach.
+    whole = Plan(
+        attention_places=("norm1>", "attn.proj< BNC", "attn>"),
+        mlp_places=("mlp< BNC", "mlp.fc2< BNC", "mlp> BNC"),
+        layout="BHWC",
+    )
+    windowed = dataclasses.replace(whole, attention_places=("norm1>", None, None), kind="window")
+    rule, trunk = _patch_rule(model), Trunk(_build_size(model))
+    for index, host in enumerate(model.blocks):
+        window = pair(host.window_size) if host.window_size else None
+        trunk.add(host, windowed if window else whole, f"blocks.{index}", rule, window=window)
+    return _anatomy(model, "vision_transformer_sam", trunk)
+
+
+def _twins(model: Any) -> Anatomy:
+    rule, trunk = GridRule(()), Trunk(pair(model.patch_embeds[0].img_size))
+    for stage, hosts in enumerate(model.blocks):
+        rule = rule.then(conv_step(model.patch_embeds[stage].proj))
+        for index, host in enumerate(hosts):
+            reduction, window = getattr(host.attn, "sr", None), getattr(host.attn, "ws", None)
+            kind: AttentionKind = "window" if window else "reduced" if reduction is not None else "global"
+            trunk.add(
+                host,
+                Plan(kind=kind),
+                f"blocks.{stage}.{index}",
+                rule,
+                stage,
+                key_rule=rule.then(conv_step(reduction)) if reduction is not None else None,
+                window=pair(window) if window else None,
+            )
+    return _anatomy(model, "twins", trunk)
 
 
 def _pit(model: Any) -> Anatomy:
@@ -211,15 +276,20 @@ def _xcit(model: Any) -> Anatomy:
 
 
 def _mvitv2(model: Any) -> Anatomy:
-    rule, trunk = GridRule((conv_step(model.patch_embed.proj),)), Trunk(_build_size(model))
+    embed, table = model.patch_embed.proj, getattr(model.stages[0].blocks[0].attn, "rel_pos_h", None)
+    # A table of relative positions has 2n - 1 rows for n rows of tokens, and the model takes squares alone.
+    size = _build_size(model) if table is None else _built_for(model, pair((len(table) + 1) // 2), embed.stride[0])
+    rule, trunk = GridRule((conv_step(embed),)), Trunk(size)
     prefix = int(model.cls_token is not None)
     for stage, layer in enumerate(model.stages):
         for index, host in enumerate(layer.blocks):
             queries = rule.then(_pool_step(host.attn.pool_q)) if host.attn.pool_q is not None else rule
             keys = rule.then(_pool_step(host.attn.pool_k)) if host.attn.pool_k is not None else rule
-            # Where the width grows, the shortcut is projected from norm1's output: pooling before norm1 would reach it.
+            # Where the width grows, the shortcut is projected from norm1's output: pooling before norm1 would reach it,
+            # and attention's own input begins behind it.
             grows = host.shortcut_proj_attn is not None
-            plan = Plan(kind="pooled", pool=None if grows else "norm1<")
+            places = ("attn<", "attn.proj<", "attn>")
+            plan = Plan(kind="pooled", pool=None if grows else "norm1<", attention_places=places)
             grids = {"query_rule": queries, "key_rule": keys}
             name = f"stages.{stage}.blocks.{index}"
             trunk.add(host, plan, name, rule, stage, prefix_tokens=prefix, class_token=bool(prefix), **grids)
@@ -265,7 +335,7 @@ def _maxxvit(model: Any) -> Anatomy:
         "TransformerBlock2d": full,
     }
     # The stem and each stage halve the grid; the convolutions pad so that it rounds up.
-    trunk = Trunk(_build_size(model))
+    trunk = Trunk(_maxxvit_size(model))
     rule = GridRule(((model.stem.stride,),))
     for stage, layer in enumerate(model.stages):
         before, rule = rule, rule.then((2,))
@@ -291,9 +361,41 @@ def _maxxvit(model: Any) -> Anatomy:
     return _anatomy(model, "maxxvit", trunk)
 
 
+def _maxxvit_size(model: Any) -> Size:
+    """A window is the 32nd part of the image; without windows, positions are those of a stage's whole grid."""
+    for stage, layer in enumerate(model.stages):
+        for host in layer.modules():
+            if hasattr(host, "partition_size"):
+                return _built_for(model, pair(host.partition_size), 32)
+            positions: Any = getattr(getattr(host, "attn", None), "rel_pos", None)
+            if hasattr(positions, "window_size"):
+                return _built_for(model, pair(positions.window_size), model.stem.stride * 2 ** (stage + 1))
+    return _build_size(model)
+
+
+def _visformer(model: Any) -> Anatomy:
+    # The first stage has convolutions alone; its blocks are like the others but for their attention.
+    plan = Plan(layout="BCHW", mlp_places=("mlp<", "mlp.conv3<", "mlp>"))
+    convolutional = dataclasses.replace(plan, norm="norm2", kind="none", reader=None)
+    stem, trunk = model.stem, Trunk(pair(model.img_size))
+    rule = GridRule(()) if stem is None else GridRule((conv_step(stem[0]),))
+    for stage in range(3):
+        embed = getattr(model, f"patch_embed{stage + 1}")
+        rule = rule if embed is None else rule.then(conv_step(embed.proj))
+        for index, host in enumerate(getattr(model, f"stage{stage + 1}")):
+            kind = convolutional if host.attn is None else plan
+            trunk.add(host, kind, f"stage{stage + 1}.{index}", rule, stage)
+    seen = _anatomy(model, "visformer", trunk)
+    return seen if stem is not None else dataclasses.replace(seen, stem=model.patch_embed1)
+
+
 def _volo(model: Any) -> Anatomy:
-    trunk = Trunk(_build_size(model))
-    rule = GridRule(tuple(conv_step(m) for m in model.patch_embed.modules() if isinstance(m, nn.Conv2d)))
+    convs = [m for m in model.patch_embed.modules() if isinstance(m, nn.Conv2d)]
+    halved = next(part.proj for part in model.network if not isinstance(part, nn.Sequential))
+    # Positions are added behind the one place where the grid shrinks.
+    stride = math.prod(conv.stride[0] for conv in (*convs, halved))
+    trunk = Trunk(_built_for(model, pair(model.pos_embed.shape[1:3]), stride))
+    rule = GridRule(tuple(conv_step(conv) for conv in convs))
     plan = Plan(layout="BHWC")
     outlook = Plan(layout="BHWC", kind="outlook", pool=None, reader=None)
     stage = 0
@@ -316,6 +418,15 @@ def _register_all() -> None:
         ("eva.Eva", _eva, "eva02_tiny_patch14_224", {"depth": 2}),
         ("swin_transformer.SwinTransformer", _swin_v1, "swin_tiny_patch4_window7_224", {"depths": (2, 2)}),
         ("swin_transformer_v2.SwinTransformerV2", _swin_v2, "swinv2_tiny_window8_256", {"depths": (2, 2)}),
+        (
+            "swin_transformer_v2_cr.SwinTransformerV2Cr",
+            _swin_v2_cr,
+            "swinv2_cr_tiny_224",
+            {"depths": (2, 2), "num_heads": (3, 6)},
+        ),
+        ("vision_transformer_sam.VisionTransformerSAM", _sam, "samvit_base_patch16_224", {"depth": 3}),
+        ("naflexvit.NaFlexVit", _naflexvit, "naflexvit_base_patch16_gap", {"depth": 2}),
+        ("twins.Twins", _twins, "twins_svt_small", {}),
         ("pit.PoolingVisionTransformer", _pit, "pit_ti_224", {}),
         ("pvt_v2.PyramidVisionTransformerV2", _pvt_v2, "pvt_v2_b0", {}),
         ("mlp_mixer.MlpMixer", _mlp_mixer, "mixer_s32_224", {}),
@@ -325,6 +436,7 @@ def _register_all() -> None:
         ("mvitv2.MultiScaleVit", _mvitv2, "mvitv2_tiny", {}),
         ("davit.DaVit", _davit, "davit_tiny", {"depths": (1, 1, 1, 1)}),
         ("maxxvit.MaxxVit", _maxxvit, "maxvit_rmlp_pico_rw_256", {}),
+        ("visformer.Visformer", _visformer, "visformer_tiny", {}),
         ("volo.VOLO", _volo, "volo_d1_224", {}),
     ):
         module = names.split(".")[0]

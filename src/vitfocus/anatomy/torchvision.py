@@ -1,7 +1,8 @@
-"""torchvision's families: the ViTs (`vit_*`) and both versions of Swin (`swin_*`, `swin_v2_*`)."""
+"""torchvision's families: the ViTs (`vit_*`), both versions of Swin (`swin_*`, `swin_v2_*`) and MaxViT (`maxvit_t`)."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -36,6 +37,19 @@ SWIN_V2 = Plan(
     mlp_places=("mlp<", "mlp.3<", "mlp>"),
     layout="BHWC",
     kind="window",
+)
+
+
+#: All of a block works on windows, (B, windows, places, C): two axes of tokens, though not those of the image, so that
+#: they can be averaged as they lie but have no neighbours to be pooled with.
+MAXVIT = Plan(
+    norm="attn_layer.0",
+    attention="attn_layer.1",
+    mlp="mlp_layer",
+    pool=None,
+    attention_places=("attn_layer.0>", "attn_layer.1.merge<", "attn_layer.1>"),
+    mlp_places=("mlp_layer.0>", "mlp_layer.3<", "mlp_layer>"),
+    layout="BHWC",
 )
 
 
@@ -87,6 +101,33 @@ def _swin_transformer(model: Any) -> Anatomy:
     return Anatomy("swin_transformer", model, stem, tuple(blocks), size)
 
 
+def _maxvit(model: Any) -> Anatomy:
+    stem, blocks = model.stem, list[Block]()
+    rule = GridRule(tuple(conv_step(m) for m in stem.modules() if isinstance(m, nn.Conv2d)))
+    rows, columns = model.blocks[0].layers[0].layers.window_attention.grid_size
+    size = (4 * rows, 4 * columns)  # the stem halves the image and the first stage halves it again
+    for stage, part in enumerate(model.blocks):
+        rule = rule.then((3, 2, 1))
+        for index, layer in enumerate(part.layers):
+            for kind in ("window", "grid"):
+                host = layer.layers.get_submodule(f"{kind}_attention")
+                side = host.p if kind == "window" else host.g
+                blocks.append(
+                    build_block(
+                        host,
+                        replace(MAXVIT, kind=kind),
+                        name=f"blocks.{stage}.layers.{index}.layers.{kind}_attention",
+                        depth=len(blocks),
+                        stage=stage,
+                        grid_rule=rule,
+                        build_size=size,
+                        window=pair(side),
+                    )
+                )
+    notes = ("The model takes images of the size it was built for and no other.",)
+    return Anatomy("maxvit", model, stem, tuple(blocks), size, notes=notes)
+
+
 def build_example(family: Family) -> nn.Module:
     """A small model of the family, untrained: the class `family.example`, called with `family.options`."""
     import torchvision
@@ -98,10 +139,18 @@ _VIT = {"image_size": 32, "patch_size": 8, "num_layers": 2, "num_heads": 2, "hid
 _SWIN = {"patch_size": [4, 4], "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": [4, 4]}
 
 
+_MAXVIT = {"input_size": (64, 64), "stem_channels": 8, "partition_size": 4, "block_channels": [16, 32]} | {
+    "block_layers": [1, 1],
+    "head_dim": 8,
+    "stochastic_depth_prob": 0.0,
+}
+
+
 def _register_all() -> None:
     for module, name, dissect, options in (
         ("vision_transformer", "VisionTransformer", _vision_transformer, _VIT),
         ("swin_transformer", "SwinTransformer", _swin_transformer, _SWIN),
+        ("maxvit", "MaxVit", _maxvit, _MAXVIT),
     ):
         classes = (f"torchvision.models.{module}.{name}",)
         register(Family(module, "torchvision", classes, dissect, name, options))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -23,14 +24,26 @@ from vitfocus.errors import VitfocusError
 
 IMAGENET: dict[str, Any] = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 HALF: dict[str, Any] = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}
+PLAIN: dict[str, Any] = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
 CLIP: dict[str, Any] = {"mean": (0.48145466, 0.4578275, 0.40821073), "std": (0.26862954, 0.26130258, 0.27577711)}
 
 #: The same part of a block under its names in the families and versions.
-NORM = ("layernorm_before", "norm1", "layer_norm1", "layer_norm_1")
+NORM = ("layernorm_before", "norm1", "layer_norm1", "layer_norm_1", "rms_norm1")
 ATTENTION = ("attention.attention", "attention.self", "attention", "self_attn")
-PROJECTION = ("attention.output.dense", "attention.o_proj", "attention.proj", "self_attn.out_proj")
-FIRST = ("mlp", "intermediate")
-LAST = ("mlp.fc2", "mlp.dense2", "mlp.down_proj", "mlp.weights_out", "output.dense")
+PROJECTION = (
+    "attention.output.dense",
+    "attention.o_proj",
+    "attention.proj",
+    "attention.out_proj",
+    "self_attn.out_proj",
+    "self_attn.projection",
+)
+FIRST = ("mlp", "ffn", "intermediate")
+LAST = ("mlp.fc2", "mlp.dense2", "mlp.down_proj", "mlp.weights_out", "ffn.down_proj", "output.dense")
+
+#: What is put before the patches: parameters of the module that holds the patch embedding.
+CLASS_TOKEN = ("cls_token", "class_embedding")
+PREFIX = (*CLASS_TOKEN, "distillation_token", "register_tokens")
 
 
 def _plan(host: nn.Module) -> Plan:
@@ -71,9 +84,24 @@ def _hosts(model: nn.Module, class_name: str) -> Iterator[tuple[str, Any]]:
 
 def _patch_embeddings(model: nn.Module) -> list[nn.Module]:
     """What turns pixels, or the stage before, into tokens: one module a stage."""
-    names = ("patch_embeddings", "patch_embedding")
-    found = [module for name, module in model.named_modules() if name.rpartition(".")[2] in names]
+    found = [module for _, module in _named_embeddings(model)]
     return list(found[0]) if isinstance(found[0], nn.ModuleList) else found
+
+
+def _named_embeddings(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    names = ("patch_embeddings", "patch_embedding", "patch_embed")
+    found = [(name, module) for name, module in model.named_modules() if name.rpartition(".")[2] in names]
+    if not found:
+        raise VitfocusError(f"{type(model).__name__} has no {' or '.join(names)}: how it cuts patches is not known.")
+    return found
+
+
+def _prefix(model: nn.Module) -> dict[str, Any]:
+    """How many tokens stand before the patches, and whether the class token is the first of them."""
+    holder = model.get_submodule(_named_embeddings(model)[0][0].rpartition(".")[0])
+    tokens = {name: token for name in PREFIX if isinstance(token := getattr(holder, name, None), nn.Parameter)}
+    count = sum(1 if token.ndim == 1 else int(token.shape[-2]) for token in tokens.values())
+    return {"prefix_tokens": count, "class_token": any(name in tokens for name in CLASS_TOKEN)}
 
 
 def _conv(module: nn.Module) -> nn.Conv2d:
@@ -85,66 +113,15 @@ def _build_size(model: Any, default: int = 224) -> Size:
     return pair((size["height"], size["width"]) if isinstance(size, dict) else size)
 
 
-def _columnar(
-    model: Any, family: str, layer: str, *, prefix_tokens: int, class_token: bool = True, **normal: Any
-) -> Anatomy:
-    """Families with one list of equal blocks: ViT, DeiT, BEiT, DINO, the towers of CLIP and SigLIP."""
+def _columnar(model: Any, family: str, layer: str, **normal: Any) -> Anatomy:
+    """Families with one list of equal blocks: ViT, DeiT, BEiT, DINO, the towers of CLIP and its like."""
     stem, size = _patch_embeddings(model)[0], _build_size(model)
-    rule = GridRule((conv_step(_conv(stem)),))
+    rule, tokens = GridRule((conv_step(_conv(stem)),)), _prefix(model)
     blocks = [
-        build_block(
-            host,
-            _plan(host),
-            name=name,
-            depth=depth,
-            stage=0,
-            grid_rule=rule,
-            build_size=size,
-            prefix_tokens=prefix_tokens,
-            class_token=class_token,
-        )
+        build_block(host, _plan(host), name=name, depth=depth, stage=0, grid_rule=rule, build_size=size, **tokens)
         for depth, (name, host) in enumerate(_hosts(model, layer))
     ]
     return Anatomy(family, model, stem, tuple(blocks), size, **normal)
-
-
-def _vit(model: Any) -> Anatomy:
-    return _columnar(model, "vit", "ViTLayer", prefix_tokens=1, **HALF)
-
-
-def _deit(model: Any) -> Anatomy:
-    # The class token and the distillation token, whether or not a head reads the latter.
-    return _columnar(model, "deit", "DeiTLayer", prefix_tokens=2, **IMAGENET)
-
-
-def _beit(model: Any) -> Anatomy:
-    return _columnar(model, "beit", "BeitLayer", prefix_tokens=1, **HALF)
-
-
-def _data2vec_vision(model: Any) -> Anatomy:
-    return _columnar(model, "data2vec_vision", "Data2VecVisionLayer", prefix_tokens=1, **HALF)
-
-
-def _dinov2(model: Any) -> Anatomy:
-    return _columnar(model, "dinov2", "Dinov2Layer", prefix_tokens=1, **IMAGENET)
-
-
-def _dinov2_with_registers(model: Any) -> Anatomy:
-    prefix = 1 + model.config.num_register_tokens
-    return _columnar(model, "dinov2_with_registers", "Dinov2WithRegistersLayer", prefix_tokens=prefix, **IMAGENET)
-
-
-def _dinov3_vit(model: Any) -> Anatomy:
-    prefix = 1 + model.config.num_register_tokens
-    return _columnar(model, "dinov3_vit", "DINOv3ViTLayer", prefix_tokens=prefix, **IMAGENET)
-
-
-def _clip(model: Any) -> Anatomy:
-    return _columnar(model, "clip", "CLIPEncoderLayer", prefix_tokens=1, **CLIP)
-
-
-def _siglip(model: Any) -> Anatomy:
-    return _columnar(model, "siglip", "SiglipEncoderLayer", prefix_tokens=0, class_token=False, **HALF)
 
 
 def _stage(name: str) -> int:
@@ -152,15 +129,7 @@ def _stage(name: str) -> int:
     return next(int(part) for part in name.split(".") if part.isdigit())
 
 
-def _swin(model: Any) -> Anatomy:
-    return _windowed(model, "swin", "SwinLayer")
-
-
-def _swinv2(model: Any) -> Anatomy:
-    return _windowed(model, "swinv2", "Swinv2Layer")
-
-
-def _windowed(model: Any, family: str, layer: str) -> Anatomy:
+def _windowed(model: Any, family: str, layer: str, **normal: Any) -> Anatomy:
     """Swin, whose attention module sees windows, so that what touches all tokens sits around it.
 
     Version 1 has its norm before the windows are cut and `drop_path` behind. In version 2 the norm follows attention,
@@ -171,7 +140,7 @@ def _windowed(model: Any, family: str, layer: str) -> Anatomy:
     blocks: list[Block] = []
     for name, host in _hosts(model, layer):
         plan, stage = dataclasses.replace(_plan(host), kind="window"), _stage(name)
-        if family == "swin":
+        if layer != "Swinv2Layer":
             plan = dataclasses.replace(plan, attention_places=(f"{plan.norm}>", None, "drop_path<"))
             window = model.config.window_size
         else:
@@ -190,22 +159,10 @@ def _windowed(model: Any, family: str, layer: str) -> Anatomy:
                 window=pair(window),
             )
         )
-    return Anatomy(family, model, stem, tuple(blocks), size, **IMAGENET)
+    return Anatomy(family, model, stem, tuple(blocks), size, **normal)
 
 
-def _pvt(model: Any) -> Anatomy:
-    return _pyramid(model, "pvt", "PvtLayer")
-
-
-def _pvt_v2(model: Any) -> Anatomy:
-    return _pyramid(model, "pvt_v2", "PvtV2BlockLayer")
-
-
-def _segformer(model: Any) -> Anatomy:
-    return _pyramid(model, "segformer", "SegformerLayer", default_size=512)
-
-
-def _pyramid(model: Any, family: str, layer: str, default_size: int = 224) -> Anatomy:
+def _pyramid(model: Any, family: str, layer: str, default_size: int = 224, **normal: Any) -> Anatomy:
     """PVT and its descendants: a convolution a stage, and attention to keys that another one has reduced."""
     embeddings, size = _patch_embeddings(model), _build_size(model, default_size)
     steps = tuple(conv_step(_conv(embedding)) for embedding in embeddings)
@@ -230,7 +187,7 @@ def _pyramid(model: Any, family: str, layer: str, default_size: int = 224) -> An
                 class_token=class_token,
             )
         )
-    return Anatomy(family, model, embeddings[0], tuple(blocks), size, **IMAGENET)
+    return Anatomy(family, model, embeddings[0], tuple(blocks), size, **normal)
 
 
 def _reductions(attention: nn.Module) -> tuple[Step, ...]:
@@ -242,7 +199,7 @@ def _reductions(attention: nn.Module) -> tuple[Step, ...]:
     )
 
 
-def _vilt(model: Any) -> Anatomy:
+def _vilt(model: Any, family: str, layer: str, **normal: Any) -> Anatomy:
     stem, size = _patch_embeddings(model)[0], _build_size(model, 384)
     blocks = [
         build_block(
@@ -256,7 +213,7 @@ def _vilt(model: Any) -> Anatomy:
             prefix_tokens=1,
             class_token=True,
         )
-        for depth, (name, host) in enumerate(_hosts(model, "ViltLayer"))
+        for depth, (name, host) in enumerate(_hosts(model, layer))
     ]
     notes = (
         "The sequence is the text's tokens, then the image's: its class token (the one prefix token) and its patches.",
@@ -264,7 +221,7 @@ def _vilt(model: Any) -> Anatomy:
         "Patches come in random order, padded to the longest of the batch; only while read do they lie on a grid.",
     )
     encoder, text = model.encoder, model.embeddings.text_embeddings
-    return Anatomy("vilt", model, stem, tuple(blocks), size, **HALF, encoder=encoder, text=text, notes=notes)
+    return Anatomy(family, model, stem, tuple(blocks), size, **normal, encoder=encoder, text=text, notes=notes)
 
 
 def build_example(family: Family) -> nn.Module:
@@ -284,38 +241,127 @@ _PYRAMID = {"num_encoder_blocks": 4, "depths": [1, 2, 1, 1], "hidden_sizes": [16
 }
 
 
+_DINO = _SMALL | {"patch_size": 8}
+
+#: The families: where their code is, the classes a model is recognised by, its block's class, how it is dissected,
+#: how its images are normalised, and the config of a small example.
+_FAMILIES: tuple[tuple[str, str, tuple[str, ...], str, Any, dict[str, Any], dict[str, Any]], ...] = (
+    ("vit", "vit", ("ViTModel",), "ViTLayer", _columnar, HALF, _VIT),
+    ("deit", "deit", ("DeiTModel",), "DeiTLayer", _columnar, IMAGENET, _VIT),
+    (
+        "beit",
+        "beit",
+        ("BeitModel", "BeitBackbone"),
+        "BeitLayer",
+        _columnar,
+        HALF,
+        _VIT | {"use_relative_position_bias": True},
+    ),
+    ("data2vec_vision", "data2vec", ("Data2VecVisionModel",), "Data2VecVisionLayer", _columnar, HALF, _VIT),
+    ("dinov2", "dinov2", ("Dinov2Model", "Dinov2Backbone"), "Dinov2Layer", _columnar, IMAGENET, _DINO),
+    (
+        "dinov2_with_registers",
+        "dinov2_with_registers",
+        ("Dinov2WithRegistersModel", "Dinov2WithRegistersBackbone"),
+        "Dinov2WithRegistersLayer",
+        _columnar,
+        IMAGENET,
+        _DINO,
+    ),
+    ("dinov3_vit", "dinov3_vit", ("DINOv3ViTModel", "DINOv3ViTBackbone"), "DINOv3ViTLayer", _columnar, IMAGENET, _VIT),
+    ("vit_msn", "vit_msn", ("ViTMSNModel",), "ViTMSNLayer", _columnar, IMAGENET, _VIT),
+    ("ijepa", "ijepa", ("IJepaModel",), "IJepaLayer", _columnar, IMAGENET, _VIT),
+    ("dpt", "dpt", ("DPTModel",), "DPTViTLayer", _columnar, HALF, _VIT),
+    ("clip", "clip", ("CLIPVisionModel", "CLIPVisionTransformer"), "CLIPEncoderLayer", _columnar, CLIP, _VIT),
+    ("siglip", "siglip", ("SiglipVisionModel", "SiglipVisionTransformer"), "SiglipEncoderLayer", _columnar, HALF, _VIT),
+    (
+        "altclip",
+        "altclip",
+        ("AltCLIPVisionModel", "AltCLIPVisionTransformer"),
+        "AltCLIPEncoderLayer",
+        _columnar,
+        CLIP,
+        _VIT,
+    ),
+    (
+        "chinese_clip",
+        "chinese_clip",
+        ("ChineseCLIPVisionModel", "ChineseCLIPVisionTransformer"),
+        "ChineseCLIPVisionLayer",
+        _columnar,
+        CLIP,
+        _VIT,
+    ),
+    (
+        "metaclip_2",
+        "metaclip_2",
+        ("MetaClip2VisionModel", "MetaClip2VisionTransformer"),
+        "MetaClip2EncoderLayer",
+        _columnar,
+        CLIP,
+        _VIT,
+    ),
+    (
+        "clipseg",
+        "clipseg",
+        ("CLIPSegVisionModel", "CLIPSegVisionTransformer"),
+        "CLIPSegEncoderLayer",
+        _columnar,
+        IMAGENET,
+        _VIT,
+    ),
+    ("owlvit", "owlvit", ("OwlViTVisionModel", "OwlViTVisionTransformer"), "OwlViTEncoderLayer", _columnar, CLIP, _VIT),
+    ("owlv2", "owlv2", ("Owlv2VisionModel", "Owlv2VisionTransformer"), "Owlv2EncoderLayer", _columnar, CLIP, _VIT),
+    ("git", "git", ("GitVisionModel", "GitVisionTransformer"), "GitVisionEncoderLayer", _columnar, CLIP, _VIT),
+    ("blip", "blip", ("BlipVisionModel",), "BlipEncoderLayer", _columnar, CLIP, _VIT),
+    ("blip_2", "blip_2", ("Blip2VisionModel",), "Blip2EncoderLayer", _columnar, CLIP, _VIT),
+    (
+        "instructblip",
+        "instructblip",
+        ("InstructBlipVisionModel",),
+        "InstructBlipEncoderLayer",
+        _columnar,
+        CLIP,
+        _VIT,
+    ),
+    ("flava", "flava", ("FlavaImageModel",), "FlavaLayer", _columnar, CLIP, _VIT),
+    ("aimv2", "aimv2", ("Aimv2VisionModel",), "Aimv2EncoderLayer", _columnar, CLIP, _VIT),
+    ("swin", "swin", ("SwinModel", "SwinBackbone"), "SwinLayer", _windowed, IMAGENET, _SWIN),
+    ("swinv2", "swinv2", ("Swinv2Model", "Swinv2Backbone"), "Swinv2Layer", _windowed, IMAGENET, _SWIN),
+    ("donut_swin", "donut", ("DonutSwinModel",), "DonutSwinLayer", _windowed, HALF, _SWIN),
+    (
+        "maskformer_swin",
+        "maskformer",
+        ("MaskFormerSwinModel", "MaskFormerSwinBackbone"),
+        "MaskFormerSwinLayer",
+        _windowed,
+        IMAGENET,
+        _SWIN,
+    ),
+    ("pvt", "pvt", ("PvtModel",), "PvtLayer", _pyramid, IMAGENET, _PYRAMID | {"image_size": 64}),
+    ("pvt_v2", "pvt_v2", ("PvtV2Model",), "PvtV2BlockLayer", _pyramid, IMAGENET, _PYRAMID | {"image_size": 64}),
+    (
+        "segformer",
+        "segformer",
+        ("SegformerModel",),
+        "SegformerLayer",
+        partial(_pyramid, default_size=512),
+        IMAGENET,
+        _PYRAMID,
+    ),
+    ("glpn", "glpn", ("GLPNModel",), "GLPNLayer", _pyramid, PLAIN, _PYRAMID),
+    ("vilt", "vilt", ("ViltModel",), "ViltLayer", _vilt, HALF, _VIT | {"vocab_size": 50}),
+)
+
+#: Where a family's code is not in the file named after it.
+_FILES = {"data2vec": "data2vec_vision", "donut": "donut_swin", "maskformer": "maskformer_swin"}
+
+
 def _register_all() -> None:
-    for family, module, classes, dissect, options in (
-        ("vit", "vit.modeling_vit", ("ViTModel",), _vit, _VIT),
-        ("deit", "deit.modeling_deit", ("DeiTModel",), _deit, _VIT),
-        (
-            "beit",
-            "beit.modeling_beit",
-            ("BeitModel", "BeitBackbone"),
-            _beit,
-            _VIT | {"use_relative_position_bias": True},
-        ),
-        ("data2vec_vision", "data2vec.modeling_data2vec_vision", ("Data2VecVisionModel",), _data2vec_vision, _VIT),
-        ("dinov2", "dinov2.modeling_dinov2", ("Dinov2Model", "Dinov2Backbone"), _dinov2, _SMALL | {"patch_size": 8}),
-        (
-            "dinov2_with_registers",
-            "dinov2_with_registers.modeling_dinov2_with_registers",
-            ("Dinov2WithRegistersModel", "Dinov2WithRegistersBackbone"),
-            _dinov2_with_registers,
-            _SMALL | {"patch_size": 8},
-        ),
-        ("dinov3_vit", "dinov3_vit.modeling_dinov3_vit", ("DINOv3ViTModel", "DINOv3ViTBackbone"), _dinov3_vit, _VIT),
-        ("swin", "swin.modeling_swin", ("SwinModel", "SwinBackbone"), _swin, _SWIN),
-        ("swinv2", "swinv2.modeling_swinv2", ("Swinv2Model", "Swinv2Backbone"), _swinv2, _SWIN),
-        ("pvt", "pvt.modeling_pvt", ("PvtModel",), _pvt, _PYRAMID | {"image_size": 64}),
-        ("pvt_v2", "pvt_v2.modeling_pvt_v2", ("PvtV2Model",), _pvt_v2, _PYRAMID | {"image_size": 64}),
-        ("segformer", "segformer.modeling_segformer", ("SegformerModel",), _segformer, _PYRAMID),
-        ("clip", "clip.modeling_clip", ("CLIPVisionModel", "CLIPVisionTransformer"), _clip, _VIT),
-        ("siglip", "siglip.modeling_siglip", ("SiglipVisionModel", "SiglipVisionTransformer"), _siglip, _VIT),
-        ("vilt", "vilt.modeling_vilt", ("ViltModel",), _vilt, _VIT | {"vocab_size": 50}),
-    ):
-        names = tuple(f"transformers.models.{module}.{name}" for name in classes)
-        register(Family(family, "transformers", names, dissect, classes[0], options))
+    for name, folder, classes, layer, way, normal, options in _FAMILIES:
+        file = f"transformers.models.{folder}.modeling_{_FILES.get(folder, folder)}"
+        dissect = partial(way, family=name, layer=layer, **normal)
+        register(Family(name, "transformers", tuple(f"{file}.{c}" for c in classes), dissect, classes[0], options))
 
 
 _register_all()

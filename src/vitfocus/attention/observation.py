@@ -74,14 +74,17 @@ class Observation:
 
 
 def join_heads(seen: Sequence[Observation]) -> Observation:
-    """Several attentions over the same tokens as one with all their heads (differential attention calls twice)."""
+    """Several attentions over the same tokens as one with all their heads (differential attention calls twice).
+
+    The attentions of one head stand together, as they do in a model that makes all of its maps at once.
+    """
     if len(seen) == 1:
         return seen[0]
     if all(one.query is not None and one.bias is None and one.scale == seen[0].scale for one in seen):
-        query = torch.cat([one.query for one in seen if one.query is not None], dim=1)
-        key = torch.cat([one.key for one in seen if one.key is not None], dim=1)
-        return Observation(query=query, key=key, scale=seen[0].scale)
-    return Observation(logits=torch.cat([one.scores() for one in seen], dim=1))
+        query = torch.stack([one.query for one in seen if one.query is not None], dim=2)
+        key = torch.stack([one.key for one in seen if one.key is not None], dim=2)
+        return Observation(query=query.flatten(1, 2), key=key.flatten(1, 2), scale=seen[0].scale)
+    return Observation(logits=torch.stack([one.scores() for one in seen], dim=2).flatten(1, 2))
 
 
 def _wide(tensor: Tensor) -> Tensor:

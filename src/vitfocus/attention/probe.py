@@ -30,10 +30,11 @@ Sink = Callable[[Observation], None]
 class _Watch(TorchFunctionMode):
     """Collects every attention that happens while it is active."""
 
-    def __init__(self, seen: list[Observation], finished_maps: bool) -> None:
+    def __init__(self, seen: list[Observation], finished_maps: bool, heads: int | None) -> None:
         super().__init__()
         self.seen = seen
         self.finished_maps = finished_maps
+        self.heads = heads
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -41,7 +42,7 @@ class _Watch(TorchFunctionMode):
             if func is F.dropout and args[0].ndim == 4:
                 self.seen.append(Observation(map=args[0]))
         elif func is F.scaled_dot_product_attention:
-            seen, value = _from_call(*args, **kwargs)
+            seen, value = _from_call(self.heads, *args, **kwargs)
             made = None
             if value is not None and seen.query is not None and seen.key is not None and triton_reads(seen.query):
                 made = attention_with_normalisers(seen.query, seen.key, value, scale=seen.scale)
@@ -49,12 +50,20 @@ class _Watch(TorchFunctionMode):
                 self.seen.append(replace(seen, lse=made[1]))
                 return made[0]
             self.seen.append(seen)
-        elif func in (F.softmax, torch.softmax, Tensor.softmax) and args[0].ndim >= 4:
-            self.seen.append(Observation(logits=args[0].flatten(0, -4)))
+        elif func in (F.softmax, torch.softmax, Tensor.softmax) and args[0].ndim >= (3 if self.heads else 4):
+            self.seen.append(Observation(logits=_by_heads(args[0], self.heads)))
         return func(*args, **kwargs)
 
 
+def _by_heads(tensor: Tensor, heads: int | None) -> Tensor:
+    """(B, H, ·, ·), from a tensor whose heads are folded into the batch (B · H, ·, ·), or with windows on an axis."""
+    if tensor.ndim == 3 and heads:
+        return tensor.unflatten(0, (-1, heads))
+    return tensor if tensor.ndim == 4 else tensor.flatten(0, -4)
+
+
 def _from_call(
+    heads: int | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -65,14 +74,19 @@ def _from_call(
     enable_gqa: bool = False,
 ) -> tuple[Observation, Tensor | None]:
     """An observation from the arguments of `scaled_dot_product_attention`, and the values where these are all."""
-    plain = attn_mask is None and dropout_p == 0.0 and not is_causal and not enable_gqa
+    plain = attn_mask is None and dropout_p == 0.0 and not is_causal and not enable_gqa and query.ndim == 4
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if is_causal:
         attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, float("-inf"))
-    if attn_mask is not None:
+    if attn_mask is not None and attn_mask.ndim == 3 == query.ndim and len(attn_mask) > 1:
+        attn_mask = _by_heads(attn_mask, heads)
+    elif attn_mask is not None and attn_mask.ndim > 4:
+        attn_mask = attn_mask.expand(*query.shape[:-3], *attn_mask.shape[-3:]).flatten(0, -4)
+    elif attn_mask is not None:
         attn_mask = attn_mask[(None,) * (4 - attn_mask.ndim)]
+    query, key = _by_heads(query, heads), _by_heads(key, heads)
     if enable_gqa and key.shape[1] != query.shape[1]:
         key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     return Observation(query=query, key=key, scale=scale, bias=attn_mask), value if plain else None
@@ -118,7 +132,7 @@ class Watched:
             self.sink(_from_multihead(self.module, tokens))
             return self._original(*args, **kwargs)
         seen: list[Observation] = []
-        with _Watch(seen, finished_maps=self.reader == "dropout"):
+        with _Watch(seen, self.reader == "dropout", _heads(self.module)):
             output = self._original(*args, **kwargs)
         if seen:
             self.sink(join_heads(seen))
@@ -128,6 +142,14 @@ class Watched:
         if self.inner is not None:
             return self.inner(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
+
+
+def _heads(module: nn.Module) -> int | None:
+    """How many heads an attention module says it has."""
+    for name in ("num_heads", "num_attention_heads", "n_heads"):
+        if isinstance(heads := getattr(module, name, None), int):
+            return heads
+    return None
 
 
 @contextmanager

@@ -102,7 +102,8 @@ def diversity(
         scores = query[:, :, pick].to(wide) * scale @ key.to(wide).mT
         if bias is not None:
             scores = scores + (bias if bias.shape[-2] == 1 else bias[..., pick, :]).to(wide)
-        maps = scores.softmax(dim=-1) if bias is None else torch._safe_softmax(scores, dim=-1)
+        # As an operator, because torch.compile does not trace the function of that name.
+        maps = scores.softmax(dim=-1) if bias is None else torch.ops.aten._safe_softmax(scores, -1)
         return row_similarity(maps[..., first:], variant=variant, heads=heads, threshold=threshold)
     where = Place(scale, first, heads == "mean", variant == "paper", threshold)
     if name == "chunked":

@@ -91,7 +91,7 @@ class ContextBroadcast(nn.Module):
         return torch.cat((tokens[:, :start], part, tokens[:, stop:]), dim=1)
 
     def _group(self, count: int) -> tuple[int, int]:
-        if self.notes is None:
+        if self.notes is None or self.notes.text_tokens is None:
             return self.prefix_tokens, count
         return (0, self.notes.text_tokens) if self.tokens == "text" else (self.notes.text_tokens, count)
 

@@ -18,11 +18,11 @@ class CallNotes:
     def __init__(self) -> None:
         self.image_size: tuple[int, int] | None = None
         self.valid: Tensor | None = None
-        self.text_tokens: int = 0
+        self.text_tokens: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy or a pickle starts with nothing noted: a mask may hang on a graph that cannot be copied."""
-        return {"image_size": self.image_size, "valid": None, "text_tokens": 0}
+        return {"image_size": self.image_size, "valid": None, "text_tokens": None}
 
 
 class NoteImageSize:
@@ -32,6 +32,7 @@ class NoteImageSize:
         self.notes = notes
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.notes.image_size = None  # an earlier image's size is not that of patches without an image
         for value in (*args, *kwargs.values()):
             if isinstance(value, Tensor) and value.ndim == 4:
                 self.notes.image_size = (value.shape[-2], value.shape[-1])
@@ -45,7 +46,8 @@ class NotePadding:
         self.notes = notes
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+        named = (kwargs[name] for name in ("attention_mask", "attn_mask") if name in kwargs)
+        mask = next(named, args[1] if len(args) > 1 else None)
         if not isinstance(mask, Tensor):
             self.notes.valid = None
             return
@@ -74,9 +76,10 @@ def note_image_size(anatomy: Anatomy, surgeon: Surgeon) -> CallNotes:
 
 def note_sequence(anatomy: Anatomy, surgeon: Surgeon) -> CallNotes | None:
     """Notes of the padding and the text's length, for models that have them; None for the others."""
-    if anatomy.encoder is None or anatomy.text is None:
+    if anatomy.encoder is None:
         return None
     notes = CallNotes()
     surgeon.do(AddHook(anatomy.encoder, "input", NotePadding(notes)))
-    surgeon.do(AddHook(anatomy.text, "output", NoteTextLength(notes)))
+    if anatomy.text is not None:
+        surgeon.do(AddHook(anatomy.text, "output", NoteTextLength(notes)))
     return notes

@@ -177,11 +177,13 @@ def _guess_transformers(model: Any, known: Origin | None = None) -> list[Origin]
 def _guess_torchvision(model: Any, known: Origin | None = None) -> list[Origin]:
     from torchvision import models
 
-    prefix = "vit_" if hasattr(model, "encoder") else "swin_"
+    prefix = {"VisionTransformer": "vit_", "MaxVit": "maxvit_"}.get(type(model).__name__, "swin_")
     head = [module for module in model.modules() if isinstance(module, nn.Linear)][-1]
     arguments: dict[str, Any] = {"num_classes": head.out_features}
     if hasattr(model, "image_size"):
         arguments["image_size"] = model.image_size
+    if prefix == "maxvit_":
+        arguments["input_size"] = anatomy(model).build_size
     return [Origin("torchvision", name, arguments) for name in models.list_models(include=f"{prefix}*")]
 
 
@@ -197,7 +199,9 @@ def _guess_timm(model: Any, known: Origin | None = None) -> list[Origin]:
         return []
     ours, theirs = _telling(model), _telling(plain)
     more = {key: value for key, value in ours.items() if key in theirs and theirs[key] != value}
-    return [Origin("timm", name, arguments), Origin("timm", name, {**arguments, **more})]
+    # A window is no larger than its grid, so its size may follow from the image's instead of having been asked for.
+    without = {key: value for key, value in more.items() if key != "window_size"}
+    return [Origin("timm", name, {**arguments, **changed}) for changed in ({}, without, more)]
 
 
 def _telling(model: Any) -> dict[str, Any]:
@@ -207,17 +211,22 @@ def _telling(model: Any) -> dict[str, Any]:
         for key in ("embed_dim", "global_pool", "dynamic_img_size", "masked_blocks")
         if isinstance(getattr(model, key, None), str | int | bool)
     }
+    if hasattr(model, "num_prefix_tokens") and hasattr(model, "cls_token"):
+        facts["class_token"] = model.cls_token is not None
+        facts["reg_tokens"] = getattr(model, "num_reg_tokens", 0)
     with contextlib.suppress(VitfocusError, AttributeError):
         seen = anatomy(model)
         facts["img_size"] = seen.build_size
-        conv = next(module for module in seen.stem.modules() if isinstance(module, nn.Conv2d))
-        facts["in_chans"] = conv.in_channels
+        facts["window_size"] = seen[0].window
+        facts["dynamic_img_pad"] = getattr(seen.stem, "dynamic_img_pad", None)
+        conv = next((module for module in seen.stem.modules() if isinstance(module, nn.Conv2d)), None)
+        facts["in_chans"] = conv.in_channels if conv is not None else getattr(model, "in_chans", 3)
         stages = [block.stage for block in seen.trunk]
         if len(set(stages)) > 1:
             facts["depths"] = tuple(stages.count(stage) for stage in sorted(set(stages)))
         else:
             facts["depth"] = len(seen.trunk)
-            facts["patch_size"] = conv.kernel_size[0]
+            facts["patch_size"] = conv.kernel_size[0] if conv is not None else None
             facts["num_heads"] = getattr(seen[0].attention, "num_heads", None)
     return facts
 

@@ -83,7 +83,9 @@ class TokenPooling(nn.Module):
 
     def _grid(self, count: int) -> tuple[int, int]:
         if self.notes is None or self.notes.image_size is None:
-            raise VitfocusError("Token-aware Average Pooling has not seen an image yet, so it does not know the grid.")
+            raise VitfocusError(
+                "Token-aware Average Pooling was given tokens without an image, so it does not know the grid."
+            )
         rows, columns = self.rule(self.notes.image_size)
         if rows * columns != count:
             raise VitfocusError(

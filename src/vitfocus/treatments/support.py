@@ -37,7 +37,8 @@ def model_names(library: str, family: str) -> list[str]:
     if library == "torchvision":
         from torchvision import models
 
-        return models.list_models(include="vit_*" if family == "vision_transformer" else "swin_*")
+        prefix = {"vision_transformer": "vit", "swin_transformer": "swin", "maxvit": "maxvit"}[family]
+        return models.list_models(include=f"{prefix}_*")
     import timm
 
     import vitfocus.models  # noqa: F401  registers the project's own

@@ -117,7 +117,8 @@ def insert_uniform_head(config: UniformHead, anatomy: Anatomy, surgeon: Surgeon)
         kind = type(original)
         if f"{kind.__module__}.{kind.__qualname__}" != _VIT_ATTENTION:
             raise VitfocusError(
-                f"{config} rebuilds plain ViT attention (timm's Attention), and {block.name} has {kind.__name__}."
+                f"{config} rebuilds plain ViT attention (timm's Attention), and {block.name} has "
+                f"{'none' if original is None else kind.__name__}."
             )
         if original.num_heads < 2 and config.mode != "append":
             raise VitfocusError(f"{config} needs at least two heads, and {block.name} has one: use mode=append.")
