@@ -381,12 +381,13 @@ def test_a_report_that_fails_does_not_spoil_the_run(
     assert (tmp_path / "d" / "diagnosis.json").is_file()
 
 
-def test_costs_are_counted_and_leave_the_model_alone() -> None:
+def test_costs_are_counted_and_leave_the_model_alone(capfd: pytest.CaptureFixture[str]) -> None:
     model = vf.create_model("vit_tiny_patch16_224+tap", depth=2, img_size=64, embed_dim=48, num_heads=3, num_classes=5)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     modes = [module.training for module in model.modules()]
     random = torch.get_rng_state()
     cost = measure(model, batch=2)
+    assert capfd.readouterr().err == ""  # torch's profiler has nothing to tell the user
     assert {"device", "forward_seconds", "step_seconds", "memory_bytes"} <= set(cost) and cost["memory_bytes"] > 0
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert modes == [module.training for module in model.modules()] and torch.equal(random, torch.get_rng_state())

@@ -52,8 +52,7 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise VitfocusError(f"--{name.replace('_', '-')} must be at least 1, but is {getattr(args, name)}.")
     size = parse_size(args.size)
-    for variable, value in (("KINETO_LOG_LEVEL", "99"), ("TORCH_CPP_LOG_LEVEL", "ERROR")):
-        os.environ.setdefault(variable, value)  # torch's profiler, which counts the memory, else chats on stderr
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's profiler, which counts the memory, else chats
 
     import torch
 

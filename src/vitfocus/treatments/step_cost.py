@@ -8,6 +8,7 @@ allocator on CUDA, by torch's own record of every allocation on the CPU.
 from __future__ import annotations
 
 import inspect
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from vitfocus.anatomy import unwrap
 from vitfocus.errors import VitfocusError
-from vitfocus.treatments.diversity import auxiliary_loss
+from vitfocus.treatments.diversity import auxiliary_loss, forget_losses
 
 MODES = ("train", "infer")
 
@@ -165,8 +166,10 @@ def _peak(step: Step, device: torch.device) -> int:
         step()
         _wait(device)
         return torch.cuda.max_memory_allocated(device) - before
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would tell the user about GPUs that are not there
     from torch.profiler import ProfilerActivity, profile
 
+    forget_losses(step.model)  # what is freed while it records must have come while it did
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         step()
     events: Any = seen.profiler.kineto_results.events()
