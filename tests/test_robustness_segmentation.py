@@ -115,6 +115,8 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path) -> None:
         assert run(rest, out, resume=True).models == whole.models
         assert 0 < 1000 - rest.left < calls - stop + calls // 3
         assert run(Interrupted(0), out, resume=True).models == whole.models  # finished: nothing is asked any more
+        with pytest.raises(vf.VitfocusError, match="a finished run on other data"):
+            run(Interrupted(0), out, [(255 - one, mask) for one, mask in batches], resume=True)
     with pytest.raises(vf.VitfocusError, match="at least 2"):
         vf.evaluate(Segmenter(), "segmentation-noise", batches, repeats=1, out=tmp_path / "free", progress=False)
     run(Segmenter(), "free")  # what failed before it began has left nothing in the way

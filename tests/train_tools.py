@@ -6,7 +6,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import socket
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from two_processes import what_each_is_told
 
 from vitfocus.train import Recipe, load_recipe
 
@@ -93,13 +93,8 @@ def _child(output: Path, arguments: list[str], code: str, environment: dict[str,
 
 def start_many(folder: Path, *overrides: str, codes: tuple[str, str] = ("", ""), **more: str) -> list[Started]:
     """Two processes of one run, joined by gloo."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "true", **more}
-    return [
-        start(folder, *overrides, code=codes[rank], **shared, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in (0, 1)
-    ]
+    told = what_each_is_told()
+    return [start(folder, *overrides, code=code, **{**one, **more}) for code, one in zip(codes, told, strict=True)]
 
 
 def rows(folder: Path, kind: str = "train") -> list[dict[str, Any]]:
