@@ -261,7 +261,7 @@ def _export(engine: Engine, folder: Path, must: bool = True) -> None:
         except (OSError, VitfocusError) as error:
             if must:
                 raise
-            engine.progress.say(f"The best model so far cannot be saved ({error}) The run goes on.")
+            engine.progress.say(f"The best model so far cannot be saved ({str(error).rstrip('.')}). The run goes on.")
     engine.accelerator.wait_for_everyone()
 
 
