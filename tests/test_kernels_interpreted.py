@@ -54,6 +54,10 @@ ATTENTION = [
     Attention("far-above-zero", (2, 2, 23, 16), bias=(2, 2, 23, 23), level=200.0),
     Attention("half-below-zero", (2, 2, 23, 16), bias=(2, 2, 23, 23), level=-30.0, dtype=HALF),
     *(Attention(f"half-{v}-{h}", (2, 2, 49, 32), variant=v, heads=h, dtype=HALF) for v, h in FORMS),
+    *(Attention(f"turned-{v}", (1, 3, 83, 64), variant=v, dtype=HALF) for v in ("official", "paper")),
+    Attention("turned-sampled", (2, 2, 83, 64), rows=11, first=2, dtype=HALF),
+    Attention("turned-bias", (1, 2, 37, 48), keys=23, bias=(1, 2, 37, 23), masked=0.3, dtype=HALF),
+    Attention("many-heads", (1, 9, 23, 64), dtype=HALF),
     Attention("nothing-above", threshold=30.0, silent=True),
 ]
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vitfocus.kernels.triton.tiles import head_tiles, load_heads, load_vectors, store_rows, zeros
+from vitfocus.kernels.triton.tiles import by_row, head_tiles, load_heads, load_vectors, store_rows, zeros
 
 
 @triton.jit
@@ -81,7 +81,7 @@ def row_pass(
         key = load_heads(k, batch, head, cols, col_ok, k_strides, G, D, DP)
         tiles, mean = head_tiles(
             query, key, norms, scale, bias, batch, head, query_rows, row_ok, cols, col_ok, bias_strides, G, HAS_BIAS,
-            False,
+            False, False,
         )  # fmt: skip
         mean = tl.where(row_ok[:, None] & ((cols >= first) & col_ok)[None, :], mean, 0.0)
         kept = tl.where(_above(mean, bound, PAPER), mean, 0.0)
@@ -160,7 +160,7 @@ def dot_pass(
         key = load_heads(k, batch, head, cols, col_ok, k_strides, G, D, DP)
         tiles, mean = head_tiles(
             query, key, norms, scale, bias, batch, head, query_rows, row_ok, cols, col_ok, bias_strides, G, HAS_BIAS,
-            False,
+            False, False,
         )  # fmt: skip
         mean = tl.where(row_ok[:, None] & col_ok[None, :], mean, 0.0)
         above = _above(mean, bound, PAPER)
@@ -233,7 +233,7 @@ def slope_pass(
         key = load_heads(k, batch, head, cols, col_ok, k_strides, G, D, DP)
         tiles, mean = head_tiles(
             query, key, norms, scale, bias, batch, head, query_rows, row_ok, cols, col_ok, bias_strides, G, HAS_BIAS,
-            False,
+            False, False,
         )  # fmt: skip
         passed = tl.zeros([BM, BN], tl.float32) + slope[None, :]
         if PAPER:
@@ -258,12 +258,16 @@ def slope_pass(
 
 
 @triton.jit
-def _mean_slope(mean, bound, toward, back, average, slope, inside, PAPER: tl.constexpr):
-    """The slope of the sum of cosines with respect to the heads' mean attention."""
-    own = toward[:, None] * average[None, :] - back[:, None] * mean
+def _mean_slope(
+    mean, bound, toward, back, average, slope, row_ok, col_ok, PAPER: tl.constexpr, TURNED: tl.constexpr
+):  # fmt: skip
+    """The slope of the sum of cosines with respect to the heads' mean attention, a tile."""
+    own = by_row(toward, TURNED) * by_row(average, not TURNED) - by_row(back, TURNED) * mean
+    shared = by_row(slope, not TURNED)
+    inside = by_row(row_ok, TURNED) & by_row(col_ok, not TURNED)
     if PAPER:
-        return tl.where((mean >= bound) & inside, own + slope[None, :], 0.0)
-    return tl.where(inside, tl.where(mean > bound, own, 0.0) + slope[None, :], 0.0)
+        return tl.where((mean >= bound) & inside, own + shared, 0.0)
+    return tl.where(inside, tl.where(mean > bound, own, 0.0) + shared, 0.0)
 
 
 @triton.jit
@@ -272,10 +276,13 @@ def query_gradient(
     heads, queries, keys, row_count, first, parts, q_strides, k_strides, bias_strides, out_strides,
     G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_ROWS: tl.constexpr, PAPER: tl.constexpr, PARTS: tl.constexpr,
+    NARROW: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the queries, a block of rows of all heads of a map.
 
-    With PARTS, what a part of the columns gives: (parts · B, H, R, D), of the rows that are compared.
+    TURNED, tiles and gradients have queries as columns: with few rows and many keys at a time, that is the shape that
+    the matrix units of a Hopper take. With PARTS, what a part of the columns gives, (parts · B, H, R, D), of the rows
+    that are compared.
     """
     blocks = tl.cdiv(row_count, BM)
     block, part, map_index = _own(blocks, parts)
@@ -287,7 +294,7 @@ def query_gradient(
     toward = tl.load(towards + row, mask=row_ok, other=0.0)
     back = tl.load(along + row, mask=row_ok, other=0.0)
     shifts = load_vectors(inner, map_index * G, row_count, numbers, row_ok, G)
-    gradients = zeros(G, [BM, DP])
+    gradients = zeros(G, [DP, BM] if TURNED else [BM, DP])
     begin, end = _columns(part, parts, keys, BN)
     for start in range(begin, end, BN):
         cols = start + tl.arange(0, BN)
@@ -298,14 +305,20 @@ def query_gradient(
         key = load_heads(k, batch, head, cols, col_ok, k_strides, G, D, DP)
         tiles, mean = head_tiles(
             query, key, norms, scale, bias, batch, head, query_rows, row_ok, cols, col_ok, bias_strides, G, HAS_BIAS,
-            True,
+            NARROW, TURNED,
         )  # fmt: skip
-        inside = row_ok[:, None] & ((cols >= first) & col_ok)[None, :]
-        mean_slope = _mean_slope(mean, bound, toward, back, column_average, slope, inside, PAPER) / G
+        shared = (cols >= first) & col_ok
+        mean_slope = _mean_slope(
+            mean, bound, toward, back, column_average, slope, row_ok, shared, PAPER, TURNED
+        ) / G  # fmt: skip
         longer = ()
         for h in tl.static_range(G):
-            slopes = (tiles[h] * (mean_slope - shifts[h][:, None])).to(key[h].dtype)
-            longer = longer + (tl.dot(slopes, key[h], gradients[h], input_precision="tf32x3"),)
+            slopes = (tiles[h] * (mean_slope - by_row(shifts[h], TURNED))).to(key[h].dtype)
+            if TURNED:
+                gradient = tl.dot(tl.trans(key[h]), slopes, gradients[h], input_precision="tf32x3")
+            else:
+                gradient = tl.dot(slopes, key[h], gradients[h], input_precision="tf32x3")
+            longer = longer + (gradient,)
         gradients = longer
     factor = tl.load(weight).to(tl.float32) * share * scale
     if PARTS:
@@ -313,7 +326,8 @@ def query_gradient(
     else:
         place, rows_out = batch, query_rows
     for h in tl.static_range(G):
-        store_rows(out, gradients[h] * factor, place, head + h, rows_out, row_ok, out_strides, D, DP)
+        gradient = tl.trans(gradients[h]) if TURNED else gradients[h]
+        store_rows(out, gradient * factor, place, head + h, rows_out, row_ok, out_strides, D, DP)
 
 
 @triton.jit
@@ -321,7 +335,7 @@ def key_gradient(
     q, k, lse, bias, rows, average, column_slopes, towards, along, inner, weight, out, share, scale, bound,
     heads, queries, keys, row_count, first, q_strides, k_strides, bias_strides, out_strides,
     G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_ROWS: tl.constexpr, PAPER: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_ROWS: tl.constexpr, PAPER: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the keys, a block of columns of all heads of a map."""
     blocks = tl.cdiv(keys, BN)
@@ -343,10 +357,12 @@ def key_gradient(
         norms = load_vectors(lse, batch * heads + head, queries, query_rows, row_ok, G)
         tiles, mean = head_tiles(
             query, key, norms, scale, bias, batch, head, query_rows, row_ok, cols, col_ok, bias_strides, G, HAS_BIAS,
-            True,
+            NARROW, False,
         )  # fmt: skip
-        inside = row_ok[:, None] & ((cols >= first) & col_ok)[None, :]
-        mean_slope = _mean_slope(mean, bound, toward, back, column_average, slope, inside, PAPER) / G
+        shared = (cols >= first) & col_ok
+        mean_slope = _mean_slope(
+            mean, bound, toward, back, column_average, slope, row_ok, shared, PAPER, False
+        ) / G  # fmt: skip
         longer = ()
         for h in tl.static_range(G):
             place = (map_index * G + h).to(tl.int64) * row_count + numbers
@@ -364,7 +380,7 @@ def bias_gradient(
     q, k, lse, bias, rows, average, column_slopes, towards, along, inner, weight, out, share, scale, bound,
     heads, queries, keys, row_count, first, maps, maps_at_once, q_strides, k_strides, bias_strides, out_strides,
     G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_ROWS: tl.constexpr, PAPER: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_ROWS: tl.constexpr, PAPER: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
     """The gradient of an additive bias, summed over some images at a time: (chunks, H, Q, K), a tile of all heads."""
     row_blocks, col_blocks = tl.cdiv(row_count, BM), tl.cdiv(keys, BN)
@@ -390,10 +406,12 @@ def bias_gradient(
         norms = load_vectors(lse, batch * heads + head, queries, query_rows, row_ok, G)
         tiles, mean = head_tiles(
             query, key, norms, scale, bias, batch, head, query_rows, row_ok, cols, col_ok, bias_strides, G, HAS_BIAS,
-            True,
+            NARROW, False,
         )  # fmt: skip
-        inside = row_ok[:, None] & ((cols >= first) & col_ok)[None, :]
-        mean_slope = _mean_slope(mean, bound, toward, back, column_average, slope, inside, PAPER) / G
+        shared = (cols >= first) & col_ok
+        mean_slope = _mean_slope(
+            mean, bound, toward, back, column_average, slope, row_ok, shared, PAPER, False
+        ) / G  # fmt: skip
         longer = ()
         for h in tl.static_range(G):
             place = (map_index * G + h).to(tl.int64) * row_count + numbers

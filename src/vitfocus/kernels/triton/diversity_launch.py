@@ -14,6 +14,8 @@ from vitfocus.kernels.triton.tiles import log_sum_exp
 
 #: Programs that keep a large GPU busy, and partial sums that one program adds up by itself.
 BUSY, MANY_BLOCKS = 264, 32
+#: Heads of a map whose tiles stay in registers in full precision, as the compiler reports for an H200.
+FEW_HEADS = 8
 
 
 class Saved(NamedTuple):
@@ -101,7 +103,7 @@ def backward(
     settings = shape.settings("key")
     kernels.key_gradient[triton.cdiv(shape.keys, settings["BN"]) * shape.maps,](
         *inputs, key_gradient, share, where.scale, shape.bound, *shape.sizes, *shape.strides, key_gradient.stride(),
-        **settings,
+        **settings, NARROW=shape.narrow,
     )  # fmt: skip
     query_gradient = _query_gradient(shape, inputs, query, rows, where, share)
     if bias is None or not wants_bias:
@@ -123,7 +125,7 @@ def _query_gradient(
         out = torch.empty(parts * shape.batch, shape.heads, shape.count, shape.width, device=query.device)
     kernels.query_gradient[blocks * parts * shape.maps,](
         *inputs, out, share, where.scale, shape.bound, *shape.sizes, parts, *shape.strides, out.stride(), **settings,
-        PARTS=parts > 1,
+        PARTS=parts > 1, NARROW=shape.narrow, TURNED=shape.turned,
     )  # fmt: skip
     if parts > 1:
         summed = out.unflatten(0, (parts, shape.batch)).sum(dim=0).to(query.dtype)
@@ -144,7 +146,7 @@ def _bias_gradient(shape: _Shape, inputs: tuple[Any, ...], bias: Tensor, where: 
     grid = (blocks * triton.cdiv(keys, settings["BN"]) * chunks * (heads // shape.group),)
     kernels.bias_gradient[grid](
         *inputs, partial, share, where.scale, shape.bound, *shape.sizes, batch, at_once, *shape.strides,
-        partial.stride(), **settings,
+        partial.stride(), **settings, NARROW=shape.narrow,
     )  # fmt: skip
     for axis in range(4):
         if bias.shape[axis] == 1 and partial.shape[axis] > 1:
@@ -183,6 +185,9 @@ class _Shape:
         bias_strides = bias.expand(spread).stride() if bias is not None else (0, 0, 0, 0)
         self.strides = (query.stride(), key.stride(), bias_strides)
         self.sizes = (self.heads, self.queries, self.keys, self.count, where.first)
+        self.narrow = self.group > FEW_HEADS  # the tiles of more would not stay in registers
+        few = self.group > 1 and self.group * self.width <= FEW_HEADS * 64
+        self.turned = few and self.width > 32 and query.element_size() == 2 and _hopper(query.device)
 
     def row_blocks(self, kind: str) -> tuple[int, dict[str, Any]]:
         """How many blocks of rows there are, and the kernel's settings."""
@@ -199,7 +204,7 @@ class _Shape:
     def settings(self, kind: str) -> dict[str, Any]:
         """Block sizes: the tiles of all heads, and their gradients, are to stay in registers."""
         padded = max(16, triton.next_power_of_2(self.width))
-        rows, columns, warps = block_sizes(kind, self.group, padded, self.count, self.keys)
+        rows, columns, warps = block_sizes(kind, self.group, padded, self.count, self.keys, self.turned)
         return {
             "G": self.group,
             "D": self.width,
@@ -214,9 +219,14 @@ class _Shape:
         }
 
 
-def block_sizes(kind: str, group: int, width: int, rows: int, keys: int) -> tuple[int, int, int]:
+def _hopper(device: torch.device) -> bool:
+    """Whether this is the kind of GPU whose matrix units take turned tiles; the interpreter tries them as well."""
+    return device.type == "cpu" or torch.cuda.get_device_capability(device)[0] == 9
+
+
+def block_sizes(kind: str, group: int, width: int, rows: int, keys: int, turned: bool) -> tuple[int, int, int]:
     """Rows, columns and warps of a program, as measured on an H200 for 6 heads of 64 channels, and so on from there."""
-    high, wide = (32, 32) if kind == "query" else (64, 32)
+    high, wide = ((16, 64) if turned else (32, 32)) if kind == "query" else (64, 32)
     if group == 1:
         high, wide = 64, 64
     kept = group * width * (wide if kind == "key" else high)

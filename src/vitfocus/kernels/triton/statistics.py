@@ -26,10 +26,11 @@ def _log_tile(
     query, k, norm, scale, bias, batch, head, rows, row_ok, cols, col_ok, k_strides, bias_strides,
     D: tl.constexpr, DP: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """log₂ of one head's attention, -inf beyond the last key; `norm` is in units of log 2, +inf beyond the last row."""
+    """log₂ of one head's attention, in place of -inf a finite number whose power is 0; `norm` is in units of log 2."""
     key = load_rows(k, batch, head, cols, col_ok, k_strides, D, DP)
     scores = logits(query, key, scale, bias, batch, head, rows, row_ok, cols, col_ok, bias_strides, HAS_BIAS)
-    return tl.where(col_ok[None, :], scores - norm[:, None], float("-inf"))
+    log = tl.where(col_ok[None, :], scores - norm[:, None], -1e30)
+    return tl.maximum(log, -1e30, propagate_nan=tl.PropagateNan.ALL) if HAS_BIAS else log
 
 
 @triton.jit
@@ -38,20 +39,30 @@ def _norms(lse, first, queries, rows, row_ok, G: tl.constexpr):
     loaded = load_vectors(lse, first, queries, rows, row_ok, G)
     made = ()
     for h in tl.static_range(G):
-        made = made + (tl.where(row_ok, loaded[h] * 1.4426950408889634, float("inf")),)
+        made = made + (tl.where(row_ok, loaded[h] * 1.4426950408889634, 1e30),)
     return made
 
 
 @triton.jit
-def _add_columns(sums, values, ok):
-    """Add values (S,) to column sums, as whole numbers."""
-    tl.atomic_add(sums, (values * 1099511627776.0).to(tl.int64), mask=ok, sem="relaxed")
+def _add_columns(sums, tile, ok, BM: tl.constexpr, BN: tl.constexpr):
+    """Add a tile's (T, S) column sums to sums at S places, as whole numbers; a warp adds its own rows."""
+    parts: tl.constexpr = BM // 16
+    values = tl.sum(tl.reshape(tile, [parts, 16, BN]), 1)
+    none = tl.zeros([parts, 1], tl.int32)
+    whole = (values * 1099511627776.0).to(tl.int64)
+    tl.atomic_add(sums[None, :] + none, whole, mask=ok[None, :] & (none == 0), sem="relaxed")
 
 
 @triton.jit
 def _add(sums, value):
     """Add one value to a sum, as a whole number."""
     tl.atomic_add(sums, (value * 1099511627776.0).to(tl.int64), sem="relaxed")
+
+
+@triton.jit
+def _row_parts(tile, BM: tl.constexpr, BN: tl.constexpr):
+    """Row sums of a tile (T, S) in four parts, (T, 4): those that one thread holds of a row as products leave it."""
+    return tl.sum(tl.reshape(tl.permute(tl.reshape(tile, [BM, BN // 8, 4, 2]), (0, 2, 1, 3)), [BM, 4, BN // 4]), 2)
 
 
 @triton.jit
@@ -80,9 +91,9 @@ def dense_pass(
     row_ok = rows < queries
     query = load_heads(q, batch, batch * 0, rows, row_ok, q_strides, G, D, DP)
     norms = _norms(lse, batch * G, queries, rows, row_ok, G)
-    entropy, square = zeros(G, [BM]), zeros(G, [BM])
-    distance = tl.zeros([BM], tl.float32)
-    length, length_paper = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
+    entropy, square = zeros(G, [BM, 4]), zeros(G, [BM, 4])
+    distance = tl.zeros([BM, 4], tl.float32)
+    length, length_paper = tl.zeros([BM, 4], tl.float32), tl.zeros([BM, 4], tl.float32)
     first, images = batch.to(tl.int64) * G, tl.num_programs(0).to(tl.int64)
     kept = sums + (images * (G + 3) + batch) * keys
     for start in range(0, keys, BN):
@@ -97,29 +108,28 @@ def dense_pass(
             )  # fmt: skip
             tile = tl.exp2(log)
             total += tile
-            # Where the tile is 0 its logarithm is -inf; a finite number makes their product 0.
-            entropies_now = entropies_now + (entropy[h] - tl.sum(tile * tl.maximum(log, -1e30), 1),)
-            squares_now = squares_now + (square[h] + tl.sum(tile * tile, 1),)
-            _add_columns(sums + (first + h) * keys + cols, tl.sum(tile, 0), col_ok)
+            entropies_now = entropies_now + (entropy[h] - _row_parts(tile * log, BM, BN),)
+            squares_now = squares_now + (square[h] + _row_parts(tile * tile, BM, BN),)
+            _add_columns(sums + (first + h) * keys + cols, tile, col_ok, BM, BN)
         entropy, square = entropies_now, squares_now
         mean = total * (1.0 / G)
         above = tl.where(mean > bound, mean, 0.0)
-        length += tl.sum(above * above, 1)
+        length += _row_parts(above * above, BM, BN)
         above = tl.where(mean >= bound, mean, 0.0)
-        length_paper += tl.sum(above * above, 1)
-        _add_columns(kept + cols, tl.sum(above, 0), col_ok)
+        length_paper += _row_parts(above * above, BM, BN)
+        _add_columns(kept + cols, above, col_ok, BM, BN)
         if PLACED:
             away = _away(rows, cols, prefix, query_width, key_width, query_down, query_across, key_down, key_across)
-            distance += tl.sum(mean * away, 1)
+            distance += _row_parts(mean * away, BM, BN)
     for h in tl.static_range(G):
         place = (first + h) * queries + rows
-        tl.store(by_head + place, entropy[h] * 0.6931471805599453, mask=row_ok)
-        tl.store(by_head + images * G * queries + place, square[h], mask=row_ok)
+        tl.store(by_head + place, tl.sum(entropy[h], 1) * 0.6931471805599453, mask=row_ok)
+        tl.store(by_head + images * G * queries + place, tl.sum(square[h], 1), mask=row_ok)
     mine = batch.to(tl.int64) * queries + rows
-    tl.store(lengths + mine, length, mask=row_ok)
-    tl.store(lengths + images * queries + mine, length_paper, mask=row_ok)
+    tl.store(lengths + mine, tl.sum(length, 1), mask=row_ok)
+    tl.store(lengths + images * queries + mine, tl.sum(length_paper, 1), mask=row_ok)
     if PLACED:
-        _add(sums + images * (G + 4) * keys + batch, tl.sum(tl.where(rows >= prefix, distance, 0.0), 0))
+        _add(sums + images * (G + 4) * keys + batch, tl.sum(tl.where(rows >= prefix, tl.sum(distance, 1), 0.0), 0))
 
 
 @triton.jit
@@ -146,7 +156,7 @@ def unit_pass(
     mine, images = batch.to(tl.int64) * queries + rows, tl.num_programs(0).to(tl.int64)
     unit = _one_over_length(lengths, mine, row_ok)
     unit_paper = _one_over_length(lengths + images * queries, mine, row_ok)
-    together = tl.zeros([BM], tl.float32)
+    together = tl.zeros([BM, 4], tl.float32)
     official, paper = sums + (images * G + batch) * keys, sums + (images * (G + 2) + batch) * keys
     for start in range(0, keys, BN):
         cols = start + tl.arange(0, BN)
@@ -164,11 +174,11 @@ def unit_pass(
             weighted += tile * tl.rsqrt(tl.maximum(square, 1e-16))
         mean = total * (1.0 / G)
         above = tl.where(mean > bound, mean, 0.0) * unit[:, None]
-        _add_columns(official + cols, tl.sum(above, 0), col_ok)
+        _add_columns(official + cols, above, col_ok, BM, BN)
         above = tl.where(mean >= bound, mean, 0.0) * unit_paper[:, None]
-        _add_columns(paper + cols, tl.sum(above, 0), col_ok)
-        together += tl.sum(weighted * weighted, 1)
-    _add(sums + images * ((G + 4) * keys + 1) + batch, tl.sum(together, 0))
+        _add_columns(paper + cols, above, col_ok, BM, BN)
+        together += _row_parts(weighted * weighted, BM, BN)
+    _add(sums + images * ((G + 4) * keys + 1) + batch, tl.sum(tl.sum(together, 1), 0))
 
 
 @triton.jit

@@ -73,20 +73,36 @@ def zeros(G: tl.constexpr, shape: tl.constexpr):
 
 
 @triton.jit
+def by_row(vector, TURNED: tl.constexpr):
+    """A number for each row of a tile, spread over its columns."""
+    if TURNED:
+        return vector[None, :]
+    else:
+        return vector[:, None]
+
+
+@triton.jit
 def head_tiles(
     queries, keys, norms, scale, bias, batch, head, rows, row_ok, cols, col_ok, strides,
-    G: tl.constexpr, HAS_BIAS: tl.constexpr, NARROW: tl.constexpr,
+    G: tl.constexpr, HAS_BIAS: tl.constexpr, NARROW: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
-    """The tile of every head's attention, a tuple, and their mean; NARROW keeps the tiles in the queries' dtype.
+    """The tile of every head's attention, a tuple, and their mean, (rows, cols) or TURNED (cols, rows).
 
-    Beyond the last row or key stand numbers without a meaning, finite ones: whoever sums over them multiplies by zero.
+    NARROW keeps the tiles in the queries' dtype. Beyond the last row or key stand numbers without a meaning, finite
+    ones: whoever sums over them multiplies by zero.
     """
     tiles = ()
     for h in tl.static_range(G):
-        scores = logits(
-            queries[h], keys[h], scale, bias, batch, head + h, rows, row_ok, cols, col_ok, strides, HAS_BIAS
-        )
-        power = scores - (norms[h] * 1.4426950408889634)[:, None]
+        norm = by_row(norms[h] * 1.4426950408889634, TURNED)
+        if TURNED:
+            turned = (strides[0], strides[1], strides[3], strides[2])
+            power = -norm + logits(
+                keys[h], queries[h], scale, bias, batch, head + h, cols, col_ok, rows, row_ok, turned, HAS_BIAS
+            )
+        else:
+            power = -norm + logits(
+                queries[h], keys[h], scale, bias, batch, head + h, rows, row_ok, cols, col_ok, strides, HAS_BIAS
+            )
         # Attention is at most 1; only beyond the last key could it be more, and overflow.
         tile = tl.exp2(tl.minimum(power, 0.0, propagate_nan=tl.PropagateNan.ALL))
         if h == 0:
