@@ -1,6 +1,7 @@
 """Seconds an epoch of CIFAR-100 takes, 50,000 images of 32 px, by the engine as the cifar100 recipe runs it.
 
     python benchmarks/epoch_time.py                    # ViT-Ti/4 and ViT-S/4, batches of 512 and 1024; needs a GPU
+    python benchmarks/epoch_time.py --kernels          # and where the time of ViT-Ti's step goes, by kind of kernel
 
 Everything is in the time: augmentation on the device, forward, backward, clipping, optimiser, logging; the step is
 compiled, block by block or with --whole as one program, and recorded as one CUDA graph. The images are drawn, for speed
@@ -30,24 +31,39 @@ CASES = {
 IMAGES = 50_000
 DRAWN = 8_192  # as many as are drawn: a step takes as long whichever images it meets
 RESULTS = Path(__file__).parent / "results" / "epoch-time-cuda.json"
+#: What a kernel's name shows it to be; the first that fits.
+KINDS = {
+    "matrix products": ("nvjet", "gemm", "splitKreduce", "cutlass"),
+    "attention": ("sdpa", "flash", "fmha", "cudnn::fusion"),
+    "optimiser, clipping": ("multi_tensor_apply", "fused_adam"),
+    "activations, normalisation, residuals, augmentation (compiled)": ("triton_",),
+    "filling and copying": ("Memset", "Memcpy"),
+    "the rest, launched by torch one by one": ("",),
+}
 
 
-def prepare(spec: str, batch: int, compiled: str) -> tuple[None, Callable[[int], float]]:
-    """A run whose step is compiled and recorded, and how to time it."""
+def running(spec: str, batch: int, *keys: str) -> tuple[Any, Any, tempfile.TemporaryDirectory[str]]:
+    """An engine whose step is compiled, what its steps take their batches from, and its folder."""
     from vitfocus.train import load_recipe
     from vitfocus.train.run import assemble_run
-    from vitfocus.train.signals import StopWish
 
     overrides = ["source=shapes", f"train_length={DRAWN}", "val_length=100", f"batch={batch}", f"spec={spec}"]
-    recipe = load_recipe(
-        "cifar100", [*overrides, "model.arguments.num_classes=100", "checkpoint_minutes=0", f"compile={compiled}"]
-    )
+    recipe = load_recipe("cifar100", [*overrides, "model.arguments.num_classes=100", "checkpoint_minutes=0", *keys])
     folder = tempfile.TemporaryDirectory()
-    engine, wish = assemble_run(recipe, folder.name), StopWish()
+    engine = assemble_run(recipe, folder.name)
     parts = engine.begin(stop=10_000)
     for _ in range(10):
         engine.one_step(parts)
     torch.cuda.synchronize()
+    return engine, parts, folder
+
+
+def prepare(spec: str, batch: int, compiled: str) -> tuple[None, Callable[[int], float]]:
+    """A run whose step is compiled and recorded, and how to time it."""
+    from vitfocus.train.signals import StopWish
+
+    engine, parts, folder = running(spec, batch, f"compile={compiled}")
+    wish = StopWish()
 
     def seconds(steps: int, held: Any = folder) -> float:
         begin = time.perf_counter()
@@ -60,10 +76,27 @@ def prepare(spec: str, batch: int, compiled: str) -> tuple[None, Callable[[int],
     return None, seconds
 
 
+def by_kind(engine: Any, parts: Any, steps: int = 4) -> dict[str, dict[str, float]]:
+    """Milliseconds and launches of a step, by kind of kernel."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as taken:
+        for _ in range(steps):
+            engine.one_step(parts)
+        torch.cuda.synchronize()
+    found = {kind: {"ms": 0.0, "launches": 0.0} for kind in KINDS}
+    for event in taken.key_averages():
+        kind = next(kind for kind, marks in KINDS.items() if any(mark in event.key for mark in marks))
+        found[kind]["ms"] += event.self_device_time_total / 1e3 / steps
+        found[kind]["launches"] += event.count / steps
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--whole", action="store_true", help="compile a model as one program")
+    parser.add_argument("--kernels", action="store_true", help="a step of ViT-Ti/4 at batch 512 by kind of kernel")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -83,12 +116,18 @@ def main() -> None:
     turns.close()
     for name, seconds in best.items():
         print(f"{name:<24}{seconds:6.2f} s an epoch")
-    result = {
+    result: dict[str, Any] = {
         "seconds_an_epoch": best,
         "compiled": compiled,
         "device": device_name(torch.device("cuda")),
         "versions": versions(),
     }
+    if args.kernels:
+        engine, parts, folder = running(*CASES["ViT-Ti/4, batch 512"], f"compile={compiled}", "record=no")
+        result["kernels_of_a_step"] = by_kind(engine, parts)
+        for kind, found in result["kernels_of_a_step"].items():
+            print(f"{found['ms']:8.2f} ms {found['launches']:6.0f} launches  {kind}")
+        folder.cleanup()
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -81,6 +81,8 @@ CASES = [
     Case("bias by key", (2, 2, 13, 16), bias=(2, 1, 1, 13)),
     Case("sharp", (1, 2, 50, 16), spread=40.0, tolerance=2e-4),
     Case("half precision", (2, 2, 20, 16), bias=(1, 1, 20, 20), dtype=torch.float16),
+    Case("half precision, a whole tile", (2, 3, 83, 64), grids=Grids((9, 9), (9, 9), 2), dtype=torch.float16),
+    Case("half precision, a whole tile and a bias", (1, 2, 83, 64), bias=(1, 2, 83, 83), dtype=torch.float16),
 ]
 by_name = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 

@@ -44,13 +44,15 @@ def _norms(lse, first, queries, rows, row_ok, G: tl.constexpr):
 
 
 @triton.jit
-def _add_columns(sums, tile, ok, BM: tl.constexpr, BN: tl.constexpr):
-    """Add a tile's (T, S) column sums to sums at S places, as whole numbers; a warp adds its own rows."""
-    parts: tl.constexpr = BM // 16
-    values = tl.sum(tl.reshape(tile, [parts, 16, BN]), 1)
-    none = tl.zeros([parts, 1], tl.int32)
-    whole = (values * 1099511627776.0).to(tl.int64)
-    tl.atomic_add(sums[None, :] + none, whole, mask=ok[None, :] & (none == 0), sem="relaxed")
+def _add_columns(sums, tile, ok, BM: tl.constexpr, BN: tl.constexpr, PARTED: tl.constexpr):
+    """Add a tile's (T, S) column sums to sums at S places, as whole numbers; PARTED, a warp adds its own rows."""
+    if PARTED:
+        parts: tl.constexpr = BM // 16
+        none = tl.zeros([parts, 1], tl.int32)
+        whole = (tl.sum(tl.reshape(tile, [parts, 16, BN]), 1) * 1099511627776.0).to(tl.int64)
+        tl.atomic_add(sums[None, :] + none, whole, mask=ok[None, :] & (none == 0), sem="relaxed")
+    else:
+        tl.atomic_add(sums, (tl.sum(tile, 0) * 1099511627776.0).to(tl.int64), mask=ok, sem="relaxed")
 
 
 @triton.jit
@@ -60,9 +62,31 @@ def _add(sums, value):
 
 
 @triton.jit
-def _row_parts(tile, BM: tl.constexpr, BN: tl.constexpr):
-    """Row sums of a tile (T, S) in four parts, (T, 4): those that one thread holds of a row as products leave it."""
-    return tl.sum(tl.reshape(tl.permute(tl.reshape(tile, [BM, BN // 8, 4, 2]), (0, 2, 1, 3)), [BM, 4, BN // 4]), 2)
+def _row_sums(tile, BM: tl.constexpr, BN: tl.constexpr, PARTED: tl.constexpr):
+    """Row sums of a tile (T, S). PARTED, in four parts, (T, 4): what one thread holds of a row as products leave it.
+
+    That is for tiles of 64 rows without a bias. Others are laid out otherwise, and Triton 3.6 sums their parts wrongly.
+    """
+    if PARTED:
+        parts = tl.permute(tl.reshape(tile, [BM, BN // 8, 4, 2]), (0, 2, 1, 3))
+        return tl.sum(tl.reshape(parts, [BM, 4, BN // 4]), 2)
+    else:
+        return tl.sum(tile, 1)
+
+
+@triton.jit
+def _no_sums(count: tl.constexpr, BM: tl.constexpr, PARTED: tl.constexpr):
+    """So many row sums of nothing yet, a tuple."""
+    return zeros(count, [BM, 4] if PARTED else [BM])
+
+
+@triton.jit
+def _whole(sums, PARTED: tl.constexpr):
+    """Row sums (T,) from their parts."""
+    if PARTED:
+        return tl.sum(sums, 1)
+    else:
+        return sums
 
 
 @triton.jit
@@ -91,9 +115,9 @@ def dense_pass(
     row_ok = rows < queries
     query = load_heads(q, batch, batch * 0, rows, row_ok, q_strides, G, D, DP)
     norms = _norms(lse, batch * G, queries, rows, row_ok, G)
-    entropy, square = zeros(G, [BM, 4]), zeros(G, [BM, 4])
-    distance = tl.zeros([BM, 4], tl.float32)
-    length, length_paper = tl.zeros([BM, 4], tl.float32), tl.zeros([BM, 4], tl.float32)
+    PARTED: tl.constexpr = BM == 64 and not HAS_BIAS
+    entropy, square = _no_sums(G, BM, PARTED), _no_sums(G, BM, PARTED)
+    distance, length, length_paper = _no_sums(3, BM, PARTED)
     first, images = batch.to(tl.int64) * G, tl.num_programs(0).to(tl.int64)
     kept = sums + (images * (G + 3) + batch) * keys
     for start in range(0, keys, BN):
@@ -108,28 +132,28 @@ def dense_pass(
             )  # fmt: skip
             tile = tl.exp2(log)
             total += tile
-            entropies_now = entropies_now + (entropy[h] - _row_parts(tile * log, BM, BN),)
-            squares_now = squares_now + (square[h] + _row_parts(tile * tile, BM, BN),)
-            _add_columns(sums + (first + h) * keys + cols, tile, col_ok, BM, BN)
+            entropies_now = entropies_now + (entropy[h] - _row_sums(tile * log, BM, BN, PARTED),)
+            squares_now = squares_now + (square[h] + _row_sums(tile * tile, BM, BN, PARTED),)
+            _add_columns(sums + (first + h) * keys + cols, tile, col_ok, BM, BN, PARTED)
         entropy, square = entropies_now, squares_now
         mean = total * (1.0 / G)
         above = tl.where(mean > bound, mean, 0.0)
-        length += _row_parts(above * above, BM, BN)
+        length += _row_sums(above * above, BM, BN, PARTED)
         above = tl.where(mean >= bound, mean, 0.0)
-        length_paper += _row_parts(above * above, BM, BN)
-        _add_columns(kept + cols, above, col_ok, BM, BN)
+        length_paper += _row_sums(above * above, BM, BN, PARTED)
+        _add_columns(kept + cols, above, col_ok, BM, BN, PARTED)
         if PLACED:
             away = _away(rows, cols, prefix, query_width, key_width, query_down, query_across, key_down, key_across)
-            distance += _row_parts(mean * away, BM, BN)
+            distance += _row_sums(mean * away, BM, BN, PARTED)
     for h in tl.static_range(G):
         place = (first + h) * queries + rows
-        tl.store(by_head + place, tl.sum(entropy[h], 1) * 0.6931471805599453, mask=row_ok)
-        tl.store(by_head + images * G * queries + place, tl.sum(square[h], 1), mask=row_ok)
+        tl.store(by_head + place, _whole(entropy[h], PARTED) * 0.6931471805599453, mask=row_ok)
+        tl.store(by_head + images * G * queries + place, _whole(square[h], PARTED), mask=row_ok)
     mine = batch.to(tl.int64) * queries + rows
-    tl.store(lengths + mine, tl.sum(length, 1), mask=row_ok)
-    tl.store(lengths + images * queries + mine, tl.sum(length_paper, 1), mask=row_ok)
+    tl.store(lengths + mine, _whole(length, PARTED), mask=row_ok)
+    tl.store(lengths + images * queries + mine, _whole(length_paper, PARTED), mask=row_ok)
     if PLACED:
-        _add(sums + images * (G + 4) * keys + batch, tl.sum(tl.where(rows >= prefix, tl.sum(distance, 1), 0.0), 0))
+        _add(sums + images * (G + 4) * keys + batch, tl.sum(tl.where(rows >= prefix, _whole(distance, PARTED), 0.0), 0))
 
 
 @triton.jit
@@ -156,7 +180,8 @@ def unit_pass(
     mine, images = batch.to(tl.int64) * queries + rows, tl.num_programs(0).to(tl.int64)
     unit = _one_over_length(lengths, mine, row_ok)
     unit_paper = _one_over_length(lengths + images * queries, mine, row_ok)
-    together = tl.zeros([BM, 4], tl.float32)
+    PARTED: tl.constexpr = BM == 64 and not HAS_BIAS
+    (together,) = _no_sums(1, BM, PARTED)
     official, paper = sums + (images * G + batch) * keys, sums + (images * (G + 2) + batch) * keys
     for start in range(0, keys, BN):
         cols = start + tl.arange(0, BN)
@@ -174,11 +199,11 @@ def unit_pass(
             weighted += tile * tl.rsqrt(tl.maximum(square, 1e-16))
         mean = total * (1.0 / G)
         above = tl.where(mean > bound, mean, 0.0) * unit[:, None]
-        _add_columns(official + cols, above, col_ok, BM, BN)
+        _add_columns(official + cols, above, col_ok, BM, BN, PARTED)
         above = tl.where(mean >= bound, mean, 0.0) * unit_paper[:, None]
-        _add_columns(paper + cols, above, col_ok, BM, BN)
-        together += _row_parts(weighted * weighted, BM, BN)
-    _add(sums + images * ((G + 4) * keys + 1) + batch, tl.sum(tl.sum(together, 1), 0))
+        _add_columns(paper + cols, above, col_ok, BM, BN, PARTED)
+        together += _row_sums(weighted * weighted, BM, BN, PARTED)
+    _add(sums + images * ((G + 4) * keys + 1) + batch, tl.sum(_whole(together, PARTED), 0))
 
 
 @triton.jit
