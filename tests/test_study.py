@@ -120,7 +120,7 @@ def test_every_arm_of_the_study_builds_and_is_named_once() -> None:
         seeds = [run.seed for run in arms.study_runs() if run.arm.group == group]
         assert seeds == sorted(seeds) and len(seeds) == 3 * len(arms.ARMS[group])
     places = {f"{run.arm.group}/{run.arm.name}" for run in runs}
-    assert len(arms.CANDIDATES) <= 6 and set(REHEARSAL.places) <= places
+    assert len(arms.CANDIDATES) <= 8 and set(REHEARSAL.places) <= places
     specs = {run.arm.spec for run in runs}
     for spec in specs:
         with torch.device("meta"):

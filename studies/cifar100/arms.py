@@ -100,12 +100,20 @@ ARMS: dict[str, dict[str, Arm]] = {
 #: What every run has in place of the shipped recipe's: few epochs leave nothing for stochastic depth to regularise, and
 #: blocks that are alike are compiled once.
 SHARED = ("drop_path=0", "compile=blocks")
-#: What may differ from the shipped recipe, tried on the plain ViT-Ti.
+_UNMIXED = ("mixup=0", "cutmix=0")
+_LIGHT = "randaugment=rand-m6-mstd0.5-inc1"
+_DEIT = "randaugment=rand-m9-mstd0.5-inc1"
+#: What may differ from the shipped recipe, tried on the plain ViT-Ti: first DeiT's own strength, then lighter pictures
+#: and more steps, clipped.
 CANDIDATES: dict[str, tuple[str, ...]] = {
-    "shipped": ("lr=1e-3", "batch=512", "randaugment=rand-m9-mstd0.5-inc1"),
-    "fast": ("lr=2e-3", "batch=512", "randaugment=rand-m9-mstd0.5-inc1"),
-    "light": ("lr=2e-3", "batch=512", "randaugment=rand-m6-mstd0.5-inc1"),
-    "unmixed": ("lr=2e-3", "batch=512", "randaugment=rand-m9-mstd0.5-inc1", "mixup=0", "cutmix=0"),
+    "shipped": ("lr=1e-3", "batch=512", _DEIT),
+    "fast": ("lr=2e-3", "batch=512", _DEIT),
+    "light": ("lr=2e-3", "batch=512", _LIGHT),
+    "unmixed": ("lr=2e-3", "batch=512", _DEIT, *_UNMIXED),
+    "clipped": ("lr=1e-3", "batch=512", _LIGHT, *_UNMIXED, "clip=1"),
+    "batch-256": ("lr=1e-3", "batch=256", _LIGHT, *_UNMIXED, "clip=1"),
+    "batch-128": ("lr=1e-3", "batch=128", _LIGHT, *_UNMIXED, "clip=1"),
+    "batch-128-slow": ("lr=5e-4", "batch=128", _LIGHT, *_UNMIXED, "clip=1"),
 }
 
 

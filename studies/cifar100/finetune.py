@@ -16,7 +16,7 @@ import torch
 from arms import SHARED, TINY, Run
 from measure import corruption, device_at_hand
 from one_run import described, in_short, keep_model, trained, write_result
-from setting import Setting, test_images
+from setting import Setting, evenly, test_images
 from slots import Slot
 from torch import Tensor, nn
 
@@ -71,9 +71,8 @@ def run_finetuning(run: Run, setting: Setting) -> str:
     recipe = recipe_of(run, setting)
     inserted = insertion(run, setting)
     images, labels = test_images(setting)
-    scale, count = setting.scale, setting.scale.finetune_images
-    step = max(1, len(images) // count)
-    some, their = images[::step][:count], labels[::step][:count]
+    scale = setting.scale
+    some, their = evenly(images, labels, scale.corrupted_images)
     with Slot(setting.work, setting.slots) as slot:
         results = trained(recipe, setting.work / run.place, slot)
         slot.take()

@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from setting import evenly
 from torch import Tensor, nn
 
 import vitfocus as vf
@@ -47,15 +48,17 @@ def measure(
     corruptions: Sequence[str],
     severities: Sequence[int],
     frost: Path | None,
+    corrupted_images: int,
     reading_images: int,
 ) -> dict[str, Any]:
     """A model of 100 classes at 32 px on test images, uint8 (N, 3, 32, 32), and their labels."""
     device = device_at_hand()
+    some, their = evenly(images, labels, corrupted_images)
     model.to(device).eval()
     seen = images[:reading_images].to(device)
     parts: dict[str, Callable[[], Any]] = {
         "clean": lambda: clean(model, Batches(images, labels, BATCH)),
-        "corruption": lambda: corruption(model, images, labels, corruptions, severities, frost),
+        "corruption": lambda: corruption(model, some, their, corruptions, severities, frost),
         "fgsm": lambda: fgsm(model, images, labels),
         "occlusion": lambda: occlusion(model, images, labels),
         "reading": lambda: reading(model, seen),
@@ -71,6 +74,7 @@ def measure(
         "seconds": seconds,
         "protocol": {
             "test_images": len(images),
+            "corrupted_images": len(some),
             "reading_images": len(seen),
             "severities": list(severities),
             "stability_severity": STABILITY_SEVERITY,

@@ -110,6 +110,7 @@ def run_from_scratch(run: Run, setting: Setting) -> str:
             corruptions=scale.corruptions,
             severities=scale.severities,
             frost=setting.frost,
+            corrupted_images=scale.corrupted_images,
             reading_images=scale.reading_images,
         )
     content = {**described(run, scale.epochs, recipe, results, setting), **measured}

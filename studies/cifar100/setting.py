@@ -32,7 +32,7 @@ class Scale:
     severities: tuple[int, ...] = (1, 2, 3, 4, 5)
     test_images: int | None = None  # None: all
     reading_images: int = 1_000
-    finetune_images: int = 5_000
+    corrupted_images: int = 5_000  # of the test images, evenly spaced
     finetune_severities: tuple[int, ...] = (1, 3, 5)
     cost_rounds: int = 7
     cost_seconds: float = 0.3
@@ -52,7 +52,7 @@ REHEARSAL = Scale(
     places=("vit-ti/plain", "vit-ti/cb-tap-adl", "vit-s/tap-adl", "heads/cb-upper-1", "fine-tune/cbs-tap-adl"),
     test_images=1_000,
     reading_images=100,
-    finetune_images=100,
+    corrupted_images=100,
 )
 
 _LITTLE = "model.arguments.embed_dim=24", "model.arguments.depth=2"
@@ -80,7 +80,7 @@ SMOKE = Scale(
     severities=(1, 5),
     test_images=64,
     reading_images=16,
-    finetune_images=32,
+    corrupted_images=32,
     finetune_severities=(3,),
     cost_rounds=2,
     cost_seconds=0.0,
@@ -117,6 +117,12 @@ class Setting:
     def result(self, place: str) -> Path:
         """The file of a finished run."""
         return self.results / f"{place}.json"
+
+
+def evenly(images: Any, labels: Any, count: int) -> tuple[Any, Any]:
+    """So many of the images and their labels, evenly spaced; all where there are no more."""
+    step = max(1, len(images) // count)
+    return images[::step][:count], labels[::step][:count]
 
 
 @functools.lru_cache(maxsize=1)

@@ -90,6 +90,7 @@ def _facts(runs: Sequence[Run]) -> list[list[Any]]:
         else ["training time", ""],
         ["runs side by side on the device", _values(run.get("workers") for run in runs)],
         ["test images", _values(walk(run, ("protocol", "test_images")) for run in runs)],
+        ["of those, corrupted", _values(walk(run, ("protocol", "corrupted_images")) for run in runs)],
         [
             "images that attention was read on",
             _values(walk(run, ("protocol", "reading_images")) for run in runs),
