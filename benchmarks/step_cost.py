@@ -1,7 +1,7 @@
 """What the treatments cost: a training step of a treated model as a multiple of the plain model's, in the same run.
 
     python benchmarks/step_cost.py                       # the whole table; needs a GPU and some minutes
-    python benchmarks/step_cost.py --cases deit-197 --variants cb tap
+    python benchmarks/step_cost.py --cases deit-197 --variants cb tap --parts steps
 
 A step is forward, loss, backward and AdamW (fused), under bf16 autocast, compiled (block by block, or with --whole as
 one program, which takes minutes a model), and recorded as one CUDA graph, as the engine records it. Variants take
@@ -62,6 +62,8 @@ TARGETS = {
     "adl-256": (1.10,) * 3,
     "all": (1.20,) * 3,
 }
+#: The kernels alone, training steps, statistics of attention.
+PARTS = ("kernels", "steps", "statistics")
 #: Batches of a diagnosis.
 BATCHES = 8
 RESULTS = Path(__file__).parent / "results" / "step-cost-cuda.json"
@@ -302,7 +304,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--workers", type=int, default=0, help="processes that compile ahead")
     parser.add_argument("--whole", action="store_true", help="compile a model as one program, not block by block")
-    parser.add_argument("--steps-alone", action="store_true", help="no statistics, no kernels alone")
+    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS, help="what is measured")
     parser.add_argument("--compile-only", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
@@ -325,14 +327,15 @@ def main() -> None:
     versions = {"torch": torch.__version__, "triton": triton.__version__, "timm": timm.__version__}
     result: dict[str, Any] = json.loads(args.out.read_text()) if args.out.is_file() else {}
     result |= {"device": torch.cuda.get_device_name(), "versions": versions, "targets": TARGETS}
-    if not args.steps_alone:
+    if "kernels" in args.parts:
         result["ceiling"], result["kernels"] = ceiling(), kernel_rates()
         print(result["ceiling"], flush=True)
     for case in args.cases:
         torch.cuda.empty_cache()
-        steps = result.setdefault("steps_as_one_program" if args.whole else "steps", {})
-        steps[case] = steps.get(case, {}) | measure(case, variants, args.rounds, args.whole)
-        if case.startswith("deit") and not args.steps_alone:
+        if "steps" in args.parts:
+            steps = result.setdefault("steps_as_one_program" if args.whole else "steps", {})
+            steps[case] = steps.get(case, {}) | measure(case, variants, args.rounds, args.whole)
+        if case.startswith("deit") and "statistics" in args.parts:
             result.setdefault("statistics", {})[case] = statistics_cost(case)
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(result, indent=1) + "\n")
