@@ -111,10 +111,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"vitfocus evaluate: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        from vitfocus.robustness.suites import SUITES
-
-        in_parts = args.suite in SUITES and SUITES[args.suite].plan is not None
-        kept = f"; what is done is kept in {args.out}, and --resume goes on" if args.out and in_parts else ""
+        kept = f"; what is done is kept in {args.out}, and --resume goes on" if args.out else ""
         print(f"vitfocus evaluate: interrupted{kept}.", file=sys.stderr)
         return 130
 

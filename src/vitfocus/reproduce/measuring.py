@@ -29,7 +29,6 @@ from vitfocus.reproduce.planning import Places, Run
 from vitfocus.robustness.evaluation import evaluate
 from vitfocus.robustness.results import Scores, load_scores
 from vitfocus.robustness.sources import evenly
-from vitfocus.robustness.suites import SUITES
 from vitfocus.treatments.store import load
 
 CORRUPTION = "gaussian_noise/3"
@@ -220,9 +219,8 @@ def _scores(suite: Suite, run: Run, folder: Path | None, limit: int | None) -> S
     if (out / "results.json").is_file():
         return load_scores(out)
     data = folder if folder is not None and not suite.folder_option else _validation_data(run)
-    keeps_parts = SUITES[suite.suite].plan is not None
     models = {run.row.label: model_of(run)}
-    return evaluate(models, suite.suite, data, limit=images, out=out, resume=keeps_parts, **options)
+    return evaluate(models, suite.suite, data, limit=images, out=out, resume=True, **options)
 
 
 def _validation_data(run: Run) -> Any:

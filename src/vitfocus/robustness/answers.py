@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from vitfocus.anatomy import anatomy
+from vitfocus.anatomy import pixels_of
 from vitfocus.data.answers import soft_accuracy
 from vitfocus.data.images import BrokenLog
-from vitfocus.data.loading import Share
+from vitfocus.data.loading import Share, seeded
 from vitfocus.data.questions import ArrayPictures, Question, QuestionSet, read_vqav2, shapes_questions, splits_in
 from vitfocus.data.questions_batches import QuestionSamples, every_question
 from vitfocus.data.shapes import shapes_named
@@ -22,11 +22,11 @@ from vitfocus.errors import VitfocusError
 from vitfocus.robustness.fingerprint import versions
 from vitfocus.robustness.pixels import PixelModel, evaluating
 from vitfocus.robustness.plan import Samples, Summary
-from vitfocus.robustness.progress import progress as shown_progress
 from vitfocus.robustness.request import Request
 from vitfocus.robustness.results import Scores
 from vitfocus.robustness.scores import mean_interval
 from vitfocus.robustness.sources import evenly
+from vitfocus.robustness.turns import Measure, in_turns
 from vitfocus.tasks.answering import Answerer, language_alone, write_predictions
 from vitfocus.treatments.store import task_of
 
@@ -41,7 +41,6 @@ def measure(asked: Request, split: str = "") -> Scores:
     are written there too, as the official server takes them; of a split whose answers are withheld that is all there is
     to have.
     """
-    models, device = asked.models, asked.device
     questions = open_set(asked.data, split, _size(asked.first_model))
     if not questions.annotated and asked.out is None:
         raise VitfocusError(
@@ -49,28 +48,42 @@ def measure(asked: Request, split: str = "") -> Scores:
             "with out (--out) to keep what the model answers."
         )
     places = evenly(len(questions), asked.limit)
-    answers: dict[str, list[str]] = {}
-    with evaluating(list(models.values()), device), torch.no_grad():
-        with shown_progress(asked.suite, len(places) * len(models), show=asked.progress) as advance:
-            for name, model in models.items():
-                answerer = Answerer(model, _size(model))
-                samples = QuestionSamples(questions, answerer.words, answerer.look)
-                share = Share(asked.batch_size or (64 if device.type == "cuda" else 16))
-                given: dict[int, str] = {}
-                for batch in every_question(
-                    samples, share, asked.workers, device, BrokenLog(fatal=True), print, places
-                ):
-                    with asked.autocast():
-                        given.update(answerer.each([batch]))
-                    advance(int(batch.counted.sum()), name)
-                answers[name] = [given[place] for place in places]
-        described = {name: PixelModel(name, model).describe() for name, model in models.items()}
+    size = asked.batch_size or (64 if asked.device.type == "cuda" else 16)
+    models = {name: PixelModel(name, model) for name, model in asked.models.items()}
+    fingerprint: dict[str, Any] = {
+        "suite": asked.suite,
+        "protocol": {"precision": asked.precision, "split": split, "limit": asked.limit},
+        "data": {"digest": questions.digest(), "limit": asked.limit, "images": len(places)},
+        "libraries": versions(),
+        "models": {name: one.describe() for name, one in models.items()},
+    }
+    with asked.claimed(fingerprint | {"options": {"batch_size": size, "seed": asked.seed}}) as folder:
+        if (stored := asked.stored(folder)) is not None:
+            return stored
+        with evaluating(list(asked.models.values()), asked.device), torch.no_grad():
+            answering = {name: _answering(asked, one.model, questions, size) for name, one in models.items()}
+            answers = dict(in_turns(asked, folder, places, size, answering))
     if asked.out is not None and asked.processes.first:
-        for name, given_answers in answers.items():
-            file = "answers.json" if len(models) == 1 else f"answers-{list(models).index(name)}.json"
+        for number, given in enumerate(answers.values()):
+            file = "answers.json" if len(models) == 1 else f"answers-{number}.json"
             numbers = (questions.questions[place].number for place in places)
-            write_predictions(Path(asked.out) / file, zip(numbers, given_answers, strict=True))
-    return asked.kept(_scored(asked, questions, places, answers, described, split))
+            write_predictions(Path(asked.out) / file, zip(numbers, given, strict=True))
+    return asked.kept(_scored(asked, questions, places, answers, fingerprint))
+
+
+def _answering(asked: Request, model: nn.Module, questions: QuestionSet, size: int) -> Measure:
+    """A model's answers to some questions."""
+    answerer = Answerer(model, _size(model))
+    samples = QuestionSamples(questions, answerer.words, answerer.look)
+
+    def answered(places: Sequence[int]) -> Iterator[dict[int, str]]:
+        log = BrokenLog(fatal=True)
+        for batch in every_question(samples, Share(size), asked.workers, asked.device, log, print, places):
+            with asked.autocast(), seeded(0):  # ViLT shuffles patches: a batch has its answers whenever it comes
+                given = dict(answerer.each([batch]))
+            yield given
+
+    return answered
 
 
 def open_set(data: Any, split: str = "", size: int = 32) -> QuestionSet:
@@ -105,7 +118,7 @@ def _from_items(data: Any) -> QuestionSet:
 
 def _size(model: nn.Module) -> int:
     """The shorter side of the pictures that a model was trained on, or else built for."""
-    return int(task_of(model).get("size") or min(anatomy(model).build_size))
+    return int(task_of(model).get("size") or min(pixels_of(model).size))
 
 
 def _scored(
@@ -113,8 +126,7 @@ def _scored(
     whole: QuestionSet,
     places: Sequence[int],
     answers: Mapping[str, Sequence[str]],
-    described: Mapping[str, Any],
-    split: str,
+    fingerprint: dict[str, Any],
 ) -> Scores:
     questions = [whole.questions[place] for place in places]
     kinds = np.array([question.answer_type for question in questions])
@@ -136,13 +148,6 @@ def _scored(
             "cells": cells,
         }
         samples["all"][name] = {"accuracy": scores}
-    fingerprint = {
-        "suite": asked.suite,
-        "protocol": {"precision": asked.precision, "split": split, "limit": asked.limit},
-        "data": {"digest": whole.digest(), "limit": asked.limit, "images": len(questions)},
-        "libraries": versions(),
-        "models": dict(described),
-    }
     return Scores(asked.suite, len(questions), summaries, (note,), fingerprint, samples)
 
 

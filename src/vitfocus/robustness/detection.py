@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from vitfocus.data.detection import CocoDetections, Detections, ShapesDetections
+from vitfocus.data.detection import CocoDetections, Detections, ShapesDetections, mask_tools
 from vitfocus.data.shapes import shapes_named
 from vitfocus.errors import VitfocusError
 from vitfocus.files import write_text
 from vitfocus.robustness.fingerprint import versions
 from vitfocus.robustness.pixels import PixelModel, evaluating
 from vitfocus.robustness.plan import Summary
-from vitfocus.robustness.progress import progress as shown_progress
 from vitfocus.robustness.request import Request
 from vitfocus.robustness.results import Scores
 from vitfocus.robustness.sources import evenly
-from vitfocus.tasks.detection_inference import Finding, PictureWriter, Searcher
+from vitfocus.robustness.turns import Measure, in_turns
+from vitfocus.tasks.detection_inference import PictureWriter, Searcher
 from vitfocus.tasks.detection_scores import coco_scores
 from vitfocus.treatments.store import task_of
 
@@ -35,39 +36,50 @@ def measure(asked: Request, split: str = "", pictures: str | Path | None = None)
     `CocoDetections`. With `out`, all that was found is written there too, as the official server takes it; `pictures`
     is a folder for drawings of what was found.
     """
-    models, out = asked.models, asked.out
+    mask_tools()  # says what to install where it is missing
+    models = asked.models
     images = open_set(asked.data, split, asked.first_model)
     places = evenly(len(images), asked.limit)
-    truth = _about(images.truth(), {images.image_id(place) for place in places})
-    summaries: dict[str, Summary] = {}
-    with evaluating(list(models.values()), asked.device):
-        with shown_progress(asked.suite, len(places) * len(models), show=asked.progress) as advance:
-            for number, (name, model) in enumerate(models.items()):
-                check_classes(name, model, images)
-                ending = f"-{number}" if len(models) > 1 else ""
-                write = PictureWriter(f"{pictures}{ending}", images) if pictures else None
-
-                def watch(index: int, picture: Tensor, finding: Finding, name: str = name, write: Any = write) -> None:
-                    if write is not None:
-                        write(index, picture, finding)
-                    advance(1, name)
-
-                search = Searcher(images, asked.device, asked.batch_size or 4, asked.workers, watch=watch)
-                found = search(model, places, asked.autocast)
-                scores = {key: 100 * value for key, value in coco_scores(truth, found).items()}
-                summaries[name] = {**scores, "cells": {"clean": scores}}
-                if out is not None and asked.processes.first:
-                    write_text(Path(out) / f"detections{ending}.json", json.dumps(found) + "\n")
-        described = {name: PixelModel(name, model).describe() for name, model in models.items()}
-    fingerprint = {
+    size = asked.batch_size or 4
+    fingerprint: dict[str, Any] = {
         "suite": asked.suite,
         "protocol": {"precision": asked.precision, "split": split},
         "data": {"digest": images.digest(), "limit": asked.limit, "images": len(places)},
         "libraries": {**versions(), "faster_coco_eval": importlib.metadata.version("faster_coco_eval")},
-        "models": described,
+        "models": {name: PixelModel(name, model).describe() for name, model in models.items()},
     }
+    begun = fingerprint | {"options": {"batch_size": size, "pictures": str(pictures or "")}}
+    summaries: dict[str, Summary] = {}
+    with asked.claimed(begun) as folder:
+        if (stored := asked.stored(folder)) is not None:
+            return stored
+        for name, model in models.items():
+            check_classes(name, model, images)
+        truth = _about(images.truth(), {images.image_id(place) for place in places})
+        endings = {name: f"-{number}" if len(models) > 1 else "" for number, name in enumerate(models)}
+        searches = {
+            name: _search(asked, model, images, size, f"{pictures}{endings[name]}" if pictures else None)
+            for name, model in models.items()
+        }
+        turns = in_turns(asked, folder, places, size, searches)
+        with evaluating(list(models.values()), asked.device), closing(turns):
+            for name, by_picture in turns:
+                found = [one for some in by_picture for one in some]
+                scores = asked.processes.agree(coco_scores(truth, found) if asked.processes.first else {})
+                scores = {key: 100 * value for key, value in scores.items()}
+                summaries[name] = {**scores, "cells": {"clean": scores}}
+                if folder is not None and asked.processes.first:
+                    write_text(folder.folder / f"detections{endings[name]}.json", json.dumps(found) + "\n")
     note = "COCO's average precision; crowds do not count."
     return asked.kept(Scores(asked.suite, len(places), summaries, (note,), fingerprint))
+
+
+def _search(asked: Request, model: nn.Module, images: Detections, size: int, pictures: str | None) -> Measure:
+    """What a detector finds on some pictures, drawn where a folder is named for that."""
+    search = Searcher(images, asked.device, size, asked.workers)
+    if pictures is not None:
+        search.watch = PictureWriter(pictures, images)
+    return lambda places: search.each(model, places, asked.autocast)
 
 
 def open_set(data: Any, split: str, model: nn.Module) -> Detections:

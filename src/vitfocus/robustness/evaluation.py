@@ -68,14 +68,10 @@ def evaluate(
     processes = join_processes(device)
     modules = named_models(model)
     if chosen.plan is None:
-        if resume and not chosen.resumes:
-            raise VitfocusError(f"{suite} keeps no parts to go on from: run it again without resume.")
         if shapes_named(data, 1) is not None:  # drawn, not read
             for name in ("split", "source"):
                 if options.get(name) not in (None, "", "val", "shapes"):
                     raise VitfocusError(f"{name}={options[name]} is about a folder, but Shapes is drawn: leave it out.")
-        if out is not None and processes.first and not chosen.resumes:
-            RunFolder(out).check_free()  # before hours are spent
         asked = Request(
             models=modules,
             data=data,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ from torch import nn
 
 from vitfocus.robustness.pixels import PRECISIONS
 from vitfocus.robustness.processes import Processes
-from vitfocus.robustness.results import Scores
+from vitfocus.robustness.results import Scores, load_scores
+from vitfocus.robustness.runfolder import RunFolder, claimed
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,26 @@ class Request:
         if self.precision == "float32":
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, PRECISIONS[self.precision])
+
+    @contextmanager
+    def claimed(self, fingerprint: dict[str, Any]) -> Iterator[RunFolder | None]:
+        """The run's folder, where one was named, for as long as it is measured.
+
+        It is given up again where the run fails before anything was kept.
+        """
+        folder = claimed(self.out, fingerprint, self.resume, self.processes)
+        try:
+            yield folder
+        except BaseException:
+            if folder is not None and self.processes.first:
+                folder.release()
+            raise
+
+    def stored(self, folder: RunFolder | None) -> Scores | None:
+        """The scores of a run that is finished already; None where there is something to measure."""
+        if folder is None or not self.processes.agree(folder.finished):
+            return None
+        return load_scores(folder.folder)
 
     def kept(self, scores: Scores) -> Scores:
         """The same scores, written by the first process to the folder where one was named."""

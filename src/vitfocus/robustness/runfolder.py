@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import time
 import zipfile
 import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from vitfocus.errors import VitfocusError
-from vitfocus.files import atomic_path, writable_folder, write_text
+from vitfocus.files import atomic_path, write_text
 from vitfocus.robustness.fingerprint import differences
 from vitfocus.robustness.plan import Columns
 from vitfocus.robustness.processes import Processes
@@ -21,6 +24,9 @@ from vitfocus.robustness.processes import Processes
 #: What numpy raises for an archive that was cut off or changed.
 DAMAGED = (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error)
 RESULTS, SAMPLES, PROTOCOL, PARTS = "results.json", "samples.npz", "protocol.json", "parts"
+
+KEEP_EVERY = 20.0
+"""Seconds of work that a crash may cost."""
 
 
 class RunFolder:
@@ -61,15 +67,6 @@ class RunFolder:
         """Give the folder up again, where nothing was kept in it: a run that failed at once is in nobody's way."""
         if not self.finished and not (self.folder / PARTS).exists():
             (self.folder / PROTOCOL).unlink(missing_ok=True)
-
-    def check_free(self) -> None:
-        """Refuse a folder that holds a run's results already, or in which nothing can be written."""
-        if self.finished:
-            raise VitfocusError(f"{self.folder} already holds a run's {RESULTS}: name another folder.")
-        try:
-            writable_folder(self.folder)
-        except OSError as error:
-            raise VitfocusError(f"The run cannot be kept in {self.folder}: {error.strerror or error}.") from None
 
     def write_part(self, group: str, columns: Columns) -> None:
         """Keep some images' outcomes of one group."""
@@ -129,6 +126,30 @@ def claimed(
     if problem is not None:
         raise VitfocusError(problem)
     return folder
+
+
+@contextmanager
+def keeping(keep: Callable[[], None]) -> Iterator[Callable[[], None]]:
+    """Gives a function to call after every batch, which keeps what is new now and then; the end, of any kind, does too.
+
+    >>> done = []
+    >>> with keeping(lambda: done.append("kept")) as now_and_then:
+    ...     now_and_then()
+    >>> done
+    ['kept']
+    """
+    last = time.monotonic()
+
+    def now_and_then() -> None:
+        nonlocal last
+        if time.monotonic() - last > KEEP_EVERY:
+            keep()
+            last = time.monotonic()
+
+    try:
+        yield now_and_then
+    finally:
+        keep()
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -7,7 +7,6 @@ every twenty seconds, at the end, and when anything goes wrong.
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,11 +19,8 @@ from vitfocus.robustness.pixels import PixelModel
 from vitfocus.robustness.plan import Columns, Group, Plan, Samples, in_order
 from vitfocus.robustness.processes import Processes
 from vitfocus.robustness.progress import Advance, progress
-from vitfocus.robustness.runfolder import RunFolder
+from vitfocus.robustness.runfolder import RunFolder, keeping
 from vitfocus.robustness.sources import Batch, Share, digest_of
-
-KEEP_EVERY = 20.0
-"""Seconds of work that a crash may cost."""
 
 
 def run(
@@ -92,7 +88,6 @@ def _run_group(
     parts: list[Columns] = []
     pending: list[dict[str, Tensor]] = []
     tried: set[tuple[int, int]] = set()
-    last = time.monotonic()
 
     def keep() -> None:
         if not pending:
@@ -104,7 +99,7 @@ def _run_group(
         if folder is not None:
             folder.write_part(group.name, part)
 
-    try:
+    with keeping(keep) as now_and_then:
         for batch in group.source.batches(batch_size, share):
             _check(batch, classes)
             checksums = _checksums(batch) if group.source.digest is None else None
@@ -128,11 +123,7 @@ def _run_group(
             if not (parts or pending):
                 _refuse_nan({name: values.cpu().numpy() for name, values in item.items()}, group, models)
             pending.append(item)
-            if time.monotonic() - last > KEEP_EVERY:
-                keep()
-                last = time.monotonic()
-    finally:
-        keep()
+            now_and_then()
     if known and group.source.count is not None and max(known) >= group.source.count:
         raise VitfocusError(
             _OTHER_DATA.format(f"there were at least {max(known) + 1} images, now {group.source.count}")

@@ -28,8 +28,8 @@ from vitfocus.robustness.pixels import PixelModel, evaluating
 from vitfocus.robustness.plan import Summary
 from vitfocus.robustness.processes import Processes
 from vitfocus.robustness.request import Request
-from vitfocus.robustness.results import Scores, load_scores
-from vitfocus.robustness.runfolder import RunFolder, claimed
+from vitfocus.robustness.results import Scores
+from vitfocus.robustness.runfolder import RunFolder, keeping
 from vitfocus.robustness.segmentation_data import Pictures, open_pictures
 from vitfocus.robustness.sources import digest_of
 from vitfocus.robustness.stored_corruptions import stored_corruptions
@@ -39,8 +39,7 @@ from vitfocus.treatments.store import task_of
 
 ALL = (*CORRUPTIONS, *EXTRA_CORRUPTIONS)
 Change = Callable[[Tensor, list[Any]], Tensor]
-#: Seconds between lines of progress, and after which what was counted is kept.
-_SHOW_AFTER, _KEEP_AFTER = 2.0, 20.0
+_SHOW_AFTER = 2.0  # seconds between lines of progress
 
 
 def mean_iou(matrix: Tensor) -> float:
@@ -90,8 +89,13 @@ class Run:
         """
         self.passes += 1
         before, found = self._kept(conditions)
-        reached, saved = before, time.monotonic()
-        try:
+        reached = before
+
+        def keep() -> None:
+            if reached != before:
+                self._keep(reached, found)
+
+        with keeping(keep) as now_and_then:
             for number, (images, masks, ids) in enumerate(data):
                 if data.count <= before.pictures:
                     if data.count == before.pictures and data.digest != before.digest:
@@ -105,12 +109,7 @@ class Run:
                     found[model] = {name: found[model].get(name, 0) + matrix for name, matrix in counted.items()}
                 reached = _Done(data.count, data.digest)
                 self._say(data)
-                if time.monotonic() - saved > _KEEP_AFTER:
-                    self._keep(reached, found)
-                    saved = time.monotonic()
-        finally:
-            if reached != before:
-                self._keep(reached, found)
+                now_and_then()
         if data.count < before.pictures:
             raise VitfocusError(_OTHER_DATA)
         self.digests.append(data.digest)
@@ -240,16 +239,11 @@ def measure(asked: Request, **options: Any) -> Scores:
     }
     given = {key: str(value) for key, value in options.items()}
     begun = fingerprint | {"options": given, "data": _how_read(pictures, asked.processes)}
-    run.folder = claimed(asked.out, begun, asked.resume, asked.processes)
-    if run.folder is not None and asked.processes.agree(run.folder.finished):
-        return _stored(run.folder, opened(CONDITIONS[0]) if suite == "acdc" else pictures)
-    try:
+    with asked.claimed(begun) as run.folder:
+        if (scores := asked.stored(run.folder)) is not None:
+            return _checked(scores, opened(CONDITIONS[0]) if suite == "acdc" else pictures, asked.out)
         with evaluating(list(asked.models.values()), device):
             summaries, notes, more = _SUITES[suite](run, opened, options)
-    except BaseException:
-        if run.folder is not None and asked.processes.first:
-            run.folder.release()
-        raise
     fingerprint["protocol"] |= more
     fingerprint["data"] = {
         "digest": digest_of(sorted(set(run.digests))),
@@ -260,13 +254,12 @@ def measure(asked: Request, **options: Any) -> Scores:
     return asked.kept(Scores(suite, run.images, summaries, tuple(notes), fingerprint))
 
 
-def _stored(folder: RunFolder, pictures: Pictures) -> Scores:
+def _checked(scores: Scores, pictures: Pictures, out: Any) -> Scores:
     """A finished run's scores, once its first pass is known to have read these pictures."""
-    scores = load_scores(folder.folder)
     for _ in pictures:
         pass
     if pictures.digest != scores.fingerprint["data"].get("first_pass"):
-        raise VitfocusError(f"{folder.folder} holds a finished run on other data: name another folder.")
+        raise VitfocusError(f"{out} holds a finished run on other data: name another folder.")
     return scores
 
 

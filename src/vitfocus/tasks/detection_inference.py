@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import colorsys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +37,6 @@ class Searcher:
     say: Callable[[str], None] = print
     watch: Callable[[int, Tensor, Finding], None] = lambda index, picture, finding: None
 
-    @torch.no_grad()
     def __call__(
         self,
         model: nn.Module,
@@ -45,13 +44,23 @@ class Searcher:
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> list[dict[str, Any]]:
         """What the model, which is left in the mode it was in, finds on these pictures, as COCO's results have it."""
-        model = unwrap(
-            model
-        )  # processes have different numbers of batches, and DDP's forward would wait for the others
+        model = unwrap(model)
         training = model.training
         model.eval()
+        found = [one for batch in self.each(model, indices, autocast) for some in batch.values() for one in some]
+        model.train(training)
+        return found
+
+    @torch.no_grad()
+    def each(
+        self,
+        model: nn.Module,
+        indices: Sequence[int],
+        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> Iterator[dict[int, list[dict[str, Any]]]]:
+        """The same by the pictures' indices, a batch at a time; the caller sees to eval mode."""
+        model = unwrap(model)  # processes may have different numbers of batches, and DDP's forward waits for the others
         normalise = Normalise(model, self.device)
-        found: list[dict[str, Any]] = []
         keys = [list(indices[first : first + self.batch]) for first in range(0, len(indices), self.batch)]
         for items, broken in read_ahead(EvaluationSamples(self.images), keys, list, self.workers, self.device):
             for one in self.log.add(broken):
@@ -60,12 +69,11 @@ class Searcher:
                 continue
             with autocast():
                 findings = model([normalise(picture) for picture, _ in items])
-            ids = [self.images.image_id(index) for _, index in items]
-            found += coco_findings(findings, ids, self.images.category_ids)
+            found = {}
             for (picture, index), finding in zip(items, findings, strict=True):
+                found[index] = coco_findings([finding], [self.images.image_id(index)], self.images.category_ids)
                 self.watch(index, picture, finding)
-        model.train(training)
-        return found
+            yield found
 
 
 class Normalise:

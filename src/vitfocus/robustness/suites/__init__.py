@@ -32,11 +32,6 @@ class Suite:
     resizes: bool = False
     measure: str = ""  # "module:function" of a suite that is no plan of labels and measures by itself; see `measured`
 
-    @property
-    def resumes(self) -> bool:
-        """Whether an interrupted run keeps what it measured."""
-        return self.plan is not None or self.measure == _SEGMENTATION
-
 
 SUITES: dict[str, Suite] = {
     "clean": Suite("accuracy on the images as they are", natural.clean, _PICTURES),
