@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from vitfocus import __version__
 from vitfocus.cli import COMMANDS, main
+from vitfocus.treatments import store
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,7 +56,7 @@ def test_json_is_all_that_is_printed(
     ("words", "said"),
     [
         (["modles"], "did you mean 'models'?"),
-        (["models", "no-such-family"], "no family matches"),
+        (["models", "no-such-family"], "no family or model matches"),
         (["models", "--nmaes"], "did you mean '--names'?"),
         (["bench", "--rounds", "many"], "invalid int value: 'many'"),
         (["report"], "the following arguments are required: RUN"),
@@ -68,6 +70,15 @@ def test_json_is_all_that_is_printed(
         (["diagnose", "vit_tiny_patch16_224", "--device", "gpu"], "There is no device 'gpu'"),
         (["diagnose", "vit_tiny_patch16_224", "--images", "no/such/folder"], "no/such/folder"),
         (["diagnose", "vit_tiny_patch16_224", "--weights", "no/such.safetensors"], "no/such.safetensors"),
+        (["diagnose", "vit_tiny_patch16_224", "--weights", "a", "--pretrained"], "give one of them"),
+        (["diagnose", "rvt_tiny", "--pretrained"], "cannot start from pretrained weights"),
+        (["diagnose", ".", "--pretrained"], "leave --pretrained out"),
+        (["train", "--resume", "auto", "--out", "run"], "vitfocus train run/config.toml --out run"),
+        (["reproduce", "--count"], "Which table or figure?"),
+        (["evaluate", "--force"], "--force is about --compare"),
+        (["evaluate", "--compare", "a", "b", "--no-resize"], "has no use for --no-resize"),
+        (["evaluate", "a_model", "--compare", "a", "b"], "has no use for a MODEL"),
+        (["evaluate", ".", "--suite", "clean", "--data", "shapes:2", "--pretrained"], "leave --pretrained out"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(
@@ -75,7 +86,24 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
 ) -> None:
     assert main(words) == 2
     lines = capsys.readouterr().err.strip().splitlines()
-    assert len(lines) == 1 and lines[0].startswith("vitfocus: ") and said in lines[0]
+    assert len(lines) == 1 and lines[0].startswith(("vitfocus: ", "vitfocus evaluate: ")) and said in lines[0]
+
+
+def test_pretrained_asks_the_library_for_weights(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real, asked = store.create_model, []
+
+    def create(name: str, pretrained: bool = False) -> nn.Module:
+        asked.append((name, pretrained))
+        return real(name)
+
+    monkeypatch.setattr(store, "create_model", create)
+    for words in (["diagnose"], ["evaluate", "--suite", "clean", "--data", "shapes:2"]):
+        for flags, said in ((["--pretrained"], False), ([], True)):
+            assert main([*words, "vit_tiny_patch16_224+cb", "--limit", "1", *flags]) == 0
+            assert asked.pop() == ("vit_tiny_patch16_224+cb", not said)
+            assert ("random weights" in capsys.readouterr().err) == said
 
 
 def test_an_unknown_model_is_told_every_family(capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,6 +124,11 @@ def test_models_json_is_computed(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"timm", "torchvision"} <= {row["library"] for row in rows}
     for row in rows:
         assert row["treatments"]["tap"] in (True, None) and row["treatments"]["uniform"] in (False, None)
+
+
+def test_a_family_is_found_by_a_model_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models", "deit_tiny_patch16_224", "--json"]) == 0
+    assert [row["family"] for row in json.loads(capsys.readouterr().out)] == ["vision_transformer"]
 
 
 def test_own_models_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

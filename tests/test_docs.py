@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import html
 import os
 import re
 import shlex
@@ -17,7 +18,10 @@ import vitfocus as vf
 from vitfocus.cli import COMMANDS, build_parser
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(ROOT / f"{name}.md" for name in ("README", "ARCHITECTURE", "CONTRIBUTING")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -89,5 +93,8 @@ def test_the_site_builds_without_warnings_and_reads_offline(tmp_path: Path) -> N
         text = page.read_text(encoding="utf-8")
         fetched = re.findall(r"<(?:script|img|link)[^>]+(?:src|href)=\"(https?://[^\"]+)", text)
         assert not fetched, f"{page.name} fetches {fetched}"
+    shown = html.unescape(re.sub(r"<[^>]+>", "", (tmp_path / "examples.html").read_text(encoding="utf-8")))
+    included = re.findall(r'^--8<-- "(.+)"$', (ROOT / "docs" / "examples.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert included and all((ROOT / name).read_text(encoding="utf-8").strip() in shown for name in included)
     verbs = (tmp_path / "reference" / "index.html").read_text(encoding="utf-8")
     assert "Read what every attention layer" in verbs and "&gt;&gt;&gt;" in verbs

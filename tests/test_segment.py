@@ -103,6 +103,8 @@ def test_a_window_that_covers_the_picture_changes_nothing_and_smaller_ones_are_a
         assert predict(model, images, Protocol(), (80, 112)).shape == (2, 5, 80, 112)
     with pytest.raises(VitfocusError, match="leaves gaps"):
         Protocol(window=32, stride=40)
+    with pytest.raises(VitfocusError, match="there is no window"):
+        Protocol(stride=8)
 
 
 @pytest.mark.parametrize("spec", ["upernet:vit_tiny_patch16_224", "segformer:vit_tiny_patch16_224"])
@@ -293,6 +295,8 @@ def test_weather_and_stored_corruptions_are_scored_apart_and_together(tmp_path: 
     scores = vf.evaluate(model, "acdc", tmp_path / "acdc", progress=False)
     assert set(scores["cells"]) == {"fog", "night", "rain", "snow", "all"} and scores.images == 4
     assert scores["miou"] == scores["all"]["miou"]
+    with pytest.raises(VitfocusError, match="no option 'source'"):  # its layout is ACDC's
+        vf.evaluate(model, "acdc", tmp_path / "acdc", source="camvid")
     options = {"severities": [1, 2], "progress": False}
     stored = vf.evaluate(
         model, "cityscapes-c", city, corruptions="fog", corrupted_data=str(tmp_path / "city-c"), **options

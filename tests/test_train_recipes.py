@@ -46,6 +46,42 @@ def test_a_wrong_override_says_what_would_be_right(override: str, message: str) 
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["epochs=1", "steps=7"], "counts steps (steps=7), so epochs would change nothing: give steps=..."),
+        (
+            ["warmup_epochs=1"],
+            "counts steps (steps=1600), so warmup_epochs would change nothing: give warmup_steps=...",
+        ),
+        (["steps=0", "warmup_steps=5", "warmup_epochs=1"], "counts steps (warmup_steps=5)"),
+    ],
+)
+def test_a_length_that_would_change_nothing_is_refused(overrides: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(VitfocusError) as caught:
+        load_recipe("shapes_answer", overrides)
+    assert message in str(caught.value)
+    keys = "\n".join(override for override in overrides)
+    (tmp_path / "child.toml").write_text(f'extends = "shapes_answer"\n[schedule]\n{keys}\n')
+    with pytest.raises(VitfocusError) as caught:
+        load_recipe(tmp_path / "child.toml")
+    assert message in str(caught.value)
+
+
+def test_a_length_in_epochs_takes_the_place_of_one_in_steps(tmp_path: Path) -> None:
+    given = ["epochs=2", "warmup_epochs=1", "evaluate_every=1"]
+    by_epochs = load_recipe("shapes_answer", given)
+    assert (by_epochs.schedule.epochs, by_epochs.schedule.steps, by_epochs.schedule.warmup_steps) == (2, 0, 0)
+    assert (by_epochs.engine.evaluate_every, by_epochs.engine.evaluate_steps) == (1, 0)
+    (tmp_path / "child.toml").write_text('extends = "shapes_answer"\n[schedule]\nepochs = 2\n')
+    assert load_recipe(tmp_path / "child.toml").schedule.steps == 0
+    (tmp_path / "config.toml").write_text(load_recipe("shapes_answer").to_toml())
+    assert load_recipe(tmp_path / "config.toml").schedule.steps == 1600
+    assert load_recipe(tmp_path / "config.toml", ["epochs=3"]).schedule.steps == 0
+    with pytest.raises(VitfocusError, match=r"is a run's folder, and its recipe is .*config\.toml"):
+        load_recipe(tmp_path)
+
+
 def test_a_wrong_file_says_what_would_be_right(tmp_path: Path) -> None:
     for text, message in (
         ("[dat]\nbatch = 3", "no section 'dat': did you mean 'data'"),
@@ -76,6 +112,15 @@ def test_any_text_survives_the_run_folder(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text(recipe.to_toml(), encoding="utf-8", newline="")
     read = load_recipe(tmp_path / "a.toml")
     assert read == recipe and not difference(read, recipe)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [("colour_jitter=0.4", r"set data\.resident=no"), ("distill.kind=soft", "distill.kind is about a teacher")],
+)
+def test_what_would_be_ignored_is_refused(override: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(VitfocusError, match=message):
+        train(load_recipe("shapes", [*TINY, override]), out=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -114,8 +159,10 @@ def test_the_papers_settings() -> None:
 
 @pytest.mark.parametrize("name", sorted(shipped_recipes()))
 def test_every_shipped_recipe_builds_its_model(name: str) -> None:
+    recipe = load_recipe(name)
+    fetches = recipe.model.pretrained or recipe.distill.pretrained or recipe.data.download
+    assert recipe.about and fetches == ("Fetches the" in recipe.about)
     recipe = load_recipe(name, ["model.pretrained=false", "model.weights="])
-    assert recipe.about
     if "/" in split_spec(recipe.model.spec)[0]:
         pytest.skip("the model's configuration lies on the Hugging Face hub")
     with torch.device("meta"):

@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vitfocus.cli.opening import add_pretrained, open_called
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -25,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model", help="a timm name (treatments may follow: name+tap+cb), or a folder of vitfocus, transformers or timm"
     )
     parser.add_argument("--weights", metavar="FILE", help="a checkpoint to load (safetensors or a state_dict)")
+    add_pretrained(parser)
     parser.add_argument(
         "--images", metavar="DIR", help="a folder of images, read recursively (default: the embedded Shapes)"
     )
@@ -70,15 +73,14 @@ def run(args: argparse.Namespace) -> int:
     from vitfocus.cli.closing import close_run, model_label
     from vitfocus.cli.device import device_called
     from vitfocus.report.evidence import note_data
-    from vitfocus.treatments.store import open_model, task_of
+    from vitfocus.treatments.store import task_of
 
-    model = open_model(args.model, weights=args.weights, treat=args.treat)
-    model.to(device_called(args.device))
+    device = device_called(args.device)
+    model = open_called(args.model, args.weights, args.treat, pretrained=args.pretrained)
+    model.to(device)
     body = anatomy(model)
     if task_of(model).get("task") == "segment":  # a segmenter sees pictures larger than its backbone was built for
         body = replace(body, build_size=(task_of(model)["size"],) * 2)
-    if args.weights is None and not Path(args.model).is_dir():
-        _say(f"No --weights: {args.model} starts from random weights, so this reads an untrained model.")
     if body.text is not None and (asked := _questions(args, body)) is not None:
         count, batches = asked
     elif files is None:

@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vitfocus.cli.opening import add_pretrained, open_called
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
@@ -32,7 +34,7 @@ OPTIONS: dict[str, tuple[Any, bool, str]] = {
     "interpolation": (str, False, "bilinear or bicubic (default: the suite's, or the model's)"),
     "index": (str, False, "a json that maps class folders to the model's classes"),
     "source": (str, False, "segmentation: the folder's layout: ade20k, cityscapes, acdc, camvid, masks"),
-    "split": (str, False, "segmentation, detection: the folder's name of the split (default: val)"),
+    "split": (str, False, "segmentation, detection, answers: the split by its folder's name (default: val)"),
     "window": (int, False, "segmentation: side of the sliding window (default: the model's; 0: whole pictures)"),
     "stride": (int, False, "segmentation: from one window to the next (default: two thirds of the window)"),
     "short_side": (int, False, "segmentation: resize pictures so that this is their short side"),
@@ -59,13 +61,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--weights", metavar="FILE", action="append", help="a checkpoint; once for all models, or once for each"
     )
+    add_pretrained(parser)
     parser.add_argument("--treat", metavar="SPEC", help="treatments to insert into every model first: tap+cb")
     parser.add_argument(
         "--out", metavar="RUN", help="keep the run in this folder: results.json, and parts while it runs"
     )
     parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
     parser.add_argument("--limit", type=int, metavar="N", help="at most N images, evenly picked")
-    parser.add_argument("--batch-size", type=int, metavar="N", help="images at a time (default: 256 on a GPU, else 32)")
+    parser.add_argument(
+        "--batch-size", type=int, metavar="N", help="images at a time (default of classifiers: 256 on a GPU, else 32)"
+    )
     parser.add_argument("--workers", type=int, metavar="N", help="processes that read images")
     parser.add_argument("--precision", default="float32", help="float32, bfloat16 or float16 (default: float32)")
     parser.add_argument("--device", help="where to run: cpu, cuda... (default: a GPU if there is one)")
@@ -117,9 +122,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _compare(args: argparse.Namespace) -> int:
+    from vitfocus.errors import VitfocusError
     from vitfocus.robustness.comparison import compare
     from vitfocus.robustness.results import load_scores
 
+    usual = {"model": [], "resume": False, "pretrained": False, "precision": "float32"}
+    for name, value in vars(args).items():
+        if name not in ("compare", "force", "seed", "json") and value != usual.get(name):
+            flag = {"resize": "no-resize", "random_start": "no-random-start"}.get(name, name.replace("_", "-"))
+            given = "a MODEL" if name == "model" else f"--{flag}"
+            raise VitfocusError(f"--compare reads two finished runs and has no use for {given}: leave it out.")
     first, second = (load_scores(folder) for folder in args.compare)
     if Path(args.compare[0]) == Path(args.compare[1]) and len(first.models) == 2:  # a run of two models, with itself
         first, second = (first.only(name) for name in first.models)
@@ -141,6 +153,8 @@ def _evaluate(args: argparse.Namespace) -> int:
     from vitfocus.errors import VitfocusError
     from vitfocus.robustness.suites import SUITES, find_suite
 
+    if args.force:
+        raise VitfocusError("--force is about --compare RUN_A RUN_B: leave it out.")
     if args.model:
         _from_run(args)
     if args.suite == "list":
@@ -226,9 +240,10 @@ def _models(args: argparse.Namespace) -> dict[str, nn.Module]:
     from vitfocus.cli.closing import model_label
     from vitfocus.errors import VitfocusError
     from vitfocus.robustness.processes import is_first
-    from vitfocus.treatments.store import open_model
 
     weights = args.weights or [None]
+    if args.pretrained and all(Path(name).is_dir() for name in args.model):
+        raise VitfocusError("A saved model's folder holds its weights: leave --pretrained out.")
     if len(weights) not in (1, len(args.model)):
         raise VitfocusError(
             f"--weights is given {len(weights)} times for {len(args.model)} models; give it once, or for each."
@@ -239,10 +254,7 @@ def _models(args: argparse.Namespace) -> dict[str, nn.Module]:
     for name, file in zip(args.model, weights, strict=True):
         label = model_label(name) + (f"+{args.treat}" if args.treat else "")
         number = sum(known == label or known.startswith(f"{label} #") for known in models)
-        if file is None and not Path(name).is_dir() and is_first():
-            print(
-                f"No --weights: {name} starts from random weights, so this measures an untrained model.",
-                file=sys.stderr,
-            )
-        models[f"{label} #{number + 1}" if number else label] = open_model(name, weights=file, treat=args.treat)
+        fetched = args.pretrained and not Path(name).is_dir()
+        model = open_called(name, file, args.treat, pretrained=fetched, quiet=not is_first())
+        models[f"{label} #{number + 1}" if number else label] = model
     return models

@@ -11,7 +11,12 @@ _HEADINGS = ("cb", "cbs", "gate", "msa", "tap", "adl", "se", "uniform", "extra")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
-    parser.add_argument("pattern", nargs="?", default="", help="only families whose library or name contains this")
+    parser.add_argument(
+        "pattern",
+        nargs="?",
+        default="",
+        help="only families whose library or name contains this, or one of whose models is called so",
+    )
     parser.add_argument("--names", action="store_true", help="list the models of these families by name")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -26,19 +31,25 @@ def run(args: argparse.Namespace) -> int:
     from vitfocus.errors import VitfocusError
     from vitfocus.treatments.support import TRIED, model_names, support
 
-    chosen = [f for f in families() if args.pattern.lower() in f"{f.library} {f.name}".lower()]
+    pattern = args.pattern.lower()
+    named = [(family, model_names(family.library, family.name)) for family in families()]
+    chosen = [
+        (family, names)
+        for family, names in named
+        if pattern in f"{family.library} {family.name}".lower() or any(pattern in name for name in names)
+    ]
     if not chosen:
-        raise VitfocusError(f"no family matches {args.pattern!r}; `vitfocus models` lists them all.")
+        raise VitfocusError(f"no family or model matches {args.pattern!r}; `vitfocus models` lists the families.")
     progress = Console(stderr=True)
     rows = [
         support(family)
-        for family in track(
+        for family, _ in track(
             chosen, "trying treatments", console=progress, transient=True, disable=not progress.is_terminal
         )
     ]
     if args.names:
-        for row in rows:
-            row["names"] = model_names(row["library"], row["family"])
+        for row, (_, names) in zip(rows, chosen, strict=True):
+            row["names"] = names
     if args.json:
         print(json.dumps(rows, indent=2))
         return 0

@@ -26,16 +26,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rows", type=_numbers, default=[], metavar="N,N", help="only these rows, counted from 1: --rows 1,3"
     )
-    parser.add_argument("--images", type=int, metavar="N", help="evaluate and diagnose on at most N images")
+    parser.add_argument(
+        "--images", type=int, metavar="N", help="evaluate and diagnose trained models on at most N images"
+    )
     parser.add_argument("--count", action="store_true", help="train nothing: count parameters and FLOPs")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the list, or carry an item out; 130 where it was stopped, to be resumed by the same command."""
+    from vitfocus.errors import VitfocusError
+
+    if args.item is None and not args.list and (args.data or args.rows or args.images or args.count):
+        raise VitfocusError("Which table or figure? vitfocus reproduce --list names them, such as cb/table4a.")
     if args.list or args.item is None:
         return _list(args.json)
-    from vitfocus.errors import VitfocusError
     from vitfocus.reproduce.run import Stopped, reproduce
     from vitfocus.train.run import is_main_process
 

@@ -22,6 +22,11 @@ def run(args: argparse.Namespace) -> int:
     """Train, and say how it went. Stopped by Ctrl-C: 130; by SIGTERM, which schedulers send: 0."""
     from vitfocus.train.recipe import load_recipe, shipped_recipes
 
+    if args.recipe is None and (args.out or args.resume):
+        from vitfocus.errors import VitfocusError
+
+        run = args.out or "RUN"
+        raise VitfocusError(f"Which recipe? A run goes on by its own: vitfocus train {run}/config.toml --out {run} ...")
     if args.recipe is None:
         recipes = shipped_recipes()
         width = max(map(len, recipes))

@@ -140,5 +140,5 @@ def _library() -> Any:
     try:
         import tokenizers
     except ImportError:
-        raise VitfocusError("Questions are read by the tokenizers library: pip install vitfocus[hf].") from None
+        raise VitfocusError("Questions are read by the tokenizers library: it needs the extra vitfocus[hf].") from None
     return tokenizers

@@ -1,6 +1,6 @@
 """The papers' figures from one diagnosis or several: entropy and distance by depth, overfocus, stability, scaling.
 
-matplotlib is an optional extra (`pip install vitfocus[plot]`). Figures are made without pyplot, so nothing global is
+matplotlib is an optional extra (vitfocus[plot]). Figures are made without pyplot, so nothing global is
 touched and nothing has to be closed. Colours are Okabe and Ito's, which the colour-blind can tell apart; lines differ
 by marker and bars by order too.
 """
@@ -44,7 +44,7 @@ def new_figure(width: float, height: float, rows: int = 1, columns: int = 1, **o
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise VitfocusError("Figures need matplotlib, which is not installed: pip install vitfocus[plot].") from error
+        raise VitfocusError("Figures need matplotlib, which is not installed: the extra vitfocus[plot].") from error
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
     return figure, figure.subplots(rows, columns, **options)
 

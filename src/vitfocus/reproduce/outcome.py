@@ -57,7 +57,7 @@ class Outcome:
     figures: list[Path] = field(default_factory=list)
     absent: list[str] = field(default_factory=list)
     changed: tuple[str, ...] = ()
-    limit: int | None = None  # of the images that models were evaluated and diagnosed on, where one was given
+    limit: int | None = None  # of the images that trained models were evaluated and diagnosed on
 
     def table(self) -> Table:
         """One line a number: the paper's, ours, and how each differs from its untreated row."""
@@ -94,7 +94,7 @@ class Outcome:
         """What a reader of the table should know."""
         changed = [f"The recipes were changed: {' '.join(self.changed)}."] if self.changed else []
         if self.limit is not None:
-            changed.append(f"Models were evaluated and diagnosed on at most {counted(self.limit, 'image')}.")
+            changed.append(f"Evaluations and diagnoses of trained models saw at most {counted(self.limit, 'image')}.")
         return [*self.item.notes, *changed, *dict.fromkeys(self.absent)]
 
     def _changes(self, outcome: RowOutcome, name: str) -> tuple[str, str]:

@@ -26,6 +26,8 @@ from vitfocus.tasks.distill import Teacher
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+    from vitfocus.train.recipe import Recipe
+
 
 class Classify(Task):
     """Labelled images, in memory or read one by one, and any classifier of the three libraries."""
@@ -35,6 +37,15 @@ class Classify(Task):
 
     train: Images
     val: Images
+
+    @classmethod
+    def check(cls, recipe: Recipe) -> None:
+        """Refuse keys that would be ignored, those of a teacher that is not there among them."""
+        super().check(recipe)
+        if not recipe.distill.teacher:
+            for key, value in vars(recipe.distill).items():
+                if value != getattr(type(recipe.distill), key):
+                    raise VitfocusError(f"distill.{key} is about a teacher, and there is none: name distill.teacher.")
 
     def open_data(self) -> None:
         """Open both splits, and count the classes."""
@@ -73,6 +84,11 @@ class Classify(Task):
         if data.enlarge and not self.resident:
             raise VitfocusError(
                 f"data.enlarge={data.enlarge} is for images that are kept on the device; these are read at data.size."
+            )
+        if self.resident and self.recipe.augment.colour_jitter:
+            raise VitfocusError(
+                "augment.colour_jitter is for images that are read one by one; these are kept on the device: leave it "
+                "out, or set data.resident=no."
             )
         augmenter = Augmenter(self.recipe.augment, mean, std, device, device_crop=self.resident)
         if self.resident:

@@ -31,7 +31,11 @@ class Protocol:
         for name in ("window", "stride", "short_side"):
             if getattr(self, name) < 0:
                 raise VitfocusError(f"{name} is a number of pixels, 0 or more, not {getattr(self, name)}.")
-        if self.stride > self.window > 0:
+        if self.stride and not self.window:
+            raise VitfocusError(
+                f"A stride of {self.stride} leads from window to window, and there is no window: name it."
+            )
+        if self.stride > self.window:
             raise VitfocusError(
                 f"A stride of {self.stride} leaves gaps between windows of {self.window}: it must not be larger."
             )

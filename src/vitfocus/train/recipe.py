@@ -11,7 +11,7 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -80,6 +80,12 @@ _SECTIONS: dict[str, type[Any]] = {
 }
 _TOP = ("name", "about", "task")
 _KEYS = {f"{section}.{entry.name}": entry for section, cls in _SECTIONS.items() for entry in dataclasses.fields(cls)}
+#: Lengths in epochs, and those that say them in steps.
+_IN_STEPS = {
+    "schedule.epochs": "schedule.steps",
+    "schedule.warmup_epochs": "schedule.warmup_steps",
+    "engine.evaluate_every": "engine.evaluate_steps",
+}
 _TYPES = {f"{section}.{name}": kind for section, cls in _SECTIONS.items() for name, kind in get_type_hints(cls).items()}
 
 
@@ -102,6 +108,7 @@ def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     (32, 2, 'vit_tiny_patch16_224+cb')
     """
     tree = _resolve(str(source), ())
+    changed: set[str] = set()
     for text in overrides:
         key, equals, value = text.partition("=")
         if not equals:
@@ -118,6 +125,8 @@ def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> Recipe:
             if not isinstance(target, dict):
                 raise VitfocusError(f"{key} has nothing below it: {part} is a value.")
         target[last] = _read_value(value.strip(), _TYPES.get(path))
+        changed.add(path)
+    _settle_lengths(changed, tree)
     return build_recipe(tree, Path(source).stem)
 
 
@@ -179,7 +188,26 @@ def _resolve(source: str, seen: tuple[str, ...]) -> dict[str, Any]:
     local = Path(source).parent / str(base)
     below = _resolve(str(local) if source.endswith(".toml") and local.is_file() else str(base), (*seen, source))
     below.pop("about", None)
-    return _merge(below, tree)
+    merged = _merge(below, tree)
+    _settle_lengths({f"{name}.{key}" for name, part in tree.items() if isinstance(part, dict) for key in part}, merged)
+    return merged
+
+
+def _settle_lengths(changed: Set[str], tree: dict[str, Any]) -> None:
+    """A length in epochs takes the place of one in steps that it was written over; one that counts not is refused."""
+    for path, other in _IN_STEPS.items():
+        if path not in changed:
+            continue
+        section, instead = other.split(".")
+        lengths, name = tree.setdefault(section, {}), path.split(".")[1]
+        if other not in changed:
+            lengths[instead] = 0
+        for key in (instead, "steps") if name == "warmup_epochs" else (instead,):
+            if lengths.get(key):
+                raise VitfocusError(
+                    f"This recipe counts steps ({key}={lengths[key]}), so {name} would change nothing: give "
+                    f"{instead}=... instead, or {key}=0 beside it."
+                )
 
 
 def _text(source: str) -> str:
@@ -191,6 +219,8 @@ def _text(source: str) -> str:
             return path.read_text(encoding="utf-8-sig")
         except UnicodeDecodeError:
             raise VitfocusError(f"{source} is not written in UTF-8, as TOML is.") from None
+    if Path(source, "config.toml").is_file():
+        raise VitfocusError(f"{source} is a run's folder, and its recipe is {source}/config.toml.")
     file = resources.files("vitfocus") / "recipes" / f"{source}.toml"
     if not file.is_file():
         raise VitfocusError(f"There is no recipe {source!r}: {nearest(source, shipped_recipes())}")

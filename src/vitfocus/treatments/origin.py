@@ -108,6 +108,12 @@ def _build_timm(name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Mo
         return timm.create_model(name, pretrained=pretrained, **arguments)
     except VitfocusError:
         raise
+    except RuntimeError as error:
+        if not pretrained or isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise VitfocusError(
+            f"{name} cannot start from pretrained weights: {str(error).partition(chr(10))[0]}"
+        ) from None
     except (TypeError, AssertionError, ValueError) as error:
         raise VitfocusError(f"{name} cannot be built with {arguments}: {error}.") from None
 

@@ -160,6 +160,8 @@ def open_model(name: str, weights: str | Path | None = None, treat: str | None =
         if not (folder / "config.json").is_file() and (folder / "model" / "config.json").is_file():
             folder = folder / "model"  # a run's folder
         config = _read_json(folder / "config.json")
+        if "vitfocus" in config and arguments:
+            raise VitfocusError(f"{folder} is built as it was saved, so {', '.join(arguments)} cannot be given anew.")
         if "vitfocus" in config:
             model = load(folder)
         elif "model_type" in config:

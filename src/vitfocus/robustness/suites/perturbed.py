@@ -62,6 +62,7 @@ def _from_videos(context: Context, root: Path, names: list[str], difficulty: int
             f"{root} looks like ImageNet-P but lacks {', '.join(missing)}: it is only half extracted "
             "(name the ones you have with perturbations=, --perturbations)."
         )
+    context.refuse_resizing("published videos, which are never resized")
     context.protocol |= {"mode": "published", "preprocessing": "none", "decoder": decoder_version()}
     context.notes.insert(0, "ImageNet-P's published videos were read, without any resizing.")
     groups, counts = [], {}
