@@ -78,6 +78,17 @@ def test_padded_texts_and_pictures_answer_like_unpadded_ones(tokens: str, varian
     torch.testing.assert_close(padded, alone, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("form", ["", ",variant=paper,heads=each"])
+def test_padding_enters_no_diversification_loss(form: str) -> None:
+    model, parts = tiny_vilt(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0), singles()
+    vf.treat_(model, f"adl(threshold=1.0{form})").train()
+    losses = []
+    for batch in (*parts, together(parts)):
+        model(**batch)
+        losses.append(vf.auxiliary_loss(model))
+    torch.testing.assert_close(losses[-1], torch.stack(losses[:-1]).mean())
+
+
 @pytest.mark.parametrize("tokens", ["image", "text"])
 def test_a_group_of_tokens_is_broadcast_to_itself_alone(tokens: str) -> None:
     model, part = tiny_vilt(), singles()[1]

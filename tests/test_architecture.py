@@ -26,6 +26,8 @@ RANK = {
     "data": 1,
     "corruptions": 1,
     "models": 1,
+    "devices": 1,
+    "contents": 1,
     "errors": 0,
     "files": 0,
 }

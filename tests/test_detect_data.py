@@ -74,6 +74,11 @@ def test_pictures_without_an_object_are_kept_for_evaluation_and_dropped_for_trai
     ("change", "sentence"),
     [
         (lambda c: c.pop("categories"), "has no categories"),
+        (lambda c: c.update(images=3), "has no images: it is not COCO"),
+        (lambda c: c["annotations"].insert(0, "x"), "An annotation in .* is no record: x"),
+        (lambda c: c["annotations"][0].update(image_id=[1]), r"about picture \[1\]"),
+        (lambda c: c["annotations"][0].update(category_id={}), "category {}"),
+        (lambda c: c["annotations"][0].update(segmentation=[[1, 2, 3, "4", 5, 6]]), "neither polygons"),
         (lambda c: c["annotations"][0].update(image_id=7_777_777), "about picture 7777777"),
         (lambda c: c["annotations"][0].update(category_id=999), "category 999"),
         (lambda c: c["annotations"][0].update(segmentation=[]), "has no segmentation"),

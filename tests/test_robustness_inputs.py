@@ -350,7 +350,7 @@ def test_a_finished_run_is_not_written_over_and_a_damaged_one_is_named(tmp_path:
 
 def test_no_option_is_passed_over_in_silence(tmp_path: Path) -> None:
     images, labels = tensors()
-    for option in ({"crop_pct": 0.5}, {"interpolation": "bilinear"}, {"resize": True}):
+    for option in ({"crop_pct": 0.5}, {"crop_pct": 0}, {"interpolation": "bilinear"}, {"resize": True}):
         for data in ([(images, labels)], TensorDataset(images, labels)):
             refused("is about resizing pictures", Blobs(10), "clean", data, **option)
             assert evaluate(Blobs(10), "clean", data, resize=False, **QUIET).images == 6

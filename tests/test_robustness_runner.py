@@ -243,7 +243,7 @@ def test_bad_tensors_and_models_are_refused() -> None:
     assert "differ in classes (a: 10, b: 3)" in _complaint_of({"a": model, "b": Blobs(3)}, [(images, labels)])
     assert "evaluate wants a model" in _complaint_of({}, [(images, labels)])
     assert "does not take images of 40x40 pixels" in _complaint_of(Strict(), [(torch.zeros(2, 3, 40, 40), labels[:2])])
-    with pytest.raises(VitfocusError, match="'cuda:99' cannot be used here"):
+    with pytest.raises(VitfocusError, match="There is no device 'cuda:99' here"):
         evaluate(model, "clean", [], device="cuda:99", progress=False)
     assert "did you mean 'float16'" in _complaint_of(model, [], precision="float61")
 

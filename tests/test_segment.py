@@ -324,6 +324,11 @@ def test_training_crops_move_picture_and_mask_alike(tmp_path: Path) -> None:
     (tmp_path / "classes.txt").write_text("w\nx\ny\nz\n")
     masks = open_masks(Data(source="masks", root=str(tmp_path)), "train")
     assert masks.classes == ("w", "x", "y", "z")
+    for wrong, said in (("{", "cannot be read"), ("3", "is no list of the classes' names")):
+        (tmp_path / "classes.json").write_text(wrong)
+        with pytest.raises(vf.VitfocusError, match=rf"classes\.json {said}"):
+            open_masks(Data(source="masks", root=str(tmp_path)), "train")
+    (tmp_path / "classes.json").unlink()
     crops = TrainingCrops(masks, 48, 0, photometric=False)
     seen = []
     for position in range(12):

@@ -292,6 +292,17 @@ def test_create_model_equals_treating_by_hand() -> None:
     assert torch.equal(made(images), plain(images)) and vf.applied(made) == vf.applied(plain)
     with pytest.raises(vf.VitfocusError, match="cannot be built with"):
         vf.create_model("vit_tiny_patch16_224", depht=2)
+    with pytest.raises(vf.VitfocusError, match=r"cannot be built with \{'patch_size': 0\}: .*zero\.$"):
+        vf.create_model("vit_tiny_patch16_224", patch_size=0)
+
+
+def test_files_that_are_no_models_are_told_in_words(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architecture": 3}')
+    with pytest.raises(vf.VitfocusError, match="timm cannot build the model in"):
+        open_model(str(tmp_path))
+    (tmp_path / "notes.txt").write_text("hello")
+    with pytest.raises(vf.VitfocusError, match=r"notes\.txt cannot be read as weights: KeyError, 101\."):
+        vf.load_weights(build("vit")[0], tmp_path / "notes.txt")
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
+import sys
 import time
 from pathlib import Path
 
@@ -189,8 +189,8 @@ def test_mixed_labels_need_no_dense_target() -> None:
     )
 
 
-@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is not None, reason="TensorBoard is installed")
-def test_tensorboard_is_an_extra(tmp_path: Path) -> None:
+def test_tensorboard_is_an_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(VitfocusError, match=r"vitfocus\[track\]"):
         train(tiny("tensorboard=true"), tmp_path)
 

@@ -155,7 +155,7 @@ def test_a_disk_too_full_for_the_best_model_or_a_row_stops_nothing(
         save(*arguments, **options)
 
     def opened(path: Path, mode: str = "r", *arguments: Any, **options: Any) -> Any:
-        if path.name == "metrics.jsonl" and mode == "a" and full["now"]:
+        if path.name == "metrics.jsonl" and mode == "ab" and full["now"]:
             raise OSError(errno.ENOSPC, "No space left on device")
         return real_open(path, mode, *arguments, **options)
 

@@ -33,3 +33,13 @@ def nearest(given: str, choices: Iterable[str], prefix: str = "") -> str:
     if close:
         return f"did you mean {prefix + close[0]!r}?"
     return f"expected one of: {', '.join(known)}." if len(known) <= 40 else f"none of the {len(known)} names is close."
+
+
+def reason(error: Exception) -> str:
+    """What an error of a library says, on one line, with its kind where it says little.
+
+    >>> reason(ZeroDivisionError("integer division by zero")), reason(KeyError(101))
+    ('integer division by zero', 'KeyError, 101')
+    """
+    said = str(error).strip().partition("\n")[0].rstrip(".")
+    return said if " " in said else ", ".join(filter(None, (type(error).__name__, said)))

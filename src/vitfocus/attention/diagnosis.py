@@ -23,6 +23,7 @@ from vitfocus.attention.stream import LayerStream, geometry_of
 from vitfocus.attention.stream import rows as rows_of
 from vitfocus.attention.tables import Table, diagnosis_table
 from vitfocus.attention.text import text_length, with_text, without_padding
+from vitfocus.contents import check_contents
 from vitfocus.errors import VitfocusError
 from vitfocus.files import write_bytes
 
@@ -40,6 +41,16 @@ PLOTS = {
     "diversity": "diversity_official",
     "stability": "stability",
     "scaling": "scaling_mean",
+}
+
+#: The shape of diagnosis.json.
+SHAPE = {
+    "model": str,
+    "images": int,
+    "size": [int, int],
+    "against": (str, None),
+    "rows": [{"layer": int, "name": str, "attention_kind?": str, "*": float}],
+    "stability_values?": {"#": [[float]]},
 }
 
 
@@ -97,9 +108,11 @@ class Diagnosis:
         if not file.is_file():
             raise VitfocusError(f"{folder} holds no diagnosis.json; save a diagnosis there first.")
         try:
-            return cls.from_dict(json.loads(file.read_text(encoding="utf-8")))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise VitfocusError(f"{file} is no diagnosis that save wrote, or was damaged: {error!r}.") from None
+            content = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise VitfocusError(f"{file} cannot be read: {error}.") from None
+        check_contents(file, content, SHAPE, "vitfocus diagnose")
+        return cls.from_dict(content)
 
     def to_pandas(self) -> Any:
         """The rows as a pandas DataFrame."""

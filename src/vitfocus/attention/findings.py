@@ -134,7 +134,7 @@ def _under(against: str | None) -> str:
 
 def _part(row: Row, key: str) -> float:
     """An entropy as a part of its bound; -1 where there is none."""
-    return row[key] / row["entropy_bound"] if row.get("entropy_bound") else -1.0
+    return row[key] / row["entropy_bound"] if key in row and row.get("entropy_bound") else -1.0
 
 
 def _group(rows: Sequence[Row], key: str, text: str) -> list[str]:

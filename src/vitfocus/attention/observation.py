@@ -66,6 +66,35 @@ class Observation:
             scores = scores + bias.to(scores.dtype)
         return scores
 
+    def of_tokens(self, images: Tensor, tokens: Tensor) -> Observation:
+        """The same for G of the images (G,) and, of each, the tokens (G, N) alone, as queries and as keys.
+
+        Right where every other key is masked, so that no attention is lost with it.
+
+        >>> seen = Observation(map=torch.eye(3).expand(2, 1, 3, 3))
+        >>> seen.of_tokens(torch.tensor([1]), torch.tensor([[0, 2]])).attention()
+        tensor([[[[1., 0.],
+                  [0., 1.]]]])
+        """
+        place = images[:, None]
+
+        def rows(values: Tensor) -> Tensor:
+            return values[place, :, tokens].transpose(1, 2)
+
+        def pairs(values: Tensor) -> Tensor:
+            whole = values.expand(self.shape[0], -1, *self.shape[2:])
+            return whole[place[..., None], :, tokens[:, :, None], tokens[:, None]].permute(0, 3, 1, 2)
+
+        return Observation(
+            query=rows(self.query) if self.query is not None else None,
+            key=rows(self.key) if self.key is not None else None,
+            scale=self.scale,
+            bias=pairs(self.bias) if self.bias is not None else None,
+            lse=rows(self.lse) if self.lse is not None else None,
+            logits=pairs(self.logits) if self.logits is not None else None,
+            map=pairs(self.map) if self.map is not None else None,
+        )
+
     def detach(self) -> Observation:
         """The same without a gradient."""
         tensors = {name: getattr(self, name) for name in ("query", "key", "bias", "lse", "logits", "map")}

@@ -57,14 +57,14 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from vitfocus.anatomy import anatomy
-    from vitfocus.cli.device import device_called
+    from vitfocus.devices import usable_device
     from vitfocus.treatments.spec import parse_treatments
     from vitfocus.treatments.step_cost import compare_steps
 
     specs = args.treat or list(TREATMENTS)
     for spec in specs:
         parse_treatments(spec)
-    device = device_called(args.device)
+    device = usable_device(args.device)
     precision = args.precision or ("bfloat16" if device.type == "cuda" else "float32")
     batch = args.batch_size or (64 if device.type == "cuda" else 8)
     model = _open(args.model, size)

@@ -71,11 +71,11 @@ def run(args: argparse.Namespace) -> int:
     from vitfocus.anatomy import anatomy
     from vitfocus.attention.diagnosis import diagnose
     from vitfocus.cli.closing import close_run, model_label
-    from vitfocus.cli.device import device_called
+    from vitfocus.devices import usable_device
     from vitfocus.report.evidence import note_data
     from vitfocus.treatments.store import task_of
 
-    device = device_called(args.device)
+    device = usable_device(args.device)
     model = open_called(args.model, args.weights, args.treat, pretrained=args.pretrained)
     model.to(device)
     body = anatomy(model)

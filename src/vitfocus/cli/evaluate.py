@@ -44,6 +44,9 @@ OPTIONS: dict[str, tuple[Any, bool, str]] = {
     "pictures": (str, False, "segmentation, acdc, detection: write pictures of the predictions into this folder"),
 }
 
+#: What a recipe says of its data, as far as it is read here.
+_DATA = {"source?": str, "root?": str, "val_split?": str, "val_length?": int, "size?": int}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
@@ -213,6 +216,8 @@ def _from_run(args: argparse.Namespace) -> None:
     """Fill in what a trained model's folder says: the suite of its own task, and the data of its recipe."""
     import tomllib
 
+    from vitfocus.contents import check_contents
+    from vitfocus.errors import VitfocusError
     from vitfocus.robustness.suites import OWN, SUITES
 
     folder = Path(args.model[0])
@@ -220,13 +225,18 @@ def _from_run(args: argparse.Namespace) -> None:
     if saved is None:
         return
     try:
-        task = json.loads(saved.read_text(encoding="utf-8")).get("task", {}).get("task", "")
+        task = str(json.loads(saved.read_text(encoding="utf-8")).get("task", {}).get("task", ""))
     except (ValueError, AttributeError):
-        return
+        return  # of which whoever loads the model speaks
     args.suite = args.suite or OWN.get(task)
     recipe = next((f for f in (folder / "config.toml", folder.parent / "config.toml") if f.is_file()), None)
     if args.data is None and recipe is not None and args.suite == OWN.get(task):
-        data = tomllib.loads(recipe.read_text(encoding="utf-8")).get("data", {})
+        try:
+            content = tomllib.loads(recipe.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise VitfocusError(f"{recipe} cannot be read: {error}; say --data yourself.") from None
+        check_contents(recipe, content, {"data?": _DATA}, "vitfocus train", "say --data yourself")
+        data = content.get("data", {})
         drawn = data.get("source") == "shapes"
         length = f":{data['val_length']}" if data.get("val_length") else ""
         args.data = f"shapes{length}" if drawn else data.get("root") or None

@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -158,7 +158,9 @@ class CocoDetections:
         annotations = [one for image in self.images for one in self.annotations[image["id"]]]
         return {"info": {}, "images": self.images, "annotations": annotations, "categories": self._categories}
 
-    def _check(self, annotation: dict[str, Any], images: dict[int, Any]) -> None:
+    def _check(self, annotation: Any, images: dict[int, Any]) -> None:
+        if not isinstance(annotation, dict):
+            raise VitfocusError(f"An annotation in {self.file} is no record: {str(annotation)[:80]}")
         number = annotation.get("id")
         absent = [key for key in ("image_id", "category_id", "bbox", "area") if key not in annotation]
         if absent:
@@ -166,10 +168,10 @@ class CocoDetections:
         box = annotation["bbox"]
         if not (isinstance(box, list) and len(box) == 4 and all(_is_finite(side) for side in box)):
             raise VitfocusError(f"Annotation {number} in {self.file} has the bbox {box!r}; expected four numbers.")
-        if annotation["image_id"] not in images:
+        if not _is_number_of(annotation["image_id"], images):
             raise VitfocusError(f"Annotation {number} in {self.file} is about picture {annotation['image_id']}, "
                                 "which is not in its list.")  # fmt: skip
-        if annotation["category_id"] not in self._labels:
+        if not _is_number_of(annotation["category_id"], self._labels):
             raise VitfocusError(
                 f"Annotation {number} in {self.file} has the category {annotation['category_id']}, which is not in its "
                 "list."
@@ -345,6 +347,10 @@ def _require(file: Path, what: str, records: list[Any], fields: dict[str, type])
         seen.add(record["id"])
 
 
+def _is_number_of(value: Any, known: Container[int]) -> bool:
+    return isinstance(value, int) and value in known
+
+
 def _is_finite(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
@@ -353,7 +359,9 @@ def _is_outline(outline: Any) -> bool:
     """Polygons of x, y, x, y, … (three points at least), or a run-length code."""
     if isinstance(outline, dict):
         return isinstance(outline.get("size"), list) and isinstance(outline.get("counts"), list | str)
-    return isinstance(outline, list) and all(isinstance(one, list) and len(one) >= 6 for one in outline)
+    return isinstance(outline, list) and all(
+        isinstance(one, list) and len(one) >= 6 and all(map(_is_finite, one)) for one in outline
+    )
 
 
 def _teaches(annotation: dict[str, Any]) -> bool:
@@ -366,7 +374,7 @@ def _read(file: Path) -> dict[str, Any]:
         content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise VitfocusError(f"{file} is not valid json: {error}.") from None
-    absent = [key for key in ("images", "annotations", "categories") if key not in content]
-    if absent:
-        raise VitfocusError(f"{file} has no {absent[0]}: it is not COCO's json of instances.")
+    for key in ("images", "annotations", "categories"):
+        if not isinstance(content, dict) or not isinstance(content.get(key), list):
+            raise VitfocusError(f"{file} has no {key}: it is not COCO's json of instances.")
     return dict(content)

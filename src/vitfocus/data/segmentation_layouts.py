@@ -182,7 +182,13 @@ def _present(pairs: Iterable[tuple[Path, Path | None]]) -> list[Pair]:
 
 def _class_names(root: Path) -> tuple[str, ...]:
     if (root / "classes.json").is_file():
-        return tuple(map(str, json.loads((root / "classes.json").read_text(encoding="utf-8"))))
+        try:
+            names = json.loads((root / "classes.json").read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise VitfocusError(f"{root / 'classes.json'} cannot be read: {error}.") from None
+        if not isinstance(names, list):
+            raise VitfocusError(f"{root / 'classes.json'} is no list of the classes' names.")
+        return tuple(map(str, names))
     if (root / "classes.txt").is_file():
         lines = (root / "classes.txt").read_text(encoding="utf-8").splitlines()
         return tuple(line.strip() for line in lines if line.strip())

@@ -122,7 +122,7 @@ def _index(shard: Path) -> list[tuple[str, list[int], list[int], str]]:
         kept = json.loads(cache.read_text())
         if kept["file"] == file:
             return [tuple(row) for row in kept["samples"]]
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         pass
     samples: dict[str, dict[str, list[int]]] = {}
     end = 0

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from vitfocus.anatomy import anatomy
+from vitfocus.contents import check_contents
 from vitfocus.errors import VitfocusError
 from vitfocus.files import write_text
 from vitfocus.report.cost import measure, multiply_adds, usual_batch
@@ -23,6 +24,23 @@ from vitfocus.treatments.placement import placements
 
 CARD = "card.json"
 Card = dict[str, Any]
+Shape = dict[str, Any]
+
+#: The shape of card.json.
+_TIMES = {"median": float, "range": [float, float]}
+_COST: Shape = {**dict.fromkeys(("device", "torch", "dtype"), str), "batch": int, "memory_bytes": float}
+_COST |= {"forward_seconds": _TIMES, "step_seconds": _TIMES}
+_BLOCK: Shape = {
+    **dict.fromkeys(("depth", "stage", "width"), int),
+    "name": str,
+    "kind": str,
+    "mlp": bool,
+    "grid": [int, int],
+}
+_BLOCK |= {"treated": [{"treatment": str, "spec": str, "place": str}]}
+_CARD: Shape = {"digest?": (str, None), "treatments": [str], "parameters?": int, "multiply_adds?": float}
+_CARD |= {"blocks?": [_BLOCK], "cost?": _COST}
+SHAPE = {"models": {"*": _CARD}}
 
 
 def make_card(model: nn.Module, timed: bool = True) -> Card:
@@ -78,7 +96,7 @@ def read_cards(folder: Path) -> dict[str, Card]:
     """The cards in a run's folder by name; none where there is no such file."""
     if not (folder / CARD).is_file():
         return {}
-    cards = read_json(folder / CARD).get("models")
-    if not isinstance(cards, dict):
-        raise VitfocusError(f"{folder / CARD} holds no cards of models; remove it, and the report does without.")
+    content = read_json(folder / CARD)
+    check_contents(folder / CARD, content, SHAPE, "vitfocus", "remove it, and the report does without")
+    cards: dict[str, Card] = content["models"]
     return cards

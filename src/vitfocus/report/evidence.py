@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from vitfocus.attention.diagnosis import Diagnosis
+from vitfocus.contents import check_contents
 from vitfocus.errors import VitfocusError
 from vitfocus.files import write_text
 from vitfocus.report.card import Card, read_cards
 from vitfocus.robustness.results import Scores, load_scores
-from vitfocus.robustness.runfolder import RESULTS, SAMPLES, read_json
+from vitfocus.robustness.runfolder import RESULTS, read_json
+from vitfocus.train.results import SHAPE as TRAINED
 
 DIAGNOSIS, METRICS, RECIPE, EXPLORER = "diagnosis.json", "metrics.jsonl", "config.toml", "explorer.json"
 DATA = "data.json"
@@ -70,7 +72,7 @@ def find_evidence(folder: str | Path) -> list[Found]:
     """Everything readable in a run's folder and the folders in it; refuses one in which there is nothing."""
     folder = Path(folder)
     if folder.is_file():
-        raise VitfocusError(f"{folder} is a file; a run is a folder: try {folder.parent}.")
+        raise VitfocusError(f"{folder} is a file; a run is a folder, such as {folder.absolute().parent}.")
     if not folder.is_dir():
         raise VitfocusError(f"There is no folder {folder}; name one that train, evaluate or diagnose wrote.")
     found = list(_walk(folder, None, _DEPTH))
@@ -96,53 +98,41 @@ def _walk(folder: Path, within: Path | None, depth: int) -> Iterator[Found]:
 
 def _read(folder: Path, within: Path | None) -> Found | None:
     results = read_json(folder / RESULTS) if (folder / RESULTS).is_file() else {}
-    scores = _scores(folder, results) if "suite" in results else None
+    scores = load_scores(folder) if not results.keys().isdisjoint(("suite", "models", "fingerprint")) else None
+    if scores is None:
+        check_contents(folder / RESULTS, results, TRAINED, "vitfocus train")
     training = None
     if (folder / METRICS).is_file() or (results and scores is None and (folder / RECIPE).is_file()):
-        training = Training(folder, _recipe(folder), _rows(folder / METRICS), results if scores is None else {})
+        training = Training(folder, _recipe(folder), read_rows(folder / METRICS), results if scores is None else {})
         if not training.rows and not training.results:
             training = None
-    diagnosis = _diagnosis(folder) if (folder / DIAGNOSIS).is_file() else None
+    diagnosis = Diagnosis.load(folder) if (folder / DIAGNOSIS).is_file() else None
     if training is None and scores is None and diagnosis is None:
         return None
     data = read_json(folder / DATA) if (folder / DATA).is_file() else {}
+    check_contents(folder / DATA, data, {"source?": (str, None), "digest?": (str, None)}, "vitfocus diagnose")
     return Found(folder, training, scores, diagnosis, read_cards(folder), data, within)
-
-
-def _scores(folder: Path, results: dict[str, Any]) -> Scores:
-    if (folder / SAMPLES).is_file():
-        return load_scores(folder)
-    try:  # only the summary was kept: numbers and their intervals, but nothing to compare image by image
-        return Scores(
-            results["suite"], results["images"], results["models"], tuple(results["notes"]), results["fingerprint"]
-        )
-    except (KeyError, TypeError) as error:
-        raise VitfocusError(f"{folder / RESULTS} was not written by vitfocus evaluate: it lacks {error}.") from None
 
 
 def _recipe(folder: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads((folder / RECIPE).read_text("utf-8")) if (folder / RECIPE).is_file() else {}
+        recipe = tomllib.loads((folder / RECIPE).read_text("utf-8")) if (folder / RECIPE).is_file() else {}
     except (OSError, ValueError) as error:
         raise VitfocusError(f"{folder / RECIPE} cannot be read: {error}.") from None
+    shape = {"name?": str, "model?": {"spec?": str}, "data?": dict, "engine?": dict}
+    check_contents(folder / RECIPE, recipe, shape, "vitfocus train")
+    return recipe
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
-    """The whole lines; a crash may have left half of one at the end."""
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl; a crash may have left half of one at the end."""
     if not path.is_file():
         return []
     try:
         text = path.read_text("utf-8")
         rows = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines() if line.strip()]
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise VitfocusError(f"{path} cannot be read: {error}.") from None
-    return [row for row in rows if isinstance(row, dict) and "step" in row]
-
-
-def _diagnosis(folder: Path) -> Diagnosis:
-    try:
-        return Diagnosis.from_dict(read_json(folder / DIAGNOSIS))
-    except (KeyError, TypeError, ValueError) as error:
-        if isinstance(error, VitfocusError):
-            raise
-        raise VitfocusError(f"{folder / DIAGNOSIS} was not written by vitfocus diagnose: {error}.") from None
+    kept = [row for row in rows if isinstance(row, dict) and "step" in row]
+    check_contents(path, kept, [{"step": int, "epoch?": float, "kind?": str}], "vitfocus train")
+    return kept

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from vitfocus.attention.diagnosis import Diagnosis
+from vitfocus.devices import default_device
 from vitfocus.errors import VitfocusError
 from vitfocus.files import write_text
 from vitfocus.report.card import CARD, Card, make_card
@@ -197,7 +197,7 @@ def _describe(subject: Subject) -> None:
 
     try:
         model = load(subject.model_folder)
-        subject.card = make_card(model.to("cuda" if torch.cuda.is_available() else "cpu"))
+        subject.card = make_card(model.to(default_device()))
     except (VitfocusError, RuntimeError, ImportError):
         return  # a model that cannot be built here has no card, and the report says nothing of it
     with contextlib.suppress(OSError):  # a folder that may only be read is reported on all the same

@@ -247,8 +247,11 @@ def _by_image(cells: Mapping[str, Columns], key: str, cell: str | None) -> Array
         return None
     every = all(f"{name}/{severity}" in cells for name in CORRUPTIONS for severity in range(1, 6))
     if key in ("mean_error", "mce", "relative_mce"):
-        return mce_shares(cells, {"mean_error": None, "mce": False, "relative_mce": True}[key]) if every else None
+        known = every and (key != "relative_mce" or "clean" in cells)
+        return mce_shares(cells, {"mean_error": None, "mce": False, "relative_mce": True}[key]) if known else None
     if key == "mfr":
+        if not all("flip" in cells.get(name, {}) for name in ALEXNET_FLIPS):
+            return None
         shares: Array = np.mean([cells[name]["flip"] / ALEXNET_FLIPS[name] for name in ALEXNET_FLIPS], axis=0)
         return shares
     chosen = cells.get(cell or "clean") or (next(iter(cells.values())) if len(cells) == 1 else None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,7 +72,8 @@ def _curves(outcome: Outcome, _: int | None) -> Figure:
     for axes, (kind, key, scale, label) in zip(panels.flat, kinds, strict=True):
         for place, one in enumerate(_trained(outcome)):
             assert one.run is not None
-            points = [(row["epoch"], scale * row[key]) for row in curve(one.run) if row["kind"] == kind and key in row]
+            rows = [row for row in curve(one.run) if row["kind"] == kind and isinstance(row.get(key), int | float)]
+            points = [(row["epoch"], scale * row[key]) for row in rows] or [(math.nan, math.nan)]
             style = {"marker": MARKERS[place]} if kind == "eval" else {}
             axes.plot(*zip(*points, strict=True), color=COLOURS[place], label=one.row.label, **style)
         _dress(axes, "epoch", label)

@@ -21,8 +21,10 @@ from vitfocus.anatomy import anatomy
 from vitfocus.attention.diagnosis import Diagnosis, diagnose
 from vitfocus.data.classification import open_images
 from vitfocus.data.images import ArrayImages
+from vitfocus.devices import default_device
 from vitfocus.errors import VitfocusError
 from vitfocus.files import write_text
+from vitfocus.report.evidence import METRICS, read_rows
 from vitfocus.reproduce import counting
 from vitfocus.reproduce.measures import MEASURES, Measure, Suite
 from vitfocus.reproduce.planning import Places, Run
@@ -86,12 +88,13 @@ def counted(name: str, run: Run, plain: Run | None) -> Value | Absent:
 
 def curve(run: Run) -> list[dict[str, Any]]:
     """The rows of a run's metrics.jsonl."""
-    return [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [row for row in read_rows(run.folder / METRICS) if "kind" in row and "epoch" in row]
 
 
 def _from_curve(measure: Measure, rows: list[dict[str, Any]]) -> Value | Absent:
     """The mean over the last epoch."""
-    points = [(row["epoch"], row[measure.key]) for row in rows if row["kind"] == "train" and measure.key in row]
+    logged = [row for row in rows if row["kind"] == "train" and isinstance(row.get(measure.key), int | float)]
+    points = [(row["epoch"], row[measure.key]) for row in logged]
     if not points:
         return Absent("the run logged no such number")
     last = points[-1][0]
@@ -99,7 +102,7 @@ def _from_curve(measure: Measure, rows: list[dict[str, Any]]) -> Value | Absent:
 
 
 def _from_results(measure: Measure, results: Mapping[str, Any]) -> Value | Absent:
-    last, images = results["last"], int(results.get("val_images", 0))
+    last, images = results.get("last", {}), int(results.get("val_images", 0))
     if measure.key not in last:
         return Absent(f"the run's results hold no {measure.key}")
     share = float(last[measure.key])
@@ -157,7 +160,7 @@ def diagnosis_of(run: Run, limit: int | None = None) -> Diagnosis:
 
 def model_of(run: Run) -> nn.Module:
     """The trained model, on a GPU where there is one."""
-    return load(run.folder / "model").to("cuda" if torch.cuda.is_available() else "cpu")
+    return load(run.folder / "model").to(default_device())
 
 
 def validation_images(run: Run, count: int) -> Tensor:

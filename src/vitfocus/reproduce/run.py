@@ -158,7 +158,7 @@ def train_run(run: Run) -> dict[str, Any]:
         train_run(first)
     assert run.recipe is not None
     results = train(run.recipe, out=run.folder, resume="auto")
-    if not results["finished"]:
+    if not results.get("finished"):
         raise Stopped(str(run.folder))
     return results
 

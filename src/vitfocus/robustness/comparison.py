@@ -73,10 +73,11 @@ def compare(first: Scores | str | Path, second: Scores | str | Path, force: bool
         )
     names = [next(iter(scores.models)) for scores in (one, two)]
     cells = [
-        {cell: columns[name] for cell, columns in s.samples.items()} for s, name in zip((one, two), names, strict=True)
+        {cell: columns[name] for cell, columns in s.samples.items() if name in columns}
+        for s, name in zip((one, two), names, strict=True)
     ]
-    for scores, name in zip((one, two), names, strict=True):
-        if not scores.samples:
+    for known, name in zip(cells, names, strict=True):
+        if not known:
             raise VitfocusError(
                 f"There are no outcomes of single images for {name}, so it cannot be compared image by image; evaluate "
                 f"it anew."

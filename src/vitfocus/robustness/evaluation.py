@@ -125,7 +125,7 @@ def evaluate(
 def _stored(folder: RunFolder, plan: Plan, processes: Processes, batch_size: int) -> Scores:
     """A finished run's scores, once it is sure that they are about the same data."""
     scores = load_scores(folder.folder)
-    if _joined(read_digests(plan, processes, batch_size)) != scores.fingerprint["data"]["digest"]:
+    if _joined(read_digests(plan, processes, batch_size)) != scores.fingerprint.get("data", {}).get("digest"):
         raise VitfocusError(f"{folder.folder} holds a finished run on other data: name another folder.")
     return scores
 

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from vitfocus.devices import usable_device
 from vitfocus.errors import VitfocusError
 
 Content = TypeVar("Content")
@@ -45,17 +46,9 @@ class Processes:
 
 def join_processes(device: str | torch.device | None = None) -> Processes:
     """The processes that `accelerate launch` or `torchrun` started, or this one alone."""
-    if device is not None:
-        try:
-            wanted = torch.device(device)
-            torch.empty(0, device=wanted)
-        except (RuntimeError, AssertionError) as error:
-            reason = str(error).strip().partition("\n")[0]
-            raise VitfocusError(f"The device {str(device)!r} cannot be used here: {reason}") from None
-        if wanted.type == "meta":
-            raise VitfocusError("The device 'meta' holds no numbers to measure: name another, such as cpu.")
+    wanted = usable_device(device)
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return Processes(0, 1, wanted if device is not None else default_device())
+        return Processes(0, 1, wanted)
     try:
         from accelerate import PartialState
     except ImportError:
@@ -68,8 +61,3 @@ def join_processes(device: str | torch.device | None = None) -> Processes:
 def is_first() -> bool:
     """Whether this is the process that speaks; known before any has joined."""
     return int(os.environ.get("RANK", "0")) == 0
-
-
-def default_device() -> torch.device:
-    """A GPU if there is one."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

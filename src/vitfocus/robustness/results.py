@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from vitfocus.attention.tables import Table, counted
+from vitfocus.contents import check_contents
 from vitfocus.errors import VitfocusError, nearest
 from vitfocus.robustness.plan import Columns, Samples, Summary
 from vitfocus.robustness.runfolder import DAMAGED, RESULTS, SAMPLES, RunFolder, read_json
@@ -40,6 +41,20 @@ HEADLINES = {
     "constant_accuracy": "the best constant answer",
     "question_type_accuracy": "the best answer by type of question",
 }
+
+#: The shape of results.json: numbers, by model and condition, and the fingerprint.
+_INTERVAL = {"*_interval": [float, float]}
+_CELL = {**_INTERVAL, "severities?": {"#": float}, "repeats?": [float], "*": float}
+_SUMMARY = {
+    **_INTERVAL,
+    "cells": {"*": _CELL},
+    "corruptions?": {"*": {"error": float, "*": float}},
+    "classes?": {"*": (float, None)},
+    "*": float,
+}
+_MODEL = {"digest?": (str, None), "treatments?": str, "parameters?": int}
+_FINGERPRINT = {"models?": {"*": _MODEL}, "data?": {"digest?": (str, None)}, "protocol?": dict}
+SHAPE = {"suite": str, "images": int, "models": {"*": _SUMMARY}, "notes": [str], "fingerprint": _FINGERPRINT}
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,19 +138,19 @@ class Scores:
 
 
 def load_scores(folder: str | Path) -> Scores:
-    """Read a finished run back."""
+    """Read a finished run back; without the outcomes of single images where only results.json was kept."""
     folder = Path(folder)
     content = read_json(folder / RESULTS)
-    absent = {"suite", "images", "models", "notes", "fingerprint"} - set(content)
-    if absent:
-        raise VitfocusError(
-            f"{folder / RESULTS} was not written by vitfocus evaluate: it lacks {', '.join(sorted(absent))}."
-        )
-    try:
-        with np.load(folder / SAMPLES) as stored:
-            samples = unflatten({name: stored[name] for name in stored.files})
-    except DAMAGED as error:
-        raise VitfocusError(f"{folder / SAMPLES} cannot be read: {error}.") from None
+    check_contents(folder / RESULTS, content, SHAPE, "vitfocus evaluate")
+    if not content["models"]:
+        raise VitfocusError(f"{folder / RESULTS} holds the results of no model.")
+    samples: Samples = {}
+    if (folder / SAMPLES).exists():
+        try:
+            with np.load(folder / SAMPLES) as stored:
+                samples = unflatten({name: stored[name] for name in stored.files})
+        except DAMAGED as error:
+            raise VitfocusError(f"{folder / SAMPLES} cannot be read: {error}.") from None
     return Scores(
         content["suite"], content["images"], content["models"], tuple(content["notes"]), content["fingerprint"], samples
     )
@@ -183,13 +198,15 @@ def _what(summary: Summary) -> str:
 
 def _cell(summary: Summary, name: str) -> str:
     if "corruptions" in summary:
-        row = summary["corruptions"][name]
+        row = summary["corruptions"].get(name)
+        if row is None:
+            return "–"
         return f"{row['error']:.1f}" + (f" ({row['ce']:.1f})" if "ce" in row else "")
     if name not in summary["cells"]:
-        value = summary["classes"][name]
+        value = summary.get("classes", {}).get(name)
         return "–" if value is None else f"{value:.2f}"
     row = summary["cells"][name]
-    if "flip_probability" in row:
+    if "flip_probability" in row and "top5_distance" in row:
         return f"{row['flip_probability']:.2f} ({row['top5_distance']:.2f})"
     return _with_interval(row, next((key for key in ("miou", "accuracy") if key in row), "top1"))
 

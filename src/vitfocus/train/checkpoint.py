@@ -19,10 +19,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from vitfocus.contents import check_contents
 from vitfocus.errors import VitfocusError
 from vitfocus.files import digest
 
 _TENSORS, _REST = "state.safetensors", "state.json"
+
+#: The shape of state.json.
+_RECORD = {"best": dict, "last": dict, "seconds": float, "window": [float], "window_steps": int}
+_SHAPE = {"step": int, "sha256": str, "recipe?": str, "record?": _RECORD, "scaler?": dict}
 
 
 @dataclass
@@ -78,6 +83,7 @@ def read_checkpoint(folder: str | Path) -> State:
         raise VitfocusError(f"{folder} is no checkpoint, which is a folder with {_TENSORS} and {_REST}{hint}.")
     try:
         rest = json.loads((folder / _REST).read_text(encoding="utf-8"))
+        check_contents(folder / _REST, rest, _SHAPE, "vitfocus train")
         if digest(folder / _TENSORS) != rest.pop("sha256"):
             raise VitfocusError(f"The checkpoint {folder} is damaged: its SHA-256 differs.")
         return State(rest.pop("step"), load_file(folder / _TENSORS), rest)

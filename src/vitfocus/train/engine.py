@@ -232,6 +232,8 @@ class Engine:
             "scaler": scaler,
         }
         state = gather(self.step, self.raw, self.optimiser.optimizer, self.ema and self.ema.module, rest)
+        if self.metrics is not None:
+            self.metrics.catch_up()  # who goes on from this checkpoint does not write earlier rows again
         if accelerator.is_main_process:
             try:
                 self.checkpoints.write(state)

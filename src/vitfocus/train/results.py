@@ -14,6 +14,18 @@ from vitfocus.attention.tables import counted
 if TYPE_CHECKING:
     from vitfocus.train.engine import Engine
 
+#: The shape of results.json, as far as anyone reads it.
+SHAPE = {
+    **dict.fromkeys(("recipe?", "spec?", "headline?", "device?", "precision?", "task?"), str),
+    **dict.fromkeys(("steps?", "parameters?", "processes?", "train_images?", "val_images?"), int),
+    **dict.fromkeys(("epochs?", "seconds?", "images_per_second?", "peak_memory_bytes?"), float),
+    "finished?": bool,
+    "last?": {"kind?": str, "*": float},
+    "best?": {"kind?": str, "*": float},
+    "versions?": {"*": str},
+    "data_sha256?": {"*": str},
+}
+
 
 def describe(engine: Engine) -> dict[str, Any]:
     """The outcome and its circumstances, as JSON has them."""

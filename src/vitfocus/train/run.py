@@ -15,7 +15,9 @@ from accelerate.utils import DistributedDataParallelKwargs, TorchDynamoPlugin, g
 from timm.utils import ModelEmaV3
 from torch import nn
 
+from vitfocus.contents import check_contents
 from vitfocus.data.loading import Share
+from vitfocus.devices import usable_device
 from vitfocus.errors import VitfocusError
 from vitfocus.files import write_text
 from vitfocus.tasks import find_task
@@ -28,7 +30,7 @@ from vitfocus.train.model import choose_trained
 from vitfocus.train.optimiser import create_optimiser
 from vitfocus.train.progress import Progress
 from vitfocus.train.recipe import Recipe, build_recipe, difference, load_recipe
-from vitfocus.train.results import describe, device_name
+from vitfocus.train.results import SHAPE, describe, device_name
 from vitfocus.train.schedule import Plan
 from vitfocus.train.state import model_tensors
 from vitfocus.treatments.spec import split_spec
@@ -75,7 +77,7 @@ def train(
     finally:
         progress.close()
         if engine.metrics is not None:
-            engine.metrics.close()
+            engine.metrics.catch_up()
     results = {"finished": finished, "signal": engine.signal, **facts, **describe(engine)}
     if accelerator.num_processes > 1:  # each process met its own
         found: list[dict[str, dict[str, str]]] = gather_object([results["broken_images"]])
@@ -99,9 +101,9 @@ def assemble_run(recipe: Recipe, folder: str | Path) -> Engine:
 
 def _accelerator(recipe: Recipe) -> Accelerator:
     engine = recipe.engine
-    if engine.device == "cuda" and not torch.cuda.is_available():
-        raise VitfocusError("engine.device=cuda, and there is no CUDA device here.")
     cuda = engine.device != "cpu" and torch.cuda.is_available()
+    if engine.device == "cuda" and not cuda:
+        usable_device("cuda")  # which says why there is none
     precision = {"auto": "bf16" if cuda else "no", "fp32": "no"}.get(engine.precision, engine.precision)
     if precision == "fp16" and not cuda:
         raise VitfocusError("engine.precision=fp16 needs a CUDA device; bf16 works on the CPU as well.")
@@ -151,7 +153,11 @@ def _start_state(
     import tomllib
 
     began = (folder / "config.toml").read_text(encoding="utf-8") if state is None else state.rest["recipe"]
-    changed = difference(build_recipe(tomllib.loads(began)), recipe)
+    try:
+        known = tomllib.loads(began)
+    except ValueError as error:
+        raise VitfocusError(f"The recipe that {folder} began with cannot be read: {error}.") from None
+    changed = difference(build_recipe(known), recipe)
     if changed:
         raise VitfocusError(
             f"The recipe is not the one this run began with, so it cannot go on: {'; '.join(changed)}. "
@@ -167,6 +173,7 @@ def _finished(folder: Path, state: State | None) -> dict[str, Any] | None:
         results: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
     except ValueError:  # damaged: what is left to do is to write it again
         results = {}
+    check_contents(path, results, SHAPE, "vitfocus train")
     if state is None:
         whole = (folder / "config.toml").is_file() and (folder / "model" / "config.json").is_file()
         return results if whole and results.get("finished") else None

@@ -7,6 +7,7 @@ training forward is `auxiliary_loss(model)`, to be added to the task's own.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,6 +20,7 @@ from vitfocus.attention.probe import Watched
 from vitfocus.errors import VitfocusError
 from vitfocus.kernels.diversity import diversity, row_similarity
 from vitfocus.treatments.base import Layers, Treatment, choose_blocks, handles, layers_option, option
+from vitfocus.treatments.notes import CallNotes, note_sequence
 from vitfocus.treatments.operations import AddHook, Override
 from vitfocus.treatments.surgery import Surgeon
 
@@ -30,7 +32,7 @@ class AttentionDiversification(Treatment):
     `variant`: "official" as released, "paper" as the equations say. `heads`: their maps averaged first, or each on its
     own. `threshold` is τ, `weight` λ. `tokens="patch"` leaves prefix tokens out of rows and columns. `rows=k` takes a
     random subset of k query rows, for every forward pass another. Windowed attention counts every window as a map of
-    its own.
+    its own. Tokens that pad an image or a text are neither rows nor columns.
     """
 
     name: ClassVar[str] = "adl"
@@ -47,8 +49,8 @@ class AttentionDiversification(Treatment):
         """Positive threshold and rows."""
         if not isinstance(self.threshold, int | float) or not self.threshold > 0:
             raise VitfocusError(f"adl needs a threshold above 0, not {self.threshold!r}.")
-        if not isinstance(self.weight, int | float) or self.weight != self.weight:
-            raise VitfocusError(f"adl needs a number as its weight, not {self.weight!r}.")
+        if not isinstance(self.weight, int | float) or not math.isfinite(self.weight):
+            raise VitfocusError(f"adl needs a finite number as its weight, not {self.weight!r}.")
         if self.rows is not None and (not isinstance(self.rows, int) or self.rows < 1):
             raise VitfocusError(f"adl needs rows of at least 1 or None, not {self.rows!r}.")
 
@@ -88,10 +90,17 @@ class RowChoice:
 class DiversityMeter(nn.Module):
     """Sits beside an attention module and keeps the row similarity of its last training forward."""
 
-    def __init__(self, config: AttentionDiversification, prefix_tokens: int, choice: RowChoice, number: int) -> None:
+    def __init__(
+        self,
+        config: AttentionDiversification,
+        prefix_tokens: int,
+        choice: RowChoice,
+        number: int,
+        notes: CallNotes | None = None,
+    ) -> None:
         super().__init__()
         self.config = config
-        self.choice, self.number = choice, number
+        self.choice, self.number, self.notes = choice, number, notes
         self.skipped = prefix_tokens if config.tokens == "patch" else 0
         self.loss: Tensor | None = None
 
@@ -107,7 +116,11 @@ class DiversityMeter(nn.Module):
 
     def forward(self, seen: Observation) -> None:
         """Take one attention's row similarity."""
-        loss = self._similarity(seen)
+        valid = self.notes.valid if self.notes is not None else None
+        if valid is None:
+            loss = self._similarity(seen)
+        else:
+            loss = torch.stack([share * self._similarity(one) for one, share in without_padding(seen, valid)]).sum()
         if not grad_is_recomputed():
             self.loss = loss
         elif loss.requires_grad and self.loss is not None and not self.loss.requires_grad:
@@ -133,6 +146,30 @@ class DiversityMeter(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """A copy or a pickle starts with nothing recorded: the loss hangs on a graph that cannot be copied."""
         return {**self.__dict__, "loss": None}
+
+
+def without_padding(seen: Observation, valid: Tensor) -> list[tuple[Observation, float]]:
+    """The attention of a padded batch as that of smaller ones without padding, and each one's share of the images.
+
+    `valid` (B, N) marks the tokens that are real. Images that have as many of them stay together.
+
+    >>> seen = Observation(map=torch.rand(3, 1, 4, 4))
+    >>> valid = torch.tensor([[True, True, True, False], [True] * 4, [False, True, True, True]])
+    >>> [(one.shape, round(share, 2)) for one, share in without_padding(seen, valid)]
+    [((2, 1, 3, 3), 0.67), ((1, 1, 4, 4), 0.33)]
+    """
+    valid = valid.expand(seen.shape[0], -1)
+    counts = valid.sum(dim=1)
+    lengths = sorted({int(count) for count in counts.tolist()} - {0})
+    if not lengths or bool(valid.all()):
+        return [(seen, 1.0)]
+    parts = []
+    for length in lengths:
+        images = (counts == length).nonzero()[:, 0]
+        tokens = valid[images].nonzero()[:, 1].view(len(images), length)
+        parts.append((seen.of_tokens(images, tokens), len(images)))
+    whole = sum(count for _, count in parts)
+    return [(one, count / whole) for one, count in parts]
 
 
 def grad_is_recomputed() -> bool:
@@ -173,8 +210,10 @@ def insert_diversity(config: AttentionDiversification, anatomy: Anatomy, surgeon
             f"{config} leaves prefix tokens out, and {type(anatomy.root).__name__} mixes text with images."
         )
     meters, choice = [], RowChoice()
+    notes = note_sequence(anatomy, surgeon)
     for number, block in enumerate(choose_blocks(config.layers, attending)):
-        meter = surgeon.add(block, "diversity_meter", DiversityMeter(config, block.prefix_tokens, choice, number))
+        made = DiversityMeter(config, block.prefix_tokens, choice, number, notes)
+        meter = surgeon.add(block, "diversity_meter", made)
         assert isinstance(meter, DiversityMeter) and block.attention is not None and block.reader is not None
         surgeon.do(Override(block.attention, "forward", Watched(block.attention, block.reader, meter)))
         meters.append(meter)

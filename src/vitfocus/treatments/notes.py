@@ -51,9 +51,10 @@ class NotePadding:
         if not isinstance(mask, Tensor):
             self.notes.valid = None
             return
-        flat = mask.flatten(1, -2)[:, 0] if mask.ndim > 2 else mask
         # A boolean mask marks what is real; an additive one is 0 there and hugely negative elsewhere.
-        self.notes.valid = flat if flat.dtype == torch.bool else flat > -1 if flat.is_floating_point() else flat != 0
+        real = mask if mask.dtype == torch.bool else mask > -1 if mask.is_floating_point() else mask != 0
+        # What pads is looked at by no token; where it looks itself may be masked too.
+        self.notes.valid = real.flatten(1, -2).any(dim=1) if real.ndim > 2 else real
 
 
 class NoteTextLength:

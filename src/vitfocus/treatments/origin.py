@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import torch
 from torch import nn
 
 from vitfocus.anatomy import anatomy
-from vitfocus.errors import VitfocusError, nearest
+from vitfocus.errors import VitfocusError, nearest, reason
 from vitfocus.treatments.composed import COMPOSED, build_composed
 
 _KEY = "_vitfocus_origin"
@@ -34,14 +36,21 @@ class Origin:
     def build(self, pretrained: bool = False) -> nn.Module:
         """Build the model; with `pretrained`, its library fetches its weights."""
         builders = {"timm": _build_timm, "torchvision": _build_torchvision, "transformers": _build_transformers}
+        build: Callable[[str, bool, dict[str, Any]], nn.Module]
         if self.library in COMPOSED:
-            model = _build_composed(self.library, self.name, pretrained, self.arguments)
+            build = partial(build_composed, self.library)
         elif self.library in builders:
-            model = builders[self.library](self.name, pretrained, self.arguments)
+            build = builders[self.library]
         else:
             raise VitfocusError(
                 f"There is no library {self.library!r}: {nearest(self.library, [*builders, *COMPOSED])}"
             )
+        try:
+            model = build(self.name, pretrained, self.arguments)
+        except (VitfocusError, OSError, ImportError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # whatever the library raises for arguments that it does not expect
+            raise VitfocusError(f"{full_name(self)} cannot be built with {self.arguments}: {reason(error)}.") from None
         # A transformers model's own config says all; the folder it came from may be gone by the time it is loaded.
         remember(model, self if self.library != "transformers" else _guess_transformers(model)[0])
         return model
@@ -106,23 +115,10 @@ def _build_timm(name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Mo
         raise VitfocusError(f"timm has no model {name!r}: {nearest(architecture, timm.list_models())}")
     try:
         return timm.create_model(name, pretrained=pretrained, **arguments)
-    except VitfocusError:
-        raise
     except RuntimeError as error:
         if not pretrained or isinstance(error, torch.OutOfMemoryError):
             raise
-        raise VitfocusError(
-            f"{name} cannot start from pretrained weights: {str(error).partition(chr(10))[0]}"
-        ) from None
-    except (TypeError, AssertionError, ValueError) as error:
-        raise VitfocusError(f"{name} cannot be built with {arguments}: {error}.") from None
-
-
-def _build_composed(prefix: str, name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
-    try:
-        return build_composed(prefix, name, pretrained, arguments)
-    except (TypeError, AssertionError) as error:
-        raise VitfocusError(f"{prefix}:{name} cannot be built with {arguments}: {error}.") from None
+        raise VitfocusError(f"{name} cannot start from pretrained weights: {reason(error)}.") from None
 
 
 def _build_torchvision(name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 import vitfocus
 from vitfocus.anatomy import pixels_of, unwrap
+from vitfocus.contents import check_contents
 from vitfocus.data.words import FILE as WORDS
 from vitfocus.data.words import Words, attach_words, words_of
-from vitfocus.errors import VitfocusError, nearest
+from vitfocus.errors import VitfocusError, nearest, reason
 from vitfocus.files import atomic_path, digest, write_text
 from vitfocus.treatments.origin import Origin, full_name, origin_of, remember, split_library
 from vitfocus.treatments.spec import parse_treatments, split_spec, write_spec
@@ -29,6 +30,16 @@ from vitfocus.treatments.weights import copy_into, load_weights, read_weights, r
 _FORMAT = 1
 _TASK = "_vitfocus_task"
 _WEIGHTS = {"all": "model.safetensors", "treatments": "treatments.safetensors"}
+
+#: The shape of config.json.
+_CARD = {"task?": str, "classes?": [str], "source?": str, "size?": int, "test?": dict, "category_ids?": [int]}
+_SHAPE = {
+    **dict.fromkeys(("library", "base", "only", "sha256"), str),
+    "format": object,
+    "arguments": dict,
+    "treatments": [str],
+    "task?": _CARD,
+}
 
 
 def create_model(spec: str, pretrained: bool = False, **arguments: Any) -> nn.Module:
@@ -170,7 +181,12 @@ def open_model(name: str, weights: str | Path | None = None, treat: str | None =
         elif "architecture" in config:
             import timm
 
-            model = timm.create_model(f"local-dir:{folder}", pretrained=True, **arguments)
+            try:
+                model = timm.create_model(f"local-dir:{folder}", pretrained=True, **arguments)
+            except (OSError, ImportError):
+                raise
+            except Exception as error:
+                raise VitfocusError(f"timm cannot build the model in {folder}: {reason(error)}.") from None
         else:
             raise VitfocusError(f"{folder / 'config.json'} is none of vitfocus's, transformers' or timm's.")
     else:
@@ -245,19 +261,12 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _read_config(folder: Path) -> dict[str, Any]:
     config = _read_json(folder / "config.json")
-    absent = [
-        key for key in ("format", "library", "base", "arguments", "treatments", "only", "sha256") if key not in config
-    ]
-    if absent:
-        raise VitfocusError(f"{folder / 'config.json'} was not written by vitfocus.save: it lacks {', '.join(absent)}.")
-    treatments = config["treatments"] if isinstance(config["treatments"], list) else [None]
-    texts = [config["base"], config["library"], config["only"], *treatments]
-    if (
-        not all(isinstance(text, str) for text in texts)
-        or not isinstance(config["arguments"], dict)
-        or config["only"] not in _WEIGHTS
-    ):
-        raise VitfocusError(f"{folder / 'config.json'} was changed since vitfocus.save wrote it and cannot be read.")
+    check_contents(folder / "config.json", config, _SHAPE, "vitfocus.save")
+    if config["only"] not in _WEIGHTS:
+        raise VitfocusError(
+            f'{folder / "config.json"} was changed since vitfocus.save wrote it: "only" is none of '
+            f"{', '.join(_WEIGHTS)}."
+        )
     if config["format"] != _FORMAT:
         raise VitfocusError(
             f"{folder} was saved in format {config['format']}, and this vitfocus reads format {_FORMAT}."

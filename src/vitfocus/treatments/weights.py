@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from vitfocus.anatomy import unwrap
-from vitfocus.errors import VitfocusError
+from vitfocus.errors import VitfocusError, reason
 from vitfocus.files import digest
 from vitfocus.treatments.surgery import added_names
 
@@ -65,16 +65,12 @@ def read_weights(path: Path, sha256: str | None = None) -> dict[str, Any]:
             return load_file(path)
         content = torch.load(path, map_location="cpu", weights_only=True)
     except (SafetensorError, RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
-        raise VitfocusError(f"{path} cannot be read as weights: {_first_line(error)}") from None
+        raise VitfocusError(f"{path} cannot be read as weights: {reason(error)}.") from None
     except Exception:  # the unpickler's own errors, whose text advises to run whatever code the file holds
         raise VitfocusError(f"{path} is no file of weights, or holds more than tensors, and was not loaded.") from None
     if not isinstance(content, Mapping):
         raise VitfocusError(f"{path} holds a {type(content).__name__}, not a state dict.")
     return dict(content)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def _unnest(tensors: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from vitfocus.attention.running import model_name
+from vitfocus.contents import check_contents
 from vitfocus.corruptions import corrupt, parse
 from vitfocus.errors import VitfocusError
 from vitfocus.files import write_text
@@ -22,6 +23,7 @@ from vitfocus.report.explorer.choice import LEFT_OUT, Reader, Unit, plan
 from vitfocus.report.explorer.packing import LEVELS, coarse_grids, pack, picture_address
 from vitfocus.report.page import Page
 from vitfocus.report.subjects import Subject
+from vitfocus.robustness.runfolder import read_json
 
 #: Bytes of base64 text that all maps together may take, and how many images are shown at most by default.
 BUDGET, IMAGES = 4_000_000, 8
@@ -30,6 +32,24 @@ BUDGET, IMAGES = 4_000_000, 8
 _OPTION, _SHOWN = "--limit N, or limit=N", "Shown here:"
 
 Data = dict[str, Any]
+
+#: The shape of explorer.json.
+_VIEW = {"d": str, "m": [float], "o": [float]}
+_LAYER: Data = {
+    **dict.fromkeys(("depth", "prefix", "heads"), int),
+    **dict.fromkeys(("class", "each"), bool),
+    "name": str,
+}
+_LAYER |= {"queries": [int, int], "keys": [int, int], "maps": [[_VIEW]]}
+SHAPE = {
+    "images": [{"name": str, "views": [str]}],
+    "asked": int,
+    "size": [int, int],
+    "against": (str, None),
+    "levels": int,
+    "models": [{"name": str, "blocks": int, "layers": [_LAYER]}],
+    "notes": [str],
+}
 
 
 def explorer_data(
@@ -127,13 +147,11 @@ def stored(subjects: Sequence[Subject], budget: int = BUDGET) -> Data | None:
         for folder in subject.folders:
             if not (folder / EXPLORER).is_file():
                 continue
-            try:
-                data = json.loads((folder / EXPLORER).read_text("utf-8"))
-                for model in data["models"] if len(data["models"]) == 1 else ():
-                    model["name"] = subject.name
-                joined = data if joined is None else _joined(joined, data, budget)
-            except (ValueError, KeyError, TypeError):
-                raise VitfocusError(f"{folder / EXPLORER} cannot be read; remove it, or write it anew.") from None
+            data = read_json(folder / EXPLORER)
+            check_contents(folder / EXPLORER, data, SHAPE, "vitfocus", "remove it, or write it anew")
+            if len(data["models"]) == 1:
+                data["models"][0]["name"] = subject.name
+            joined = data if joined is None else _joined(joined, data, budget)
     return joined
 
 

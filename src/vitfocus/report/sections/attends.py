@@ -191,7 +191,7 @@ def _uniform(diagnosis: Diagnosis) -> list[tuple[float, float]]:
     return [
         (float(row["layer"]), 100 * uniform_overfocus(round(math.exp(row["entropy_bound"]))))
         for row in diagnosis.rows
-        if "overfocus" in row and "entropy_bound" in row
+        if "overfocus" in row and 0 <= row.get("entropy_bound", -1) < 100
     ]
 
 

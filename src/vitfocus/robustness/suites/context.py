@@ -83,7 +83,7 @@ class Context:
     def refuse_resizing(self, data: str) -> None:
         """Options on how pictures are resized are not silently passed over where nothing is."""
         for name in ("crop_pct", "interpolation", "resize"):
-            if self.options.get(name):
+            if self.options.get(name) is not None and self.options[name] is not False:
                 raise VitfocusError(f"{name} is about resizing pictures, but the data is {data}: leave it out.")
 
     def prepare(

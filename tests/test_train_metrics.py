@@ -1,0 +1,125 @@
+"""Every row of a run reaches metrics.jsonl and TensorBoard, once, though the disk is full now and then."""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vitfocus.train.metrics import Metrics
+
+Event = tuple[int, str, float]
+
+
+class Disk:
+    """Takes no more than `left` bytes of each piece appended to a file whose name holds `full`; "" lets all pass."""
+
+    def __init__(self) -> None:
+        self.full, self.left = "", 0
+
+    def open(self, path: Path, mode: str = "r", *arguments: Any, **options: Any) -> Any:
+        file = real_open(path, mode, *arguments, **options)
+        if self.full and self.full in path.name and mode == "ab":
+            return Narrow(file, self.left)
+        return file
+
+
+class Narrow:
+    """A file on a disk that has only so many bytes left."""
+
+    def __init__(self, file: Any, left: int) -> None:
+        self.file, self.left = file, left
+
+    def __enter__(self) -> Narrow:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.file.close()
+
+    def writelines(self, pieces: list[bytes]) -> None:
+        self.file.write(b"".join(pieces)[: self.left])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+real_open = Path.open
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    disk = Disk()
+    monkeypatch.setattr(Path, "open", lambda *arguments, **options: disk.open(*arguments, **options))
+    return disk
+
+
+def rows(last: int, first: int = 1) -> list[dict[str, Any]]:
+    """A training row each step, and an evaluation behind every second one; the numbers are exact in float32."""
+    made: list[dict[str, Any]] = []
+    for step in range(first, last + 1):
+        made.append({"kind": "train", "step": step, "loss": step / 8, "lr": 0.5})
+        if step % 2 == 0:
+            made.append({"kind": "eval", "step": step, "top1": step / 4})
+    return made
+
+
+def written(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def shown(folder: Path) -> list[Event]:
+    """What TensorBoard itself finds in the folder."""
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    found = reader.EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    return sorted((event.step, tag, event.value) for tag in found.Tags()["scalars"] for event in found.Scalars(tag))
+
+
+def events(some: list[dict[str, Any]]) -> list[Event]:
+    return sorted(
+        (row["step"], f"{row['kind']}/{key}", row[key]) for row in some for key in row if key not in ("kind", "step")
+    )
+
+
+@pytest.mark.parametrize("late", [(4,), (4, 5, 6), range(10, 20)])
+@pytest.mark.parametrize("left", [0, 25])
+@pytest.mark.parametrize("full", ["metrics", "events", "e"])
+def test_each_row_reaches_both_once(tmp_path: Path, disk: Disk, late: Collection[int], left: int, full: str) -> None:
+    """One file or both cannot be written for a while, not at all or by half a row; the last rows wait for the end."""
+    pytest.importorskip("tensorboard")
+    metrics = Metrics(tmp_path, 0, tensorboard=True)
+    disk.left = left
+    for index, row in enumerate(rows(8)):
+        disk.full = full if index in late else ""
+        metrics.add(row)
+    assert len(written(tmp_path)) == (10 if 10 in late and full != "events" else 12)
+    disk.full = ""
+    metrics.catch_up()
+    assert written(tmp_path) == rows(8)
+    assert shown(tmp_path) == events(rows(8))
+
+
+def test_a_disk_that_is_full_at_first_loses_no_row(tmp_path: Path, disk: Disk) -> None:
+    pytest.importorskip("tensorboard")
+    disk.full = "events"
+    metrics = Metrics(tmp_path, 0, tensorboard=True)
+    metrics.add(rows(1)[0])
+    disk.full = ""
+    metrics.catch_up()
+    assert shown(tmp_path) == events(rows(1))
+
+
+@pytest.mark.parametrize("step", [0, 4])
+def test_a_run_that_goes_on_shows_no_row_twice(tmp_path: Path, step: int) -> None:
+    """It died after step 5; rows up to the checkpoint's step stay, the others are written again."""
+    pytest.importorskip("tensorboard")
+    first = Metrics(tmp_path, 0, tensorboard=True)
+    for row in rows(5):
+        first.add(row)
+    again = Metrics(tmp_path, step, tensorboard=True)
+    assert shown(tmp_path) == events(rows(step)) == events(written(tmp_path))
+    for row in rows(7, first=step + 1):
+        again.add(row)
+    assert written(tmp_path) == rows(7)
+    assert shown(tmp_path) == events(rows(7))
