@@ -86,7 +86,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
 ) -> None:
     assert main(words) == 2
     lines = capsys.readouterr().err.strip().splitlines()
-    assert len(lines) == 1 and lines[0].startswith(("vitfocus: ", "vitfocus evaluate: ")) and said in lines[0]
+    assert len(lines) == 1 and lines[0].startswith("vitfocus: ") and said in lines[0]
 
 
 def test_pretrained_asks_the_library_for_weights(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from two_processes import run_in_two_processes
 
-from vitfocus.cli import evaluate as command
+from vitfocus.cli import main
 from vitfocus.errors import VitfocusError
 from vitfocus.robustness import compare, evaluate, load_scores
 from vitfocus.robustness.folders import wordnet_ids
@@ -271,9 +270,7 @@ def test_two_processes_count_every_image_once(tmp_path: Path) -> None:
 
 
 def run_command(*arguments: str) -> int:
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    return command.run(parser.parse_args(arguments))
+    return main(["evaluate", *arguments])
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

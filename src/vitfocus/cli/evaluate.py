@@ -110,17 +110,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Evaluate, or compare, and print; 0 when done, 2 on bad input, 130 when interrupted."""
-    from vitfocus.errors import VitfocusError
-
+    """Evaluate, or compare, and print; 130 when interrupted."""
     try:
         return _compare(args) if args.compare else _evaluate(args)
-    except VitfocusError as error:
-        print(f"vitfocus evaluate: {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         kept = f"; what is done is kept in {args.out}, and --resume goes on" if args.out else ""
-        print(f"vitfocus evaluate: interrupted{kept}.", file=sys.stderr)
+        print(f"vitfocus: interrupted{kept}", file=sys.stderr)
         return 130
 
 

@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
             count_only=args.count,
         )
     except Stopped as stopped:
-        print(f"vitfocus reproduce: stopped in {stopped}; the same command goes on from there.", file=sys.stderr)
+        print(f"vitfocus: stopped in {stopped}; the same command goes on from there.", file=sys.stderr)
         return 130
     if not is_main_process():
         return 0
