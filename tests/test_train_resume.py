@@ -94,7 +94,15 @@ def test_a_damaged_checkpoint_is_noticed_and_the_one_before_is_used(
 
 def test_half_a_checkpoint_does_not_count(tmp_path: Path) -> None:
     kept = checkpoint.Checkpoints(tmp_path)
-    kept.write(checkpoint.State(1, {"a": torch.ones(3)}, {}))
+    record = {"best": {}, "last": {}, "seconds": 0.0, "window": [], "window_steps": 0}
+    rest = {"recipe": "", "images": 1, "record": record, "scaler": {}, "optimiser": {"groups": [], "scalars": {}}}
+    kept.write(checkpoint.State(1, {"a": torch.ones(3)}, rest))
+    for key in rest:
+        folder = checkpoint.Checkpoints(tmp_path / key).write(
+            checkpoint.State(2, {}, {other: value for other, value in rest.items() if other != key})
+        )
+        with pytest.raises(VitfocusError, match=f'state.json was not written.*lacks "{key}"'):
+            checkpoint.read_checkpoint(folder)
     for name, files in ((".00000002.new", ("state.safetensors",)), ("00000003", ("state.json",)), ("00000004", ())):
         (tmp_path / name).mkdir()
         for file in files:

@@ -27,7 +27,11 @@ _TENSORS, _REST = "state.safetensors", "state.json"
 
 #: The shape of state.json.
 _RECORD = {"best": dict, "last": dict, "seconds": float, "window": [float], "window_steps": int}
-_SHAPE = {"step": int, "sha256": str, "recipe?": str, "record?": _RECORD, "scaler?": dict}
+_OPTIMISER = {"groups": [dict], "scalars": {"*": dict}}
+_SHAPE = {
+    **{"step": int, "sha256": str, "recipe": str, "images": int},
+    **{"record": _RECORD, "optimiser": _OPTIMISER, "scaler": dict},
+}
 
 
 @dataclass
