@@ -114,9 +114,10 @@ def test_the_diagonal_share_of_uniform_attention_is_one_over_n() -> None:
 
 
 def test_every_arm_of_the_study_builds_and_is_named_once() -> None:
-    runs = [*arms.study_runs(), *arms.finetune_runs()]
+    runs = list(arms.study_runs())
     assert len({run.place for run in runs}) == len(runs) == 66 + 15
-    for group in ("vit-ti", "vit-s", "heads"):
+    assert {run.place for run in arms.study_runs(arms.SCRATCH)} == {r.place for r in runs if r.arm.group != "fine-tune"}
+    for group in arms.ORDER:
         seeds = [run.seed for run in arms.study_runs() if run.arm.group == group]
         assert seeds == sorted(seeds) and len(seeds) == 3 * len(arms.ARMS[group])
     places = {f"{run.arm.group}/{run.arm.name}" for run in runs}
@@ -150,7 +151,7 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.
 
 def test_finished_runs_are_skipped_and_other_recipes_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     setting, run = setting_in(tmp_path), first_run()
-    monkeypatch.setattr(study, "study_runs", lambda seeds: [run])
+    monkeypatch.setattr(study, "study_runs", lambda groups, seeds: [run])
     monkeypatch.setattr(pool, "start", lambda log: pytest.fail("a finished run was begun again"))
     choose(setting, shipped=1.0)
     recipe = one_run.recipe_of(run, setting, one_run.selected(setting))

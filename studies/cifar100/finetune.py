@@ -72,7 +72,7 @@ def run_finetuning(run: Run, setting: Setting) -> str:
     inserted = insertion(run, setting)
     images, labels = test_images(setting)
     scale = setting.scale
-    some, their = evenly(images, labels, scale.corrupted_images)
+    some, their = evenly(images, labels, scale.finetune_corrupted_images)
     with Slot(setting.work, setting.slots) as slot:
         results = trained(recipe, setting.work / run.place, slot)
         slot.take()

@@ -33,6 +33,7 @@ class Scale:
     test_images: int | None = None  # None: all
     reading_images: int = 1_000
     corrupted_images: int = 5_000  # of the test images, evenly spaced
+    finetune_corrupted_images: int = 2_500
     finetune_severities: tuple[int, ...] = (1, 3, 5)
     cost_rounds: int = 7
     cost_seconds: float = 0.3
@@ -53,6 +54,7 @@ REHEARSAL = Scale(
     test_images=1_000,
     reading_images=100,
     corrupted_images=100,
+    finetune_corrupted_images=100,
 )
 
 _LITTLE = "model.arguments.embed_dim=24", "model.arguments.depth=2"
@@ -81,6 +83,7 @@ SMOKE = Scale(
     test_images=64,
     reading_images=16,
     corrupted_images=32,
+    finetune_corrupted_images=32,
     finetune_severities=(3,),
     cost_rounds=2,
     cost_seconds=0.0,

@@ -7,10 +7,10 @@
     python studies/cifar100/study.py keep vit-ti plain 0 --data DATA      # one model for the repository
 
 Steps, one or several: select (the recipe, on a validation split), train (every arm from scratch), finetune (from the
-trained DeiT-Ti), diagnose (that model on photographs), cost (of a training step), report. DATA holds CIFAR-100 in
-torchvision's layout or as mosaics. Beside it, unless named, are looked for: `frost` (the published overlays),
-`imagenet1k-sample` (the photographs) and `deit_tiny_patch16_224.safetensors`; the whole leaves out a step whose files
-are missing, and says so.
+trained DeiT-Ti; together with train where both are named), diagnose (that model on photographs), cost (of a training
+step), report. DATA holds CIFAR-100 in torchvision's layout or as mosaics. Beside it, unless named, are looked for:
+`frost` (the published overlays), `imagenet1k-sample` (the photographs) and `deit_tiny_patch16_224.safetensors`; the
+whole leaves out a step whose files are missing, and says so.
 On a machine that is gone afterwards, --cache-out keeps what was compiled in a file for --cache-in the next time.
 """
 
@@ -28,7 +28,7 @@ HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 sys.path[:0] = [] if str(HERE) in sys.path else [str(HERE)]
 
-from arms import ARMS, CANDIDATES, Run, finetune_runs, study_runs  # noqa: E402
+from arms import ARMS, CANDIDATES, SCRATCH, TUNED, Run, study_runs  # noqa: E402
 from caches import pack, unpack  # noqa: E402
 from estimates import expected, remember  # noqa: E402
 from pool import Expectation, Job, carry_out  # noqa: E402
@@ -74,11 +74,15 @@ class Study:
         if step == "keep":
             return self.keep(rest)
         code, names = 0, list(self.setting.scale.steps) if step == "all" else step.split(",")
-        for name in names:
-            if step == "all" and (missing := self.missing(name)):
+        if step == "all":
+            for name, missing in [(name, missing) for name in names if (missing := self.missing(name))]:
                 say(f"{name} is left out: {missing}")
-                continue
-            code = max(code, getattr(self, name)())
+                names.remove(name)
+        both = {"train", "finetune"} <= set(names)
+        for name in names:
+            if both and name == "finetune":
+                continue  # it was done together with train: a device is not left idle between them
+            code = max(code, self.make((*SCRATCH, *TUNED)) if both and name == "train" else getattr(self, name)())
             more = name != names[-1]
             if more and (self.seconds_left() < 30 or (name == "select" and self.unselected())):
                 say("the study is not finished: run the command again to go on")
@@ -113,28 +117,38 @@ class Study:
 
     def train(self) -> int:
         """Every arm from scratch, by the selected recipe."""
-        from one_run import recipe_of, run_from_scratch, selected
+        return self.make(SCRATCH)
 
-        chosen = selected(self.setting)
-        say(f"the selected recipe: {', '.join(chosen)}")
-        if left := self.unselected():
-            say(f"candidates that were not tried: {', '.join(left)}")
-        runs = self.chosen(study_runs(self.setting.scale.seeds))
-        jobs = [Job(run.place, run_from_scratch, (run, self.setting)) for run in runs]
-        return self._pool(jobs, [recipe_of(run, self.setting, chosen) for run in runs])
+    def finetune(self) -> int:
+        """Every arm from the trained DeiT-Ti."""
+        return self.make(TUNED)
+
+    def make(self, groups: Sequence[str]) -> int:
+        """The runs of some groups, side by side."""
+        import finetune
+        import one_run
+
+        chosen: tuple[str, ...] = ()
+        if set(groups) & set(SCRATCH):
+            chosen = one_run.selected(self.setting)
+            say(f"the selected recipe: {', '.join(chosen)}")
+            if left := self.unselected():
+                say(f"candidates that were not tried: {', '.join(left)}")
+        jobs, recipes = [], []
+        for run in self.chosen(study_runs(groups, self.setting.scale.seeds)):
+            tuned = run.arm.group in TUNED
+            jobs.append(
+                Job(run.place, finetune.run_finetuning if tuned else one_run.run_from_scratch, (run, self.setting))
+            )
+            recipes.append(
+                finetune.recipe_of(run, self.setting) if tuned else one_run.recipe_of(run, self.setting, chosen)
+            )
+        return self._pool(jobs, recipes)
 
     def chosen(self, runs: Iterable[Run]) -> list[Run]:
         """Those that the scale names, or all."""
         places = self.setting.scale.places
         return [run for run in runs if not places or f"{run.arm.group}/{run.arm.name}" in places]
-
-    def finetune(self) -> int:
-        """Every arm from the trained DeiT-Ti."""
-        from finetune import recipe_of, run_finetuning
-
-        runs = self.chosen(finetune_runs(self.setting.scale.seeds))
-        jobs = [Job(run.place, run_finetuning, (run, self.setting)) for run in runs]
-        return self._pool(jobs, [recipe_of(run, self.setting) for run in runs])
 
     def diagnose(self) -> int:
         """The trained DeiT-Ti on photographs."""
