@@ -26,7 +26,7 @@ from vitfocus.attention.stability import stability
 from vitfocus.attention.stream import LayerStream
 from vitfocus.kernels import statistics as module
 from vitfocus.kernels.backends import backend, has_triton, interpreting
-from vitfocus.kernels.statistics import Grids, Statistics, map_statistics, pair_products, statistics
+from vitfocus.kernels.statistics import Grids, Numbers, Statistics, map_statistics, pair_products, statistics
 
 interpreted = pytest.mark.skipif(not interpreting(), reason="needs TRITON_INTERPRET=1 from the start")
 
@@ -93,7 +93,8 @@ def exact_maps(query: Tensor, key: Tensor, bias: Tensor | None, scale: float) ->
 
 
 def assert_near(found: Statistics, exact: Statistics, tolerance: float) -> None:
-    for name, one, other in zip(Statistics._fields, found, exact, strict=True):
+    names = ("rows", *Numbers._fields)
+    for name, one, other in zip(names, (found[0], *found[1]), (exact[0], *exact[1]), strict=True):
         assert one.shape == other.shape, name
         error = (one.double() - other).abs().max() / other.abs().max().clamp_min(0.1)
         assert error <= tolerance, (name, float(error))
@@ -104,8 +105,9 @@ def check(case: Case, device: str = "cpu") -> None:
     query, key, bias = case.inputs(device=device)
     other_query, other_key, other_bias = case.inputs(seed=1, device=device)
     maps = exact_maps(query, key, bias, case.scale)
-    found = statistics(query, key, scale=case.scale, bias=bias, grids=case.grids)
-    assert_near(found, map_statistics(maps, case.grids), case.tolerance)
+    for top in (1, 1 + key.shape[2] // 4, key.shape[2]):
+        found = statistics(query, key, scale=case.scale, bias=bias, grids=case.grids, top=top)
+        assert_near(found, map_statistics(maps, case.grids, top=top), case.tolerance)
     others = exact_maps(other_query, other_key, other_bias, case.scale)
     both, one, two = pair_products(
         (query, key, bias, None), (other_query, other_key, other_bias, None), scale=case.scale
@@ -137,7 +139,7 @@ def test_interpreted_normalisers_may_be_given() -> None:
         found = statistics(query, key, scale=case.scale, grids=case.grids, lse=lse)
         other = pair_products((query, key, None, lse), (query, key, None, lse), scale=case.scale)
     assert_near(found, map_statistics(exact_maps(query, key, None, case.scale), case.grids), case.tolerance)
-    torch.testing.assert_close(other[0], found.squares.sum(dim=-1))
+    torch.testing.assert_close(other[0], Numbers(*found.numbers).squares)
 
 
 @interpreted
@@ -151,7 +153,7 @@ def test_interpreted_many_heads_are_left_to_the_pass_in_chunks(monkeypatch: pyte
 @interpreted
 def test_interpreted_operators_keep_their_promises() -> None:
     query, key, bias = CASES[7].inputs()
-    torch.library.opcheck(module._statistics, (query, key, bias, None, 0.25, [], 2.0))
+    torch.library.opcheck(module._statistics, (query, key, bias, None, 0.25, [], 2.0, 3))
     torch.library.opcheck(module._pair_products, (query, key, bias, None, query, key, bias, None, 0.25))
 
 
@@ -205,10 +207,9 @@ def test_interpreted_entries_at_the_threshold_count_in_the_papers_form_only() ->
     bias = torch.tensor([0.0, 0.0, -torch.inf, -torch.inf]).expand(1, 1, 4, 4)
     with backend("triton"):
         found = statistics(query, key, scale=1.0, bias=bias)
-    (units, _), (units_paper, kept) = found.rows[:, :, 0]
-    assert units.tolist() == [0.0] * 4
-    torch.testing.assert_close(units_paper, torch.tensor([8**0.5, 8**0.5, 0.0, 0.0]))
-    torch.testing.assert_close(kept, torch.tensor([2.0, 2.0, 0.0, 0.0]))
+    numbers = Numbers(*found.numbers)
+    assert numbers.official.item() == 0.0
+    assert numbers.paper.item() == pytest.approx(1.0) and numbers.effective.item() == pytest.approx(2.0)
 
 
 def numbers(row: dict[str, Any]) -> dict[str, float]:

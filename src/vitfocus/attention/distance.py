@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from vitfocus.anatomy.records import Size
-from vitfocus.attention.reading import Geometry, Mean, Number, Reading, Sums, Tile
+from vitfocus.attention.reading import Geometry, Mean, Number, Reading, Tile
+from vitfocus.kernels.statistics import Numbers, Statistics
 
 
 def relative_distance(maps: Tensor, query_grid: Size, key_grid: Size | None = None, prefix_tokens: int = 0) -> Tensor:
@@ -67,16 +68,20 @@ class DistanceReading(Reading):
         across = (patches.sum(dim=-2) * (queries[:, 1:] - self.key_columns).abs()).sum(dim=(1, 2))
         self.sum += down + across
 
-    def fill(self, sums: Sums) -> None:
-        """Note the sum over all queries."""
-        self.sum = sums.statistics.distance
-
     def end(self) -> None:
         """Average over the queries."""
         if self.geometry.placed:
             patches = self.geometry.queries - self.geometry.prefix_tokens
             self.mean.add(self.sum, count=self.images, weight=1 / patches)
             del self.sum
+
+    def look(self, made: Statistics, products: Tensor | None) -> None:
+        """Count the images."""
+        self.mean.expect(self.images if self.geometry.placed else 0)
+
+    def fill(self, totals: Numbers) -> None:
+        """Take in the distances."""
+        self.mean.give(totals.distance)
 
     def row(self) -> dict[str, Number]:
         """`distance`, absent where tokens have no place."""

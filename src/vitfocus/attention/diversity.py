@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vitfocus.attention.reading import Geometry, Mean, Number, Reading, Sums, Tile
+from vitfocus.attention.reading import Geometry, Mean, Number, Reading, Tile
 from vitfocus.kernels.diversity import Variant, row_similarity
+from vitfocus.kernels.statistics import Numbers, Statistics
 
 THRESHOLD = 2.0
 EPSILON = 1e-8
@@ -62,10 +63,6 @@ class DiversityReading(Reading):
         weights = _one_over_norm(kept)
         paper += torch.bmm(torch.cat([weights, torch.ones_like(weights)], dim=1), kept).transpose(0, 1)
 
-    def fill(self, sums: Sums) -> None:
-        """Note the sums over all rows."""
-        self.sums = sums.statistics.rows
-
     def end(self) -> None:
         """Bring unit rows and average together."""
         units, totals = self.sums.unbind(dim=1)
@@ -76,6 +73,16 @@ class DiversityReading(Reading):
         for mean, product, norm in zip(self.means.values(), products.unbind(), norms.unbind(), strict=True):
             mean.add(product, norm, weight=1 / self.queries)
         del self.sums
+
+    def look(self, made: Statistics, products: Tensor | None) -> None:
+        """Count the images."""
+        for mean in self.means.values():
+            mean.expect(self.shape[0])
+
+    def fill(self, totals: Numbers) -> None:
+        """Take in the mean cosines of both forms."""
+        self.means["official"].give(totals.official)
+        self.means["paper"].give(totals.paper)
 
     def row(self) -> dict[str, Number]:
         """`diversity_official` and `diversity_paper`, from 0 (all rows differ) to 1 (all alike)."""

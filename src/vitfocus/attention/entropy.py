@@ -13,7 +13,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from vitfocus.attention.reading import Geometry, Later, Mean, Number, Reading, Sums, Tile, arrived, compact, resting
+from vitfocus.attention.reading import Geometry, Later, Mean, Number, Reading, Tile, arrived, compact, resting
+from vitfocus.kernels.statistics import Numbers, Statistics
 
 
 def row_entropy(maps: Tensor) -> Tensor:
@@ -43,23 +44,32 @@ class EntropyReading(Reading):
 
     def make_room(self, like: Tensor) -> None:
         """Make room for one number a row."""
-        self.rows = self.sums = like.new_zeros(self.shape)
+        self.rows = like.new_zeros(self.shape)
 
     def add(self, tile: Tile) -> None:
         """Keep the tile's entropies, one number a row."""
         self.rows[..., tile.rows] = tile.entropy
 
-    def fill(self, sums: Sums) -> None:
-        """Note all rows' entropies, and their sums."""
-        self.rows, self.sums = sums.statistics.entropy, sums.statistics.totals[0]
-
     def end(self) -> None:
         """Pool them."""
-        self.mean.add(self.sums, count=self.rows.numel())
+        self.mean.add(self.rows)
         self.pool.add(self.rows)
         if self.class_token:
             self.class_mean.add(self.rows[..., 0])
-        del self.rows, self.sums
+        del self.rows
+
+    def look(self, made: Statistics, products: Tensor | None) -> None:
+        """Pool all rows' entropies."""
+        images, heads, queries = self.shape
+        self.mean.expect(images * heads * queries)
+        self.pool.add(made.entropy)
+        if self.class_token:
+            self.class_mean.expect(images * heads)
+
+    def fill(self, totals: Numbers) -> None:
+        """Take in all rows' sum, and that of the first rows."""
+        self.mean.give(totals.entropy)
+        self.class_mean.give(totals.first)
 
     def row(self) -> dict[str, Number]:
         """`entropy`, `entropy_p15`, `entropy_p85`, `entropy_cls` and `entropy_bound`, in nats."""

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from vitfocus.attention.entropy import row_entropy
-from vitfocus.attention.reading import Geometry, Mean, Number, Reading, Sums, Tile
+from vitfocus.attention.reading import Geometry, Mean, Number, Reading, Tile
+from vitfocus.kernels.statistics import Numbers, Statistics
 
 TOP = 0.05
 
@@ -31,9 +32,9 @@ def overfocus(received: Tensor, top: float = TOP) -> Tensor:
     return _of_the_top(_shares(received), top)
 
 
-def _shares(received: Tensor, given: int | None = None) -> Tensor:
-    """What every key receives of all that is given, which may be known."""
-    return received / (received.sum(dim=-1, keepdim=True) if given is None else given)
+def _shares(received: Tensor) -> Tensor:
+    """What every key receives of all that is given."""
+    return received / received.sum(dim=-1, keepdim=True)
 
 
 def _of_the_top(shares: Tensor, top: float = TOP) -> Tensor:
@@ -78,8 +79,6 @@ class FocusReading(Reading):
     def begin(self, images: int, heads: int, geometry: Geometry) -> None:
         """Note the size."""
         self.shape = (images, heads, geometry.keys)
-        self.queries = geometry.queries
-        self.given: int | None = None
 
     def make_room(self, like: Tensor) -> None:
         """Start with nothing received."""
@@ -91,16 +90,23 @@ class FocusReading(Reading):
         given = torch.bmm(maps.new_ones(len(maps), 1, maps.shape[1]), maps)
         self.received += given.view_as(self.received)
 
-    def fill(self, sums: Sums) -> None:
-        """Note what all queries give: each of them one, for the maps were made in single precision at least."""
-        self.received, self.given = sums.statistics.received, self.queries
-
     def end(self) -> None:
         """Take both numbers of every head."""
-        shares = _shares(self.received, self.given)
+        shares = _shares(self.received)
         self.overfocus.add(_of_the_top(shares))
         self.effective.add(row_entropy(shares))
         del self.received
+
+    def look(self, made: Statistics, products: Tensor | None) -> None:
+        """Count the maps."""
+        images, heads, _ = self.shape
+        self.overfocus.expect(images * heads)
+        self.effective.expect(images * heads)
+
+    def fill(self, totals: Numbers) -> None:
+        """Take in both numbers."""
+        self.overfocus.give(totals.top)
+        self.effective.give(totals.effective)
 
     def row(self) -> dict[str, Number]:
         """`overfocus`, a share, and `effective_tokens`, a number of tokens."""

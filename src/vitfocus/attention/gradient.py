@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from vitfocus.attention.reading import Geometry, Mean, Number, Reading, Sums, Tile
+from vitfocus.attention.reading import Geometry, Mean, Number, Reading, Tile
+from vitfocus.kernels.statistics import Numbers, Statistics
 
 
 def softmax_gradient(maps: Tensor) -> Tensor:
@@ -39,14 +40,18 @@ class GradientReading(Reading):
         """Add the squares, which stand on the diagonal of the heads' inner products."""
         self.sum += tile.gram.diagonal(dim1=-2, dim2=-1).sum()
 
-    def fill(self, sums: Sums) -> None:
-        """Note the heads' squares."""
-        self.sum = sums.statistics.totals[1]
-
     def end(self) -> None:
         """Carry them over."""
         self.squares.add(self.sum, count=self.rows)
         del self.sum
+
+    def look(self, made: Statistics, products: Tensor | None) -> None:
+        """Count the rows."""
+        self.squares.expect(self.rows)
+
+    def fill(self, totals: Numbers) -> None:
+        """Take in the squares."""
+        self.squares.give(totals.squares)
 
     def row(self) -> dict[str, Number]:
         """`gradient`, from 0 to 1 − 1/K."""

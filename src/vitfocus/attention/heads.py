@@ -6,8 +6,8 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from vitfocus.attention.reading import Geometry, Mean, Number, Reading, Sums, Tile
-from vitfocus.kernels.statistics import all_cosines
+from vitfocus.attention.reading import Geometry, Mean, Number, Reading, Tile
+from vitfocus.kernels.statistics import Numbers, Statistics, all_cosines
 
 Cosines = TypeVar("Cosines", float, Tensor)
 
@@ -42,22 +42,24 @@ class HeadReading(Reading):
 
     def make_room(self, like: Tensor) -> None:
         """Start with empty inner products."""
-        self.cosines: Tensor | None = None
         self.gram = like.new_zeros(self.images, self.heads, self.heads)
 
     def add(self, tile: Tile) -> None:
         """Add the tile's inner products."""
         self.gram += tile.gram
 
-    def fill(self, sums: Sums) -> None:
-        """Note the sums of cosines."""
-        self.cosines = sums.statistics.joint
-
     def end(self) -> None:
         """Turn the products into sums of cosines."""
         if self.heads > 1:
-            self.mean.add(all_cosines(self.gram) if self.cosines is None else self.cosines)
-        self.cosines = None
+            self.mean.add(all_cosines(self.gram))
+
+    def look(self, made: Statistics, products: Tensor | None) -> None:
+        """Count the images."""
+        self.mean.expect(self.images if self.heads > 1 else 0)
+
+    def fill(self, totals: Numbers) -> None:
+        """Take in the sums of cosines."""
+        self.mean.give(totals.joint)
 
     def row(self) -> dict[str, Number]:
         """`head_similarity`, absent where there is one head."""

@@ -1,7 +1,7 @@
 """What a reading is: something that looks at attention tile by tile and ends as a few numbers in a layer's row.
 
 A `Tile` is some rows of some images' maps, small enough to stay in the cache; no reading ever sees more at once. Where
-a kernel has been through the tiles already, `Sums` holds what they came to. The file of each reading holds its
+a kernel has been through the tiles already, a reading is given what they came to. The file of each reading holds its
 definition, a pure function of explicit maps, and below it its streaming form.
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from vitfocus.anatomy.records import Size
-from vitfocus.kernels.statistics import Statistics
+from vitfocus.kernels.statistics import Numbers, Statistics
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,18 +104,11 @@ class Tile:
         return torch.bmm(flat, flat.mT)
 
 
-@dataclass(frozen=True, eq=False)
-class Sums:
-    """What all tiles of some images come to; `products` (3, B, H) are the inner products with the corrupted maps."""
-
-    statistics: Statistics
-    products: Tensor | None = None
-
-
 class Reading:
-    """The streaming form of a reading: for some images `begin`, `make_room` and `add` every tile, or `fill`; `end`.
+    """The streaming form of a reading: for some images `begin`, then `make_room`, `add` for every tile, and `end`.
 
-    At last `row`. Nothing is brought over from a GPU before it, and it may leave its numbers there, too.
+    Or, where kernels go through the tiles: `begin` and `look`; and when all images are through, `fill`. At last `row`.
+    Nothing is brought over from a GPU before it, and it may leave its numbers there, too.
     """
 
     def begin(self, images: int, heads: int, geometry: Geometry) -> None:
@@ -128,12 +121,18 @@ class Reading:
         """Take in one tile."""
         raise NotImplementedError
 
-    def fill(self, sums: Sums) -> None:
-        """Take in what all tiles come to, in their stead."""
+    def end(self) -> None:
+        """Conclude the images begun last, tile by tile."""
+
+    def look(self, made: Statistics, products: Tensor | None) -> None:
+        """Note how many are in the images begun last, and keep what `fill` will not bring.
+
+        `products` (3, B, H) are the inner products with the corrupted maps.
+        """
         raise NotImplementedError
 
-    def end(self) -> None:
-        """Conclude the images begun last."""
+    def fill(self, totals: Numbers) -> None:
+        """Take in the numbers of all images that were looked at, added up."""
 
     def row(self) -> dict[str, Number]:
         """The numbers for the layer's row; empty where they have no meaning."""
@@ -162,7 +161,16 @@ class Mean:
         self.kept = 0
         self.weight = 1.0
         self.total: Tensor | None = None
+        self.given: Tensor | None = None
         self.count = 0
+
+    def expect(self, count: int) -> None:
+        """Count so many values whose sum is given later."""
+        self.count += count
+
+    def give(self, total: Tensor) -> None:
+        """The sum of all values that were expected, in place of what was given before."""
+        self.given = total if self.count else None
 
     def add(self, *values: Tensor, count: int | None = None, weight: float = 1.0) -> None:
         """Take in every value of a tensor times `weight`; with a count, values that are the sum of so many."""
@@ -180,12 +188,13 @@ class Mean:
     def value(self) -> Later:
         """The mean of all that was added."""
         count, weight, conclude, parts = self.count, self.weight, self.conclude, [*zip(*self.parts, strict=True)]
-        if self.total is None:
+        totals = [total for total in (self.total, self.given) if total is not None]
+        if not totals:
             return Later(parts, lambda *values: float(_sum(values, conclude)) * weight / count)
         if not parts:
-            return Later([[self.total]], lambda total: float(total) / count)
-        vectors = [[self.total], *parts]
-        return Later(vectors, lambda total, *values: float(total + _sum(values, conclude) * weight) / count)
+            return Later([totals], lambda total: float(total.sum()) / count)
+        vectors = [totals, *parts]
+        return Later(vectors, lambda total, *values: float(total.sum() + _sum(values, conclude) * weight) / count)
 
     def _fold(self) -> None:
         if self.parts:
@@ -199,6 +208,30 @@ class Mean:
 def _sum(values: Sequence[Tensor], conclude: Callable[..., Tensor] | None) -> Tensor:
     """The sum in double precision of what becomes of values."""
     return (values[0] if conclude is None else conclude(*values)).sum(dtype=torch.float64)
+
+
+class Totals:
+    """The numbers of all maps, added up in double precision where they are.
+
+    >>> totals = Totals()
+    >>> totals.add(torch.ones(9, 2, 3)); totals.add(torch.ones(9, 1, 3))
+    >>> totals.numbers.entropy
+    tensor(9., dtype=torch.float64)
+    """
+
+    def __init__(self) -> None:
+        self.sums: Tensor | None = None
+
+    def add(self, numbers: Tensor) -> None:
+        """Take in what `Numbers` names of some images' heads, (9, B, H)."""
+        sums = resting(numbers).sum(dim=(1, 2), dtype=torch.float64)
+        self.sums = sums if self.sums is None else self.sums.add_(sums)
+
+    @property
+    def numbers(self) -> Numbers:
+        """Their sums, one number each."""
+        assert self.sums is not None
+        return Numbers(*self.sums.unbind())
 
 
 def compact(values: Tensor, most: float = 1) -> Tensor:

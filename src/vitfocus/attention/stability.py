@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vitfocus.attention.reading import Geometry, Mean, Number, Reading, Sums, Tile
+from vitfocus.attention.reading import Geometry, Mean, Number, Reading, Tile
+from vitfocus.kernels.statistics import Statistics
 
 
 def stability(clean: Tensor, corrupted: Tensor) -> Tensor:
@@ -43,11 +44,6 @@ class StabilityReading(Reading):
         pairs = ((clean, corrupted), (clean, clean), (corrupted, corrupted))
         self.products += torch.stack([torch.bmm(a, b.mT).flatten() for a, b in pairs])
 
-    def fill(self, sums: Sums) -> None:
-        """Note the inner products of whole maps."""
-        assert sums.products is not None
-        self.products = sums.products.flatten(1)
-
     def end(self) -> None:
         """Turn them into cosines."""
         both, clean, corrupted = self.products
@@ -55,6 +51,12 @@ class StabilityReading(Reading):
         self.mean.add(cosines)
         self.values.append(cosines)
         del self.products
+
+    def look(self, made: Statistics, products: Tensor | None) -> None:
+        """Take the inner products of whole maps."""
+        assert products is not None
+        self.products = products.flatten(1)
+        self.end()
 
     def take(self) -> Tensor:
         """The cosines (maps, heads) since this was called last."""

@@ -17,11 +17,11 @@ from vitfocus.anatomy.records import Block, Size
 from vitfocus.attention.distance import DistanceReading
 from vitfocus.attention.diversity import THRESHOLD, DiversityReading
 from vitfocus.attention.entropy import EntropyReading
-from vitfocus.attention.focus import FocusReading
+from vitfocus.attention.focus import FocusReading, top_tokens
 from vitfocus.attention.gradient import GradientReading
 from vitfocus.attention.heads import HeadReading
 from vitfocus.attention.observation import Observation
-from vitfocus.attention.reading import Geometry, Later, Number, Reading, Sums, Tile, arrived
+from vitfocus.attention.reading import Geometry, Later, Number, Reading, Tile, Totals, arrived
 from vitfocus.attention.stability import StabilityReading
 from vitfocus.kernels.statistics import Grids, backend_for, pair_products, statistics
 
@@ -106,6 +106,7 @@ class LayerStream:
         self.stability = StabilityReading() if against else None
         if self.stability is not None:
             self.readings.append(self.stability)
+        self.totals = Totals()
         self.budget = budget
         self.maps = 0
 
@@ -128,6 +129,9 @@ class LayerStream:
 
     def numbers(self) -> dict[str, Number]:
         """The same, where they are: on a GPU nobody waits for them."""
+        if self.totals.sums is not None:
+            for reading in self.readings:
+                reading.fill(self.totals.numbers)
         return {key: value for reading in self.readings for key, value in reading.row().items()}
 
     def _observe_by_kernels(self, seen: Observation, other: Observation | None, geometry: Geometry) -> None:
@@ -137,16 +141,18 @@ class LayerStream:
             assert geometry.query_grid is not None and geometry.key_grid is not None
             grids = Grids(geometry.query_grid, geometry.key_grid, geometry.prefix_tokens)
         query, key, scale, bias = seen.query, seen.key, seen.scale, seen.bias
-        made = statistics(query, key, scale=scale, bias=bias, grids=grids, threshold=THRESHOLD, lse=seen.lse)
+        top = top_tokens(geometry.keys)
+        made = statistics(query, key, scale=scale, bias=bias, grids=grids, threshold=THRESHOLD, top=top, lse=seen.lse)
         products = None
         if other is not None:
             assert other.query is not None and other.key is not None
             others = (other.query, other.key, other.bias, other.lse)
             products = pair_products((query, key, bias, seen.lse), others, scale=scale)
+        self.totals.add(made.numbers)
+        images, heads, _, _ = seen.shape
         for reading in self.readings:
-            reading.begin(seen.shape[0], seen.shape[1], geometry)
-            reading.fill(Sums(made, products))
-            reading.end()
+            reading.begin(images, heads, geometry)
+            reading.look(made, products)
 
     def _observe_by_tiles(self, seen: Observation, other: Observation | None, geometry: Geometry) -> None:
         begun: slice | None = None

@@ -1,8 +1,8 @@
-"""Sums over attention maps from which every reading is concluded: entropies, squares, what keys receive, likeness.
+"""What attention maps come to, by image and head: entropies, squares, what keys receive, distance, likeness.
 
 `map_statistics` is the reference, on whole maps. `statistics` and `pair_products` take queries and keys and never make
 a map: on a GPU they are operators of their own (`vitfocus::statistics`, `vitfocus::pair_products`) with Triton kernels,
-elsewhere they go through some rows at a time. What the sums mean is the readings' business, in `vitfocus.attention`.
+elsewhere they go through some rows at a time. What the numbers mean is the readings' business, in `vitfocus.attention`.
 """
 
 from __future__ import annotations
@@ -30,21 +30,50 @@ Size = tuple[int, int]
 Attention = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
-class Statistics(NamedTuple):
-    """Sums over B images' maps p (B, H, Q, K); a is the mean over heads, t is a where it passes τ/K and 0 elsewhere."""
+class Numbers(NamedTuple):
+    """What one map p (Q, K) of an image and a head comes to; a is the heads' mean, t is a where it passes τ/K, else 0.
 
-    #: Entropy of every row in nats, (B, H, Q).
+    Those from `distance` on are the image's: they stand in the place of its first head, and 0 in those of the others.
+    """
+
+    #: The rows' entropies in nats, added up.
     entropy: Tensor
-    #: Σ_j p_ij² of every row, (B, H, Q).
+    #: Σ_ij p_ij².
     squares: Tensor
+    #: The first row's entropy.
+    first: Tensor
+    #: The share of all attention that goes to the keys that receive the most.
+    top: Tensor
+    #: exp of the entropy of the shares that keys receive.
+    effective: Tensor
+    #: Σ_ij a_ij ‖p_i − p_j‖₁ over tokens with a place, by query that has one; 0 where there are none.
+    distance: Tensor
+    #: ‖Σ_h p_h / ‖p_h‖‖² over whole maps: the sum of the cosines of all pairs of heads, themselves included.
+    joint: Tensor
+    #: The mean cosine of the rows t with their average, in the released form (t where a > τ/K; so is the average)...
+    official: Tensor
+    #: ... and in the paper's (t where a ≥ τ/K).
+    paper: Tensor
+
+
+class Statistics(NamedTuple):
+    """Of B images: the entropy of every row in nats, (B, H, Q), and what `Numbers` names, (9, B, H)."""
+
+    entropy: Tensor
+    numbers: Tensor
+
+
+class Sums(NamedTuple):
+    """What some rows of B images' maps p (B, H, T, K) add up to; the statistics follow from those of all rows."""
+
+    #: Entropy of every row in nats, (B, H, T).
+    entropy: Tensor
     #: What every key receives, Σ_i p_ij, (B, H, K).
     received: Tensor
-    #: Σ_ij a_ij ‖p_i − p_j‖₁ over tokens with a place, (B,); 0 where there are none.
+    #: Σ_ij a_ij ‖p_i − p_j‖₁, (B,).
     distance: Tensor
-    #: ‖Σ_h p_h / ‖p_h‖‖² over whole maps: the sum of the cosines of all pairs of heads, themselves included, (B,).
-    joint: Tensor
-    #: Sums over rows of their entropies and their squares, (2, B, H).
-    totals: Tensor
+    #: Inner products of the heads' maps, (B, H, H).
+    products: Tensor
     #: Sums over rows, (2, 2, B, K): with the threshold >, of t at unit length and of a; with ≥, of t so, and of t.
     rows: Tensor
 
@@ -57,41 +86,58 @@ class Grids(NamedTuple):
     prefix: int = 0
 
 
-def map_statistics(maps: Tensor, grids: Grids | None = None, threshold: float = 2.0) -> Statistics:
-    """The statistics of whole maps (B, H, Q, K).
+def map_statistics(maps: Tensor, grids: Grids | None = None, threshold: float = 2.0, top: int = 1) -> Statistics:
+    """The statistics of whole maps (B, H, Q, K); `top` is how many keys count as those that receive the most.
 
     >>> uniform = torch.full((1, 2, 4, 4), 0.25)
-    >>> made = map_statistics(uniform, Grids((2, 2), (2, 2)))
-    >>> made.entropy[0, 0], made.distance / 4, made.joint
-    (tensor([1.3863, 1.3863, 1.3863, 1.3863]), tensor([1.]), tensor([4.]))
+    >>> entropy, numbers = map_statistics(uniform, Grids((2, 2), (2, 2)))
+    >>> entropy[0, 0], Numbers(*numbers).distance, Numbers(*numbers).joint
+    (tensor([1.3863, 1.3863, 1.3863, 1.3863]), tensor([[1., 0.]]), tensor([[4., 0.]]))
     """
-    return _joined([_of_rows(maps, _distances(grids, slice(0, maps.shape[2]), maps), threshold / maps.shape[-1])])
+    sums = _of_rows(maps, _distances(grids, slice(0, maps.shape[2]), maps), threshold / maps.shape[-1])
+    return _concluded([sums], grids, threshold, top)
 
 
-def _of_rows(maps: Tensor, away: Tensor | None, bound: float) -> Statistics:
-    """The statistics of some rows of maps (B, H, T, K), their part of every sum; `joint` holds inner products."""
+def _of_rows(maps: Tensor, away: Tensor | None, bound: float) -> Sums:
+    """The sums over some rows of maps (B, H, T, K)."""
     mean = maps.mean(dim=1)
     strict, kept = mean * (mean > bound), mean * (mean >= bound)
     units, units_paper = (F.normalize(rows, dim=-1, eps=_EPS).sum(dim=1) for rows in (strict, kept))
     flat = maps.flatten(2)
-    entropy, squares = torch.special.entr(maps).sum(dim=-1), maps.square().sum(dim=-1)
-    return Statistics(
-        entropy,
-        squares,
+    return Sums(
+        torch.special.entr(maps).sum(dim=-1),
         maps.sum(dim=-2),
         maps.new_zeros(len(maps)) if away is None else (mean * away).sum(dim=(-2, -1)),
         flat @ flat.mT,
-        torch.stack([entropy.sum(dim=-1), squares.sum(dim=-1)]),
         torch.stack([units, mean.sum(dim=1), units_paper, kept.sum(dim=1)]).unflatten(0, (2, 2)),
     )
 
 
-def _joined(parts: list[Statistics]) -> Statistics:
-    """All rows' statistics from those of some at a time."""
-    entropy, squares, *sums = zip(*parts, strict=True)
-    received, distance, products, totals, rows = (torch.stack(one).sum(dim=0) for one in sums)
-    by_row = torch.cat(entropy, dim=-1), torch.cat(squares, dim=-1)
-    return Statistics(*by_row, received, distance, all_cosines(products), totals, rows)
+def _concluded(parts: list[Sums], grids: Grids | None, threshold: float, top: int) -> Statistics:
+    """The statistics from the sums over some rows at a time."""
+    entropies, *others = zip(*parts, strict=True)
+    entropy = torch.cat(entropies, dim=-1)
+    received, distance, products, rows = (torch.stack(one).sum(dim=0) for one in others)
+    (heads, queries), keys = entropy.shape[1:], received.shape[-1]
+    shares = received / queries
+    average = rows[:, 1] / queries
+    average[0] *= average[0] > threshold / keys
+    cosines = (rows[:, 0] * average).sum(dim=-1) / torch.linalg.vector_norm(average, dim=-1).clamp_min(_EPS)
+    of_images = [distance / placed(queries, grids), all_cosines(products), *(cosines / queries)]
+    numbers = Numbers(
+        entropy.sum(dim=-1),
+        products.diagonal(dim1=-2, dim2=-1),
+        entropy[..., 0],
+        shares.topk(top, dim=-1).values.sum(dim=-1),
+        torch.special.entr(shares).sum(dim=-1).exp(),
+        *(F.pad(one[:, None], (0, heads - 1)) for one in of_images),
+    )
+    return Statistics(entropy, torch.stack(numbers))
+
+
+def placed(queries: int, grids: Grids | None) -> int:
+    """How many queries have a place; 1 where none has, for nothing to be divided by 0."""
+    return max(queries - grids.prefix, 1) if grids is not None else 1
 
 
 def all_cosines(products: Tensor) -> Tensor:
@@ -127,6 +173,7 @@ def statistics(
     bias: Tensor | None = None,
     grids: Grids | None = None,
     threshold: float = 2.0,
+    top: int = 1,
     lse: Tensor | None = None,
 ) -> Statistics:
     """`map_statistics` of softmax(scale · q kᵀ + bias), from `query` (B, H, Q, D) and `key` (B, H, K, D) alone.
@@ -144,14 +191,16 @@ def statistics(
     if name == "triton":
         sides = [*grids.query, *grids.key, grids.prefix] if grids is not None else []
         run = _statistics if _is_followed(query, key, bias, lse) else _launch().statistics
-        return _named(*run(query, key, bias, lse, scale, sides, threshold), keys=key.shape[2])
+        return Statistics(*run(query, key, bias, lse, scale, sides, threshold, top))
     bound = threshold / key.shape[2]
     pieces = [
-        _joined([_of_rows(maps, _distances(grids, rows, maps), bound) for rows, maps in by_rows])
+        _concluded(
+            [_of_rows(maps, _distances(grids, rows, maps), bound) for rows, maps in by_rows], grids, threshold, top
+        )
         for by_rows in _chunks(query, key, bias, scale, name == "reference")
     ]
-    axes = (0, 0, 0, 0, 0, 1, 2)
-    return Statistics(*(torch.cat(parts, axis) for parts, axis in zip(zip(*pieces, strict=True), axes, strict=True)))
+    entropy, numbers = zip(*pieces, strict=True)
+    return Statistics(torch.cat(entropy), torch.cat(numbers, dim=1))
 
 
 def backend_for(query: Tensor, *others: Tensor | None) -> str:
@@ -212,16 +261,6 @@ def _chunks(
     return (of_images(slice(start, start + at_once)) for start in range(0, images, at_once))
 
 
-def _named(by_head: Tensor, totals: Tensor, sums: Tensor, *, keys: int) -> Statistics:
-    """The statistics from the operator's results, in the same memory but for numbers that somebody may keep."""
-    _, batch, heads, _ = by_head.shape
-    entropy, squares = by_head.unbind()
-    received, rows, of_all = sums.split_with_sizes([batch * heads * keys, 4 * batch * keys, 2 * batch])
-    distance, joint = of_all.clone().view(2, batch).unbind()
-    by_key, by_form = received.view(batch, heads, keys), rows.view(2, 2, batch, keys)
-    return Statistics(entropy, squares, by_key, distance, joint, totals, by_form)
-
-
 def _is_followed(*tensors: Tensor | None) -> bool:
     """Whether somebody traces or differentiates, so that torch must see an operator.
 
@@ -249,22 +288,18 @@ def _statistics(
     scale: float,
     sides: list[int],
     threshold: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What `Statistics` are views of; `sides` are those of both grids and the prefix, or none.
-
-    Entropy and squares (2, B, H, Q), their sums (2, B, H), and one after the other in one vector what keys receive, the
-    sums over rows, distance and joint.
-    """
-    made: tuple[Tensor, Tensor, Tensor] = _launch().statistics(query, key, bias, lse, scale, sides, threshold)
+    top: int,
+) -> tuple[Tensor, Tensor]:
+    """The rows' entropies and the numbers; `sides` are those of both grids and the prefix, or none."""
+    made: tuple[Tensor, Tensor] = _launch().statistics(query, key, bias, lse, scale, sides, threshold, top)
     return made
 
 
 @_statistics.register_fake
-def _(query: Tensor, key: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(query: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     batch, heads, queries, _ = query.shape
-    sums = batch * ((heads + 4) * key.shape[2] + 2)
-    shapes: tuple[Any, ...] = ((2, batch, heads, queries), (2, batch, heads), (sums,))
-    return tuple(query.new_empty(shape, dtype=torch.float32) for shape in shapes)  # type: ignore[return-value]
+    entropy = query.new_empty(batch, heads, queries, dtype=torch.float32)
+    return entropy, query.new_empty(len(Numbers._fields), batch, heads, dtype=torch.float32)
 
 
 @torch.library.custom_op("vitfocus::pair_products", mutates_args=())

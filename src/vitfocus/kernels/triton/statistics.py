@@ -1,13 +1,14 @@
 """Statistics of attention from queries and keys, without an N×N tensor: two dense passes, and one for pairs of maps.
 
 `dense_pass` needs the softmax's normalisers; `unit_pass` needs the lengths that the dense pass found, of every row of
-the heads' mean and of every head's whole map. Only one head's tile is alive at a time, beside the mean.
+the heads' mean and of every head's whole map. Only one head's tile is alive at a time, beside the mean. Of what they
+add up, which is linear in the tokens, `conclude_pass` makes nine numbers a head.
 
-`by_head` (2, B, G, Q) are the rows' entropies and squares, `lengths` (2, B, Q) the squared lengths of the heads' mean
-under both thresholds. `sums` are one after the other what keys receive, (B, G, K), the sums over rows that `Statistics`
-describes, (4, B, K), the second of which follows from what keys receive, and `distance` and `joint`, (2, B). They meet
-from all blocks of rows, in memory linear in K: they are added as whole numbers (units of 2⁻⁴⁰), so their order does not
-matter and results repeat bit by bit.
+`entropies` (B, G, Q) are the rows', `lengths` (2, B, Q) the squared lengths of the heads' mean under both thresholds.
+`sums` are one after the other what keys receive, (B, G, K); the sums over rows of t at unit length, with the threshold
+> and with ≥, and of t with ≥, (3, B, K); each head's squares, (B, G); distance and joint, (2, B). They meet from all
+blocks of rows, in memory linear in K: they are added as whole numbers (units of 2⁻⁴⁰), so their order does not matter
+and results repeat bit by bit.
 """
 
 from __future__ import annotations
@@ -62,6 +63,12 @@ def _add(sums, value):
 
 
 @triton.jit
+def _number(places, ok):
+    """What was added there."""
+    return tl.load(places, mask=ok, other=0).to(tl.float32) * 9.094947017729282e-13
+
+
+@triton.jit
 def _row_sums(tile, BM: tl.constexpr, BN: tl.constexpr, PARTED: tl.constexpr):
     """Row sums of a tile (T, S). PARTED, in four parts, (T, 4): what one thread holds of a row as products leave it.
 
@@ -100,15 +107,15 @@ def _away(rows, cols, prefix, query_width, key_width, query_down, query_across, 
 
 @triton.jit
 def dense_pass(
-    q, k, lse, bias, by_head, lengths, sums, scale, bound, queries, keys,
+    q, k, lse, bias, entropies, lengths, sums, scale, bound, queries, keys,
     prefix, query_width, key_width, query_down, query_across, key_down, key_across,
     q_strides, k_strides, bias_strides,
     G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     HAS_BIAS: tl.constexpr, PLACED: tl.constexpr,
 ):  # fmt: skip
-    """By row and head: entropy, Σ_j p². By row of the heads' mean a: Σ_j t² of both thresholds.
+    """By row and head: entropy. By row of the heads' mean a: Σ_j t² of both thresholds.
 
-    By column: Σ_i p of every head, and Σ_i t of the threshold ≥. Of all: Σ_ij a‖p_i − p_j‖₁.
+    By column: Σ_i p of every head, and Σ_i t of the threshold ≥. Of all: every head's Σ_ij p², and Σ_ij a‖p_i − p_j‖₁.
     """
     batch, block = tl.program_id(0), tl.program_id(1)
     rows = block * BM + tl.arange(0, BM)
@@ -119,7 +126,8 @@ def dense_pass(
     entropy, square = _no_sums(G, BM, PARTED), _no_sums(G, BM, PARTED)
     distance, length, length_paper = _no_sums(3, BM, PARTED)
     first, images = batch.to(tl.int64) * G, tl.num_programs(0).to(tl.int64)
-    kept = sums + (images * (G + 3) + batch) * keys
+    kept = sums + (images * (G + 2) + batch) * keys
+    of_all = sums + images * (G + 3) * keys
     for start in range(0, keys, BN):
         cols = start + tl.arange(0, BN)
         col_ok = cols < keys
@@ -147,13 +155,13 @@ def dense_pass(
             distance += _row_sums(mean * away, BM, BN, PARTED)
     for h in tl.static_range(G):
         place = (first + h) * queries + rows
-        tl.store(by_head + place, _whole(entropy[h], PARTED) * 0.6931471805599453, mask=row_ok)
-        tl.store(by_head + images * G * queries + place, _whole(square[h], PARTED), mask=row_ok)
+        tl.store(entropies + place, _whole(entropy[h], PARTED) * 0.6931471805599453, mask=row_ok)
+        _add(of_all + first + h, tl.sum(_whole(square[h], PARTED), 0))
     mine = batch.to(tl.int64) * queries + rows
     tl.store(lengths + mine, _whole(length, PARTED), mask=row_ok)
     tl.store(lengths + images * queries + mine, _whole(length_paper, PARTED), mask=row_ok)
     if PLACED:
-        _add(sums + images * (G + 4) * keys + batch, tl.sum(tl.where(rows >= prefix, _whole(distance, PARTED), 0.0), 0))
+        _add(of_all + images * G + batch, tl.sum(tl.where(rows >= prefix, _whole(distance, PARTED), 0.0), 0))
 
 
 @triton.jit
@@ -164,14 +172,11 @@ def _one_over_length(lengths, places, ok):
 
 @triton.jit
 def unit_pass(
-    q, k, lse, bias, totals, lengths, sums, scale, bound, queries, keys,
+    q, k, lse, bias, lengths, sums, scale, bound, queries, keys,
     q_strides, k_strides, bias_strides,
     G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """By column: the sums of the rows t at unit length, for both thresholds. Of all: Σ_ij (Σ_h p_h / ‖p_h‖)².
-
-    `totals` (2, B, G) are the sums over rows of `by_head`.
-    """
+    """By column: the sums of the rows t at unit length, for both thresholds. Of all: Σ_ij (Σ_h p_h / ‖p_h‖)²."""
     batch, block = tl.program_id(0), tl.program_id(1)
     rows = block * BM + tl.arange(0, BM)
     row_ok = rows < queries
@@ -182,7 +187,8 @@ def unit_pass(
     unit_paper = _one_over_length(lengths + images * queries, mine, row_ok)
     PARTED: tl.constexpr = BM == 64 and not HAS_BIAS
     (together,) = _no_sums(1, BM, PARTED)
-    official, paper = sums + (images * G + batch) * keys, sums + (images * (G + 2) + batch) * keys
+    official, paper = sums + (images * G + batch) * keys, sums + (images * (G + 1) + batch) * keys
+    of_all = sums + images * (G + 3) * keys
     for start in range(0, keys, BN):
         cols = start + tl.arange(0, BN)
         col_ok = cols < keys
@@ -195,7 +201,7 @@ def unit_pass(
             tile = tl.exp2(log)
             total += tile
             # Loaded here and not before the loop, where all heads' lengths would hold on to registers.
-            square = tl.load(totals + (images + batch) * G + h)
+            square = _number(of_all + batch.to(tl.int64) * G + h, True)
             weighted += tile * tl.rsqrt(tl.maximum(square, 1e-16))
         mean = total * (1.0 / G)
         above = tl.where(mean > bound, mean, 0.0) * unit[:, None]
@@ -203,7 +209,106 @@ def unit_pass(
         above = tl.where(mean >= bound, mean, 0.0) * unit_paper[:, None]
         _add_columns(paper + cols, above, col_ok, BM, BN, PARTED)
         together += _row_sums(weighted * weighted, BM, BN, PARTED)
-    _add(sums + images * ((G + 4) * keys + 1) + batch, tl.sum(_whole(together, PARTED), 0))
+    _add(of_all + images * (G + 1) + batch, tl.sum(_whole(together, PARTED), 0))
+
+
+@triton.jit
+def _of_the_top(column, keys, top, BN: tl.constexpr):
+    """The sum of the `top` largest of so many whole numbers, none below 0.
+
+    The smallest of them is found by halving: the largest number that at least `top` of them reach.
+    """
+    most = tl.zeros([BN], tl.int64)
+    for start in range(0, keys, BN):
+        cols = start + tl.arange(0, BN)
+        most = tl.maximum(most, tl.load(column + cols, mask=cols < keys, other=0))
+    reached = tl.max(most, 0) * 0
+    missed = tl.max(most, 0) + 1
+    while missed - reached > 1:
+        middle = reached + ((missed - reached) >> 1)
+        count = tl.zeros([BN], tl.int32)
+        for start in range(0, keys, BN):
+            cols = start + tl.arange(0, BN)
+            count += (tl.load(column + cols, mask=cols < keys, other=0) >= middle).to(tl.int32)
+        enough = tl.sum(count, 0) >= top
+        reached = tl.where(enough, middle, reached)
+        missed = tl.where(enough, missed, middle)
+    total, count = tl.zeros([BN], tl.int64), tl.zeros([BN], tl.int32)
+    for start in range(0, keys, BN):
+        cols = start + tl.arange(0, BN)
+        values = tl.load(column + cols, mask=cols < keys, other=0)
+        total += tl.where(values > reached, values, 0)
+        count += (values > reached).to(tl.int32)
+    return tl.sum(total, 0) + (top - tl.sum(count, 0)) * reached
+
+
+@triton.jit
+def _of_head(entropies, sums, numbers, batch, head, images, queries, keys, top, G: tl.constexpr, BN: tl.constexpr):
+    """One head's five numbers."""
+    mine, one = batch * G + head, 1.0 / queries
+    column = sums + mine * keys
+    entropy = tl.zeros([BN], tl.float32)
+    for start in range(0, queries, BN):
+        rows = start + tl.arange(0, BN)
+        entropy += tl.load(entropies + mine * queries + rows, mask=rows < queries, other=0.0)
+    spread = tl.zeros([BN], tl.float32)
+    for start in range(0, keys, BN):
+        cols = start + tl.arange(0, BN)
+        share = _number(column + cols, cols < keys) * one
+        spread -= tl.where(share > 0.0, share * tl.log(tl.maximum(share, 1e-37)), 0.0)
+    largest = _of_the_top(column, keys, top, BN).to(tl.float32) * 9.094947017729282e-13
+    tl.store(numbers + mine, tl.sum(entropy, 0))
+    tl.store(numbers + images * G + mine, _number(sums + images * (G + 3) * keys + mine, True))
+    tl.store(numbers + 2 * images * G + mine, tl.load(entropies + mine * queries))
+    tl.store(numbers + 3 * images * G + mine, largest * one)
+    tl.store(numbers + 4 * images * G + mine, tl.exp(tl.sum(spread, 0)))
+
+
+@triton.jit
+def _of_image(
+    sums, numbers, batch, images, bound, queries, keys, placed, G: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr
+):
+    """One image's four numbers, in the place of its first head."""
+    one = 1.0 / queries
+    product, length = tl.zeros([BN], tl.float32), tl.zeros([BN], tl.float32)
+    product_paper, length_paper = tl.zeros([BN], tl.float32), tl.zeros([BN], tl.float32)
+    units, units_paper = sums + (images * G + batch) * keys, sums + (images * (G + 1) + batch) * keys
+    kept, of_all = sums + (images * (G + 2) + batch) * keys, sums + images * (G + 3) * keys + images * G + batch
+    for start in range(0, keys, BN):
+        cols = start + tl.arange(0, BN)
+        ok = cols < keys
+        mean = tl.zeros([BN], tl.float32)
+        for h in range(G):
+            mean += _number(sums + (batch * G + h) * keys + cols, ok)
+        mean = mean * (one / G)
+        mean = tl.where(mean > bound, mean, 0.0)
+        product += mean * _number(units + cols, ok)
+        length += mean * mean
+        mean = _number(kept + cols, ok) * one
+        product_paper += mean * _number(units_paper + cols, ok)
+        length_paper += mean * mean
+    official = one * tl.sum(product, 0) / tl.maximum(tl.sqrt(tl.sum(length, 0)), 1e-8)
+    paper = one * tl.sum(product_paper, 0) / tl.maximum(tl.sqrt(tl.sum(length_paper, 0)), 1e-8)
+    heads = tl.arange(0, GP)
+    place, first, ok = numbers + (5 * images + batch) * G + heads, heads == 0, heads < G
+    tl.store(place, tl.where(first, _number(of_all, True) / placed, 0.0), mask=ok)
+    tl.store(place + images * G, tl.where(first, _number(of_all + images, True), 0.0), mask=ok)
+    tl.store(place + 2 * images * G, tl.where(first, official, 0.0), mask=ok)
+    tl.store(place + 3 * images * G, tl.where(first, paper, 0.0), mask=ok)
+
+
+@triton.jit
+def conclude_pass(
+    entropies, sums, numbers, bound, queries, keys, top, placed,
+    G: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Nine numbers a head, (9, B, G) in the order of `Numbers`: a program for every head, and one for the image."""
+    batch, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    images = tl.num_programs(0).to(tl.int64)
+    if part < G:
+        _of_head(entropies, sums, numbers, batch, part, images, queries, keys, top, G, BN)
+    else:
+        _of_image(sums, numbers, batch, images, bound, queries, keys, placed, G, GP, BN)
 
 
 @triton.jit

@@ -9,12 +9,12 @@ import torch
 import triton
 from torch import Tensor
 
-from vitfocus.kernels.statistics import Attention
+from vitfocus.kernels.statistics import Attention, Numbers
 from vitfocus.kernels.triton import statistics as kernels
 from vitfocus.kernels.triton.diversity_launch import normalisers
 
-#: The unit of column sums. As a tensor it turns whole numbers into single precision in one go, whatever the default is.
-_UNIT = torch.tensor(1 / kernels.ONE, dtype=torch.float32, device="cpu")
+#: How many columns at a time a program of the last pass goes through.
+_COLUMNS = 1024
 
 
 def statistics(
@@ -25,32 +25,31 @@ def statistics(
     scale: float,
     sides: list[int],
     threshold: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The results of the operator, few tensors for few launches."""
+    top: int,
+) -> tuple[Tensor, Tensor]:
+    """The results of the operator, in few launches: at a GPU's pace the host has no time for many."""
     batch, heads, queries, width = query.shape
-    keys = key.shape[2]
+    keys, device = key.shape[2], query.device
     norms, given, strides = _inputs((query, key, bias, lse), scale)
     rows, settings = _settings(heads, 1, width, query.element_size(), queries, keys, bias is not None)
     grid = (batch, -(-queries // rows))  # windows may be many, and only the first axis is long
-    by_head = torch.empty(2, batch, heads, queries, dtype=torch.float32, device=query.device)
-    lengths = torch.empty(2, batch, queries, dtype=torch.float32, device=query.device)
-    whole = torch.zeros(batch * ((heads + 4) * keys + 2), dtype=torch.int64, device=query.device)
+    entropy = torch.empty(batch, heads, queries, dtype=torch.float32, device=device)
+    lengths = torch.empty(2, batch, queries, dtype=torch.float32, device=device)
+    sums = torch.zeros(batch * ((heads + 3) * keys + heads + 2), dtype=torch.int64, device=device)
+    numbers = torch.empty(len(Numbers._fields), batch, heads, dtype=torch.float32, device=device)
     bound = threshold / keys
+    places = _places(sides)
     kernels.dense_pass[grid](
-        query, key, norms, given, by_head, lengths, whole, scale, bound, queries, keys, *_places(sides), *strides,
+        query, key, norms, given, entropy, lengths, sums, scale, bound, queries, keys, *places, *strides,
         G=heads, **settings, PLACED=bool(sides),
     )  # fmt: skip
-    totals = by_head.sum(dim=-1)
     kernels.unit_pass[grid](
-        query, key, norms, given, totals, lengths, whole, scale, bound, queries, keys, *strides, G=heads, **settings
+        query, key, norms, given, lengths, sums, scale, bound, queries, keys, *strides, G=heads, **settings
     )
-    sums = whole * _UNIT
-    # The heads' mean of all rows follows from what keys receive.
-    received, _, average, _ = sums.split_with_sizes(
-        [batch * keys * n for n in (heads, 1, 1)] + [batch * (2 * keys + 2)]
+    kernels.conclude_pass[batch, heads + 1](
+        entropy, sums, numbers, bound, queries, keys, top, max(queries - places[0], 1), **_last(heads, queries, keys)
     )
-    torch.mean(received.view(batch, heads, keys), dim=1, out=average.view(batch, keys))
-    return by_head, totals, sums
+    return entropy, numbers
 
 
 def pair_products(one: Attention, two: Attention, scale: float) -> Tensor:
@@ -95,6 +94,13 @@ def _settings(
     padded = max(16, triton.next_power_of_2(width))
     sizes: dict[str, Any] = {"D": width, "DP": padded, "BM": rows, "BN": cols, "HAS_BIAS": biased}
     return rows, sizes | {"num_warps": 4, "num_stages": stages}
+
+
+@cache
+def _last(heads: int, queries: int, keys: int) -> dict[str, Any]:
+    """What the last pass is compiled for."""
+    long = triton.next_power_of_2(max(queries, keys))
+    return {"G": heads, "GP": triton.next_power_of_2(heads), "BN": min(_COLUMNS, max(16, long)), "num_warps": 4}
 
 
 def block_sizes(heads: int, width: int, item: int, queries: int, keys: int) -> tuple[int, int, int]:
