@@ -262,7 +262,9 @@ def test_a_treated_run_resumes_loads_and_answers_again(vqav2: Path, tmp_path: Pa
     assert len(rows) == 2 and all(0 < row["entropy"] <= row["entropy_bound"] for row in rows)
 
 
-def test_a_checkpoint_brings_its_words_and_answers(vqav2: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_brings_its_words_and_answers(
+    vqav2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = Words.train(["is there a star", "how many are there"], size=120)
     config = transformers.ViltConfig(
         vocab_size=len(words),
@@ -290,6 +292,8 @@ def test_a_checkpoint_brings_its_words_and_answers(vqav2: Path, tmp_path: Path) 
     recipe = load_recipe("shapes_answer", [*chosen, "optimiser.head_lr=10", "optimiser.lr=0", "schedule.warmup_lr=0"])
     results = train(recipe, out=tmp_path / "run")
     assert (results["answers"], results["words_from"]) == (3, "the checkpoint")
+    said = capsys.readouterr().err
+    assert "brings its own: answer.words=200 is not used" in said and "answer.answers" not in said
     (tmp_path / "vilt").rename(tmp_path / "moved")  # a saved model stands on its own
     model: Any = vf.load(tmp_path / "run" / "model")
     assert model.config.id2label == {0: "no", 1: "yes", 2: "blue"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,6 +106,40 @@ def test_a_group_of_tokens_is_broadcast_to_itself_alone(tokens: str) -> None:
     assert torch.equal(before[:, rest], after[:, rest])
     expected = (before[:, group] + before[:, group].mean(1, keepdim=True)) / 2
     torch.testing.assert_close(after[:, group], expected)
+
+
+@pytest.mark.parametrize(
+    "specs", [("cbs(tokens=image)", "cbs(tokens=text)"), ("cbs(tokens=text)", "cbs(tokens=image)")]
+)
+def test_each_kind_of_token_may_have_its_own_scale(specs: tuple[str, str], tmp_path: Path) -> None:
+    model, part = tiny_vilt(), singles()[1]
+    with torch.no_grad():
+        plain = model(**part).logits
+        vf.treat_(model, "+".join(specs))
+        seen: dict[str, Tensor] = {}
+        block = vf.anatomy(model)[0].host
+        modules = {one.tokens: one for one in block.modules() if hasattr(one, "context_scale")}
+        scales = {tokens: torch.nn.init.normal_(modules[tokens].context_scale) for tokens in ("image", "text")}
+        first, last = (modules[spec[len("cbs(tokens=") : -1]] for spec in specs)
+        first.register_forward_hook(lambda module, args, output: seen.update(before=args[0]))
+        last.register_forward_hook(lambda module, args, output: seen.update(after=output))
+        treated = model(**part).logits
+        expected = seen["before"].clone()
+        for tokens, group in (("text", slice(0, LENGTHS[1])), ("image", slice(LENGTHS[1], None))):
+            expected[:, group] += scales[tokens] * seen["before"][:, group].mean(1, keepdim=True)
+        torch.testing.assert_close(seen["after"], expected)
+        loaded: Any = vf.load(vf.save(model, tmp_path / "model"))
+        assert [str(one) for one in vf.applied(loaded)] == list(specs)
+        torch.testing.assert_close(loaded(**part).logits, treated)
+        with pytest.raises(vf.VitfocusError, match="already; untreat"):
+            vf.treat_(model, specs[0])
+        with vf.untreated(model):
+            torch.testing.assert_close(model(**part).logits, plain)
+        torch.testing.assert_close(model(**part).logits, treated)
+        assert not torch.allclose(plain, treated, atol=1e-3)
+        other = vf.treat_(tiny_vilt(), "+".join(reversed(specs)))
+        with pytest.raises(vf.VitfocusError):  # the scales would change places
+            vf.load_weights(other, model.state_dict())
 
 
 def test_a_diagnosis_reads_no_padding() -> None:

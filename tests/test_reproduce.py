@@ -153,6 +153,15 @@ def test_one_row_in_two_tables_is_one_run(tmp_path: Path) -> None:
     assert logged and logged.folder == plain[0].folder, "how often a run logs does not make it another"
 
 
+def test_an_override_must_be_for_some_row(tmp_path: Path) -> None:
+    """ADL's warm-up is for some rows of a table and does nothing to its others; a power is for none."""
+    reproduce("tap/table2", out=tmp_path, overrides=["adl_warmup_epochs=1"], rows=[7, 8], count_only=True)
+    with pytest.raises(VitfocusError, match=r"model\.spec has none"):
+        reproduce("tap/table2", out=tmp_path, overrides=["adl_warmup_epochs=1"], rows=[7], count_only=True)
+    with pytest.raises(VitfocusError, match=r"schedule\.decay=polynomial"):
+        reproduce("tap/table2", out=tmp_path, overrides=["schedule.power=2"], count_only=True)
+
+
 def test_rows_stand_on_what_is_trained_before_them(tmp_path: Path) -> None:
     item = load_item("cb/tableS1")
     student = plan(item, item.rows[0], "smoke", tmp_path)

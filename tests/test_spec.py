@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 
 import pytest
+import torch
+from tiny import build
 
 import vitfocus as vf
 from vitfocus.treatments.base import TREATMENTS, Treatment
@@ -69,6 +72,8 @@ def test_short_forms() -> None:
         ("adl(rows=0)", "rows of at least 1"),
         ("se(reduction=0)", "reduction of at least 1"),
         ("cb(variant)", "key=value"),
+        ("cb(layers=upper, layers=[0])", "gives layers twice, as upper and as (0,)"),
+        ("cbs(variant=gate)", "cbs is short for cb(variant=scaled)"),
         ("cb(layers=[0,1)", "brackets"),
         ("cb)", "brackets"),
         ("+cb", "is not a treatment"),
@@ -76,5 +81,31 @@ def test_short_forms() -> None:
     ],
 )
 def test_mistakes_are_answered(spec: str, said: str) -> None:
-    with pytest.raises(vf.VitfocusError, match=said.replace("(", r"\(")):
+    with pytest.raises(vf.VitfocusError, match=re.escape(said)):
         parse_treatments(spec)
+
+
+@pytest.mark.parametrize("mode", ["dilation", "kernel", "average3", "average5", "conv3", "conv5"])
+@pytest.mark.parametrize("given", ["branches=2", "init=near_identity"])
+def test_an_option_changes_the_model_or_is_refused(mode: str, given: str) -> None:
+    """Whether an option does something is found out by the weights that the same seed gives with and without it."""
+
+    def weights(spec: str) -> list[torch.Tensor]:
+        model, _ = build("vit")
+        torch.manual_seed(1)
+        return list(vf.treat_(model, spec).state_dict().values())
+
+    plain = weights(f"tap(mode={mode})")
+    try:
+        changed = weights(f"tap(mode={mode},{given})")
+    except vf.VitfocusError as error:
+        assert f"says {given.partition('=')[0]}, which mode={mode} does not use: leave" in str(error)
+        assert mode.startswith("average") or (mode.startswith("conv") and "branches" in given)
+        return
+    assert any(a.shape != b.shape or not torch.equal(a, b) for a, b in zip(plain, changed, strict=True))
+
+
+def test_a_default_that_is_spelled_out_is_not_refused() -> None:
+    model, _ = build("vit")
+    assert str(vf.applied(vf.treat_(model, "tap(mode=average3,branches=4,init=default)"))[0]) == "tap(mode=average3)"
+    assert parse_treatments("cbs(variant=scaled,layers=upper)") == parse_treatments("cbs(layers=upper)")

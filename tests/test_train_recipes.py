@@ -123,6 +123,87 @@ def test_what_would_be_ignored_is_refused(override: str, message: str, tmp_path:
         train(load_recipe("shapes", [*TINY, override]), out=tmp_path)
 
 
+#: An override that the recipe does not use, what is said of it, and what beside it makes it count.
+UNUSED = [
+    ("shapes", "augment.scale=[0.5,1]", "set augment.crop=resized, or leave it out", ["augment.crop=resized"]),
+    ("deit_s", "padding=4", "augment.padding is for another crop: set augment.crop=pad", ["augment.crop=pad"]),
+    ("deit_s", "colour_jitter=0.4", "beside RandAugment", ["randaugment="]),
+    ("shapes", "mix_probability=0.5", "both are off", ["mixup=0.8"]),
+    ("shapes", "cutmix_share=0.3", "not both are on", ["mixup=0.8", "cutmix=1"]),
+    ("deit_s", "mixup=0.4", "augment.mixup is never chosen", ["mix_probability=0.5"]),
+    ("deit_s", "cutmix=0.4", "augment.cutmix is never chosen", ["cutmix_share=0.5"]),
+    ("shapes", "schedule.power=1", "set schedule.decay=polynomial", ["decay=polynomial"]),
+    ("shapes", "drops=[0.5,0.9]", "set schedule.decay=drops", ["decay=drops"]),
+    ("shapes", "warmup_lr=1e-4", "for a warm-up", ["warmup_epochs=1"]),
+    ("shapes", "adl_warmup_epochs=1", "model.spec has none", ["spec=vit_tiny_patch16_224+adl"]),
+    ("shapes", "betas=[0.9,0.95]", "optimiser.name=adamw", ["optimiser.name=lion"]),
+    ("shapes", "eps=1e-6", "optimiser.name=adamw", ["optimiser.name=adafactor"]),
+    ("shapes", "head_lr=2", "optimiser.train=head", ["optimiser.train=head"]),
+    ("shapes", "distill.kind=hard", "distill.kind is about a teacher", ["distill.teacher=resnet18"]),
+    ("shapes", "distill.temperature=2", "distill.kind=soft", ["distill.teacher=resnet18", "distill.kind=soft"]),
+    ("shapes", "distill.pretrained=true", "a teacher by name", ["distill.teacher=resnet18"]),
+    ("shapes", "root=/data", "Shapes are drawn", ["source=folder"]),
+    ("shapes", "val_split=test", "splits|validation set", ["source=folder"]),
+    ("deit_s", "val_split=test", "without data.holdout", ["holdout=0"]),
+    ("shapes", "download=true", "data.download is for torchvision's sets", ["source=cifar10"]),
+    ("shapes", "data.crop=0.9", "set data.resident=no", ["data.resident=no"]),
+    ("shapes", "interpolation=bilinear", "Shapes are drawn at", ["data.resident=no"]),
+    ("deit_s", "drop_path=0.2", "say it in model.arguments", ["spec=vit_tiny_patch16_224"]),
+    ("shapes_segment", "auxiliary=0.2", "auxiliary head", ["model.arguments.auxiliary_channels=8"]),
+    ("shapes_segment", "augment.erase=0.25", "task=segment does not use augment.erase", ["task=classify"]),
+    ("shapes_detect", "keep_empty=true", "always show an object", ["source=coco"]),
+]
+#: What makes an override idle that would count in the shipped recipe.
+IDLE = {
+    "mixup=0.4": ["mix_probability=0"],
+    "cutmix=0.4": ["cutmix_share=0"],
+    "warmup_lr=1e-4": ["warmup_epochs=0"],
+    "betas=[0.9,0.95]": ["optimiser.name=sgd"],
+    "eps=1e-6": ["optimiser.name=lion"],
+    "head_lr=2": ["optimiser.train=added"],
+    "drop_path=0.2": ["spec=torchvision:vit_b_16"],
+}
+
+
+@pytest.mark.parametrize(("name", "override", "message", "remedy"), UNUSED)
+def test_an_override_that_would_change_nothing_is_refused(
+    name: str, override: str, message: str, remedy: list[str], tmp_path: Path
+) -> None:
+    idle = ["holdout=10"] if name == "deit_s" and override.startswith("val_split") else IDLE.get(override, [])
+    with pytest.raises(VitfocusError, match=message):
+        load_recipe(name, [*idle, override])
+    load_recipe(name, [*idle, override, *remedy])
+    # Who brings the key along in a file may still choose otherwise on the command line, and a run's own file is read.
+    (tmp_path / "config.toml").write_text(load_recipe(name, [override, *remedy]).to_toml())
+    load_recipe(tmp_path / "config.toml", [*idle, "lr=1e-4"])
+
+
+def test_what_is_off_anyway_may_be_said_to_be_off() -> None:
+    off = ["root=", "download=false", "adl_warmup_epochs=0", "mix_probability=0", "mixup=0", "cutmix=0", "padding=0"]
+    load_recipe("shapes", [*off, "augment.crop=none", "warmup_epochs=0", "warmup_lr=0"])
+    with pytest.raises(VitfocusError, match="another decay"):  # which would be no decay at all
+        load_recipe("shapes", ["schedule.power=0"])
+
+
+def test_a_crop_that_a_file_brings_along_is_said_to_be_unused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whether images are kept on the device, and so evaluated whole, is sure only when they are there."""
+    (tmp_path / "own.toml").write_text('extends = "shapes"\n[data]\ncrop = 0.9\n')
+    train(load_recipe(tmp_path / "own.toml", [*TINY, "epochs=1"]), out=tmp_path / "run")
+    assert "data.crop=0.9 is not used" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", sorted(shipped_recipes()))
+@pytest.mark.parametrize("choice", ["augment.crop=none", "decay=cosine", "mixup=0", "optimiser.name=sgd"])
+def test_a_shipped_recipe_is_never_refused_for_what_it_brings(name: str, choice: str) -> None:
+    """One choice makes keys of the recipe idle; they came with it, so nothing is said."""
+    recipe = load_recipe(name)
+    if choice.partition("=")[0] in ("augment.crop", "mixup") and recipe.task != "classify":
+        return
+    load_recipe(name, [choice])
+
+
 @pytest.mark.parametrize(
     ("override", "message"), [("model.spec=", "names no model"), ("randaugment=foo", "foo"), ("betas=[1,1]", "beta")]
 )

@@ -18,7 +18,7 @@ from vitfocus.attention.tables import counted
 from vitfocus.errors import VitfocusError, nearest
 from vitfocus.reproduce.items import SCALES, Item, Row, Stand, stands
 from vitfocus.reproduce.measures import MEASURES
-from vitfocus.train.recipe import Recipe, load_recipe
+from vitfocus.train.recipe import Recipe, apply_overrides, load_recipe
 
 #: Data sets by the source that a recipe names: what people call them, and the folder's name below --data.
 DATA_SETS = {
@@ -155,7 +155,7 @@ def _plan(
                 "or a folder that holds all data sets by name with --data DIR."
             )
         changes.append(f"data.root={folder.resolve()}")
-    recipe = load_recipe(base, [*changes, *overrides])
+    recipe, _ = apply_overrides(base, [*changes, *overrides])
     if "start" in before:
         recipe = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, weights="", pretrained=False))
     digest = recipe_digest(recipe, *(f"{role} {run.digest}" for role, run in before.items()))

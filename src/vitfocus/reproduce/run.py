@@ -15,7 +15,9 @@ from vitfocus.reproduce.measures import MEASURES
 from vitfocus.reproduce.measuring import Absent, Value, counted, measured
 from vitfocus.reproduce.outcome import Outcome, RowOutcome
 from vitfocus.reproduce.planning import Places, Run, plan_row
+from vitfocus.train.recipe import full_key
 from vitfocus.train.run import is_main_process, train
+from vitfocus.train.unused import why_unused
 
 _FINGERPRINT = ("data_sha256", "model_sha256", "versions", "device", "precision")
 
@@ -57,6 +59,7 @@ def reproduce(
     for one, chosen in picked:
         needed = None if count_only or not trains(one) else places
         plans.append((one, chosen, needed, _plan(one, chosen, scale, needed, folder, overrides)))
+    _refuse_unused(overrides, [run for *_, runs in plans for run in runs.values() if run is not None])
     outcomes = []
     for one, chosen, needed, runs in plans:
         outcome = Outcome(one, scale, changed=tuple(overrides), limit=images if trains(one) else None)
@@ -85,6 +88,15 @@ def _plan(
         if plain.label not in runs:
             runs[plain.label] = plan_row(item, plain, scale, None, folder, overrides)
     return runs
+
+
+def _refuse_unused(overrides: Sequence[str], runs: Sequence[Run]) -> None:
+    """Refuse what changes no run at all; what does nothing to some of them is for the others."""
+    planned = [run.recipe for first in runs for run in (first, *first.before) if run.recipe is not None]
+    for key in (text.partition("=")[0].strip() for text in overrides):
+        whys = [why_unused(recipe, full_key(key, recipe.task)) for recipe in planned if key != "task"]
+        if whys and all(whys):
+            raise VitfocusError(whys[0])
 
 
 def trains(item: Item) -> bool:

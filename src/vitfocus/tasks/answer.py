@@ -66,6 +66,7 @@ class Answer(Task):
                 "transformers:ViltForQuestionAnswering, or to transformers:FOLDER_OR_NAME of a checkpoint."
             )
         words, answers, room = self._brought()
+        self.unread = ["words"] * bool(words or room) + ["answers", "least"] * (answers is not None)
         self.words_from = "the checkpoint" if words else "the training questions"
         self.words = words or Words.train(
             (question.text for question in self.train.questions), room or section.words, section.longest
@@ -122,6 +123,9 @@ class Answer(Task):
             log=self.broken["train"],
             say=setting.say,
         )
+        for key in self.unread:
+            if (value := getattr(recipe.answer, key)) != getattr(type(recipe.answer), key):
+                setting.say(f"The run starts from a model that brings its own: answer.{key}={value} is not used.")
         if self.words_from == "the training questions" and recipe.model.pretrained:
             setting.say(f"{self.checkpoint} brings no word pieces: they are trained from the questions at hand.")
 

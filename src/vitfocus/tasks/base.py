@@ -129,16 +129,22 @@ class Task(ABC):
     @classmethod
     def check(cls, recipe: Recipe) -> None:
         """Refuse keys that this task would ignore."""
-        for section, keys in {**_FOREIGN, **cls.reads}.items():
-            if section == cls.name:
-                continue
+        for section in {**_FOREIGN, **cls.reads}:
             record = getattr(recipe, section)
             for entry in dataclasses.fields(record):
                 changed = getattr(record, entry.name) != _default(entry)
-                if changed and entry.name not in keys:
+                if changed and not cls.uses(section, entry.name):
                     raise VitfocusError(
                         f"task={cls.name} does not use {section}.{entry.name}: leave it out of the recipe."
                     )
+
+    @classmethod
+    def uses(cls, section: str, key: str) -> bool:
+        """Whether this task reads that key of a recipe."""
+        if section == cls.name:
+            return True
+        keys = {**_FOREIGN, **cls.reads}.get(section)
+        return keys is None or key in keys
 
 
 _FOREIGN: dict[str, frozenset[str]] = {name: frozenset() for name in ("segment", "detect", "answer")}

@@ -90,6 +90,8 @@ class Classify(Task):
                 "augment.colour_jitter is for images that are read one by one; these are kept on the device: leave it "
                 "out, or set data.resident=no."
             )
+        if self.resident and data.crop != type(data).crop:
+            setting.say(f"Images that are kept on the device are evaluated whole: data.crop={data.crop:g} is not used.")
         augmenter = Augmenter(self.recipe.augment, mean, std, device, device_crop=self.resident)
         if self.resident:
             pixels, labels = self._load("train", setting)

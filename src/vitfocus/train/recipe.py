@@ -1,7 +1,8 @@
 """Recipes: TOML that says everything about a run, checked key by key.
 
 A recipe may stand on another (`extends = "deit_s"`); every value can be overridden as key=value, the key dotted
-("data.batch") or just its last part where that is unambiguous ("batch"). What results is one frozen record.
+("data.batch") or just its last part where that is unambiguous ("batch"); `unused.py` says which would do nothing. What
+results is one frozen record.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from vitfocus.train.sections import (
     Schedule,
     Segment,
 )
+from vitfocus.train.unused import refuse_unused
 
 
 @dataclass(frozen=True)
@@ -103,10 +105,19 @@ def shipped_recipes() -> dict[str, str]:
 def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """A recipe by its shipped name or a .toml file, with overrides such as "batch=64" applied.
 
+    An override that would change nothing, beside what the recipe says otherwise, is refused.
+
     >>> recipe = load_recipe("shapes", ["batch=32", "model.arguments.depth=2", "spec=vit_tiny_patch16_224+cb"])
     >>> recipe.data.batch, recipe.model.arguments["depth"], recipe.model.spec
     (32, 2, 'vit_tiny_patch16_224+cb')
     """
+    recipe, changed = apply_overrides(source, overrides)
+    refuse_unused(recipe, changed)
+    return recipe
+
+
+def apply_overrides(source: str | Path, overrides: Sequence[str]) -> tuple[Recipe, set[str]]:
+    """The recipe with the overrides, and the full names of the keys they set, whether or not these do anything."""
     tree = _resolve(str(source), ())
     changed: set[str] = set()
     for text in overrides:
@@ -116,7 +127,7 @@ def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         if key.strip() == "task":
             tree["task"] = value.strip().strip("\"'")
             continue
-        path = _full_key(key.strip(), str(tree.get("task", "classify")))
+        path = full_key(key.strip(), str(tree.get("task", "classify")))
         section, _, rest = path.partition(".")
         target = tree.setdefault(section, {})
         *inner, last = rest.split(".")
@@ -127,7 +138,7 @@ def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         target[last] = _read_value(value.strip(), _TYPES.get(path))
         changed.add(path)
     _settle_lengths(changed, tree)
-    return build_recipe(tree, Path(source).stem)
+    return build_recipe(tree, Path(source).stem), changed
 
 
 def build_recipe(tree: Mapping[str, Any], name: str = "recipe") -> Recipe:
@@ -242,7 +253,12 @@ def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _full_key(key: str, task: str) -> str:
+def full_key(key: str, task: str) -> str:
+    """The full name of a key that an override may have shortened; what other tasks have is not meant.
+
+    >>> full_key("batch", "classify"), full_key("longest", "detect")
+    ('data.batch', 'detect.longest')
+    """
     section, _, rest = key.partition(".")
     if f"{section}.{rest.partition('.')[0]}" in _KEYS and (key in _KEYS or key.startswith("model.arguments.")):
         return key

@@ -7,7 +7,7 @@ function that inserts it; `layers` options are resolved here, for all treatments
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from vitfocus.anatomy import Anatomy, Block
@@ -22,9 +22,13 @@ _HANDLERS: dict[type[Treatment], Callable[[Any, Anatomy, Surgeon], None]] = {}
 Layers = str | Sequence[int]
 
 
-def option(default: Any, *choices: Any) -> Any:
-    """A dataclass field whose value must be one of the choices."""
-    return dataclasses.field(default=default, metadata={"choices": choices})
+def option(default: Any, *choices: Any, only: Mapping[str, Sequence[Any]] | None = None) -> Any:
+    """A dataclass field whose value must be one of the choices, where there are some.
+
+    `only` names other options and the values of theirs beside which this one means something.
+    """
+    metadata: dict[str, Any] = {"choices": choices} if choices else {}
+    return dataclasses.field(default=default, metadata=metadata | ({"only": only} if only else {}))
 
 
 def layers_option(*names: str) -> Any:
@@ -76,7 +80,22 @@ def handles(config: type[Treatment]) -> Callable[[Callable[..., None]], Callable
 
 def insert(config: Treatment, anatomy: Anatomy, surgeon: Surgeon) -> None:
     """Carry out a treatment."""
+    refuse_unused(config)
     _HANDLERS[type(config)](config, anatomy, surgeon)
+
+
+def refuse_unused(config: Treatment) -> None:
+    """Refuse an option that means nothing beside the others; its default is not told from its absence."""
+    for field in dataclasses.fields(config):
+        if getattr(config, field.name) == field.default:
+            continue
+        for other, values in field.metadata.get("only", {}).items():
+            if (given := getattr(config, other)) not in values:
+                instead = " or ".join(f"{other}={value}" for value in values)
+                raise VitfocusError(
+                    f"{config} says {field.name}, which {other}={given} does not use: leave {field.name} out, or take "
+                    f"{instead}."
+                )
 
 
 def choose_blocks(layers: Layers, blocks: Sequence[Block]) -> list[Block]:

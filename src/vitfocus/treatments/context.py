@@ -33,7 +33,8 @@ class ContextBroadcasting(Treatment):
     linear layers, behind the activation (of the MLP), or before the output projection (of attention). `layers` is
     "all", "inner" (not the blocks that feed a pyramid), "upper" (the upper half), "upper:K" (the last K) or a list.
     `tokens` limits both the mean and the tokens that receive it: "image" leaves prefix tokens alone; in a
-    vision-language model "image" and "text" are the two groups. Padding never enters a mean.
+    vision-language model "image" and "text" are the two groups, each of which may have a treatment of its own. Padding
+    never enters a mean.
     """
 
     name: ClassVar[str] = "cb"
@@ -133,7 +134,15 @@ def insert_context(config: ContextBroadcasting, anatomy: Anatomy, surgeon: Surge
             port: Port = block.ports[place]
             prefix_tokens = block.prefix_tokens if port.layout == "BNC" else 0
             module = ContextBroadcast(config, port.layout, port.width, prefix_tokens, notes)
-            surgeon.gate(port, surgeon.add(block, f"context_{site}", module))
+            surgeon.gate(port, surgeon.add(block, _name(block, site, config), module))
+
+
+def _name(block: Block, site: str, config: ContextBroadcasting) -> str:
+    """The submodule's name; beside the broadcasting of the other group of tokens it has its group's."""
+    name = f"context_{site}"
+    there = getattr(block.host, name + block.suffix, None)
+    groups = {config.tokens, getattr(there, "tokens", None)}
+    return f"{name}_{config.tokens}" if groups == {"image", "text"} else name
 
 
 def _class_token_at(block: Block, places: list[str]) -> bool:

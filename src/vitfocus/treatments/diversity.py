@@ -31,8 +31,8 @@ class AttentionDiversification(Treatment):
 
     `variant`: "official" as released, "paper" as the equations say. `heads`: their maps averaged first, or each on its
     own. `threshold` is τ, `weight` λ. `tokens="patch"` leaves prefix tokens out of rows and columns. `rows=k` takes a
-    random subset of k query rows, for every forward pass another. Windowed attention counts every window as a map of
-    its own. Tokens that pad an image or a text are neither rows nor columns.
+    random subset of k query rows, for every forward pass another, where there are more. Windowed attention counts every
+    window as a map of its own. Tokens that pad an image or a text are neither rows nor columns.
     """
 
     name: ClassVar[str] = "adl"

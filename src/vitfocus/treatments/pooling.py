@@ -26,6 +26,10 @@ from vitfocus.treatments.surgery import Surgeon
 #: The kernel unrolls its branches; more than the paper ever tried go the plain way.
 MOST_BRANCHES = 8
 
+#: The modes that mix branches by predicted weights, and those that learn something.
+_MIXING = ("dilation", "kernel")
+_LEARNED = (*_MIXING, "conv3", "conv5")
+
 #: How far the identity branch's logit stands above the others under `near_identity`: e⁻¹² ≈ 6e-6 of the weight leaks.
 _IDENTITY_MARGIN = 12.0
 
@@ -34,17 +38,17 @@ _IDENTITY_MARGIN = 12.0
 class TokenAwarePooling(Treatment):
     """Token-aware Average Pooling (`tap`).
 
-    `mode`: "dilation" is the method, "kernel" its multi-kernel variant, the rest fixed baselines. `branches` is K.
-    `layers`: "all", "shallow" (the first 30 %), "deep" (the rest) or a list. `init="near_identity"` starts with almost
-    all weight on the token itself, so that a pretrained model's output is kept.
+    `mode`: "dilation" is the method, "kernel" its multi-kernel variant, the rest fixed baselines. `branches` is K, for
+    those two. `layers`: "all", "shallow" (the first 30 %), "deep" (the rest) or a list. `init="near_identity"` starts
+    with almost all weight on the token itself, so that a pretrained model's output is kept; not for averages.
     """
 
     name: ClassVar[str] = "tap"
 
     mode: str = option("dilation", "dilation", "kernel", "average3", "average5", "conv3", "conv5")
-    branches: int = 4
+    branches: int = option(4, only={"mode": _MIXING})
     layers: Layers = layers_option("shallow", "deep")
-    init: str = option("default", "default", "near_identity")
+    init: str = option("default", "default", "near_identity", only={"mode": _LEARNED})
 
     def check(self) -> None:
         """At least one branch."""
@@ -191,18 +195,16 @@ def insert_pooling(config: TokenAwarePooling, anatomy: Anatomy, surgeon: Surgeon
             f"token attention (its blocks: {kinds})."
         )
     chosen = choose_blocks(config.layers, surgeon.ports(attending, "pool"))
-    if config.init == "near_identity" and config.mode.startswith("average"):
-        raise VitfocusError(f"{config.mode} has nothing to initialise, so init=near_identity cannot hold for it.")
     notes = note_image_size(anatomy, surgeon)
     for block in chosen:
-        name = "dilation_predictor" if config.mode in ("dilation", "kernel") else "local_pooling"
+        name = "dilation_predictor" if config.mode in _MIXING else "local_pooling"
         surgeon.gate(block.ports["pool"], surgeon.add(block, name, _build(config, block, notes)))
 
 
 def _build(config: TokenAwarePooling, block: Block, notes: CallNotes) -> TokenPooling:
     port = block.ports["pool"]
     where = (port.layout, block.prefix_tokens, block.grid_rule, notes)
-    if config.mode in ("dilation", "kernel"):
+    if config.mode in _MIXING:
         return DilationPredictor(config, port.width, *where)
     radius = int(config.mode[-1]) // 2
     if config.mode.startswith("average"):

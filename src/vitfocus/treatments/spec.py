@@ -64,7 +64,11 @@ def _parse_one(text: str) -> Treatment:
             raise VitfocusError(f"{part.strip()!r} in {text.strip()!r} is not an option: write it as key=value.")
         if key not in fields:
             raise VitfocusError(f"{name} has no option {key!r}: {nearest(key, fields)}")
-        options[key] = _value(value.strip())
+        given = _value(value.strip())
+        if key in options and options[key] != given:
+            why = f"{match['name']} is short for {name}({key}={options[key]})" if key in preset else "say it once"
+            raise VitfocusError(f"{text.strip()!r} gives {key} twice, as {options[key]} and as {given}: {why}.")
+        options[key] = given
     return config(**options)
 
 
