@@ -99,8 +99,10 @@ def _settings(
 @cache
 def _last(heads: int, queries: int, keys: int) -> dict[str, Any]:
     """What the last pass is compiled for."""
-    long = triton.next_power_of_2(max(queries, keys))
-    return {"G": heads, "GP": triton.next_power_of_2(heads), "BN": min(_COLUMNS, max(16, long)), "num_warps": 4}
+    columns = min(_COLUMNS, max(16, triton.next_power_of_2(max(queries, keys))))
+    # One warp adds up without waiting for others.
+    warps = 1 if columns <= 256 else 4
+    return {"G": heads, "GP": triton.next_power_of_2(heads), "BN": columns, "num_warps": warps}
 
 
 def block_sizes(heads: int, width: int, item: int, queries: int, keys: int) -> tuple[int, int, int]:
