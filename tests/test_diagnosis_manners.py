@@ -10,6 +10,7 @@ import torch
 
 import vitfocus as vf
 from vitfocus.attention.diagnosis import Diagnosis
+from vitfocus.attention.tables import Table
 
 
 def test_a_pending_loss_survives_a_reading() -> None:
@@ -71,3 +72,11 @@ def test_images_of_other_channels_and_damaged_files_are_said(tmp_path: Path) -> 
         file.write_text(content)
         with pytest.raises(vf.VitfocusError, match=r"diagnosis\.json (cannot be read|was not written by)"):
             Diagnosis.load(tmp_path)
+
+
+def test_a_narrow_table_does_not_squeeze_what_stands_around_it() -> None:
+    title, caption = "a name longer than its table", "A sentence of some length, which needs more room than the table."
+    lines = str(Table(title, ["a"], [["1"]], caption)).splitlines()
+    assert (lines[0], lines[-1]) == (title, caption)
+    mixer = timm.create_model("mixer_s32_224", img_size=64)
+    assert "Entropy in nats" not in str(vf.diagnose(mixer, torch.zeros(1, 3, 64, 64)))

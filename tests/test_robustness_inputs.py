@@ -15,6 +15,7 @@ from robustness_layouts import Blobs, answers, pictures, write_classes, write_im
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
+from vitfocus.data.shapes import Shapes
 from vitfocus.errors import VitfocusError
 from vitfocus.robustness import compare, evaluate, load_scores
 from vitfocus.robustness.attacks import fgsm, pgd
@@ -264,6 +265,8 @@ def test_other_bad_input_is_refused_in_one_sentence(tmp_path: Path) -> None:
     picture = Listed([(Image.fromarray(pictures(1, 50)[0]), 0)])
     refused("crop_pct is 0", Blobs(10), "clean", picture, crop_pct=0)
     refused("evaluate wants a model", None, "clean", picture)
+    features = timm.create_model("vit_tiny_patch16_224", depth=1, img_size=32, num_classes=0)
+    refused("has no classifier", features, "clean", picture)
     (tmp_path / "file").write_text("")
     refused("cannot be kept in", Blobs(10), "clean", picture, out=tmp_path / "file" / "run")
     labels = tmp_path / "real.json"
@@ -360,3 +363,11 @@ def test_no_option_is_passed_over_in_silence(tmp_path: Path) -> None:
     some = {"corruptions": ["fog", "spatter"], "severities": [1], "extra": True}
     scores = evaluate(Blobs(10), "imagenet-c", [(images, labels)], **some, **QUIET)
     assert list(scores["corruptions"]) == ["fog", "spatter", "speckle_noise", "gaussian_blur", "saturate"]
+
+
+def test_a_data_set_of_other_classes_is_noted() -> None:
+    data = Shapes("val", length=4, size=32)
+    for classes, noted in ((10, False), (12, True)):
+        model = timm.create_model("vit_tiny_patch16_224", depth=1, img_size=32, num_classes=classes)
+        notes = evaluate(model, "clean", data, progress=False).notes
+        assert ("The data has 10 classes, but the model tells 12 apart." in notes) == noted

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import timm
 import torch
 from torch import Tensor, nn
 from two_processes import run_in_two_processes
@@ -72,6 +73,9 @@ def test_two_models_and_bad_input() -> None:
             vf.evaluate(Segmenter(), "segmentation-noise", wrong, progress=False)
     with pytest.raises(vf.VitfocusError, match="knows 3 classes"):
         vf.evaluate(Segmenter(3), "segmentation-noise", data, progress=False)
+    classifier = timm.create_model("vit_tiny_patch16_224", depth=1, img_size=32)
+    with pytest.raises(vf.VitfocusError, match="is a VisionTransformer, and segmentation measures segmenters"):
+        vf.evaluate(classifier, "segmentation", data, progress=False)
     with pytest.raises(vf.VitfocusError, match="at least 2"):
         vf.evaluate(Segmenter(), "segmentation-noise", data, repeats=1, progress=False)
 

@@ -17,6 +17,7 @@ from tiny import build
 from torch import nn
 
 import vitfocus as vf
+from vitfocus.anatomy import pixels_of
 from vitfocus.treatments.store import open_model
 
 SPEC = "cbs(layers=upper)+tap(branches=3)+adl(weight=0.5)"
@@ -76,12 +77,42 @@ def test_changes_after_building_are_kept(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_told_is_asked_for(tmp_path: Path) -> None:
-    model = timm.create_model("vit_tiny_patch16_224", depth=1, mlp_ratio=2)
+    model = timm.create_model("vit_tiny_patch16_224", depth=1, pre_norm=True)
     with pytest.raises(vf.VitfocusError, match="pass base="):
         vf.save(model, tmp_path / "a")
     assert not (tmp_path / "a").exists()
-    vf.save(model, tmp_path / "a", base="vit_tiny_patch16_224", arguments={"depth": 1, "mlp_ratio": 2})
+    vf.save(model, tmp_path / "a", base="vit_tiny_patch16_224", arguments={"depth": 1, "pre_norm": True})
     assert torch.equal(vf.load(tmp_path / "a").head.weight, model.head.weight)
+
+
+_TWO_STAGES = {"depths": (1, 1), "num_heads": (2, 4), "embed_dim": 24, "window_size": 4}
+_VIT = {"depth": 1, "embed_dim": 24, "num_heads": 2, "img_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("swin_tiny_patch4_window7_224", _TWO_STAGES | {"img_size": (56, 84)}),
+        ("swinv2_cr_tiny_224", _TWO_STAGES | {"img_size": 64}),
+        ("pvt_v2_b0", {"depths": (1, 1, 1, 1), "embed_dims": (16, 24, 32, 40), "num_heads": (1, 2, 2, 4)}),
+        ("vit_tiny_patch16_224", _VIT | {"mlp_ratio": 2, "qk_norm": True, "init_values": 0.1, "num_classes": 0}),
+    ],
+)
+def test_what_few_people_change_is_told_from_the_model(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    model = timm.create_model(name, **options).eval()
+    images = torch.randn(2, 3, *vf.anatomy(model).build_size)
+    loaded = vf.load(vf.save(vf.treat_(model, "cb"), tmp_path / "a"))
+    assert torch.equal(loaded(images), model(images))
+
+
+def test_a_loaded_model_wants_the_pixels_it_wanted_when_saved(tmp_path: Path) -> None:
+    other, plain = (timm.create_model(f"vit_base_patch16_224{tag}", **_VIT) for tag in (".mae", ""))
+    assert pixels_of(other).mean != pixels_of(plain).mean
+    loaded = vf.load(vf.save(other, tmp_path / "a"))
+    again = vf.load(vf.save(vf.treat_(loaded, "cbs"), tmp_path / "b"))
+    assert pixels_of(loaded) == pixels_of(again) == pixels_of(other)
+    for key in ("crop_pct", "interpolation"):
+        assert again.pretrained_cfg[key] == other.pretrained_cfg[key]
 
 
 def test_torchvision_and_transformers(tmp_path: Path) -> None:
@@ -91,7 +122,12 @@ def test_torchvision_and_transformers(tmp_path: Path) -> None:
     assert torch.equal(vf.load(vf.save(model, tmp_path / "tv"))(images), model(images))
     transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
     config = transformers.ViTConfig(
-        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=64, num_labels=3
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        image_size=(64, 64),
+        num_labels=3,
     )
     other = randomise(transformers.ViTForImageClassification(config))
     vf.treat_(other, "cbs+tap")

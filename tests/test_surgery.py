@@ -219,6 +219,12 @@ def test_unknown_models_are_refused_by_name() -> None:
         vf.VitfocusError, match=r"VisionTransfromer is not a vision transformer.*nearest supported family"
     ):
         vf.anatomy(VisionTransfromer())
+
+    class ViTMAEForPreTraining(nn.Module):
+        pass
+
+    with pytest.raises(vf.VitfocusError, match=r"nearest supported family is vit\w* \(transformers's ViT\w*Model\)"):
+        vf.anatomy(ViTMAEForPreTraining())
     with pytest.raises(vf.VitfocusError, match=r"cb cannot be applied: Linear is not"):
         vf.treat_(nn.Linear(2, 2), "cb")
     with pytest.raises(vf.VitfocusError, match="spec such as"):

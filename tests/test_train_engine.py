@@ -211,3 +211,18 @@ def test_a_caller_may_hold_a_run_back(tmp_path: Path) -> None:
     results = train(tiny("evaluate_every=0"), tmp_path, before_step=hold)
     assert seen == list(range(11)) and results["finished"]
     assert results["seconds"] < time.perf_counter() - began - 0.95
+
+
+def test_images_that_the_model_does_not_take_are_said_before_they_are_read(tmp_path: Path) -> None:
+    for argument, said in (
+        ("img_size=64", r"\(3, 16, 16\): Input height \(16\)"),
+        ("in_chans=1", "to have 1 channels"),
+    ):
+        with pytest.raises(VitfocusError, match=f"does not take this recipe's images, .*{said}.*; change data.size"):
+            train(tiny(f"model.arguments.{argument}"), tmp_path / argument)
+
+
+def test_a_network_without_attention_trains_too(tmp_path: Path) -> None:
+    recipe = tiny("spec=test_efficientnet", "model.arguments={}", "epochs=1", "head_lr=0.01", "size=32")
+    assert train(recipe, tmp_path)["finished"]
+    assert vf.load(tmp_path / "model")(torch.zeros(1, 3, 32, 32)).shape == (1, 10)

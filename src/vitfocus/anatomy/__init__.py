@@ -1,6 +1,7 @@
 """Anatomy: where a model's blocks, MLPs, attentions, token grid and prefix tokens are."""
 
 from vitfocus.anatomy.build import Plan, Trunk
+from vitfocus.anatomy.normalising import remember_normalising
 from vitfocus.anatomy.pixels import Pixels, pixels_of
 from vitfocus.anatomy.records import Anatomy, Block, GridRule, Port
 from vitfocus.anatomy.registry import Family, anatomy, families, register, unwrap
@@ -18,5 +19,6 @@ __all__ = [
     "families",
     "pixels_of",
     "register",
+    "remember_normalising",
     "unwrap",
 ]

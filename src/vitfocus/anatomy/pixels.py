@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from vitfocus.anatomy.normalising import stated_normalising
 from vitfocus.anatomy.records import Size
 from vitfocus.anatomy.registry import anatomy, unwrap
 from vitfocus.errors import VitfocusError
@@ -25,7 +26,7 @@ class Pixels(NamedTuple):
 
 
 def pixels_of(model: nn.Module) -> Pixels:
-    """What the anatomy says; else what a timm model, or the one inside it, says of itself; else ImageNet's usual.
+    """What the anatomy says; else what a note or a timm model, or the one inside it, says; else ImageNet's usual.
 
     >>> import timm
     >>> pixels_of(timm.create_model("resnet18")).size, pixels_of(nn.Linear(2, 2)).std
@@ -35,7 +36,8 @@ def pixels_of(model: nn.Module) -> Pixels:
         body = anatomy(model)
     except VitfocusError:
         config: Any = next((c for m in unwrap(model).modules() if (c := getattr(m, "pretrained_cfg", None))), {})
-        mean, std = (tuple(config.get(key) or usual) for key, usual in zip(("mean", "std"), _IMAGENET, strict=True))
+        own = tuple(config.get("mean") or _IMAGENET[0]), tuple(config.get("std") or _IMAGENET[1])
+        mean, std = stated_normalising(unwrap(model)) or own
         height, width = (config.get("input_size") or (3, 224, 224))[1:]
         return Pixels(mean, std, (int(height), int(width)))
     return Pixels(tuple(body.mean), tuple(body.std), body.build_size)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
+from vitfocus.anatomy.normalising import grey_normalising, stated_normalising
 from vitfocus.anatomy.records import Anatomy
 from vitfocus.errors import VitfocusError, nearest
 
@@ -17,6 +19,8 @@ _FAMILIES: dict[str, Family] = {}
 
 #: What timm's `features_only` makes of most models: their stages under new names, without the class they belonged to.
 _TAKEN_APART = ("FeatureListNet", "FeatureDictNet")
+#: What a class of transformers is called after its family.
+_TASK = re.compile(r"(?<=.)(For[A-Z]\w*|Model|Backbone)$")
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,9 @@ def _full_name(cls: type) -> str:
 
 def unwrap(model: nn.Module) -> nn.Module:
     """The module inside `torch.compile`, DataParallel or DistributedDataParallel."""
+    if not isinstance(model, nn.Module):
+        given = repr(model) if isinstance(model, str) else f"a {type(model).__name__}"
+        raise VitfocusError(f"A model is a torch module, not {given}; vitfocus.create_model builds one by its name.")
     for attribute in ("_orig_mod", "module"):
         inner = model._modules.get(attribute)
         if inner is not None and len(model._modules) == 1:
@@ -96,6 +103,9 @@ def anatomy(model: nn.Module) -> Anatomy:
     result = family.dissect(module)
     if not result.blocks:
         raise VitfocusError(f"{type(module).__name__} looks like {family.name}, but no block was found in it.")
+    mean, std = stated_normalising(model, module) or (result.mean, result.std)
+    mean, std = grey_normalising(result.stem, mean, std)
+    result = replace(result, mean=mean, std=std)
     if prefix:
         # Of each module that feeds a pyramid, a block or a stage, the last block inside does.
         last = {part: b.name for part in feeding for b in result.blocks if f"{b.name}.".startswith(f"{part}.")}
@@ -134,6 +144,10 @@ def _unknown(model: nn.Module) -> str:
     for name, family in _FAMILIES.items():
         by_class.setdefault(name.rpartition(".")[2], []).append(family)
     hint = nearest(type(model).__name__, by_class)
+    if not hint.startswith("did you mean"):  # transformers names a model's tasks behind its family
+        bare = {_TASK.sub("", name): name for name in by_class}
+        hint = nearest(_TASK.sub("", type(model).__name__), bare)
+        hint = re.sub(r"'(.+)'", lambda found: repr(bare[found[1]]), hint) if hint.startswith("did") else hint
     if hint.startswith("did you mean"):
         close = hint.split("'")[1]
         owners = " or ".join(f"{family.name} ({family.library}'s {close})" for family in by_class[close])

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
+from torchvision.transforms.functional import rgb_to_grayscale
 
 from vitfocus.anatomy import Anatomy
 from vitfocus.errors import VitfocusError
@@ -116,9 +117,11 @@ def _described(thing: Any) -> str:
 
 
 def normalised(pixels: Tensor, body: Anatomy) -> Tensor:
-    """uint8 as the model's mean and std want it; floats as they are."""
+    """uint8 as the model's mean and std want it, colour as grey for a model of one channel; floats as they are."""
     if pixels.dtype != torch.uint8:
         return pixels
+    if len(body.mean) == 1 and pixels.shape[1] == 3:
+        pixels = rgb_to_grayscale(pixels)
     mean, std = _statistics(body, pixels)
     return (pixels.float() / 255 - mean) / std
 
@@ -129,11 +132,18 @@ def corrupted(pixels: Tensor, body: Anatomy, corruption: str, seed: int, first: 
 
     name, severity = parse(corruption)
     ids = range(first, first + len(pixels))
+
+    def changed(plain: Tensor) -> Tensor:
+        """The images corrupted; one channel as a grey picture, which it is again afterwards."""
+        if plain.shape[1] != 1:
+            return corrupt(plain, name, severity, seed=seed, ids=ids)
+        return rgb_to_grayscale(corrupt(plain.expand(-1, 3, -1, -1), name, severity, seed=seed, ids=ids))
+
     if pixels.dtype == torch.uint8:
-        return normalised(corrupt(pixels, name, severity, seed=seed, ids=ids), body)
+        return normalised(changed(pixels), body)
     mean, std = _statistics(body, pixels)
     plain = (pixels.float() * std + mean).clamp(0, 1)
-    return ((corrupt(plain, name, severity, seed=seed, ids=ids) - mean) / std).to(pixels.dtype)
+    return ((changed(plain) - mean) / std).to(pixels.dtype)
 
 
 def paired(
@@ -169,7 +179,8 @@ def _joined(clean: Tensor, other: Tensor) -> Tensor:
 
 def _statistics(body: Anatomy, like: Tensor) -> tuple[Tensor, Tensor]:
     if like.shape[1] != len(body.mean):
-        raise VitfocusError(f"The images have {like.shape[1]} channels, but the model's mean has {len(body.mean)}.")
+        channels = f"{like.shape[1]} channel{'s' * (like.shape[1] != 1)}"
+        raise VitfocusError(f"The images have {channels}, but the model's mean has {len(body.mean)}.")
     as_tensor: Sequence[Tensor] = [
         torch.tensor(values, dtype=torch.float32, device=like.device).view(1, -1, 1, 1)
         for values in (body.mean, body.std)

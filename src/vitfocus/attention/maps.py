@@ -7,6 +7,7 @@ maps of two models comparable in a picture.
 from __future__ import annotations
 
 import math
+import operator
 import warnings
 from collections.abc import Sequence
 
@@ -133,7 +134,11 @@ def _indices(chosen: int | Sequence[int] | slice | None, length: int, what: str)
         return every
     if isinstance(chosen, slice):
         return every[chosen]
-    picked = [chosen] if isinstance(chosen, int) else [int(index) for index in chosen]
+    try:
+        picked = [chosen] if isinstance(chosen, int) else [operator.index(index) for index in chosen]
+    except TypeError:
+        plural = {"head": "heads", "query": "queries"}[what]
+        raise VitfocusError(f"{plural} takes a number or a list of numbers, not {chosen!r}.") from None
     for index in picked:
         if not -length <= index < length:
             raise VitfocusError(f"There is no {what} {index}: there are {length}, 0 to {length - 1}.")

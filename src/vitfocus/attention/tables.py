@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 import sys
+import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 #: So many columns a line may have: a table is as wide as its cells, since a cut number is no number.
 _WIDTH = 2000
+#: A caption is wrapped at so many columns, or at the table's width where that is more.
+_PROSE = 88
 
 #: Column heading and format of each key, in the order of the table.
 COLUMNS = {
@@ -77,8 +80,12 @@ class Table:
         return self.text(styled=sys.stdout.isatty())
 
     def text(self, *, styled: bool = False) -> str:
-        """The table as lines, `styled` with a terminal's escapes or plain, as files want it."""
+        """The table as lines, `styled` with a terminal's escapes or plain, as files want it.
+
+        Title and caption are not squeezed to the width of a narrow table.
+        """
         from rich.console import Console
+        from rich.text import Text
 
         buffer = io.StringIO()
         console = Console(
@@ -91,7 +98,13 @@ class Table:
             markup=False,
             highlight=False,
         )
-        console.print(self)
+        cells = replace(self, title="", caption="").__rich__()
+        width = max(console.measure(cells).maximum, _PROSE)
+        if self.title:
+            console.print(Text(self.title, style="table.title"))
+        console.print(cells)
+        for line in textwrap.wrap(self.caption, width, break_long_words=False):
+            console.print(Text(line, style="table.caption"))
         lines = [line.rstrip() for line in buffer.getvalue().splitlines()]
         return "\n".join(line for line in lines if line)
 
@@ -126,5 +139,5 @@ def diagnosis_table(diagnosis: Diagnosis) -> Table:
         title,
         [COLUMNS[key][0] for key in keys],
         rows,
-        "Entropy in nats; distance in sides of the image, or of the window.",
+        "Entropy in nats; distance in sides of the image, or of the window." if "entropy" in keys else "",
     )

@@ -49,7 +49,8 @@ class PixelModel:
 
     def _statistics(self, values: Tensor) -> tuple[Tensor, Tensor]:
         if values.shape[1] != len(self.mean):
-            raise VitfocusError(f"The images have {values.shape[1]} channels, but {self.name} takes {len(self.mean)}.")
+            channels = f"{values.shape[1]} channel{'s' * (values.shape[1] != 1)}"
+            raise VitfocusError(f"The images have {channels}, but {self.name} takes {len(self.mean)}.")
         if values.device not in self._constants:
             with torch.inference_mode(False):  # they outlive this call, and attacks differentiate through them
                 mean, std = (torch.tensor(v, device=values.device).view(1, -1, 1, 1) for v in (self.mean, self.std))
@@ -58,9 +59,11 @@ class PixelModel:
 
     def classes(self, size: tuple[int, int], device: torch.device) -> int:
         """How many classes there are, found by one black image of that size; says so if the model refuses it."""
+        if getattr(unwrap(self.model), "num_classes", None) == 0:  # it gives features, which would pass for logits
+            raise VitfocusError(f"{self.name} has no classifier (num_classes=0), so there is no accuracy to measure.")
         try:
             with torch.no_grad():
-                logits = self(torch.zeros(1, 3, *size, dtype=torch.uint8, device=device))
+                logits = self(torch.zeros(1, len(self.mean), *size, dtype=torch.uint8, device=device))
         except VitfocusError:
             raise
         except Exception as error:

@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from vitfocus.anatomy import unwrap
+from vitfocus.anatomy.registry import family_of
 from vitfocus.corruptions import CORRUPTIONS, EXTRA_CORRUPTIONS, corrupt, fingerprint
 from vitfocus.corruptions.arguments import several, whole
 from vitfocus.data.segmentation_classes import IGNORE
@@ -203,6 +205,8 @@ def measure(asked: Request, **options: Any) -> Scores:
     if "window" in options and "stride" not in options:
         test["stride"] = 0
     ignore = options.get("ignore", IGNORE)
+    for name, module in asked.models.items():
+        _refuse_other_tasks(name, module, suite)
     wrapped = [PixelModel(name, module, asked.precision) for name, module in asked.models.items()]
     protocol = Protocol(**test, short_side=short_side)
 
@@ -252,6 +256,17 @@ def measure(asked: Request, **options: Any) -> Scores:
         "images": run.images,
     }
     return asked.kept(Scores(suite, run.images, summaries, tuple(notes), fingerprint))
+
+
+def _refuse_other_tasks(name: str, model: nn.Module, suite: str) -> None:
+    """Refuse a model that is no segmenter: trained for another task, or a bare transformer, which classifies."""
+    task = task_of(model).get("task", "segment")
+    cls = type(unwrap(model))
+    # A class of one's own may derive from a transformer and segment.
+    bare = family_of(unwrap(model)) is not None and cls.__module__.partition(".")[0] in ("timm", "torchvision")
+    if task != "segment" or bare:
+        kind = f"a {cls.__name__}" if bare else f"a model of the task {task}"
+        raise VitfocusError(f"{name} is {kind}, and {suite} measures segmenters (upernet:NAME, segformer:NAME).")
 
 
 def _checked(scores: Scores, pictures: Pictures, out: Any) -> Scores:

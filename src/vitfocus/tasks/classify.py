@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitfocus.anatomy import anatomy
+from vitfocus.anatomy import anatomy, pixels_of, unwrap
 from vitfocus.data.augment import Augmenter, Batch
 from vitfocus.data.classification import is_small, load_all, open_images
 from vitfocus.data.evaluation import EvaluationBatches
 from vitfocus.data.images import Images
 from vitfocus.data.loading import LoaderBatches, ResidentBatches
 from vitfocus.data.stream import Stream
-from vitfocus.errors import VitfocusError
+from vitfocus.errors import VitfocusError, reason
 from vitfocus.tasks.base import Setting, Task
 from vitfocus.tasks.building import build_model, model_arguments
 from vitfocus.tasks.classification_loss import Losses, split_output
@@ -63,7 +63,24 @@ class Classify(Task):
         model: Any = build_model(self.recipe, self.count)
         if self.recipe.distill.teacher and hasattr(model, "set_distilled_training"):
             model.set_distilled_training(True)
+        self._try(model)
         return model
+
+    @torch.no_grad()
+    def _try(self, model: nn.Module) -> None:
+        """Show the model one black image of the recipe's size, so that a misfit is said before anything is read."""
+        if any(parameter.is_meta for parameter in model.parameters()):
+            return
+        size, training = self.recipe.data.enlarge or self.recipe.data.size, model.training
+        try:
+            with torch.random.fork_rng(devices=[]):
+                model.eval()(torch.zeros(1, 3, size, size))
+        except Exception as error:  # whatever the library raises for images that it does not expect
+            raise VitfocusError(
+                f"{self.recipe.model.spec} does not take this recipe's images, (3, {size}, {size}): {reason(error)}; "
+                "change data.size or model.arguments."
+            ) from None
+        model.train(training)
 
     def arguments(self) -> dict[str, Any]:
         """The number of classes, and the image size where it is not the usual one."""
@@ -72,8 +89,7 @@ class Classify(Task):
     def start(self, model: nn.Module, setting: Setting) -> None:
         """Keep the images on the device where they are few; read them in worker processes where not."""
         data, seed, device, share = self.recipe.data, self.recipe.engine.seed, setting.device, setting.share
-        seen = anatomy(model)
-        self.mean, self.std = mean, std = tuple(seen.mean), tuple(seen.std)
+        self.mean, self.std, _ = mean, std, _ = pixels_of(model)
         teacher = None
         if self.recipe.distill.teacher:
             teacher = Teacher(self.recipe.distill, self.count, mean, std).to(device)
@@ -160,7 +176,10 @@ class Classify(Task):
 
     def head_names(self, model: nn.Module) -> set[str]:
         """The classifier's parameters."""
-        root: Any = anatomy(model).root
+        try:
+            root: Any = anatomy(model).root
+        except VitfocusError:  # a classifier that is no transformer
+            root = unwrap(model)
         found = root.get_classifier() if hasattr(root, "get_classifier") else None
         heads = [head for head in (found if isinstance(found, tuple) else (found,)) if isinstance(head, nn.Module)]
         parts = {id(parameter) for head in heads for parameter in head.parameters()}

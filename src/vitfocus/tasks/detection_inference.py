@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from vitfocus.anatomy import anatomy, unwrap
+from vitfocus.anatomy import pixels_of, unwrap
 from vitfocus.data.detection import Detections
 from vitfocus.data.detection_batches import EvaluationSamples
 from vitfocus.data.images import BrokenLog
@@ -80,9 +80,9 @@ class Normalise:
     """Pictures, uint8 (3, H, W), on the device as the model wants them."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        seen, self.device = anatomy(model), device
-        self.mean = torch.tensor(seen.mean, device=device)[:, None, None] * 255
-        self.std = torch.tensor(seen.std, device=device)[:, None, None] * 255
+        wanted, self.device = pixels_of(model), device
+        self.mean = torch.tensor(wanted.mean, device=device)[:, None, None] * 255
+        self.std = torch.tensor(wanted.std, device=device)[:, None, None] * 255
 
     def __call__(self, picture: Tensor) -> Tensor:
         return (picture.to(self.device, non_blocking=True).float() - self.mean) / self.std

@@ -7,6 +7,7 @@ checked by building a copy without memory and comparing the two.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -201,9 +202,29 @@ def _guess_timm(model: Any, known: Origin | None = None) -> list[Origin]:
         return []
     ours, theirs = _telling(model), _telling(plain)
     more = {key: value for key, value in ours.items() if key in theirs and theirs[key] != value}
-    # A window is no larger than its grid, so its size may follow from the image's instead of having been asked for.
-    without = {key: value for key, value in more.items() if key != "window_size"}
-    return [Origin("timm", name, {**arguments, **changed}) for changed in ({}, without, more)]
+    # A window is no larger than its grid, so its size may follow from the image's instead of having been asked for;
+    # of what few people change, not every class takes each, and some of it follows from the rest.
+    taken = inspect.signature(type(model)).parameters
+    rare = [key for key in more if key in _RARE]
+    strange = [key for key in more if key not in taken]
+    left_out: tuple[list[str], ...] = (
+        [*more],
+        ["window_size", *rare],
+        rare,
+        ["window_size", *strange],
+        strange,
+        ["window_size"],
+        [],
+    )
+    tried: list[dict[str, Any]] = []
+    for absent in left_out:
+        changed = {**arguments, **{key: value for key, value in more.items() if key not in absent}}
+        tried += [] if changed in tried else [changed]
+    return [Origin("timm", name, changed) for changed in tried]
+
+
+#: What few people change.
+_RARE = ("num_heads", "embed_dims", "mlp_ratio", "init_values", "qk_norm", "strict_img_size", "dynamic_mask")
 
 
 def _telling(model: Any) -> dict[str, Any]:
@@ -221,15 +242,25 @@ def _telling(model: Any) -> dict[str, Any]:
         facts["img_size"] = seen.build_size
         facts["window_size"] = seen[0].window
         facts["dynamic_img_pad"] = getattr(seen.stem, "dynamic_img_pad", None)
+        facts["strict_img_size"] = getattr(seen.stem, "strict_img_size", None)
+        facts["dynamic_mask"] = getattr(seen[0].host, "dynamic_mask", None)
+        facts["qk_norm"] = not isinstance(getattr(seen[0].attention, "q_norm", nn.Identity()), nn.Identity)
         conv = next((module for module in seen.stem.modules() if isinstance(module, nn.Conv2d)), None)
         facts["in_chans"] = conv.in_channels if conv is not None else getattr(model, "in_chans", 3)
         stages = [block.stage for block in seen.trunk]
         if len(set(stages)) > 1:
             facts["depths"] = tuple(stages.count(stage) for stage in sorted(set(stages)))
+            firsts = [seen.trunk[stages.index(stage)] for stage in sorted(set(stages))]
+            facts["num_heads"] = tuple(getattr(block.attention, "num_heads", None) for block in firsts)
+            facts["embed_dims"] = tuple(block.width for block in firsts)
+            facts.setdefault("embed_dim", firsts[0].width)
         else:
             facts["depth"] = len(seen.trunk)
             facts["patch_size"] = conv.kernel_size[0] if conv is not None else None
             facts["num_heads"] = getattr(seen[0].attention, "num_heads", None)
+            first: Any = getattr(seen[0].mlp, "fc1", None)
+            facts["mlp_ratio"] = first.out_features / seen[0].width if isinstance(first, nn.Linear) else None
+            facts["init_values"] = getattr(getattr(seen[0].host, "ls1", None), "init_values", None)
     return facts
 
 
@@ -257,6 +288,7 @@ def _structure(model: nn.Module) -> dict[str, Any]:
         for key, value in vars(module).items():
             if key.startswith("_") or key in ("training", "p", "grad_checkpointing", "fused_attn", "inplace"):
                 continue
-            if "drop" not in f"{name}:{key}" and isinstance(value, bool | int | float | str | tuple | torch.Size):
-                facts[f"{name}:{key}"] = str(value)
+            if "drop" not in f"{name}:{key}" and isinstance(value, bool | int | float | str | tuple | list):
+                # A config that was written down has lists where it had tuples.
+                facts[f"{name}:{key}"] = str(tuple(value) if isinstance(value, tuple | list) else value)
     return facts

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import vitfocus
-from vitfocus.anatomy import pixels_of, unwrap
+from vitfocus.anatomy import pixels_of, remember_normalising, unwrap
 from vitfocus.contents import check_contents
 from vitfocus.data.words import FILE as WORDS
 from vitfocus.data.words import Words, attach_words, words_of
@@ -38,6 +38,7 @@ _SHAPE = {
     "format": object,
     "arguments": dict,
     "treatments": [str],
+    "preprocessing?": {"mean": [float], "std": [float], "interpolation?": str, "crop_pct?": float},
     "task?": _CARD,
 }
 
@@ -148,6 +149,7 @@ def load(folder: str | Path, *, onto: nn.Module | None = None, pretrained: bool 
         raise
     if onto is None:
         remember(model, origin)
+        _restore_preprocessing(model, config.get("preprocessing", {}))
         remember_task(model, config.get("task", {}))
         _attach_words(model, folder)
     return model.eval()
@@ -233,6 +235,17 @@ def _preprocessing(model: nn.Module) -> dict[str, Any]:
     settings: dict[str, Any] = {"size": wanted.size, "mean": wanted.mean, "std": wanted.std}
     cfg: Any = next((c for module in model.modules() if (c := getattr(module, "pretrained_cfg", None))), {})
     return settings | {key: cfg[key] for key in ("interpolation", "crop_pct") if key in cfg}
+
+
+def _restore_preprocessing(model: nn.Module, settings: Mapping[str, Any]) -> None:
+    """Let a model expect what it expected when it was saved: its name alone may stand for other values."""
+    if settings:
+        remember_normalising(model, settings["mean"], settings["std"])
+    known = {key: settings[key] for key in ("interpolation", "crop_pct") if key in settings}
+    parts: Any = model.modules()
+    for module in parts:
+        if known and getattr(module, "pretrained_cfg", None):
+            module.pretrained_cfg = {**module.pretrained_cfg, **known}
 
 
 def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

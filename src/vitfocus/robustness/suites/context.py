@@ -179,6 +179,9 @@ class Context:
             raise VitfocusError("The data set holds no images.")
         sample, label = picture_and_label(self.data[0], "Item 0 of the data")
         one_number(label, "Item 0 of the data")
+        names = getattr(self.data, "classes", None)  # as Shapes and torchvision's data sets have them
+        if isinstance(names, list | tuple) and len(names) != self.classes:
+            self.notes.append(f"The data has {len(names):,} classes, but the model tells {self.classes:,} apart.")
         if not isinstance(sample, Image.Image):
             self.refuse_resizing("tensors")
         preprocessing = self.standard(interpolation, whole) if isinstance(sample, Image.Image) else None
