@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -209,6 +210,13 @@ def test_wrapped_models_are_treated_inside() -> None:
     assert vf.anatomy(model)[0].name == "backbone.blocks.0"
     assert not torch.equal(model(images), plain)
     assert torch.equal(vf.untreat_(model)(images), plain)
+
+
+@pytest.mark.parametrize("call", [vf.anatomy, vf.applied, vf.untreat_, lambda model: vf.treat_(model, "cb")])
+def test_what_is_no_model_is_refused(call: Any) -> None:
+    for given, described in (("deit_tiny_patch16_224", "'deit_tiny_patch16_224'"), ({}, "a dict")):
+        with pytest.raises(vf.VitfocusError, match=f"A model is a torch module, not {described}"):
+            call(given)
 
 
 def test_unknown_models_are_refused_by_name() -> None:

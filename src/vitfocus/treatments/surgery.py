@@ -194,7 +194,7 @@ def added_names(model: nn.Module) -> set[str]:
 
 
 def _refuse_while_paused(model: nn.Module) -> None:
-    if any(_PAUSED in module.__dict__ for module in model.modules()):
+    if any(_PAUSED in module.__dict__ for module in unwrap(model).modules()):
         raise VitfocusError("Inside `untreated` the model's treatments only rest: treat or untreat it outside.")
 
 
@@ -215,7 +215,7 @@ def _in_undo_order(record: list[Surgeon]) -> list[Surgeon]:
 
 
 def _treated_roots(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if _RECORD in module.__dict__]
+    return [module for module in unwrap(model).modules() if _RECORD in module.__dict__]
 
 
 def _anatomy_for(model: nn.Module, config: Treatment) -> Anatomy:
