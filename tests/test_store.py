@@ -297,9 +297,24 @@ def test_hub_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", lambda self, name, exist_ok: None)
     monkeypatch.setattr(huggingface_hub.HfApi, "upload_folder", upload)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name: str(tmp_path / name))
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda name, file: str(tmp_path / name / file))
     model, images = build("vit")
     assert vf.push(vf.treat_(model, "cb"), "someone/model").endswith("someone/model")
     assert torch.equal(vf.load("hf-hub:someone/model")(images), model(images))
+    assert torch.equal(open_model("hf-hub:someone/model")(images), model(images))
+
+
+def test_a_model_comes_back_in_its_precision(tmp_path: Path) -> None:
+    model, images = build("vit")
+    vf.treat_(model, "cbs").eval().bfloat16()
+    model.get_submodule("norm").float()
+    vf.save(model, tmp_path)
+    found = vf.load(tmp_path)
+    assert [one.dtype for one in found.parameters()] == [one.dtype for one in model.parameters()]
+    model.get_submodule("norm").bfloat16(), found.get_submodule("norm").bfloat16()
+    assert torch.equal(found(images.bfloat16()), model(images.bfloat16()))
+    scores = vf.evaluate(found, "clean", [(torch.zeros(2, 3, *images.shape[-2:], dtype=torch.uint8), torch.zeros(2))])
+    assert scores["top1"] in (0.0, 100.0)
 
 
 @pytest.mark.parametrize(

@@ -23,14 +23,15 @@ def open_called(
 ) -> nn.Module:
     """The model of that name or folder, in eval mode; without weights it says that it is untrained, unless `quiet`."""
     from vitfocus.errors import VitfocusError
-    from vitfocus.treatments.store import open_model
+    from vitfocus.treatments.store import is_pushed, open_model
 
     if pretrained and weights is not None:
         raise VitfocusError("--weights names a file and --pretrained the library's own weights: give one of them.")
-    if pretrained and Path(name).is_dir():
+    saved = Path(name).is_dir() or is_pushed(name)
+    if pretrained and saved:
         raise VitfocusError(f"{name} is a folder, which holds its weights: leave --pretrained out.")
     model = open_model(name, weights=weights, treat=treat, **({"pretrained": True} if pretrained else {}))
-    if weights is None and not (pretrained or quiet or Path(name).is_dir()):
+    if weights is None and not (pretrained or quiet or saved):
         print(
             f"Neither --weights nor --pretrained: {name} starts from random weights, an untrained model.",
             file=sys.stderr,

@@ -36,6 +36,8 @@ class PixelModel:
         config = getattr(inner, "pretrained_cfg", None) or {}
         self.mean, self.std, self.size = pixels_of(model)
         self.interpolation = "bilinear" if config.get("interpolation") == "bilinear" else "bicubic"
+        weight = next((weight for weight in inner.parameters() if weight.is_floating_point()), None)
+        self.dtype = torch.float32 if weight is None else weight.dtype
         self._constants: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def __call__(self, images: Tensor) -> Tensor:
@@ -44,7 +46,7 @@ class PixelModel:
             values = F.interpolate(values, size=self.size, mode="bicubic", antialias=True).clamp(0, 1)
         mean, std = self._statistics(values)
         with torch.autocast(images.device.type, PRECISIONS[self.precision], enabled=self.precision != "float32"):
-            output = self.model((values - mean) / std)
+            output = self.model(((values - mean) / std).to(self.dtype))
         return _logits(output).float()
 
     def _statistics(self, values: Tensor) -> tuple[Tensor, Tensor]:

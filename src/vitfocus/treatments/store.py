@@ -142,6 +142,8 @@ def load(folder: str | Path, *, onto: nn.Module | None = None, pretrained: bool 
     try:
         wanted = added_names(model) if config["only"] == "treatments" else set(model.state_dict())
         require(str(folder), wanted - set(tensors), set(tensors) - wanted)
+        if onto is None:
+            _take_dtypes(model, tensors)
         copy_into(model, tensors, str(folder))
     except VitfocusError:
         if onto is not None and not before:
@@ -153,6 +155,13 @@ def load(folder: str | Path, *, onto: nn.Module | None = None, pretrained: bool 
         remember_task(model, config.get("task", {}))
         _attach_words(model, folder)
     return model.eval()
+
+
+def _take_dtypes(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Give a model's weights the precision of those that it is to have."""
+    for name, value in (*model.named_parameters(), *model.named_buffers()):
+        if name in tensors and value.is_floating_point():
+            value.data = value.data.to(tensors[name].dtype)
 
 
 def remember_task(model: nn.Module, card: Mapping[str, Any]) -> None:
@@ -167,8 +176,11 @@ def task_of(model: nn.Module) -> dict[str, Any]:
 
 
 def open_model(name: str, weights: str | Path | None = None, treat: str | None = None, **arguments: Any) -> nn.Module:
-    """A model by whatever a person calls it, in eval mode: a spec, a vitfocus folder, a transformers or timm folder."""
-    folder = Path(name)
+    """A model by whatever a person calls it, in eval mode: a spec, a vitfocus folder, a transformers or timm folder.
+
+    A name that begins with "hf-hub:" is fetched: a model that `push` uploaded as it was saved, another by timm.
+    """
+    folder = _fetch(name) if is_pushed(name) else Path(name)
     if folder.is_dir():
         if not (folder / "config.json").is_file() and (folder / "model" / "config.json").is_file():
             folder = folder / "model"  # a run's folder
@@ -228,6 +240,18 @@ def _fetch(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     return Path(snapshot_download(name.removeprefix("hf-hub:")))
+
+
+def is_pushed(name: str) -> bool:
+    """Whether a name is that of a folder on the hub that `push` uploaded, by the small file that says so."""
+    if not name.startswith("hf-hub:"):
+        return False
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return "vitfocus" in _read_json(Path(hf_hub_download(name.removeprefix("hf-hub:"), "config.json")))
+    except (OSError, ValueError):  # no network, no such place, no such file: timm says what it misses
+        return False
 
 
 def _preprocessing(model: nn.Module) -> dict[str, Any]:
