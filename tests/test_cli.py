@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import timm
 from torch import nn
 
+import vitfocus as vf
 from vitfocus import __version__
 from vitfocus.cli import COMMANDS, main
 from vitfocus.treatments import store
@@ -129,6 +131,18 @@ def test_models_json_is_computed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_family_is_found_by_a_model_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models", "deit_tiny_patch16_224", "--json"]) == 0
     assert [row["family"] for row in json.loads(capsys.readouterr().out)] == ["vision_transformer"]
+    assert main(["models", "deit_t?ny_patch16_*", "--json"]) == 0
+    assert [row["family"] for row in json.loads(capsys.readouterr().out)] == ["vision_transformer"]
+    assert main(["models", "torchvision:vit_b_16+cb", "--json"]) == 0
+    assert [row["library"] for row in json.loads(capsys.readouterr().out)] == ["torchvision"]
+
+
+def test_a_family_is_found_by_a_saved_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, embed_dim=24)
+    vf.save(model, tmp_path)
+    assert main(["models", str(tmp_path), "--json"]) == 0
+    found = [(row["library"], row["family"]) for row in json.loads(capsys.readouterr().out)]
+    assert found == [("timm", "vision_transformer")]
 
 
 def test_own_models_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,16 +18,20 @@ import torch
 from PIL import Image
 from train_tools import AUGMENTED, start, tiny
 
+from vitfocus.cli import main
+from vitfocus.cli.diagnose import image_files
 from vitfocus.data.augment import Augmenter
 from vitfocus.data.classification import open_images
 from vitfocus.data.evaluation import EvaluationBatches
-from vitfocus.data.images import BrokenLog
+from vitfocus.data.files import FolderImages
+from vitfocus.data.images import Broken, BrokenLog
 from vitfocus.data.loading import LoaderBatches, ResidentBatches, Share, train_transform
 from vitfocus.data.settings import Augment, Data
 from vitfocus.data.shapes import shapes_batch
 from vitfocus.data.shards import _index
 from vitfocus.data.stream import Stream
 from vitfocus.errors import VitfocusError
+from vitfocus.robustness.folders import list_classes
 from vitfocus.train.run import train
 
 ZERO, ONE = (0.0,) * 3, (1 / 255,) * 3
@@ -324,3 +328,48 @@ def test_a_shard_that_is_cut_or_replaced_is_noticed(tmp_path: Path) -> None:
     shard.write_bytes(shard.read_bytes()[:4096])  # between two samples, where tarfile sees nothing wrong
     with pytest.raises(VitfocusError, match="cut short"):
         _index(shard)
+
+
+def test_training_and_evaluation_find_the_same_files_of_a_folder(tmp_path: Path) -> None:
+    """GIFs, folders inside class folders, hidden ones: what is trained on is what is measured."""
+    picture = Image.fromarray(np.full((8, 8, 3), 90, np.uint8))
+    for name in ("a/0.png", "a/1.GIF", "a/deep/er/2.pgm", "b/x.Tiff", "a/.thumbs/3.png", "b/._4.png", ".cache/c/5.png"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        picture.save(tmp_path / name, {".gif": "GIF", ".pgm": "PPM"}.get(Path(name).suffix.lower()))
+    (tmp_path / "a" / "notes.txt").write_text("no picture")
+    trained, measured = FolderImages(tmp_path), list_classes(tmp_path)
+    wanted = ["a/0.png", "a/1.GIF", "a/deep/er/2.pgm", "b/x.Tiff"]
+    assert sorted(Path(file).relative_to(tmp_path).as_posix() for file, _ in trained.samples) == wanted
+    assert [entry.name for entry in measured.entries] == wanted and [e.folder for e in measured.entries] == [*"aaab"]
+    assert list(trained.classes) == list(measured.classes) == ["a", "b"]
+    assert len(image_files(tmp_path, 9)) == 4
+    assert all(np.array_equal(np.asarray(trained.read(index)[0])[0, 0], [90] * 3) for index in range(4))
+    (tmp_path / "c").mkdir()
+    with pytest.raises(VitfocusError, match=r"c holds no image \(bmp, gif"):
+        FolderImages(tmp_path)
+
+
+def test_copies_of_a_broken_image_in_one_batch_are_named_once() -> None:
+    log = BrokenLog(fatal=False)
+    assert [one.name for one in log.add([Broken("x", "short"), Broken("x", "short"), Broken("y", "odd")])] == ["x", "y"]
+    assert log.add([Broken("x", "short")]) == [] and log.found == {"x": "short", "y": "odd"}
+
+
+def test_a_run_is_evaluated_on_the_images_it_was_validated_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of the split that the recipe names, and not of the usual one beside it."""
+    root = write_folder(tmp_path / "data", (12, 6))
+    (root / "train").rename(root / "seen")
+    (root / "val").rename(root / "held")
+    write_folder(root, (3, 3))
+    words = ["source=folder", f"root={root}", "train_split=seen", "val_split=held", "workers=0", "epochs=1"]
+    results = train(tiny(*words, "train_length=0", "val_length=0"), tmp_path / "run")
+    capsys.readouterr()
+    assert main(["evaluate", str(tmp_path / "run"), "--json"]) == 0
+    scores = json.loads(capsys.readouterr().out)
+    assert scores["images"] == 6 == results["val_images"]
+    config = tmp_path / "run" / "config.toml"
+    config.write_text(config.read_text().replace('source = "folder"', 'source = "shards"'))
+    assert main(["evaluate", str(tmp_path / "run")]) == 2
+    assert "by data.source=shards, and this suite reads folders" in capsys.readouterr().err

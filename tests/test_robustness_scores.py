@@ -55,6 +55,14 @@ def test_mce_of_samples_is_the_mean_of_the_images_shares() -> None:
     summary = corrupted(cells, seed=0)
     assert 100 * mce_shares(cells).mean() == pytest.approx(summary["mce"])
     assert 100 * mce_shares(cells, relative=True).mean() == pytest.approx(summary["relative_mce"])
+
+    cells["clean"] = {name: np.tile(column[:9], 5) for name, column in cells["clean"].items()}  # 45 for the 40 of each
+    other = corrupted(cells, 0)
+    clean, names = 1 - cells["clean"]["top1"].mean(), list(CORRUPTIONS)
+    errors = {name: [1 - cells[f"{name}/{s}"]["top1"].mean() for s in range(1, 6)] for name in names}
+    parts = [(sum(errors[n]) - 5 * clean) / (sum(ALEXNET_ERRORS[n]) - 5 * ALEXNET_CLEAN_ERROR) for n in names]
+    low, high = other["relative_mce_interval"]
+    assert low < other["relative_mce"] < high and other["relative_mce"] == pytest.approx(100 * np.mean(parts))
     assert 100 * mce_shares(cells, None).mean() == pytest.approx(summary["mean_error"])
     low, high = summary["mce_interval"]
     assert low < summary["mce"] < high

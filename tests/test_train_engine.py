@@ -11,6 +11,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
+import torchvision
 from safetensors.torch import load_file, save_file
 from timm.scheduler import CosineLRScheduler
 from train_tools import AUGMENTED, rows, tiny
@@ -24,9 +25,11 @@ from vitfocus.robustness.pixels import PixelModel
 from vitfocus.tasks.building import build_model
 from vitfocus.tasks.classification_loss import Losses, cross_entropy
 from vitfocus.tasks.distill import Teacher
+from vitfocus.train.optimiser import create_optimiser
+from vitfocus.train.recipe import load_recipe
 from vitfocus.train.run import assemble_run, train
 from vitfocus.train.schedule import Plan
-from vitfocus.train.sections import Distill, Loss
+from vitfocus.train.sections import Distill, Loss, Optimiser
 from vitfocus.treatments.surgery import added_names
 
 SPEC = "vit_tiny_patch16_224"
@@ -226,3 +229,99 @@ def test_a_network_without_attention_trains_too(tmp_path: Path) -> None:
     recipe = tiny("spec=test_efficientnet", "model.arguments={}", "epochs=1", "head_lr=0.01", "size=32")
     assert train(recipe, tmp_path)["finished"]
     assert vf.load(tmp_path / "model")(torch.zeros(1, 3, 32, 32)).shape == (1, 10)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "argument"),
+    [("shapes_segment", "in_chans=1"), ("shapes_detect", "in_chans=1"), ("shapes_answer", "num_channels=1")],
+)
+def test_every_task_says_what_its_model_does_not_take(recipe: str, argument: str, tmp_path: Path) -> None:
+    chosen = load_recipe(recipe, [f"model.arguments.{argument}", "train_length=4", "val_length=2"])
+    with pytest.raises(VitfocusError, match=r"does not take this recipe's images, \(3, .*channel"):
+        train(chosen, tmp_path)
+
+
+def test_a_teacher_answers_about_the_same_classes_whatever_its_library(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    small = {"image_size": 16, "patch_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16}
+    config = transformers.ViTConfig(**small, intermediate_size=32, num_labels=4)
+    net = transformers.ViTForImageClassification(config).eval()
+    vf.save(net, tmp_path / "net")
+    seen = vf.anatomy(net)
+    mean, std = (torch.tensor(values)[:, None, None] for values in (seen.mean, seen.std))
+    teacher = Teacher(Distill(teacher=str(tmp_path / "net")), 4, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+    pixels = torch.rand(2, 3, 16, 16)
+    shown = (pixels - torch.tensor([0.1, 0.2, 0.3])[:, None, None]) / torch.tensor([0.4, 0.5, 0.6])[:, None, None]
+    with torch.no_grad():
+        torch.testing.assert_close(teacher(shown), net((pixels - mean) / std).logits)
+    for kind in ("hard", "soft"):
+        with pytest.raises(VitfocusError, match="gives 4 classes, and the student learns 10"):
+            train(tiny(f"teacher={tmp_path / 'net'}", f"kind={kind}"), tmp_path / kind)
+
+
+def test_parts_that_would_tear_mixed_pairs_apart_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(VitfocusError, match="batch=6 is divided into parts of 3 images"):
+        train(tiny("batch=6", "accumulate=2", "mixup=0.8"), tmp_path)
+    assert train(tiny("batch=6", "accumulate=2", "epochs=1"), tmp_path / "plain")["finished"]
+
+
+@pytest.mark.parametrize("name", ["lamb", "adan", "lion"])
+def test_a_checkpoint_holds_all_that_an_optimiser_remembers(name: str, tmp_path: Path) -> None:
+    """Lamb keeps its count of steps in the group, as a tensor; Adan has three betas of its own."""
+    recipe = tiny(f"optimiser.name={name}")
+    train(recipe, tmp_path / "whole")
+    train(recipe, tmp_path / "resumed", resume=str(tmp_path / "whole" / "checkpoints" / "00000009"))
+    whole, resumed = weights(tmp_path / "whole"), weights(tmp_path / "resumed")
+    assert all(torch.equal(whole[key], resumed[key]) for key in whole)
+
+
+@pytest.mark.parametrize("name", ["adahessian", "adafactorbv"])
+def test_optimisers_that_cannot_be_carried_out_are_refused_at_once(name: str, tmp_path: Path) -> None:
+    with pytest.raises(VitfocusError, match=f"The optimiser {name} cannot train here"):
+        train(tiny(f"optimiser.name={name}"), tmp_path)
+    with pytest.raises(VitfocusError, match=r"optimiser\.betas is for another optimiser"):
+        tiny("optimiser.name=adan", "betas=[0.9,0.99]")
+
+
+@pytest.mark.parametrize(
+    ("spec", "arguments", "head"),
+    [
+        ("torchvision:vit_b_16", "{image_size=16,dropout=0.0}", "heads.head."),
+        (
+            "transformers:ViTForImageClassification",
+            "{image_size=16,patch_size=8,num_hidden_layers=1,num_attention_heads=2,hidden_size=16,intermediate_size=32}",
+            "classifier.",
+        ),
+    ],
+)
+def test_the_head_of_any_library_is_found(spec: str, arguments: str, head: str, tmp_path: Path) -> None:
+    if spec.startswith("transformers"):
+        pytest.importorskip("transformers")
+    recipe = tiny(f"spec={spec}", f"model.arguments={arguments}", "optimiser.train=head", "train_length=16", "epochs=1")
+    before = build_model(recipe, 10).state_dict()
+    train(recipe, tmp_path)
+    after = vf.load(tmp_path / "model").state_dict()
+    assert {name for name in after if not torch.equal(after[name], before[name])} == {f"{head}weight", f"{head}bias"}
+
+
+def test_what_is_no_classifier_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    arguments = "{image_size=16,patch_size=8,num_hidden_layers=1,num_attention_heads=2,hidden_size=16}"
+    with pytest.raises(VitfocusError, match="a classifier of 10 classes gives"):
+        train(tiny("spec=transformers:ViTModel", f"model.arguments={arguments}"), tmp_path)
+
+
+def test_layer_decay_knows_the_layers_of_other_libraries() -> None:
+    """And of a model that stands on a vision transformer: what comes after the blocks has the whole rate."""
+    backbone = {"img_size": 32, "depth": 2, "embed_dim": 24, "num_heads": 2}
+    vit = torchvision.models.VisionTransformer(16, 8, num_layers=2, num_heads=2, hidden_dim=8, mlp_dim=16)
+    segmenter = vf.create_model(f"upernet:{SPEC}+cbs", num_classes=3, channels=8, **backbone)
+    for model, first, last in ((vit, "conv_proj", "heads."), (segmenter, "patch_embed", "decoder.")):
+        optimiser = create_optimiser(model, Optimiser(layer_decay=0.5, lr=1.0), torch.device("cpu"))
+        scale = {id(p): group["lr_scale"] for group in optimiser.param_groups for p in group["params"]}
+        assert len(scale) == len(list(model.parameters()))
+        for number, block in enumerate(vf.anatomy(model)):
+            assert {scale[id(p)] for p in block.host.parameters()} == {(0.25, 0.5)[number]}
+        named = list(model.named_parameters())
+        assert {scale[id(p)] for name, p in named if first in name} == {0.125}
+        assert {scale[id(p)] for name, p in named if name.startswith(last)} == {1.0}

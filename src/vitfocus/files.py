@@ -1,4 +1,4 @@
-"""Writing files so that a crash leaves the old one or the new one, never half of either."""
+"""Writing files so that a crash leaves the old one or the new one, never half of either; which files are pictures."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+#: How files are named that are read as pictures, in small letters.
+PICTURES = frozenset(
+    {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"},
+)
 
 
 @contextmanager

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vitfocus.cli.opening import add_pretrained, open_called
+from vitfocus.files import PICTURES
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from vitfocus.anatomy import Anatomy
-
-SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm"})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -112,13 +111,13 @@ def image_files(folder: Path, limit: int) -> list[Path]:
     """At most `limit` of the images under a folder, sorted and evenly picked."""
     from vitfocus.errors import VitfocusError
 
-    if folder.is_file() and folder.suffix.lower() in SUFFIXES:
+    if folder.is_file() and folder.suffix.lower() in PICTURES:
         return [folder]
     if not folder.is_dir():
         raise VitfocusError(f"There is no folder {folder}; --images wants a folder that holds images.")
     found = sorted(_pictures_below(folder))
     if not found:
-        kinds = ", ".join(sorted(suffix.lstrip(".") for suffix in SUFFIXES))
+        kinds = ", ".join(sorted(suffix.lstrip(".") for suffix in PICTURES))
         raise VitfocusError(f"{folder} holds no image ({kinds}), nor does any folder in it.")
     return found if len(found) <= limit else [found[index * len(found) // limit] for index in range(limit)]
 
@@ -133,7 +132,7 @@ def _pictures_below(folder: Path) -> Iterator[Path]:
             continue
         entered.add(real)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield from (Path(place, name) for name in files if name[0] != "." and Path(name).suffix.lower() in SUFFIXES)
+        yield from (Path(place, name) for name in files if name[0] != "." and Path(name).suffix.lower() in PICTURES)
 
 
 def read_image(file: Path, size: tuple[int, int], crop: float = 0.875, interpolation: str = "bicubic") -> Tensor:

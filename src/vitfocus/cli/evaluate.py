@@ -236,8 +236,25 @@ def _from_run(args: argparse.Namespace) -> None:
         length = f":{data['val_length']}" if data.get("val_length") else ""
         args.data = f"shapes{length}" if drawn else data.get("root") or None
         args.size = data.get("size")
-        if args.split is None and data.get("val_split") and "split" in SUITES[args.suite].options:
-            args.split = data["val_split"]
+        if "split" in SUITES[args.suite].options:
+            args.split = args.split or data.get("val_split") or None
+        elif not drawn and args.data is not None:
+            args.data = _class_folders(recipe, data)
+
+
+def _class_folders(recipe: Path, data: dict[str, Any]) -> str:
+    """Where the class folders lie that a classifier was validated on, if it was on such."""
+    from vitfocus.errors import VitfocusError
+
+    root, source = Path(data["root"]), data.get("source", "folder")
+    if source in ("shards", "cifar-mosaic", "fashion-mnist") or (
+        source.startswith("cifar") and not (root / "train").is_dir()
+    ):
+        raise VitfocusError(
+            f"{recipe} reads its images by data.source={source}, and this suite reads folders, one a class: name one "
+            "with --data."
+        )
+    return str(root / data.get("val_split", ""))
 
 
 def _models(args: argparse.Namespace) -> dict[str, nn.Module]:

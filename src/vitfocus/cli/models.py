@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from fnmatch import fnmatchcase
+from pathlib import Path
 
 _HEADINGS = ("cb", "cbs", "gate", "msa", "tap", "adl", "se", "uniform", "extra")
 
@@ -15,10 +17,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "pattern",
         nargs="?",
         default="",
-        help="only families whose library or name contains this, or one of whose models is called so",
+        help="only families whose library or name contains this (or fits it: swin*), or one of whose models is called "
+        "so; or a model as other commands take it, such as a saved one's folder",
     )
     parser.add_argument("--names", action="store_true", help="list the models of these families by name")
     parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _matches(pattern: str, text: str) -> bool:
+    """Whether a text contains the pattern or, where that has wildcards, fits it as a whole."""
+    return fnmatchcase(text, pattern) if set(pattern) & set("*?[") else pattern in text
 
 
 def run(args: argparse.Namespace) -> int:
@@ -31,13 +39,21 @@ def run(args: argparse.Namespace) -> int:
     from vitfocus.errors import VitfocusError
     from vitfocus.treatments.support import TRIED, model_names, support
 
-    pattern = args.pattern.lower()
+    library, _, pattern = args.pattern.lower().partition("+")[0].rpartition(":")  # as in torchvision:vit_b_16+cb
     named = [(family, model_names(family.library, family.name)) for family in families()]
     chosen = [
         (family, names)
         for family, names in named
-        if pattern in f"{family.library} {family.name}".lower() or any(pattern in name for name in names)
+        if any(_matches(pattern, text) for text in (f"{family.library} {family.name}".lower(), family.name, *names))
+        and library in ("", family.library)
     ]
+    if Path(args.pattern).is_dir():
+        from vitfocus.anatomy import anatomy
+        from vitfocus.cli.opening import open_called
+
+        body = anatomy(open_called(args.pattern))
+        kind = (type(body.root).__module__.partition(".")[0], body.family)
+        chosen = [(family, names) for family, names in named if (family.library, family.name) == kind]
     if not chosen:
         raise VitfocusError(f"no family or model matches {args.pattern!r}; `vitfocus models` lists the families.")
     progress = Console(stderr=True)

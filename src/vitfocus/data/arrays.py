@@ -26,6 +26,12 @@ def torchvision_arrays(name: str, root: str, split: str, download: bool, size: i
     try:
         data: Any = getattr(datasets, name)(root, train=split == "train", download=download)
     except (RuntimeError, OSError) as error:
+        if has_torchvision_layout(name, root):
+            raise VitfocusError(
+                f"{_MARKS[name]} in {root!r} does not hold the published files of {name}, whose checksums torchvision "
+                "verifies: fetch them again, or lay images of your own out as train/CLASS/*.png and test/CLASS/*.png "
+                "(data.source=folder)."
+            ) from None
         raise VitfocusError(
             f"{name} is not in {root!r} (expected {_MARKS[name]} there, {str(error).splitlines()[0].rstrip('.')}): set "
             "data.root, or data.download=true to fetch it."

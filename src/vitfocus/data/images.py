@@ -81,9 +81,9 @@ class BrokenLog:
         """Note these; returns those not seen before."""
         if broken and self.fatal:
             raise VitfocusError(f"An image cannot be read: {broken[0]}. data.broken=skip leaves such images out.")
-        new = [one for one in broken if one.name not in self.found]
-        self.found.update({one.name: one.reason for one in new})
-        return new
+        new = {one.name: one for one in broken if one.name not in self.found}  # a batch may hold copies of one
+        self.found.update({one.name: one.reason for one in new.values()})
+        return list(new.values())
 
 
 def read_or_broken(images: Images, index: int) -> tuple[Image.Image, int] | Broken:

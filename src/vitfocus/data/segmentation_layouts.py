@@ -18,10 +18,10 @@ import numpy.typing as npt
 from vitfocus.data.files import SPLITS
 from vitfocus.data.segmentation_classes import ADE20K, CAMVID, CITYSCAPES, CITYSCAPES_IDS, IGNORE
 from vitfocus.errors import VitfocusError
+from vitfocus.files import PICTURES
 
 Pair = tuple[Path, Path]
 Table = npt.NDArray[np.uint8]  # (256,): the class that each stored value means
-_PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm")
 CONDITIONS = ("fog", "night", "rain", "snow")
 
 
@@ -152,7 +152,7 @@ def _missing(root: Path, what: str, *folders: Path) -> NoReturn:
 
 
 def _has_pictures(folder: Path) -> bool:
-    return folder.is_dir() and any(path.suffix.lower() in _PICTURES for path in folder.iterdir())
+    return folder.is_dir() and any(path.suffix.lower() in PICTURES for path in folder.iterdir())
 
 
 def _by_stem(pictures: Path, folder: Path) -> list[Pair]:
@@ -165,7 +165,7 @@ def _by_stem(pictures: Path, folder: Path) -> list[Pair]:
 
 
 def _is_picture(path: Path) -> bool:
-    return path.suffix.lower() in _PICTURES and not path.name.startswith(".")
+    return path.suffix.lower() in PICTURES and not path.name.startswith(".")
 
 
 def _present(pairs: Iterable[tuple[Path, Path | None]]) -> list[Pair]:

@@ -16,9 +16,9 @@ from PIL import Image
 
 from vitfocus.data.pictures import UNREADABLE, rgb_picture
 from vitfocus.errors import VitfocusError
+from vitfocus.files import PICTURES
 from vitfocus.robustness.sources import digest_of, evenly, other_size
 
-SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".tif", ".tiff"})
 _HEADERS_AT_MOST = 100_000
 
 
@@ -44,7 +44,7 @@ class ClassFolders:
         return digest_of(f"{entry.name} {entry.size}" for entry in self.entries)
 
 
-def list_classes(root: Path, suffixes: frozenset[str] = SUFFIXES) -> ClassFolders:
+def list_classes(root: Path, suffixes: frozenset[str] = PICTURES) -> ClassFolders:
     """List a folder of class folders; say what is missing, empty or half-extracted."""
     if not root.is_dir():
         raise VitfocusError(f"There is no folder {root}; --data wants a folder that holds one folder per class.")
@@ -64,13 +64,19 @@ def list_classes(root: Path, suffixes: frozenset[str] = SUFFIXES) -> ClassFolder
 
 
 def _files(root: Path, folder: str, suffixes: frozenset[str]) -> list[Entry]:
-    with os.scandir(root / folder) as found:
-        chosen = [e for e in found if Path(e.name).suffix.lower() in suffixes and not e.name.startswith(".")]
-    return sorted((Entry(f"{folder}/{e.name}", folder, e.stat().st_size) for e in chosen), key=lambda entry: entry.name)
+    """The files of a class, those in folders inside its own included, as training reads them; hidden ones are not."""
+    entries = []
+    for place, inside, names in os.walk(root / folder, followlinks=True):
+        inside[:] = [name for name in inside if not name.startswith(".")]
+        for name in names:
+            if Path(name).suffix.lower() in suffixes and not name.startswith("."):
+                file = Path(place, name)
+                entries.append(Entry(file.relative_to(root).as_posix(), folder, file.stat().st_size))
+    return sorted(entries, key=lambda entry: entry.name)
 
 
 def _kind(suffixes: frozenset[str]) -> str:
-    return "image" if suffixes is SUFFIXES else f"file ending in {', '.join(sorted(suffixes))}"
+    return "image" if suffixes is PICTURES else f"file ending in {', '.join(sorted(suffixes))}"
 
 
 def check_readable(root: Path, entries: Sequence[Entry]) -> dict[str, tuple[int, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -88,14 +89,22 @@ def _by_corruption(errors: Mapping[str, float]) -> dict[str, dict[int, float]]:
 
 
 def mce_shares(cells: Mapping[str, Columns], relative: bool | None = False) -> Array:
-    """Each image's own contribution to mCE (None: to the plain mean error), whose mean over images is the score."""
+    """Each image's own contribution to mCE (None: to the plain mean error), whose mean over images is the score.
+
+    Where the clean images are not as many as the corrupted, no image has a clean one of its own, and the clean error
+    counts as it is.
+    """
     total = np.zeros(len(cells[f"{CORRUPTIONS[0]}/1"]["top1"]))
+    clean: Any = 0.0
+    if relative:
+        clean = ~cells["clean"]["top1"].astype(bool)
+        clean = clean if len(clean) == len(total) else clean.mean()
     for name in CORRUPTIONS:
         missed = np.sum([~cells[f"{name}/{severity}"]["top1"].astype(bool) for severity in range(1, 6)], axis=0)
         below = 5.0 if relative is None else sum(ALEXNET_ERRORS[name])
         above = missed.astype(np.float64)
         if relative:
-            above -= 5 * ~cells["clean"]["top1"].astype(bool)
+            above -= 5 * clean
             below -= 5 * ALEXNET_CLEAN_ERROR
         total += above / below
     return total / len(CORRUPTIONS)

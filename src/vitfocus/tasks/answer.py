@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from vitfocus.data.answers import AnswerVocabulary, normalise, soft_targets
 from vitfocus.data.questions import QuestionSet, open_questions
-from vitfocus.data.questions_batches import QuestionBatch, QuestionSamples, every_question
+from vitfocus.data.questions_batches import QuestionBatch, QuestionSamples, every_question, fitted_size
 from vitfocus.data.samples import SampleBatches
 from vitfocus.data.stream import Stream
 from vitfocus.data.words import Words, attach_words, words_of
@@ -88,6 +88,9 @@ class Answer(Task):
         if self.recipe.model.weights:
             start_from(model, self.recipe.model.weights)
         attach_words(model, self.words)
+        look, word = look_of(model, self.recipe.data.size), torch.zeros(1, 1, dtype=torch.int64)
+        side = fitted_size(look.size, look.size, look.size, look.patch)[0]
+        self.try_model(model, side, lambda image: model(input_ids=word, pixel_values=image))
         return model
 
     def arguments(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from vitfocus.anatomy import anatomy
 from vitfocus.data.images import BrokenLog
 from vitfocus.data.loading import Share
-from vitfocus.errors import VitfocusError
+from vitfocus.errors import VitfocusError, reason
 from vitfocus.treatments import AttentionDiversification, applied, auxiliary_loss
 
 if TYPE_CHECKING:
@@ -101,6 +101,28 @@ class Task(ABC):
     @abstractmethod
     def headline(self, scores: Mapping[str, float]) -> str:
         """The scores in a few words, for a person."""
+
+    @torch.no_grad()
+    def try_model(self, model: nn.Module, size: int, call: Callable[[Tensor], Any]) -> None:
+        """Show the model one black image of the recipe's size, so that a misfit is said before anything is read.
+
+        `call` gives it a (1, 3, size, size) tensor; the model is in eval mode meanwhile.
+        """
+        if any(parameter.is_meta for parameter in model.parameters()):
+            return
+        training = model.training
+        model.eval()
+        try:
+            with torch.random.fork_rng(devices=[]):
+                call(torch.zeros(1, 3, size, size))
+        except VitfocusError:
+            raise
+        except Exception as error:  # whatever the library raises for images that it does not expect
+            raise VitfocusError(
+                f"{self.recipe.model.spec} does not take this recipe's images, (3, {size}, {size}): {reason(error)}; "
+                "change data.size or model.arguments."
+            ) from None
+        model.train(training)
 
     def digests(self) -> dict[str, str]:
         """A SHA-256 of each split of the data."""

@@ -19,7 +19,8 @@ from vitfocus.treatments.weights import load_weights, read_weights
 if TYPE_CHECKING:
     from vitfocus.train.recipe import Recipe
 
-_HEADS = ("head", "head_dist", "fc", "classifier", "heads")
+#: What the libraries call a model's classifier.
+HEADS = ("head", "head_dist", "fc", "classifier", "heads", "cls_classifier", "distillation_classifier")
 
 
 def build_model(recipe: Recipe, classes: int) -> nn.Module:
@@ -85,7 +86,7 @@ def start_from(model: nn.Module, source: str) -> None:
     if root is not None:
         _start_backbone(model, root, tensors, source)
         return
-    heads = {name for name in own if name.split(".")[0] in _HEADS}
+    heads = {name for name in own if name.split(".")[0] in HEADS}
     other = {name for name in heads if name in tensors and tensors[name].shape != own[name].shape}
     kept = {name: value for name, value in tensors.items() if name not in other}
     report = load_weights(model, kept, strict=not other)

@@ -17,9 +17,9 @@ from vitfocus.data.evaluation import EvaluationBatches
 from vitfocus.data.images import Images
 from vitfocus.data.loading import LoaderBatches, ResidentBatches
 from vitfocus.data.stream import Stream
-from vitfocus.errors import VitfocusError, reason
+from vitfocus.errors import VitfocusError
 from vitfocus.tasks.base import Setting, Task
-from vitfocus.tasks.building import build_model, model_arguments
+from vitfocus.tasks.building import HEADS, build_model, model_arguments
 from vitfocus.tasks.classification_loss import Losses, split_output
 from vitfocus.tasks.distill import Teacher
 
@@ -63,24 +63,20 @@ class Classify(Task):
         model: Any = build_model(self.recipe, self.count)
         if self.recipe.distill.teacher and hasattr(model, "set_distilled_training"):
             model.set_distilled_training(True)
-        self._try(model)
+        self.try_model(
+            model, self.recipe.data.enlarge or self.recipe.data.size, lambda image: self._judged(model(image))
+        )
         return model
 
-    @torch.no_grad()
-    def _try(self, model: nn.Module) -> None:
-        """Show the model one black image of the recipe's size, so that a misfit is said before anything is read."""
-        if any(parameter.is_meta for parameter in model.parameters()):
-            return
-        size, training = self.recipe.data.enlarge or self.recipe.data.size, model.training
-        try:
-            with torch.random.fork_rng(devices=[]):
-                model.eval()(torch.zeros(1, 3, size, size))
-        except Exception as error:  # whatever the library raises for images that it does not expect
+    def _judged(self, output: Any) -> None:
+        """Refuse what is no classifier of as many classes."""
+        logits = split_output(output)[0]
+        shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        if shape != (1, self.count):
             raise VitfocusError(
-                f"{self.recipe.model.spec} does not take this recipe's images, (3, {size}, {size}): {reason(error)}; "
-                "change data.size or model.arguments."
-            ) from None
-        model.train(training)
+                f"{self.recipe.model.spec} gives {shape} for an image, and a classifier of {self.count} classes gives "
+                f"(1, {self.count}): change model.spec or model.arguments."
+            )
 
     def arguments(self) -> dict[str, Any]:
         """The number of classes, and the image size where it is not the usual one."""
@@ -95,6 +91,12 @@ class Classify(Task):
             teacher = Teacher(self.recipe.distill, self.count, mean, std).to(device)
         self.losses = Losses(self.recipe.loss, model, teacher)
         self.names = self.losses.names
+        mixes = self.recipe.augment.mix_probability and (self.recipe.augment.mixup or self.recipe.augment.cutmix)
+        if mixes and share.size % 2 and share.size < share.batch:
+            raise VitfocusError(
+                f"batch={share.batch} is divided into parts of {share.size} images, and mixup and cutmix mix pairs of "
+                "neighbours: choose a batch of which every part is even."
+            )
         small = is_small(self.train) and is_small(self.val)
         self.resident = data.resident == "yes" or (data.resident == "auto" and small)
         if data.enlarge and not self.resident:
@@ -180,7 +182,9 @@ class Classify(Task):
             root: Any = anatomy(model).root
         except VitfocusError:  # a classifier that is no transformer
             root = unwrap(model)
-        found = root.get_classifier() if hasattr(root, "get_classifier") else None
+        if not hasattr(root, "get_classifier"):  # which timm's models have; torchvision and transformers go by names
+            return {name for name, _ in unwrap(model).named_parameters() if name.split(".")[0] in HEADS}
+        found = root.get_classifier()
         heads = [head for head in (found if isinstance(found, tuple) else (found,)) if isinstance(head, nn.Module)]
         parts = {id(parameter) for head in heads for parameter in head.parameters()}
         return {name for name, parameter in model.named_parameters() if id(parameter) in parts}

@@ -63,6 +63,7 @@ class Detect(Task):
     def build_model(self) -> nn.Module:
         """The recipe's detector; over several GPUs its pyramid's normalisations see the whole batch."""
         model: Any = build_with(self.recipe, self.arguments())
+        self.try_model(model, self.recipe.data.size, lambda image: model(list(image)))
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         if distributed and torch.distributed.get_world_size() > 1 and torch.cuda.is_available():
             features = model.backbone.features

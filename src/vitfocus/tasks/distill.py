@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitfocus.anatomy import anatomy
-from vitfocus.errors import VitfocusError
+from vitfocus.anatomy import anatomy, pixels_of
+from vitfocus.errors import VitfocusError, reason
 from vitfocus.tasks.building import start_from
 from vitfocus.treatments.store import create_model, load
 
@@ -38,13 +38,13 @@ class Teacher(nn.Module):
         if section.weights:
             start_from(self.net, section.weights)
         self.net.requires_grad_(False)
-        config: Any = getattr(self.net, "pretrained_cfg", None) or {}
-        own_mean, own_std = config.get("mean", mean), config.get("std", std)
+        own_mean, own_std, _ = pixels_of(self.net)
         scale = torch.tensor(std) / torch.tensor(own_std)
         shift = (torch.tensor(mean) - torch.tensor(own_mean)) / torch.tensor(own_std)
         self.register_buffer("scale", scale[:, None, None], persistent=False)
         self.register_buffer("shift", shift[:, None, None], persistent=False)
         self.size = self._fixed_size()
+        self._try(classes)
 
     @torch.no_grad()
     def forward(self, images: Tensor) -> Tensor:
@@ -52,8 +52,19 @@ class Teacher(nn.Module):
         images = images * self.scale + self.shift  # type: ignore[operator]
         if self.size is not None and tuple(images.shape[-2:]) != self.size:
             images = F.interpolate(images, self.size, mode="bicubic", antialias=True)
-        output: Tensor = self.net(images)
-        return output
+        output: Any = self.net(images)
+        logits: Tensor = getattr(output, "logits", output)
+        return logits
+
+    def _try(self, classes: int) -> None:
+        """Show the teacher one image, so that one which judges something else is refused before training begins."""
+        try:
+            shape = tuple(self(torch.zeros(1, 3, *pixels_of(self.net).size)).shape)
+        except Exception as error:  # whatever a library raises for images that it does not expect
+            raise VitfocusError(f"The teacher {self.section.teacher} takes no images: {reason(error)}.") from None
+        if shape != (1, classes):
+            said = f"{shape[1]} classes" if len(shape) == 2 else f"an output of shape {shape}"
+            raise VitfocusError(f"The teacher {self.section.teacher} gives {said}, and the student learns {classes}.")
 
     def loss(self, student: Tensor, teacher: Tensor) -> Tensor:
         """Hard: cross-entropy with the teacher's decision. Soft: KL divergence at the temperature, times its square."""

@@ -84,6 +84,7 @@ class Segment(Task):
                 f"{self.recipe.model.spec} gives one label a picture and not one a pixel: segmentation wants a head on "
                 f"it, such as upernet:{self.recipe.model.spec}."
             )
+        self.try_model(model, self.recipe.data.size, model)
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         if distributed and torch.distributed.get_world_size() > 1 and torch.cuda.is_available():
             for part in ("decoder", "auxiliary"):

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
-from timm.optim import create_optimizer_v2, list_optimizers
+from timm.optim import create_optimizer_v2, get_optimizer_info, list_optimizers
 from torch import nn
 from torch.optim import Optimizer
 
-from vitfocus.errors import VitfocusError, nearest
+from vitfocus.anatomy import anatomy
+from vitfocus.errors import VitfocusError, nearest, reason
 from vitfocus.train.sections import Optimiser
+from vitfocus.train.state import gather
 
 
 def create_optimiser(
@@ -21,33 +25,83 @@ def create_optimiser(
     known = [str(name) for name in list_optimizers()]
     if section.name not in known:
         raise VitfocusError(f"timm has no optimiser {section.name!r}: {nearest(section.name, known)}")
+    by_timm = hasattr(model, "group_matcher")
+    try:
+        optimiser = _create(model, section if by_timm else replace(section, layer_decay=0.0), device)
+    except (TypeError, ValueError, AssertionError, ImportError) as error:  # some want a GPU or a package
+        raise VitfocusError(f"The optimiser {section.name} cannot be built: {reason(error)}.") from None
+    _try(section, device)
+    if section.layer_decay and not by_timm:
+        _scale_groups(optimiser, _layer_scales(model, section.layer_decay))
+    if section.head_lr != 1.0:
+        _scale_groups(optimiser, {id(p): section.head_lr for name, p in model.named_parameters() if name in heads})
+    return optimiser
+
+
+def _create(model: nn.Module, section: Optimiser, device: torch.device) -> Optimizer:
     more: dict[str, Any] = {}
     if section.name in ("adam", "adamw"):
         more["fused"] = device.type == "cuda"
     if section.name not in ("sgd", "momentum"):
-        more |= {"betas": section.betas, "eps": section.eps}
-    try:
-        optimiser: Optimizer = create_optimizer_v2(
-            model,
-            opt=section.name,
-            lr=section.lr,
-            weight_decay=section.weight_decay,
-            layer_decay=section.layer_decay or None,
-            **more,
-        )
-    except (TypeError, ValueError) as error:
-        raise VitfocusError(f"The optimiser {section.name} cannot be built: {error}.") from None
-    if section.head_lr != 1.0:
-        _split_groups(optimiser, {id(p) for name, p in model.named_parameters() if name in heads}, section.head_lr)
+        more["eps"] = section.eps
+        if get_optimizer_info(section.name).num_betas == 2:  # Adan has three, and its own values
+            more["betas"] = section.betas
+    optimiser: Optimizer = create_optimizer_v2(
+        model,
+        opt=section.name,
+        lr=section.lr,
+        weight_decay=section.weight_decay,
+        layer_decay=section.layer_decay or None,
+        **more,
+    )
     return optimiser
 
 
-def _split_groups(optimiser: Optimizer, heads: set[int], factor: float) -> None:
-    """Divide every group in two, the heads' part with its rate multiplied; `set_rate` reads `lr_scale`."""
+def _try(section: Optimiser, device: torch.device) -> None:
+    """Take a step of a tiny model and gather its state, so that a misfit is said before hours of training."""
+    with torch.random.fork_rng(devices=[]):
+        small = nn.Linear(2, 2).to(device)
+    try:
+        optimiser = _create(small, replace(section, layer_decay=0.0), device)
+        small(torch.ones(1, 2, device=device)).sum().backward()
+        optimiser.step()
+        json.dumps(gather(1, small, optimiser, None, {}).rest)
+    except Exception as error:  # optimisers raise what they like
+        raise VitfocusError(
+            f"The optimiser {section.name} cannot train here, where a step is one backward pass and a checkpoint holds "
+            f"tensors and plain values: {reason(error)}."
+        ) from None
+
+
+def _layer_scales(model: nn.Module, decay: float) -> dict[int, float]:
+    """The factor of every parameter of a model that timm knows no layers of: by the depth of its block.
+
+    What comes before the first block is a layer of its own; what comes after the last has the whole rate.
+    """
+    try:
+        blocks = [block.host for block in anatomy(model)]
+    except VitfocusError:
+        raise VitfocusError(
+            f"optimiser.layer_decay needs to know the layers of {type(model).__name__}, which is no timm model and no "
+            "vision transformer that vitfocus knows: leave it out."
+        ) from None
+    depth = {id(p): number for number, block in enumerate(blocks, start=1) for p in block.parameters()}
+    order = [id(parameter) for parameter in model.parameters()]
+    last = max((place for place, name in enumerate(order) if name in depth), default=-1)
+    scales, layer = {}, 0
+    for place, name in enumerate(order):  # what stands between two blocks goes with the one before
+        layer = depth.get(name, layer) if place <= last else len(blocks) + 1
+        scales[name] = decay ** (len(blocks) + 1 - layer)
+    return scales
+
+
+def _scale_groups(optimiser: Optimizer, scales: Mapping[int, float]) -> None:
+    """Divide every group by the factor of its parameters' rate, 1 where none is given; `set_rate` reads `lr_scale`."""
     groups = []
     for group in optimiser.param_groups:
-        for is_head in (False, True):
-            some = [parameter for parameter in group["params"] if (id(parameter) in heads) == is_head]
-            scale = group.get("lr_scale", 1.0) * (factor if is_head else 1.0)
-            groups += [{**group, "params": some, "lr_scale": scale}] if some else []
+        parts: dict[float, list[nn.Parameter]] = {}
+        for parameter in group["params"]:
+            parts.setdefault(scales.get(id(parameter), 1.0), []).append(parameter)
+        for scale, some in parts.items():
+            groups.append({**group, "params": some, "lr_scale": group.get("lr_scale", 1.0) * scale})
     optimiser.param_groups[:] = groups

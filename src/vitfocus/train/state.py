@@ -46,6 +46,9 @@ def gather(step: int, model: nn.Module, optimiser: Optimizer, ema: nn.Module | N
     # The rate follows from the step, and a recorded step's lies in a tensor: neither it nor that is part of the state.
     kept: list[dict[str, Any]] = optimised.get("param_groups", [])  # type: ignore[assignment]
     groups = [{key: value for key, value in group.items() if key not in ("lr", "capturable")} for group in kept]
+    for number, group in enumerate(groups):  # Lamb counts its steps there, in a tensor
+        for key in [key for key, value in group.items() if isinstance(value, Tensor)]:
+            tensors[f"group/{number}/{key}"] = group.pop(key)
     return State(step, tensors, {**rest, "optimiser": {"groups": groups, "scalars": scalars}})
 
 
@@ -67,6 +70,9 @@ def restore(state: State, model: nn.Module, optimiser: Optimizer, ema: nn.Module
         {key: tuple(value) if key == "betas" else value for key, value in group.items()} | here[group["params"][0]]
         for group in saved
     ]
+    for path, value in _under(state.tensors, "group/").items():
+        number, _, key = path.partition("/")
+        groups[int(number)][key] = value
     optimised: dict[str, Any] = {"state": moments, "param_groups": groups}
     # A sharded model is given the full tensors, of which each process takes its part.
     options = StateDictOptions(full_state_dict=True)

@@ -75,7 +75,10 @@ def _optimiser_has(recipe: Recipe, what: str) -> bool:
     from timm.optim import get_optimizer_info, list_optimizers
 
     name = recipe.optimiser.name  # one that timm does not know is refused with the nearest that it does
-    return name not in list_optimizers() or bool(getattr(get_optimizer_info(name), f"has_{what}"))
+    if name not in list_optimizers():
+        return True
+    info = get_optimizer_info(name)
+    return bool(getattr(info, f"has_{what}")) and (what != "betas" or info.num_betas == 2)
 
 
 def _warms_up(recipe: Recipe) -> bool:

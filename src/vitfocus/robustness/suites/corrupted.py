@@ -174,7 +174,13 @@ def _published(context: Context, folders: dict[str, Path]) -> Plan:
     _same_counts(context.folder, counts)
     if context.options.get("clean_data"):
         context.notes.append(f"The clean error, for the relative mCE, is measured on {context.options['clean_data']}.")
-        groups.insert(0, _clean_group(context, size))
+        clean = _clean_group(context, size)
+        if clean.source.count != groups[0].source.count:
+            context.notes.append(
+                f"There are {clean.source.count:,} clean images for {groups[0].source.count:,} of each corruption: the "
+                "interval of the relative mCE takes the clean error as exact."
+            )
+        groups.insert(0, clean)
     else:
         context.notes.append(
             "The published files hold no clean images, so there is no relative mCE: name them as clean_data."

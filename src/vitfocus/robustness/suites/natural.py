@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vitfocus.errors import VitfocusError
+from vitfocus.files import PICTURES
 from vitfocus.robustness.cells import Classify
-from vitfocus.robustness.folders import SUFFIXES, ClassFolders, Entry, list_classes, wordnet_ids
+from vitfocus.robustness.folders import ClassFolders, Entry, list_classes, wordnet_ids
 from vitfocus.robustness.plan import Group, Plan
 from vitfocus.robustness.suites.context import Context, validation
 from vitfocus.robustness.summaries import simple
@@ -163,7 +164,7 @@ def _timm_real() -> list[list[int]]:
 
 
 def _validation_files(root: Path) -> list[Entry]:
-    flat = sorted(file for file in root.iterdir() if file.suffix.lower() in SUFFIXES)
+    flat = sorted(file for file in root.iterdir() if file.suffix.lower() in PICTURES)
     if flat:
         return [Entry(file.name, "", file.stat().st_size) for file in flat]
     return list(list_classes(root).entries)
