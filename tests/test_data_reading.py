@@ -373,3 +373,13 @@ def test_a_run_is_evaluated_on_the_images_it_was_validated_on(
     config.write_text(config.read_text().replace('source = "folder"', 'source = "shards"'))
     assert main(["evaluate", str(tmp_path / "run")]) == 2
     assert "by data.source=shards, and this suite reads folders" in capsys.readouterr().err
+
+
+def test_links_are_followed_once_and_a_dead_one_is_named(tmp_path: Path) -> None:
+    (tmp_path / "cat" / "young").mkdir(parents=True)
+    Image.new("RGB", (4, 4)).save(tmp_path / "cat" / "young" / "one.png")
+    (tmp_path / "cat" / "again").symlink_to(tmp_path / "cat", target_is_directory=True)
+    assert [entry.name for entry in list_classes(tmp_path).entries] == ["cat/young/one.png"]
+    (tmp_path / "cat" / "gone.png").symlink_to(tmp_path / "nowhere.png")
+    with pytest.raises(VitfocusError, match=r"gone\.png is a link to a file that is not there"):
+        list_classes(tmp_path)

@@ -1,4 +1,4 @@
-"""Writing files so that a crash leaves the old one or the new one, never half of either; which files are pictures."""
+"""Writing files so that a crash leaves the old one or the new one, never half of either; finding pictures."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import errno
 import hashlib
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,6 +14,19 @@ from pathlib import Path
 PICTURES = frozenset(
     {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"},
 )
+
+
+def files_below(folder: str | Path, suffixes: Collection[str] = PICTURES) -> Iterator[Path]:
+    """Files whose names end so, in any case, hidden ones left out; folders are entered through links too, but once."""
+    entered = set()
+    for place, folders, files in os.walk(folder, followlinks=True):
+        real = os.path.realpath(place)
+        if real in entered:
+            folders.clear()
+            continue
+        entered.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        yield from (Path(place, name) for name in files if name[0] != "." and Path(name).suffix.lower() in suffixes)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ definition, a pure function of explicit maps, and below it its streaming form.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -104,39 +105,43 @@ class Tile:
         return torch.bmm(flat, flat.mT)
 
 
-class Reading:
+class Reading(ABC):
     """The streaming form of a reading: for some images `begin`, then `make_room`, `add` for every tile, and `end`.
 
     Or, where kernels go through the tiles: `begin` and `look`; and when all images are through, `fill`. At last `row`.
     Nothing is brought over from a GPU before it, and it may leave its numbers there, too.
     """
 
+    @abstractmethod
     def begin(self, images: int, heads: int, geometry: Geometry) -> None:
         """Note what is to come: the maps of so many images."""
 
+    @abstractmethod
     def make_room(self, like: Tensor) -> None:
         """Start the sums that tiles are added to; `like` gives the device and the dtype."""
 
+    @abstractmethod
     def add(self, tile: Tile) -> None:
         """Take in one tile."""
-        raise NotImplementedError
 
+    @abstractmethod
     def end(self) -> None:
         """Conclude the images begun last, tile by tile."""
 
+    @abstractmethod
     def look(self, made: Statistics, products: Tensor | None) -> None:
         """Note how many are in the images begun last, and keep what `fill` will not bring.
 
         `products` (3, B, H) are the inner products with the corrupted maps.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def fill(self, totals: Numbers) -> None:
         """Take in the numbers of all images that were looked at, added up."""
 
+    @abstractmethod
     def row(self) -> dict[str, Number]:
         """The numbers for the layer's row; empty where they have no meaning."""
-        raise NotImplementedError
 
 
 class Mean:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vitfocus.attention.reading import Geometry, Mean, Number, Reading, Tile
-from vitfocus.kernels.statistics import Statistics
+from vitfocus.kernels.statistics import Numbers, Statistics
 
 
 def stability(clean: Tensor, corrupted: Tensor) -> Tensor:
@@ -57,6 +57,9 @@ class StabilityReading(Reading):
         assert products is not None
         self.products = products.flatten(1)
         self.end()
+
+    def fill(self, totals: Numbers) -> None:
+        """Nothing is left: every look brought its products."""
 
     def take(self) -> Tensor:
         """The cosines (maps, heads) since this was called last."""

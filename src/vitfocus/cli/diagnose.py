@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vitfocus.cli.opening import add_pretrained, open_called
-from vitfocus.files import PICTURES
+from vitfocus.files import PICTURES, files_below
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -115,24 +114,11 @@ def image_files(folder: Path, limit: int) -> list[Path]:
         return [folder]
     if not folder.is_dir():
         raise VitfocusError(f"There is no folder {folder}; --images wants a folder that holds images.")
-    found = sorted(_pictures_below(folder))
+    found = sorted(files_below(folder))
     if not found:
         kinds = ", ".join(sorted(suffix.lstrip(".") for suffix in PICTURES))
         raise VitfocusError(f"{folder} holds no image ({kinds}), nor does any folder in it.")
     return found if len(found) <= limit else [found[index * len(found) // limit] for index in range(limit)]
-
-
-def _pictures_below(folder: Path) -> Iterator[Path]:
-    """Files that are named as pictures, hidden ones left out; folders are entered through links too, but once."""
-    entered = set()
-    for place, folders, files in os.walk(folder, followlinks=True):
-        real = os.path.realpath(place)
-        if real in entered:
-            folders.clear()
-            continue
-        entered.add(real)
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield from (Path(place, name) for name in files if name[0] != "." and Path(name).suffix.lower() in PICTURES)
 
 
 def read_image(file: Path, size: tuple[int, int], crop: float = 0.875, interpolation: str = "bicubic") -> Tensor:

@@ -16,7 +16,7 @@ from PIL import Image
 
 from vitfocus.data.pictures import UNREADABLE, rgb_picture
 from vitfocus.errors import VitfocusError
-from vitfocus.files import PICTURES
+from vitfocus.files import PICTURES, files_below
 from vitfocus.robustness.sources import digest_of, evenly, other_size
 
 _HEADERS_AT_MOST = 100_000
@@ -66,12 +66,11 @@ def list_classes(root: Path, suffixes: frozenset[str] = PICTURES) -> ClassFolder
 def _files(root: Path, folder: str, suffixes: frozenset[str]) -> list[Entry]:
     """The files of a class, those in folders inside its own included, as training reads them; hidden ones are not."""
     entries = []
-    for place, inside, names in os.walk(root / folder, followlinks=True):
-        inside[:] = [name for name in inside if not name.startswith(".")]
-        for name in names:
-            if Path(name).suffix.lower() in suffixes and not name.startswith("."):
-                file = Path(place, name)
-                entries.append(Entry(file.relative_to(root).as_posix(), folder, file.stat().st_size))
+    for file in files_below(root / folder, suffixes):
+        try:
+            entries.append(Entry(file.relative_to(root).as_posix(), folder, file.stat().st_size))
+        except FileNotFoundError:
+            raise VitfocusError(f"{file} is a link to a file that is not there.") from None
     return sorted(entries, key=lambda entry: entry.name)
 
 
