@@ -380,6 +380,7 @@ def test_links_are_followed_once_and_a_dead_one_is_named(tmp_path: Path) -> None
     Image.new("RGB", (4, 4)).save(tmp_path / "cat" / "young" / "one.png")
     (tmp_path / "cat" / "again").symlink_to(tmp_path / "cat", target_is_directory=True)
     assert [entry.name for entry in list_classes(tmp_path).entries] == ["cat/young/one.png"]
+    assert len(FolderImages(tmp_path)) == 1
     (tmp_path / "cat" / "gone.png").symlink_to(tmp_path / "nowhere.png")
     with pytest.raises(VitfocusError, match=r"gone\.png is a link to a file that is not there"):
         list_classes(tmp_path)

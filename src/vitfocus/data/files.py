@@ -11,7 +11,7 @@ from PIL import Image
 
 from vitfocus.data.pictures import rgb_picture
 from vitfocus.errors import VitfocusError
-from vitfocus.files import PICTURES
+from vitfocus.files import PICTURES, files_below
 
 SPLITS = {"train": ("train", "training"), "val": ("val", "validation", "test")}
 
@@ -31,28 +31,21 @@ class FolderImages:
     """A folder of class folders, as torchvision's ImageFolder reads it, hidden files and folders left out."""
 
     def __init__(self, folder: Path, classes: Sequence[str] | None = None) -> None:
-        from torchvision.datasets.folder import make_dataset
-
         self.folder = folder
         found = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
         if not found:
             raise VitfocusError(
                 f"{folder} holds no class folders; expected {folder}/CLASS/IMAGE, one folder per class."
             )
-        index = {name: number for number, name in enumerate(found)}
-        self.samples = make_dataset(folder, index, is_valid_file=self._is_picture, allow_empty=True)
+        inside = [sorted(map(str, files_below(folder / name))) for name in found]
+        self.samples = [(file, label) for label, files in enumerate(inside) for file in files]
         self.classes: Sequence[str] = found
-        filled = {label for _, label in self.samples}
-        if empty := [name for name in found if index[name] not in filled]:
+        if empty := [name for name, files in zip(found, inside, strict=True) if not files]:
             kinds = ", ".join(sorted(suffix.lstrip(".") for suffix in PICTURES))
             raise VitfocusError(f"{folder / empty[0]} holds no image ({kinds}); every class needs one.")
         if classes is not None and list(classes) != found:
             odd = sorted(set(found) ^ set(classes))[:3]
             raise VitfocusError(f"{folder} has other classes than the training images: {', '.join(odd)}.")
-
-    def _is_picture(self, path: str) -> bool:
-        parts = Path(path).relative_to(self.folder).parts
-        return Path(path).suffix.lower() in PICTURES and not any(part.startswith(".") for part in parts)
 
     def __len__(self) -> int:
         return len(self.samples)
