@@ -29,19 +29,15 @@ GROUPS = ("vit-ti", "vit-s")
 
 
 class Step:
-    """One arm's training step, ready to be repeated; `memory` is what it and its images hold at its peak, in bytes."""
+    """One arm's training step, ready to be repeated."""
 
     def __init__(self, arm: Arm, setting: Setting, chosen: tuple[str, ...], folder: str) -> None:
         cuda = device_at_hand().type == "cuda"
-        before = torch.cuda.memory_allocated() if cuda else 0
-        if cuda:
-            torch.cuda.reset_peak_memory_stats()
         self.engine = assemble_run(recipe_of(Run(arm, 0), setting, chosen), folder)
         self.parts = self.engine.begin(1 << 30)
         for _ in range(WARM_UP + 3 if cuda else 1):
             self()
         wait()
-        self.memory = torch.cuda.max_memory_allocated() - before if cuda else 0
         # Once recorded a step is replayed and never compiled again: the next arm begins with an empty compiler.
         torch._dynamo.reset()
 
@@ -85,7 +81,7 @@ def compile_ahead(group: str, name: str, setting: Setting) -> str:
 def measure_arms(
     group: str, names: Iterable[str], setting: Setting, seconds_left: Callable[[], float], say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Milliseconds, ratio and memory ratio of some arms, plain first; those that time does not reach are left out."""
+    """Milliseconds and ratio of some arms, plain first; those that time does not reach are left out."""
     chosen, slowest = selected(setting), 0.0
     steps: dict[str, Step] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -102,14 +98,12 @@ def measure_arms(
         for _ in range(setting.scale.cost_rounds):
             for name, step in steps.items():
                 rounds[name].append(timed(step, repeats))
-    plain = steps["plain"]
     return {
         name: {
             "ms": 1e3 * statistics.median(rounds[name]),
             "ratio": statistics.median(a / b for a, b in zip(rounds[name], rounds["plain"], strict=True)),
-            **({"memory_ratio": step.memory / plain.memory} if plain.memory else {}),
         }
-        for name, step in steps.items()
+        for name in steps
     }
 
 

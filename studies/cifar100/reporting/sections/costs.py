@@ -19,10 +19,10 @@ def add_cost(page: Page, study: Study) -> None:
     page.section("Cost of a training step")
     device = study.cost.get("device")
     page.text(
-        "Time and memory of a training step as a multiple of the plain model's, measured by turns in one quiet process"
+        "Time of a training step as a multiple of the plain model's, measured by turns in one quiet process"
         f"{f' on {device}' if device else ''}. 1.00 is free."
     )
-    headings = ["arm", "ms a step", "time, × plain", "memory, × plain"]
+    headings = ["arm", "ms a step", "time, × plain"]
     for group, arms in groups.items():
         rows: list[list[Any]] = []
         for arm, found in arms.items():
@@ -32,7 +32,7 @@ def add_cost(page: Page, study: Study) -> None:
         page.table(f"{MODELS[group]} step cost", headings, rows)
 
 
-_COLUMNS = (("ms", 2), ("ratio", 3), ("memory_ratio", 3))
+_COLUMNS = (("ms", 2), ("ratio", 2))
 
 
 def _cell(found: Mapping[str, Any], key: str, digits: int) -> Cell | None:
