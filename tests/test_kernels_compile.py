@@ -1,6 +1,7 @@
 """Every kernel goes through Triton's compiler for a GPU that need not be there; the interpreter does not check types.
 
 A launch is replaced by compiling what would have been launched, for the arguments' types as Triton itself sees them.
+What a kernel takes of a GPU's shared memory is known then too, and a launch with more than there is fails.
 """
 
 from __future__ import annotations
@@ -13,10 +14,15 @@ import torch
 from torch import Tensor
 
 from vitfocus.kernels.backends import has_triton, interpreting
+from vitfocus.kernels.room import fits
+from vitfocus.kernels.statistics import MOST_BYTES, MOST_HEADS
 
 pytestmark = pytest.mark.skipif(
     not has_triton() or interpreting(), reason="needs Triton's compiler: it is not installed, or interprets"
 )
+
+#: Bytes of shared memory that a program may have, by compute capability.
+SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int64: "i64", torch.int32: "i32"}
 
@@ -41,6 +47,7 @@ class Compiler:
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
+        self.shared = SHARED[capability]
         self.compiled: list[str] = []
         self.known: set[str] = set()
 
@@ -68,34 +75,41 @@ class Compiler:
             options |= {"enable_fp_fusion": True}  # the default, which some versions warn of
             made = triton.compile(source, target=GPUTarget("cuda", self.capability, 32), options=options)
             assert made.asm["cubin"]
+            assert made.metadata.shared <= self.shared, f"{kernel.fn.__name__} takes {made.metadata.shared} bytes"
 
 
 @pytest.fixture(params=[80, 90], ids=["sm80", "sm90"])
 def compiler(request: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[Compiler]:
     from triton.runtime.jit import JITFunction
 
-    from vitfocus.kernels.triton import diversity_launch
+    from vitfocus.kernels.triton import diversity_launch, statistics_launch
 
     made = Compiler(request.param)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(JITFunction, "run", lambda self, *args, **keywords: made.run(self, *args, **keywords))
     monkeypatch.setattr(diversity_launch, "_hopper", lambda device: request.param == 90)
+    for launch in (diversity_launch, statistics_launch):
+        monkeypatch.setattr(launch, "room", lambda device: made.shared)
     yield made
 
 
-def attention(dtype: torch.dtype, biased: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Queries, keys and a bias: DeiT-S's heads, or with a bias two of Swin's."""
-    heads, width = (2, 32) if biased else (6, 64)
+def attention(
+    dtype: torch.dtype, biased: bool, size: tuple[int, int] | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Queries, keys and a bias: heads and width of `size`, else DeiT-S's, or with a bias two of Swin's."""
+    heads, width = size or ((2, 32) if biased else (6, 64))
     query, key, _ = torch.randn(2, 70, 3, heads, width, dtype=dtype).permute(2, 0, 3, 1, 4)
     return query, key, torch.randn(1, heads, 70, 70, dtype=dtype) if biased else None
 
 
-def diversity(dtype: torch.dtype, official: bool, each: bool, biased: bool, sampled: bool) -> None:
+def diversity(
+    dtype: torch.dtype, mean: bool, paper: bool, biased: bool, sampled: bool, size: tuple[int, int] | None = None
+) -> None:
     import vitfocus.kernels.diversity  # noqa: F401  (registers the operators)
 
-    query, key, bias = attention(dtype, biased)
+    query, key, bias = attention(dtype, biased, size)
     rows = torch.arange(0, 70, 2) if sampled else None
-    form = (0.125, 0, official, each, 2.0)
+    form = (0.125, 0, mean, paper, 2.0)
     ops = torch.ops.vitfocus
     made = ops.diversity(query, key, bias, rows, None, *form)
     lse = torch.zeros(query.shape[:3])
@@ -119,10 +133,10 @@ def context(dtype: torch.dtype) -> None:
         torch.ops.vitfocus.share_mean(tokens, torch.zeros(64), 1.0, dtype)
 
 
-def statistics(dtype: torch.dtype, biased: bool) -> None:
+def statistics(dtype: torch.dtype, biased: bool, size: tuple[int, int] | None = None) -> None:
     from vitfocus.kernels.triton import statistics_launch
 
-    query, key, bias = attention(dtype, biased)
+    query, key, bias = attention(dtype, biased, size)
     sides = [] if biased else [3, 23, 3, 23, 1]
     statistics_launch.statistics(query, key, bias, None, 0.125, sides, 2.0, 3)
     statistics_launch.pair_products((query, key, bias, None), (query, key, bias, None), 0.125)
@@ -148,3 +162,44 @@ def test_kernels_compile(name: str, compiler: Compiler) -> None:
     call, arguments, kernels = CASES[name]
     call(*arguments)
     assert kernels <= set(compiler.compiled)
+
+
+#: Heads and width: of DeiT-S, ViT-B, ViT-L, ViT-H, Swin's last stage, few wide ones, and one wider than models have.
+SIZES = [(6, 64), (12, 64), (16, 64), (16, 80), (24, 32), (4, 128), (1, 192)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", [80, 89, 90], indirect=True, ids=["sm80", "sm89", "sm90"])
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: "x".join(map(str, size)))
+@pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=TYPES.get)
+def test_kernels_fit_into_shared_memory(
+    dtype: torch.dtype, size: tuple[int, int], compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    if not fits(*size, dtype.itemsize, compiler.shared):
+        pytest.skip("the loss of such heads is taken in chunks there")
+    taken: dict[str, int] = {}
+
+    class Enough(Exception):
+        """The compiler knows the shared memory when it has come to PTX; assembling that is the longer half."""
+
+    def stop(self: Any, source: Any, metadata: dict[str, Any], *rest: Any) -> None:
+        raise Enough(metadata["shared"])
+
+    def run(self: Any, *args: Any, **keywords: Any) -> None:
+        try:
+            compiler.run(self, *args, **keywords)
+        except Enough as known:
+            taken[self.fn.__name__] = max(taken.get(self.fn.__name__, 0), known.args[0])
+
+    monkeypatch.setattr(CUDABackend, "make_ptx", stop)
+    monkeypatch.setattr("triton.runtime.jit.JITFunction.run", run)
+    for biased in (False, True):
+        diversity(dtype, True, False, biased, False, size)
+    diversity(dtype, False, False, False, False, size)
+    if size[0] <= MOST_HEADS and size[0] * size[1] * dtype.itemsize <= MOST_BYTES:
+        statistics(dtype, False, size)
+        assert "dense_pass" in taken
+    assert {"row_pass", "key_gradient", "query_gradient", "bias_gradient", "log_sum_exp"} <= set(taken)
+    assert max(taken.values()) <= compiler.shared, taken

@@ -43,6 +43,10 @@ ATTENTION = [
         for name in ("fp32", "bf16")
     ),
     Attention("many-heads", (1, 12, 197, 64), dtype=torch.bfloat16),
+    Attention("many-heads-fp32", (1, 12, 197, 64)),
+    Attention("more-heads", (1, 16, 197, 64), dtype=torch.bfloat16),
+    Attention("more-than-fit", (1, 16, 50, 80)),
+    Attention("one-wide-head", (2, 1, 65, 192)),
     Attention("more-keys", (2, 3, 49, 64), keys=785),
     Attention("fewer-keys", (2, 3, 785, 64), keys=49),
     Attention("sampled", (2, 3, 1025, 64), rows=256),

@@ -58,6 +58,8 @@ ATTENTION = [
     Attention("turned-sampled", (2, 2, 83, 64), rows=11, first=2, dtype=HALF),
     Attention("turned-bias", (1, 2, 37, 48), keys=23, bias=(1, 2, 37, 23), masked=0.3, dtype=HALF),
     Attention("many-heads", (1, 9, 23, 64), dtype=HALF),
+    Attention("tight", (1, 16, 23, 64)),
+    Attention("one-wide-head", (1, 1, 83, 192)),
     Attention("nothing-above", threshold=30.0, silent=True),
 ]
 
@@ -157,6 +159,14 @@ def test_columns_in_parts(heads: str, rows: int | None, first: int, monkeypatch:
     monkeypatch.setattr(diversity_launch, "MANY_BLOCKS", 2)
     monkeypatch.setattr(diversity_launch._Shape, "parts", lambda *_: 3)
     check_attention(Attention("parts", (2, 2, 50, 16), heads=heads, rows=rows, first=first, bias=(2, 2, 50, 50)))
+
+
+def test_more_heads_than_fit_are_left_to_the_pass_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vitfocus.kernels import diversity as module
+
+    monkeypatch.setattr(module, "_diversity", None)
+    for shape in ((1, 33, 7, 16), (1, 16, 7, 80)):
+        check_attention(Attention("too large", shape, threshold=1.0))
 
 
 def test_given_normalisers_change_nothing() -> None:

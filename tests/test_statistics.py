@@ -83,6 +83,7 @@ CASES = [
     Case("half precision", (2, 2, 20, 16), bias=(1, 1, 20, 20), dtype=torch.float16),
     Case("half precision, a whole tile", (2, 3, 83, 64), grids=Grids((9, 9), (9, 9), 2), dtype=torch.float16),
     Case("half precision, a whole tile and a bias", (1, 2, 83, 64), bias=(1, 2, 83, 83), dtype=torch.float16),
+    Case("a wide head", (2, 1, 20, 192)),
 ]
 by_name = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from vitfocus.kernels.backends import chosen, forced
 from vitfocus.kernels.diversity_chunked import Place, diversity_in_chunks, empty_like_tokens
+from vitfocus.kernels.room import fits, room
 
 Variant = Literal["official", "paper"]
 Heads = Literal["mean", "each"]
@@ -92,6 +93,9 @@ def diversity(
     True
     """
     name = chosen(query, key, bias)
+    group = query.shape[1] if heads == "mean" else 1
+    if name == "triton" and not fits(group, query.shape[3], query.element_size(), room(query.device)):
+        name = "chunked"
     if name == "chunked" and forced() == "auto" and query.shape[:3].numel() * key.shape[2] <= SMALL:
         name = "reference"
     if bias is not None:

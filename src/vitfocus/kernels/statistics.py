@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vitfocus.kernels.backends import chosen
+from vitfocus.kernels.room import fits, padded, room
 
 #: Numbers in a chunk of maps without Triton.
 CHUNK = 1 << 20
@@ -206,10 +207,10 @@ def statistics(
 def backend_for(query: Tensor, *others: Tensor | None) -> str:
     """The backend for these tensors, `query` (B, H, Q, D) first."""
     _, heads, _, width = query.shape
-    padded = 1 << (width - 1).bit_length()
+    item = query.element_size()
     name = chosen(query, *others)
-    fits = heads <= MOST_HEADS and heads * padded * query.element_size() <= MOST_BYTES
-    return name if name != "triton" or fits else "chunked"
+    small = heads <= MOST_HEADS and heads * padded(width) * item <= MOST_BYTES
+    return name if name != "triton" or (small and fits(heads, width, item, room(query.device))) else "chunked"
 
 
 def pair_products(one: Attention, other: Attention, *, scale: float) -> Tensor:

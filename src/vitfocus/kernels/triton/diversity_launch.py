@@ -9,6 +9,7 @@ import triton
 from torch import Tensor
 
 from vitfocus.kernels.diversity_chunked import Place, empty_like_tokens
+from vitfocus.kernels.room import padded, room, shrink
 from vitfocus.kernels.triton import diversity as kernels
 from vitfocus.kernels.triton.tiles import log_sum_exp
 
@@ -57,7 +58,6 @@ def forward(
         sums, average, column_slopes, kept, weights, counts, lengths, shape.bound, sums.shape[1], keys, count, BK=width,
         PAPER=where.paper,
     )  # fmt: skip
-    blocks, settings = shape.row_blocks("dot")
     dots, towards, along = (torch.empty(maps, count, **floats) for _ in range(3))
     head_dots, inner = torch.empty(maps, group, count, **floats), torch.empty(maps, group, count, **floats)
     units = torch.empty(maps, blocks, keys, **floats)
@@ -157,13 +157,14 @@ def _bias_gradient(shape: _Shape, inputs: tuple[Any, ...], bias: Tensor, where: 
 def normalisers(query: Tensor, key: Tensor, bias: Tensor | None, scale: float) -> Tensor:
     """log Σ exp of every row's logits, (B, H, Q)."""
     batch, heads, queries, width = query.shape
-    padded = max(16, triton.next_power_of_2(width))
     out = torch.empty(batch, heads, queries, dtype=torch.float32, device=query.device)
     spread = bias.expand(batch, heads, queries, key.shape[2]).stride() if bias is not None else (0, 0, 0, 0)
-    rows = 64 if queries > 32 else 16
+    item = query.element_size()
+    rows, columns = shrink("row", 1, width, item, 64 if queries > 32 else 16, 64, room(query.device))
     log_sum_exp[batch * heads, triton.cdiv(queries, rows)](
         query, key, bias if bias is not None else query, out, scale, heads, queries, key.shape[2], query.stride(),
-        key.stride(), spread, D=width, DP=padded, BM=rows, BN=64, HAS_BIAS=bias is not None, num_warps=4,
+        key.stride(), spread, D=width, DP=padded(width), BM=rows, BN=columns, HAS_BIAS=bias is not None,
+        num_warps=4, num_stages=1 if item == 4 else 3,
     )  # fmt: skip
     return out
 
@@ -185,6 +186,7 @@ class _Shape:
         bias_strides = bias.expand(spread).stride() if bias is not None else (0, 0, 0, 0)
         self.strides = (query.stride(), key.stride(), bias_strides)
         self.sizes = (self.heads, self.queries, self.keys, self.count, where.first)
+        self.item, self.room = query.element_size(), room(query.device)
         self.narrow = self.group > FEW_HEADS  # the tiles of more would not stay in registers
         few = self.group > 1 and self.group * self.width <= FEW_HEADS * 64
         self.turned = few and self.width > 32 and query.element_size() == 2 and _hopper(query.device)
@@ -203,19 +205,20 @@ class _Shape:
 
     def settings(self, kind: str) -> dict[str, Any]:
         """Block sizes: the tiles of all heads, and their gradients, are to stay in registers."""
-        padded = max(16, triton.next_power_of_2(self.width))
-        rows, columns, warps = block_sizes(kind, self.group, padded, self.count, self.keys, self.turned)
+        wide = padded(self.width)
+        rows, columns, warps = block_sizes(kind, self.group, wide, self.count, self.keys, self.turned)
+        rows, columns = shrink(kind, self.group, self.width, self.item, rows, columns, self.room)
         return {
             "G": self.group,
             "D": self.width,
-            "DP": padded,
+            "DP": wide,
             "BM": rows,
             "BN": columns,
             "HAS_BIAS": self.has_bias,
             "HAS_ROWS": self.has_rows,
             "PAPER": self.paper,
             "num_warps": warps,
-            "num_stages": 2,
+            "num_stages": 1 if self.item == 4 else 2,  # float32 leaves no room to read ahead
         }
 
 

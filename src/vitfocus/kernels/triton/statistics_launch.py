@@ -9,6 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
+from vitfocus.kernels.room import padded, room, shrink
 from vitfocus.kernels.statistics import Attention, Numbers
 from vitfocus.kernels.triton import statistics as kernels
 from vitfocus.kernels.triton.diversity_launch import normalisers
@@ -31,7 +32,7 @@ def statistics(
     batch, heads, queries, width = query.shape
     keys, device = key.shape[2], query.device
     norms, given, strides = _inputs((query, key, bias, lse), scale)
-    rows, settings = _settings(heads, 1, width, query.element_size(), queries, keys, bias is not None)
+    rows, settings = _settings(heads, 1, width, query.element_size(), queries, keys, bias is not None, room(device))
     grid = (batch, -(-queries // rows))  # windows may be many, and only the first axis is long
     entropy = torch.empty(batch, heads, queries, dtype=torch.float32, device=device)
     lengths = torch.empty(2, batch, queries, dtype=torch.float32, device=device)
@@ -59,7 +60,8 @@ def pair_products(one: Attention, two: Attention, scale: float) -> Tensor:
     norms, given, strides = _inputs(one, scale)
     other_norms, other_given, other_strides = _inputs(two, scale)
     products = torch.empty(3, batch, heads, queries, dtype=torch.float32, device=query.device)
-    rows, settings = _settings(1, 2, width, query.element_size(), queries, key.shape[2], bias is not None)
+    item, space = query.element_size(), room(query.device)
+    rows, settings = _settings(1, 2, width, item, queries, key.shape[2], bias is not None, space)
     kernels.pair_pass[batch * heads, -(-queries // rows)](
         query, key, norms, given, other_query, other_key, other_norms, other_given, products, scale, heads, queries,
         key.shape[2], *strides, *other_strides, **settings,
@@ -87,12 +89,11 @@ def _places(sides: list[int]) -> tuple[int, int, int, float, float, float, float
 
 @cache
 def _settings(
-    heads: int, maps: int, width: int, item: int, queries: int, keys: int, biased: bool
+    heads: int, maps: int, width: int, item: int, queries: int, keys: int, biased: bool, space: int
 ) -> tuple[int, dict[str, Any]]:
     """Rows of a program, and what the kernels are compiled for: so many heads of so many maps at a time."""
-    rows, cols, stages = block_sizes(heads, maps * width, item, queries, keys)
-    padded = max(16, triton.next_power_of_2(width))
-    sizes: dict[str, Any] = {"D": width, "DP": padded, "BM": rows, "BN": cols, "HAS_BIAS": biased}
+    rows, cols, stages = block_sizes(heads, maps * width, item, queries, keys, space)
+    sizes: dict[str, Any] = {"D": width, "DP": padded(width), "BM": rows, "BN": cols, "HAS_BIAS": biased}
     return rows, sizes | {"num_warps": 4, "num_stages": stages}
 
 
@@ -105,13 +106,13 @@ def _last(heads: int, queries: int, keys: int) -> dict[str, Any]:
     return {"G": heads, "GP": triton.next_power_of_2(heads), "BN": columns, "num_warps": warps}
 
 
-def block_sizes(heads: int, width: int, item: int, queries: int, keys: int) -> tuple[int, int, int]:
+def block_sizes(heads: int, width: int, item: int, queries: int, keys: int, space: int) -> tuple[int, int, int]:
     """Rows, columns and stages of a program: two programs with every head's queries, and keys ahead, share a core."""
-    padded = max(16, triton.next_power_of_2(width))
-    rows, cols = 64, 32
-    while rows > 16 and heads * rows * padded * item > 65536:
+    rows, cols, token = 64, 32, heads * padded(width) * item
+    while rows > 16 and rows * token > 65536:
         rows //= 2
+    rows, cols = shrink("row", heads, width, item, rows, cols, space)
     rows = min(rows, max(16, triton.next_power_of_2(queries)))
     cols = min(cols, max(16, triton.next_power_of_2(keys)))
-    ahead = heads * (2 * cols + (rows if rows == 64 else 0)) * padded * item
+    ahead = (2 * cols + (rows if rows == 64 else 0)) * token
     return rows, cols, 2 if ahead <= 100 * 1024 and item < 4 else 1
