@@ -15,6 +15,7 @@ import torch
 from kernel_cases import Attention, check_attention, explicit
 from tiny import build
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
 import vitfocus as vf
@@ -160,6 +161,20 @@ def test_choosing_a_backend() -> None:
                 diversity(torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4), scale=1.0)
             with pytest.raises(vf.VitfocusError, match="float32"):
                 chosen(tensor.double())
+
+
+@pytest.mark.parametrize(("capability", "name"), [((7, 5), "chunked"), ((8, 0), "triton"), ((12, 0), "triton")])
+def test_kernels_run_where_triton_compiles(
+    capability: tuple[int, int], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr("vitfocus.kernels.backends._HAS_TRITON", True)
+    torch._dynamo.reset()  # compiled code takes a device's capability for a constant
+    with FakeTensorMode():
+        tensor = torch.empty(1, device="cuda")
+        assert chosen(tensor) == name
+        traced = torch.compile(lambda x: x + 1 if chosen(x) == "triton" else x.sum(), backend="eager", fullgraph=True)
+        assert traced(torch.empty(3, device="cuda")).ndim == (name == "triton")
 
 
 @pytest.mark.skipif(not has_triton(), reason="Triton is not installed")

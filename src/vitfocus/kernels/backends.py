@@ -1,7 +1,7 @@
 """Which implementation computes: the plain one, the one in chunks, or the Triton kernels.
 
-Nobody needs to choose: kernels run on GPUs where Triton is, the rest runs wherever torch does. `backend` forces one, to
-compare or to find a fault:
+Nobody needs to choose: kernels run on GPUs that Triton compiles for, the rest runs wherever torch does. `backend`
+forces one, to compare or to find a fault:
 
 >>> import torch
 >>> with backend("reference"):
@@ -61,7 +61,13 @@ def chosen(*tensors: Tensor | None) -> str:
             raise VitfocusError("The Triton kernels need tensors on a CUDA device; use backend('chunked').")
     if name != "auto":
         return name
-    return "triton" if on_gpu and fits and has_triton() else "chunked"
+    return "triton" if on_gpu and fits and has_triton() and _compiles_for(given[0].device) else "chunked"
+
+
+@torch.compiler.assume_constant_result
+def _compiles_for(device: torch.device) -> bool:
+    """Whether this is an NVIDIA GPU of compute capability 8.0 or later, which Triton is made for."""
+    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 8
 
 
 def forced() -> str:
