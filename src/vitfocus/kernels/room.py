@@ -3,7 +3,7 @@
 A *row* here is one token of all heads of a map: `group` heads of `width` channels. What the compiler makes of a kernel
 was measured for compute capabilities 8.0 and 9.0 (tests/test_kernels_compile.py asks it again): in half precision a
 program holds its rows and columns once, and once more what the gradients multiply with another tile; float32 is
-multiplied in parts, which are held beside it.
+multiplied in parts, which are held beside it, one head's at a time of what changes.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def needed(kind: str, group: int, width: int, item: int, rows: int, columns: int
     126464
     """
     if item == 4:
-        mine, others = (columns, rows + rows // group) if kind == "key" else (rows, columns)
-        tokens = 2 * mine + others + others // group
+        mine, others = (columns, rows) if kind == "key" else (rows, columns)
+        tokens = 2 * mine + others + 2 * others // group
     else:
         tokens = rows + columns + {"row": 0, "query": columns, "key": rows}[kind]
     return group * padded(width) * item * tokens + 4 * rows * (2 * group + 2)
