@@ -1,6 +1,6 @@
 """What the tasks' smoke recipes reach on the embedded data, and the processor time they take: each whole, as shipped.
 
-    python benchmarks/smoke_tasks.py                       # all three, about six minutes
+    python benchmarks/smoke_tasks.py                       # all four, about eight minutes
     python benchmarks/smoke_tasks.py shapes_detect
 
 Each is one `vitfocus train RECIPE` in a process of its own with one thread, for threads that wait for each other also
@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-RECIPES = ("shapes_segment", "shapes_detect", "shapes_answer")
+RECIPES = ("shapes", "shapes_segment", "shapes_detect", "shapes_answer")
 RESULTS = Path(__file__).parent / "results" / "smoke-tasks-cpu.json"
 
 

@@ -10,7 +10,7 @@ from reporting.intervals import estimate
 from reporting.labels import MODELS, label
 from reporting.outcomes import Outcome, by_layer
 from vitfocus.report.charts.dots import dot_chart
-from vitfocus.report.charts.heat import colour
+from vitfocus.report.charts.heat import colour, ink_on
 from vitfocus.report.charts.lines import Line, Reference, line_chart
 from vitfocus.report.charts.svg import drawing, element, text
 from vitfocus.report.verdict import Value
@@ -117,12 +117,11 @@ def difference_grid(
             if value is None:
                 parts.append(element("rect", kind="empty", **box))
                 continue
-            red, green, blue = colour(value, (-reach, reach), True)
-            dark = 0.299 * red + 0.587 * green + 0.114 * blue < 140
-            parts.append(element("rect", fill=f"rgb({red},{green},{blue})", **box))
+            fill = colour(value, (-reach, reach), True)
+            parts.append(element("rect", fill="rgb({},{},{})".format(*fill), **box))
             shown = f"{value:+z.1f}".replace("-", "−")
             place: dict[str, Any] = {"x": x + CELL_WIDTH / 2 - 0.5, "y": y + 13.5, "text_anchor": "middle"}
-            parts.append(element("text", shown, fill="#fff" if dark else "#111", **place))
+            parts.append(element("text", shown, fill=ink_on(*fill), **place))
     width = max(LEFT + CELL_WIDTH * len(columns) + 70, 352.0)
     drawn = drawing(width, HEAD + CELL_HEIGHT * len(rows) + 8, parts, title)
     # On a narrow screen the grid is scrolled rather than shrunk until nobody can read it.

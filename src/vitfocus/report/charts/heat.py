@@ -39,8 +39,7 @@ def heat_map(
                 parts.append(element("rect", x=x, y=y, width=CELL_WIDTH - 1, height=CELL_HEIGHT - 1, kind="empty"))
                 continue
             value = cells[row, column]
-            red, green, blue = colour(value, limits, signed)
-            dark = 0.299 * red + 0.587 * green + 0.114 * blue < 140
+            fill = colour(value, limits, signed)
             parts.append(
                 element(
                     "rect",
@@ -48,7 +47,7 @@ def heat_map(
                     y=y,
                     width=CELL_WIDTH - 1,
                     height=CELL_HEIGHT - 1,
-                    fill=f"rgb({red},{green},{blue})",
+                    fill="rgb({},{},{})".format(*fill),
                 )
             )
             shown = f"{value:+z.1f}".replace("-", "−") if signed else f"{value:z.1f}"
@@ -59,7 +58,7 @@ def heat_map(
                     x=x + CELL_WIDTH / 2 - 0.5,
                     y=y + 13.5,
                     text_anchor="middle",
-                    fill="#fff" if dark else "#111",
+                    fill=ink_on(*fill),
                 )
             )
     return drawing(width, height, parts, title)
@@ -91,3 +90,18 @@ def colour(value: float, limits: tuple[float, float], signed: bool) -> tuple[int
     part = place - index
     red, green, blue = (round(a + (b - a) * part) for a, b in zip(stops[index], stops[index + 1], strict=True))
     return red, green, blue
+
+
+def ink_on(red: int, green: int, blue: int) -> str:
+    """White or near-black, whichever stands out more on a cell of that colour (by WCAG's relative luminance).
+
+    >>> ink_on(247, 247, 247), ink_on(90, 150, 197), ink_on(33, 102, 172)
+    ('#111', '#111', '#fff')
+    """
+
+    def linear(value: int) -> float:
+        share = value / 255
+        return share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4
+
+    light = 0.2126 * linear(red) + 0.7152 * linear(green) + 0.0722 * linear(blue) + 0.05
+    return "#fff" if 1.05 / light > light / (linear(0x11) + 0.05) else "#111"

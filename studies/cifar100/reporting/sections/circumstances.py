@@ -20,7 +20,7 @@ COMMANDS = (
         "a piece of it: four runs side by side on one GPU, ended in time",
         f"{_STUDY} train --data DATA --workers 4 --minutes 8.5",
     ),
-    ("the same at toy scale, on a CPU in minutes", f"{_STUDY} --smoke"),
+    ("the same at toy scale, on a CPU in about a minute", f"{_STUDY} --smoke"),
     ("this page again from the results", f"{_STUDY} report"),
 )
 
