@@ -24,7 +24,7 @@ def add_selection(page: Page, study: Study) -> None:
         )
     page.text(
         "Every candidate was trained on the plain ViT-Ti with a validation split taken from the training set"
-        f"{split}; the test set was not looked at. The best one's recipe is used by every arm and by ViT-S, trained on "
+        f"{split}, and chosen by that split alone. The best one's recipe is used by every arm and by ViT-S, trained on "
         "all training images; nothing is tuned for an arm."
     )
     keys = list(dict.fromkeys(key for one in ranked for key in one.get("overrides", {})))
