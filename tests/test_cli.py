@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import timm
@@ -13,6 +14,7 @@ from torch import nn
 
 import vitfocus as vf
 from vitfocus import __version__
+from vitfocus.anatomy import Family, families
 from vitfocus.cli import COMMANDS, main
 from vitfocus.treatments import store
 
@@ -109,8 +111,6 @@ def test_pretrained_asks_the_library_for_weights(
 
 
 def test_an_unknown_model_is_told_every_family(capsys: pytest.CaptureFixture[str]) -> None:
-    from vitfocus.anatomy.registry import families
-
     assert main(["diagnose", "resnet18"]) == 2
     said = capsys.readouterr().err.partition("families are ")[2].strip().rstrip(".")
     listed = {
@@ -143,6 +143,27 @@ def test_a_family_is_found_by_a_saved_model(tmp_path: Path, capsys: pytest.Captu
     assert main(["models", str(tmp_path), "--json"]) == 0
     found = [(row["library"], row["family"]) for row in json.loads(capsys.readouterr().out)]
     assert found == [("timm", "vision_transformer")]
+
+
+def test_folders_do_not_hide_the_families(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tried: list[str] = []
+
+    def support(family: Family) -> dict[str, Any]:
+        tried.append(family.name)
+        return {}
+
+    monkeypatch.setattr("vitfocus.treatments.support.support", support)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "swin").mkdir()
+    assert main(["models", "--json"]) == 0
+    assert tried == [family.name for family in families()]
+    tried.clear()
+    assert main(["models", "swin", "--json"]) == 0
+    assert "swin_transformer" in tried and all("swin" in name for name in tried)
+    (tmp_path / "empty").mkdir()
+    assert main(["models", "empty"]) == 2 and "config.json" in capsys.readouterr().err
 
 
 def test_own_models_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

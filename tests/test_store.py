@@ -318,6 +318,32 @@ def test_a_model_comes_back_in_its_precision(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("swin_tiny_patch4_window7_224", {"window_size": 4, "embed_dim": 12, "depths": (2, 1), "num_heads": (2, 2)}),
+        ("beit_base_patch16_224", {"embed_dim": 24, "depth": 1, "num_heads": 2}),
+        ("eva02_tiny_patch14_224", {"embed_dim": 24, "depth": 1, "num_heads": 2, "patch_size": 16}),
+    ],
+)
+@pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])
+def test_buffers_that_are_not_saved_come_back_in_their_precision(
+    name: str, options: dict[str, Any], precision: torch.dtype, tmp_path: Path
+) -> None:
+    model = vf.treat_(timm.create_model(name, img_size=64, num_classes=3, **options), "cbs+adl").eval().to(precision)
+    images = torch.randn(2, 3, 64, 64, dtype=precision)
+    found = vf.load(vf.save(model, tmp_path))
+    assert {key: one.dtype for key, one in found.named_buffers()} == {
+        key: one.dtype for key, one in model.named_buffers()
+    }
+    assert torch.equal(found(images), model(images))
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["buffers"] = dict.fromkeys(config["buffers"], "bfloat61")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(vf.VitfocusError, match="did you mean 'bfloat16'"):
+        vf.load(tmp_path)
+
+
+@pytest.mark.parametrize(
     ("spec", "said"),
     [
         ("", "names no model"),
@@ -365,6 +391,10 @@ def test_files_that_are_no_models_are_told_in_words(tmp_path: Path) -> None:
         ("swin_tiny_patch4_window7_224", {"depths": (2, 2), "img_size": 64, "window_size": 4}, 64),
         ("swinv2_cr_tiny_224", {"img_size": 64, "window_size": 4}, 64),
         ("naflexvit_base_patch16_gap", {"depth": 1, "embed_dim": 48, "num_heads": 3}, 64),
+        # DaVit's and MaxViT's blocks hold two attentions, and those of CoAtNet's first stages none.
+        ("davit_tiny", {"depths": (1, 1, 2, 1)}, 64),
+        ("maxvit_rmlp_pico_rw_256", {"depths": (1, 1, 2, 1), "img_size": 64}, 64),
+        ("coatnet_pico_rw_224", {"depths": (1, 1, 2, 1)}, 224),
     ],
 )
 def test_what_timm_was_asked_for_is_told_from_the_model(

@@ -47,7 +47,9 @@ def run(args: argparse.Namespace) -> int:
         if any(_matches(pattern, text) for text in (f"{family.library} {family.name}".lower(), family.name, *names))
         and library in ("", family.library)
     ]
-    if Path(args.pattern).is_dir():
+    holds_a_model = any(Path(args.pattern, inner, "config.json").is_file() for inner in ("", "model"))
+    # No pattern is no folder, though Path("") is the current one, and a folder may be called as a family is.
+    if args.pattern and Path(args.pattern).is_dir() and (holds_a_model or not chosen):
         from vitfocus.anatomy import anatomy
         from vitfocus.cli.opening import open_called
 

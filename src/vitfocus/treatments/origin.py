@@ -249,7 +249,7 @@ def _telling(model: Any) -> dict[str, Any]:
         facts["in_chans"] = conv.in_channels if conv is not None else getattr(model, "in_chans", 3)
         stages = [block.stage for block in seen.trunk]
         if len(set(stages)) > 1:
-            facts["depths"] = tuple(stages.count(stage) for stage in sorted(set(stages)))
+            facts["depths"] = _depths(model) or tuple(stages.count(stage) for stage in sorted(set(stages)))
             firsts = [seen.trunk[stages.index(stage)] for stage in sorted(set(stages))]
             facts["num_heads"] = tuple(getattr(block.attention, "num_heads", None) for block in firsts)
             facts["embed_dims"] = tuple(block.width for block in firsts)
@@ -262,6 +262,12 @@ def _telling(model: Any) -> dict[str, Any]:
             facts["mlp_ratio"] = first.out_features / seen[0].width if isinstance(first, nn.Linear) else None
             facts["init_values"] = getattr(getattr(seen[0].host, "ls1", None), "init_values", None)
     return facts
+
+
+def _depths(model: Any) -> tuple[int, ...]:
+    """How many blocks the model itself counts in each stage: one of DaVit or MaxViT may hold two attentions or none."""
+    stages = getattr(model, "stages", ())
+    return tuple(len(stage.blocks) for stage in stages) if all(hasattr(stage, "blocks") for stage in stages) else ()
 
 
 def _without_memory(origin: Origin) -> nn.Module | None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ from vitfocus.treatments.weights import copy_into, load_weights, read_weights, r
 _FORMAT = 1
 _TASK = "_vitfocus_task"
 _WEIGHTS = {"all": "model.safetensors", "treatments": "treatments.safetensors"}
+_PRECISIONS = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float16, torch.bfloat16, torch.float64)}
 
 #: The shape of config.json.
 _CARD = {"task?": str, "classes?": [str], "source?": str, "size?": int, "test?": dict, "category_ids?": [int]}
@@ -38,6 +40,7 @@ _SHAPE = {
     "format": object,
     "arguments": dict,
     "treatments": [str],
+    "buffers?": {"*": str},
     "preprocessing?": {"mean": [float], "std": [float], "interpolation?": str, "crop_pct?": float},
     "task?": _CARD,
 }
@@ -107,6 +110,7 @@ def save(
         "treatments": [str(treatment) for treatment in treatments],
         "spec": write_spec(full_name(origin), treatments),
         "only": only,
+        "buffers": _unsaved_precisions(model) if only == "all" else {},
         "preprocessing": _preprocessing(model),
         **({"task": task_of(model)} if task_of(model) else {}),
         "sha256": digest(weights),
@@ -142,8 +146,8 @@ def load(folder: str | Path, *, onto: nn.Module | None = None, pretrained: bool 
     try:
         wanted = added_names(model) if config["only"] == "treatments" else set(model.state_dict())
         require(str(folder), wanted - set(tensors), set(tensors) - wanted)
-        if onto is None:
-            _take_dtypes(model, tensors)
+        if onto is None and config["only"] == "all":
+            _take_dtypes(model, {name: tensor.dtype for name, tensor in tensors.items()} | _precisions(config, folder))
         copy_into(model, tensors, str(folder))
     except VitfocusError:
         if onto is not None and not before:
@@ -157,11 +161,28 @@ def load(folder: str | Path, *, onto: nn.Module | None = None, pretrained: bool 
     return model.eval()
 
 
-def _take_dtypes(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Give a model's weights the precision of those that it is to have."""
+def _take_dtypes(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Give a model's weights and buffers the precision of those that it is to have."""
     for name, value in (*model.named_parameters(), *model.named_buffers()):
-        if name in tensors and value.is_floating_point():
-            value.data = value.data.to(tensors[name].dtype)
+        if name in dtypes and value.is_floating_point():
+            value.data = value.data.to(dtypes[name])
+
+
+def _unsaved_precisions(model: nn.Module) -> dict[str, str]:
+    """The precision of buffers that are made anew rather than saved (masks, the biases of keys), if not the usual."""
+    saved = model.state_dict()
+    unsaved = {name: str(one.dtype).removeprefix("torch.") for name, one in model.named_buffers() if name not in saved}
+    return {name: precision for name, precision in unsaved.items() if precision in _PRECISIONS}
+
+
+def _precisions(config: Mapping[str, Any], folder: Path) -> dict[str, torch.dtype]:
+    named = config.get("buffers", {})
+    if unknown := sorted(set(named.values()) - set(_PRECISIONS)):
+        raise VitfocusError(
+            f"{folder / 'config.json'} was changed since vitfocus.save wrote it: {unknown[0]!r} is no precision of a "
+            f"buffer; {nearest(unknown[0], _PRECISIONS)}"
+        )
+    return {name: _PRECISIONS[precision] for name, precision in named.items()}
 
 
 def remember_task(model: nn.Module, card: Mapping[str, Any]) -> None:

@@ -114,11 +114,11 @@ def insert_uniform_head(config: UniformHead, anatomy: Anatomy, surgeon: Surgeon)
     """Replace every block's attention."""
     for block in anatomy.trunk:
         original: Any = block.attention
-        kind = type(original)
-        if f"{kind.__module__}.{kind.__qualname__}" != _VIT_ATTENTION:
+        kind = f"{type(original).__module__}.{type(original).__qualname__}"
+        if kind != _VIT_ATTENTION:  # in full: BEiT's is called Attention too
             raise VitfocusError(
-                f"{config} rebuilds plain ViT attention (timm's Attention), and {block.name} has "
-                f"{'none' if original is None else kind.__name__}."
+                f"{config} rebuilds plain ViT attention ({_VIT_ATTENTION}), and {block.name} has "
+                f"{'none' if original is None else kind}."
             )
         if original.num_heads < 2 and config.mode != "append":
             raise VitfocusError(f"{config} needs at least two heads, and {block.name} has one: use mode=append.")
