@@ -11,13 +11,14 @@ import os
 import pytest
 import timm
 import torch
-from kernel_cases import Attention, Pooling, check_attention, check_context, check_pooling
+from kernel_cases import Attention, Pooling, check_attention, check_context, check_pooling, compare, explicit
 
 import vitfocus as vf
 from vitfocus.kernels.backends import backend, has_triton
 from vitfocus.kernels.context import share_mean
 from vitfocus.kernels.diversity import diversity
 from vitfocus.kernels.pooling import mix_dilated
+from vitfocus.kernels.statistics import map_statistics, statistics
 
 pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1"),
@@ -167,6 +168,48 @@ def test_more_heads_than_fit_are_left_to_the_pass_in_chunks(monkeypatch: pytest.
     monkeypatch.setattr(module, "_diversity", None)
     for shape in ((1, 33, 7, 16), (1, 16, 7, 80)):
         check_attention(Attention("too large", shape, threshold=1.0))
+
+
+@pytest.mark.parametrize("shared", ["heads", "images", "none"])
+@pytest.mark.parametrize("dtypes", [(HALF, torch.float32), (torch.float32, HALF)], ids=["half-query", "half-key"])
+def test_keys_may_be_shared_and_of_another_type(shared: str, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    """As attention itself takes them: heads that share keys have one head of them, and autocast evens out types."""
+    query, key, _, options = Attention("shared", (2, 3, 23, 16)).inputs(1)
+    few = {"heads": key[:, :1], "images": key[:1], "none": key}[shared].detach()
+    given = [query.detach().to(dtypes[0]).requires_grad_(), few.to(dtypes[1]).requires_grad_()]
+    exact = [one.detach().double().requires_grad_() for one in given]
+    with backend("triton"):
+        got = diversity(*given, scale=0.3, **options)
+        numbers = statistics(given[0].detach(), given[1].detach(), scale=0.3).numbers
+    maps = (exact[0] * 0.3 @ exact[1].mT).softmax(-1)
+    expected = explicit(exact[0], exact[1].expand(2, 3, -1, -1), None, 0.3, options)
+    compare("loss", got, expected, 2e-5)
+    for mine, theirs in zip(torch.autograd.grad(got, given), torch.autograd.grad(expected, exact), strict=True):
+        compare("gradient", mine, theirs, 4e-3)
+    compare("statistics", numbers, map_statistics(maps.detach()).numbers, 1e-4)
+
+
+def test_what_lies_apart_is_read_where_it_lies() -> None:
+    """Rows, a scale and gradients that are every second number of something longer."""
+    query, key, _, options = Attention("apart", (2, 2, 50, 16)).inputs(2)
+    rows = torch.randperm(50, generator=torch.Generator().manual_seed(0))[:40:2]
+    options |= {"rows": rows, "variant": "paper"}
+    with backend("triton"):
+        compare("loss", diversity(query, key, scale=0.3, **options), explicit(query, key, None, 0.3, options), 1e-5)
+    tokens, scale = torch.randn(2, 5, 16)[..., ::2], torch.randn(16)[::2]
+    expected = tokens + scale * tokens.mean(dim=1, keepdim=True)
+    torch.testing.assert_close(share_mean(tokens, scale), expected)
+
+
+def test_no_images_at_all() -> None:
+    """The last process's share of a small batch may be empty; a mean over nothing is not a number, as torch has it."""
+    query = torch.zeros(0, 2, 7, 16, requires_grad=True)
+    with backend("triton"):
+        loss = diversity(query, query, scale=0.3)
+        loss.backward()
+    assert loss.isnan() and query.grad is not None and query.grad.shape == query.shape
+    assert share_mean(torch.zeros(0, 5, 8)).shape == (0, 5, 8)
+    assert mix_dilated(torch.zeros(0, 5, 8), torch.zeros(0, 4, 3), (2, 2)).shape == (0, 5, 8)
 
 
 def test_given_normalisers_change_nothing() -> None:

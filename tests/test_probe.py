@@ -7,8 +7,15 @@ import timm
 import torch
 from tiny import build, shake
 from torch import nn
+from torch.nn import functional as F
 
 import vitfocus as vf
+from vitfocus.attention.observation import Observation
+from vitfocus.attention.probe import Watched, observing
+from vitfocus.attention.reading import Geometry
+from vitfocus.attention.stream import LayerStream
+from vitfocus.kernels.backends import backend
+from vitfocus.kernels.diversity import diversity, row_similarity
 
 
 def differential() -> tuple[nn.Module, torch.Tensor]:
@@ -56,3 +63,56 @@ def test_maps_are_the_models_own(family: str, fused: bool) -> None:
     assert all("distance" in row for row in rows)
     with torch.no_grad():
         assert torch.equal(model(images), plain)
+
+
+class SharedKeys(nn.Module):
+    """Attention whose heads share one head of keys and values."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.num_heads = heads
+        self.query, self.key = nn.Linear(width, width), nn.Linear(width, width // heads)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        query = self.query(tokens).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
+        key = self.key(tokens)[:, None]
+        return F.scaled_dot_product_attention(query, key, key).transpose(1, 2).flatten(2)
+
+
+def test_heads_that_share_their_keys() -> None:
+    """Every head's map is seen, and tiles and whole maps give the same readings."""
+    torch.manual_seed(0)
+    module, tokens, seen = SharedKeys(32, 4), torch.randn(2, 9, 32), []
+    output = Watched(module, "attention", seen.append)(tokens)
+    query = module.query(tokens).unflatten(2, (4, 8)).transpose(1, 2)
+    expected = (query @ module.key(tokens)[:, None].mT * 8**-0.5).softmax(-1)
+    torch.testing.assert_close(output, (expected @ module.key(tokens)[:, None]).transpose(1, 2).flatten(2))
+    (one,) = seen
+    torch.testing.assert_close(one.attention(), expected)
+    streams = [LayerStream(token_attention=True, budget=40), LayerStream(token_attention=True)]
+    square = Geometry(9, 9, query_grid=(3, 3), key_grid=(3, 3))
+    streams[0].observe(one, square)
+    streams[1].observe(Observation(map=expected.detach()), square)
+    rows = [stream.row() for stream in streams]
+    assert rows[0] == pytest.approx(rows[1], rel=1e-4)
+    with backend("chunked"):
+        losses = [diversity(one.query, one.key, scale=one.scale), row_similarity(expected)]
+    torch.testing.assert_close(*losses)
+    for mine, theirs in zip(*(torch.autograd.grad(loss, list(module.parameters())) for loss in losses), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_a_model_under_autocast_is_read_in_single_precision() -> None:
+    """Its maps follow from its half-precision queries and keys, and nothing more is rounded on the way."""
+    model, images = build("vit")
+    seen: list[Observation] = []
+    with torch.autocast("cpu", torch.bfloat16):
+        maps = vf.attention_maps(model, images, layers=[0])[0]
+        row = vf.diagnose(model, images).rows[0]
+        with torch.no_grad(), observing([vf.anatomy(model)[0]], lambda block, one: seen.append(one)):
+            model(images)
+    (one,) = seen
+    assert one.query is not None and one.key is not None and one.query.dtype == torch.bfloat16
+    exact = (one.query.double() * one.scale @ one.key.double().mT).softmax(-1)
+    torch.testing.assert_close(maps.double(), exact, rtol=1e-5, atol=1e-7)
+    assert row["entropy"] == pytest.approx(float(torch.special.entr(exact).sum(-1).mean()), rel=1e-5)

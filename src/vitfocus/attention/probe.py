@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from vitfocus.anatomy import Block
 from vitfocus.attention.observation import Observation, join_heads
-from vitfocus.kernels.attention import attention_with_normalisers
+from vitfocus.kernels.attention import attention_with_normalisers, matched
 from vitfocus.kernels.backends import chosen, exporting
 
 Sink = Callable[[Observation], None]
@@ -89,6 +89,7 @@ def _from_call(
     query, key = _by_heads(query, heads), _by_heads(key, heads)
     if enable_gqa and key.shape[1] != query.shape[1]:
         key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    query, key = matched(query, key)
     return Observation(query=query, key=key, scale=scale, bias=attn_mask), value if plain else None
 
 
@@ -178,11 +179,12 @@ def observing(blocks: Sequence[Block], sink: Callable[[Block, Observation], None
 
 
 class _BlockSink:
-    """Tells the sink which block an observation came from."""
+    """Tells the sink which block an observation came from, and has it compute with the precision that it asks for."""
 
     def __init__(self, block: Block, sink: Callable[[Block, Observation], None]) -> None:
         self.block = block
         self.sink = sink
 
     def __call__(self, seen: Observation) -> None:
-        self.sink(self.block, seen)
+        with torch.autocast(seen.device.type, enabled=False):  # the model's is not the readings'
+            self.sink(self.block, seen)

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from vitfocus.kernels.attention import matched
 from vitfocus.kernels.backends import chosen, forced
 from vitfocus.kernels.diversity_chunked import Place, diversity_in_chunks, empty_like_tokens
 from vitfocus.kernels.room import fits, room
@@ -92,10 +93,13 @@ def diversity(
     >>> torch.allclose(diversity(q, k, scale=1.0, variant="paper"), whole)
     True
     """
+    query, key = matched(query, key)
     name = chosen(query, key, bias)
     group = query.shape[1] if heads == "mean" else 1
     if name == "triton" and not fits(group, query.shape[3], query.element_size(), room(query.device)):
         name = "chunked"
+    if not query.numel():  # no images: nothing to launch
+        name = "reference"
     if name == "chunked" and forced() == "auto" and query.shape[:3].numel() * key.shape[2] <= SMALL:
         name = "reference"
     if bias is not None:

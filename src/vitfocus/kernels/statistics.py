@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from vitfocus.kernels.attention import matched
 from vitfocus.kernels.backends import chosen
 from vitfocus.kernels.room import fits, padded, room
 
@@ -188,6 +189,7 @@ def statistics(
     >>> all(torch.allclose(a, b, atol=1e-5) for a, b in zip(statistics(q, k, scale=1.0), whole))
     True
     """
+    query, key = matched(query, key)
     name = backend_for(query, key, bias)
     if name == "triton":
         sides = [*grids.query, *grids.key, grids.prefix] if grids is not None else []

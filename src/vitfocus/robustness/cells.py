@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from vitfocus.attention.reading import resting
 from vitfocus.robustness.pixels import PixelModel
 from vitfocus.robustness.sources import Batch
 from vitfocus.robustness.stability import flip_share, top5_distance
@@ -78,6 +79,7 @@ class Watched:
                 logits = [model(part) for part in flat.split(self.at_once)]
             ranking = torch.cat([_best(part, 5) for part in logits]).view(*frames.shape[:2], -1)
             broken = torch.cat([part.isnan().any(1) for part in logits]).view(*frames.shape[:2]).any(1)
+            ranking, broken = resting(ranking), resting(broken)
             flips = flip_share(ranking, self.noise, self.stride).masked_fill(broken, torch.nan)
             outcomes.append({"flip": flips, "top5_distance": top5_distance(ranking, self.noise, self.stride)})
         return outcomes

@@ -65,6 +65,9 @@ def frames(
     if sizes is None:
         sizes = torch.tensor(images.shape[-2:], device=images.device).expand(len(images), 2)
     ids = torch.arange(len(images), device=images.device) if ids is None else ids
+    if images.device.type not in ("cpu", "cuda"):  # devices without float64
+        made = frames(images.cpu(), name, crop, sizes=sizes.cpu(), difficulty=difficulty, seed=seed, ids=ids.cpu())
+        return made.to(images.device)
     with torch.no_grad(), torch.autocast(images.device.type, enabled=False):
         if name in NOISE:
             sequence = _noisy(_centre(images, sizes, crop), name, difficulty, seed, ids)

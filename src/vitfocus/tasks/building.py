@@ -23,6 +23,13 @@ if TYPE_CHECKING:
 HEADS = ("head", "head_dist", "fc", "classifier", "heads", "cls_classifier", "distillation_classifier")
 
 
+def over_several_gpus(recipe: Recipe) -> bool:
+    """Whether several processes train, each on a GPU: normalisations can see the whole batch there, and only there."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    on_gpus = recipe.engine.device != "cpu" and torch.cuda.is_available()
+    return on_gpus and distributed and torch.distributed.get_world_size() > 1
+
+
 def build_model(recipe: Recipe, classes: int) -> nn.Module:
     """The model of a recipe that knows so many classes."""
     return build_with(recipe, model_arguments(recipe, classes))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from vitfocus.data.detection import Detections, mask_tools, open_detections
@@ -14,7 +13,7 @@ from vitfocus.data.samples import SampleBatches, evaluation_indices
 from vitfocus.data.stream import Stream
 from vitfocus.errors import VitfocusError
 from vitfocus.tasks.base import DiversityTerm, Setting, Task
-from vitfocus.tasks.building import build_with
+from vitfocus.tasks.building import build_with, over_several_gpus
 from vitfocus.tasks.detection_inference import Normalise, Searcher
 from vitfocus.tasks.detection_scores import coco_scores
 from vitfocus.treatments.origin import split_library
@@ -64,8 +63,7 @@ class Detect(Task):
         """The recipe's detector; over several GPUs its pyramid's normalisations see the whole batch."""
         model: Any = build_with(self.recipe, self.arguments())
         self.try_model(model, self.recipe.data.size, lambda image: model(list(image)))
-        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if distributed and torch.distributed.get_world_size() > 1 and torch.cuda.is_available():
+        if over_several_gpus(self.recipe):
             features = model.backbone.features
             features.resample = nn.SyncBatchNorm.convert_sync_batchnorm(features.resample)
         return model

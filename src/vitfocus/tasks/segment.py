@@ -19,7 +19,7 @@ from vitfocus.data.segmentation_classes import IGNORE
 from vitfocus.data.stream import Stream
 from vitfocus.errors import VitfocusError
 from vitfocus.tasks.base import DiversityTerm, Setting, Task
-from vitfocus.tasks.building import build_model, model_arguments
+from vitfocus.tasks.building import build_model, model_arguments, over_several_gpus
 from vitfocus.tasks.confusion import confusion, iou_by_class, scores_of
 from vitfocus.tasks.segment_inference import Protocol, predict
 from vitfocus.treatments.composed import COMPOSED
@@ -85,8 +85,7 @@ class Segment(Task):
                 f"it, such as upernet:{self.recipe.model.spec}."
             )
         self.try_model(model, self.recipe.data.size, model)
-        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if distributed and torch.distributed.get_world_size() > 1 and torch.cuda.is_available():
+        if over_several_gpus(self.recipe):
             for part in ("decoder", "auxiliary"):
                 if isinstance(head := getattr(model, part, None), nn.Module):
                     setattr(model, part, nn.SyncBatchNorm.convert_sync_batchnorm(head))

@@ -237,8 +237,9 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
     if not meters:
         placed = next(model.parameters(), None)
         return torch.zeros((), device=placed.device if placed is not None else None)
-    total = torch.zeros((), device=meters[0].loss.device)  # type: ignore[union-attr]
+    device = meters[0].loss.device  # type: ignore[union-attr]  # of a model that is spread over several, the first
+    total = torch.zeros((), device=device)
     for config in dict.fromkeys(meter.config for meter in meters):
-        losses = [meter.loss for meter in meters if meter.config == config and meter.loss is not None]
+        losses = [meter.loss.to(device) for meter in meters if meter.config == config and meter.loss is not None]
         total = total + config.weight * torch.stack(losses).mean()
     return total

@@ -148,8 +148,8 @@ def timed(step: Step) -> float:
 
 
 def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def memory(step: Step) -> int:

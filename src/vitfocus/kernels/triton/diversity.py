@@ -420,6 +420,6 @@ def bias_gradient(
         totals = longer
     factor = tl.load(weight).to(tl.float32) * share
     for h in tl.static_range(G):
-        start = out + chunk.to(tl.int64) * out_strides[0] + (group * G + h) * out_strides[1]
+        start = out + chunk.to(tl.int64) * out_strides[0] + (group * G + h).to(tl.int64) * out_strides[1]
         where = query_rows[:, None] * out_strides[2] + cols[None, :] * out_strides[3]
         tl.store(start + where, totals[h] * factor, mask=row_ok[:, None] & col_ok[None, :])

@@ -11,6 +11,7 @@ from torch import Tensor
 from vitfocus.kernels.diversity_chunked import Place, empty_like_tokens
 from vitfocus.kernels.room import padded, room, shrink
 from vitfocus.kernels.triton import diversity as kernels
+from vitfocus.kernels.triton.placing import on_its_device
 from vitfocus.kernels.triton.tiles import log_sum_exp
 
 #: Programs that keep a large GPU busy, and partial sums that one program adds up by itself.
@@ -30,6 +31,7 @@ class Saved(NamedTuple):
     inner: Tensor
 
 
+@on_its_device
 def forward(
     query: Tensor, key: Tensor, bias: Tensor | None, rows: Tensor | None, lse: Tensor | None, where: Place
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -84,6 +86,7 @@ def _added(parts: Tensor, axis: int, most: int = 1) -> Tensor:
     return parts if most > 1 else parts.squeeze(axis)
 
 
+@on_its_device
 def backward(
     gradient: Tensor,
     query: Tensor,
@@ -181,7 +184,7 @@ class _Shape:
         self.bound = where.bound(self.keys)
         self.paper, self.has_bias, self.has_rows = where.paper, bias is not None, rows is not None
         self.bias: Tensor = bias if bias is not None else query
-        self.rows: Tensor = rows if rows is not None else query
+        self.rows: Tensor = rows.contiguous() if rows is not None else query
         spread = (self.batch, self.heads, self.queries, self.keys)
         bias_strides = bias.expand(spread).stride() if bias is not None else (0, 0, 0, 0)
         self.strides = (query.stride(), key.stride(), bias_strides)

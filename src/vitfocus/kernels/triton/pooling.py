@@ -14,8 +14,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vitfocus.kernels.triton.placing import on_its_device
+
 #: A program owns a square of so many patches a side.
 SIDE = 8
+
+
+@triton.jit
+def _own(height, width, groups, SIDE: tl.constexpr):
+    """The square, the group of channels and the image of this program; all on one axis, for others are short."""
+    squares = tl.cdiv(height, SIDE) * tl.cdiv(width, SIDE)
+    mine = tl.program_id(0)
+    return mine % squares, (mine // squares) % groups, (mine // (squares * groups)).to(tl.int64)
 
 
 @triton.jit
@@ -147,7 +157,7 @@ def mix_forward(tokens, scores, out, weights_out, count, height, width, prefix, 
                 K: tl.constexpr, SIDE: tl.constexpr, SPAN: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr,
                 NC: tl.constexpr):  # fmt: skip
     """out = Σ_k softmax(scores)_k · pool_k(tokens); the weights are kept for the backward pass."""
-    block, group, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    block, group, batch = _own(height, width, tl.cdiv(C, NC * BC), SIDE)
     channel = group * NC * BC
     _, _, _, _, patch, ok = _block(block, height, width, SIDE)
     mine = batch * (height * width) * K
@@ -210,7 +220,7 @@ def mix_backward(tokens, weights, gradient, token_gradient, score_gradient, coun
                  PRECISION: tl.constexpr, K: tl.constexpr, SIDE: tl.constexpr, SPAN: tl.constexpr, BN: tl.constexpr,
                  BC: tl.constexpr, NC: tl.constexpr):  # fmt: skip
     """Some programs make the tokens' gradient, Mᵀ · gradient; the last group makes that of the scores."""
-    block, group, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    block, group, batch = _own(height, width, groups + 1, SIDE)
     channel, mine = group * NC * BC, batch * (height * width) * K
     image, slope, out = tokens + batch * count * C, gradient + batch * count * C, token_gradient + batch * count * C
     if group < groups:
@@ -224,6 +234,7 @@ def mix_backward(tokens, weights, gradient, token_gradient, score_gradient, coun
                         width, C, PRECISION, K, SIDE, SPAN, BN, BC, NC)  # fmt: skip
 
 
+@on_its_device
 def forward(tokens: Tensor, scores: Tensor, grid: tuple[int, int], prefix: int) -> tuple[Tensor, Tensor]:
     """Mixed tokens (B, N, C) and the weights (B, H·W, K) in float32."""
     tokens, scores = tokens.contiguous(), scores.contiguous()
@@ -231,10 +242,11 @@ def forward(tokens: Tensor, scores: Tensor, grid: tuple[int, int], prefix: int) 
     out = torch.empty_like(tokens)
     weights = torch.empty(scores.shape, dtype=torch.float32, device=tokens.device)
     blocks, groups, settings = launch_settings("forward", tokens, grid, scores.shape[-1])
-    mix_forward[blocks, groups, batch](tokens, scores, out, weights, count, *grid, prefix, channels, **settings)
+    mix_forward[blocks * groups * batch,](tokens, scores, out, weights, count, *grid, prefix, channels, **settings)
     return out, weights
 
 
+@on_its_device
 def backward(
     gradient: Tensor, tokens: Tensor, weights: Tensor, grid: tuple[int, int], prefix: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
@@ -243,7 +255,7 @@ def backward(
     batch, count, channels = tokens.shape
     token_gradient, score_gradient = torch.empty_like(tokens), torch.empty_like(weights, dtype=dtype)
     blocks, groups, settings = launch_settings("backward", tokens, grid, weights.shape[-1])
-    mix_backward[blocks, groups + 1, batch](
+    mix_backward[blocks * (groups + 1) * batch,](
         tokens, weights, gradient, token_gradient, score_gradient, count, *grid, prefix, channels, groups, **settings
     )
     return token_gradient, score_gradient

@@ -13,11 +13,13 @@ from vitfocus.kernels.room import padded, room, shrink
 from vitfocus.kernels.statistics import Attention, Numbers
 from vitfocus.kernels.triton import statistics as kernels
 from vitfocus.kernels.triton.diversity_launch import normalisers
+from vitfocus.kernels.triton.placing import on_its_device
 
 #: How many columns at a time a program of the last pass goes through.
 _COLUMNS = 1024
 
 
+@on_its_device
 def statistics(
     query: Tensor,
     key: Tensor,
@@ -53,6 +55,7 @@ def statistics(
     return entropy, numbers
 
 
+@on_its_device
 def pair_products(one: Attention, two: Attention, scale: float) -> Tensor:
     """Inner products of two maps, (3, B, H)."""
     (query, key, bias, _), (other_query, other_key, _, _) = one, two
