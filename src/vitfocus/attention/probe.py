@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from vitfocus.anatomy import Block
 from vitfocus.attention.observation import Observation, join_heads
 from vitfocus.kernels.attention import attention_with_normalisers, matched
-from vitfocus.kernels.backends import chosen, exporting
+from vitfocus.kernels.backends import chosen, exporting, outside_autocast
 
 Sink = Callable[[Observation], None]
 
@@ -186,5 +186,5 @@ class _BlockSink:
         self.sink = sink
 
     def __call__(self, seen: Observation) -> None:
-        with torch.autocast(seen.device.type, enabled=False):  # the model's is not the readings'
+        with outside_autocast(seen.device):
             self.sink(self.block, seen)

@@ -14,7 +14,8 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,3 +92,14 @@ def exporting() -> bool:
     The flag and not `torch.compiler.is_exporting()`, which torch 2.11 takes for true in everything it compiles.
     """
     return bool(torch.compiler._is_exporting_flag)
+
+
+def outside_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Within the context, what computes there computes in the dtypes that it names, whatever the model's are.
+
+    >>> with torch.autocast("cpu"), outside_autocast(torch.device("cpu")):
+    ...     (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+    torch.float32
+    """
+    # The meta device has no autocast to leave.
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)

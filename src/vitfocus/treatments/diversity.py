@@ -18,6 +18,7 @@ from vitfocus.anatomy import Anatomy
 from vitfocus.attention.observation import Observation
 from vitfocus.attention.probe import Watched
 from vitfocus.errors import VitfocusError
+from vitfocus.kernels.backends import outside_autocast
 from vitfocus.kernels.diversity import diversity, row_similarity
 from vitfocus.treatments.base import Layers, Treatment, choose_blocks, handles, layers_option, option
 from vitfocus.treatments.notes import CallNotes, note_sequence
@@ -136,7 +137,7 @@ class DiversityMeter(nn.Module):
         if config.rows is not None and config.rows < count:
             rows = self.choice.of(count, config.rows, first, seen.device, self.number)
         form: Any = {"variant": config.variant, "heads": config.heads, "threshold": config.threshold}
-        with torch.autocast(seen.device.type, enabled=False):
+        with outside_autocast(seen.device):
             if seen.query is not None and seen.key is not None:
                 place: Any = {"scale": seen.scale, "bias": seen.bias, "rows": rows, "first": first, "lse": seen.lse}
                 return diversity(seen.query, seen.key, **place, **form)
