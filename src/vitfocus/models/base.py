@@ -5,6 +5,7 @@ A family writes its modules and a `_trunk`; classifier, features, checkpointing 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection
 from typing import Any
 
@@ -102,7 +103,7 @@ class Attention(nn.Module):
         return self.proj_drop(self.proj(x.transpose(1, 2).flatten(2)))
 
 
-class Backbone(nn.Module):
+class Backbone(nn.Module, ABC):
     """timm's conventions over a family's `_trunk`.
 
     A family sets `embed_dim` (the classifier's width), `feature_info`, `norm`, `head_drop` and `head`, and writes
@@ -123,13 +124,13 @@ class Backbone(nn.Module):
         self._set_pool(global_pool)
         self.head_drop = nn.Dropout(drop_rate)
 
+    @abstractmethod
     def _trunk(self, x: Tensor, take: Collection[int], norm: bool, last: int | None) -> tuple[Tensor, list[Tensor]]:
         """Run the trunk, up to feature `last` where given; return its output and the taken maps, B, C, H, W."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _finish(self, x: Tensor) -> Tensor:
         """Turn the trunk's output into what `forward_features` returns."""
-        raise NotImplementedError
 
     def _call(self, block: nn.Module, *args: Any) -> Tensor:
         if self.grad_checkpointing and torch.is_grad_enabled():
@@ -204,9 +205,9 @@ class Backbone(nn.Module):
             self.reset_classifier(0, "")
         return take
 
+    @abstractmethod
     def _prune(self, last: int, prune_head: bool) -> None:
         """Drop the modules above feature `last`."""
-        raise NotImplementedError
 
     def forward_features(self, x: Tensor) -> Tensor:
         """Images, B, C, H, W → normalised tokens, B, 1 + N, C, the class token first (RVT: the map B, C, H, W)."""
