@@ -219,6 +219,27 @@ def test_t_distribution_and_holm_agree_with_scipy() -> None:
     assert intervals.holm([0.001, 0.02, 0.04, 0.2]) == [True, False, False, False]  # 0.02 > 0.05 / 3
 
 
+def test_pooled_model_agrees_with_least_squares_and_power_with_the_noncentral_t() -> None:
+    rng = np.random.default_rng(3)
+    table = rng.normal(80, 1, (5, 3)) + rng.normal(0, 1, 3)
+    rows = [(arm, seed) for arm in range(5) for seed in range(3)]
+    design = np.array(
+        [[1.0, *(arm == i for i in range(1, 5)), *(seed == i for i in range(1, 3))] for arm, seed in rows]
+    )
+    solution, residual, *_ = np.linalg.lstsq(design, table.ravel(), rcond=None)
+    covariance = residual[0] / 8 * np.linalg.inv(design.T @ design)
+    found = intervals.pooled({str(arm): list(table[arm]) for arm in range(5)}, "0")
+    assert list(found) == ["1", "2", "3", "4"]
+    for arm in range(1, 5):
+        half = stats.t.ppf(0.975, 8) * covariance[arm, arm] ** 0.5
+        assert found[str(arm)].mean == pytest.approx(solution[arm])
+        assert found[str(arm)].interval == pytest.approx((solution[arm] - half, solution[arm] + half))
+    for effect, spread, count in ((0.7, 0.68, 3), (0.7, 0.2, 3), (-1.2, 0.7, 5), (0.0, 1.0, 2)):
+        shift, bound = effect / spread * count**0.5, stats.t.ppf(0.975, count - 1)
+        expected = stats.nct.sf(bound, count - 1, shift) + stats.nct.cdf(-bound, count - 1, shift)
+        assert intervals.power(effect, spread, count) == pytest.approx(expected, abs=1e-5)
+
+
 def test_doctests_of_the_reporting() -> None:
     for module in (intervals, outcomes, claims, words, readme):
         found = doctest.testmod(module, optionflags=doctest.ELLIPSIS)
@@ -420,6 +441,28 @@ def test_readme_keeps_what_people_wrote(results: Path, tmp_path: Path) -> None:
 def test_the_committed_readme_has_a_place_for_the_tables() -> None:
     text = (STUDY / "README.md").read_text(encoding="utf-8")
     assert text.count(readme.BEGIN) == text.count(readme.END) == 1
+
+
+def test_the_committed_readme_shows_the_committed_results() -> None:
+    text = (STUDY / "README.md").read_text(encoding="utf-8")
+    written = text.partition(readme.BEGIN)[2].partition(readme.END)[0]
+    study = gathered.gather(STUDY / "results", report.PLAN)
+    pictures = [(name, title) for title, name in re.findall(r"!\[(.+?)\]\(results/(.+?)\)", written)]
+    assert written.strip() == readme.generated(study, report.PLAN, 3, pictures)
+
+
+def test_every_number_quoted_about_the_study_is_printed_by_its_report() -> None:
+    root = STUDY.parents[1]
+    words, _, results = (STUDY / "README.md").read_text(encoding="utf-8").partition(readme.BEGIN)
+    printed = set(re.findall(r"\d+\.\d+", results.partition(readme.END)[0]))
+    headline = re.search(
+        r"^What to expect of them.*?\n\n", (root / "README.md").read_text(encoding="utf-8"), re.M | re.S
+    )
+    assert headline is not None
+    page = (root / "docs" / "should-i-use-it.md").read_text(encoding="utf-8")
+    for text in (words, headline.group(), page):
+        quoted = re.findall(r"\d+\.\d+", text)
+        assert len(quoted) > 10 and not [number for number in quoted if number not in printed]
 
 
 def test_toy_runs_are_not_taken_for_the_study(tmp_path: Path) -> None:

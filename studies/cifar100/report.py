@@ -23,6 +23,7 @@ from reporting.sections.costs import add_cost
 from reporting.sections.diagnosis import add_diagnosis
 from reporting.sections.finetune import add_finetune
 from reporting.sections.heads import add_heads
+from reporting.sections.limits import add_limits
 from reporting.sections.progress import add_progress
 from reporting.sections.robust import add_robustness
 from reporting.sections.selection import add_selection
@@ -55,6 +56,7 @@ def build(study: Study) -> Page:
     page = Page(TITLE, f"Context Broadcasting, TAP and ADL, with vitfocus {__version__}; written {stamp}.")
     judged = judge(study)
     add_progress(page, study, PLAN, len(SEEDS), judged)
+    add_limits(page, study)
     add_claims(page, judged)
     add_robustness(page, study)
     add_attention(page, study)

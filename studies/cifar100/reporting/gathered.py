@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from reporting.intervals import Estimate, estimate
+from reporting.intervals import Estimate, estimate, pooled
 from reporting.outcomes import Outcome
 from vitfocus.errors import VitfocusError
 
@@ -71,6 +71,14 @@ class Study:
         """An arm's number less the plain model's, seed by seed."""
         found = self.compare([(1, group, arm), (-1, group, "plain")], outcome)
         return found.difference if found else None
+
+    def pooled_against_plain(self, group: str, outcome: Outcome) -> dict[str, Estimate]:
+        """Every arm less plain by the pooled model, over the seeds that all arms have; empty where they are too few."""
+        arms = {arm: values for arm in self.arms(group) if (values := self.seeds(group, arm, outcome))}
+        common = sorted(set.intersection(*(set(values) for values in arms.values()))) if arms else []
+        if "plain" not in arms or len(arms) < 2 or len(common) < 2:
+            return {}
+        return pooled({arm: [values[seed] for seed in common] for arm, values in arms.items()}, "plain")
 
 
 def gather(folder: Path, order: Mapping[str, Sequence[str]]) -> Study:

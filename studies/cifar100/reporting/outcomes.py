@@ -88,9 +88,20 @@ def _mean(found: Any) -> float | None:
     return fmean(kept) if kept and len(kept) == len(numbers) else None
 
 
+def _kept(run: Run) -> float | None:
+    """Accuracy on corrupted images as a share of accuracy on clean ones, in percent.
+
+    >>> _kept({"clean": {"accuracy": 50.0}, "corruption": {"mean_error": 60.0}})
+    80.0
+    """
+    accuracy, error = at("clean", "accuracy")(run), at("corruption", "mean_error")(run)
+    return 100 * (100 - error) / accuracy if accuracy and error is not None else None
+
+
 ACCURACY = Outcome("accuracy", "%", 2, 1, at("clean", "accuracy"))
 TOP5 = Outcome("top-5 accuracy", "%", 2, 1, at("clean", "top5"))
 CORRUPTION = Outcome("corruption error", "%", 2, -1, at("corruption", "mean_error"))
+KEPT = Outcome("accuracy kept under corruption", "% of clean", 2, 1, _kept)
 ENTROPY = Outcome("entropy", "nats", 3, 0, mean_at("reading", "entropy"))
 DEEP_ENTROPY = Outcome("entropy, upper half", "nats", 3, 0, mean_at("reading", "entropy", deep=True))
 OVERFOCUS = Outcome("overfocus", "share", 3, 0, mean_at("reading", "overfocus"))

@@ -8,8 +8,9 @@ from pathlib import Path
 from reporting.claims import judge
 from reporting.gathered import Study
 from reporting.labels import MODELS, label
-from reporting.outcomes import ACCURACY, CORRUPTION, at
+from reporting.outcomes import ACCURACY, CORRUPTION, KEPT, at
 from reporting.sections.claimed import HEADINGS, RULE, compared, marked, multiplicity, numbers
+from reporting.sections.limits import limits
 from reporting.sections.progress import how_far, verdicts
 from reporting.words import INTERVALS, written
 from vitfocus.files import write_text
@@ -18,7 +19,7 @@ from vitfocus.report.page import minus
 BEGIN = "<!-- results: written by `study.py report`; changes between these marks are lost -->"
 END = "<!-- end of results -->"
 
-COLUMNS = (ACCURACY, CORRUPTION)
+COLUMNS = (ACCURACY, CORRUPTION, KEPT)
 
 
 #: A file beside the results, and what it shows.
@@ -46,7 +47,10 @@ def generated(study: Study, plan: Mapping[str, Sequence[str]], seeds: int, pictu
     shown = [f"![{title}](results/{name})" for name, title in pictures]
     if not any(study.runs.values()):
         return "\n\n".join([how_far(study, plan, seeds), *shown])
-    parts = [f"{how_far(study, plan, seeds)} {verdicts(judged)}", *shown, INTERVALS]
+    parts = [f"{how_far(study, plan, seeds)} {verdicts(judged)}"]
+    if said := limits(study):
+        parts += ["### Before you use these numbers", "\n".join(f"- {_escaped(one)}" for one in said)]
+    parts += [*shown, INTERVALS]
     for group in ("vit-ti", "vit-s", "fine-tune"):
         if study.arms(group):
             parts += [f"### {MODELS[group]}", arms_table(study, group)]
@@ -66,7 +70,7 @@ def generated(study: Study, plan: Mapping[str, Sequence[str]], seeds: int, pictu
 
 
 def arms_table(study: Study, group: str) -> str:
-    """Accuracy and corruption error by arm, their differences to plain, and the cost of a step where it is known."""
+    """Accuracy, corruption error and accuracy kept by arm, differences to plain, and the cost of a step if known."""
     headings = ["arm", "seeds"]
     for one in COLUMNS:
         headings += [f"{one.title} ({one.unit})", "less plain's"]

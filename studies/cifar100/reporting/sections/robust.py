@@ -5,7 +5,18 @@ from __future__ import annotations
 from reporting.charts import difference_chart, difference_grid
 from reporting.gathered import Study
 from reporting.labels import MODELS, label
-from reporting.outcomes import ACCURACY, CORRUPTION, OCCLUSION, TOP5, Outcome, corruption, fgsm, names_at, occlusion
+from reporting.outcomes import (
+    ACCURACY,
+    CORRUPTION,
+    KEPT,
+    OCCLUSION,
+    TOP5,
+    Outcome,
+    corruption,
+    fgsm,
+    names_at,
+    occlusion,
+)
 from reporting.words import arm_table
 from vitfocus.corruptions import CORRUPTIONS
 from vitfocus.report.page import Page
@@ -14,15 +25,15 @@ SCRATCH = ("vit-ti", "vit-s")
 
 
 def scores(study: Study, *groups: str) -> list[Outcome]:
-    """Accuracy, corruption error, FGSM and occlusion, as far as these groups' runs have them."""
+    """Accuracy, corruption error, accuracy kept, FGSM and occlusion, as far as these groups' runs have them."""
     runs = list(study.all_runs(*groups))
     attacks = [fgsm(name) for name in names_at(runs, "fgsm")]
     hidden = [occlusion(name) for name in names_at(runs, "occlusion")]
-    return [ACCURACY, TOP5, CORRUPTION, *attacks, OCCLUSION, *hidden]
+    return [ACCURACY, TOP5, CORRUPTION, KEPT, *attacks, OCCLUSION, *hidden]
 
 
 def add_robustness(page: Page, study: Study) -> None:
-    """Charts for the models trained from scratch, then tables a model."""
+    """Charts for the models trained from scratch, then the tables of each model."""
     groups = [group for group in SCRATCH if study.arms(group)]
     if not groups:
         return
@@ -32,7 +43,7 @@ def add_robustness(page: Page, study: Study) -> None:
         "test set with fixed seeds: CIFAR-100-C (generated). Differences are made within each seed; whiskers are 95 % "
         "intervals over seeds, and a dot without them is a single seed."
     )
-    shown = [ACCURACY, CORRUPTION, *(fgsm(name) for name in names_at(study.all_runs(*groups), "fgsm")), OCCLUSION]
+    shown = [ACCURACY, CORRUPTION, KEPT, *(fgsm(name) for name in names_at(study.all_runs(*groups), "fgsm")), OCCLUSION]
     charts = [(one, difference_chart(study, one, groups)) for one in shown]
     drawn = [(f"{one.title} against plain", chart, "") for one, chart in charts if chart]
     if drawn:
