@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from vitfocus.attention.diagnosis import Diagnosis, diagnose
     from vitfocus.attention.maps import attention_maps
     from vitfocus.corruptions import corrupt
-    from vitfocus.errors import VitfocusError
+    from vitfocus.errors import VitfocusError, VitfocusWarning
     from vitfocus.report import explore, report
     from vitfocus.robustness import evaluate
     from vitfocus.treatments import (
@@ -41,7 +41,7 @@ _HOMES = {
     "vitfocus.attention.diagnosis": ("Diagnosis", "diagnose"),
     "vitfocus.attention.maps": ("attention_maps",),
     "vitfocus.corruptions": ("corrupt",),
-    "vitfocus.errors": ("VitfocusError",),
+    "vitfocus.errors": ("VitfocusError", "VitfocusWarning"),
     "vitfocus.report": ("explore", "report"),
     "vitfocus.robustness": ("evaluate",),
     "vitfocus.treatments": (
@@ -62,6 +62,7 @@ __all__ = [
     "TokenAwarePooling",
     "UniformHead",
     "VitfocusError",
+    "VitfocusWarning",
     "anatomy",
     "applied",
     "attention_maps",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import sys
+import warnings
 from collections.abc import Iterable
 
 
@@ -13,6 +15,18 @@ class VitfocusError(ValueError):
     Traceback (most recent call last):
     vitfocus.errors.VitfocusError: No such corruption.
     """
+
+
+class VitfocusWarning(UserWarning):
+    """Something that a user should know and that is no error: one sentence that says what to do about it."""
+
+
+def warn(sentence: str) -> None:
+    """Warn whoever called into vitfocus: the line named is theirs."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == "vitfocus":
+        frame, level = frame.f_back, level + 1
+    warnings.warn(sentence, VitfocusWarning, stacklevel=level)
 
 
 def nearest(given: str, choices: Iterable[str], prefix: str = "") -> str:

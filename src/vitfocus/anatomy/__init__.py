@@ -5,6 +5,7 @@ from vitfocus.anatomy.normalising import remember_normalising
 from vitfocus.anatomy.pixels import Pixels, pixels_of
 from vitfocus.anatomy.records import Anatomy, Block, GridRule, Port
 from vitfocus.anatomy.registry import Family, anatomy, families, register, unwrap
+from vitfocus.anatomy.trained import inserted, insertion_sentence, is_trained, mark_inserted
 
 __all__ = [
     "Anatomy",
@@ -17,6 +18,10 @@ __all__ = [
     "Trunk",
     "anatomy",
     "families",
+    "inserted",
+    "insertion_sentence",
+    "is_trained",
+    "mark_inserted",
     "pixels_of",
     "register",
     "remember_normalising",

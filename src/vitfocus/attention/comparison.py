@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vitfocus.anatomy import insertion_sentence
 from vitfocus.attention.tables import COLUMNS, Table, cell
 from vitfocus.errors import VitfocusError
 
@@ -69,7 +70,9 @@ class Comparison:
             for a, b in zip(self.first.rows, self.second.rows, strict=True)
         ]
         title = f"{self.labels[0]} → {self.labels[1]}"
-        return Table(title, ["layer", *(COLUMNS[key][0] for key in keys)], rows)
+        pairs = zip((self.first, self.second), self.labels, strict=True)
+        caption = " ".join(insertion_sentence(one.inserted, label) for one, label in pairs if one.inserted)
+        return Table(title, ["layer", *(COLUMNS[key][0] for key in keys)], rows, caption)
 
     def to_dict(self) -> dict[str, Any]:
         """Both diagnoses and the differences, as plain data."""

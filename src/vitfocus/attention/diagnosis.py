@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from vitfocus.anatomy import Block, anatomy
+from vitfocus.anatomy import Block, anatomy, inserted
 from vitfocus.anatomy.records import Size
 from vitfocus.attention.findings import SECOND, Thresholds, findings
 from vitfocus.attention.images import Batch, Images, batches, paired
@@ -51,6 +51,7 @@ SHAPE = {
     "against": (str, None),
     "rows": [{"layer": int, "name": str, "attention_kind?": str, "*": float}],
     "stability_values?": {"#": [[float]]},
+    "inserted?": str,
 }
 
 
@@ -59,6 +60,7 @@ class Diagnosis:
     """What `diagnose` found: `rows`, one dict a layer, and what they were taken from.
 
     `stability_values` holds, for each layer, the cosine of every image and head (a list of lists), for the box plots.
+    `inserted` names treatments that were inserted after the model's weights were last trained.
     """
 
     rows: list[dict[str, Any]]
@@ -67,6 +69,7 @@ class Diagnosis:
     size: Size
     against: str | None = None
     stability_values: dict[int, list[list[float]]] = field(default_factory=dict)
+    inserted: str = ""
 
     @property
     def findings(self) -> list[str]:
@@ -84,6 +87,7 @@ class Diagnosis:
             "images": self.images,
             "size": list(self.size),
             "against": self.against,
+            "inserted": self.inserted,
             "rows": [dict(row) for row in self.rows],
             "findings": self.findings,
             "thresholds": Thresholds().to_dict(),
@@ -99,7 +103,15 @@ class Diagnosis:
         """The opposite of `to_dict`."""
         values = {int(layer): values for layer, values in data.get("stability_values", {}).items()}
         height, width = data["size"]
-        return cls(data["rows"], data["model"], data["images"], (height, width), data["against"], values)
+        return cls(
+            data["rows"],
+            data["model"],
+            data["images"],
+            (height, width),
+            data["against"],
+            values,
+            data.get("inserted", ""),
+        )
 
     @classmethod
     def load(cls, folder: str | Path) -> Diagnosis:
@@ -226,7 +238,7 @@ def diagnose(
             raise VitfocusError(f"The attention of {row['name']} is not a number: look for NaN in images and weights.")
     stability = {block.depth: torch.cat(values[block.name]).tolist() for block in blocks if values.get(block.name)}
     described = against if isinstance(against, str) or against is None else SECOND
-    return Diagnosis(rows, name or model_name(model), count, size, described, stability)
+    return Diagnosis(rows, name or model_name(model), count, size, described, stability, "+".join(inserted(model)))
 
 
 def _row(block: Block, numbers: dict[str, float]) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from vitfocus.anatomy import insertion_sentence
+
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
@@ -135,9 +137,10 @@ def diagnosis_table(diagnosis: Diagnosis) -> Table:
     if diagnosis.against:
         title += f", against {diagnosis.against}"
     rows = [[cell(row, key) for key in keys] for row in diagnosis.rows]
+    units = "Entropy in nats; distance in sides of the image, or of the window." if "entropy" in keys else ""
     return Table(
         title,
         [COLUMNS[key][0] for key in keys],
         rows,
-        "Entropy in nats; distance in sides of the image, or of the window." if "entropy" in keys else "",
+        " ".join(filter(None, (units, insertion_sentence(diagnosis.inserted)))),
     )

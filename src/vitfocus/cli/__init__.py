@@ -11,12 +11,13 @@ import io
 import json
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from types import ModuleType
 from typing import NoReturn
 
 from vitfocus import __version__
-from vitfocus.errors import VitfocusError, nearest
+from vitfocus.errors import VitfocusError, VitfocusWarning, nearest
 
 #: The commands by what one wants: to look, to mend, to prove, and the rest.
 GROUPS = {
@@ -70,7 +71,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):  # names hold any bytes, and terminals not every character
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        return _run(words)
+        with warnings.catch_warnings():
+            warnings.simplefilter("always", VitfocusWarning)
+            shown = warnings.showwarning
+            warnings.showwarning = lambda message, category, *where: (
+                print(f"vitfocus: {message}", file=sys.stderr)
+                if issubclass(category, VitfocusWarning)
+                else shown(message, category, *where)
+            )
+            return _run(words)
     except VitfocusError as error:
         return _refuse(str(error))
     except OSError as error:

@@ -62,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(written.to_dict(), indent=2))
     else:
         print(f"{', '.join(written.models)}: {written.path} ({_size(written.size)})")
+        for sentence in written.insertions.values():
+            print(sentence)
     return 0
 
 

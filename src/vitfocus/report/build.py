@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vitfocus import __version__
+from vitfocus.anatomy import insertion_sentence
 from vitfocus.errors import VitfocusError
 from vitfocus.report import verdict
 from vitfocus.report.page import Page
@@ -27,12 +28,16 @@ _COLOURS = 7
 
 @dataclass(frozen=True)
 class Written:
-    """A report that was written: where, how large, and what it says of whom."""
+    """A report that was written: where, how large, and what it says of whom.
+
+    `insertions` has a sentence for each model that was not judged, as its treatments were not trained yet.
+    """
 
     path: Path
     size: int
     models: list[str]
     rows: list[verdict.Row]
+    insertions: dict[str, str]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for `--json`."""
@@ -40,6 +45,7 @@ class Written:
             "report": str(self.path),
             "bytes": self.size,
             "models": self.models,
+            "insertions": self.insertions,
             "scores": [
                 {
                     "test": row.test,
@@ -85,7 +91,13 @@ def report(
     if data is not None:
         add_explorer(page, data)
     page.write(target)
-    return Written(target, target.stat().st_size, [subject.name for subject in subjects], rows)
+    names = [subject.name for subject in subjects]
+    return Written(target, target.stat().st_size, names, rows, _insertions(subjects))
+
+
+def _insertions(subjects: Sequence[Subject]) -> dict[str, str]:
+    """A sentence for each model whose treatments were inserted after its weights were last trained."""
+    return {one.name: insertion_sentence(one.inserted, one.name) for one in subjects if one.inserted}
 
 
 def build(subjects: Sequence[Subject], title: str | None = None, about: str = "") -> tuple[Page, list[verdict.Row]]:
@@ -98,6 +110,8 @@ def build(subjects: Sequence[Subject], title: str | None = None, about: str = ""
     page = Page(title, f"A report by vitfocus {__version__}, written {stamp}.")
     if about:
         page.text(about)
+    for sentence in _insertions(subjects).values():
+        page.text(sentence)
     colours = {name: index % _COLOURS for index, name in enumerate(names)}
     taken = verdict.tests(subjects)
     rows = verdict.rows(subjects, taken)

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from vitfocus.anatomy import anatomy
+from vitfocus.anatomy import anatomy, inserted
 from vitfocus.contents import check_contents
 from vitfocus.errors import VitfocusError
 from vitfocus.files import write_text
@@ -38,8 +38,8 @@ _BLOCK: Shape = {
     "grid": [int, int],
 }
 _BLOCK |= {"treated": [{"treatment": str, "spec": str, "place": str}]}
-_CARD: Shape = {"digest?": (str, None), "treatments": [str], "parameters?": int, "multiply_adds?": float}
-_CARD |= {"blocks?": [_BLOCK], "cost?": _COST}
+_CARD: Shape = {"digest?": (str, None), "treatments": [str], "inserted?": str, "parameters?": int}
+_CARD |= {"multiply_adds?": float, "blocks?": [_BLOCK], "cost?": _COST}
 SHAPE = {"models": {"*": _CARD}}
 
 
@@ -54,6 +54,7 @@ def make_card(model: nn.Module, timed: bool = True) -> Card:
     card: Card = {
         "digest": weights_digest(model),
         "treatments": [str(treatment) for treatment in applied(model)],
+        **({"inserted": "+".join(since)} if (since := inserted(model)) else {}),
         "parameters": sum(p.numel() for p in model.parameters()),
     }
     try:

@@ -74,6 +74,13 @@ class Subject:
                 return [text] if text else []
         return None
 
+    @property
+    def inserted(self) -> str:
+        """The treatments that were inserted after its weights were last trained, by whichever file says so."""
+        described = [scores.fingerprint.get("models", {}).get(scores_name(scores), {}) for scores in self.scores]
+        said = [one.get("inserted", "") for one in (self.card or {}, *described)]
+        return next(filter(None, (*said, *(diagnosis.inserted for diagnosis in self.diagnoses))), "")
+
 
 def scores_name(scores: Scores) -> str:
     """The one model of these scores."""

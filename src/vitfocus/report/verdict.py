@@ -87,7 +87,7 @@ class Row:
     values: dict[str, Value]
     differences: dict[str, Difference] = field(default_factory=dict)
     headline: bool = True
-    unjudged: frozenset[str] = frozenset()
+    unjudged: Mapping[str, str] = field(default_factory=dict)  # models, and why they are not judged
 
     @property
     def first(self) -> str:
@@ -112,7 +112,7 @@ class Row:
             if verdict := self.verdict(name):
                 judged = f"{name} is {verdict} than {self.first}"
             elif name in self.unjudged:
-                judged = f"{name} against {self.first}, not judged, as mCE points the other way"
+                judged = f"{name} against {self.first}, not judged, as {self.unjudged[name]}"
             elif difference.interval is None:
                 judged = f"{name} against {self.first}, without an interval"
             else:
@@ -157,7 +157,15 @@ def tests(subjects: Sequence[Subject]) -> list[Test]:
 def rows(subjects: Sequence[Subject], taken: Sequence[Test]) -> list[Row]:
     """Every number of every test, and the accuracy at the end of training."""
     found = [row for test in taken for row in _rows_of(test)]
-    return [*found, *_training_rows(subjects)]
+    since = {subject.name: subject.inserted for subject in subjects if subject.inserted}
+    return [_without_insertions(row, since) for row in (*found, *_training_rows(subjects))]
+
+
+def _without_insertions(row: Row, since: Mapping[str, str]) -> Row:
+    """The same row without a verdict on models whose treatments were inserted after their weights were trained."""
+    why = "{} was inserted after the weights were last trained"
+    judged = {name: since.get(name) or since.get(row.first) for name in row.differences}
+    return replace(row, unjudged={**row.unjudged, **{n: why.format(specs) for n, specs in judged.items() if specs}})
 
 
 def _rows_of(test: Test) -> Iterator[Row]:
@@ -210,17 +218,17 @@ def _row(
     return Row(test, label, unit, more, values, compared, headline)
 
 
-def _contradicted(row: Row, summaries: Mapping[str, Mapping[str, Any]]) -> frozenset[str]:
+def _contradicted(row: Row, summaries: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """Models whose relative mCE and mCE differ from the first model's in opposite directions.
 
     Relative mCE is the error beyond the clean error, so a model can lower it merely by being worse on clean images.
     """
     mce = {name: float(summaries[name]["mce"]) for name in row.values if "mce" in summaries[name]}
-    return frozenset(
-        name
+    return {
+        name: "mCE points the other way"
         for name, difference in row.differences.items()
         if name in mce and row.first in mce and difference.number * (mce[name] - mce[row.first]) < 0
-    )
+    }
 
 
 def details(rows: Sequence[Row]) -> Iterator[str]:

@@ -20,7 +20,8 @@ from vitfocus.robustness.summaries import mce_shares
 class Comparison:
     """`rows`: condition, both numbers in percent, second minus first with its paired 95 % interval, McNemar's p.
 
-    `differing` lists where the protocols differ, which is empty unless the comparison was forced.
+    `differing` lists where the protocols differ, which is empty unless the comparison was forced; `insertions` has a
+    sentence for each model whose treatments were inserted after its weights were last trained.
     """
 
     suite: str
@@ -28,10 +29,11 @@ class Comparison:
     second: str
     rows: list[dict[str, Any]]
     differing: tuple[str, ...] = ()
+    insertions: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
-        return {**vars(self), "differing": list(self.differing)}
+        return {**vars(self), "differing": list(self.differing), "insertions": list(self.insertions)}
 
     def table(self) -> Table:
         """A table to print."""
@@ -50,6 +52,7 @@ class Comparison:
         )
         if self.differing:
             caption += f" Forced: the protocols differ in {'; '.join(self.differing)}."
+        caption = " ".join((caption, *self.insertions))
         columns = ["condition", self.first, self.second, "difference", "p"]
         return Table(f"{self.suite}: {self.second} against {self.first}", columns, cells, caption)
 
@@ -88,9 +91,10 @@ def compare(first: Scores | str | Path, second: Scores | str | Path, force: bool
     rows = [_row(cell, cells[0][cell], cells[1][cell], seed) for cell in shared]
     if all(f"{c}/{s}" in shared for c in CORRUPTIONS for s in range(1, 6)) and "mce" in one.models[names[0]]:
         rows.append(_scored("mCE", mce_shares(cells[0]), mce_shares(cells[1]), seed))
+    insertions = (*one.insertions.values(), *two.insertions.values())
     if names[0] == names[1]:
         names = [f"{names[0]} (first)", f"{names[1]} (second)"]
-    return Comparison(one.suite, names[0], names[1], rows, tuple(differing))
+    return Comparison(one.suite, names[0], names[1], rows, tuple(differing), insertions)
 
 
 def _row(cell: str, first: Columns, second: Columns, seed: int) -> dict[str, Any]:

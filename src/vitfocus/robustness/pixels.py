@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vitfocus.anatomy import pixels_of, unwrap
+from vitfocus.anatomy import inserted, pixels_of, unwrap
 from vitfocus.errors import VitfocusError
 from vitfocus.treatments import applied
 
@@ -86,6 +86,7 @@ class PixelModel:
         return {
             "digest": weights_digest(self.model),
             "treatments": "+".join(map(str, applied(self.model))),
+            **({"inserted": "+".join(since)} if (since := inserted(self.model)) else {}),
             "mean": list(self.mean),
             "std": list(self.std),
             "parameters": sum(p.numel() for p in self.model.parameters()),

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from vitfocus.anatomy import insertion_sentence
 from vitfocus.attention.tables import Table, counted
 from vitfocus.contents import check_contents
 from vitfocus.errors import VitfocusError, nearest
@@ -52,7 +53,7 @@ _SUMMARY = {
     "classes?": {"*": (float, None)},
     "*": float,
 }
-_MODEL = {"digest?": (str, None), "treatments?": str, "parameters?": int}
+_MODEL = {"digest?": (str, None), "treatments?": str, "inserted?": str, "parameters?": int}
 _FINGERPRINT = {"models?": {"*": _MODEL}, "data?": {"digest?": (str, None)}, "protocol?": dict}
 SHAPE = {"suite": str, "images": int, "models": {"*": _SUMMARY}, "notes": [str], "fingerprint": _FINGERPRINT}
 
@@ -84,6 +85,13 @@ class Scores:
                 return place[key]
         raise VitfocusError(f"The suite {self.suite} gave no {key!r}: {nearest(key, [*summary, *summary['cells']])}")
 
+    @property
+    def insertions(self) -> dict[str, str]:
+        """A sentence for each model whose treatments were inserted after its weights were last trained."""
+        described = self.fingerprint.get("models", {})
+        since = {name: described.get(name, {}).get("inserted", "") for name in self.models}
+        return {name: insertion_sentence(specs, name) for name, specs in since.items() if specs}
+
     def to_dict(self) -> dict[str, Any]:
         """Everything but the samples, as plain data: the content of results.json."""
         return {
@@ -91,6 +99,7 @@ class Scores:
             "images": self.images,
             "models": self.models,
             "notes": list(self.notes),
+            "insertions": self.insertions,
             "fingerprint": self.fingerprint,
         }
 
@@ -104,7 +113,7 @@ class Scores:
                 heading = f"clean {title}" if of_clean else title
                 rows.append([heading, *(_with_interval(self.models[m], key) for m in names)])
         how = ", with bootstrap 95 % intervals" if self.samples else ""
-        caption = f"In percent{how}. " + " ".join(self.notes)
+        caption = f"In percent{how}. " + " ".join((*self.notes, *self.insertions.values()))
         return Table(
             f"{self.suite}: {counted(self.images, 'image')}", [_what(self.models[names[0]]), *names], rows, caption
         )

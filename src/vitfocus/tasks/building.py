@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from vitfocus.anatomy import anatomy
+from vitfocus.anatomy import anatomy, inserted
 from vitfocus.errors import VitfocusError
 from vitfocus.treatments.origin import split_library
 from vitfocus.treatments.spec import split_spec
 from vitfocus.treatments.store import create_model, load
-from vitfocus.treatments.surgery import added_names
-from vitfocus.treatments.weights import load_weights, read_weights
+from vitfocus.treatments.surgery import added_names, applied
+from vitfocus.treatments.weights import load_weights, note_treatments, read_weights
 
 if TYPE_CHECKING:
     from vitfocus.train.recipe import Recipe
@@ -84,19 +84,25 @@ def start_from(model: nn.Module, source: str) -> None:
     Into a model that stands on a vision transformer, such as a segmenter, weights of the transformer alone load too:
     its classifier is left out, and its position embedding is resized as its library does.
     """
-    tensors = load(source).state_dict() if Path(source).is_dir() else read_weights(Path(source))
+    known: list[str] = []
+    if Path(source).is_dir():
+        saved = load(source)
+        tensors = saved.state_dict()
+        known = [str(treatment) for treatment in applied(saved) if str(treatment) not in inserted(saved)]
+    else:
+        tensors = read_weights(Path(source))
     for key in ("state_dict_ema", "state_dict", "model_ema", "model"):
         if isinstance(tensors.get(key), dict):
             tensors = tensors[key]
     own = model.state_dict()
     root = _transformer_inside(model) if not set(tensors) & set(own) else None
     if root is not None:
-        _start_backbone(model, root, tensors, source)
+        _start_backbone(model, root, tensors, source, known)
         return
     heads = {name for name in own if name.split(".")[0] in HEADS}
     other = {name for name in heads if name in tensors and tensors[name].shape != own[name].shape}
     kept = {name: value for name, value in tensors.items() if name not in other}
-    report = load_weights(model, kept, strict=not other)
+    report = load_weights(model, kept, strict=not other, trained_with=known)
     wrong = [name for name in (*report.missing, *report.unexpected) if name not in other]
     if wrong:
         raise VitfocusError(f"{source} does not fit {type(model).__name__}: {', '.join(wrong[:4])}.")
@@ -110,7 +116,7 @@ def _transformer_inside(model: nn.Module) -> nn.Module | None:
     return root if root is not model else None
 
 
-def _start_backbone(model: nn.Module, root: nn.Module, tensors: dict[str, Any], source: str) -> None:
+def _start_backbone(model: nn.Module, root: nn.Module, tensors: dict[str, Any], source: str, known: list[str]) -> None:
     """Load the weights of the transformer inside; parts it was relieved of, such as a classifier, may be left over."""
     prefix = next(name for name, module in model.named_modules() if module is root)
     added = {name.removeprefix(f"{prefix}.") for name in added_names(model)}
@@ -123,3 +129,4 @@ def _start_backbone(model: nn.Module, root: nn.Module, tensors: dict[str, Any], 
             f"{source} does not fit the {type(root).__name__} inside {type(model).__name__}: "
             f"{', '.join([*missing, *leftover][:4]) or 'no name agrees'}."
         )
+    note_treatments(model, [f"{prefix}.{name}" for name in report.loaded], known)

@@ -15,6 +15,7 @@ from accelerate.utils import DistributedDataParallelKwargs, TorchDynamoPlugin, g
 from timm.utils import ModelEmaV3
 from torch import nn
 
+from vitfocus.anatomy import mark_inserted
 from vitfocus.contents import check_contents
 from vitfocus.data.loading import Share
 from vitfocus.devices import usable_device
@@ -261,6 +262,8 @@ def _export(engine: Engine, folder: Path, must: bool = True) -> None:
         if engine.accelerator.is_main_process:
             model = _build(engine.task)
             model.load_state_dict(tensors)
+    if engine.step:
+        mark_inserted(model, ())
     if engine.accelerator.is_main_process:
         base, arguments = split_spec(engine.recipe.model.spec)[0], engine.task.arguments()
         try:

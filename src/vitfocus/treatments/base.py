@@ -59,6 +59,18 @@ class Treatment:
     def check(self) -> None:
         """Further conditions on the options; raises `VitfocusError`."""
 
+    def preserving(self) -> Treatment | None:
+        """The form of this treatment that trained weights can take without computing anything else, if there is one.
+
+        That is the treatment itself where inserting it changes nothing.
+        """
+        return None
+
+    @property
+    def preserves_function(self) -> bool:
+        """Whether a model computes the same with the treatment just inserted as without."""
+        return self.preserving() == self
+
     def __str__(self) -> str:
         shown = [
             f"{field.name}={_show(value)}"

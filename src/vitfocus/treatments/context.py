@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -44,6 +44,10 @@ class ContextBroadcasting(Treatment):
     position: str = option("end", "end", "mid", "front")
     layers: Layers = layers_option("upper")
     tokens: str = option("all", "all", "image", "text")
+
+    def preserving(self) -> ContextBroadcasting:
+        """The scaled variant, whose scale starts at zero."""
+        return replace(self, variant="scaled")
 
     def __str__(self) -> str:
         """`cbs` for the scaled variant."""

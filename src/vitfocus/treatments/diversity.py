@@ -55,6 +55,10 @@ class AttentionDiversification(Treatment):
         if self.rows is not None and (not isinstance(self.rows, int) or self.rows < 1):
             raise VitfocusError(f"adl needs rows of at least 1 or None, not {self.rows!r}.")
 
+    def preserving(self) -> AttentionDiversification:
+        """A loss: the forward pass does not change."""
+        return self
+
 
 class RowChoice:
     """Which query rows a forward pass compares: drawn once for all layers of one size, and anew for the next pass.

@@ -9,7 +9,7 @@ Table 1 are here as baselines.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -54,6 +54,13 @@ class TokenAwarePooling(Treatment):
         """At least one branch."""
         if not isinstance(self.branches, int) or self.branches < 1:
             raise VitfocusError(f"tap needs branches of at least 1, not {self.branches!r}.")
+
+    def preserving(self) -> TokenAwarePooling:
+        """Near-identity weights, of the method itself where the mode has none; a single branch is the token itself."""
+        if self.mode not in _LEARNED:
+            return TokenAwarePooling(layers=self.layers, init="near_identity")
+        alone = self.mode in _MIXING and self.branches == 1
+        return self if alone else replace(self, init="near_identity")
 
 
 class TokenPooling(nn.Module):

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import vitfocus
-from vitfocus.anatomy import pixels_of, remember_normalising, unwrap
+from vitfocus.anatomy import inserted, mark_inserted, pixels_of, remember_normalising, unwrap
 from vitfocus.contents import check_contents
 from vitfocus.data.words import FILE as WORDS
 from vitfocus.data.words import Words, attach_words, words_of
@@ -25,7 +25,7 @@ from vitfocus.errors import VitfocusError, nearest, reason
 from vitfocus.files import atomic_path, digest, write_text
 from vitfocus.treatments.origin import Origin, full_name, origin_of, remember, split_library
 from vitfocus.treatments.spec import parse_treatments, split_spec, write_spec
-from vitfocus.treatments.surgery import added_names, applied, treat_, untreat_, untreated
+from vitfocus.treatments.surgery import added_names, applied, insert_all, treat_, untreat_, untreated
 from vitfocus.treatments.weights import copy_into, load_weights, read_weights, require
 
 _FORMAT = 1
@@ -40,6 +40,7 @@ _SHAPE = {
     "format": object,
     "arguments": dict,
     "treatments": [str],
+    "inserted?": [str],
     "buffers?": {"*": str},
     "preprocessing?": {"mean": [float], "std": [float], "interpolation?": str, "crop_pct?": float},
     "task?": _CARD,
@@ -108,6 +109,7 @@ def save(
         "base": origin.name,
         "arguments": origin.arguments,
         "treatments": [str(treatment) for treatment in treatments],
+        **({"inserted": list(since)} if (since := inserted(model)) else {}),
         "spec": write_spec(full_name(origin), treatments),
         "only": only,
         "buffers": _unsaved_precisions(model) if only == "all" else {},
@@ -142,7 +144,7 @@ def load(folder: str | Path, *, onto: nn.Module | None = None, pretrained: bool 
             f"{'+'.join(config['treatments']) or 'no treatment'}: untreat it first."
         )
     if not before:
-        treat_(model, *treatments)
+        insert_all(model, treatments)
     try:
         wanted = added_names(model) if config["only"] == "treatments" else set(model.state_dict())
         require(str(folder), wanted - set(tensors), set(tensors) - wanted)
@@ -153,6 +155,7 @@ def load(folder: str | Path, *, onto: nn.Module | None = None, pretrained: bool 
         if onto is not None and not before:
             untreat_(model)
         raise
+    mark_inserted(model, config.get("inserted", ()))
     if onto is None:
         remember(model, origin)
         _restore_preprocessing(model, config.get("preprocessing", {}))
@@ -231,10 +234,12 @@ def open_model(name: str, weights: str | Path | None = None, treat: str | None =
                 f"{base} is a folder, behind which no treatments are written: --treat {rest} adds them."
             )
         model = create_model(name, **arguments)
-    if treat:
+    if treat and weights is None:
         treat_(model, treat)
+    elif treat:
+        insert_all(model, parse_treatments(treat))
     if weights is not None:
-        load_weights(model, weights)
+        load_weights(model, weights)  # which tells whether they were trained with the treatments
     return model.eval()
 
 

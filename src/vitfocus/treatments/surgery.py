@@ -7,7 +7,6 @@ itself.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,8 +15,9 @@ from typing import TypeVar
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from vitfocus.anatomy import Anatomy, Block, Port, anatomy, unwrap
-from vitfocus.errors import VitfocusError
+from vitfocus.anatomy import Anatomy, Block, Port, anatomy, is_trained, mark_inserted, unwrap
+from vitfocus.anatomy.trained import MARK
+from vitfocus.errors import VitfocusError, warn
 from vitfocus.treatments.base import Treatment, insert
 from vitfocus.treatments.operations import (
     AddHook,
@@ -86,16 +86,15 @@ class Surgeon:
                 f"{self.treatment} needs {' and '.join(names)} in a block, and no block of this model offers that."
             )
         if left := [block.name for block in blocks if block not in able]:
-            warnings.warn(
-                f"{self.treatment} leaves out {', '.join(left)}: no {' and '.join(names)} there.", stacklevel=4
-            )
+            warn(f"{self.treatment} leaves out {', '.join(left)}: no {' and '.join(names)} there.")
         return able
 
 
 def treat_(model: Model, *treatments: Treatment | str) -> Model:
     """Insert treatments into a model in place, in the order given, and return the model.
 
-    Each may be a record or its spec ("cb(layers=upper)"). If one of them cannot be applied, none is.
+    Each may be a record or its spec ("cb(layers=upper)"). If one of them cannot be applied, none is. Where the model is
+    trained and a treatment changes what it computes, a `VitfocusWarning` says so and names the form that would not.
 
     >>> import timm, vitfocus as vf
     >>> model = timm.create_model("vit_tiny_patch16_224", depth=2)
@@ -105,6 +104,13 @@ def treat_(model: Model, *treatments: Treatment | str) -> Model:
 TokenAwarePooling(mode='dilation', branches=2, layers='all', init='default')]
     """
     configs = [c for one in treatments for c in (parse_treatments(one) if isinstance(one, str) else [_checked(one)])]
+    insert_all(model, configs)
+    note_insertion(model, configs)
+    return model
+
+
+def insert_all(model: nn.Module, configs: Sequence[Treatment]) -> None:
+    """`treat_`, for weights that were trained with these treatments or are yet to come."""
     if isinstance(model, DistributedDataParallel):
         raise VitfocusError(
             "Treat the model before wrapping it in DistributedDataParallel, which counts parameters once."
@@ -130,7 +136,28 @@ TokenAwarePooling(mode='dilation', branches=2, layers='all', init='default')]
         *sorted(done, key=lambda surgeon: order[id(surgeon.treatment)]),
     ]
     _forget_compiled_code()
-    return model
+
+
+def note_insertion(model: nn.Module, configs: Sequence[Treatment]) -> None:
+    """Where a model is trained, mark it as carrying treatments since, and warn of those that change its function."""
+    if not configs or not is_trained(anatomy(model).root):
+        return
+    mark_inserted(model, [str(config) for config in configs])
+    if changing := [config for config in configs if not config.preserves_function]:
+        warn(_changes(changing))
+
+
+def _changes(configs: Sequence[Treatment]) -> str:
+    """One sentence for treatments that change what trained weights compute, with their better forms."""
+    forms = {str(config): config.preserving() for config in configs}
+    better = "+".join(str(form) for form in forms.values() if form is not None)
+    hopeless = "+".join(spec for spec, form in forms.items() if form is None)
+    s = "s" if len(configs) == 1 else ""
+    said = f"{'+'.join(forms)} change{s} what these trained weights compute"
+    if not better:
+        return f"{said} and no form of {hopeless} starts as the identity: train on before you use the model."
+    other = f" (no form of {hopeless} does)" if hopeless else ""
+    return f"{said}: use {better}, which starts as the identity{other}, or train on."
 
 
 def untreat_(model: Model) -> Model:
@@ -139,6 +166,7 @@ def untreat_(model: Model) -> Model:
     for root in _treated_roots(model):
         for surgeon in _in_undo_order(root.__dict__.pop(_RECORD)):
             surgeon.undo()
+    mark_inserted(model, ())
     _forget_compiled_code()
     return model
 
@@ -153,8 +181,8 @@ def untreated(model: nn.Module) -> Iterator[nn.Module]:
     ...     print(any("context" in name for name in model.state_dict()))
     False
     """
-    roots = [(root, root.__dict__.pop(_RECORD)) for root in _treated_roots(model)]
-    for root, record in roots:
+    roots = [(root, root.__dict__.pop(_RECORD), root.__dict__.pop(MARK, None)) for root in _treated_roots(model)]
+    for root, record, _ in roots:
         root.__dict__[_PAUSED] = True
         for surgeon in _in_undo_order(record):
             surgeon.undo()
@@ -162,10 +190,11 @@ def untreated(model: nn.Module) -> Iterator[nn.Module]:
     try:
         yield model
     finally:
-        for root, record in roots:
+        for root, record, mark in roots:
             for surgeon in reversed(_in_undo_order(record)):
                 surgeon.redo()
             root.__dict__[_RECORD] = record
+            root.__dict__ |= {MARK: mark} if mark is not None else {}
             del root.__dict__[_PAUSED]
         _forget_compiled_code()
 
@@ -180,16 +209,15 @@ def surgeons(model: nn.Module) -> list[Surgeon]:
     return [surgeon for root in _treated_roots(model) for surgeon in root.__dict__[_RECORD]]
 
 
-def added_names(model: nn.Module) -> set[str]:
-    """The state-dict names that treatments added, or whose shapes they changed."""
+def added_names(model: nn.Module, by: Surgeon | None = None) -> set[str]:
+    """The state-dict names that treatments, or just one of them, added, or whose shapes they changed."""
     owners = {module: name for name, module in unwrap(model).named_modules()}
     names = set()
-    for root in _treated_roots(model):
-        for surgeon in root.__dict__[_RECORD]:
-            for operation in surgeon.operations:
-                if isinstance(operation, AddModule | SwapModule):
-                    prefix = owners[operation.module]
-                    names |= {f"{prefix}.{key}" for key in operation.module.state_dict()}
+    for surgeon in surgeons(model) if by is None else [by]:
+        for operation in surgeon.operations:
+            if isinstance(operation, AddModule | SwapModule):
+                prefix = owners[operation.module]
+                names |= {f"{prefix}.{key}" for key in operation.module.state_dict()}
     return names
 
 

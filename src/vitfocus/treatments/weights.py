@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,10 +12,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from vitfocus.anatomy import unwrap
+from vitfocus.anatomy import mark_inserted, unwrap
 from vitfocus.errors import VitfocusError, reason
 from vitfocus.files import digest
-from vitfocus.treatments.surgery import added_names
+from vitfocus.treatments.surgery import added_names, note_insertion, surgeons
 
 _WRAPPERS = ("state_dict_ema", "state_dict", "model_ema", "model", "module")
 
@@ -29,11 +29,15 @@ class LoadReport(NamedTuple):
     unexpected: list[str]
 
 
-def load_weights(model: nn.Module, source: str | Path | Mapping[str, Any], *, strict: bool = True) -> LoadReport:
+def load_weights(
+    model: nn.Module, source: str | Path | Mapping[str, Any], *, strict: bool = True, trained_with: Sequence[str] = ()
+) -> LoadReport:
     """Load a plain checkpoint (a file, or a state dict) into a model, treated or not, and report name by name.
 
-    Names that treatments added and the checkpoint lacks are `new` and stay as they are. With `strict`, any other name
-    missing or unexpected is an error, and the model is left untouched.
+    Names that treatments added and the checkpoint lacks are `new` and stay as they are; where such a treatment changes
+    what the weights compute, a `VitfocusWarning` says so. A treatment without parameters leaves no trace in a
+    checkpoint: it counts as part of it if another's parameters are there, or if `trained_with` names its spec. With
+    `strict`, any other name missing or unexpected is an error, and the model is left untouched.
     """
     model = unwrap(model)
     label = "the state dict" if isinstance(source, Mapping) else str(source)
@@ -49,7 +53,20 @@ def load_weights(model: nn.Module, source: str | Path | Mapping[str, Any], *, st
     if strict:
         require(label, missing, unexpected)
     copy_into(model, {name: tensors[name] for name in found}, label)
+    note_treatments(model, found, trained_with)
     return LoadReport(found, new, missing, unexpected)
+
+
+def note_treatments(model: nn.Module, loaded: Collection[str], trained_with: Sequence[str] = ()) -> None:
+    """Note which of a model's treatments the weights that were just loaded, given by name, were not trained with.
+
+    A treatment without parameters is taken to be part of them if another's parameters are.
+    """
+    mark_inserted(model, ())
+    names = [(surgeon.treatment, added_names(model, surgeon)) for surgeon in surgeons(model)]
+    learned = set[str]().union(*(own for _, own in names)).intersection(loaded)
+    news = [treatment for treatment, own in names if not (own or learned) & learned]
+    note_insertion(model, [treatment for treatment in news if str(treatment) not in trained_with])
 
 
 def read_weights(path: Path, sha256: str | None = None) -> dict[str, Any]:
