@@ -108,7 +108,9 @@ def test_a_wrong_file_says_what_would_be_right(tmp_path: Path) -> None:
 
 def test_any_text_survives_the_run_folder(tmp_path: Path) -> None:
     text = 'tab\t, bell\a, return\r, delete\x7f, "quotes" and a \\'
-    recipe = build_recipe({"about": text, "data": {"root": text}, "model": {"arguments": {"odd key": 1, "a.b": text}}})
+    recipe = build_recipe(
+        {"about": text, "data": {"root": text}, "model": {"arguments": {"act_layer": {"odd key": 1, "a.b": text}}}}
+    )
     (tmp_path / "a.toml").write_text(recipe.to_toml(), encoding="utf-8", newline="")
     read = load_recipe(tmp_path / "a.toml")
     assert read == recipe and not difference(read, recipe)
@@ -175,7 +177,8 @@ def test_an_override_that_would_change_nothing_is_refused(
     load_recipe(name, [*idle, override, *remedy])
     # Who brings the key along in a file may still choose otherwise on the command line, and a run's own file is read.
     (tmp_path / "config.toml").write_text(load_recipe(name, [override, *remedy]).to_toml())
-    load_recipe(tmp_path / "config.toml", [*idle, "lr=1e-4"])
+    fetches = [override] if override in ("download=true", "distill.pretrained=true") else []  # no file may by itself
+    load_recipe(tmp_path / "config.toml", [*idle, *fetches, "lr=1e-4"])
 
 
 def test_what_is_off_anyway_may_be_said_to_be_off() -> None:

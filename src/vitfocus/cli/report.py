@@ -119,11 +119,12 @@ def _validation(subject: Subject, limit: int, size: tuple[int, int]) -> tuple[Te
 
     from vitfocus.data.classification import open_images
     from vitfocus.errors import VitfocusError
-    from vitfocus.train.recipe import build_recipe
+    from vitfocus.train.recipe import build_recipe, refuse_downloads
 
     assert subject.training is not None
     try:
         recipe = build_recipe(subject.training.recipe)
+        refuse_downloads(recipe, "its recipe", sections=("data",))
         found = open_images(recipe.data, "val")
     except (VitfocusError, OSError, TypeError, KeyError) as error:
         raise VitfocusError(

@@ -24,10 +24,10 @@ from vitfocus.data.words import Words, attach_words, words_of
 from vitfocus.errors import VitfocusError
 from vitfocus.tasks.answering import answers_in, by_answer_type, language_alone, look_of
 from vitfocus.tasks.base import DiversityTerm, Setting, Task
-from vitfocus.tasks.building import start_from
+from vitfocus.tasks.building import create_seeded, start_from
 from vitfocus.treatments.origin import split_library
 from vitfocus.treatments.spec import split_spec
-from vitfocus.treatments.store import create_model, load
+from vitfocus.treatments.store import load
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -80,9 +80,7 @@ class Answer(Task):
 
     def build_model(self) -> nn.Module:
         """The model, which carries its words."""
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(self.recipe.engine.seed)
-            model = create_model(self.recipe.model.spec, self.recipe.model.pretrained, **self.arguments())
+        model = create_seeded(self.recipe, self.arguments())
         if type(model).__name__ != "ViltForQuestionAnswering":
             raise VitfocusError(f"task=answer trains a ViltForQuestionAnswering, and this is a {type(model).__name__}.")
         if self.recipe.model.weights:
@@ -231,7 +229,7 @@ def checkpoint_words(name: str, longest: int) -> Words | None:
     from transformers import AutoTokenizer
 
     try:
-        return Words(AutoTokenizer.from_pretrained(name).backend_tokenizer, longest)
+        return Words(AutoTokenizer.from_pretrained(name, trust_remote_code=False).backend_tokenizer, longest)
     except (OSError, ValueError, AttributeError):
         return None
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from vitfocus.anatomy import anatomy, inserted
 from vitfocus.errors import VitfocusError
+from vitfocus.treatments.arguments import file_arguments
 from vitfocus.treatments.origin import split_library
 from vitfocus.treatments.spec import split_spec
 from vitfocus.treatments.store import create_model, load
@@ -37,12 +38,20 @@ def build_model(recipe: Recipe, classes: int) -> nn.Module:
 
 def build_with(recipe: Recipe, arguments: dict[str, Any]) -> nn.Module:
     """The model of a recipe, built with these arguments, its random weights drawn from the recipe's seed."""
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(recipe.engine.seed)
-        model = create_model(recipe.model.spec, recipe.model.pretrained, **arguments)
+    model = create_seeded(recipe, arguments)
     if recipe.model.weights:
         start_from(model, recipe.model.weights)
     return model
+
+
+def create_seeded(recipe: Recipe, arguments: dict[str, Any]) -> nn.Module:
+    """The model of a recipe, whose own arguments pass the allow-list, before any other weights are loaded."""
+    if recipe.model.spec.strip():
+        base = split_library(split_spec(recipe.model.spec)[0])
+        file_arguments(*base, recipe.model.arguments, "model.arguments")
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(recipe.engine.seed)
+        return create_model(recipe.model.spec, recipe.model.pretrained, **arguments)
 
 
 def model_arguments(recipe: Recipe, classes: int) -> dict[str, Any]:

@@ -138,7 +138,51 @@ def apply_overrides(source: str | Path, overrides: Sequence[str]) -> tuple[Recip
         target[last] = _read_value(value.strip(), _TYPES.get(path))
         changed.add(path)
     _settle_lengths(changed, tree)
-    return build_recipe(tree, Path(source).stem), changed
+    recipe = build_recipe(tree, Path(source).stem)
+    if str(source).endswith(".toml"):
+        refuse_downloads(recipe, str(source), typed=changed)
+    return recipe, changed
+
+
+def refuse_downloads(
+    recipe: Recipe, source: str, typed: Set[str] = frozenset(), sections: Sequence[str] = ("model", "distill", "data")
+) -> None:
+    """Refuse what a recipe file would fetch, unless whoever runs it typed that key as well.
+
+    Shipped recipes are ours, and may say it themselves.
+    """
+    teacher = "" if Path(recipe.distill.teacher).is_dir() else recipe.distill.teacher
+    library, name = _base(recipe.model.spec)
+    asked = {
+        "model.spec": _elsewhere(library, name),
+        "model.pretrained": recipe.model.pretrained and not (library == "transformers" and Path(name).is_dir()),
+        "distill.teacher": _elsewhere(*_base(teacher)),
+        "distill.pretrained": recipe.distill.pretrained and bool(teacher),
+        "data.source": recipe.data.source.startswith("timm:") and "/" in recipe.data.source,
+        "data.download": recipe.data.download,
+    }
+    for key, fetches in asked.items():
+        if fetches and key not in typed and key.partition(".")[0] in sections:
+            value = _toml(_get(recipe, key))
+            raise VitfocusError(
+                f"{source} says {key} = {value}, and a recipe file fetches nothing by itself: add "
+                f"{key}={value.strip(chr(34))} to the command if you want that."
+            )
+
+
+def _base(spec: str) -> tuple[str, str]:
+    """The library and the model's name in a spec."""
+    from vitfocus.treatments.origin import split_library
+    from vitfocus.treatments.spec import split_spec
+
+    return split_library(split_spec(spec)[0]) if spec.strip() else ("", "")
+
+
+def _elsewhere(library: str, name: str) -> bool:
+    """Whether a name is fetched: neither a library's own model nor a folder that transformers reads."""
+    from vitfocus.treatments.arguments import is_elsewhere
+
+    return bool(name) and not (library == "transformers" and Path(name).is_dir()) and is_elsewhere(library, name)
 
 
 def build_recipe(tree: Mapping[str, Any], name: str = "recipe") -> Recipe:

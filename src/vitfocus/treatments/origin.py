@@ -10,7 +10,7 @@ import contextlib
 import inspect
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from torch import nn
 
 from vitfocus.anatomy import anatomy
 from vitfocus.errors import VitfocusError, nearest, reason
+from vitfocus.treatments.arguments import file_arguments, require_named, transformers_class, transformers_config
 from vitfocus.treatments.composed import COMPOSED, build_composed
 
 _KEY = "_vitfocus_origin"
@@ -115,6 +116,9 @@ def _build_timm(name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Mo
     if "/" not in name and not timm.is_model(architecture):
         raise VitfocusError(f"timm has no model {name!r}: {nearest(architecture, timm.list_models())}")
     try:
+        if name.startswith("hf-hub:"):  # what lies on the hub is a stranger's as well
+            content = timm.models.load_model_config_from_hf(name.removeprefix("hf-hub:"))
+            return _build_timm_checkpoint(content, name, pretrained, arguments)
         return timm.create_model(name, pretrained=pretrained, **arguments)
     except RuntimeError as error:
         if not pretrained or isinstance(error, torch.OutOfMemoryError):
@@ -122,20 +126,52 @@ def _build_timm(name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Mo
         raise VitfocusError(f"{name} cannot start from pretrained weights: {reason(error)}.") from None
 
 
+def build_timm_folder(folder: Path, arguments: dict[str, Any]) -> nn.Module:
+    """The model in a folder of timm's layout, with its weights."""
+    import timm
+
+    content = timm.models._hub.load_model_config_from_path(folder)
+    return _build_timm_checkpoint(content, str(folder), True, arguments)
+
+
+def _build_timm_checkpoint(content: Any, where: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
+    """From timm's reading of a checkpoint's config.json: where its weights are is timm's word, not the file's."""
+    import timm
+    from timm.models import PretrainedCfg
+
+    found, name, given = content
+    require_named("timm", str(name), where)
+    safe = file_arguments("timm", str(name), given or {}, where)
+    place = {key: found[key] for key in ("source", "file" if found["source"] == "local-dir" else "hf_hub_id")}
+    absent = {"url", "file", "state_dict", "hf_hub_id", "hf_hub_filename", "source", "custom_load"}
+    kept = {field.name for field in fields(PretrainedCfg)} - absent
+    config = {key: value for key, value in found.items() if key in kept} | place
+    return timm.create_model(name, pretrained=pretrained, pretrained_cfg=config, **{**safe, **arguments})
+
+
 def _build_torchvision(name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
     from torchvision import models
 
     if name not in models.list_models():
         raise VitfocusError(f"torchvision has no model {name!r}: {nearest(name, models.list_models())}")
-    return models.get_model(name, weights="DEFAULT" if pretrained else None, **arguments)
+    builder: Any = models.get_model_builder(name)
+    if "weights_backbone" in inspect.signature(builder).parameters:  # which are fetched unless it says otherwise
+        arguments = {"weights_backbone": None, **arguments}
+    model: nn.Module = builder(weights="DEFAULT" if pretrained else None, **arguments)
+    return model
 
 
 def _build_transformers(name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
     """By a class's name and its config's fields, or by a checkpoint's folder or name on the hub."""
     transformers = _transformers()
+    if arguments.get("trust_remote_code"):
+        raise VitfocusError("vitfocus runs no code of a checkpoint: load the model with transformers, and pass it on.")
     if "config" in arguments:
-        config_class = getattr(transformers, arguments["config_class"])
-        return getattr(transformers, name)(config_class.from_dict(arguments["config"]))
+        model_class = transformers_class(name)
+        config_class = getattr(transformers, str(arguments["config_class"]), None)
+        if not (inspect.isclass(config_class) and issubclass(config_class, model_class.config_class)):
+            raise VitfocusError(f"{name} takes a {model_class.config_class.__name__}, not {arguments['config_class']}.")
+        return model_class(transformers_config(config_class, arguments["config"], f"the config of {name}"))
     found: Any = getattr(transformers, name, None) if name.isidentifier() and not Path(name).is_dir() else None
     if hasattr(found, "config_class"):
         if pretrained:
@@ -144,19 +180,29 @@ def _build_transformers(name: str, pretrained: bool, arguments: dict[str, Any]) 
     if name.isidentifier() and name[0].isupper() and not Path(name).is_dir():
         classes = [one for one in dir(transformers) if "For" in one or one.endswith("Model")]
         raise VitfocusError(f"transformers has no model class {name!r}: {nearest(name, classes)}")
-    answers = checkpoint_config(name).model_type == "vilt"
+    config = checkpoint_config(name)
+    arguments = {key: value for key, value in arguments.items() if key != "trust_remote_code"}
+    config, rest = type(config).from_dict(config.to_dict(), return_unused_kwargs=True, **arguments)
+    answers = config.model_type == "vilt"
     loader = (
         transformers.AutoModelForVisualQuestionAnswering if answers else transformers.AutoModelForImageClassification
     )
     if pretrained:
-        return loader.from_pretrained(name, **arguments)
-    return loader.from_config(transformers.AutoConfig.from_pretrained(name, **arguments))
+        local = Path(name).is_dir()
+        return loader.from_pretrained(name, config=config, local_files_only=local, trust_remote_code=False, **rest)
+    return loader.from_config(config, trust_remote_code=False)
 
 
 def checkpoint_config(name: str) -> Any:
     """The transformers config of a checkpoint's folder or name on the hub, or a sentence on why there is none."""
+    transformers = _transformers()
     try:
-        return _transformers().AutoConfig.from_pretrained(name)
+        local = Path(name).is_dir()
+        fields, _ = transformers.PretrainedConfig.get_config_dict(name, local_files_only=local)
+        kind = fields.get("model_type")
+        if kind not in transformers.CONFIG_MAPPING:
+            raise ValueError(f"its config.json names no model type of transformers, but {kind!r}")
+        return transformers_config(transformers.CONFIG_MAPPING[kind], fields, name)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise VitfocusError(f"transformers finds no model {name!r}: {reason}") from None
@@ -292,7 +338,14 @@ def _structure(model: nn.Module) -> dict[str, Any]:
     facts: dict[str, Any] = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     for name, module in model.named_modules():
         for key, value in vars(module).items():
-            if key.startswith("_") or key in ("training", "p", "grad_checkpointing", "fused_attn", "inplace"):
+            if key.startswith("_") or key in (
+                "training",
+                "p",
+                "grad_checkpointing",
+                "fused_attn",
+                "inplace",
+                "name_or_path",
+            ):
                 continue
             if "drop" not in f"{name}:{key}" and isinstance(value, bool | int | float | str | tuple | list):
                 # A config that was written down has lists where it had tuples.

@@ -23,7 +23,8 @@ from vitfocus.data.words import FILE as WORDS
 from vitfocus.data.words import Words, attach_words, words_of
 from vitfocus.errors import VitfocusError, nearest, reason
 from vitfocus.files import atomic_path, digest, write_text
-from vitfocus.treatments.origin import Origin, full_name, origin_of, remember, split_library
+from vitfocus.treatments.arguments import file_arguments, require_named
+from vitfocus.treatments.origin import Origin, build_timm_folder, full_name, origin_of, remember, split_library
 from vitfocus.treatments.spec import parse_treatments, split_spec, write_spec
 from vitfocus.treatments.surgery import added_names, applied, insert_all, treat_, untreat_, untreated
 from vitfocus.treatments.weights import copy_into, load_weights, read_weights, require
@@ -134,7 +135,10 @@ def load(folder: str | Path, *, onto: nn.Module | None = None, pretrained: bool 
     tensors = read_weights(folder / _WEIGHTS[config["only"]], config["sha256"])
     if config["only"] == "treatments" and onto is None and not pretrained:
         raise VitfocusError(f"{folder} holds treatments alone: pass onto=model, or pretrained=True to fetch its base.")
-    origin = Origin(config["library"], config["base"], _arguments(config["arguments"]))
+    library, base, where = config["library"], config["base"], str(folder / "config.json")
+    if onto is None:
+        require_named(library, base, where)
+    origin = Origin(library, base, _arguments(file_arguments(library, base, config["arguments"], where)))
     model = onto if onto is not None else origin.build(pretrained and config["only"] == "treatments")
     treatments = parse_treatments("+".join(config["treatments"]))
     before = applied(model)
@@ -217,11 +221,9 @@ def open_model(name: str, weights: str | Path | None = None, treat: str | None =
             model = Origin("transformers", str(folder), arguments).build(pretrained=True)
             _attach_words(model, folder)
         elif "architecture" in config:
-            import timm
-
             try:
-                model = timm.create_model(f"local-dir:{folder}", pretrained=True, **arguments)
-            except (OSError, ImportError):
+                model = build_timm_folder(folder, arguments)
+            except (VitfocusError, OSError, ImportError):
                 raise
             except Exception as error:
                 raise VitfocusError(f"timm cannot build the model in {folder}: {reason(error)}.") from None

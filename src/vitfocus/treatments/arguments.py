@@ -1,0 +1,246 @@
+"""What a file may pass to a model's constructor: plain data, under names that the library's classes have.
+
+`config.json` and recipes may come from a stranger. Their arguments must not turn on remote code, downloads or file
+readers, so a name passes only if a class of that model has it and no loader does, and a value only if it is plain data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import math
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from vitfocus.errors import VitfocusError, nearest
+
+#: The arguments of composed models' heads; all others are those of the backbone.
+_HEADS = {
+    *("num_classes", "indices", "channels", "auxiliary_channels", "embed_channels", "dropout"),
+    *("min_size", "max_size", "box_width", "mask_layers", "anchor_scale"),
+}
+#: Names that classes have and no file may set: where a model lies, what it is made of, and what loads something.
+_NEVER = {
+    *("args", "kwargs", "cfg", "cfgs", "device", "dtype", "backbone", "hybrid_backbone", "stem_backbone", "auto_map"),
+    *("weights", "weights_backbone", "encoder_name", "encoder_weights", "quantization_config"),
+    *("use_pretrained_backbone", "use_timm_backbone", "backbone_kwargs"),
+}
+#: A flash attention that is not installed is replaced by a kernel from the hub, so no file may ask for one.
+_ATTENTION = ("eager", "sdpa", "flex_attention")
+_BASE_FIELDS = frozenset({"num_labels", "id2label", "label2id", "out_features", "out_indices", "output_attentions"})
+_LONGEST, _MOST = 1000, 200_000
+
+
+def file_arguments(library: str, name: str, arguments: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Constructor arguments that were read from a file, checked; `where` names the file in what is said of others.
+
+    >>> file_arguments("timm", "vit_tiny_patch16_224", {"depth": 2}, "config.json")
+    {'depth': 2}
+    >>> file_arguments("timm", "vit_tiny_patch16_224", {"checkpoint_path": "x.pth"}, "config.json")
+    Traceback (most recent call last):
+    ...
+    vitfocus.errors.VitfocusError: config.json sets checkpoint_path, which no file may set for vit_tiny_patch16_224: ...
+    """
+    _require_plain(arguments, where)
+    if library == "transformers" and set(arguments) == {"config_class", "config"}:
+        return dict(arguments)  # whose fields `transformers_config` sorts out
+    known = _known_names(library, name)
+    if not known and not is_elsewhere(library, name):
+        return dict(arguments)  # no such model, of which its library speaks
+    for key, value in arguments.items():
+        if key == "attn_implementation" and library == "transformers":
+            _require_attention(value, where)
+        elif library == "maskrcnn" and key.startswith(("rpn_", "box_")):
+            continue  # which the detector checks against a list of its own
+        elif key not in known or key in _NEVER:
+            close = nearest(key, sorted(known - _NEVER)) if known else "it is not built into its library."
+            raise VitfocusError(f"{where} sets {key}, which no file may set for {name}: {close}")
+    return dict(arguments)
+
+
+def require_named(library: str, name: str, where: str) -> None:
+    """Refuse a base, read from a file, that is not the name of a model inside a library: no folder, no hub."""
+    if is_elsewhere(library, name):
+        raise VitfocusError(
+            f"{where} names {name!r} as the model, and a file may only name a model that is built into {library}: "
+            "nothing was fetched or loaded."
+        )
+
+
+def is_elsewhere(library: str, name: str) -> bool:
+    """Whether a name stands for a folder or a place on a hub instead of a model that its library has built in.
+
+    >>> is_elsewhere("timm", "vit_tiny_patch16_224.augreg_in21k"), is_elsewhere("timm", "hf-hub:timm/resnet18.a1_in1k")
+    (False, True)
+    >>> is_elsewhere("transformers", "ViTForImageClassification"), is_elsewhere("transformers", "google/vit")
+    (False, True)
+    """
+    if library == "transformers":
+        return _transformers_class(name) is None
+    backbone = name.partition(":")[2] if library == "smp" else name
+    return re.fullmatch(r"[\w.-]+", backbone, re.ASCII) is None
+
+
+def transformers_class(name: str) -> Any:
+    """A model class of transformers for pictures, by its name; a sentence for any other name."""
+    found = _transformers_class(name)
+    if found is None:
+        raise VitfocusError(f"transformers has no model class {name!r} that vitfocus builds from a file.")
+    return found
+
+
+def transformers_config(config_class: Any, fields: Mapping[str, Any], where: str) -> Any:
+    """A config of that class. Fields it does not have, and those that would load something, are left out.
+
+    So `auto_map`, which points at a folder's own Python, and `quantization_config` have no effect.
+    """
+    _require_plain(fields, where)
+    _require_attention(fields.get("attn_implementation", fields.get("_attn_implementation")), where)
+    return config_class.from_dict(_fields(config_class, fields, where))
+
+
+def _fields(config_class: Any, given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if config_class.__module__.rpartition(".")[2] in ("configuration_timm_wrapper", "configuration_timm_backbone"):
+        raise VitfocusError(f"{where} holds a {config_class.__name__}, which fetches what it names: open it with timm.")
+    known, kept = _config_names(config_class) | {"attn_implementation"}, {}
+    for key, value in given.items():
+        if key in _NEVER - {"dtype"} or key not in known:
+            continue
+        if key == "dtype" and not (isinstance(value, str) and re.fullmatch(r"b?float\d+", value)):
+            continue
+        inner = config_class.sub_configs.get(key) if isinstance(value, Mapping) else None
+        if isinstance(value, Mapping) and inner is None and "model_type" in value:
+            inner = AutoConfig
+        if inner is AutoConfig:
+            kind = value.get("model_type")
+            if kind not in CONFIG_MAPPING:
+                raise VitfocusError(f"{where} names no model type of transformers in {key}: {kind!r}.")
+            kept[key] = {"model_type": kind, **_fields(CONFIG_MAPPING[kind], value, where)}
+        else:
+            kept[key] = _fields(inner, value, where) if inner is not None else value
+    return kept
+
+
+def _known_names(library: str, name: str) -> set[str]:
+    if library == "transformers":
+        found = _transformers_class(name)
+        if found is None and Path(name).is_dir():
+            from vitfocus.treatments.origin import checkpoint_config
+
+            return _config_names(type(checkpoint_config(name))) | {"ignore_mismatched_sizes"}
+        return _config_names(found.config_class) if found is not None else set(_BASE_FIELDS)
+    if library == "torchvision":
+        from torchvision import models
+
+        return _module_names(models.get_model_builder(name).__module__) if name in models.list_models() else set()
+    if library == "timm":
+        return _timm_names(name)
+    known = _timm_names(name.rpartition(":")[2]) | _HEADS
+    if library == "smp":
+        with contextlib.suppress(ImportError, AttributeError, KeyError):
+            import segmentation_models_pytorch as decoders
+
+            mapping: Any = decoders.MODEL_ARCHITECTURES_MAPPING
+            known |= set(inspect.signature(mapping[name.partition(":")[0]]).parameters)
+    return known
+
+
+def _timm_names(name: str) -> set[str]:
+    import timm
+
+    import vitfocus.models  # noqa: F401  registers FAN, RVT, PVT and LocalViT
+
+    architecture = name.partition(".")[0]
+    if not timm.is_model(architecture):
+        return set()
+    names = _module_names(timm.model_entrypoint(architecture).__module__)
+    # MaxViT and CoAtNet take the fields of their two kinds of blocks under these prefixes.
+    return names | {f"{kind}_{one}" for kind in ("transformer", "conv") for one in names if "conv_cfg" in names}
+
+
+def _module_names(module: str) -> set[str]:
+    """The arguments of all classes that a file of a library defines or uses."""
+    libraries = ("timm", "torchvision", "vitfocus")
+    classes = [
+        one
+        for one in vars(sys.modules[module]).values()
+        if inspect.isclass(one)
+        and one.__module__.partition(".")[0] in libraries
+        and (issubclass(one, nn.Module) or dataclasses.is_dataclass(one))
+    ]
+    parents = {parent for one in classes for parent in one.__mro__ if parent.__module__.startswith(libraries)}
+    return {key for one in parents for key in _parameters(one)}
+
+
+def _config_names(config_class: Any) -> set[str]:
+    names = {key for one in config_class.__mro__[:-1] for key in _parameters(one)} | _BASE_FIELDS
+    names |= set(getattr(config_class, "attribute_map", ()))
+    with contextlib.suppress(Exception):  # a config whose parts have no defaults
+        names |= set(config_class().to_dict())
+    return {name for name in names if name not in ("_name_or_path", "name_or_path", "self")}
+
+
+def _parameters(one: type) -> Iterable[str]:
+    try:
+        return inspect.signature(one).parameters
+    except (TypeError, ValueError):
+        return ()
+
+
+def _transformers_class(name: str) -> Any:
+    try:
+        import transformers
+        from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
+    except ImportError:
+        raise VitfocusError("A transformers model needs the extra vitfocus[hf].") from None
+    from vitfocus.anatomy import families
+
+    found = getattr(transformers, name, None) if name.isidentifier() else None
+    if not (inspect.isclass(found) and issubclass(found, transformers.PreTrainedModel)):
+        return None
+    ours = {str(one.classes[0]).split(".")[2] for one in families() if one.library == "transformers"}
+    vision = ours | {name.replace("-", "_") for name in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES}
+    package = found.__module__.split(".")
+    return found if package[:2] == ["transformers", "models"] and package[2] in vision - {"timm_wrapper"} else None
+
+
+def _require_attention(value: Any, where: str) -> None:
+    if value is not None and value not in _ATTENTION:
+        raise VitfocusError(
+            f"{where} sets attn_implementation to {value!r}, which may fetch a kernel: {', '.join(_ATTENTION)} may be "
+            "named in a file."
+        )
+
+
+def _require_plain(value: Any, where: str) -> None:
+    """Refuse what is not plain data, or is too much of it."""
+    left, seen = [(value, 0)], 0
+    while left:
+        one, depth = left.pop()
+        seen += 1
+        if isinstance(one, Mapping) and all(isinstance(key, str | int) for key in one):
+            left += [(inner, depth + 1) for inner in one.values()]
+        elif isinstance(one, list | tuple):
+            left += [(inner, depth + 1) for inner in one]
+        elif not (
+            one is None
+            or isinstance(one, bool | int)
+            or (isinstance(one, float) and math.isfinite(one))
+            or (isinstance(one, str) and len(one) <= _LONGEST)
+        ):
+            text = repr(one)
+            raise VitfocusError(
+                f"{where} sets an argument to {text[:40]}{'...' if len(text) > 40 else ''}: a file may pass finite "
+                "numbers, true and false, short words, and lists and tables of these."
+            )
+        if depth > 8 or seen > _MOST:
+            raise VitfocusError(f"{where} holds arguments nested too deeply, or too many of them.")
