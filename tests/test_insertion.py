@@ -12,6 +12,7 @@ import pytest
 import timm
 import tiny
 import torch
+import train_tools
 from safetensors.torch import save_file
 from torch import nn
 
@@ -20,6 +21,8 @@ from vitfocus.anatomy import families, inserted, is_trained
 from vitfocus.cli import main
 from vitfocus.data.shapes import Shapes
 from vitfocus.errors import VitfocusWarning
+from vitfocus.tasks.building import start_from
+from vitfocus.train import train
 from vitfocus.treatments.spec import parse_treatments
 from vitfocus.treatments.support import build_example
 
@@ -260,7 +263,7 @@ def test_evaluate_and_diagnose_say_that_they_measure_an_insertion(tmp_path: Path
     assert "cbs was inserted into treated" in stored["insertions"]["treated"]
     comparison = scores.compare("plain", "treated")
     assert SENTENCE in " ".join(str(comparison.table()).split())
-    assert comparison.to_dict()["insertions"] == list(scores.insertions.values())
+    assert comparison.to_dict()["insertions"] == scores.insertions
 
     diagnosis = vf.diagnose(model, torch.randn(2, 3, 32, 32))
     assert diagnosis.inserted == "cbs"
@@ -299,8 +302,38 @@ def test_a_report_gives_no_verdict_on_an_insertion(tmp_path: Path) -> None:
     assert any("not judged, as adl was inserted" in sentence for sentence in row.sentences())
     assert set(written.to_dict()["insertions"]) == {"worse", "kept"}
     page = written.path.read_text()
-    assert page.count(SENTENCE) == 2
+    assert page.count("worse and kept carry treatments that were inserted after their weights were last trained") == 1
     assert "is worse than" not in page
+
+
+def test_training_clears_the_mark_and_warns_only_where_it_starts_from_trained_weights(tmp_path: Path) -> None:
+    steps = ["train_length=32", "epochs=1", "spec=vit_tiny_patch16_224+cb+tap"]
+    assert not said(lambda: train(train_tools.tiny(*steps), tmp_path / "scratch"))
+    assert "inserted" not in json.loads((tmp_path / "scratch/model/config.json").read_text())
+
+    plain = train_tools.tiny("train_length=32", "epochs=1")
+    train(plain, tmp_path / "plain")
+    assert is_trained(vf.load(tmp_path / "plain/model"))
+    on = [*steps, f"model.weights={tmp_path / 'plain/model'}"]
+    still = [*on, "lr=0", "min_lr=0", "warmup_lr=0", "weight_decay=0"]
+    for name, changes in (("tuned", on), ("still", still)):
+        (sentence,) = said(lambda name=name, changes=changes: train(train_tools.tiny(*changes), tmp_path / name))
+        assert sentence.startswith("cb+tap change what these trained weights compute: use cbs+tap(init=near_identity)")
+        assert "inserted" not in json.loads((tmp_path / name / "model/config.json").read_text())
+    again = [*steps, f"model.weights={tmp_path / 'tuned/model'}"]
+    assert not said(lambda: train(train_tools.tiny(*again), tmp_path / "again"))
+
+
+def test_weights_of_a_backbone_inside_another_model_are_noted(tmp_path: Path) -> None:
+    save_file(trained_model().state_dict(), tmp_path / "plain.safetensors")
+    options = {key: value for key, value in SMALL.items() if key != "num_classes"} | {"channels": 16, "num_classes": 3}
+    model = vf.create_model("upernet:vit_tiny_patch16_224+cb", **options)
+    (sentence,) = said(lambda: start_from(model, str(tmp_path / "plain.safetensors")))
+    assert sentence.startswith("cb changes")
+    assert inserted(model) == ("cb",)
+    take = vf.create_model("upernet:vit_tiny_patch16_224+cbs", **options)
+    assert not said(lambda: start_from(take, str(tmp_path / "plain.safetensors")))
+    assert inserted(take) == ("cbs",)
 
 
 def test_the_command_line_warns_in_one_line_and_says_what_it_measured(
@@ -317,7 +350,7 @@ def test_the_command_line_warns_in_one_line_and_says_what_it_measured(
     assert next(iter(json.loads(shown.out)["insertions"].values())).startswith("cb was inserted into ")
 
     assert main(["evaluate", "--compare", str(tmp_path / "run"), str(tmp_path / "run")]) == 0
-    assert SENTENCE in " ".join(capsys.readouterr().out.split())
+    assert "this measures insertions, not methods" in " ".join(capsys.readouterr().out.split())
     assert main(["report", str(tmp_path / "run")]) == 0
     assert SENTENCE in capsys.readouterr().out
 

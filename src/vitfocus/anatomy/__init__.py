@@ -5,7 +5,7 @@ from vitfocus.anatomy.normalising import remember_normalising
 from vitfocus.anatomy.pixels import Pixels, pixels_of
 from vitfocus.anatomy.records import Anatomy, Block, GridRule, Port
 from vitfocus.anatomy.registry import Family, anatomy, families, register, unwrap
-from vitfocus.anatomy.trained import inserted, insertion_sentence, is_trained, mark_inserted
+from vitfocus.anatomy.trained import inserted, insertion_sentence, insertions_sentence, is_trained, mark_inserted
 
 __all__ = [
     "Anatomy",
@@ -20,6 +20,7 @@ __all__ = [
     "families",
     "inserted",
     "insertion_sentence",
+    "insertions_sentence",
     "is_trained",
     "mark_inserted",
     "pixels_of",

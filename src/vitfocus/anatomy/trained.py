@@ -7,7 +7,7 @@ after training carries a mark with a few values of every parameter: once one of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,6 +64,22 @@ def insertion_sentence(specs: str, model: str = "") -> str:
     return (
         f"{specs} was inserted{of} after the weights were last trained: this measures an insertion, not a method; "
         "train on first."
+    )
+
+
+def insertions_sentence(sentences: Mapping[str, str]) -> str:
+    """The same about several models, given by name, in one sentence.
+
+    >>> insertions_sentence({"a": "cbs was inserted into a.", "b": "tap was inserted into b."})
+    'a and b carry treatments that were inserted after their weights were last trained: this measures insertions, not \
+methods; train on first.'
+    """
+    if len(sentences) < 2:
+        return "".join(sentences.values())
+    *first, last = sentences
+    return (
+        f"{', '.join(first)} and {last} carry treatments that were inserted after their weights were last trained: "
+        "this measures insertions, not methods; train on first."
     )
 
 

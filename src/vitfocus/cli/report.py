@@ -46,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Gather, explore if asked to, write, and say where."""
+    from vitfocus.anatomy import insertions_sentence
     from vitfocus.errors import VitfocusError
     from vitfocus.report import report
 
@@ -62,8 +63,8 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(written.to_dict(), indent=2))
     else:
         print(f"{', '.join(written.models)}: {written.path} ({_size(written.size)})")
-        for sentence in written.insertions.values():
-            print(sentence)
+        if written.insertions:
+            print(insertions_sentence(written.insertions))
     return 0
 
 

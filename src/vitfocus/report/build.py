@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vitfocus import __version__
-from vitfocus.anatomy import insertion_sentence
+from vitfocus.anatomy import insertion_sentence, insertions_sentence
 from vitfocus.errors import VitfocusError
 from vitfocus.report import verdict
 from vitfocus.report.page import Page
@@ -110,7 +110,7 @@ def build(subjects: Sequence[Subject], title: str | None = None, about: str = ""
     page = Page(title, f"A report by vitfocus {__version__}, written {stamp}.")
     if about:
         page.text(about)
-    for sentence in _insertions(subjects).values():
+    if sentence := insertions_sentence(_insertions(subjects)):
         page.text(sentence)
     colours = {name: index % _COLOURS for index, name in enumerate(names)}
     taken = verdict.tests(subjects)

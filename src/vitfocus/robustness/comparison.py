@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vitfocus.anatomy import insertions_sentence
 from vitfocus.attention.tables import Table
 from vitfocus.corruptions import CORRUPTIONS
 from vitfocus.errors import VitfocusError
@@ -21,7 +22,7 @@ class Comparison:
     """`rows`: condition, both numbers in percent, second minus first with its paired 95 % interval, McNemar's p.
 
     `differing` lists where the protocols differ, which is empty unless the comparison was forced; `insertions` has a
-    sentence for each model whose treatments were inserted after its weights were last trained.
+    sentence for each of the two whose treatments were inserted after its weights were last trained.
     """
 
     suite: str
@@ -29,11 +30,11 @@ class Comparison:
     second: str
     rows: list[dict[str, Any]]
     differing: tuple[str, ...] = ()
-    insertions: tuple[str, ...] = ()
+    insertions: dict[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
-        return {**vars(self), "differing": list(self.differing), "insertions": list(self.insertions)}
+        return {**vars(self), "differing": list(self.differing)}
 
     def table(self) -> Table:
         """A table to print."""
@@ -52,7 +53,7 @@ class Comparison:
         )
         if self.differing:
             caption += f" Forced: the protocols differ in {'; '.join(self.differing)}."
-        caption = " ".join((caption, *self.insertions))
+        caption = " ".join(filter(None, (caption, insertions_sentence(self.insertions))))
         columns = ["condition", self.first, self.second, "difference", "p"]
         return Table(f"{self.suite}: {self.second} against {self.first}", columns, cells, caption)
 
@@ -91,9 +92,10 @@ def compare(first: Scores | str | Path, second: Scores | str | Path, force: bool
     rows = [_row(cell, cells[0][cell], cells[1][cell], seed) for cell in shared]
     if all(f"{c}/{s}" in shared for c in CORRUPTIONS for s in range(1, 6)) and "mce" in one.models[names[0]]:
         rows.append(_scored("mCE", mce_shares(cells[0]), mce_shares(cells[1]), seed))
-    insertions = (*one.insertions.values(), *two.insertions.values())
+    said = [scores.insertions.get(name) for scores, name in zip((one, two), names, strict=True)]
     if names[0] == names[1]:
         names = [f"{names[0]} (first)", f"{names[1]} (second)"]
+    insertions = {name: sentence for name, sentence in zip(names, said, strict=True) if sentence}
     return Comparison(one.suite, names[0], names[1], rows, tuple(differing), insertions)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from vitfocus.anatomy import insertion_sentence
+from vitfocus.anatomy import insertion_sentence, insertions_sentence
 from vitfocus.attention.tables import Table, counted
 from vitfocus.contents import check_contents
 from vitfocus.errors import VitfocusError, nearest
@@ -113,7 +113,7 @@ class Scores:
                 heading = f"clean {title}" if of_clean else title
                 rows.append([heading, *(_with_interval(self.models[m], key) for m in names)])
         how = ", with bootstrap 95 % intervals" if self.samples else ""
-        caption = f"In percent{how}. " + " ".join((*self.notes, *self.insertions.values()))
+        caption = f"In percent{how}. " + " ".join(filter(None, (*self.notes, insertions_sentence(self.insertions))))
         return Table(
             f"{self.suite}: {counted(self.images, 'image')}", [_what(self.models[names[0]]), *names], rows, caption
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from vitfocus.anatomy import mark_inserted
 from vitfocus.contents import check_contents
 from vitfocus.data.loading import Share
 from vitfocus.devices import usable_device
-from vitfocus.errors import VitfocusError
+from vitfocus.errors import VitfocusError, VitfocusWarning
 from vitfocus.files import write_text
 from vitfocus.tasks import find_task
 from vitfocus.tasks.base import Setting, Task
@@ -193,7 +194,7 @@ def _assemble(
     task = find_task(recipe.task)(recipe)
     with accelerator.main_process_first():  # what is fetched or indexed, is so once
         task.open_data()
-    model: Any = _build(task)
+    model: Any = _build(task, begun=state is not None)
     heads = task.head_names(model)
     resting = choose_trained(model, recipe.optimiser.train, heads)
     compiled = compile_mode(recipe, device.type == "cuda")
@@ -244,9 +245,12 @@ def _assemble(
     return engine, facts
 
 
-def _build(task: Task) -> nn.Module:
-    """The task's model, which remembers what it was trained for."""
-    model = task.build_model()
+def _build(task: Task, begun: bool) -> nn.Module:
+    """The task's model, which remembers what it was trained for; warnings were given when the run began."""
+    with warnings.catch_warnings():
+        if begun:
+            warnings.simplefilter("ignore", VitfocusWarning)
+        model = task.build_model()
     remember_task(model, task.card())
     return model
 
@@ -260,7 +264,7 @@ def _export(engine: Engine, folder: Path, must: bool = True) -> None:
     if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
         tensors = model_tensors(model)
         if engine.accelerator.is_main_process:
-            model = _build(engine.task)
+            model = _build(engine.task, begun=True)
             model.load_state_dict(tensors)
     if engine.step:
         mark_inserted(model, ())
