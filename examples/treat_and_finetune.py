@@ -17,7 +17,7 @@ model = timm.create_model(
 )
 before = model.state_dict().keys()
 
-# CB_S starts at zero and near-identity pooling nearly there, so that a pretrained model is hardly disturbed.
+# Scaled CB and near-identity TAP start as the identity, so that a pretrained model keeps its accuracy.
 vf.treat_(
     model,
     vf.ContextBroadcasting(variant="scaled", layers="upper"),
