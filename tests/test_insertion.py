@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,19 @@ def test_fresh_models_and_preserving_forms_are_silent() -> None:
     assert not said(lambda: vf.treat_(fresh_model(), "cb+tap+se"))
     assert not said(lambda: vf.treat_(trained_model(), "cbs(layers=upper)+tap(init=near_identity)+adl"))
     assert not said(lambda: vf.create_model("vit_tiny_patch16_224+cb+tap", **SMALL))
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_first_example_keeps_a_trained_models_accuracy(page: str, request: pytest.FixtureRequest) -> None:
+    (spec,) = re.findall(r'vf\.treat_\(model, "(.+?)"\)', (Path(__file__).parents[1] / page).read_text("utf-8"))
+    assert all(treatment.preserves_function for treatment in parse_treatments(spec))
+    data = request.getfixturevalue("shared") / "data"
+    models = {name: timm.create_model("deit_tiny_patch16_224") for name in ("plain", "treated")}
+    for model in models.values():
+        vf.load_weights(model, data / "deit_tiny_patch16_224.safetensors")
+    assert not said(lambda: vf.treat_(models["treated"], spec))
+    scores = vf.evaluate(models, "clean", data / "imagenet1k-sample", limit=50, progress=False)
+    assert scores["plain"]["top1"] == scores["treated"]["top1"] > 60
 
 
 def test_weights_that_lack_a_treatment_are_warned_of_and_those_that_hold_it_are_not(tmp_path: Path) -> None:
