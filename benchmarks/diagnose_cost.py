@@ -78,11 +78,11 @@ def build_transformers(model, side: int):
 
 def explicit_readings(maps, grid: tuple[int, int]) -> dict[str, float]:
     from vitfocus.attention.distance import relative_distance
-    from vitfocus.attention.diversity import row_diversity
     from vitfocus.attention.entropy import Pool, row_entropy
-    from vitfocus.attention.focus import effective_tokens, overfocus, received
-    from vitfocus.attention.gradient import softmax_gradient
-    from vitfocus.attention.heads import head_similarity
+    from vitfocus.attention.head_similarity import head_similarity
+    from vitfocus.attention.overfocus import effective_tokens, overfocus, received
+    from vitfocus.attention.row_diversity import row_diversity
+    from vitfocus.attention.softmax_gradient import softmax_gradient
 
     entropy, got, pool = row_entropy(maps), received(maps), Pool()
     pool.add(entropy)

@@ -24,9 +24,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from torch import Tensor
 
-from vitfocus.files import write_text
+from vitfocus.core.files import write_text
 from vitfocus.kernels.backends import backend
-from vitfocus.kernels.diversity import diversity
+from vitfocus.kernels.diversity.op import diversity
 
 #: Tokens and images.
 SIZES = ((50, 256), (197, 64), (785, 8), (2000, 1), (4097, 1))

@@ -19,10 +19,10 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from vitfocus.data.augment import Augmenter
-from vitfocus.data.loading import ResidentBatches, Share
-from vitfocus.data.shapes import shapes_batch
-from vitfocus.data.stream import Stream
+from vitfocus.data.augmentation import Augmenter
+from vitfocus.data.classification.loader import ResidentBatches, Share
+from vitfocus.data.sample_order import Stream
+from vitfocus.data.shapes.dataset import shapes_batch
 from vitfocus.tasks.building import build_model
 from vitfocus.train import Recipe, load_recipe
 from vitfocus.train.optimiser import create_optimiser

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 import vitfocus
+from vitfocus.core.files import write_text
 from vitfocus.corruptions import CORRUPTIONS, corrupt
-from vitfocus.files import write_text
 from vitfocus.robustness.evaluation import evaluate
 from vitfocus.robustness.pixels import PixelModel
 

@@ -74,7 +74,7 @@ class Step:
 
     def __init__(self, case: str, variant: str, whole: bool = False) -> None:
         import vitfocus as vf
-        from vitfocus.train.compiling import compile_blocks
+        from vitfocus.train.compile_blocks import compile_blocks
 
         name, size, batch = CASES[case]
         spec = "+".join(filter(None, [name, VARIANTS[variant]]))
@@ -105,7 +105,7 @@ class Step:
 
     def record(self) -> None:
         """Record the step as one CUDA graph, as the engine does: from now on a call replays it."""
-        from vitfocus.treatments.diversity import forget_losses
+        from vitfocus.treatments.attention_diversification import forget_losses
 
         for _ in range(2):
             self.take()
@@ -127,7 +127,7 @@ class Step:
 
 def pool_by_unfold(model: nn.Module) -> None:
     """Pool as the released code does: every neighbourhood unfolded, then averaged."""
-    from vitfocus.treatments.pooling import DilationPredictor
+    from vitfocus.treatments.token_aware_pooling import DilationPredictor
 
     def pool(self: Any, image: Tensor) -> Tensor:
         weights = self.proj(image).softmax(dim=1)
@@ -245,9 +245,9 @@ def recorded(call: Callable[[], Any]) -> float:
 
 def kernel_rates() -> dict[str, Any]:
     """The kernels alone at DeiT-S's sizes: time, and work against the ceiling. docs/kernels.md counts the work."""
-    import vitfocus.kernels.context
-    import vitfocus.kernels.diversity
-    import vitfocus.kernels.pooling  # noqa: F401  (they register the operators)
+    import vitfocus.kernels.context.op
+    import vitfocus.kernels.diversity.op
+    import vitfocus.kernels.pooling.op  # noqa: F401  (they register the operators)
 
     ops, rates = torch.ops.vitfocus, {}
     form = (0.125, 0, True, False, 2.0)

@@ -11,7 +11,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from vitfocus.files import atomic_path
+from vitfocus.core.files import atomic_path
 
 HERE = Path(__file__).parent
 RESULTS, PICTURE = HERE / "results" / "step-cost-cuda.json", HERE.parent / "docs" / "images" / "step-cost.svg"

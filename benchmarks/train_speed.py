@@ -31,11 +31,11 @@ from timm.data import FastCollateMixup, create_loader
 from timm.loss import SoftTargetCrossEntropy
 from torch.utils.data import Dataset
 
-from vitfocus.data.arrays import shapes_arrays
-from vitfocus.data.augment import Batch
-from vitfocus.data.loading import mend_posterize
+from vitfocus.data.augmentation import Batch
+from vitfocus.data.classification.arrays import shapes_arrays
+from vitfocus.data.classification.loader import mend_posterize
 from vitfocus.tasks.building import build_model
-from vitfocus.tasks.classification_loss import Losses
+from vitfocus.tasks.classification.loss import Losses
 from vitfocus.train import Recipe, load_recipe
 from vitfocus.train.optimiser import create_optimiser
 from vitfocus.train.results import device_name, versions

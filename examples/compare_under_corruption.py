@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 import vitfocus as vf
-from vitfocus.data.shapes import Shapes, shapes_batch
+from vitfocus.data.shapes.dataset import Shapes, shapes_batch
 
 TINY = {"img_size": 32, "patch_size": 4, "embed_dim": 64, "depth": 3, "num_heads": 4, "num_classes": 10}
 

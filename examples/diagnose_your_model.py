@@ -8,7 +8,7 @@ import timm
 import torch
 
 import vitfocus as vf
-from vitfocus.data.shapes import shapes_batch
+from vitfocus.data.shapes.dataset import shapes_batch
 
 torch.manual_seed(0)
 model = timm.create_model("vit_tiny_patch16_224", img_size=64, patch_size=8, depth=4)  # pretrained=True fetches weights

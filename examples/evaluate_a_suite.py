@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 import vitfocus as vf
-from vitfocus.data.shapes_layouts import write_layout
+from vitfocus.data.shapes.layouts import write_layout
 
 torch.manual_seed(0)
 folder = Path("runs/examples/suites")

@@ -5,8 +5,8 @@ import torch
 
 import vitfocus as vf
 from vitfocus.attention.maps import rollout
-from vitfocus.data.shapes import shapes_batch
-from vitfocus.files import write_bytes
+from vitfocus.core.files import write_bytes
+from vitfocus.data.shapes.dataset import shapes_batch
 from vitfocus.report.figures import png
 from vitfocus.report.pictures import map_matrices, query_overlay
 

@@ -6,7 +6,7 @@ The page is a single file that opens from disk. On the command line: `vitfocus r
 import torch
 
 import vitfocus as vf
-from vitfocus.data.shapes import shapes_batch
+from vitfocus.data.shapes.dataset import shapes_batch
 from vitfocus.report import report
 from vitfocus.report.explorer import explorer_data
 

@@ -4,7 +4,7 @@
 """
 
 import vitfocus as vf
-from vitfocus.data.shapes import Shapes
+from vitfocus.data.shapes.dataset import Shapes
 from vitfocus.train import load_recipe, train
 
 changes = ["spec=vit_tiny_patch16_224+cbs(layers=upper)", "epochs=0.05", "warmup_epochs=0", "val_length=200"]

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 import vitfocus as vf
-from vitfocus.data.shapes import CLASSES, shapes_batch
+from vitfocus.data.shapes.dataset import CLASSES, shapes_batch
 
 torch.manual_seed(0)
 model = timm.create_model(

@@ -26,10 +26,7 @@ RANK = {
     "data": 1,
     "corruptions": 1,
     "models": 1,
-    "devices": 1,
-    "contents": 1,
-    "errors": 0,
-    "files": 0,
+    "core": 0,
 }
 
 #: Steps upwards taken inside a function, on purpose: a diagnosis draws its own figures.

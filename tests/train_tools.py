@@ -81,7 +81,7 @@ def _child(output: Path, arguments: list[str], code: str, environment: dict[str,
     torch.set_num_threads(1)
     exec(code, {})
     from vitfocus.cli.train import add_arguments, run
-    from vitfocus.errors import VitfocusError
+    from vitfocus.core.errors import VitfocusError
 
     parser = argparse.ArgumentParser()
     add_arguments(parser)

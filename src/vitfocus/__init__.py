@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from vitfocus.anatomy import anatomy
     from vitfocus.attention.diagnosis import Diagnosis, diagnose
     from vitfocus.attention.maps import attention_maps
+    from vitfocus.core.errors import VitfocusError, VitfocusWarning
     from vitfocus.corruptions import corrupt
-    from vitfocus.errors import VitfocusError, VitfocusWarning
     from vitfocus.report import explore, report
     from vitfocus.robustness import evaluate
     from vitfocus.treatments import (
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         untreat_,
         untreated,
     )
-    from vitfocus.treatments.store import create_model, load, open_model, push, save
+    from vitfocus.treatments.save_load import create_model, load, open_model, push, save
     from vitfocus.treatments.weights import load_weights
 
 __version__ = "0.1.0"
@@ -41,14 +41,14 @@ _HOMES = {
     "vitfocus.attention.diagnosis": ("Diagnosis", "diagnose"),
     "vitfocus.attention.maps": ("attention_maps",),
     "vitfocus.corruptions": ("corrupt",),
-    "vitfocus.errors": ("VitfocusError", "VitfocusWarning"),
+    "vitfocus.core.errors": ("VitfocusError", "VitfocusWarning"),
     "vitfocus.report": ("explore", "report"),
     "vitfocus.robustness": ("evaluate",),
     "vitfocus.treatments": (
         *("AttentionDiversification", "ContextBroadcasting", "ExtraBlock", "SqueezeExcitation", "TokenAwarePooling"),
         *("UniformHead", "applied", "auxiliary_loss", "treat_", "untreat_", "untreated"),
     ),
-    "vitfocus.treatments.store": ("create_model", "load", "open_model", "push", "save"),
+    "vitfocus.treatments.save_load": ("create_model", "load", "open_model", "push", "save"),
     "vitfocus.treatments.weights": ("load_weights",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

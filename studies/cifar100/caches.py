@@ -14,7 +14,7 @@ import tarfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from vitfocus.errors import VitfocusError
+from vitfocus.core.errors import VitfocusError
 
 _PIECE = 4 << 20  # compressed at once by one core
 _PROGRAMS = ("fxgraph", "aotautograd")

@@ -20,8 +20,8 @@ from measure import device_at_hand
 from one_run import recipe_of, selected
 from setting import Setting
 
-from vitfocus.files import write_text
-from vitfocus.train.recording import WARM_UP
+from vitfocus.core.files import write_text
+from vitfocus.train.cuda_graph import WARM_UP
 from vitfocus.train.results import device_name, versions
 from vitfocus.train.run import assemble_run
 

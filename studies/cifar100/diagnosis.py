@@ -16,8 +16,8 @@ from torch import Tensor
 
 import vitfocus as vf
 from vitfocus.cli.diagnose import image_files, read_image
-from vitfocus.errors import VitfocusError
-from vitfocus.files import write_text
+from vitfocus.core.errors import VitfocusError
+from vitfocus.core.files import write_text
 from vitfocus.train.results import device_name, versions
 
 #: The published families of corruptions.
@@ -133,7 +133,7 @@ def drawn(folder: Path) -> Path:
     """Twelve drawn scenes at 64 px in class folders with ImageNet's names, which a model of 1,000 classes can read."""
     from PIL import Image
 
-    from vitfocus.data.shapes import shapes_batch
+    from vitfocus.data.shapes.dataset import shapes_batch
     from vitfocus.robustness.folders import wordnet_ids
 
     pixels, labels = shapes_batch(range(12), "val", 64)

@@ -14,7 +14,7 @@ from arms import ARMS
 from pool import Expectation
 from setting import Setting
 
-from vitfocus.files import write_text
+from vitfocus.core.files import write_text
 
 #: Seconds of a plain model's epoch of 50,000 images on an H200, and of all that is not training, before any is known.
 GUESSES = {"selection": (1.0, 12.0), "vit-ti": (1.0, 22.0), "vit-s": (2.0, 35.0), "heads": (1.1, 22.0)}

@@ -21,7 +21,7 @@ from slots import Slot
 from torch import Tensor, nn
 
 import vitfocus as vf
-from vitfocus.errors import VitfocusError
+from vitfocus.core.errors import VitfocusError
 from vitfocus.robustness.pixels import PixelModel
 from vitfocus.tasks.building import start_from
 from vitfocus.train import Recipe, load_recipe

@@ -12,8 +12,8 @@ from one_run import model_folder
 from setting import Setting, test_images
 
 import vitfocus as vf
-from vitfocus.errors import VitfocusError, nearest
-from vitfocus.files import write_text
+from vitfocus.core.errors import VitfocusError, nearest
+from vitfocus.core.files import write_text
 
 LIMIT = 25 * 1000 * 1000
 #: Percent that another processor may make of the accuracy: some images lie on an edge.

@@ -16,8 +16,8 @@ from arms import ARMS, CANDIDATES, SHARED, Run
 from setting import Setting, test_images
 from slots import Slot
 
-from vitfocus.errors import VitfocusError
-from vitfocus.files import write_text
+from vitfocus.core.errors import VitfocusError
+from vitfocus.core.files import write_text
 from vitfocus.train import Recipe, load_recipe
 
 #: Keys of a recipe that may differ between runs that are compared.

@@ -9,8 +9,8 @@ from typing import Any
 
 from arms import CANDIDATES, EPOCHS, FINETUNE_EPOCHS, HOLDOUT, SEEDS, WARMUP_EPOCHS
 
+from vitfocus.core.errors import VitfocusError
 from vitfocus.corruptions import CORRUPTIONS
-from vitfocus.errors import VitfocusError
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def evenly(images: Any, labels: Any, count: int) -> tuple[Any, Any]:
 @functools.lru_cache(maxsize=1)
 def test_images(setting: Setting) -> tuple[Any, Any]:
     """The test set, uint8 (N, 3, 32, 32) and labels (N,), read once a process."""
-    from vitfocus.data.classification import open_images
+    from vitfocus.data.classification.sources import open_images
     from vitfocus.train import load_recipe
 
     recipe = load_recipe("cifar100", [*setting.data_keys(), *setting.scale.recipe])

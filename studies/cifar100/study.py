@@ -34,7 +34,7 @@ from estimates import expected, remember  # noqa: E402
 from pool import Expectation, Job, carry_out  # noqa: E402
 from setting import FULL, REHEARSAL, SMOKE, Setting  # noqa: E402
 
-from vitfocus.errors import VitfocusError, nearest  # noqa: E402
+from vitfocus.core.errors import VitfocusError, nearest  # noqa: E402
 from vitfocus.train import Recipe  # noqa: E402
 
 STEPS = ("select", "train", "finetune", "diagnose", "cost", "report", "keep")

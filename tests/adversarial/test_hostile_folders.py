@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 import vitfocus as vf
 from vitfocus.cli import main
-from vitfocus.files import digest
+from vitfocus.core.files import digest
 from vitfocus.train.recipe import load_recipe
 
 transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")

@@ -1,9 +1,9 @@
 """Anatomy: where a model's blocks, MLPs, attentions, token grid and prefix tokens are."""
 
-from vitfocus.anatomy.build import Plan, Trunk
-from vitfocus.anatomy.normalising import remember_normalising
-from vitfocus.anatomy.pixels import Pixels, pixels_of
-from vitfocus.anatomy.records import Anatomy, Block, GridRule, Port
+from vitfocus.anatomy.block import Anatomy, Block, GridRule, Port
+from vitfocus.anatomy.input_spec import Pixels, pixels_of
+from vitfocus.anatomy.normalisation import remember_normalising
+from vitfocus.anatomy.plan import Plan, Trunk
 from vitfocus.anatomy.registry import Family, anatomy, families, register, unwrap
 from vitfocus.anatomy.trained import inserted, insertion_sentence, insertions_sentence, is_trained, mark_inserted
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import nn
 
-from vitfocus.anatomy.normalising import grey_normalising, stated_normalising
-from vitfocus.anatomy.records import Anatomy
-from vitfocus.errors import VitfocusError, nearest
+from vitfocus.anatomy.block import Anatomy
+from vitfocus.anatomy.normalisation import grey_normalising, stated_normalising
+from vitfocus.core.errors import VitfocusError, nearest
 
-_LIBRARIES = ("timm", "transformers", "torchvision", "own")
+_LIBRARIES = ("timm", "transformers", "torchvision", "vitfocus_models")
 _FAMILIES: dict[str, Family] = {}
 
 #: What timm's `features_only` makes of most models: their stages under new names, without the class they belonged to.
@@ -55,7 +55,7 @@ def family_of(module: nn.Module) -> Family | None:
     """The family a module itself belongs to, by its class or a class it derives from."""
     for cls in type(module).__mro__:
         library = cls.__module__.partition(".")[0]
-        library = "own" if library == "vitfocus" else library
+        library = "vitfocus_models" if library == "vitfocus" else library
         if library in _LIBRARIES:
             importlib.import_module(f"vitfocus.anatomy.{library}")
         if family := _FAMILIES.get(_full_name(cls)):

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from vitfocus.anatomy.build import Plan, Trunk, conv_step, pair
-from vitfocus.anatomy.records import Anatomy, AttentionKind, GridRule, Size, Step
+from vitfocus.anatomy.block import Anatomy, AttentionKind, GridRule, Size, Step
+from vitfocus.anatomy.plan import Plan, Trunk, conv_step, pair
 from vitfocus.anatomy.registry import Family, register
 
 PRE_NORM = Plan()

@@ -17,10 +17,10 @@ from typing import Any
 
 from torch import nn
 
-from vitfocus.anatomy.build import Plan, build_block, conv_step, pair
-from vitfocus.anatomy.records import Anatomy, Block, GridRule, Size, Step
+from vitfocus.anatomy.block import Anatomy, Block, GridRule, Size, Step
+from vitfocus.anatomy.plan import Plan, build_block, conv_step, pair
 from vitfocus.anatomy.registry import Family, register
-from vitfocus.errors import VitfocusError
+from vitfocus.core.errors import VitfocusError
 
 IMAGENET: dict[str, Any] = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 HALF: dict[str, Any] = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vitfocus.anatomy import insertion_sentence
-from vitfocus.attention.tables import COLUMNS, Table, cell
-from vitfocus.errors import VitfocusError
+from vitfocus.core.errors import VitfocusError
+from vitfocus.core.tables import COLUMNS, Table, cell
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -13,19 +13,19 @@ import torch
 from torch import nn
 
 from vitfocus.anatomy import Block, anatomy, inserted
-from vitfocus.anatomy.records import Size
+from vitfocus.anatomy.block import Size
 from vitfocus.attention.findings import SECOND, Thresholds, findings
 from vitfocus.attention.images import Batch, Images, batches, paired
 from vitfocus.attention.observation import Observation
-from vitfocus.attention.running import can_be_read, model_name, pick_blocks, reading
-from vitfocus.attention.scaling import context_scale, scaling_profile
+from vitfocus.attention.scaling_profile import context_scale, scaling_profile
+from vitfocus.attention.session import can_be_read, model_name, pick_blocks, reading
 from vitfocus.attention.stream import LayerStream, geometry_of
 from vitfocus.attention.stream import rows as rows_of
-from vitfocus.attention.tables import Table, diagnosis_table
-from vitfocus.attention.text import text_length, with_text, without_padding
-from vitfocus.contents import check_contents
-from vitfocus.errors import VitfocusError
-from vitfocus.files import write_bytes
+from vitfocus.attention.text_inputs import text_length, with_text, without_padding
+from vitfocus.core.contents import check_contents
+from vitfocus.core.errors import VitfocusError
+from vitfocus.core.files import write_bytes
+from vitfocus.core.tables import Table, diagnosis_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -190,7 +190,7 @@ def diagnose(
     The model keeps its fused attention, its device, its mode and its outputs; no map is stored.
 
     >>> import timm
-    >>> from vitfocus.data.shapes import shapes_batch
+    >>> from vitfocus.data.shapes.dataset import shapes_batch
     >>> model = timm.create_model("vit_tiny_patch16_224", depth=2, img_size=64)
     >>> diagnosis = diagnose(model, shapes_batch(range(2), size=64)[0], against="gaussian_noise/3")
     >>> [row["layer"] for row in diagnosis.rows], diagnosis.rows[0]["entropy_bound"] >= diagnosis.rows[0]["entropy"]

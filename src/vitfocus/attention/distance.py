@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vitfocus.anatomy.records import Size
+from vitfocus.anatomy.block import Size
 from vitfocus.attention.reading import Geometry, Mean, Number, Reading, Tile
-from vitfocus.kernels.statistics import Numbers, Statistics
+from vitfocus.kernels.statistics.op import Numbers, Statistics
 
 
 def relative_distance(maps: Tensor, query_grid: Size, key_grid: Size | None = None, prefix_tokens: int = 0) -> Tensor:

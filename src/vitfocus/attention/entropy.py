@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vitfocus.attention.reading import Geometry, Later, Mean, Number, Reading, Tile, arrived, compact, resting
-from vitfocus.kernels.statistics import Numbers, Statistics
+from vitfocus.kernels.statistics.op import Numbers, Statistics
 
 
 def row_entropy(maps: Tensor) -> Tensor:

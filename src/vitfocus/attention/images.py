@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms.functional import rgb_to_grayscale
 
 from vitfocus.anatomy import Anatomy
-from vitfocus.errors import VitfocusError
+from vitfocus.core.errors import VitfocusError
 
 Images = Tensor | Iterable[Any] | Mapping[str, Any]
 

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vitfocus.anatomy import Block, anatomy
-from vitfocus.anatomy.records import Size
+from vitfocus.anatomy.block import Size
 from vitfocus.attention.images import Images, batches
 from vitfocus.attention.observation import Observation
-from vitfocus.attention.running import can_be_read, pick_blocks, reading
+from vitfocus.attention.session import can_be_read, pick_blocks, reading
 from vitfocus.attention.stream import part
-from vitfocus.errors import VitfocusError
+from vitfocus.core.errors import VitfocusError
 
 #: Bytes from which on `attention_maps` says how much it is about to store, and beyond which it wants to be asked twice.
 WARN_BYTES, LIMIT_BYTES = 1 << 29, 1 << 32

@@ -16,8 +16,8 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from vitfocus.anatomy.records import Size
-from vitfocus.kernels.statistics import Numbers, Statistics
+from vitfocus.anatomy.block import Size
+from vitfocus.kernels.statistics.op import Numbers, Statistics
 
 
 @dataclass(frozen=True, eq=False)

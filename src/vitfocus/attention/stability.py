@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vitfocus.attention.reading import Geometry, Mean, Number, Reading, Tile
-from vitfocus.kernels.statistics import Numbers, Statistics
+from vitfocus.kernels.statistics.op import Numbers, Statistics
 
 
 def stability(clean: Tensor, corrupted: Tensor) -> Tensor:

@@ -13,17 +13,17 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from vitfocus.anatomy.records import Block, Size
+from vitfocus.anatomy.block import Block, Size
 from vitfocus.attention.distance import DistanceReading
-from vitfocus.attention.diversity import THRESHOLD, DiversityReading
 from vitfocus.attention.entropy import EntropyReading
-from vitfocus.attention.focus import FocusReading, top_tokens
-from vitfocus.attention.gradient import GradientReading
-from vitfocus.attention.heads import HeadReading
+from vitfocus.attention.head_similarity import HeadReading
 from vitfocus.attention.observation import Observation
+from vitfocus.attention.overfocus import FocusReading, top_tokens
 from vitfocus.attention.reading import Geometry, Later, Number, Reading, Tile, Totals, arrived
+from vitfocus.attention.row_diversity import THRESHOLD, DiversityReading
+from vitfocus.attention.softmax_gradient import GradientReading
 from vitfocus.attention.stability import StabilityReading
-from vitfocus.kernels.statistics import Grids, backend_for, pair_products, statistics
+from vitfocus.kernels.statistics.op import Grids, backend_for, pair_products, statistics
 
 #: Numbers in a tile, on the CPU from the least to the most: what the caches hold. A GPU wants more to be busy.
 CPU_TILES, GPU_TILE = (1 << 17, 1 << 20), 1 << 22

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from vitfocus import __version__
-from vitfocus.errors import VitfocusError, VitfocusWarning, nearest
+from vitfocus.core.errors import VitfocusError, VitfocusWarning, nearest
 
 #: The commands by what one wants: to look, to mend, to prove, and the rest.
 GROUPS = {

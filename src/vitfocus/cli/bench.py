@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, and print the table."""
-    from vitfocus.errors import VitfocusError
+    from vitfocus.core.errors import VitfocusError
 
     for name in ("rounds", "batch_size"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from vitfocus.anatomy import anatomy
-    from vitfocus.devices import usable_device
+    from vitfocus.core.devices import usable_device
     from vitfocus.treatments.spec import parse_treatments
     from vitfocus.treatments.step_cost import compare_steps
 
@@ -108,7 +108,7 @@ def parse_size(text: str | None) -> tuple[int, int] | None:
     >>> parse_size("224"), parse_size("512x1024"), parse_size(None)
     ((224, 224), (512, 1024), None)
     """
-    from vitfocus.errors import VitfocusError
+    from vitfocus.core.errors import VitfocusError
 
     if text is None:
         return None
@@ -120,8 +120,8 @@ def parse_size(text: str | None) -> tuple[int, int] | None:
 
 def _open(name: str, size: tuple[int, int] | None) -> nn.Module:
     """The model, built for that size where its constructor can be told; others take any size, or refuse."""
-    from vitfocus.errors import VitfocusError
-    from vitfocus.treatments.store import open_model
+    from vitfocus.core.errors import VitfocusError
+    from vitfocus.treatments.save_load import open_model
 
     if size is not None:
         try:
@@ -135,7 +135,7 @@ def _open(name: str, size: tuple[int, int] | None) -> nn.Module:
 def _treated(
     model: nn.Module, specs: list[str], device: torch.device
 ) -> tuple[dict[str, nn.Module], list[dict[str, str]]]:
-    from vitfocus.errors import VitfocusError
+    from vitfocus.core.errors import VitfocusError
     from vitfocus.treatments import applied, treat_
 
     plain = "+".join(map(str, applied(model))) or "plain"

@@ -49,8 +49,8 @@ def run(args: argparse.Namespace) -> int:
     import sys
 
     from vitfocus import diagnose, load
-    from vitfocus.data.shapes import Shapes, shapes_batch
-    from vitfocus.errors import VitfocusError
+    from vitfocus.core.errors import VitfocusError
+    from vitfocus.data.shapes.dataset import Shapes, shapes_batch
     from vitfocus.report import report
     from vitfocus.report.evidence import note_data
     from vitfocus.report.explorer import explorer_data

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vitfocus.cli.opening import add_pretrained, open_called
-from vitfocus.files import PICTURES, files_below
+from vitfocus.core.files import PICTURES, files_below
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,8 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Diagnose, print, and save where asked to."""
-    from vitfocus.errors import VitfocusError
-    from vitfocus.files import writable_folder
+    from vitfocus.core.errors import VitfocusError
+    from vitfocus.core.files import writable_folder
 
     for name in ("limit", "batch_size"):
         if getattr(args, name) < 1:
@@ -69,9 +69,9 @@ def run(args: argparse.Namespace) -> int:
     from vitfocus.anatomy import anatomy
     from vitfocus.attention.diagnosis import diagnose
     from vitfocus.cli.closing import close_run, model_label
-    from vitfocus.devices import usable_device
+    from vitfocus.core.devices import usable_device
     from vitfocus.report.evidence import note_data
-    from vitfocus.treatments.store import task_of
+    from vitfocus.treatments.save_load import task_of
 
     device = usable_device(args.device)
     model = open_called(args.model, args.weights, args.treat, pretrained=args.pretrained)
@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
 
 def image_files(folder: Path, limit: int) -> list[Path]:
     """At most `limit` of the images under a folder, sorted and evenly picked."""
-    from vitfocus.errors import VitfocusError
+    from vitfocus.core.errors import VitfocusError
 
     if folder.is_file() and folder.suffix.lower() in PICTURES:
         return [folder]
@@ -127,8 +127,8 @@ def read_image(file: Path, size: tuple[int, int], crop: float = 0.875, interpola
     from torchvision.transforms import InterpolationMode
     from torchvision.transforms import functional as T
 
-    from vitfocus.data.pictures import UNREADABLE, cut_centre, rgb_picture, upright
-    from vitfocus.errors import VitfocusError
+    from vitfocus.core.errors import VitfocusError
+    from vitfocus.data.image_files import UNREADABLE, cut_centre, rgb_picture, upright
 
     try:
         with Image.open(file) as opened:
@@ -158,7 +158,7 @@ def _explore(args: argparse.Namespace, models: dict[str, Any], files: list[Path]
     """Keep the explorer's data of a few of the images, in half a page's room, so that another model's fits beside."""
     import torch
 
-    from vitfocus.errors import VitfocusError
+    from vitfocus.core.errors import VitfocusError
     from vitfocus.report.explorer import BUDGET, IMAGES, explorer_data, write_explorer
 
     count = min(IMAGES, args.limit if files is None else len(files))
@@ -178,9 +178,9 @@ def _explore(args: argparse.Namespace, models: dict[str, Any], files: list[Path]
 
 def _questions(args: argparse.Namespace, body: Anatomy) -> tuple[int, Iterator[Any]] | None:
     """For a model that reads text: the questions of VQAv2's layout, or of Shapes; None for mere pictures."""
-    from vitfocus.data.questions import read_vqav2, shapes_questions, splits_in
-    from vitfocus.data.questions_batches import reading_batches
-    from vitfocus.tasks.answering import look_of
+    from vitfocus.data.vqa.batches import reading_batches
+    from vitfocus.data.vqa.dataset import read_vqav2, shapes_questions, splits_in
+    from vitfocus.tasks.vqa.model import look_of
 
     if args.images:
         splits = splits_in(args.images) if Path(args.images).is_dir() else []
@@ -196,7 +196,7 @@ def _questions(args: argparse.Namespace, body: Anatomy) -> tuple[int, Iterator[A
 
 
 def _shapes(count: int, batch_size: int, body: Anatomy) -> Iterator[Tensor]:
-    from vitfocus.data.shapes import shapes_batch
+    from vitfocus.data.shapes.dataset import shapes_batch
 
     for start in range(0, count, batch_size):
         yield shapes_batch(range(start, min(start + batch_size, count)), split="val", size=body.build_size)[0]
@@ -206,7 +206,7 @@ def _with_progress(batches: Iterator[Any], count: int) -> Iterator[Any]:
     from rich.console import Console
     from rich.progress import Progress
 
-    from vitfocus.attention.tables import counted
+    from vitfocus.core.tables import counted
 
     console = Console(stderr=True)
     if not console.is_terminal:

@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    from vitfocus.errors import VitfocusError
+    from vitfocus.core.errors import VitfocusError
     from vitfocus.robustness.comparison import compare
     from vitfocus.robustness.results import load_scores
 
@@ -140,15 +140,15 @@ def _compare(args: argparse.Namespace) -> int:
 
 def _say(result: Any, as_json: bool) -> None:
     """Print a result, once however many processes have it."""
-    from vitfocus.robustness.processes import is_first
+    from vitfocus.core.processes import is_first
 
     if is_first():
         print(json.dumps(result.to_dict(), indent=2) if as_json else result.table(), flush=True)
 
 
 def _evaluate(args: argparse.Namespace) -> int:
-    from vitfocus.data.shapes import Shapes, picture_size, shapes_named
-    from vitfocus.errors import VitfocusError
+    from vitfocus.core.errors import VitfocusError
+    from vitfocus.data.shapes.dataset import Shapes, picture_size, shapes_named
     from vitfocus.robustness.suites import SUITES, find_suite
 
     if args.force:
@@ -172,8 +172,8 @@ def _evaluate(args: argparse.Namespace) -> int:
 
     from vitfocus.anatomy import pixels_of
     from vitfocus.cli.closing import close_run
+    from vitfocus.core.processes import is_first
     from vitfocus.robustness.evaluation import evaluate
-    from vitfocus.robustness.processes import is_first
 
     models = _models(args)
     if length is not None and suite.plan is not None:  # the tasks' own suites draw Shapes themselves
@@ -211,8 +211,8 @@ def _from_run(args: argparse.Namespace) -> None:
     """Fill in what a trained model's folder says: the suite of its own task, and the data of its recipe."""
     import tomllib
 
-    from vitfocus.contents import check_contents
-    from vitfocus.errors import VitfocusError
+    from vitfocus.core.contents import check_contents
+    from vitfocus.core.errors import VitfocusError
     from vitfocus.robustness.suites import OWN, SUITES
 
     folder = Path(args.model[0])
@@ -244,7 +244,7 @@ def _from_run(args: argparse.Namespace) -> None:
 
 def _class_folders(recipe: Path, data: dict[str, Any]) -> str:
     """Where the class folders lie that a classifier was validated on, if it was on such."""
-    from vitfocus.errors import VitfocusError
+    from vitfocus.core.errors import VitfocusError
 
     root, source = Path(data["root"]), data.get("source", "folder")
     if source in ("shards", "cifar-mosaic", "fashion-mnist") or (
@@ -260,8 +260,8 @@ def _class_folders(recipe: Path, data: dict[str, Any]) -> str:
 def _models(args: argparse.Namespace) -> dict[str, nn.Module]:
     """The models by the names they were called, with their weights."""
     from vitfocus.cli.closing import model_label
-    from vitfocus.errors import VitfocusError
-    from vitfocus.robustness.processes import is_first
+    from vitfocus.core.errors import VitfocusError
+    from vitfocus.core.processes import is_first
 
     weights = args.weights or [None]
     if args.pretrained and all(Path(name).is_dir() for name in args.model):

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.table import Table
 
     from vitfocus.anatomy import families
-    from vitfocus.errors import VitfocusError
+    from vitfocus.core.errors import VitfocusError
     from vitfocus.treatments.support import TRIED, model_names, support
 
     library, _, pattern = args.pattern.lower().partition("+")[0].rpartition(":")  # as in torchvision:vit_b_16+cb

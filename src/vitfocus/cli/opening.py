@@ -22,8 +22,8 @@ def open_called(
     name: str, weights: str | None = None, treat: str | None = None, *, pretrained: bool = False, quiet: bool = False
 ) -> nn.Module:
     """The model of that name or folder, in eval mode; without weights it says that it is untrained, unless `quiet`."""
-    from vitfocus.errors import VitfocusError
-    from vitfocus.treatments.store import is_pushed, open_model
+    from vitfocus.core.errors import VitfocusError
+    from vitfocus.treatments.save_load import is_pushed, open_model
 
     if pretrained and weights is not None:
         raise VitfocusError("--weights names a file and --pretrained the library's own weights: give one of them.")

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Gather, explore if asked to, write, and say where."""
     from vitfocus.anatomy import insertions_sentence
-    from vitfocus.errors import VitfocusError
+    from vitfocus.core.errors import VitfocusError
     from vitfocus.report import report
 
     for name in ("images", "limit", "against"):
@@ -78,11 +78,11 @@ def _size(count: int) -> str:
 
 
 def _explore(args: argparse.Namespace) -> Any:
-    from vitfocus.attention.tables import counted
-    from vitfocus.errors import VitfocusError
+    from vitfocus.core.errors import VitfocusError
+    from vitfocus.core.tables import counted
     from vitfocus.report.explorer import explorer_data
     from vitfocus.report.subjects import gather
-    from vitfocus.treatments.store import load
+    from vitfocus.treatments.save_load import load
 
     subjects = [subject for subject in gather(args.runs) if subject.model_folder is not None]
     if not subjects:
@@ -118,8 +118,8 @@ def _validation(subject: Subject, limit: int, size: tuple[int, int]) -> tuple[Te
     import torch
     from timm.data import create_transform
 
-    from vitfocus.data.classification import open_images
-    from vitfocus.errors import VitfocusError
+    from vitfocus.core.errors import VitfocusError
+    from vitfocus.data.classification.sources import open_images
     from vitfocus.train.recipe import build_recipe, refuse_downloads
 
     assert subject.training is not None

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the list, or carry an item out; 130 where it was stopped, to be resumed by the same command."""
-    from vitfocus.errors import VitfocusError
+    from vitfocus.core.errors import VitfocusError
 
     if args.item is None and not args.list and (args.data or args.rows or args.images or args.count):
         raise VitfocusError("Which table or figure? vitfocus reproduce --list names them, such as cb/table4a.")

@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
     from vitfocus.train.recipe import load_recipe, shipped_recipes
 
     if args.recipe is None and (args.out or args.resume):
-        from vitfocus.errors import VitfocusError
+        from vitfocus.core.errors import VitfocusError
 
         run = args.out or "RUN"
         raise VitfocusError(f"Which recipe? A run goes on by its own: vitfocus train {run}/config.toml --out {run} ...")
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(results, indent=1))
     elif results["finished"]:
-        from vitfocus.attention.tables import counted
+        from vitfocus.core.tables import counted
 
         model = f"{args.out or f'runs/{recipe.name}'}/model"
         print(

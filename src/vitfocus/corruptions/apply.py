@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.corruptions import blur, digital, elastic, jpeg, noise, spatter, weather
 from vitfocus.corruptions import frost as overlays
 from vitfocus.corruptions.arguments import whole
 from vitfocus.corruptions.constants import CONSTANTS, CORRUPTIONS, EXTRA_CORRUPTIONS, FLAVOURS, Setting
 from vitfocus.corruptions.draws import Draws, as_ids
-from vitfocus.errors import VitfocusError, nearest
 
 VERSION = 1
 """Raised whenever any output changes."""
@@ -53,7 +53,7 @@ def parse(text: str) -> tuple[str, int]:
     ('gaussian_noise', 5)
     >>> parse("fogg/2")
     Traceback (most recent call last):
-    vitfocus.errors.VitfocusError: There is no corruption 'fogg': did you mean 'fog'?
+    vitfocus.core.errors.VitfocusError: There is no corruption 'fogg': did you mean 'fog'?
     """
     name, _, severity = text.partition("/")
     _check_name(name)

@@ -7,7 +7,7 @@ import operator
 from collections.abc import Iterable
 from typing import Any
 
-from vitfocus.errors import VitfocusError
+from vitfocus.core.errors import VitfocusError
 
 
 def whole(name: str, value: Any, low: int | None = None, high: int | None = None) -> int:
@@ -18,7 +18,7 @@ def whole(name: str, value: Any, low: int | None = None, high: int | None = None
     3
     >>> whole("limit", 2.5, low=1)
     Traceback (most recent call last):
-    vitfocus.errors.VitfocusError: limit is 2.5; expected a whole number of at least 1.
+    vitfocus.core.errors.VitfocusError: limit is 2.5; expected a whole number of at least 1.
     """
     try:
         number = None if isinstance(value, bool) else operator.index(value)
@@ -35,7 +35,7 @@ def real(name: str, value: Any, expected: str) -> float:
 
     >>> real("eps", "a", "distances in 1/255, such as 4")
     Traceback (most recent call last):
-    vitfocus.errors.VitfocusError: eps is 'a'; expected distances in 1/255, such as 4.
+    vitfocus.core.errors.VitfocusError: eps is 'a'; expected distances in 1/255, such as 4.
     """
     try:
         number = math.nan if isinstance(value, str | bool) else float(value)

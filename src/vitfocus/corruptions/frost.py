@@ -19,8 +19,8 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
+from vitfocus.core.errors import VitfocusError
 from vitfocus.corruptions.draws import Draws
-from vitfocus.errors import VitfocusError
 
 FILES = ("frost1.png", "frost2.png", "frost3.png", "frost4.jpg", "frost5.jpg")
 VARIABLE = "VITFOCUS_FROST"

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitfocus.errors import VitfocusError
+from vitfocus.core.errors import VitfocusError
 
 OPERATIONS = (
     "AutoContrast", "Equalize", "Invert", "Rotate", "Posterize", "Solarize", "SolarizeAdd", "Color", "Contrast",

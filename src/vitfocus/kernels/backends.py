@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitfocus.errors import VitfocusError, nearest
+from vitfocus.core.errors import VitfocusError, nearest
 
 #: reference: as the equations say, with whole maps; chunked: plain torch, memory linear in N; triton: the kernels.
 BACKENDS = ("auto", "reference", "chunked", "triton")

@@ -16,7 +16,7 @@ from timm.models import checkpoint
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
-from ..errors import VitfocusError, nearest
+from ..core.errors import VitfocusError, nearest
 
 Grid = tuple[int, int]
 Size = int | tuple[int, int]

@@ -17,7 +17,7 @@ from timm.models.convnext import ConvNeXtStage
 from timm.models.xcit import ClassAttentionBlock, PositionalEncodingFourier
 from torch import Tensor, nn
 
-from ..errors import VitfocusError
+from ..core.errors import VitfocusError
 from .base import Attention, Backbone, Grid, Size, heads_divide, to_map, to_tokens
 from .registry import build, imagenet_cfgs
 from .stems import ConvStem, HybridStem

@@ -14,7 +14,7 @@ from timm.models import register_model
 from timm.models.vision_transformer import Attention
 from torch import Tensor, nn
 
-from ..errors import VitfocusError
+from ..core.errors import VitfocusError
 from .base import Backbone, Grid, PatchEmbed, Size, heads_divide, increasing, to_map, to_tokens
 from .published import fit_position
 from .registry import build, imagenet_cfgs

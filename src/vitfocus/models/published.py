@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
 
-from ..errors import VitfocusError
+from ..core.errors import VitfocusError
 
 # Averaged weights first, as in timm's own loader: a training checkpoint holds both and the average is what is reported.
 _NESTS = ("state_dict_ema", "model_ema", "state_dict", "model")

@@ -13,7 +13,7 @@ from timm.layers import DropPath, Mlp, resample_abs_pos_embed, to_2tuple, trunc_
 from timm.models import register_model
 from torch import Tensor, nn
 
-from ..errors import VitfocusError
+from ..core.errors import VitfocusError
 from .base import Attention, Backbone, Grid, PatchEmbed, Size, increasing, to_map
 from .published import fit_position
 from .registry import build, imagenet_cfgs

@@ -19,7 +19,7 @@ from timm.layers import DropPath, Mlp, to_2tuple
 from timm.models import register_model
 from torch import Tensor, nn
 
-from ..errors import VitfocusError
+from ..core.errors import VitfocusError
 from .base import Backbone, Grid, Size, heads_divide, increasing, to_map, to_tokens
 from .published import resize_pair_map
 from .registry import build, imagenet_cfgs

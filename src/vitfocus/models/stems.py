@@ -11,7 +11,7 @@ from timm.layers import LayerNorm2d, trunc_normal_
 from timm.models.convnext import ConvNeXtStage
 from torch import Tensor, nn
 
-from ..errors import VitfocusError
+from ..core.errors import VitfocusError
 from .base import Grid, to_tokens
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from vitfocus import __version__
 from vitfocus.anatomy import insertion_sentence, insertions_sentence
-from vitfocus.errors import VitfocusError
+from vitfocus.core.errors import VitfocusError
 from vitfocus.report import verdict
 from vitfocus.report.page import Page
 from vitfocus.report.sections.attends import add_attention

@@ -13,9 +13,9 @@ from typing import Any
 from torch import nn
 
 from vitfocus.anatomy import anatomy, inserted
-from vitfocus.contents import check_contents
-from vitfocus.errors import VitfocusError
-from vitfocus.files import write_text
+from vitfocus.core.contents import check_contents
+from vitfocus.core.errors import VitfocusError
+from vitfocus.core.files import write_text
 from vitfocus.report.cost import measure, multiply_adds, usual_batch
 from vitfocus.robustness.pixels import weights_digest
 from vitfocus.robustness.runfolder import read_json

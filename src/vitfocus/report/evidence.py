@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from vitfocus.attention.diagnosis import Diagnosis
-from vitfocus.contents import check_contents
-from vitfocus.errors import VitfocusError
-from vitfocus.files import write_text
+from vitfocus.core.contents import check_contents
+from vitfocus.core.errors import VitfocusError
+from vitfocus.core.files import write_text
 from vitfocus.report.card import Card, read_cards
 from vitfocus.robustness.results import Scores, load_scores
 from vitfocus.robustness.runfolder import RESULTS, read_json

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vitfocus.attention.diagnosis import PLOTS, Diagnosis
-from vitfocus.attention.focus import TOP
-from vitfocus.errors import VitfocusError, nearest
+from vitfocus.attention.overfocus import TOP
+from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.report.sections.attends import overfocus_references
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from vitfocus.files import write_text
+from vitfocus.core.files import write_text
 
 #: Nothing may be fetched from anywhere: the browser itself sees to it.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"

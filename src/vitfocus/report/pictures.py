@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from vitfocus.anatomy import Anatomy, Block, anatomy
-from vitfocus.attention.focus import overfocus, received
 from vitfocus.attention.images import normalised
 from vitfocus.attention.maps import AttentionMaps, attention_maps, enlarged, normalise_together, on_grid, rollout
-from vitfocus.attention.running import model_name
-from vitfocus.errors import VitfocusError
+from vitfocus.attention.overfocus import overfocus, received
+from vitfocus.attention.session import model_name
+from vitfocus.core.errors import VitfocusError
 from vitfocus.report.figures import new_figure
 
 if TYPE_CHECKING:

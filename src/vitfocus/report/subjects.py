@@ -18,9 +18,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from vitfocus.attention.diagnosis import Diagnosis
-from vitfocus.devices import default_device
-from vitfocus.errors import VitfocusError
-from vitfocus.files import write_text
+from vitfocus.core.devices import default_device
+from vitfocus.core.errors import VitfocusError
+from vitfocus.core.files import write_text
 from vitfocus.report.card import CARD, Card, make_card
 from vitfocus.report.evidence import Found, Training, find_evidence
 from vitfocus.robustness.pixels import tensors_digest
@@ -200,7 +200,7 @@ def _describe(subject: Subject) -> None:
     """Make the card of a trained model that has none."""
     if subject.card is not None or subject.model_folder is None:
         return
-    from vitfocus.treatments.store import load
+    from vitfocus.treatments.save_load import load
 
     try:
         model = load(subject.model_folder)

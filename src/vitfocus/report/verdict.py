@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from vitfocus.attention.tables import counted
+from vitfocus.core.tables import counted
 from vitfocus.corruptions import CORRUPTIONS
 from vitfocus.report.subjects import Subject, scores_name
 from vitfocus.robustness.fingerprint import FREE, differences

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from vitfocus.errors import VitfocusError
+from vitfocus.core.errors import VitfocusError
 from vitfocus.reproduce.planning import Run
 from vitfocus.tasks.building import model_arguments
 from vitfocus.treatments.cost import count_cost, count_parameters
-from vitfocus.treatments.store import create_model
+from vitfocus.treatments.save_load import create_model
 
 #: Classes of each data source, where the recipe does not say.
 CLASSES = {"shapes": 10, "folder": 1000, "cifar100": 100, "ade20k": 150, "cityscapes": 19, "coco": 80, "vqav2": 3129}

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vitfocus.anatomy import anatomy
+from vitfocus.core.errors import VitfocusError
+from vitfocus.core.files import write_bytes
 from vitfocus.corruptions import corrupt
-from vitfocus.errors import VitfocusError
-from vitfocus.files import write_bytes
 from vitfocus.report.figures import COLOURS, MARKERS, new_figure, plot
 from vitfocus.report.pictures import head_maps, map_matrices, query_overlay
 from vitfocus.reproduce.computed import softmax_surface
@@ -185,7 +185,7 @@ def _overlay(outcome: Outcome, _: int | None) -> Figure:
 def _predictions(outcome: Outcome, _: int | None) -> Figure:
     """Segmented pictures, clean and in snow, a column a model."""
     from vitfocus.robustness.pixels import PixelModel
-    from vitfocus.tasks.segment_inference import Protocol, overlay, predict
+    from vitfocus.tasks.segmentation.inference import Protocol, overlay, predict
 
     run = _trained(outcome)[0].run
     assert run is not None and run.recipe is not None

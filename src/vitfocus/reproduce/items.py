@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
-from vitfocus.errors import VitfocusError, nearest
+from vitfocus.core.errors import VitfocusError, nearest
 
 #: What each scale is, in words.
 SCALES = {

@@ -19,11 +19,11 @@ from torch.utils.data import TensorDataset
 
 from vitfocus.anatomy import anatomy
 from vitfocus.attention.diagnosis import Diagnosis, diagnose
-from vitfocus.data.classification import open_images
-from vitfocus.data.images import ArrayImages
-from vitfocus.devices import default_device
-from vitfocus.errors import VitfocusError
-from vitfocus.files import write_text
+from vitfocus.core.devices import default_device
+from vitfocus.core.errors import VitfocusError
+from vitfocus.core.files import write_text
+from vitfocus.data.classification.dataset import ArrayImages
+from vitfocus.data.classification.sources import open_images
 from vitfocus.report.evidence import METRICS, read_rows
 from vitfocus.reproduce import counting
 from vitfocus.reproduce.measures import MEASURES, Measure, Suite
@@ -31,7 +31,7 @@ from vitfocus.reproduce.planning import Places, Run
 from vitfocus.robustness.evaluation import evaluate
 from vitfocus.robustness.results import Scores, load_scores
 from vitfocus.robustness.sources import evenly
-from vitfocus.treatments.store import load
+from vitfocus.treatments.save_load import load
 
 CORRUPTION = "gaussian_noise/3"
 #: Images that a diagnosis looks at, by scale.
@@ -185,7 +185,7 @@ def _segmentation_images(data: Any, count: int) -> Tensor:
     """Pictures of a segmentation set, cut to the training crop's size in their middle."""
     from torchvision.transforms.v2 import functional as F
 
-    from vitfocus.data.segmentation import open_masks
+    from vitfocus.data.segmentation.dataset import open_masks
 
     masks = open_masks(data, "val")
     pictures = []

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vitfocus.attention.tables import Table, counted
-from vitfocus.files import write_text
+from vitfocus.core.files import write_text
+from vitfocus.core.tables import Table, counted
 from vitfocus.reproduce import counting
 from vitfocus.reproduce.items import Item, Printed, Row
 from vitfocus.reproduce.measures import MEASURES

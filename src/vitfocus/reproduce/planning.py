@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vitfocus.attention.tables import counted
-from vitfocus.errors import VitfocusError, nearest
+from vitfocus.core.errors import VitfocusError, nearest
+from vitfocus.core.tables import counted
 from vitfocus.reproduce.items import SCALES, Item, Row, Stand, stands
 from vitfocus.reproduce.measures import MEASURES
 from vitfocus.train.recipe import Recipe, apply_overrides, load_recipe

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vitfocus.errors import VitfocusError, nearest
+from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.reproduce.computed import COMPUTED
 from vitfocus.reproduce.drawing import draw
 from vitfocus.reproduce.items import SCALES, Item, Row, load_item

@@ -12,13 +12,13 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from vitfocus.anatomy import pixels_of
-from vitfocus.data.answers import soft_accuracy
-from vitfocus.data.images import BrokenLog
-from vitfocus.data.loading import Share, seeded
-from vitfocus.data.questions import ArrayPictures, Question, QuestionSet, read_vqav2, shapes_questions, splits_in
-from vitfocus.data.questions_batches import QuestionSamples, every_question
-from vitfocus.data.shapes import shapes_named
-from vitfocus.errors import VitfocusError
+from vitfocus.core.errors import VitfocusError
+from vitfocus.data.classification.dataset import BrokenLog
+from vitfocus.data.classification.loader import Share, seeded
+from vitfocus.data.shapes.dataset import shapes_named
+from vitfocus.data.vqa.answers import soft_accuracy
+from vitfocus.data.vqa.batches import QuestionSamples, every_question
+from vitfocus.data.vqa.dataset import ArrayPictures, Question, QuestionSet, read_vqav2, shapes_questions, splits_in
 from vitfocus.robustness.fingerprint import versions
 from vitfocus.robustness.pixels import PixelModel, evaluating
 from vitfocus.robustness.plan import Samples, Summary
@@ -27,8 +27,8 @@ from vitfocus.robustness.results import Scores
 from vitfocus.robustness.scores import mean_interval
 from vitfocus.robustness.sources import evenly
 from vitfocus.robustness.turns import Measure, in_turns
-from vitfocus.tasks.answering import Answerer, language_alone, write_predictions
-from vitfocus.treatments.store import task_of
+from vitfocus.tasks.vqa.model import Answerer, language_alone, write_predictions
+from vitfocus.treatments.save_load import task_of
 
 NAME = "answers"
 

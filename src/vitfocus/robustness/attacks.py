@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.corruptions.arguments import real, whole
 from vitfocus.corruptions.draws import Draws
-from vitfocus.errors import VitfocusError, nearest
 
 Classifier = Callable[[Tensor], Tensor]
 NORMS = ("linf", "l2")

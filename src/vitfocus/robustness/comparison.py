@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from vitfocus.anatomy import insertions_sentence
-from vitfocus.attention.tables import Table
+from vitfocus.core.errors import VitfocusError
+from vitfocus.core.tables import Table
 from vitfocus.corruptions import CORRUPTIONS
-from vitfocus.errors import VitfocusError
 from vitfocus.robustness.fingerprint import FREE, differences
 from vitfocus.robustness.plan import Columns
 from vitfocus.robustness.results import Scores, load_scores

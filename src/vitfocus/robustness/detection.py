@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import nn
 
-from vitfocus.data.detection import CocoDetections, Detections, ShapesDetections, mask_tools
-from vitfocus.data.shapes import shapes_named
-from vitfocus.errors import VitfocusError
-from vitfocus.files import write_text
+from vitfocus.core.errors import VitfocusError
+from vitfocus.core.files import write_text
+from vitfocus.data.detection.dataset import CocoDetections, Detections, ShapesDetections, mask_tools
+from vitfocus.data.shapes.dataset import shapes_named
 from vitfocus.robustness.fingerprint import versions
 from vitfocus.robustness.pixels import PixelModel, evaluating
 from vitfocus.robustness.plan import Summary
@@ -21,9 +21,9 @@ from vitfocus.robustness.request import Request
 from vitfocus.robustness.results import Scores
 from vitfocus.robustness.sources import evenly
 from vitfocus.robustness.turns import Measure, in_turns
-from vitfocus.tasks.detection_inference import PictureWriter, Searcher
-from vitfocus.tasks.detection_scores import coco_scores
-from vitfocus.treatments.store import task_of
+from vitfocus.tasks.detection.inference import PictureWriter, Searcher
+from vitfocus.tasks.detection.metric import coco_scores
+from vitfocus.treatments.save_load import task_of
 
 NAME = "detection"
 _SHAPES = 1000  # pictures, unless there is a limit

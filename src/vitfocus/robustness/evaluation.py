@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from vitfocus.core.errors import VitfocusError, nearest
+from vitfocus.core.processes import Processes, join_processes
 from vitfocus.corruptions.arguments import whole
-from vitfocus.data.shapes import shapes_named
-from vitfocus.errors import VitfocusError, nearest
+from vitfocus.data.shapes.dataset import shapes_named
 from vitfocus.robustness.fingerprint import versions
 from vitfocus.robustness.pixels import PRECISIONS, PixelModel, evaluating, named_models
 from vitfocus.robustness.plan import Plan, Samples
-from vitfocus.robustness.processes import Processes, join_processes
 from vitfocus.robustness.request import Request
 from vitfocus.robustness.results import Scores, flatten, load_scores
 from vitfocus.robustness.runfolder import RunFolder, claimed
@@ -52,7 +52,7 @@ def evaluate(
     suite's own.
 
     >>> import timm
-    >>> from vitfocus.data.shapes import Shapes
+    >>> from vitfocus.data.shapes.dataset import Shapes
     >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=1, num_classes=10)
     >>> scores = evaluate(model, "clean", Shapes("val", length=8, size=32), progress=False)
     >>> scores.images, 0 <= scores["top1"] <= 100

@@ -14,9 +14,9 @@ from typing import Any
 
 from PIL import Image
 
-from vitfocus.data.pictures import UNREADABLE, rgb_picture
-from vitfocus.errors import VitfocusError
-from vitfocus.files import PICTURES, files_below
+from vitfocus.core.errors import VitfocusError
+from vitfocus.core.files import PICTURES, files_below
+from vitfocus.data.image_files import UNREADABLE, rgb_picture
 from vitfocus.robustness.sources import digest_of, evenly, other_size
 
 _HEADERS_AT_MOST = 100_000

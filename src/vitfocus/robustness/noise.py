@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.corruptions.constants import Setting
 from vitfocus.corruptions.draws import Draws, as_ids
 from vitfocus.corruptions.filters import gaussian, to_uint8
 from vitfocus.corruptions.noise import shot_noise
-from vitfocus.errors import VitfocusError, nearest
 
 NOISES = ("shot", "gaussian/5", "gaussian/10", "blur/1", "blur/2")
 REPEATS = 5

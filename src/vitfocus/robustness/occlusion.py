@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vitfocus.core.errors import VitfocusError
 from vitfocus.corruptions.draws import Draws
-from vitfocus.errors import VitfocusError
 
 GRID = 14
 

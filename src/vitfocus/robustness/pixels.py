@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vitfocus.anatomy import inserted, pixels_of, unwrap
-from vitfocus.errors import VitfocusError
+from vitfocus.core.errors import VitfocusError
 from vitfocus.treatments import applied
 
 PRECISIONS: dict[str, torch.dtype] = {

@@ -10,9 +10,9 @@ from torch import Tensor
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as T
 
+from vitfocus.core.errors import VitfocusError
 from vitfocus.corruptions.arguments import real
-from vitfocus.data.pictures import cut_centre, rgb_picture
-from vitfocus.errors import VitfocusError
+from vitfocus.data.image_files import cut_centre, rgb_picture
 
 INTERPOLATIONS = ("bilinear", "bicubic")
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from vitfocus.core.processes import Processes
 from vitfocus.robustness.pixels import PRECISIONS
-from vitfocus.robustness.processes import Processes
 from vitfocus.robustness.results import Scores, load_scores
 from vitfocus.robustness.runfolder import RunFolder, claimed
 

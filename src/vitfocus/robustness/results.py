@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from vitfocus.anatomy import insertion_sentence, insertions_sentence
-from vitfocus.attention.tables import Table, counted
-from vitfocus.contents import check_contents
-from vitfocus.errors import VitfocusError, nearest
+from vitfocus.core.contents import check_contents
+from vitfocus.core.errors import VitfocusError, nearest
+from vitfocus.core.tables import Table, counted
 from vitfocus.robustness.plan import Columns, Samples, Summary
 from vitfocus.robustness.runfolder import DAMAGED, RESULTS, SAMPLES, RunFolder, read_json
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from vitfocus.errors import VitfocusError
-from vitfocus.files import atomic_path, write_text
+from vitfocus.core.errors import VitfocusError
+from vitfocus.core.files import atomic_path, write_text
+from vitfocus.core.processes import Processes
 from vitfocus.robustness.fingerprint import differences
 from vitfocus.robustness.plan import Columns
-from vitfocus.robustness.processes import Processes
 
 #: What numpy raises for an archive that was cut off or changed.
 DAMAGED = (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error)

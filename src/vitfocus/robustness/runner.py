@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitfocus.errors import VitfocusError
+from vitfocus.core.errors import VitfocusError
+from vitfocus.core.processes import Processes
+from vitfocus.core.progress import Advance, progress
 from vitfocus.robustness.cells import Watched
 from vitfocus.robustness.pixels import PixelModel
 from vitfocus.robustness.plan import Columns, Group, Plan, Samples, in_order
-from vitfocus.robustness.processes import Processes
-from vitfocus.robustness.progress import Advance, progress
 from vitfocus.robustness.runfolder import RunFolder, keeping
 from vitfocus.robustness.sources import Batch, Share, digest_of
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from vitfocus.core.errors import VitfocusError
 from vitfocus.corruptions import CORRUPTIONS
-from vitfocus.errors import VitfocusError
 from vitfocus.robustness.references import ALEXNET_CLEAN_ERROR, ALEXNET_ERRORS, ALEXNET_FLIPS
 
 Array = npt.NDArray[np.float64]

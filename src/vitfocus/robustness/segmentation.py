@@ -19,25 +19,25 @@ from torch import Tensor, nn
 
 from vitfocus.anatomy import unwrap
 from vitfocus.anatomy.registry import family_of
+from vitfocus.core.errors import VitfocusError, nearest
+from vitfocus.core.processes import Processes
 from vitfocus.corruptions import CORRUPTIONS, EXTRA_CORRUPTIONS, corrupt, fingerprint
 from vitfocus.corruptions.arguments import several, whole
-from vitfocus.data.segmentation_classes import IGNORE
-from vitfocus.data.segmentation_layouts import CONDITIONS
-from vitfocus.errors import VitfocusError, nearest
+from vitfocus.data.segmentation.classes import IGNORE
+from vitfocus.data.segmentation.layouts import CONDITIONS
 from vitfocus.robustness.fingerprint import versions
 from vitfocus.robustness.noise import NOISES, REPEATS, add_noise, repeat_interval
 from vitfocus.robustness.pixels import PixelModel, evaluating
 from vitfocus.robustness.plan import Summary
-from vitfocus.robustness.processes import Processes
 from vitfocus.robustness.request import Request
 from vitfocus.robustness.results import Scores
 from vitfocus.robustness.runfolder import RunFolder, keeping
 from vitfocus.robustness.segmentation_data import Pictures, open_pictures
 from vitfocus.robustness.sources import digest_of
 from vitfocus.robustness.stored_corruptions import stored_corruptions
-from vitfocus.tasks.confusion import confusion, iou_by_class, scores_of
-from vitfocus.tasks.segment_inference import Protocol, predict, write_pictures
-from vitfocus.treatments.store import task_of
+from vitfocus.tasks.segmentation.inference import Protocol, predict, write_pictures
+from vitfocus.tasks.segmentation.metric import confusion, iou_by_class, scores_of
+from vitfocus.treatments.save_load import task_of
 
 ALL = (*CORRUPTIONS, *EXTRA_CORRUPTIONS)
 Change = Callable[[Tensor, list[Any]], Tensor]

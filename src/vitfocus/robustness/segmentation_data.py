@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from vitfocus.data.segmentation import MaskFiles, Masks, WholePictures, guess_source, open_masks
-from vitfocus.data.segmentation_classes import IGNORE
-from vitfocus.data.segmentation_layouts import LAYOUTS, acdc
+from vitfocus.core.errors import VitfocusError, nearest
+from vitfocus.data.segmentation.classes import IGNORE
+from vitfocus.data.segmentation.dataset import MaskFiles, Masks, WholePictures, guess_source, open_masks
+from vitfocus.data.segmentation.layouts import LAYOUTS, acdc
 from vitfocus.data.settings import Data
-from vitfocus.data.shapes import shapes_named
-from vitfocus.errors import VitfocusError, nearest
+from vitfocus.data.shapes.dataset import shapes_named
 from vitfocus.robustness.sources import evenly
-from vitfocus.tasks.segment import whole_batches
+from vitfocus.tasks.segmentation.task import whole_batches
 
 Batch = tuple[Tensor, Tensor, list[Any]]  # uint8 (B, 3, H, W), class maps (B, h, w), the pictures' ids
 

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.corruptions.constants import Setting
 from vitfocus.corruptions.digital import brightness
 from vitfocus.corruptions.draws import Draws
 from vitfocus.corruptions.filters import clipped_zoom, streak, to_uint8
 from vitfocus.corruptions.noise import gaussian_noise, shot_noise
-from vitfocus.errors import VitfocusError, nearest
 from vitfocus.robustness.references import ALEXNET_FLIPS
 
 VERSION = 1

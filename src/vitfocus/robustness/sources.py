@@ -18,8 +18,8 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from vitfocus.core.errors import VitfocusError
 from vitfocus.corruptions.draws import as_ids
-from vitfocus.errors import VitfocusError
 from vitfocus.robustness.preprocessing import Preprocessing
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from vitfocus.core.errors import VitfocusError
 from vitfocus.corruptions import CORRUPTIONS, EXTRA_CORRUPTIONS
-from vitfocus.data.segmentation import MaskFiles
-from vitfocus.data.segmentation_layouts import Layout, Pair
-from vitfocus.errors import VitfocusError
+from vitfocus.data.segmentation.dataset import MaskFiles
+from vitfocus.data.segmentation.layouts import Layout, Pair
 
 
 def stored_corruptions(folder: str | Path, clean: MaskFiles) -> dict[tuple[str, int], MaskFiles]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from vitfocus.robustness.progress import progress
+from vitfocus.core.progress import progress
 from vitfocus.robustness.request import Request
 from vitfocus.robustness.runfolder import RunFolder, keeping
 
@@ -29,7 +29,7 @@ def in_turns(
     What the folder holds is not measured again; what is new is kept there while it runs.
 
     >>> import torch
-    >>> from vitfocus.robustness.processes import Processes
+    >>> from vitfocus.core.processes import Processes
     >>> here = Processes(0, 1, torch.device("cpu"))
     >>> asked = Request({"square": torch.nn.Identity()}, None, "answers", here, progress=False)
     >>> dict(in_turns(asked, None, [1, 2, 5], 2, {"square": lambda some: ({place: place**2} for place in some)}))

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitfocus.errors import VitfocusError
+from vitfocus.core.errors import VitfocusError
 from vitfocus.robustness.folders import Entry
 
 

@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 
 #: Where each task lives; it is imported when a recipe or a saved model asks for it.
 TASKS = {
-    "classify": "vitfocus.tasks.classify:Classify",
-    "segment": "vitfocus.tasks.segment:Segment",
-    "detect": "vitfocus.tasks.detect:Detect",
-    "answer": "vitfocus.tasks.answer:Answer",
+    "classify": "vitfocus.tasks.classification.task:Classify",
+    "segment": "vitfocus.tasks.segmentation.task:Segment",
+    "detect": "vitfocus.tasks.detection.task:Detect",
+    "answer": "vitfocus.tasks.vqa.task:Answer",
 }
 
 
@@ -23,7 +23,7 @@ def find_task(name: str) -> type[Task]:
     >>> find_task("classify").__name__
     'Classify'
     """
-    from vitfocus.errors import VitfocusError, nearest
+    from vitfocus.core.errors import VitfocusError, nearest
 
     if name not in TASKS:
         raise VitfocusError(f"There is no task {name!r}: {nearest(name, TASKS)}")

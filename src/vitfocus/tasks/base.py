@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from vitfocus.anatomy import anatomy
-from vitfocus.data.images import BrokenLog
-from vitfocus.data.loading import Share
-from vitfocus.errors import VitfocusError, reason
+from vitfocus.core.errors import VitfocusError, reason
+from vitfocus.data.classification.dataset import BrokenLog
+from vitfocus.data.classification.loader import Share
 from vitfocus.treatments import AttentionDiversification, applied, auxiliary_loss
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class Task(ABC):
         return {}
 
     def card(self) -> dict[str, Any]:
-        """What a saved model must remember of its task, as JSON has it; `vitfocus.treatments.store.task_of` reads it.
+        """What a saved model must remember of its task, as JSON; `treatments.save_load.task_of` reads it.
 
         The training run calls it after `build_model`.
         """

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from vitfocus.anatomy import anatomy, inserted
-from vitfocus.errors import VitfocusError
+from vitfocus.core.errors import VitfocusError
 from vitfocus.treatments.arguments import file_arguments
 from vitfocus.treatments.origin import split_library
+from vitfocus.treatments.save_load import create_model, load
 from vitfocus.treatments.spec import split_spec
-from vitfocus.treatments.store import create_model, load
 from vitfocus.treatments.surgery import added_names, applied
 from vitfocus.treatments.weights import load_weights, note_treatments, read_weights
 

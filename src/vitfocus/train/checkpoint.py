@@ -19,9 +19,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from vitfocus.contents import check_contents
-from vitfocus.errors import VitfocusError
-from vitfocus.files import digest
+from vitfocus.core.contents import check_contents
+from vitfocus.core.errors import VitfocusError
+from vitfocus.core.files import digest
 
 _TENSORS, _REST = "state.safetensors", "state.json"
 

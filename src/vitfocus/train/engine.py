@@ -19,14 +19,14 @@ from accelerate import Accelerator
 from timm.utils import ModelEmaV3
 from torch import nn
 
-from vitfocus.data.stream import STEP, seed_for
-from vitfocus.errors import VitfocusError
+from vitfocus.core.errors import VitfocusError
+from vitfocus.data.sample_order import STEP, seed_for
 from vitfocus.tasks.base import Task
 from vitfocus.train.checkpoint import Checkpoints, State
+from vitfocus.train.cuda_graph import RecordedStep
 from vitfocus.train.metrics import Metrics
 from vitfocus.train.progress import Progress
 from vitfocus.train.recipe import Recipe
-from vitfocus.train.recording import RecordedStep
 from vitfocus.train.schedule import Plan, set_rate
 from vitfocus.train.signals import StopWish
 from vitfocus.train.state import all_finite, gather, restore

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from vitfocus.files import write_text
+from vitfocus.core.files import write_text
 from vitfocus.train.appending import Appender
-from vitfocus.train.board import Board
+from vitfocus.train.tensorboard import Board
 
 
 class Metrics:

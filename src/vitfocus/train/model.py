@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from torch import nn
 
-from vitfocus.errors import VitfocusError
+from vitfocus.core.errors import VitfocusError
 from vitfocus.treatments.surgery import added_names
 
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from vitfocus.anatomy import anatomy
-from vitfocus.errors import VitfocusError, nearest, reason
-from vitfocus.train.sections import Optimiser
+from vitfocus.core.errors import VitfocusError, nearest, reason
+from vitfocus.train.recipe_sections import Optimiser
 from vitfocus.train.state import gather
 
 

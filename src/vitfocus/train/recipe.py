@@ -18,9 +18,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from vitfocus.errors import VitfocusError, nearest
+from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.tasks import TASKS
-from vitfocus.train.sections import (
+from vitfocus.train.recipe_sections import (
     Answer,
     Augment,
     Data,

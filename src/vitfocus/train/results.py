@@ -9,7 +9,7 @@ import timm
 import torch
 
 import vitfocus
-from vitfocus.attention.tables import counted
+from vitfocus.core.tables import counted
 
 if TYPE_CHECKING:
     from vitfocus.train.engine import Engine

@@ -17,15 +17,15 @@ from timm.utils import ModelEmaV3
 from torch import nn
 
 from vitfocus.anatomy import mark_inserted
-from vitfocus.contents import check_contents
-from vitfocus.data.loading import Share
-from vitfocus.devices import usable_device
-from vitfocus.errors import VitfocusError, VitfocusWarning
-from vitfocus.files import write_text
+from vitfocus.core.contents import check_contents
+from vitfocus.core.devices import usable_device
+from vitfocus.core.errors import VitfocusError, VitfocusWarning
+from vitfocus.core.files import write_text
+from vitfocus.data.classification.loader import Share
 from vitfocus.tasks import find_task
 from vitfocus.tasks.base import Setting, Task
 from vitfocus.train.checkpoint import Checkpoints, State, read_checkpoint, replace_folder
-from vitfocus.train.compiling import compile_blocks
+from vitfocus.train.compile_blocks import compile_blocks
 from vitfocus.train.engine import Engine, run_folder
 from vitfocus.train.metrics import Metrics
 from vitfocus.train.model import choose_trained
@@ -35,8 +35,8 @@ from vitfocus.train.recipe import Recipe, build_recipe, difference, load_recipe
 from vitfocus.train.results import SHAPE, describe, device_name
 from vitfocus.train.schedule import Plan
 from vitfocus.train.state import model_tensors
+from vitfocus.treatments.save_load import remember_task, save
 from vitfocus.treatments.spec import split_spec
-from vitfocus.treatments.store import remember_task, save
 
 
 def train(

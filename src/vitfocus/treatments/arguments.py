@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from vitfocus.errors import VitfocusError, nearest
+from vitfocus.core.errors import VitfocusError, nearest
 
 #: The arguments of composed models' heads; all others are those of the backbone.
 _HEADS = {
@@ -45,7 +45,7 @@ def file_arguments(library: str, name: str, arguments: Mapping[str, Any], where:
     >>> file_arguments("timm", "vit_tiny_patch16_224", {"checkpoint_path": "x.pth"}, "config.json")
     Traceback (most recent call last):
     ...
-    vitfocus.errors.VitfocusError: config.json sets checkpoint_path, which no file may set for vit_tiny_patch16_224: ...
+    vitfocus.core.errors.VitfocusError: config.json sets checkpoint_path, which no file may set for vit_tiny_patch16_224: ...
     """
     _require_plain(arguments, where)
     if library == "transformers" and set(arguments) == {"config_class", "config"}:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from vitfocus.anatomy import Anatomy, Block
-from vitfocus.errors import VitfocusError, nearest
+from vitfocus.core.errors import VitfocusError, nearest
 
 if TYPE_CHECKING:
     from vitfocus.treatments.surgery import Surgeon

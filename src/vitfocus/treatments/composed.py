@@ -13,10 +13,10 @@ from torch import nn
 
 #: The prefix of a spec, and the module that builds such models; imported when one is asked for.
 COMPOSED = {
-    "upernet": "vitfocus.tasks.upernet",
-    "segformer": "vitfocus.tasks.segformer",
-    "smp": "vitfocus.tasks.smp",
-    "maskrcnn": "vitfocus.tasks.detector",
+    "upernet": "vitfocus.tasks.segmentation.upernet",
+    "segformer": "vitfocus.tasks.segmentation.segformer",
+    "smp": "vitfocus.tasks.segmentation.smp",
+    "maskrcnn": "vitfocus.tasks.detection.model",
 }
 
 

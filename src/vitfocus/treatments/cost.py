@@ -17,9 +17,9 @@ from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
 from vitfocus.anatomy import anatomy, unwrap
-from vitfocus.treatments.context import ContextBroadcast
-from vitfocus.treatments.pooling import DilationPredictor, FixedPooling
-from vitfocus.treatments.squeeze import ChannelGate
+from vitfocus.treatments.context_broadcasting import ContextBroadcast
+from vitfocus.treatments.squeeze_excitation import ChannelGate
+from vitfocus.treatments.token_aware_pooling import DilationPredictor, FixedPooling
 
 
 @dataclass(frozen=True)

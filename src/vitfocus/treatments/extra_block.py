@@ -13,7 +13,7 @@ from timm.layers import Attention, Mlp
 from torch import Tensor, nn
 
 from vitfocus.anatomy import Anatomy, Port
-from vitfocus.errors import VitfocusError
+from vitfocus.core.errors import VitfocusError
 from vitfocus.treatments.base import Treatment, handles, option
 from vitfocus.treatments.surgery import Surgeon
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from vitfocus.anatomy import anatomy
-from vitfocus.errors import VitfocusError, nearest, reason
+from vitfocus.core.errors import VitfocusError, nearest, reason
 from vitfocus.treatments.arguments import file_arguments, require_named, transformers_class, transformers_config
 from vitfocus.treatments.composed import COMPOSED, build_composed
 

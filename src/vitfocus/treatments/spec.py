@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from vitfocus.errors import VitfocusError, nearest
+from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.treatments.base import TREATMENTS, Treatment
 
 _ALIASES: dict[str, tuple[str, dict[str, Any]]] = {"cbs": ("cb", {"variant": "scaled"})}

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from vitfocus.anatomy import unwrap
-from vitfocus.errors import VitfocusError
-from vitfocus.treatments.diversity import auxiliary_loss, forget_losses
+from vitfocus.core.errors import VitfocusError
+from vitfocus.treatments.attention_diversification import auxiliary_loss, forget_losses
 
 MODES = ("train", "infer")
 

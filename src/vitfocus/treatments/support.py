@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from vitfocus.anatomy import Family, anatomy
-from vitfocus.errors import VitfocusError
+from vitfocus.core.errors import VitfocusError
 from vitfocus.treatments.surgery import treat_, untreat_
 
 #: The specs that the table tries, one a column.

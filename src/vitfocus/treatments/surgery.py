@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from vitfocus.anatomy import Anatomy, Block, Port, anatomy, is_trained, mark_inserted, unwrap
 from vitfocus.anatomy.trained import MARK
-from vitfocus.errors import VitfocusError, warn
+from vitfocus.core.errors import VitfocusError, warn
 from vitfocus.treatments.base import Treatment, insert
 from vitfocus.treatments.operations import (
     AddHook,

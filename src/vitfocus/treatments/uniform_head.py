@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vitfocus.anatomy import Anatomy
-from vitfocus.errors import VitfocusError
+from vitfocus.core.errors import VitfocusError
 from vitfocus.treatments.base import Treatment, handles, option
 from vitfocus.treatments.operations import SwapModule
 from vitfocus.treatments.surgery import Surgeon

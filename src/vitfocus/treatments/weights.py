@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from vitfocus.anatomy import mark_inserted, unwrap
-from vitfocus.errors import VitfocusError, reason
-from vitfocus.files import digest
+from vitfocus.core.errors import VitfocusError, reason
+from vitfocus.core.files import digest
 from vitfocus.treatments.surgery import added_names, note_insertion, surgeons
 
 _WRAPPERS = ("state_dict_ema", "state_dict", "model_ema", "model", "module")

@@ -10,7 +10,7 @@ from typing import Any
 
 from reporting.intervals import Estimate, estimate, pooled
 from reporting.outcomes import Outcome
-from vitfocus.errors import VitfocusError
+from vitfocus.core.errors import VitfocusError
 
 Run = dict[str, Any]
 

@@ -12,7 +12,7 @@ from reporting.gathered import Study
 from reporting.outcomes import ACCURACY, CORRUPTION
 from reporting.sections.diagnosis import entropy_chart, family_chart
 from reporting.sections.robust import SCRATCH
-from vitfocus.files import write_text
+from vitfocus.core.files import write_text
 from vitfocus.report.page import static
 
 #: File and what it shows.

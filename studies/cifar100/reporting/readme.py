@@ -13,7 +13,7 @@ from reporting.sections.claimed import HEADINGS, RULE, compared, marked, multipl
 from reporting.sections.limits import limits
 from reporting.sections.progress import how_far, verdicts
 from reporting.words import INTERVALS, written
-from vitfocus.files import write_text
+from vitfocus.core.files import write_text
 from vitfocus.report.page import minus
 
 BEGIN = "<!-- results: written by `study.py report`; changes between these marks are lost -->"

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vitfocus.anatomy import Block, anatomy
-from vitfocus.anatomy.records import Size
+from vitfocus.anatomy.block import Size
 from vitfocus.attention.maps import attention_maps
-from vitfocus.attention.running import can_be_read
-from vitfocus.errors import VitfocusError
+from vitfocus.attention.session import can_be_read
+from vitfocus.core.errors import VitfocusError
 from vitfocus.report.explorer.packing import grids_of, pack
 
 #: Bytes of maps that may be held at once while they are read.

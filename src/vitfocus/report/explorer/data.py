@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitfocus.attention.running import model_name
-from vitfocus.contents import check_contents
+from vitfocus.attention.session import model_name
+from vitfocus.core.contents import check_contents
+from vitfocus.core.errors import VitfocusError
+from vitfocus.core.files import write_text
 from vitfocus.corruptions import corrupt, parse
-from vitfocus.errors import VitfocusError
-from vitfocus.files import write_text
 from vitfocus.report.evidence import EXPLORER
 from vitfocus.report.explorer.choice import LEFT_OUT, Reader, Unit, plan
 from vitfocus.report.explorer.packing import LEVELS, coarse_grids, pack, picture_address
@@ -111,7 +111,7 @@ def explore(
     """Write a page with the explorer alone; `options` are those of `explorer_data`.
 
     >>> import tempfile, timm
-    >>> from vitfocus.data.shapes import shapes_batch
+    >>> from vitfocus.data.shapes.dataset import shapes_batch
     >>> model = timm.create_model("vit_tiny_patch16_224", depth=2, img_size=64)
     >>> page = explore(model, shapes_batch(range(2), size=64)[0], out=Path(tempfile.mkdtemp()) / "explorer.html")
     >>> "explorer-data" in page.read_text()

@@ -13,8 +13,8 @@ from PIL import Image
 from torch import Tensor
 
 from vitfocus.anatomy import Block
-from vitfocus.anatomy.records import Size
-from vitfocus.attention.focus import overfocus, received
+from vitfocus.anatomy.block import Size
+from vitfocus.attention.overfocus import overfocus, received
 
 LEVELS = 63
 #: A map with more entries than this is made coarser: neighbouring patches are taken together.

@@ -9,8 +9,8 @@ from statistics import fmean, quantiles
 from typing import Any
 
 from vitfocus.attention.diagnosis import Diagnosis
-from vitfocus.attention.focus import TOP, uniform_overfocus
-from vitfocus.attention.tables import COLUMNS, cell, counted
+from vitfocus.attention.overfocus import TOP, uniform_overfocus
+from vitfocus.core.tables import COLUMNS, cell, counted
 from vitfocus.report.charts.lines import Line, Reference, line_chart
 from vitfocus.report.page import Cell, Page, minus
 from vitfocus.report.subjects import Subject

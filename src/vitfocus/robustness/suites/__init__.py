@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vitfocus.errors import VitfocusError, nearest
+from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.robustness.plan import Plan
 from vitfocus.robustness.request import Request
 from vitfocus.robustness.results import Scores
@@ -98,7 +98,7 @@ def find_suite(name: str, options: Mapping[str, Any]) -> Suite:
 
     >>> find_suite("imagnet-a", {})
     Traceback (most recent call last):
-    vitfocus.errors.VitfocusError: There is no suite 'imagnet-a': did you mean 'imagenet-a'?
+    vitfocus.core.errors.VitfocusError: There is no suite 'imagnet-a': did you mean 'imagenet-a'?
     """
     if not isinstance(name, str) or name not in SUITES:
         raise VitfocusError(f"There is no suite {name!r}: {nearest(str(name), SUITES)}")

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from vitfocus.errors import VitfocusError
+from vitfocus.core.errors import VitfocusError
 from vitfocus.robustness.folders import (
     ClassFolders,
     Entry,

@@ -12,17 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vitfocus.core.errors import VitfocusError, nearest
+from vitfocus.core.progress import progress
 from vitfocus.corruptions import CORRUPTIONS, EXTRA_CORRUPTIONS, corrupt, fingerprint
 from vitfocus.corruptions.arguments import several, whole
 from vitfocus.corruptions.constants import Setting
 from vitfocus.corruptions.draws import Draws
 from vitfocus.corruptions.jpeg import jpeg_compression
-from vitfocus.errors import VitfocusError, nearest
 from vitfocus.robustness.cells import Classify
 from vitfocus.robustness.folders import ImageFiles, check_readable, list_classes, one_size
 from vitfocus.robustness.plan import Group, Plan
 from vitfocus.robustness.preprocessing import Preprocessing
-from vitfocus.robustness.progress import progress
 from vitfocus.robustness.sources import Batch, ItemSource, digest_of, evenly
 from vitfocus.robustness.suites.context import Context, codec_name
 from vitfocus.robustness.summaries import corrupted

@@ -9,8 +9,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from vitfocus.errors import VitfocusError
-from vitfocus.files import PICTURES
+from vitfocus.core.errors import VitfocusError
+from vitfocus.core.files import PICTURES
 from vitfocus.robustness.cells import Classify
 from vitfocus.robustness.folders import ClassFolders, Entry, list_classes, wordnet_ids
 from vitfocus.robustness.plan import Group, Plan

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from torch import Tensor
 
+from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.corruptions.arguments import several, whole
-from vitfocus.errors import VitfocusError, nearest
 from vitfocus.robustness.cells import Watched
 from vitfocus.robustness.folders import list_classes
 from vitfocus.robustness.plan import Group, Plan

@@ -10,7 +10,7 @@ from reporting.gathered import Run, Study
 from reporting.labels import MODELS, label
 from reporting.outcomes import at, walk
 from reporting.words import flat
-from vitfocus.attention.tables import counted
+from vitfocus.core.tables import counted
 from vitfocus.report.page import Cell, Page
 
 _STUDY = "python studies/cifar100/study.py"

@@ -7,7 +7,7 @@ from typing import Any
 
 from reporting.claims import NOT_SUPPORTED, SUPPORTED, UNDECIDED, Judged
 from reporting.words import cell
-from vitfocus.attention.tables import counted
+from vitfocus.core.tables import counted
 from vitfocus.report.page import Page, minus
 
 RULE = (

@@ -10,7 +10,7 @@ from reporting.labels import label
 from reporting.outcomes import ACCURACY, CORRUPTION, at, corruption, names_at
 from reporting.sections.robust import corruption_names, scores
 from reporting.words import arm_table
-from vitfocus.attention.tables import counted
+from vitfocus.core.tables import counted
 from vitfocus.report.page import Cell, Page
 
 GROUP = "fine-tune"

@@ -10,7 +10,7 @@ from reporting.gathered import Study
 from reporting.labels import MODELS, label
 from reporting.outcomes import ACCURACY, CORRUPTION, at, walk
 from reporting.words import INTERVALS, written
-from vitfocus.attention.tables import counted
+from vitfocus.core.tables import counted
 from vitfocus.report.page import Page
 
 #: Groups and their arms as planned, and how many seeds each arm is to have.

@@ -1,0 +1,1 @@
+"""The basics that every room uses: errors, files, tables, progress, devices."""

@@ -1,0 +1,59 @@
+"""Errors written for the person who meets them: what was given, what was expected, the nearest thing that exists."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+import warnings
+from collections.abc import Iterable
+
+
+class VitfocusError(ValueError):
+    """Anything a user can mend: the message is one sentence that says how.
+
+    >>> raise VitfocusError("No such corruption.")
+    Traceback (most recent call last):
+    vitfocus.core.errors.VitfocusError: No such corruption.
+    """
+
+
+class VitfocusWarning(UserWarning):
+    """Something that a user should know and that is no error: one sentence that says what to do about it."""
+
+
+def warn(sentence: str) -> None:
+    """Warn whoever called into vitfocus: the line named is theirs."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == "vitfocus":
+        frame, level = frame.f_back, level + 1
+    warnings.warn(sentence, VitfocusWarning, stacklevel=level)
+
+
+def nearest(given: str, choices: Iterable[str], prefix: str = "") -> str:
+    """End a sentence with the closest valid choice, or with all of them where none is close.
+
+    A `prefix` that all of them share makes none of them close.
+
+    >>> nearest("gausian_noise", ["gaussian_noise", "shot_noise"])
+    "did you mean 'gaussian_noise'?"
+    >>> nearest("zebra", ["cb", "tap"])
+    'expected one of: cb, tap.'
+    >>> nearest("--bogus", ["--out"], prefix="--")
+    'expected one of: --out.'
+    """
+    known = sorted(choices)
+    bare = [name.removeprefix(prefix) for name in known]
+    close = difflib.get_close_matches(given.removeprefix(prefix), bare, n=1, cutoff=0.55)
+    if close:
+        return f"did you mean {prefix + close[0]!r}?"
+    return f"expected one of: {', '.join(known)}." if len(known) <= 40 else f"none of the {len(known)} names is close."
+
+
+def reason(error: Exception) -> str:
+    """What an error of a library says, on one line, with its kind where it says little.
+
+    >>> reason(ZeroDivisionError("integer division by zero")), reason(KeyError(101))
+    ('integer division by zero', 'KeyError, 101')
+    """
+    said = str(error).strip().partition("\n")[0].rstrip(".")
+    return said if " " in said else ", ".join(filter(None, (type(error).__name__, said)))

@@ -1,0 +1,63 @@
+"""One process or many: accelerate is asked only where a launcher has started several."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from vitfocus.core.devices import usable_device
+from vitfocus.core.errors import VitfocusError
+
+Content = TypeVar("Content")
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process among its peers, and the device it works on."""
+
+    rank: int
+    world: int
+    device: torch.device
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the process that writes and speaks."""
+        return self.rank == 0
+
+    def gather(self, content: Content) -> list[Content]:
+        """Every process's content, in order of rank, on every process."""
+        if self.world == 1:
+            return [content]
+        from accelerate.utils import gather_object
+
+        return list(gather_object([content]))
+
+    def agree(self, content: Content) -> Content:
+        """The first process's content, on every process."""
+        if self.world == 1:
+            return content
+        from accelerate.utils import broadcast_object_list
+
+        return broadcast_object_list([content])[0]
+
+
+def join_processes(device: str | torch.device | None = None) -> Processes:
+    """The processes that `accelerate launch` or `torchrun` started, or this one alone."""
+    wanted = usable_device(device)
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return Processes(0, 1, wanted)
+    try:
+        from accelerate import PartialState
+    except ImportError:
+        raise VitfocusError("Several processes work together through accelerate: pip install accelerate.") from None
+    options: dict[str, Any] = {"cpu": True} if device is not None and wanted.type == "cpu" else {}
+    state = PartialState(**options)
+    return Processes(state.process_index, state.num_processes, state.device)
+
+
+def is_first() -> bool:
+    """Whether this is the process that speaks; known before any has joined."""
+    return int(os.environ.get("RANK", "0")) == 0

@@ -1,0 +1,159 @@
+"""WebDataset shards: tar files of samples, each a few files of one stem (`0001.jpg`, `0001.cls`).
+
+The tar headers are read once and kept as an index beside the shards, so every sample can be read by its place in the
+file. Then an epoch is a permutation like any other: each sample once over all processes, and a run can stop anywhere.
+The order keeps a few shards open at a time (see `Stream`), so reading stays nearly sequential.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import tarfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from vitfocus.core.errors import VitfocusError
+from vitfocus.core.files import write_text
+from vitfocus.data.image_files import rgb_picture
+
+_IMAGES = ("jpg", "jpeg", "png", "webp", "ppm", "bmp")
+_LABELS = ("cls", "json")
+_OPEN_FILES = 32
+
+
+class ShardImages:
+    """The samples of some shards. Labels are `.cls` (a number) or the "label" of `.json`."""
+
+    def __init__(self, shards: Sequence[Path], classes: Sequence[str] = ()) -> None:
+        self.shards = sorted(shards)
+        rows = [_index(shard) for shard in self.shards]
+        self.groups = [len(part) for part in rows]
+        self._ends = np.cumsum(self.groups)
+        # Arrays, not lists: worker processes share them without copying.
+        self._keys = np.array([key for part in rows for key, *_ in part])
+        self._places = np.array([[*image, *label] for part in rows for _, image, label, _ in part], np.int64)
+        self._json = np.array([kind == "json" for part in rows for *_, kind in part])
+        self._open: dict[int, int] = {}
+        self.classes = classes or _class_names(self.shards[0].parent)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        """Read one sample by its place in its shard."""
+        start, size, label_start, label_size = self._places[index].tolist()
+        shard = self._shard(index)
+        picture = Image.open(io.BytesIO(self._bytes(shard, start, size)))
+        text = self._bytes(shard, label_start, label_size).decode()
+        return rgb_picture(picture), int(json.loads(text)["label"] if self._json[index] else text)
+
+    def name(self, index: int) -> str:
+        """Shard and key."""
+        return f"{self.shards[self._shard(index)]}:{self._keys[index]}"
+
+    def digest(self) -> str:
+        """Of the shards' names and the samples' keys, places and sizes."""
+        listing = hashlib.sha256(" ".join(shard.name for shard in self.shards).encode(errors="surrogateescape"))
+        listing.update("\n".join(self._keys).encode(errors="surrogateescape"))
+        listing.update(self._places.tobytes())
+        return listing.hexdigest()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Another process opens the files for itself."""
+        return {**self.__dict__, "_open": {}}
+
+    def _shard(self, index: int) -> int:
+        return int(np.searchsorted(self._ends, index, side="right"))
+
+    def _bytes(self, shard: int, start: int, size: int) -> bytes:
+        """`pread` moves no file position, so processes may share an open file."""
+        if shard not in self._open:
+            if len(self._open) >= _OPEN_FILES:
+                os.close(self._open.pop(next(iter(self._open))))
+            self._open[shard] = os.open(self.shards[shard], os.O_RDONLY)
+        content = os.pread(self._open[shard], size, start)
+        if len(content) < size:
+            raise OSError("the shard ends before the sample does")
+        return content
+
+
+def find_shards(root: str, split: str, given: str = "") -> list[Path]:
+    """Shards by a pattern below the root: the one given, or every .tar whose name begins with the split's.
+
+    Braces as WebDataset writes them are understood: "train-{0000..1023}.tar".
+    """
+    usual = ("train",) if split == "train" else ("val", "validation", "test")
+    patterns = [given] if given else [f"{name}*.tar" for name in usual] + [f"{name}/*.tar" for name in usual]
+    for pattern in patterns:
+        found = [path for one in expand_braces(pattern) for path in sorted(Path(root).glob(one))]
+        if found:
+            return found
+    raise VitfocusError(f"No shard matches {' or '.join(patterns)} in {root!r}: set data.root and data.{split}_split.")
+
+
+def expand_braces(pattern: str) -> list[str]:
+    """Spell a range out.
+
+    >>> expand_braces("train-{08..10}.tar")
+    ['train-08.tar', 'train-09.tar', 'train-10.tar']
+    """
+    head, brace, rest = pattern.partition("{")
+    span, closing, tail = rest.partition("}")
+    low, dots, high = span.partition("..")
+    if not (brace and closing and dots and low.isdigit() and high.isdigit()):
+        return [pattern]
+    numbers = [f"{number:0{len(low)}d}" for number in range(int(low), int(high) + 1)]
+    return [head + number + after for number in numbers for after in expand_braces(tail)]
+
+
+def _index(shard: Path) -> list[tuple[str, list[int], list[int], str]]:
+    """Key, image's place, label's place and kind of every sample; kept beside the shard while that stays as it is."""
+    cache, state = shard.with_suffix(".index.json"), shard.stat()
+    file = [state.st_size, state.st_mtime_ns]
+    try:
+        kept = json.loads(cache.read_text())
+        if kept["file"] == file:
+            return [tuple(row) for row in kept["samples"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    samples: dict[str, dict[str, list[int]]] = {}
+    end = 0
+    try:
+        with tarfile.open(shard) as tar:
+            for member in tar:
+                end = member.offset_data + (member.size + 511) // 512 * 512
+                folder, _, name = member.name.rpartition("/")
+                stem, _, extension = name.partition(".")
+                if member.isfile() and stem:
+                    parts = samples.setdefault(f"{folder}/{stem}".lstrip("/"), {})
+                    parts[extension.lower()] = [member.offset_data, member.size]
+    except tarfile.TarError as error:
+        raise VitfocusError(f"{shard} cannot be read as a shard: {error}.") from None
+    with shard.open("rb") as stream:  # tarfile takes a cut for the end; the end is a block of zeros
+        stream.seek(end)
+        if stream.read(512) != bytes(512):
+            raise VitfocusError(f"{shard} is cut short: it lacks the mark at the end of an archive.")
+    rows = []
+    for key, parts in samples.items():
+        image = next((parts[kind] for kind in _IMAGES if kind in parts), None)
+        label = next((kind for kind in _LABELS if kind in parts), None)
+        if image is None or label is None:
+            raise VitfocusError(f"{shard}:{key} lacks an image or a label (.cls or .json): it has {', '.join(parts)}.")
+        rows.append((key, image, parts[label], label))
+    with contextlib.suppress(OSError):  # a read-only place: the index is made again next time
+        write_text(cache, json.dumps({"file": file, "samples": rows}))
+    return rows
+
+
+def _class_names(folder: Path) -> list[str]:
+    """The names in classes.txt beside the shards, one a line, where there is such a file."""
+    file = folder / "classes.txt"
+    return file.read_text(encoding="utf-8").split("\n")[:-1] if file.is_file() else []

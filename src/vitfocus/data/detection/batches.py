@@ -1,0 +1,158 @@
+"""Training pictures with their objects: flipped, resized, cropped; each by draws that its position alone decides."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from vitfocus.core.errors import VitfocusError
+from vitfocus.data.classification.dataset import Broken
+from vitfocus.data.detection.dataset import Detections, Target
+from vitfocus.data.sample_loader import Key
+from vitfocus.data.sample_order import SAMPLE, seed_for
+
+_STEP = 32  # pixels between one shortest side and the next
+
+
+@dataclass
+class DetectionBatch:
+    """Pictures (3, H, W), each of its own size, and their targets."""
+
+    images: list[Tensor]
+    targets: list[Target]
+
+
+@dataclass(frozen=True)
+class DetectionAugment:
+    """What happens to training pictures.
+
+    `sides` bounds the shortest side, drawn in steps of 32; the longest is at most `longest`. With `jitter` other than
+    (1, 1), a large-scale jitter takes the place of both: the picture fills a square of the greater side times a factor
+    drawn between the two, of which at most that square is cut out.
+    """
+
+    sides: tuple[int, int]
+    longest: int
+    flip: float = 0.5
+    jitter: tuple[float, float] = (1.0, 1.0)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.sides[0] <= self.sides[1]:
+            raise VitfocusError(
+                f"detect.sides go from the least to the greatest, not {self.sides[0]} to {self.sides[1]}."
+            )
+        if not 0 < self.jitter[0] <= self.jitter[1]:
+            raise VitfocusError(f"detect.jitter goes from a least factor above 0 to a greatest, not {self.jitter}.")
+
+    def __call__(self, image: Tensor, target: Target, draw: np.random.Generator) -> tuple[Tensor, Target]:
+        """Carry it out on one picture, uint8 (3, H, W)."""
+        if draw.random() < self.flip:
+            image, target = flipped(image, target)
+        height, width = image.shape[1:]
+        if self.jitter == (1.0, 1.0):
+            side = int(draw.choice(np.arange(self.sides[0], self.sides[1] + 1, _STEP)))
+            return resized(image, target, fitting_scale(height, width, side, self.longest))
+        square = self.sides[1]
+        scale = float(draw.uniform(*self.jitter)) * square / max(height, width)
+        image, target = resized(image, target, scale)
+        places = [int(draw.integers(0, max(1, side - square + 1))) for side in image.shape[1:]]
+        return cropped(image, target, (places[0], places[1]), square)
+
+
+class DetectionSamples(Dataset[Any]):
+    """A picture and its target by (index, position): the position names its draws, whichever worker makes them."""
+
+    def __init__(self, images: Detections, augment: DetectionAugment, seed: int) -> None:
+        self.images, self.augment, self.seed = images, augment, seed
+
+    def __getitem__(self, key: Key) -> tuple[Tensor, Target] | Broken:
+        index, position = key
+        try:
+            image, target = self.images.read(index)
+        except Exception as error:  # decoders raise what they like
+            return _broken(self.images, index, error)
+        return self.augment(image, target, np.random.default_rng(seed_for(self.seed, SAMPLE, position)))
+
+
+class EvaluationSamples(Dataset[Any]):
+    """A picture by its index, as it is, with that index."""
+
+    def __init__(self, images: Detections) -> None:
+        self.images = images
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int] | Broken:
+        try:
+            return self.images.picture(index), index
+        except Exception as error:
+            return _broken(self.images, index, error)
+
+
+def collate(items: Sequence[tuple[Tensor, Target]]) -> DetectionBatch:
+    """Pictures of different sizes stay apart."""
+    return DetectionBatch([image for image, _ in items], [target for _, target in items])
+
+
+def fitting_scale(height: int, width: int, shortest: int, longest: int) -> float:
+    """The factor that makes the shorter side `shortest`, or the longer one `longest` where that is less.
+
+    >>> fitting_scale(480, 640, 800, 1333), fitting_scale(100, 1000, 800, 1333)
+    (1.6666666666666667, 1.333)
+    """
+    return min(shortest / min(height, width), longest / max(height, width))
+
+
+def resized(image: Tensor, target: Target, scale: float) -> tuple[Tensor, Target]:
+    """Picture and objects at another size, as torchvision's detectors resize at test time; tiny ones are dropped."""
+    height, width = image.shape[1:]
+    rows, columns = (max(1, math.floor(side * scale)) for side in (height, width))
+    if (rows, columns) == (height, width):
+        return image, target
+    pixels = F.interpolate(image[None].float(), size=(rows, columns), mode="bilinear", align_corners=False)
+    masks = target["masks"]
+    if len(masks):
+        masks = F.interpolate(masks[:, None], size=(rows, columns), mode="nearest")[:, 0]
+    else:
+        masks = masks.new_zeros(0, rows, columns)
+    factors = torch.tensor([columns / width, rows / height] * 2)
+    return pixels[0].round().to(torch.uint8), _large_enough(target["boxes"] * factors, target["labels"], masks)
+
+
+def flipped(image: Tensor, target: Target) -> tuple[Tensor, Target]:
+    """Left and right exchanged.
+
+    >>> image, target = torch.zeros(3, 4, 10), {"boxes": torch.tensor([[1.0, 0.0, 3.0, 2.0]])}
+    >>> target |= {"labels": torch.ones(1), "masks": torch.zeros(1, 4, 10)}
+    >>> flipped(image, target)[1]["boxes"].tolist()
+    [[7.0, 0.0, 9.0, 2.0]]
+    """
+    boxes = target["boxes"].clone()
+    boxes[:, [0, 2]] = image.shape[2] - target["boxes"][:, [2, 0]]
+    return image.flip(-1), {**target, "boxes": boxes, "masks": target["masks"].flip(-1)}
+
+
+def cropped(image: Tensor, target: Target, corner: tuple[int, int], side: int) -> tuple[Tensor, Target]:
+    """At most a square from that corner (row, column) on; objects outside are dropped, others cut."""
+    (top, left), (height, width) = corner, image.shape[1:]
+    bottom, right = min(height, top + side), min(width, left + side)
+    boxes = target["boxes"] - torch.tensor([left, top, left, top], dtype=torch.float32)
+    boxes[:, 0::2].clamp_(0, right - left)
+    boxes[:, 1::2].clamp_(0, bottom - top)
+    masks = target["masks"][:, top:bottom, left:right]
+    return image[:, top:bottom, left:right], _large_enough(boxes, target["labels"], masks)
+
+
+def _large_enough(boxes: Tensor, labels: Tensor, masks: Tensor) -> Target:
+    kept = ((boxes[:, 2:] - boxes[:, :2]) >= 1).all(dim=1)
+    return {"boxes": boxes[kept], "labels": labels[kept], "masks": masks[kept]}
+
+
+def _broken(images: Detections, index: int, error: Exception) -> Broken:
+    return Broken(images.name(index), str(error).splitlines()[0] if str(error) else type(error).__name__)

@@ -1,0 +1,380 @@
+"""Pictures with objects: COCO's layout on disk, and the embedded Shapes.
+
+A target is what torchvision's detectors take: `boxes` (n, 4) as x0, y0, x1, y1, `labels` (n,) counted from 1 in the
+order of `classes`, `masks` (n, height, width) uint8. Crowds are no targets, as COCO has it, but they stay in `truth`,
+by which COCO's evaluation leaves detections inside them out of account.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Container, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from vitfocus.core.errors import VitfocusError, nearest
+from vitfocus.data.image_files import rgb_picture
+from vitfocus.data.settings import Data
+from vitfocus.data.shapes.dataset import CLASSES, VERSION, Shapes, drawn_scenes, instances
+
+Target = dict[str, Tensor]
+SOURCES = ("shapes", "coco")
+_DRAWN_AT_ONCE = 1 << 28  # pixels of Shapes that are drawn beforehand, at four bytes each
+_SHAPES_LENGTHS = {"train": 20_000, "val": 2_000}
+
+
+class Detections(Protocol):
+    """A numbered set of pictures with objects. `category_ids` are COCO's ids of the labels 1, 2, ..."""
+
+    classes: list[str]
+    category_ids: list[int]
+
+    def __len__(self) -> int: ...
+
+    def picture(self, index: int) -> Tensor:
+        """The picture, uint8 (3, H, W); any exception means that it is broken."""
+
+    def read(self, index: int) -> tuple[Tensor, Target]:
+        """The picture and its target."""
+
+    def image_id(self, index: int) -> int:
+        """The picture's id in `truth`."""
+
+    def name(self, index: int) -> str:
+        """What to call it in a message."""
+
+    def digest(self) -> str:
+        """A SHA-256 that changes when the set does."""
+
+    def truth(self) -> dict[str, Any]:
+        """All that is known about the pictures, as COCO's json has it: what detections are scored against."""
+
+
+def open_detections(
+    data: Data, split: str, keep_empty: bool = True, classes: Sequence[str] | None = None
+) -> Detections:
+    """The pictures of a split ("train" or "val"), after a look at whether everything is there.
+
+    Pictures without an object to learn from are left out unless `keep_empty`. `classes`, the training set's, are
+    compared.
+    """
+    given, length = (data.train_split, data.train_length) if split == "train" else (data.val_split, data.val_length)
+    if data.source not in SOURCES:
+        raise VitfocusError(f"Detection has no data source {data.source!r}: {nearest(data.source, SOURCES)}")
+    if data.source == "shapes":
+        drawn = ShapesDetections(split, length or _SHAPES_LENGTHS[split], data.size)
+        drawn.read(0)  # draws them all where they are small, before worker processes would each do so
+        return drawn
+    found = CocoDetections(data.root, split, given, keep_empty, length)
+    if classes is not None and list(classes) != found.classes:
+        odd = sorted(set(found.classes) ^ set(classes))[:3] or ["the same names in another order"]
+        raise VitfocusError(f"{found.file} has other classes than the training set: {', '.join(odd)}.")
+    return found
+
+
+class CocoDetections:
+    """COCO's layout: `annotations/instances_NAME.json` and a folder NAME (or images/NAME) of pictures below a root."""
+
+    def __init__(self, root: str | Path, split: str, given: str = "", keep_empty: bool = True, length: int = 0) -> None:
+        self.file, self.folder = find_coco(Path(root), split, given)
+        content = _read(self.file)
+        _require(self.file, "picture", content["images"], {"id": int, "file_name": str, "height": int, "width": int})
+        _require(self.file, "category", content["categories"], {"id": int, "name": str})
+        categories = sorted(content["categories"], key=lambda category: category["id"])
+        self.classes = [str(category["name"]) for category in categories]
+        self.category_ids = [int(category["id"]) for category in categories]
+        self._labels = {number: label for label, number in enumerate(self.category_ids, start=1)}
+        self._categories = categories
+        of_image: dict[int, list[dict[str, Any]]] = {image["id"]: [] for image in content["images"]}
+        for annotation in content["annotations"]:
+            self._check(annotation, of_image)
+            of_image[annotation["image_id"]].append(annotation)
+        images = [one for one in content["images"] if keep_empty or any(map(_teaches, of_image[one["id"]]))]
+        self.images = images[:length] if length else images
+        self.annotations = {image["id"]: of_image[image["id"]] for image in self.images}
+        if not self.images:
+            raise VitfocusError(f"{self.file} lists no picture{'' if keep_empty else ' with an object'}.")
+        self._check_files()
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def picture(self, index: int) -> Tensor:
+        """Decode one picture."""
+        image = self.images[index]
+        with Image.open(self.folder / image["file_name"]) as file:
+            pixels = torch.from_numpy(np.array(rgb_picture(file))).permute(2, 0, 1).contiguous()
+        height, width = pixels.shape[1:]
+        if (height, width) != (image["height"], image["width"]):
+            raise VitfocusError(
+                f"{image['file_name']} is {width} x {height} pixels, and {image['width']} x {image['height']} in "
+                f"{self.file.name}"
+            )
+        return pixels
+
+    def read(self, index: int) -> tuple[Tensor, Target]:
+        """Decode one picture and the outlines in it."""
+        image, pixels = self.images[index], self.picture(index)
+        height, width = pixels.shape[1:]
+        objects = [one for one in self.annotations[image["id"]] if _teaches(one)]
+        boxes = torch.tensor([one["bbox"] for one in objects], dtype=torch.float32).reshape(-1, 4)
+        boxes[:, 2:] += boxes[:, :2]
+        boxes[:, 0::2].clamp_(0, width)
+        boxes[:, 1::2].clamp_(0, height)
+        kept = ((boxes[:, 2:] - boxes[:, :2]) >= 1).all(dim=1)
+        objects = [one for one, keep in zip(objects, kept.tolist(), strict=True) if keep]
+        masks = np.zeros((len(objects), height, width), np.uint8)
+        for place, one in enumerate(objects):
+            masks[place] = decode_outline(one["segmentation"], height, width)
+        labels = torch.tensor([self._labels[one["category_id"]] for one in objects], dtype=torch.int64)
+        return pixels, {"boxes": boxes[kept], "labels": labels, "masks": torch.from_numpy(masks)}
+
+    def image_id(self, index: int) -> int:
+        """As the json has it."""
+        return int(self.images[index]["id"])
+
+    def name(self, index: int) -> str:
+        """The file's path."""
+        return str(self.folder / self.images[index]["file_name"])
+
+    def digest(self) -> str:
+        """Of the annotations, and the pictures' names and sizes in bytes."""
+        listing = hashlib.sha256(json.dumps(self.truth(), sort_keys=True).encode())
+        for image in self.images:
+            listing.update(f"{image['file_name']} {(self.folder / image['file_name']).stat().st_size}\n".encode())
+        return listing.hexdigest()
+
+    def truth(self) -> dict[str, Any]:
+        """The json's content as far as it is about these pictures, crowds included."""
+        annotations = [one for image in self.images for one in self.annotations[image["id"]]]
+        return {"info": {}, "images": self.images, "annotations": annotations, "categories": self._categories}
+
+    def _check(self, annotation: Any, images: dict[int, Any]) -> None:
+        if not isinstance(annotation, dict):
+            raise VitfocusError(f"An annotation in {self.file} is no record: {str(annotation)[:80]}")
+        number = annotation.get("id")
+        absent = [key for key in ("image_id", "category_id", "bbox", "area") if key not in annotation]
+        if absent:
+            raise VitfocusError(f"Annotation {number} in {self.file} has no {absent[0]}.")
+        box = annotation["bbox"]
+        if not (isinstance(box, list) and len(box) == 4 and all(_is_finite(side) for side in box)):
+            raise VitfocusError(f"Annotation {number} in {self.file} has the bbox {box!r}; expected four numbers.")
+        if not _is_number_of(annotation["image_id"], images):
+            raise VitfocusError(f"Annotation {number} in {self.file} is about picture {annotation['image_id']}, "
+                                "which is not in its list.")  # fmt: skip
+        if not _is_number_of(annotation["category_id"], self._labels):
+            raise VitfocusError(
+                f"Annotation {number} in {self.file} has the category {annotation['category_id']}, which is not in its "
+                "list."
+            )
+        outline = annotation.get("segmentation")
+        if not outline:
+            raise VitfocusError(
+                f"Annotation {number} in {self.file} has no segmentation, and Mask R-CNN learns from outlines."
+            )
+        if not _is_outline(outline):
+            raise VitfocusError(
+                f"Annotation {number} in {self.file} has a segmentation that is neither polygons nor a run-length code "
+                "with size and counts."
+            )
+
+    def _check_files(self) -> None:
+        there = {entry.name for entry in os.scandir(self.folder)}
+        absent = [image["file_name"] for image in self.images if image["file_name"] not in there]
+        absent = [name for name in absent if "/" not in name or not (self.folder / name).is_file()]
+        if absent:
+            raise VitfocusError(
+                f"{len(absent)} of the {len(self.images)} pictures that {self.file} lists are missing from "
+                f"{self.folder}, the first of them {absent[0]}."
+            )
+
+
+class ShapesDetections:
+    """The embedded data set; its objects are never crowds."""
+
+    def __init__(self, split: str, length: int, size: int, seed: int = 0) -> None:
+        self.inner = Shapes(split, length, size, seed, task="detect")
+        self.classes = list(CLASSES)
+        self.category_ids = list(range(1, len(CLASSES) + 1))
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def picture(self, index: int) -> Tensor:
+        """One scene without its objects."""
+        return self.read(index)[0]
+
+    def read(self, index: int) -> tuple[Tensor, Target]:
+        """One scene; a few thousand small ones are drawn together at the first, which is several times faster."""
+        if self._drawn is None:
+            pixels, target = self.inner[index]
+            return pixels, {key: target[key] for key in ("boxes", "labels", "masks")}
+        images, figures, owners = self._drawn
+        labels, masks, boxes = instances(figures[index], owners[index])
+        target = {"boxes": torch.from_numpy(boxes).float(), "labels": torch.from_numpy(labels)}
+        return torch.from_numpy(images[index]), {**target, "masks": torch.from_numpy(masks.astype(np.uint8))}
+
+    def image_id(self, index: int) -> int:
+        """Counted from 1."""
+        return index + 1
+
+    def name(self, index: int) -> str:
+        """Its number."""
+        return f"Shapes {self.inner.split} {index}"
+
+    def digest(self) -> str:
+        """Of what the scenes depend on."""
+        inner = self.inner
+        facts = f"shapes {VERSION} detect {inner.split} {inner.length} {inner.size} {inner.seed}"
+        return hashlib.sha256(facts.encode()).hexdigest()
+
+    def truth(self) -> dict[str, Any]:
+        """Boxes and run lengths of every object."""
+        height, width = self.inner.size
+        annotations: list[dict[str, Any]] = []
+        for index in range(len(self)):
+            target = self.read(index)[1]
+            rows = zip(target["boxes"].tolist(), target["labels"].tolist(), target["masks"].numpy(), strict=True)
+            for (x0, y0, x1, y1), label, mask in rows:
+                annotations.append(
+                    {
+                        "id": len(annotations) + 1,
+                        "image_id": self.image_id(index),
+                        "category_id": label,
+                        "bbox": [x0, y0, x1 - x0, y1 - y0],
+                        "area": int(mask.sum()),
+                        "iscrowd": 0,
+                        "segmentation": encode_masks(mask[None])[0],
+                    }
+                )
+        return {
+            "info": {},
+            "images": [{"id": self.image_id(i), "height": height, "width": width} for i in range(len(self))],
+            "annotations": annotations,
+            "categories": [
+                {"id": number, "name": name} for number, name in zip(self.category_ids, self.classes, strict=True)
+            ],
+        }
+
+    @cached_property
+    def _drawn(self) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+        inner = self.inner
+        if len(inner) * inner.size[0] * inner.size[1] > _DRAWN_AT_ONCE:
+            return None
+        parts = [
+            (images, scenes.figure, owner)
+            for scenes, images, owner in drawn_scenes(range(len(inner)), inner.split, inner.size, inner.seed)
+        ]
+        images, figures, owners = (np.concatenate(column) for column in zip(*parts, strict=True))
+        return images, figures, owners
+
+
+def find_coco(root: Path, split: str, given: str = "") -> tuple[Path, Path]:
+    """The annotations and the folder of pictures of a split: the one named, or the newest year that is there."""
+    if not root.is_dir():
+        raise VitfocusError(f"There is no data folder {str(root)!r}: set data.root to COCO's.")
+    notes = root / "annotations"
+    if given:
+        name, file = given, notes / f"instances_{given}.json"
+    else:
+        files = sorted(notes.glob(f"instances_{split}*.json"))
+        file = files[-1] if files else notes / f"instances_{split}2017.json"
+        name = file.stem.removeprefix("instances_")
+    folders = [folder for folder in (root / name, root / "images" / name) if folder.is_dir()]
+    missing = [f"the annotations {file}"] * (not file.is_file()) + [f"the pictures {root / name}"] * (not folders)
+    if missing:
+        raise VitfocusError(
+            f"{root} is no COCO folder with a split for {split}: {' and '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} missing (data.{split}_split names the split)."
+        )
+    return file, folders[0]
+
+
+def decode_outline(outline: Any, height: int, width: int) -> np.ndarray:
+    """A mask uint8 (height, width) from COCO's polygons or run lengths, compressed or not."""
+    coco = mask_tools()
+    if isinstance(outline, list):
+        lists = [polygon for polygon in outline if len(polygon) >= 6]  # four numbers would be taken for a box
+        if not lists:
+            return np.zeros((height, width), np.uint8)
+        outline = coco.merge(coco.frPyObjects(lists, height, width))
+    elif isinstance(outline["counts"], list):
+        outline = coco.frPyObjects(outline, height, width)
+    mask: np.ndarray = coco.decode(outline)
+    return mask
+
+
+def encode_masks(masks: Any) -> list[dict[str, Any]]:
+    """COCO's compressed run lengths of masks (n, height, width), with counts as text, so that json takes them."""
+    stacked = np.asfortranarray(np.asarray(masks, np.uint8).transpose(1, 2, 0))
+    encoded = mask_tools().encode(stacked) if stacked.shape[2] else []
+    return [{"size": list(one["size"]), "counts": _text(one["counts"])} for one in encoded]
+
+
+def mask_tools() -> Any:
+    """The module that packs and unpacks masks, or a word on how to get it."""
+    try:
+        from faster_coco_eval import mask
+    except ImportError:
+        raise VitfocusError("Detection needs the extra vitfocus[det].") from None
+    return mask
+
+
+def _text(counts: bytes | str) -> str:
+    return counts.decode("ascii") if isinstance(counts, bytes) else counts
+
+
+def _require(file: Path, what: str, records: list[Any], fields: dict[str, type]) -> None:
+    """Every record has these fields, of these kinds, and an id of its own."""
+    seen: set[int] = set()
+    for record in records:
+        wrong = [
+            key for key, kind in fields.items() if not isinstance(record, dict) or not isinstance(record.get(key), kind)
+        ]
+        if wrong:
+            raise VitfocusError(f"A {what} in {file} has no usable {wrong[0]}: {str(record)[:80]}")
+        if record["id"] in seen:
+            raise VitfocusError(f"{file} lists the {what} {record['id']} twice.")
+        seen.add(record["id"])
+
+
+def _is_number_of(value: Any, known: Container[int]) -> bool:
+    return isinstance(value, int) and value in known
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _is_outline(outline: Any) -> bool:
+    """Polygons of x, y, x, y, … (three points at least), or a run-length code."""
+    if isinstance(outline, dict):
+        return isinstance(outline.get("size"), list) and isinstance(outline.get("counts"), list | str)
+    return isinstance(outline, list) and all(
+        isinstance(one, list) and len(one) >= 6 and all(map(_is_finite, one)) for one in outline
+    )
+
+
+def _teaches(annotation: dict[str, Any]) -> bool:
+    """Whether an annotation is a single object with a box: what a detector learns from."""
+    return not annotation.get("iscrowd") and min(annotation["bbox"][2:]) >= 1
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise VitfocusError(f"{file} is not valid json: {error}.") from None
+    for key in ("images", "annotations", "categories"):
+        if not isinstance(content, dict) or not isinstance(content.get(key), list):
+            raise VitfocusError(f"{file} has no {key}: it is not COCO's json of instances.")
+    return dict(content)

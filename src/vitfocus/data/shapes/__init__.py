@@ -1,0 +1,1 @@
+"""Shapes, the embedded data set."""

@@ -1,0 +1,201 @@
+"""Shapes, the embedded data set: coloured, textured figures on textured grounds, drawn from a seed.
+
+One scene serves four tasks: name the main object's figure (`classify`), label every pixel (`segment`), find every
+object (`detect`), answer a question (`answer`). Item `i` depends on (seed, split, i) and the picture's size only: not
+on the order of access, the batch or the process. The two splits never share a scene.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from vitfocus.core.errors import VitfocusError, nearest
+from vitfocus.data.shapes.paint import PIXELS_AT_ONCE, extent, paint
+from vitfocus.data.shapes.questions import ask
+from vitfocus.data.shapes.scene import FIGURES, SLOTS, SPLITS, Scenes, compose, labels
+
+VERSION = 1  # counts up whenever a scene would come out differently
+CLASSES: tuple[str, ...] = FIGURES
+MASK_CLASSES: tuple[str, ...] = ("ground", *FIGURES)
+TASKS: tuple[str, ...] = ("classify", "segment", "detect", "answer")
+SMALLEST = 16
+
+Size = int | tuple[int, int]
+
+
+def shapes_batch(indices: npt.ArrayLike, split: str = "train", size: Size = 64, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Draw these items: uint8 images (B, 3, height, width) and int64 labels (B,) into `CLASSES`.
+
+    >>> images, labels = shapes_batch(range(4), size=(32, 48))
+    >>> images.shape, images.dtype, labels.shape
+    (torch.Size([4, 3, 32, 48]), torch.uint8, torch.Size([4]))
+    """
+    items, (height, width) = np.asarray(indices, np.int64).reshape(-1), picture_size(size)
+    images = torch.empty((len(items), 3, height, width), dtype=torch.uint8)
+    done = 0
+    for scenes, drawn, _ in drawn_scenes(items, split, size, seed):
+        images[done : done + len(scenes)] = torch.from_numpy(drawn)
+        done += len(scenes)
+    return images, torch.from_numpy(labels(items, split, seed))
+
+
+def drawn_scenes(
+    indices: npt.ArrayLike, split: str = "train", size: Size = 64, seed: int = 0
+) -> Iterator[tuple[Scenes, npt.NDArray[np.uint8], npt.NDArray[np.int8]]]:
+    """Yield these items in order and in small batches: the scenes, their images, and the slot each pixel shows."""
+    items, shape = np.asarray(indices, np.int64).reshape(-1), picture_size(size)
+    if len(items) and items.min() < 0:
+        raise VitfocusError(f"Shapes' items are numbered from 0, but {items.min()} was asked for.")
+    step = max(1, PIXELS_AT_ONCE // (shape[0] * shape[1]))
+    for start in range(0, len(items), step):
+        scenes = compose(items[start : start + step], split, seed, extent(shape))
+        yield scenes, *paint(scenes, shape)
+
+
+def picture_size(size: Size) -> tuple[int, int]:
+    """Return height and width of a size given as one number or two, or say what is wrong with it.
+
+    >>> picture_size(64)
+    (64, 64)
+    """
+    shape = (size, size) if isinstance(size, int) else tuple(size)
+    if len(shape) != 2 or min(shape) < SMALLEST:
+        raise VitfocusError(f"Shapes draws height x width of at least {SMALLEST} pixels each, but size={size!r}.")
+    return shape[0], shape[1]
+
+
+def semantic_mask(scenes: Scenes, owner: npt.NDArray[np.int8]) -> npt.NDArray[np.uint8]:
+    """Turn the slots that pixels show (B, height, width) into classes of `MASK_CLASSES`: 0 is ground."""
+    classes = np.concatenate([np.zeros((len(scenes), 1), np.int64), scenes.figure + 1], axis=1)
+    return np.take_along_axis(classes, owner.reshape(len(owner), -1) + 1, axis=1).reshape(owner.shape).astype(np.uint8)
+
+
+def instances(
+    figure: npt.NDArray[np.int64], owner: npt.NDArray[np.int8]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_], npt.NDArray[np.int64]]:
+    """Return one scene's instances: classes of `MASK_CLASSES` (n,), visible masks (n, height, width), boxes (n, 4).
+
+    A mask holds the pixels in which the object is seen, without what hides it, and a box is the tight box of that mask
+    as x0, y0, x1, y1 at pixel edges. An object so small that it shows no pixel is left out.
+    """
+    masks = owner[None] == np.arange(SLOTS, dtype=np.int8)[:, None, None]
+    seen = masks.any(axis=(1, 2))
+    masks = masks[seen]
+    boxes = np.zeros((len(masks), 4), np.int64)
+    for first, axis in ((0, 1), (1, 2)):
+        along = masks.any(axis=axis)
+        boxes[:, first] = along.argmax(axis=1)
+        boxes[:, first + 2] = along.shape[1] - along[:, ::-1].argmax(axis=1)
+    return figure[seen] + 1, masks, boxes
+
+
+class Shapes(Dataset[tuple[Any, Any]]):
+    """The data set as torch sees it: items are (image, target), the image uint8 (3, height, width).
+
+    The target is, by task:
+
+    * `classify`: the class, an integer into `CLASSES`;
+    * `segment`: an int64 mask (height, width) of classes in `MASK_CLASSES`;
+    * `detect`: a dict as torchvision's detectors take it: `boxes` (n, 4) float, the tight boxes of the visible masks;
+      `labels` (n,) in `MASK_CLASSES`; `masks` (n, height, width) uint8; `area`, `iscrowd`, `image_id`;
+    * `answer`: a dict with `question`, the ten annotators' `answers`, the agreed `answer` and its `answer_type`.
+
+    `transform` is applied to the image alone. A `DataLoader` draws whole batches at once, through `__getitems__`.
+
+    >>> image, mask = Shapes("val", length=10, size=32, task="segment")[3]
+    >>> image.shape, mask.shape
+    (torch.Size([3, 32, 32]), torch.Size([32, 32]))
+    """
+
+    def __init__(
+        self,
+        split: str = "train",
+        length: int = 10_000,
+        size: Size = 64,
+        seed: int = 0,
+        task: str = "classify",
+        transform: Callable[[Tensor], Any] | None = None,
+    ) -> None:
+        for given, known, what in ((split, SPLITS, "split"), (task, TASKS, "task")):
+            if given not in known:
+                raise VitfocusError(f"Shapes has no {what} {given!r}: {nearest(given, known)}")
+        if length < 0:
+            raise VitfocusError(f"Shapes needs a length of 0 or more, but length={length}.")
+        self.split, self.length, self.size, self.seed, self.task = split, length, picture_size(size), seed, task
+        self.transform = transform
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The names of the labels: with the ground first where the task is dense."""
+        return MASK_CLASSES if self.task in ("segment", "detect") else CLASSES
+
+    @property
+    def targets(self) -> list[int]:
+        """The main object's class of every item, without drawing any."""
+        return labels(range(self.length), self.split, self.seed).tolist()
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, Any]]:
+        """Draw several items at once, which is many times faster than one by one."""
+        for index in indices:
+            if not -self.length <= index < self.length:
+                raise IndexError(f"Shapes has {self.length} items, but item {index} was asked for.")
+        items = [int(index) % self.length for index in indices]
+        result: list[tuple[Any, Any]] = []
+        for scenes, images, owner in drawn_scenes(items, self.split, self.size, self.seed):
+            masks = semantic_mask(scenes, owner) if self.task == "segment" else owner
+            for scene in range(len(scenes)):
+                image = torch.from_numpy(images[scene])
+                target = self._target(items[len(result)], scenes, scene, masks[scene])
+                result.append((self.transform(image) if self.transform else image, target))
+        return result
+
+    def _target(self, item: int, scenes: Scenes, scene: int, mask: npt.NDArray[Any]) -> Any:
+        if self.task == "classify":
+            return int(scenes.label[scene])
+        if self.task == "segment":
+            return torch.from_numpy(mask).long()
+        if self.task == "answer":
+            question = ask(scenes.things(scene), self.seed, self.split, item)[0]
+            return {
+                "question": question.text,
+                "answers": list(question.answers),
+                "answer": question.answer,
+                "answer_type": question.answer_type,
+            }
+        classes, masks, boxes = instances(scenes.figure[scene], mask)
+        return {
+            "boxes": torch.from_numpy(boxes).float(),
+            "labels": torch.from_numpy(classes),
+            "masks": torch.from_numpy(masks.astype(np.uint8)),
+            "area": torch.from_numpy(masks.sum(axis=(1, 2))).float(),
+            "iscrowd": torch.zeros(len(classes), dtype=torch.int64),
+            "image_id": item,
+        }
+
+
+def shapes_named(data: Any, usual: int) -> int | None:
+    """How many scenes the word "shapes", or "shapes:N", asks for; None where `data` is anything else.
+
+    >>> shapes_named("shapes", 500), shapes_named("shapes:20", 500), shapes_named("data/camvid", 500)
+    (500, 20, None)
+    """
+    word, colon, number = data.partition(":") if isinstance(data, str) else ("", "", "")
+    if word != "shapes" or Path(data).is_dir():
+        return None
+    if colon and not (number.isdecimal() and int(number)):
+        raise VitfocusError(f"{data!r} asks for no number of scenes: write shapes, or shapes:300.")
+    return int(number) if colon else usual

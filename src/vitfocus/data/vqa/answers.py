@@ -1,0 +1,152 @@
+"""Answers as VQAv2 judges them: the official normalisation and soft accuracy, and the vocabulary a model answers from.
+
+Ten people answered each question. An answer's accuracy is min(1, matches / 3), averaged over the ten ways to leave one
+person out, so that a person could be measured in the same way: 0.3 for one match of ten, 0.6, 0.9, then 1.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from vitfocus.core.errors import VitfocusError
+
+ARTICLES = frozenset({"a", "an", "the"})
+NUMBERS = {
+    word: str(value)
+    for value, word in enumerate("zero one two three four five six seven eight nine ten".split())  # noqa: SIM905
+} | {"none": "0"}
+PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'
+
+#: What the official evaluation mends: each of these, written with one of its apostrophes left out.
+_CONTRACTED = """
+ain't aren't can't could've couldn't couldn't've didn't doesn't don't hadn't hadn't've hasn't haven't he'd he'd've
+he's how'd how'll how's isn't it'd it'd've it'll ma'am mightn't mightn't've might've mustn't must've needn't not've
+o'clock oughtn't 'ow's'at shan't she'd've should've shouldn't shouldn't've somebody'd've somebody'll somebody's
+someone'd someone'd've someone'll someone's something'd something'd've something'll that's there'd there'd've there're
+there's they'd they'd've they'll they're they've 'twas wasn't we'd've we've weren't what'll what're what's what've
+when's where'd where's where've who'd who'd've who'll who's who've why'll why're why's won't would've wouldn't
+wouldn't've y'all y'all'll y'all'd've you'd you'd've you'll you're you've
+"""
+CONTRACTIONS = {
+    word[:place] + word[place + 1 :]: word
+    for word in _CONTRACTED.split()
+    for place, letter in enumerate(word)
+    if letter == "'"
+} | {"somebody'd": "somebodyd"}  # the official list has this one the wrong way round
+
+_FULL_STOP = re.compile(r"\.(?!\d)")
+_THOUSANDS = re.compile(r"\d,\d")
+_FULL_STOPS_REMOVED = 32  # the official code passes a flag where the number of replacements belongs
+
+
+@lru_cache(maxsize=1 << 17)
+def normalise(answer: str) -> str:
+    """An answer as the official evaluation compares it.
+
+    >>> normalise("The two dogs."), normalise("dont know"), normalise("1,000"), normalise("black/white")
+    ('2 dogs', "don't know", '1000', 'black white')
+    """
+    given = text = stripped(answer)
+    for mark in PUNCTUATION:
+        vanishes = f"{mark} " in given or f" {mark}" in given or _THOUSANDS.search(given)
+        text = text.replace(mark, "" if vanishes else " ")
+    text = _FULL_STOP.sub("", text, count=_FULL_STOPS_REMOVED)
+    words = (NUMBERS.get(word, word) for word in text.lower().split())
+    return " ".join(CONTRACTIONS.get(word, word) for word in words if word not in ARTICLES)
+
+
+def stripped(answer: str) -> str:
+    """Without line breaks, tabs and outer spaces: all that is mended where every person gave the same answer."""
+    return answer.replace("\n", " ").replace("\t", " ").strip()
+
+
+def consensus(matches: int, people: int = 10) -> float:
+    """The soft accuracy of an answer that so many of the people gave.
+
+    >>> [round(consensus(n), 3) for n in (0, 1, 2, 3, 4, 10)]
+    [0.0, 0.3, 0.6, 0.9, 1.0, 1.0]
+    """
+    if people < 1:
+        raise VitfocusError("An answer's accuracy needs the answers of at least one person.")
+    left_out_one_of_them, left_out_another = min(1.0, max(0, matches - 1) / 3), min(1.0, matches / 3)
+    return (matches * left_out_one_of_them + (people - matches) * left_out_another) / people
+
+
+def soft_accuracy(answer: str, answers: Sequence[str]) -> float:
+    """The official accuracy, 0 to 1, of an answer among those of the people who were asked.
+
+    Where they all agree to the letter, nothing is normalised, as in the official evaluation.
+
+    >>> soft_accuracy("two", ["2"] * 3 + ["3"] * 7), soft_accuracy("two", ["2"] * 10)
+    (0.9, 0.0)
+    """
+    given, people = stripped(answer), [stripped(one) for one in answers]
+    if len(set(people)) > 1:
+        given, people = normalise(given), [normalise(one) for one in people]
+    return consensus(people.count(given), len(people))
+
+
+@dataclass(frozen=True)
+class AnswerVocabulary:
+    """The answers that a model chooses from, most frequent first."""
+
+    answers: tuple[str, ...]
+
+    @classmethod
+    def build(cls, agreed: Iterable[str], size: int = 3129, least: int = 1) -> AnswerVocabulary:
+        """From every training question's agreed answer: the `size` most frequent that occur at least `least` times.
+
+        VQAv2's usual 3,129 are those that occur nine times or more in training and validation together.
+
+        >>> AnswerVocabulary.build(["yes", "Yes.", "no", "two"], size=2).answers
+        ('yes', '2')
+        """
+        counts = Counter(map(normalise, agreed))
+        frequent = sorted((word for word in counts if counts[word] >= least), key=lambda word: (-counts[word], word))
+        if not frequent:
+            raise VitfocusError(f"No answer occurs {least} times or more in the training annotations.")
+        return cls(tuple(frequent[:size]))
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """The place of each answer."""
+        return {answer: place for place, answer in enumerate(self.answers)}
+
+    def __len__(self) -> int:
+        return len(self.answers)
+
+
+def soft_targets(answers: Sequence[str], numbers: Mapping[str, int]) -> dict[int, float]:
+    """What a model is trained towards: the accuracy of every answer that the vocabulary (its `numbers`) knows.
+
+    >>> soft_targets(["yes"] * 8 + ["no"] * 2, {"no": 0, "yes": 1})
+    {1: 1.0, 0: 0.6}
+    """
+    counts = Counter(map(normalise, answers))
+    return {numbers[word]: consensus(count, len(answers)) for word, count in counts.items() if word in numbers}
+
+
+def best_constant(answers: Iterable[Sequence[str]]) -> tuple[str, float]:
+    """The one answer that scores most if given to every question, and its mean accuracy: what looking must beat.
+
+    >>> best_constant([["yes"] * 10, ["no"] * 9 + ["yes"]])
+    ('yes', 0.65)
+    """
+    sums: defaultdict[str, float] = defaultdict(float)
+    asked = 0
+    for people in answers:
+        asked += 1
+        counts = Counter(map(stripped, people))
+        if len(counts) > 1:
+            counts = Counter(map(normalise, people))
+        for word, count in counts.items():
+            if word == normalise(word):  # as every answer of a vocabulary is
+                sums[word] += consensus(count, len(people))
+    if not sums:
+        raise VitfocusError("There are no answers to choose the best from.")
+    best = min(sums, key=lambda word: (-sums[word], word))
+    return best, sums[best] / asked

@@ -1,0 +1,291 @@
+"""Questions about pictures: VQAv2's published files, and the embedded Shapes.
+
+A folder of VQAv2 holds, for each split, a json of questions, a json of annotations (ten people's answers to each; there
+is none for the test splits) and the COCO pictures. They may lie side by side or in the folders of the official tools
+(Questions, Annotations, Images/mscoco). All of it is checked before anything is trained.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from vitfocus.core.errors import VitfocusError, nearest
+from vitfocus.data.image_files import rgb_picture
+from vitfocus.data.settings import Data
+
+SOURCES = ("shapes", "vqav2")
+SPLITS = {"train": "train2014", "val": "val2014"}
+_BESIDE = ("", "Questions", "Annotations", "questions", "annotations")
+_PICTURES = ("", "images", "Images", "Images/mscoco", "coco", "mscoco")
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One question: `picture` is its picture's place in the set; `answers` is empty where they are withheld."""
+
+    number: int
+    picture: int
+    text: str
+    answers: tuple[str, ...] = ()
+    agreed: str = ""
+    answer_type: str = ""
+    question_type: str = ""
+
+
+class Pictures(Protocol):
+    """Numbered pictures."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, index: int) -> Image.Image | Tensor:
+        """One of them, RGB: as Pillow has it, or uint8 (3, H, W); any exception means that it is broken."""
+
+    def name(self, index: int) -> str:
+        """What to call it in a message."""
+
+    def listing(self) -> Iterable[str]:
+        """A line for each that changes when it does."""
+
+
+@dataclass
+class QuestionSet:
+    """The questions of a split, and their pictures."""
+
+    questions: Sequence[Question]
+    pictures: Pictures
+
+    def __len__(self) -> int:
+        return len(self.questions)
+
+    @property
+    def annotated(self) -> bool:
+        """Whether the answers are known."""
+        return bool(self.questions) and bool(self.questions[0].answers)
+
+    def first(self, count: int) -> QuestionSet:
+        """The questions about the first so many pictures."""
+        kept = [question for question in self.questions if question.picture < count]
+        return QuestionSet(kept, self.pictures)
+
+    def digest(self) -> str:
+        """A SHA-256 of the questions, the answers and the pictures' listing."""
+        state = hashlib.sha256()
+        for question in self.questions:
+            state.update(f"{question.number} {question.picture} {question.text} {question.answers}\n".encode())
+        for line in self.pictures.listing():
+            state.update(f"{line}\n".encode(errors="surrogateescape"))
+        return state.hexdigest()
+
+
+def open_questions(data: Data, split: str, annotated: bool = True) -> QuestionSet:
+    """The questions of a split ("train" or "val") of `data.source`; `annotated` says whether answers are needed.
+
+    `data.train_split` and `data.val_split` name VQAv2's own splits, several joined by "+": "train2014+val2014".
+
+    >>> found = open_questions(Data(source="shapes", size=32, train_length=2), "train")
+    >>> len(found), len(found.questions[0].answers)
+    (6, 10)
+    """
+    length = data.train_length if split == "train" else data.val_length
+    if data.source == "shapes":
+        return shapes_questions(split, length or {"train": 10_000, "val": 1_000}[split], data.size)
+    if data.source != "vqav2":
+        raise VitfocusError(f"There is no source of questions {data.source!r}: {nearest(data.source, SOURCES)}")
+    given = (data.train_split if split == "train" else data.val_split) or SPLITS[split]
+    found = read_vqav2(data.root, given, annotated)
+    return found.first(length) if length else found
+
+
+def splits_in(root: str | Path) -> list[str]:
+    """VQAv2's splits whose questions lie in a folder, validation first."""
+    found = {
+        file.name.removeprefix("v2_").removeprefix("OpenEnded_mscoco_").removesuffix("_questions.json")
+        for folder in _BESIDE
+        for file in (Path(root) / folder).glob("*OpenEnded_mscoco_*_questions.json")
+    }
+    return sorted(found, key=lambda split: (not split.startswith("val"), split))
+
+
+def read_vqav2(root: str | Path, split: str, annotated: bool = True) -> QuestionSet:
+    """Read and check a split of VQAv2's layout, or several joined by "+"; says what is missing."""
+    root = Path(root)
+    if not root.is_dir():
+        raise VitfocusError(f"There is no data folder {str(root)!r}: set data.root to where VQAv2's files are.")
+    questions: list[Question] = []
+    files: list[Path] = []
+    for one in split.split("+"):
+        more, pictures = _read_split(root, one.strip(), annotated, len(files))
+        questions += more
+        files += pictures
+    if not questions:
+        raise VitfocusError(f"The split {split} in {root} holds no question.")
+    return QuestionSet(questions, FilePictures(files))
+
+
+def shapes_questions(split: str, count: int, size: int | tuple[int, int], seed: int = 0) -> QuestionSet:
+    """The embedded Shapes: `count` scenes with three questions each, as their written layout "vqav2" holds them."""
+    from vitfocus.data.shapes.dataset import drawn_scenes
+    from vitfocus.data.shapes.layouts import QUESTIONS_A_PICTURE
+    from vitfocus.data.shapes.questions import ask
+
+    pixels: list[Tensor] = []
+    questions: list[Question] = []
+    item = 0
+    for scenes, images, _ in drawn_scenes(range(count), split, size, seed):
+        pixels.append(torch.from_numpy(images))
+        for scene in range(len(scenes)):
+            for place, one in enumerate(ask(scenes.things(scene), seed, split, item)[:QUESTIONS_A_PICTURE]):
+                number = item * QUESTIONS_A_PICTURE + place
+                questions.append(Question(number, item, one.text, one.answers, one.answer, one.answer_type, one.kind))
+            item += 1
+    return QuestionSet(questions, ArrayPictures(torch.cat(pixels), f"Shapes {split}"))
+
+
+@dataclass
+class ArrayPictures:
+    """Pictures in memory: uint8 (N, 3, H, W)."""
+
+    pixels: Tensor
+    title: str
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def read(self, index: int) -> Tensor:
+        """One of them, uint8 (3, H, W)."""
+        return self.pixels[index]
+
+    def name(self, index: int) -> str:
+        """Its number."""
+        return f"{self.title} {index}"
+
+    def listing(self) -> list[str]:
+        """One line for all."""
+        return [hashlib.sha256(self.pixels.contiguous().numpy().data).hexdigest()]
+
+
+@dataclass
+class FilePictures:
+    """Pictures in files."""
+
+    files: Sequence[Path]
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def read(self, index: int) -> Image.Image:
+        """Open and decode one file."""
+        with Image.open(self.files[index]) as picture:
+            return rgb_picture(picture)
+
+    def name(self, index: int) -> str:
+        """The file's path."""
+        return str(self.files[index])
+
+    def listing(self) -> Iterable[str]:
+        """Names and sizes; the bytes are not read."""
+        return (f"{file.name} {file.stat().st_size}" for file in self.files)
+
+
+def _read_split(root: Path, split: str, annotated: bool, first: int) -> tuple[list[Question], list[Path]]:
+    asked = _records(_find_json(root, split, "questions"), "questions", ("question_id", "image_id", "question"))
+    answered: dict[int, dict[str, Any]] = {}
+    file = _find_json(root, split, "annotations", needed=annotated)
+    if file is not None:
+        answered = {one["question_id"]: one for one in _records(file, "annotations", ("question_id", "answers"))}
+        without = [one["question_id"] for one in asked if one["question_id"] not in answered]
+        if without:
+            raise VitfocusError(
+                f"{file} answers {len(asked) - len(without)} of the {len(asked)} questions of {split}; the question "
+                f"{without[0]} is the first without an answer."
+            )
+    numbers = sorted({int(one["image_id"]) for one in asked})
+    pictures = _find_pictures(root, split, numbers)
+    places = {number: first + place for place, number in enumerate(numbers)}
+    return [_question(one, places, answered.get(one["question_id"], {})) for one in asked], pictures
+
+
+def _question(asked: dict[str, Any], places: dict[int, int], answered: dict[str, Any]) -> Question:
+    answers = tuple(sys.intern(str(one["answer"])) for one in answered.get("answers", ()))
+    # The agreed answer is in the file; where it is not, it is the most frequent one, as VQAv2 defines it.
+    common = Counter(answers).most_common(1)[0][0] if answers else ""
+    agreed = str(answered.get("multiple_choice_answer") or common)
+    kinds = (sys.intern(str(answered.get(key, ""))) for key in ("answer_type", "question_type"))
+    return Question(
+        int(asked["question_id"]),
+        places[int(asked["image_id"])],
+        asked["question"],
+        answers,
+        sys.intern(agreed),
+        *kinds,
+    )
+
+
+def _find_json(root: Path, split: str, what: str, needed: bool = True) -> Any:
+    usual = f"v2_OpenEnded_mscoco_{split}_questions.json" if what == "questions" else f"v2_mscoco_{split}_{what}.json"
+    for folder in _BESIDE:
+        for name in (usual, usual.removeprefix("v2_")):
+            if (root / folder / name).is_file():
+                return root / folder / name
+    if not needed:
+        return None
+    capital = what.capitalize()
+    raise VitfocusError(f"{root} lacks VQAv2's {what} of {split}: neither {usual} nor {capital}/{usual} is there.")
+
+
+def _records(file: Path, key: str, fields: Sequence[str]) -> list[dict[str, Any]]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise VitfocusError(f"{file} cannot be read: {error}.") from None
+    records = content.get(key) if isinstance(content, dict) else None
+    if not isinstance(records, list):
+        raise VitfocusError(f"{file} has no list of {key}, as VQAv2's files have.")
+    for record in records:
+        absent = [name for name in fields if not isinstance(record, dict) or name not in record]
+        if absent:
+            raise VitfocusError(f"An entry of {file} lacks {', '.join(absent)}: {str(record)[:80]}")
+        wrong = [name for name in fields if not _usable(name, record[name])]
+        if wrong:
+            raise VitfocusError(f"An entry of {file} has no usable {wrong[0]}: {str(record[wrong[0]])[:60]}")
+    return records
+
+
+def _usable(field: str, value: Any) -> bool:
+    """Whether a field is of the kind that VQAv2 has there: numbers, a sentence, a list of answers that has one."""
+    if field == "answers":
+        return isinstance(value, list) and bool(value) and all(isinstance(o, dict) and "answer" in o for o in value)
+    return isinstance(value, str if field == "question" else int)
+
+
+def _find_pictures(root: Path, split: str, numbers: Sequence[int]) -> list[Path]:
+    """The COCO pictures with these numbers; the test-dev questions are about the test pictures."""
+    name = split.replace("test-dev", "test")
+    folder = next((root / beside / name for beside in _PICTURES if (root / beside / name).is_dir()), None)
+    if folder is None:
+        raise VitfocusError(f"{root} lacks the COCO pictures of {split}: there is no folder {name} or images/{name}.")
+    there = {file.name for file in folder.iterdir()}
+    found, lost = [], []
+    for number in numbers:
+        names = (f"COCO_{name}_{number:012d}.jpg", f"{number:012d}.jpg", f"{number}.jpg")
+        file = next((one for one in names if one in there), None)
+        if file is None:
+            lost.append(names[0])
+        else:
+            found.append(folder / file)
+    if lost:
+        raise VitfocusError(
+            f"{folder} lacks {len(lost)} of the {len(numbers)} pictures asked about, such as {lost[0]}."
+        )
+    return found

@@ -1,0 +1,87 @@
+"""Context Broadcasting's one operation: every token, plus a share of the mean of all tokens, in one pass.
+
+Forward and backward are the same kernel, because the operation is its own transpose. A program owns some channels of an
+image; where all their tokens fit into registers they are read once and written once, else once more for the mean.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vitfocus.kernels.launch_device import on_its_device
+
+#: Channels of a program, and the numbers that it can keep.
+CHANNELS, MOST = 32, 16384
+
+
+@triton.jit
+def _own(count, C, BT: tl.constexpr, BC: tl.constexpr):
+    """The channels' part, the tokens' block and the image of this program, and how many blocks there are.
+
+    All on one axis: images may be windows, of which there are more than the other axes are long.
+    """
+    parts, blocks = tl.cdiv(C, BC), tl.cdiv(count, BT)
+    mine = tl.program_id(0)
+    return mine % parts, (mine // parts) % blocks, (mine // (parts * blocks)).to(tl.int64), blocks
+
+
+@triton.jit
+def share_mean_kernel(values, scale, out, means, count, C, kept, HAS_SCALE: tl.constexpr, WHOLE: tl.constexpr,
+                      BT: tl.constexpr, BC: tl.constexpr):  # fmt: skip
+    """out = kept · x + share · mean(x), share (C,) or 1 − kept. WHOLE: one block has all tokens, and finds the mean."""
+    part, block, batch, _ = _own(count, C, BT, BC)
+    channels = part * BC + tl.arange(0, BC)
+    inside = channels < C
+    tokens = block * BT + tl.arange(0, BT)
+    start = batch * count * C
+    place = tokens[:, None] * C + channels[None, :]
+    mask = (tokens < count)[:, None] & inside[None, :]
+    tile = tl.load(values + start + place, mask=mask, other=0.0).to(tl.float32)
+    if WHOLE:
+        mean = tl.sum(tile, 0) / count
+        tl.store(means + batch * C + channels, mean, mask=inside)
+    else:
+        mean = tl.load(means + batch * C + channels, mask=inside, other=0.0)
+    if HAS_SCALE:
+        shared = mean * tl.load(scale + channels, mask=inside, other=0.0).to(tl.float32)
+    else:
+        shared = mean * (1.0 - kept)
+    tl.store(out + start + place, (kept * tile + shared[None, :]).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def block_sums(values, sums, count, C, BT: tl.constexpr, BC: tl.constexpr):
+    """The sums over each block of BT tokens: (B, blocks, C)."""
+    part, block, batch, blocks = _own(count, C, BT, BC)
+    channels = part * BC + tl.arange(0, BC)
+    tokens = block * BT + tl.arange(0, BT)
+    place = tokens[:, None] * C + channels[None, :]
+    mask = (tokens < count)[:, None] & (channels < C)[None, :]
+    tile = tl.load(values + batch * count * C + place, mask=mask, other=0.0).to(tl.float32)
+    tl.store(sums + (batch * blocks + block) * C + channels, tl.sum(tile, 0), mask=channels < C)
+
+
+@on_its_device
+def share_mean(values: Tensor, scale: Tensor | None, kept: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(B, N, C) to the same in that dtype, and the means (B, C) in float32."""
+    values, scale = values.contiguous(), scale.contiguous() if scale is not None else None
+    batch, count, channels = values.shape
+    out = torch.empty_like(values, dtype=dtype)
+    rows = max(16, triton.next_power_of_2(count))
+    whole = rows * CHANNELS <= MOST
+    parts = triton.cdiv(channels, CHANNELS)
+    if whole:
+        means = torch.empty(batch, channels, dtype=torch.float32, device=values.device)
+    else:
+        rows = 128
+        sums = torch.empty(batch, triton.cdiv(count, rows), channels, dtype=torch.float32, device=values.device)
+        block_sums[parts * sums.shape[1] * batch,](values, sums, count, channels, BT=rows, BC=CHANNELS, num_warps=4)
+        means = sums.sum(dim=1).div_(count)
+    share_mean_kernel[parts * triton.cdiv(count, rows) * batch,](
+        values, values if scale is None else scale, out, means, count, channels, kept, HAS_SCALE=scale is not None,
+        WHOLE=whole, BT=rows, BC=CHANNELS, num_warps=8 if rows > 256 else 4,
+    )  # fmt: skip
+    return out, means

@@ -1,0 +1,1 @@
+"""Token-aware Average Pooling."""

@@ -1,1 +1,0 @@
-"""The Triton kernels. Nothing here is imported before a kernel is asked for: Triton is not everywhere torch is."""

@@ -1,0 +1,153 @@
+"""Mask R-CNN on a vision transformer: torchvision's detector, fed by a pyramid of ours.
+
+Images are given normalised, as every model here takes them, singly of any size. In training they come resized and with
+their targets, and losses come out; otherwise the detector resizes them (shortest side `min_size`, longest at most
+`max_size`) and gives boxes and masks in the coordinates of the images it was given.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torchvision.models.detection import MaskRCNN
+from torchvision.models.detection.anchor_utils import AnchorGenerator
+from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
+from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
+from torchvision.models.detection.rpn import RPNHead
+from torchvision.ops import FeaturePyramidNetwork, MultiScaleRoIAlign
+from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
+from torchvision.ops.poolers import initLevelMapper
+
+from vitfocus.core.errors import VitfocusError, nearest
+from vitfocus.tasks.feature_pyramid import LEVELS, PyramidFeatures
+
+_RATIOS = (0.5, 1.0, 2.0)
+#: torchvision's numbers that can be set; unknown ones it would pass over in silence.
+_OPTIONS = tuple(
+    name
+    for name in inspect.signature(MaskRCNN).parameters
+    if name.startswith(("rpn_", "box_")) and not name.endswith(("_generator", "_head", "_pool", "_predictor"))
+)
+
+
+class DetectorBackbone(nn.Module):
+    """The pyramid of a transformer and a feature pyramid network on top: five maps of `out_channels` channels.
+
+    The maps are 32-bit floats whatever autocast does, since torchvision makes the anchors in their type.
+    """
+
+    def __init__(self, features: PyramidFeatures, channels: int) -> None:
+        super().__init__()
+        self.features = features
+        self.fpn = FeaturePyramidNetwork(list(features.widths), channels, extra_blocks=LastLevelMaxPool())
+        self.out_channels = channels
+
+    def forward(self, images: Tensor) -> Mapping[str, Tensor]:
+        """Images (B, 3, H, W) to maps named "0" to "3" and "pool", each half as large as the one before."""
+        maps = self.features(images)
+        result: Mapping[str, Tensor] = self.fpn(OrderedDict((str(level), one) for level, one in enumerate(maps)))
+        return OrderedDict((level, one.float()) for level, one in result.items())
+
+
+class _Proposals(RPNHead):
+    """In 32 bits: torchvision adds the offsets to coordinates in the type they come in, and bfloat16 has 8 bits."""
+
+    def forward(self, maps: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        logits, offsets = super().forward(maps)
+        return [one.float() for one in logits], [one.float() for one in offsets]
+
+
+class _Boxes(FastRCNNPredictor):
+    """In 32 bits, for the same reason."""
+
+    def forward(self, regions: Tensor) -> tuple[Tensor, Tensor]:
+        logits, offsets = super().forward(regions)
+        return logits.float(), offsets.float()
+
+
+class VisionMaskRCNN(MaskRCNN):
+    """torchvision's Mask R-CNN on a vision transformer. Its arguments are those of `mask_rcnn`."""
+
+    def no_weight_decay(self) -> set[str]:
+        """What the transformer wants undecayed, under its names here."""
+        body: Any = self.backbone.features.body
+        names = body.no_weight_decay() if hasattr(body, "no_weight_decay") else ()
+        return {f"backbone.features.body.{name}" for name in names}
+
+
+def build(name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
+    """The model of a spec "maskrcnn:NAME"."""
+    return mask_rcnn(name, pretrained, **arguments)
+
+
+def mask_rcnn(
+    backbone: str,
+    pretrained: bool = False,
+    *,
+    num_classes: int = 80,
+    min_size: int = 800,
+    max_size: int = 1333,
+    indices: Sequence[int] | None = None,
+    channels: int = 256,
+    box_width: int = 1024,
+    mask_layers: int = 4,
+    anchor_scale: int = 8,
+    **options: Any,
+) -> VisionMaskRCNN:
+    """Mask R-CNN with a feature pyramid on a timm backbone; `pretrained` is about the backbone.
+
+    `num_classes` counts the objects' classes; the ground is one more, label 0. `indices` are the backbone's features
+    that feed the pyramid, `channels` its width and the mask head's, `box_width` the box head's. Anchors are
+    `anchor_scale` strides large. Options that begin with rpn_ or box_ go to torchvision's MaskRCNN, all others to the
+    backbone.
+
+    >>> import torch
+    >>> small = {"depth": 4, "embed_dim": 48, "num_heads": 3, "channels": 16, "box_width": 32, "mask_layers": 1}
+    >>> model = mask_rcnn("vit_tiny_patch16_224", num_classes=3, min_size=64, **small).eval()
+    >>> sorted(model([torch.zeros(3, 60, 90)])[0])
+    ['boxes', 'labels', 'masks', 'scores']
+    """
+    if num_classes < 1:
+        raise VitfocusError(f"A detector knows at least one class of objects, and num_classes={num_classes}.")
+    own = {key: value for key, value in options.items() if key.startswith(("rpn_", "box_"))}
+    for key in own:
+        if key not in _OPTIONS:
+            raise VitfocusError(f"torchvision's MaskRCNN has no option {key!r}: {nearest(key, _OPTIONS)}")
+    features = PyramidFeatures(
+        backbone, pretrained, indices, **{key: value for key, value in options.items() if key not in own}
+    )
+    strides = (*features.strides, 2 * features.strides[-1])
+    boxes, masks = (_pooler(size, features.strides) for size in (7, 14))
+    return VisionMaskRCNN(
+        DetectorBackbone(features, channels),
+        min_size=min_size,
+        max_size=max_size,
+        image_mean=[0.0, 0.0, 0.0],
+        image_std=[1.0, 1.0, 1.0],
+        size_divisible=features.strides[-1],
+        _skip_resize=True,  # in training: the data come resized, each image by its own draw
+        rpn_anchor_generator=AnchorGenerator(
+            tuple((anchor_scale * stride,) for stride in strides), (_RATIOS,) * len(strides)
+        ),
+        rpn_head=_Proposals(channels, len(_RATIOS)),
+        box_roi_pool=boxes,
+        box_head=TwoMLPHead(channels * 49, box_width),
+        box_predictor=_Boxes(box_width, num_classes + 1),
+        mask_roi_pool=masks,
+        mask_head=MaskRCNNHeads(channels, (channels,) * mask_layers, 1),
+        mask_predictor=MaskRCNNPredictor(channels, channels, num_classes + 1),
+        **own,
+    )
+
+
+def _pooler(size: int, strides: Sequence[int]) -> MultiScaleRoIAlign:
+    """RoIAlign told the strides: torchvision would guess them from the first batch, wrongly where much is padding."""
+    pooler = MultiScaleRoIAlign([str(level) for level in range(LEVELS)], output_size=size, sampling_ratio=2)
+    pooler.scales = [1.0 / stride for stride in strides]
+    exponents = [stride.bit_length() - 1 for stride in (strides[0], strides[-1])]
+    pooler.map_levels = initLevelMapper(exponents[0], exponents[1])
+    return pooler

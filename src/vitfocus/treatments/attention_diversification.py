@@ -1,0 +1,250 @@
+"""The Attention Diversification Loss: ask the rows of each attention map to look at different tokens.
+
+"Robustifying Token Attention for Vision Transformers" (Guo et al., ICCV 2023), section 3.3. The attention is read at
+the moment it happens, with fused attention left on; the forward pass and its output do not change. The loss of the last
+training forward is `auxiliary_loss(model)`, to be added to the task's own.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from vitfocus.anatomy import Anatomy
+from vitfocus.attention.capture import Watched
+from vitfocus.attention.observation import Observation
+from vitfocus.core.errors import VitfocusError
+from vitfocus.kernels.backends import outside_autocast
+from vitfocus.kernels.diversity.op import diversity, row_similarity
+from vitfocus.treatments.base import Layers, Treatment, choose_blocks, handles, layers_option, option
+from vitfocus.treatments.forward_context import CallNotes, note_sequence
+from vitfocus.treatments.operations import AddHook, Override
+from vitfocus.treatments.surgery import Surgeon
+
+
+@dataclass(frozen=True)
+class AttentionDiversification(Treatment):
+    """The Attention Diversification Loss (`adl`).
+
+    `variant`: "official" as released, "paper" as the equations say. `heads`: their maps averaged first, or each on its
+    own. `threshold` is τ, `weight` λ. `tokens="patch"` leaves prefix tokens out of rows and columns. `rows=k` takes a
+    random subset of k query rows, for every forward pass another, where there are more. Windowed attention counts every
+    window as a map of its own. Tokens that pad an image or a text are neither rows nor columns.
+    """
+
+    name: ClassVar[str] = "adl"
+
+    variant: str = option("official", "official", "paper")
+    heads: str = option("mean", "mean", "each")
+    threshold: float = 2.0
+    weight: float = 1.0
+    tokens: str = option("all", "all", "patch")
+    rows: int | None = None
+    layers: Layers = layers_option("upper")
+
+    def check(self) -> None:
+        """Positive threshold and rows."""
+        if not isinstance(self.threshold, int | float) or not self.threshold > 0:
+            raise VitfocusError(f"adl needs a threshold above 0, not {self.threshold!r}.")
+        if not isinstance(self.weight, int | float) or not math.isfinite(self.weight):
+            raise VitfocusError(f"adl needs a finite number as its weight, not {self.weight!r}.")
+        if self.rows is not None and (not isinstance(self.rows, int) or self.rows < 1):
+            raise VitfocusError(f"adl needs rows of at least 1 or None, not {self.rows!r}.")
+
+    def preserving(self) -> AttentionDiversification:
+        """A loss: the forward pass does not change."""
+        return self
+
+
+class RowChoice:
+    """Which query rows a forward pass compares: drawn once for all layers of one size, and anew for the next pass.
+
+    The layer that drew them draws again whenever it asks: where a block is computed a second time, by gradient
+    checkpointing, its random numbers begin where they began, and whatever it draws afterwards must find them there.
+
+    >>> choice = RowChoice()
+    >>> rows = choice.of(10, 4, first=1, device=torch.device("cpu"), asker=0)
+    >>> len(rows), bool((rows >= 1).all()), choice.of(10, 4, 1, torch.device("cpu"), asker=1) is rows
+    (4, True, True)
+    """
+
+    def __init__(self) -> None:
+        self.drawn: dict[tuple[int, int, torch.device], tuple[int, Tensor]] = {}
+
+    def of(self, count: int, rows: int, first: int, device: torch.device, asker: int) -> Tensor:
+        """`rows` distinct ones of `count`, from `first` on, for the layer of that number."""
+        key = (count, first, device)
+        if key not in self.drawn or self.drawn[key][0] == asker:
+            # The order of random numbers, and not randperm, because a CUDA graph can replay it.
+            self.drawn[key] = (asker, torch.rand(count, device=device).argsort()[:rows] + first)
+        return self.drawn[key][1]
+
+    def forget(self) -> None:
+        """The pass is over."""
+        self.drawn = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy or a pickle has drawn nothing yet."""
+        return {"drawn": {}}
+
+
+class DiversityMeter(nn.Module):
+    """Sits beside an attention module and keeps the row similarity of its last training forward."""
+
+    def __init__(
+        self,
+        config: AttentionDiversification,
+        prefix_tokens: int,
+        choice: RowChoice,
+        number: int,
+        notes: CallNotes | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.choice, self.number, self.notes = choice, number, notes
+        self.skipped = prefix_tokens if config.tokens == "patch" else 0
+        self.loss: Tensor | None = None
+
+    def forget(self) -> None:
+        """The recorded forward is past."""
+        self.loss = None
+        self.choice.forget()
+
+    @property
+    def wants_attention(self) -> bool:
+        """Only while training: eval mode records nothing and costs nothing."""
+        return self.training
+
+    def forward(self, seen: Observation) -> None:
+        """Take one attention's row similarity."""
+        valid = self.notes.valid if self.notes is not None else None
+        if valid is None:
+            loss = self._similarity(seen)
+        else:
+            loss = torch.stack([share * self._similarity(one) for one, share in without_padding(seen, valid)]).sum()
+        if not grad_is_recomputed():
+            self.loss = loss
+        elif loss.requires_grad and self.loss is not None and not self.loss.requires_grad:
+            raise VitfocusError(
+                "Reentrant gradient checkpointing hides the attention from the diversification loss, whose gradient "
+                "would be zero: use use_reentrant=False."
+            )
+
+    def _similarity(self, seen: Observation) -> Tensor:
+        config, first = self.config, self.skipped
+        count = seen.shape[2] - first
+        rows = None
+        if config.rows is not None and config.rows < count:
+            rows = self.choice.of(count, config.rows, first, seen.device, self.number)
+        form: Any = {"variant": config.variant, "heads": config.heads, "threshold": config.threshold}
+        with outside_autocast(seen.device):
+            if seen.query is not None and seen.key is not None:
+                place: Any = {"scale": seen.scale, "bias": seen.bias, "rows": rows, "first": first, "lse": seen.lse}
+                return diversity(seen.query, seen.key, **place, **form)
+            picked = seen.attention(slice(first, None) if rows is None else rows)
+            return row_similarity(picked[..., first:], **form)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy or a pickle starts with nothing recorded: the loss hangs on a graph that cannot be copied."""
+        return {**self.__dict__, "loss": None}
+
+
+def without_padding(seen: Observation, valid: Tensor) -> list[tuple[Observation, float]]:
+    """The attention of a padded batch as that of smaller ones without padding, and each one's share of the images.
+
+    `valid` (B, N) marks the tokens that are real. Images that have as many of them stay together.
+
+    >>> seen = Observation(map=torch.rand(3, 1, 4, 4))
+    >>> valid = torch.tensor([[True, True, True, False], [True] * 4, [False, True, True, True]])
+    >>> [(one.shape, round(share, 2)) for one, share in without_padding(seen, valid)]
+    [((2, 1, 3, 3), 0.67), ((1, 1, 4, 4), 0.33)]
+    """
+    valid = valid.expand(seen.shape[0], -1)
+    counts = valid.sum(dim=1)
+    lengths = sorted({int(count) for count in counts.tolist()} - {0})
+    if not lengths or bool(valid.all()):
+        return [(seen, 1.0)]
+    parts = []
+    for length in lengths:
+        images = (counts == length).nonzero()[:, 0]
+        tokens = valid[images].nonzero()[:, 1].view(len(images), length)
+        parts.append((seen.of_tokens(images, tokens), len(images)))
+    whole = sum(count for _, count in parts)
+    return [(one, count / whole) for one, count in parts]
+
+
+def grad_is_recomputed() -> bool:
+    """Whether this forward runs inside a backward pass: gradient checkpointing computing a block a second time."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+class ForgetLosses:
+    """A pre-hook of the stem: a new forward pass begins, so what the last one recorded is past."""
+
+    def __init__(self, meters: list[DiversityMeter]) -> None:
+        self.meters = meters
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        for meter in self.meters:
+            meter.forget()
+
+
+def forget_losses(model: nn.Module) -> None:
+    """Let go of what the last forward recorded, and with it of its graph: a step that is recorded must begin anew."""
+    for module in model.modules():
+        if isinstance(module, DiversityMeter):
+            module.forget()
+
+
+@handles(AttentionDiversification)
+def insert_diversity(config: AttentionDiversification, anatomy: Anatomy, surgeon: Surgeon) -> None:
+    """Watch the attention of every chosen block."""
+    attending = [block for block in anatomy.trunk if block.mixes_tokens_by_attention and block.reader is not None]
+    if not attending:
+        kinds = ", ".join(sorted({block.attention_kind for block in anatomy.trunk}))
+        raise VitfocusError(
+            f"{config} compares the rows of token attention, and {type(anatomy.root).__name__} has none "
+            f"(its blocks: {kinds})."
+        )
+    if config.tokens == "patch" and anatomy.text is not None:
+        raise VitfocusError(
+            f"{config} leaves prefix tokens out, and {type(anatomy.root).__name__} mixes text with images."
+        )
+    meters, choice = [], RowChoice()
+    notes = note_sequence(anatomy, surgeon)
+    for number, block in enumerate(choose_blocks(config.layers, attending)):
+        made = DiversityMeter(config, block.prefix_tokens, choice, number, notes)
+        meter = surgeon.add(block, "diversity_meter", made)
+        assert isinstance(meter, DiversityMeter) and block.attention is not None and block.reader is not None
+        surgeon.do(Override(block.attention, "forward", Watched(block.attention, block.reader, meter)))
+        meters.append(meter)
+    surgeon.do(AddHook(anatomy.stem, "input", ForgetLosses(meters)))
+
+
+def auxiliary_loss(model: nn.Module) -> Tensor:
+    """Weight × Attention Diversification Loss of the last training forward, averaged over layers.
+
+    A scalar tensor with a gradient; 0 where the model carries no such treatment or the last forward was in eval mode.
+
+    >>> import timm, vitfocus as vf
+    >>> model = vf.treat_(timm.create_model("vit_tiny_patch16_224", depth=1, img_size=32).train(), "adl(variant=paper)")
+    >>> float(auxiliary_loss(model))
+    0.0
+    >>> _ = model(torch.randn(1, 3, 32, 32))
+    >>> auxiliary_loss(model).requires_grad
+    True
+    """
+    meters = [module for module in model.modules() if isinstance(module, DiversityMeter) and module.loss is not None]
+    if not meters:
+        placed = next(model.parameters(), None)
+        return torch.zeros((), device=placed.device if placed is not None else None)
+    device = meters[0].loss.device  # type: ignore[union-attr]  # of a model that is spread over several, the first
+    total = torch.zeros((), device=device)
+    for config in dict.fromkeys(meter.config for meter in meters):
+        losses = [meter.loss.to(device) for meter in meters if meter.config == config and meter.loss is not None]
+        total = total + config.weight * torch.stack(losses).mean()
+    return total

@@ -1,0 +1,347 @@
+"""Saving and loading: a folder with `config.json` and safetensors, without pickle, written atomically.
+
+The folder is laid out as the Hugging Face hub lays out its own, so it can be pushed there as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import vitfocus
+from vitfocus.anatomy import inserted, mark_inserted, pixels_of, remember_normalising, unwrap
+from vitfocus.core.contents import check_contents
+from vitfocus.core.errors import VitfocusError, nearest, reason
+from vitfocus.core.files import atomic_path, digest, write_text
+from vitfocus.data.vqa.tokenizer import FILE as WORDS
+from vitfocus.data.vqa.tokenizer import Words, attach_words, words_of
+from vitfocus.treatments.arguments import file_arguments, require_named
+from vitfocus.treatments.origin import Origin, build_timm_folder, full_name, origin_of, remember, split_library
+from vitfocus.treatments.spec import parse_treatments, split_spec, write_spec
+from vitfocus.treatments.surgery import added_names, applied, insert_all, treat_, untreat_, untreated
+from vitfocus.treatments.weights import copy_into, load_weights, read_weights, require
+
+_FORMAT = 1
+_TASK = "_vitfocus_task"
+_WEIGHTS = {"all": "model.safetensors", "treatments": "treatments.safetensors"}
+_PRECISIONS = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float16, torch.bfloat16, torch.float64)}
+
+#: The shape of config.json.
+_CARD = {"task?": str, "classes?": [str], "source?": str, "size?": int, "test?": dict, "category_ids?": [int]}
+_SHAPE = {
+    **dict.fromkeys(("library", "base", "only", "sha256"), str),
+    "format": object,
+    "arguments": dict,
+    "treatments": [str],
+    "inserted?": [str],
+    "buffers?": {"*": str},
+    "preprocessing?": {"mean": [float], "std": [float], "interpolation?": str, "crop_pct?": float},
+    "task?": _CARD,
+}
+
+
+def create_model(spec: str, pretrained: bool = False, **arguments: Any) -> nn.Module:
+    """Build a model and treat it, from a spec such as "deit_small_patch16_224+cb(layers=upper)+adl".
+
+    The name is timm's (FAN, RVT, PVT and LocalViT included), or "torchvision:NAME", or "transformers:FOLDER_OR_NAME",
+    or that of a model which stands on one of timm's: "upernet:NAME", "segformer:NAME", "maskrcnn:NAME". Further
+    arguments go to the library. Weights are fetched only with `pretrained=True`.
+
+    >>> model = create_model("vit_tiny_patch16_224+cbs", num_classes=10, depth=2)
+    >>> sum(p.numel() for name, p in model.named_parameters() if "context" in name)
+    384
+    """
+    base, treatments = split_spec(spec) if spec.strip() else ("", [])
+    if not base:
+        raise VitfocusError(f"{spec!r} names no model: a spec begins with one, such as vit_tiny_patch16_224+cb.")
+    library, name = split_library(base)
+    model = Origin(library, name, arguments).build(pretrained)
+    if library == "transformers" and Path(name).is_dir():
+        _attach_words(model, Path(name))
+    return treat_(model, *treatments) if treatments else model
+
+
+def save(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    only: str = "all",
+    base: str | None = None,
+    arguments: Mapping[str, Any] | None = None,
+) -> Path:
+    """Save a model, treated or not, as a folder; with `only="treatments"`, just what the treatments added.
+
+    `base` and `arguments` say how the model was built, where that cannot be told from the model itself.
+    """
+    if only not in _WEIGHTS:
+        raise VitfocusError(f"save has no only={only!r}: {nearest(only, _WEIGHTS)}")
+    model, folder = unwrap(model), Path(folder)
+    treatments = applied(model)
+    added = added_names(model)
+    if only == "treatments" and not treatments:
+        raise VitfocusError("This model carries no treatment, so there is nothing to save with only='treatments'.")
+    # A transformers model's config says all, and the checkpoint it began with may be gone when it is loaded.
+    if base is not None and split_library(base)[0] != "transformers":
+        origin = Origin(*split_library(base), dict(arguments or {}))
+    else:
+        with untreated(model):
+            origin = origin_of(model)
+    tensors = {key: value for key, value in model.state_dict().items() if only == "all" or key in added}
+    if folder.exists() and not folder.is_dir():
+        raise VitfocusError(f"{folder} is a file, and a model is saved as a folder.")
+    weights = folder / _WEIGHTS[only]
+    with atomic_path(weights) as path:
+        try:
+            save_file(_separate(tensors), path, metadata={"format": "pt"})
+        except SafetensorError as error:  # a full disk, in safetensors' words
+            raise VitfocusError(f"{weights} cannot be written: {error}.") from None
+    config = {
+        "format": _FORMAT,
+        "vitfocus": vitfocus.__version__,
+        "library": origin.library,
+        "base": origin.name,
+        "arguments": origin.arguments,
+        "treatments": [str(treatment) for treatment in treatments],
+        **({"inserted": list(since)} if (since := inserted(model)) else {}),
+        "spec": write_spec(full_name(origin), treatments),
+        "only": only,
+        "buffers": _unsaved_precisions(model) if only == "all" else {},
+        "preprocessing": _preprocessing(model),
+        **({"task": task_of(model)} if task_of(model) else {}),
+        "sha256": digest(weights),
+    }
+    if (words := words_of(model)) is not None:
+        write_text(folder / WORDS, words.to_json())
+    write_text(folder / "config.json", json.dumps(config, indent=2, default=_plain) + "\n")
+    return folder
+
+
+def load(folder: str | Path, *, onto: nn.Module | None = None, pretrained: bool = False) -> nn.Module:
+    """Load what `save` wrote, in eval mode; "hf-hub:USER/NAME" fetches such a folder from the Hugging Face hub.
+
+    A folder saved with `only="treatments"` needs its base: `onto` (a model that is then treated in place) or
+    `pretrained=True` (the library fetches it). Whatever fails, a model given as `onto` is left as it was.
+    """
+    folder = _fetch(str(folder)) if str(folder).startswith("hf-hub:") else Path(folder)
+    config = _read_config(folder)
+    tensors = read_weights(folder / _WEIGHTS[config["only"]], config["sha256"])
+    if config["only"] == "treatments" and onto is None and not pretrained:
+        raise VitfocusError(f"{folder} holds treatments alone: pass onto=model, or pretrained=True to fetch its base.")
+    library, base, where = config["library"], config["base"], str(folder / "config.json")
+    if onto is None:
+        require_named(library, base, where)
+    origin = Origin(library, base, _arguments(file_arguments(library, base, config["arguments"], where)))
+    model = onto if onto is not None else origin.build(pretrained and config["only"] == "treatments")
+    treatments = parse_treatments("+".join(config["treatments"]))
+    before = applied(model)
+    if before and [str(t) for t in before] != config["treatments"]:
+        raise VitfocusError(
+            f"The model carries {'+'.join(map(str, before))}, and {folder} was saved with "
+            f"{'+'.join(config['treatments']) or 'no treatment'}: untreat it first."
+        )
+    if not before:
+        insert_all(model, treatments)
+    try:
+        wanted = added_names(model) if config["only"] == "treatments" else set(model.state_dict())
+        require(str(folder), wanted - set(tensors), set(tensors) - wanted)
+        if onto is None and config["only"] == "all":
+            _take_dtypes(model, {name: tensor.dtype for name, tensor in tensors.items()} | _precisions(config, folder))
+        copy_into(model, tensors, str(folder))
+    except VitfocusError:
+        if onto is not None and not before:
+            untreat_(model)
+        raise
+    mark_inserted(model, config.get("inserted", ()))
+    if onto is None:
+        remember(model, origin)
+        _restore_preprocessing(model, config.get("preprocessing", {}))
+        remember_task(model, config.get("task", {}))
+        _attach_words(model, folder)
+    return model.eval()
+
+
+def _take_dtypes(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Give a model's weights and buffers the precision of those that it is to have."""
+    for name, value in (*model.named_parameters(), *model.named_buffers()):
+        if name in dtypes and value.is_floating_point():
+            value.data = value.data.to(dtypes[name])
+
+
+def _unsaved_precisions(model: nn.Module) -> dict[str, str]:
+    """The precision of buffers that are made anew rather than saved (masks, the biases of keys), if not the usual."""
+    saved = model.state_dict()
+    unsaved = {name: str(one.dtype).removeprefix("torch.") for name, one in model.named_buffers() if name not in saved}
+    return {name: precision for name, precision in unsaved.items() if precision in _PRECISIONS}
+
+
+def _precisions(config: Mapping[str, Any], folder: Path) -> dict[str, torch.dtype]:
+    named = config.get("buffers", {})
+    if unknown := sorted(set(named.values()) - set(_PRECISIONS)):
+        raise VitfocusError(
+            f"{folder / 'config.json'} was changed since vitfocus.save wrote it: {unknown[0]!r} is no precision of a "
+            f"buffer; {nearest(unknown[0], _PRECISIONS)}"
+        )
+    return {name: _PRECISIONS[precision] for name, precision in named.items()}
+
+
+def remember_task(model: nn.Module, card: Mapping[str, Any]) -> None:
+    """Note on a model what it was trained for, as JSON has it: it is saved and loaded with the model."""
+    unwrap(model).__dict__[_TASK] = dict(card)
+
+
+def task_of(model: nn.Module) -> dict[str, Any]:
+    """What a model was trained for: "task" (its name), "classes" and more; empty where that is not known."""
+    card: dict[str, Any] = unwrap(model).__dict__.get(_TASK, {})
+    return card
+
+
+def open_model(name: str, weights: str | Path | None = None, treat: str | None = None, **arguments: Any) -> nn.Module:
+    """A model by whatever a person calls it, in eval mode: a spec, a vitfocus folder, a transformers or timm folder.
+
+    A name that begins with "hf-hub:" is fetched: a model that `push` uploaded as it was saved, another by timm.
+    """
+    folder = _fetch(name) if is_pushed(name) else Path(name)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file() and (folder / "model" / "config.json").is_file():
+            folder = folder / "model"  # a run's folder
+        config = _read_json(folder / "config.json")
+        if "vitfocus" in config and arguments:
+            raise VitfocusError(f"{folder} is built as it was saved, so {', '.join(arguments)} cannot be given anew.")
+        if "vitfocus" in config:
+            model = load(folder)
+        elif "model_type" in config:
+            model = Origin("transformers", str(folder), arguments).build(pretrained=True)
+            _attach_words(model, folder)
+        elif "architecture" in config:
+            try:
+                model = build_timm_folder(folder, arguments)
+            except (VitfocusError, OSError, ImportError):
+                raise
+            except Exception as error:
+                raise VitfocusError(f"timm cannot build the model in {folder}: {reason(error)}.") from None
+        else:
+            raise VitfocusError(f"{folder / 'config.json'} is none of vitfocus's, transformers' or timm's.")
+    else:
+        base, _, rest = name.partition("+")
+        if base and any(Path(base, inner, "config.json").is_file() for inner in ("", "model")):
+            raise VitfocusError(
+                f"{base} is a folder, behind which no treatments are written: --treat {rest} adds them."
+            )
+        model = create_model(name, **arguments)
+    if treat and weights is None:
+        treat_(model, treat)
+    elif treat:
+        insert_all(model, parse_treatments(treat))
+    if weights is not None:
+        load_weights(model, weights)  # which tells whether they were trained with the treatments
+    return model.eval()
+
+
+def push(model: nn.Module, repository: str, **options: Any) -> str:
+    """Save a model and upload the folder to the Hugging Face hub, with `upload_folder`'s options; gives the address."""
+    from huggingface_hub import HfApi
+
+    hub = HfApi()
+    with tempfile.TemporaryDirectory() as folder:
+        save(model, folder)
+        hub.create_repo(repository, exist_ok=True)
+        return str(hub.upload_folder(repo_id=repository, folder_path=folder, **options))
+
+
+def _attach_words(model: nn.Module, folder: Path) -> None:
+    """Let a model that reads text carry the word pieces that lie beside its weights."""
+    config: Any = getattr(model, "config", None)
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest and (words := Words.read(folder, int(longest))) is not None:
+        attach_words(model, words)
+
+
+def _fetch(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(name.removeprefix("hf-hub:")))
+
+
+def is_pushed(name: str) -> bool:
+    """Whether a name is that of a folder on the hub that `push` uploaded, by the small file that says so."""
+    if not name.startswith("hf-hub:"):
+        return False
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return "vitfocus" in _read_json(Path(hf_hub_download(name.removeprefix("hf-hub:"), "config.json")))
+    except (OSError, ValueError):  # no network, no such place, no such file: timm says what it misses
+        return False
+
+
+def _preprocessing(model: nn.Module) -> dict[str, Any]:
+    wanted = pixels_of(model)
+    settings: dict[str, Any] = {"size": wanted.size, "mean": wanted.mean, "std": wanted.std}
+    cfg: Any = next((c for module in model.modules() if (c := getattr(module, "pretrained_cfg", None))), {})
+    return settings | {key: cfg[key] for key in ("interpolation", "crop_pct") if key in cfg}
+
+
+def _restore_preprocessing(model: nn.Module, settings: Mapping[str, Any]) -> None:
+    """Let a model expect what it expected when it was saved: its name alone may stand for other values."""
+    if settings:
+        remember_normalising(model, settings["mean"], settings["std"])
+    known = {key: settings[key] for key in ("interpolation", "crop_pct") if key in settings}
+    parts: Any = model.modules()
+    for module in parts:
+        if known and getattr(module, "pretrained_cfg", None):
+            module.pretrained_cfg = {**module.pretrained_cfg, **known}
+
+
+def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous tensors, none of which shares memory with another (safetensors refuses those)."""
+    seen: set[int] = set()
+    result = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().contiguous()
+        shares = tensor.untyped_storage().data_ptr() in seen
+        seen.add(tensor.untyped_storage().data_ptr())
+        result[name] = tensor.clone() if shares or tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
+    return result
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise VitfocusError(f"There is no {path}: a saved model is a folder with config.json in it.")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise VitfocusError(f"{path} cannot be read: {error}.") from None
+    if not isinstance(content, dict):
+        raise VitfocusError(f"{path} holds no settings.")
+    return content
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    config = _read_json(folder / "config.json")
+    check_contents(folder / "config.json", config, _SHAPE, "vitfocus.save")
+    if config["only"] not in _WEIGHTS:
+        raise VitfocusError(
+            f'{folder / "config.json"} was changed since vitfocus.save wrote it: "only" is none of '
+            f"{', '.join(_WEIGHTS)}."
+        )
+    if config["format"] != _FORMAT:
+        raise VitfocusError(
+            f"{folder} was saved in format {config['format']}, and this vitfocus reads format {_FORMAT}."
+        )
+    return config
+
+
+def _arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()}
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple | set) else str(value)

@@ -1,0 +1,68 @@
+"""Squeeze-and-excitation behind the MLP, the baseline of Context Broadcasting's Table 3.
+
+The mean token m is squeezed to d/r channels and expanded to a gate: x_i ⊙ σ(W₂ ReLU(W₁ m)) (Hu et al., CVPR 2018).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from vitfocus.anatomy import Anatomy
+from vitfocus.core.errors import VitfocusError
+from vitfocus.kernels.context.op import TOKEN_AXES, token_mean
+from vitfocus.treatments.base import Layers, Treatment, choose_blocks, handles, layers_option
+from vitfocus.treatments.forward_context import CallNotes, note_sequence
+from vitfocus.treatments.surgery import Surgeon
+
+
+@dataclass(frozen=True)
+class SqueezeExcitation(Treatment):
+    """Squeeze-and-excitation (`se`) at the end of the MLP, squeezing the channels by `reduction`."""
+
+    name: ClassVar[str] = "se"
+
+    reduction: int = 4
+    layers: Layers = layers_option("upper")
+
+    def check(self) -> None:
+        """A reduction of at least one."""
+        if not isinstance(self.reduction, int) or self.reduction < 1:
+            raise VitfocusError(f"se needs a reduction of at least 1, not {self.reduction!r}.")
+
+
+class ChannelGate(nn.Module):
+    """The module that is inserted.
+
+    >>> import torch
+    >>> ChannelGate(8, 4, "BNC")(torch.ones(2, 5, 8)).shape
+    torch.Size([2, 5, 8])
+    """
+
+    def __init__(self, width: int, reduction: int, layout: str, notes: CallNotes | None = None) -> None:
+        super().__init__()
+        self.notes = notes
+        self.axes = TOKEN_AXES[layout]
+        self.channels_first = layout == "BCHW"
+        self.squeeze = nn.Linear(width, max(1, width // reduction))
+        self.expand = nn.Linear(max(1, width // reduction), width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens in the layout of the place it stands at; the same comes out."""
+        mean = token_mean(tokens, self.axes, self.notes.valid if self.notes is not None else None)
+        if self.channels_first:
+            mean = mean.movedim(1, -1)
+        gate = self.expand(self.squeeze(mean).relu()).sigmoid()
+        return tokens * (gate.movedim(-1, 1) if self.channels_first else gate)
+
+
+@handles(SqueezeExcitation)
+def insert_squeeze(config: SqueezeExcitation, anatomy: Anatomy, surgeon: Surgeon) -> None:
+    """Put a gate behind the MLP of every chosen block."""
+    notes = note_sequence(anatomy, surgeon)
+    for block in choose_blocks(config.layers, surgeon.ports(anatomy.trunk, "mlp.end")):
+        port = block.ports["mlp.end"]
+        gate = ChannelGate(port.width, config.reduction, port.layout, notes)
+        surgeon.gate(port, surgeon.add(block, "squeeze_excitation", gate))

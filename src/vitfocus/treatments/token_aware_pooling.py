@@ -1,0 +1,219 @@
+"""Token-aware Average Pooling: let each token choose how far around itself to look before attention.
+
+"Robustifying Token Attention for Vision Transformers" (Guo et al., ICCV 2023), section 3.2. A small predictor gives
+each token K weights, softmax(conv3×3(BN(conv3×3(x)))), and the token becomes Σ_k w_k · pool_k(x), where branch 0 is
+the token itself and branch k a 3×3 mean with dilation k (or, as the paper's variant, a (2k+1)² mean). It stands before
+the norm before attention; the shortcut keeps the un-pooled tokens. The fixed poolings and convolutions of the paper's
+Table 1 are here as baselines.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from vitfocus.anatomy import Anatomy, Block, GridRule
+from vitfocus.core.errors import VitfocusError
+from vitfocus.kernels.backends import chosen, exporting
+from vitfocus.kernels.pooling.op import box_mean, dilated_mean, mix_dilated, mix_poolings, predict_scores
+from vitfocus.treatments.base import Layers, Treatment, choose_blocks, handles, layers_option, option
+from vitfocus.treatments.forward_context import CallNotes, note_image_size
+from vitfocus.treatments.surgery import Surgeon
+
+#: The kernel unrolls its branches; more than the paper ever tried go the plain way.
+MOST_BRANCHES = 8
+
+#: The modes that mix branches by predicted weights, and those that learn something.
+_MIXING = ("dilation", "kernel")
+_LEARNED = (*_MIXING, "conv3", "conv5")
+
+#: How far the identity branch's logit stands above the others under `near_identity`: e⁻¹² ≈ 6e-6 of the weight leaks.
+_IDENTITY_MARGIN = 12.0
+
+
+@dataclass(frozen=True)
+class TokenAwarePooling(Treatment):
+    """Token-aware Average Pooling (`tap`).
+
+    `mode`: "dilation" is the method, "kernel" its multi-kernel variant, the rest fixed baselines. `branches` is K, for
+    those two. `layers`: "all", "shallow" (the first 30 %), "deep" (the rest) or a list. `init="near_identity"` starts
+    with almost all weight on the token itself, so that a pretrained model's output is kept; not for averages.
+    """
+
+    name: ClassVar[str] = "tap"
+
+    mode: str = option("dilation", "dilation", "kernel", "average3", "average5", "conv3", "conv5")
+    branches: int = option(4, only={"mode": _MIXING})
+    layers: Layers = layers_option("shallow", "deep")
+    init: str = option("default", "default", "near_identity", only={"mode": _LEARNED})
+
+    def check(self) -> None:
+        """At least one branch."""
+        if not isinstance(self.branches, int) or self.branches < 1:
+            raise VitfocusError(f"tap needs branches of at least 1, not {self.branches!r}.")
+
+    def preserving(self) -> TokenAwarePooling:
+        """Near-identity weights, of the method itself where the mode has none; a single branch is the token itself."""
+        if self.mode not in _LEARNED:
+            return TokenAwarePooling(layers=self.layers, init="near_identity")
+        alone = self.mode in _MIXING and self.branches == 1
+        return self if alone else replace(self, init="near_identity")
+
+
+class TokenPooling(nn.Module):
+    """The base of what is inserted: brings the tokens into (B, C, H, W), pools, and brings them back.
+
+    Prefix tokens pass by. The grid follows from the size of the image that entered the model.
+    """
+
+    def __init__(self, layout: str, prefix_tokens: int, rule: GridRule, notes: CallNotes | None) -> None:
+        super().__init__()
+        self.layout = layout
+        self.prefix_tokens = prefix_tokens
+        self.rule = rule
+        self.notes = notes
+
+    def pool(self, image: Tensor) -> Tensor:
+        """(B, C, H, W) to the same."""
+        raise AssertionError("a subclass pools")
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(B, N, C), (B, H, W, C) or (B, C, H, W), as the place it stands at has it; the same comes out."""
+        if self.layout == "BCHW":
+            return self.pool(tokens)
+        if self.layout == "BHWC":
+            return self.pool(tokens.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+        prefix, patches = tokens[:, : self.prefix_tokens], tokens[:, self.prefix_tokens :]
+        rows, columns = self._grid(patches.shape[1])
+        image = patches.transpose(1, 2).unflatten(2, (rows, columns))
+        pooled = self.pool(image).flatten(2).transpose(1, 2)
+        return torch.cat((prefix, pooled), dim=1) if self.prefix_tokens else pooled
+
+    def _grid(self, count: int) -> tuple[int, int]:
+        if self.notes is None or self.notes.image_size is None:
+            raise VitfocusError(
+                "Token-aware Average Pooling was given tokens without an image, so it does not know the grid."
+            )
+        rows, columns = self.rule(self.notes.image_size)
+        if rows * columns != count:
+            raise VitfocusError(
+                f"Token-aware Average Pooling needs all {rows}×{columns} patch tokens of the image and was given "
+                f"{count}: tokens that were dropped on the way have no neighbours."
+            )
+        return rows, columns
+
+
+class DilationPredictor(TokenPooling):
+    """K poolings mixed by weights that each token predicts; parameters are named and shaped as published.
+
+    >>> predictor = DilationPredictor(TokenAwarePooling(), 8, "BCHW", 0, GridRule(()), None)
+    >>> predictor(torch.randn(2, 8, 5, 7)).shape, sum(p.numel() for p in predictor.parameters())
+    (torch.Size([2, 8, 5, 7]), 440)
+    """
+
+    def __init__(self, config: TokenAwarePooling, width: int, *where: object) -> None:
+        super().__init__(*where)  # type: ignore[arg-type]
+        count = config.branches
+        self.dilated = config.mode == "dilation"
+        self.proj = nn.Sequential(
+            nn.Conv2d(width, count, 3, padding=1, bias=False),
+            nn.BatchNorm2d(count),
+            nn.Conv2d(count, count, 3, padding=1, bias=False),
+        )
+        if config.init == "near_identity":
+            self._start_near_identity(count)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """As every pooling; where the kernel can run, on tokens as they lie."""
+        first, norm, second = self.proj
+        assert isinstance(first, nn.Conv2d) and isinstance(second, nn.Conv2d)
+        if not self.dilated or not fits_kernel(tokens, self.layout, first.out_channels):
+            return super().forward(tokens)
+        if self.layout == "BHWC":
+            _, rows, columns, width = tokens.shape
+            flat = tokens.reshape(-1, rows * columns, width)
+        else:
+            flat, (rows, columns) = tokens, self._grid(tokens.shape[1] - self.prefix_tokens)
+        if torch.is_autocast_enabled("cuda"):  # once, for the predictor's product and for the mixing
+            flat = flat.to(torch.get_autocast_dtype("cuda"))
+        scores = predict_scores(flat, first.weight, norm, second.weight, (rows, columns))
+        return mix_dilated(flat, scores, (rows, columns)).view(tokens.shape)
+
+    def pool(self, image: Tensor) -> Tensor:
+        """Σ_k softmax(proj(x))_k · pool_k(x)."""
+        return mix_poolings(image, self.proj(image).softmax(dim=1), dilated_mean if self.dilated else box_mean)
+
+    @torch.no_grad()
+    def _start_near_identity(self, count: int) -> None:
+        """The batch norm starts constant, so that the second convolution can favour branch 0 for any input."""
+        _, norm, conv = self.proj
+        assert isinstance(norm, nn.BatchNorm2d) and isinstance(conv, nn.Conv2d)
+        nn.init.zeros_(norm.weight)
+        nn.init.ones_(norm.bias)
+        last = conv.weight.zero_()
+        last[:, :, 1, 1] = -_IDENTITY_MARGIN / (2 * count)
+        last[0, :, 1, 1] = _IDENTITY_MARGIN / (2 * count)
+
+
+def fits_kernel(tokens: Tensor, layout: str, branches: int) -> bool:
+    """Whether the fused kernel takes these tokens: they lie channels last, on a GPU, and nobody exports the model."""
+    if layout == "BCHW" or branches > MOST_BRANCHES or exporting():
+        return False
+    return chosen(tokens) == "triton"
+
+
+class FixedPooling(TokenPooling):
+    """The same mean around every token."""
+
+    def __init__(self, radius: int, *where: object) -> None:
+        super().__init__(*where)  # type: ignore[arg-type]
+        self.radius = radius
+
+    def pool(self, image: Tensor) -> Tensor:
+        """The mean of the (2·radius + 1)² window."""
+        return box_mean(image, self.radius)
+
+
+class LearnedPooling(TokenPooling):
+    """The same learned convolution around every token."""
+
+    def __init__(self, radius: int, near_identity: bool, width: int, *where: object) -> None:
+        super().__init__(*where)  # type: ignore[arg-type]
+        self.conv = nn.Conv2d(width, width, 2 * radius + 1, padding=radius, bias=False)
+        if near_identity:
+            nn.init.dirac_(self.conv.weight)
+
+    def pool(self, image: Tensor) -> Tensor:
+        """The convolution."""
+        return self.conv(image)
+
+
+@handles(TokenAwarePooling)
+def insert_pooling(config: TokenAwarePooling, anatomy: Anatomy, surgeon: Surgeon) -> None:
+    """Put the pooling before the norm before attention, in every chosen block."""
+    attending = [block for block in anatomy.trunk if block.mixes_tokens_by_attention]
+    if not attending:
+        kinds = ", ".join(sorted({block.attention_kind for block in anatomy.trunk}))
+        raise VitfocusError(
+            f"{config} pools tokens before they attend to each other, and {type(anatomy.root).__name__} has no "
+            f"token attention (its blocks: {kinds})."
+        )
+    chosen = choose_blocks(config.layers, surgeon.ports(attending, "pool"))
+    notes = note_image_size(anatomy, surgeon)
+    for block in chosen:
+        name = "dilation_predictor" if config.mode in _MIXING else "local_pooling"
+        surgeon.gate(block.ports["pool"], surgeon.add(block, name, _build(config, block, notes)))
+
+
+def _build(config: TokenAwarePooling, block: Block, notes: CallNotes) -> TokenPooling:
+    port = block.ports["pool"]
+    where = (port.layout, block.prefix_tokens, block.grid_rule, notes)
+    if config.mode in _MIXING:
+        return DilationPredictor(config, port.width, *where)
+    radius = int(config.mode[-1]) // 2
+    if config.mode.startswith("average"):
+        return FixedPooling(radius, *where)
+    return LearnedPooling(radius, config.init == "near_identity", port.width, *where)

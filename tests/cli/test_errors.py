@@ -1,0 +1,251 @@
+"""The command line's manners: quick help, plain text in pipes, whole files after Ctrl-C, honest measurements."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from train_tools import TINY
+
+from vitfocus.cli import main
+from vitfocus.core.files import write_text
+from vitfocus.data.shapes.layouts import write_layout
+from vitfocus.train import load_recipe, train
+
+MODEL = "vit_tiny_patch16_224"
+
+
+def test_help_is_quick_and_lean() -> None:
+    """In under 0.7 seconds, without torch; the fastest of three, since other programs run too."""
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        shown = subprocess.run([sys.executable, "-m", "vitfocus"], capture_output=True, text=True, check=True)
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 0.7 and len(shown.stdout.splitlines()) < 30
+    lean = "import sys; from vitfocus.cli import main; main([]); assert not {'torch', 'numpy', 'rich'} & {*sys.modules}"
+    subprocess.run([sys.executable, "-c", lean], check=True, capture_output=True)
+
+
+def test_help_and_version_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--json"]) == 0
+    assert "diagnose" in json.loads(capsys.readouterr().out)["commands"]
+    assert main(["--version", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["version"]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("terminal", "no_color"), [(True, False), (True, True), (False, False)])
+def test_colours_belong_to_terminals(terminal: bool, no_color: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    if no_color:
+        monkeypatch.setenv("NO_COLOR", "1")
+    shown = Terminal() if terminal else io.StringIO()
+    monkeypatch.setattr(sys, "stdout", shown)
+    assert main(["bench", MODEL, "--size", "32", "--batch-size", "1", "--rounds", "1", "--mode", "infer"]) == 0
+    escapes = re.findall(r"\x1b\[([\d;]*)m", shown.getvalue())
+    coloured = [code for code in escapes if re.search(r"(^|;)(3[0-8]|4[0-8]|9[0-7]|10[0-7])($|;)", code)]
+    assert bool(escapes) == terminal and not (no_color and coloured)
+
+
+@pytest.mark.parametrize("term", ["xterm", "dumb"])
+def test_narrow_terminals_cut_no_number(term: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", term)
+    monkeypatch.setenv("COLUMNS", "40")
+    for words in (["diagnose", MODEL, "--limit", "1"], ["reproduce", "cb/table3a", "--count"]):
+        shown = Terminal()
+        monkeypatch.setattr(sys, "stdout", shown)
+        assert main(words) == 0
+        plain = re.sub(r"\x1b\[[\d;]*m", "", shown.getvalue())
+        assert "…" not in plain and max(map(len, plain.splitlines())) > 80
+        assert "overfocus" in plain or "FLOPs added [M]" in plain
+
+
+def test_what_cannot_be_explored_is_still_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    shown = Terminal()
+    monkeypatch.setattr(sys, "stdout", shown)
+    words = ["diagnose", "swin_tiny_patch4_window7_224", "--limit", "1", "--out", str(tmp_path), "--explore"]
+    assert main(words) == 0
+    assert "window" in shown.getvalue() and "nothing to explore" in capsys.readouterr().err
+    assert {"diagnosis.json", "report.html"} <= set(readable(tmp_path))
+    saved = (tmp_path / "diagnosis.txt").read_text(encoding="utf-8")
+    assert "\x1b" in shown.getvalue() and "\x1b" not in saved, "files stay plain, whatever the terminal"
+
+
+def readable(folder: Path) -> list[str]:
+    """The names of all files below a folder, each of which opens as what it claims to be."""
+    for file in folder.rglob("*"):
+        if file.suffix == ".json":
+            json.loads(file.read_text(encoding="utf-8"))
+        elif file.suffix == ".npz":
+            with np.load(file) as content:
+                assert all(content[name] is not None for name in content.files)
+        elif file.suffix == ".png":
+            with Image.open(file) as picture:
+                picture.load()
+        assert not file.name.startswith("."), f"{file.name} was left behind"
+    return sorted(file.name for file in folder.rglob("*") if file.is_file())
+
+
+@pytest.mark.parametrize("write", [1, 3])
+def test_ctrl_c_while_a_file_is_written(write: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import vitfocus.core.files
+
+    real, calls = vitfocus.core.files.os.fsync, 0
+
+    def interrupted(handle: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == write:
+            raise KeyboardInterrupt
+        real(handle)
+
+    monkeypatch.setattr(vitfocus.core.files.os, "fsync", interrupted)
+    words = ["diagnose", MODEL, "--limit", "1", "--out", str(tmp_path / "out")]
+    assert main(words) == 130
+    assert len(readable(tmp_path / "out")) == write - 1
+
+
+def test_ctrl_c_in_the_middle_of_an_evaluation(tmp_path: Path) -> None:
+    data, out = write_layout(tmp_path / "data", "imagefolder", 0, val_count=300, size=32), tmp_path / "out"
+    index = tmp_path / "index.json"
+    index.write_text(
+        json.dumps({folder.name: number for number, folder in enumerate(sorted((data / "val").iterdir()))})
+    )
+    words = ["evaluate", MODEL, "--suite", "imagenet-c", "--data", str(data / "val"), "--index", str(index)]
+    few = ["--corruptions", "gaussian_noise", "fog"]  # of a batch, so that it is soon done
+    run = subprocess.Popen(
+        [sys.executable, "-m", "vitfocus", *words, "--out", str(out), "--batch-size", "1", *few],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while not (out / "protocol.json").exists() and run.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(1.5)  # for some batches to be done
+        run.send_signal(signal.SIGINT)
+        _, said = run.communicate(timeout=60)
+    finally:
+        run.kill()
+    assert run.returncode == 130, said
+    assert "Traceback" not in said and "--resume goes on" in said
+    assert "protocol.json" in readable(out) and not (out / "results.json").exists()
+
+
+def test_bench_measures_time_memory_and_parameters(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["bench", MODEL, "--size", "32x48", "--batch-size", "2", "--rounds", "2", "--json"]
+    assert main([*words, "--treat", "cbs", "--treat", "tap", "--treat", "uniform"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    rows = {row["name"]: row for row in result["rows"]}
+    assert result["size"] == [32, 48] and set(rows) == {"plain", "cbs", "tap", "uniform"}
+    assert rows["plain"]["time_ratio"] == rows["plain"]["memory_ratio"] == 1.0
+    assert rows["cbs"]["parameters"] - rows["plain"]["parameters"] == 12 * 192
+    assert all(0 < row["milliseconds"] <= row["milliseconds_median"] for row in rows.values())
+    assert rows["tap"]["megabytes"] > rows["plain"]["megabytes"]
+    # Weights and AdamW's two moments are held, and gradients are a part of the peak.
+    assert rows["plain"]["megabytes"] > 4 * 4 * rows["plain"]["parameters"] / 2**20
+
+
+def test_bench_says_what_it_cannot_measure(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["bench", "mixer_s32_224", "--mode", "infer", "--batch-size", "1", "--rounds", "1", "--json"]
+    assert main([*words, "--treat", "tap"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in result["refused"]] == ["tap"]
+    for wrong, said in (
+        (["--size", "12y"], "512x1024"),
+        (["--rounds", "0"], "--rounds must"),
+        (["--treat", "tpa"], "tap"),
+    ):
+        assert main(["bench", MODEL, *wrong]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_memory_is_what_was_allocated() -> None:
+    import torch
+    from torch import nn
+
+    from vitfocus.treatments.step_cost import compare_steps
+
+    class Hungry(nn.Module):
+        def __init__(self, megabytes: int) -> None:
+            super().__init__()
+            self.weight, self.count = nn.Parameter(torch.ones(1)), megabytes * 2**18
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.weight + torch.zeros(self.count).sum()
+
+    models = {"small": Hungry(8), "large": Hungry(24)}
+    rows = compare_steps(models, torch.ones(1, 1), mode="infer", rounds=1, warmup=0)
+    assert rows[0]["megabytes"] == pytest.approx(8, rel=0.01) and rows[1]["megabytes"] == pytest.approx(24, rel=0.01)
+
+
+def test_a_terminal_without_unicode_gets_its_table() -> None:
+    words = ["diagnose", MODEL, "--limit", "1", "--treat", "cb"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    command = [sys.executable, "-m", "vitfocus", *words]
+    shown = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert shown.returncode == 0, shown.stderr
+    assert "Layers 0" in shown.stdout
+
+
+def test_what_cannot_be_kept_is_said_before_anything_slow(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file", tmp_path / "file" / "below"):
+        assert main(["diagnose", MODEL, "--limit", "1", "--out", str(out)]) == 2
+        error = capsys.readouterr().err
+        assert str(out) in error and "Reading" not in error and len(error.splitlines()) == 1
+    for words, reason in ((["--images", "0"], "at least 1"), (["--treat", ""], "names no treatment")):
+        assert main(["demo", "--out", str(tmp_path / "demo"), *words]) == 2
+        assert reason in capsys.readouterr().err and not (tmp_path / "demo").exists()
+    for command in (["diagnose", MODEL], ["evaluate", MODEL, "--suite", "clean", "--data", "shapes:2"]):
+        assert main([*command, "--device", "meta"]) == 2
+        assert "'meta' holds no numbers: expected cpu" in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_weights_is_not_offered_to_be_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "notes.txt").write_text("not weights")
+    assert main(["diagnose", MODEL, "--weights", str(tmp_path / "notes.txt")]) == 2
+    error = capsys.readouterr().err
+    assert "no file of weights" in error and "weights_only" not in error
+
+
+@pytest.mark.parametrize("sizes", [["size=24"], ["size=16", "enlarge=24"]])
+def test_shapes_are_drawn_as_large_as_the_model_takes_them(
+    sizes: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained = train(load_recipe("shapes", [*TINY, *sizes, "epochs=0.2", "warmup_epochs=0"]), out=tmp_path / "run")
+    assert main(["evaluate", str(tmp_path / "run"), "--json"]) == 0
+    scores = json.loads(capsys.readouterr().out)["models"]["run"]
+    assert scores["top1"] == pytest.approx(100 * trained["last"]["top1"])
+    assert main(["evaluate", str(tmp_path / "run" / "model"), "--suite", "clean", "--data", "shapes:3"]) == 0
+    assert main(["report", str(tmp_path / "run"), "--out", f"{tmp_path / 'pages'}/"]) == 0  # a folder, and says so
+    assert (tmp_path / "pages" / "report.html").is_file()
+    capsys.readouterr()
+    assert main(["diagnose", f"{tmp_path / 'run'}+cb"]) == 2 and "--treat cb" in capsys.readouterr().err
+
+
+def test_names_that_are_no_text_are_spelled_out(tmp_path: Path) -> None:
+    write_text(tmp_path / "a.html", "caf\udce9")
+    assert (tmp_path / "a.html").read_text(encoding="utf-8") == "caf\\udce9"
+    write_text(tmp_path / ("x" * 250), "whole")
+    assert (tmp_path / ("x" * 250)).read_text() == "whole"

@@ -1,0 +1,184 @@
+"""Files that were edited by hand: each wrong value is a sentence that names file and place, never a traceback."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import build
+from train_tools import tiny
+
+import vitfocus as vf
+from vitfocus.attention.diagnosis import Diagnosis
+from vitfocus.cli import main
+from vitfocus.core.contents import check_contents
+from vitfocus.data.shapes.dataset import Shapes, shapes_batch
+from vitfocus.report.build import build as build_page
+from vitfocus.report.card import write_cards
+from vitfocus.report.evidence import note_data
+from vitfocus.report.explorer import explorer_data, stored
+from vitfocus.report.explorer.data import write_explorer
+from vitfocus.report.subjects import gather
+from vitfocus.robustness.comparison import compare
+from vitfocus.robustness.results import load_scores
+from vitfocus.train import train
+
+GONE = object()
+WRONG = ["x", 3.5, -1, [], {}, None, True, ["a"], {"a": "b"}, GONE]
+
+
+@pytest.mark.parametrize(
+    ("content", "shape", "said"),
+    [
+        ({"a": 1}, {"a": float, "b?": str}, None),
+        ({"a": float("nan"), "other": {}}, {"a": float}, None),
+        ({"a": True}, {"a": float}, '"a" should be a number, but is true'),
+        ({"a": "1"}, {"a": int}, '"a" should be a whole number of at least 0, but is "1"'),
+        ({"a": 10**400}, {"a": float}, '"a" should be a number, but is a whole number beyond measure'),
+        ({}, {"a": float}, 'it lacks "a"'),
+        ({"a": {"b": [0, {}]}}, {"a": {"b": [{"c": int}]}}, '"a.b[0]" should be an object, but is 0'),
+        ({"a": {"b": [{}]}}, {"a": {"b": [{"c": int}]}}, '"a.b[0]" lacks "c"'),
+        ({"top1_interval": [1, 2], "top1": 3}, {"*_interval": [float, float], "*": float}, None),
+        ({"top1_interval": [1]}, {"*_interval": [float, float]}, '"top1_interval" should have 2 entries, but has 1'),
+        ({"a": None}, {"a": (str, None)}, None),
+        ({"a": 1}, {"a": (str, None)}, '"a" should be text or null, but is 1'),
+        ({"a": [1]}, {"a": ([str], None)}, '"a[0]" should be text, but is 1'),
+        ({"s": {"1": 2, "two": 2}}, {"s": {"#": float}}, '"s" should be by number, but has "two"'),
+        ([], {}, "it should be an object, but is a list"),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_place(content: Any, shape: Any, said: str | None) -> None:
+    if said is None:
+        check_contents("f.json", content, shape, "someone")
+        return
+    with pytest.raises(vf.VitfocusError) as caught:
+        check_contents("f.json", content, shape, "someone")
+    assert str(caught.value) == f"f.json was not written by someone, or was changed since: {said}."
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A training, two evaluations and a diagnosis, with all that is written beside them."""
+    folder = tmp_path_factory.mktemp("runs")
+    train(tiny("epochs=0.4", "warmup_epochs=0.1"), out=folder / "run")
+    model = vf.load(folder / "run" / "model")
+    images = shapes_batch(range(2), split="val", size=16)[0]
+    for suite, more in (("clean", {}), ("cifar10-c", {"corruptions": ["fog"], "severities": [1, 3]})):
+        data = Shapes("val", length=4, size=16)
+        vf.evaluate({"one": model}, suite, data, out=folder / suite, progress=False, **more)
+    vf.diagnose(model, images, "gaussian_noise/3").save(folder / "run" / "attention")
+    note_data(folder / "run" / "attention", "shapes", "abc")
+    write_explorer(folder / "run" / "attention", explorer_data(model, images, None))
+    write_cards(folder / "clean", {"one": model})
+    return folder
+
+
+def places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every place in a json, of a list the first entry alone."""
+    yield place
+    inner = value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, list) else ()
+    for key, one in inner:
+        yield from places(one, (*place, key))
+
+
+def spoilt(content: Any, place: tuple[Any, ...], wrong: Any) -> Any:
+    if not place:
+        return wrong
+    content = at = copy.deepcopy(content)
+    for key in place[:-1]:
+        at = at[key]
+    if wrong is GONE:
+        del at[place[-1]]
+    else:
+        at[place[-1]] = wrong
+    return content
+
+
+def read_all(folder: Path) -> None:
+    """All that a report, a comparison and a diagnosis do with what they read, but for writing it."""
+    subjects = gather([folder], make_cards=False)
+    build_page(subjects)[0].html()
+    stored(subjects)
+    for suite in ("clean", "cifar10-c"):
+        scores = load_scores(folder / suite)
+        str(scores.table())
+        compare(scores.only(next(iter(scores.models))), folder / suite).table()
+    diagnosis = Diagnosis.load(folder / "run" / "attention")
+    diagnosis.compare(diagnosis).table()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("clean/results.json", "cifar10-c/results.json", "clean/card.json", "run/results.json"),
+        *("run/attention/diagnosis.json", "run/attention/data.json", "run/attention/explorer.json"),
+    ],
+)
+def test_no_wrong_value_is_a_traceback(runs: Path, tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "runs"
+    shutil.copytree(runs, folder, ignore=shutil.ignore_patterns("checkpoints", "model", "best", "*.png", "*.html"))
+    file = folder / name
+    content = json.loads(file.read_text())
+    said = 0
+    for number, place in enumerate(places(content)):
+        for wrong in (WRONG[number % len(WRONG)], WRONG[(3 * number + 1) % len(WRONG)], GONE):
+            if wrong is GONE and (not place or isinstance(place[-1], int)):
+                continue
+            file.write_text(json.dumps(spoilt(content, place, wrong)))
+            try:
+                read_all(folder)
+            except vf.VitfocusError as error:
+                said += 1
+                # Without its model's name, an evaluation is told from another that it cannot be compared with.
+                assert str(file) in str(error) or "compare" in str(error), (place, wrong, error)
+                assert "\n" not in str(error)
+    assert said > number // 2
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("run/config.toml", lambda text: "model = 3\n", '"model" should be an object, but is 3'),
+        ("run/config.toml", lambda text: "model = \n", "config.toml cannot be read"),
+        ("run/metrics.jsonl", lambda text: text.replace('"epoch": ', '"epoch": "x", "e": '), "[0].epoch"),
+        ("run/metrics.jsonl", lambda text: text.replace('"step": 1', '"step": "1"'), '"[0].step" should be a whole'),
+        ("clean/results.json", lambda text: text.replace('"suite":', '"suit":'), 'it lacks "suite"'),
+    ],
+)
+def test_the_command_says_which_file_is_wrong(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, change: Callable[[str], str], said: str
+) -> None:
+    folder = tmp_path / "runs"
+    shutil.copytree(runs, folder, ignore=shutil.ignore_patterns("checkpoints", "model", "best"))
+    (folder / name).write_text(change((folder / name).read_text()))
+    assert main(["report", str(folder)]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"vitfocus: {folder / name}") and said in told and told.count("\n") == 1
+
+
+def test_a_run_goes_on_from_no_recipe_or_results_that_were_spoilt(runs: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(runs / "run", folder)
+    recipe, results = tiny("epochs=0.4", "warmup_epochs=0.1"), (folder / "results.json").read_text()
+    (folder / "results.json").write_text(results.replace('"steps": ', '"steps": "many", "s": '))
+    with pytest.raises(vf.VitfocusError, match=r'results\.json .*"steps" should be a whole number'):
+        train(recipe, folder, resume="auto")
+    (folder / "results.json").write_text(results)
+    shutil.rmtree(folder / "checkpoints")
+    (folder / "config.toml").write_text("[")
+    with pytest.raises(vf.VitfocusError, match=f"The recipe that {folder} began with cannot be read"):
+        train(recipe, folder, resume="auto")
+
+
+def test_a_saved_model_whose_task_was_spoilt_is_refused(tmp_path: Path) -> None:
+    file = vf.save(build("vit")[0], tmp_path) / "config.json"
+    config = json.loads(file.read_text())
+    for wrong in ({"task": 3}, {"classes": "cat"}, {"size": "large"}, []):
+        file.write_text(json.dumps({**config, "task": wrong}))
+        with pytest.raises(vf.VitfocusError, match=r'config\.json was not written by vitfocus\.save.*"task'):
+            vf.load(tmp_path)

@@ -1,0 +1,97 @@
+"""Augmentation on the device: RandAugment against Pillow through timm, and mixing, cropping, erasing by their laws."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from timm.data import auto_augment
+
+from vitfocus.data.augmentation import Augmenter, Batch, draw_uniform, mix
+from vitfocus.data.randaugment import OPERATIONS, apply_operations, parse_policy, rand_augment
+from vitfocus.data.settings import Augment
+from vitfocus.data.shapes.dataset import shapes_batch
+
+TIMM = {"Posterize": "PosterizeIncreasing", "Solarize": "SolarizeIncreasing", "TranslateX": "TranslateXRel",
+        "TranslateY": "TranslateYRel", "Color": "ColorIncreasing", "Contrast": "ContrastIncreasing",
+        "Brightness": "BrightnessIncreasing", "Sharpness": "SharpnessIncreasing"}  # fmt: skip
+GEOMETRIC = ("Rotate", "ShearX", "ShearY", "TranslateX", "TranslateY")
+NOTHING = Augment(crop="none", flip=0.0, randaugment="", erase=0.0, mixup=0.0, cutmix=0.0)
+ZERO, ONE = (0.0,) * 3, (1 / 255,) * 3
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_each_operation_is_pillows(name: str, sign: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At level 7 of 10, with a flat channel among the pictures, to one grey level (geometric: more at the edges)."""
+    images = shapes_batch(range(6), size=(33, 40))[0]
+    images[5, 1] = 77
+    monkeypatch.setattr(auto_augment, "_randomly_negate", lambda value: sign * value)
+    operation = auto_augment.AugmentOp(
+        TIMM.get(name, name), prob=1.0, magnitude=7, hparams={"img_mean": (128,) * 3, "interpolation": Image.BILINEAR}
+    )
+    pictures = [operation(Image.fromarray(image.permute(1, 2, 0).numpy())) for image in images]
+    expected = torch.stack([torch.from_numpy(np.array(picture)).permute(2, 0, 1) for picture in pictures]).float()
+    code = torch.full((6,), OPERATIONS.index(name))
+    result = apply_operations(images.float(), code, torch.full((6,), 0.7), torch.full((6,), float(sign)))
+    difference = (result - expected).abs()
+    if name in GEOMETRIC:
+        inner = difference[:, :, 3:-3, 3:-3]
+        assert (inner <= 2).float().mean() > 0.9 and difference.mean() < 6
+    else:
+        assert difference.max() <= 1 and (difference == 0).float().mean() > 0.9
+
+
+def test_randaugment_leaves_what_it_does_not_draw() -> None:
+    images = shapes_batch(range(64), size=32)[0].float()
+    policy = parse_policy("rand-m9-mstd0.5-inc1")
+    uniform = draw_uniform(0, 0, 64, policy.layers * 4)
+    result = rand_augment(images, uniform, policy)
+    untouched = (uniform[:, 0] >= 0.5) & (uniform[:, 4] >= 0.5)
+    assert 5 < untouched.sum() < 30
+    assert torch.equal(result[untouched], images[untouched])
+    changed = (result != images).flatten(1).any(1)
+    assert (changed | untouched).float().mean() > 0.9
+    assert result.min() >= 0 and result.max() <= 255 and torch.equal(result, result.round())
+
+
+def test_crops_flips_and_erasing_keep_what_they_should() -> None:
+    images = shapes_batch(range(32), size=32)[0]
+    uniform = draw_uniform(1, 0, 32, 12)
+
+    def augment(**changes: object) -> torch.Tensor:
+        return Augmenter(Augment(**{**vars(NOTHING), **changes}), ZERO, ONE, "cpu", True)(images, uniform)
+
+    whole = images.float()
+    assert torch.allclose(augment(), whole, atol=1e-4)
+    assert torch.allclose(augment(flip=1.0), whole.flip(3), atol=1e-4)
+    padded = torch.nn.functional.pad(whole, (4,) * 4)
+    for index, crop in enumerate(augment(crop="pad", padding=4)):
+        top, left = (int(value * 9) for value in uniform[index, :2])
+        assert torch.allclose(crop, padded[index, :, top : top + 32, left : left + 32], atol=1e-4)
+    assert torch.allclose(augment(crop="resized", scale=(1.0, 1.0)).mean(), whole.mean(), rtol=0.03)
+    erased = augment(erase=1.0)
+    share = (erased != augment()).any(1).float().mean((1, 2))
+    assert share.min() > 0.01 and share.max() < 0.4
+    assert torch.equal(augment(erase=0.0), augment())
+
+
+def test_mixing_is_the_same_for_a_divided_batch_and_its_labels_follow_the_pixels() -> None:
+    labels = torch.arange(16)
+    images = labels.float()[:, None, None, None].expand(16, 3, 8, 8).contiguous()
+    kinds = set()
+    for step in range(30):
+        section = Augment(**{**vars(NOTHING), "mixup": 0.8, "cutmix": 1.0, "mix_probability": 0.9})
+        whole = mix(Batch(images, labels, labels), section, 3, step)
+        halves = [
+            mix(Batch(images[half], labels[half], labels[half]), section, 3, step) for half in (slice(8), slice(8, 16))
+        ]
+        assert torch.equal(whole.images, torch.cat([half.images for half in halves]))
+        assert torch.equal(whole.others, torch.cat([half.others for half in halves]))
+        target = whole.share * whole.labels + whole.rest * whole.others
+        assert torch.allclose(whole.images.mean((1, 2, 3)), target.float(), atol=1e-5)
+        kinds.add("none" if whole.share == 1 else "cut" if torch.equal(whole.images, whole.images.round()) else "mix")
+    assert kinds == {"none", "cut", "mix"}
+    odd = mix(Batch(images[:5], labels[:5], labels[:5]), section, 3, 0)
+    assert torch.equal(odd.images[4], images[4]) and odd.others[4] == labels[4]

@@ -1,0 +1,206 @@
+"""Every kernel goes through Triton's compiler for a GPU that need not be there; the interpreter does not check types.
+
+A launch is replaced by compiling what would have been launched, for the arguments' types as Triton itself sees them.
+What a kernel takes of a GPU's shared memory is known then too, and a launch with more than there is fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from vitfocus.kernels.backends import has_triton, interpreting
+from vitfocus.kernels.shared_memory import fits
+from vitfocus.kernels.statistics.op import MOST_BYTES, MOST_HEADS
+
+pytestmark = pytest.mark.skipif(
+    not has_triton() or interpreting(), reason="needs Triton's compiler: it is not installed, or interprets"
+)
+
+#: Bytes of shared memory that a program may have, by compute capability.
+SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
+
+TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int64: "i64", torch.int32: "i32"}
+
+
+def described(value: Any, place: tuple[int, ...], constants: dict[Any, Any], aligned: dict[Any, Any]) -> Any:
+    """An argument's type for Triton; `constants` gets what is compiled in, `aligned` what lies at multiples of 16."""
+    if isinstance(value, tuple):
+        return tuple(described(one, (*place, number), constants, aligned) for number, one in enumerate(value))
+    if isinstance(value, Tensor):
+        aligned[place] = [["tt.divisibility", 16]]
+        return f"*{TYPES[value.dtype]}"
+    if isinstance(value, float):
+        return "fp32"
+    if value is None or isinstance(value, bool) or value == 1:
+        constants[place] = value
+        return "constexpr"
+    return "i32"
+
+
+class Compiler:
+    """Stands in for a kernel's `run`; `compiled` are the names of the kernels it has seen."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+        self.shared = SHARED[capability]
+        self.compiled: list[str] = []
+        self.known: set[str] = set()
+
+    def run(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+
+        given = dict(zip(kernel.arg_names, args, strict=False)) | keywords
+        options = {key: value for key, value in keywords.items() if key not in kernel.arg_names}
+        signature: dict[str, Any] = {}
+        constants: dict[Any, Any] = {}
+        aligned: dict[Any, Any] = {}
+        for number, parameter in enumerate(kernel.params):
+            value = given[parameter.name]
+            if parameter.is_constexpr:
+                signature[parameter.name], constants[number,] = "constexpr", value
+            else:
+                signature[parameter.name] = described(value, (number,), constants, aligned)
+        self.compiled.append(kernel.fn.__name__)
+        key = repr((kernel.fn.__name__, signature, constants, options))
+        if key not in self.known:
+            self.known.add(key)
+            source = ASTSource(kernel, signature, constants, aligned)
+            options |= {"enable_fp_fusion": True}  # the default, which some versions warn of
+            made = triton.compile(source, target=GPUTarget("cuda", self.capability, 32), options=options)
+            assert made.asm["cubin"]
+            assert made.metadata.shared <= self.shared, f"{kernel.fn.__name__} takes {made.metadata.shared} bytes"
+
+
+@pytest.fixture(params=[80, 90], ids=["sm80", "sm90"])
+def compiler(request: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[Compiler]:
+    from triton.runtime.jit import JITFunction
+
+    from vitfocus.kernels.diversity import launch as diversity_launch
+    from vitfocus.kernels.statistics import launch as statistics_launch
+
+    made = Compiler(request.param)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(JITFunction, "run", lambda self, *args, **keywords: made.run(self, *args, **keywords))
+    monkeypatch.setattr(diversity_launch, "_hopper", lambda device: request.param == 90)
+    for launch in (diversity_launch, statistics_launch):
+        monkeypatch.setattr(launch, "room", lambda device: made.shared)
+    yield made
+
+
+def attention(
+    dtype: torch.dtype, biased: bool, size: tuple[int, int] | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Queries, keys and a bias: heads and width of `size`, else DeiT-S's, or with a bias two of Swin's."""
+    heads, width = size or ((2, 32) if biased else (6, 64))
+    query, key, _ = torch.randn(2, 70, 3, heads, width, dtype=dtype).permute(2, 0, 3, 1, 4)
+    return query, key, torch.randn(1, heads, 70, 70, dtype=dtype) if biased else None
+
+
+def diversity(
+    dtype: torch.dtype, mean: bool, paper: bool, biased: bool, sampled: bool, size: tuple[int, int] | None = None
+) -> None:
+    import vitfocus.kernels.diversity.op  # noqa: F401  (registers the operators)
+
+    query, key, bias = attention(dtype, biased, size)
+    rows = torch.arange(0, 70, 2) if sampled else None
+    form = (0.125, 0, mean, paper, 2.0)
+    ops = torch.ops.vitfocus
+    made = ops.diversity(query, key, bias, rows, None, *form)
+    lse = torch.zeros(query.shape[:3])
+    ops.diversity_backward(torch.ones(()), query, key, bias, lse, rows, *made[2:], *form, biased)
+
+
+def pooling(dtype: torch.dtype) -> None:
+    import vitfocus.kernels.pooling.op  # noqa: F401
+
+    tokens, scores = torch.randn(2, 50, 64, dtype=dtype), torch.randn(2, 49, 4, dtype=dtype)
+    weights = torch.ops.vitfocus.mix_dilated(tokens, scores, 7, 7)[1]
+    torch.ops.vitfocus.mix_dilated_backward(tokens, tokens, weights, 7, 7, dtype)
+
+
+def context(dtype: torch.dtype) -> None:
+    import vitfocus.kernels.context.op  # noqa: F401
+
+    for count in (50, 1025):
+        tokens = torch.randn(1, count, 64, dtype=dtype)
+        torch.ops.vitfocus.share_mean(tokens, None, 0.5, torch.bfloat16)
+        torch.ops.vitfocus.share_mean(tokens, torch.zeros(64), 1.0, dtype)
+
+
+def statistics(dtype: torch.dtype, biased: bool, size: tuple[int, int] | None = None) -> None:
+    from vitfocus.kernels.statistics import launch as statistics_launch
+
+    query, key, bias = attention(dtype, biased, size)
+    sides = [] if biased else [3, 23, 3, 23, 1]
+    statistics_launch.statistics(query, key, bias, None, 0.125, sides, 2.0, 3)
+    statistics_launch.pair_products((query, key, bias, None), (query, key, bias, None), 0.125)
+
+
+HALF, SINGLE = torch.bfloat16, torch.float32
+CASES: dict[str, tuple[Callable[..., None], tuple[Any, ...], set[str]]] = {
+    "loss": (
+        diversity,
+        (HALF, True, False, False, False),
+        {"row_pass", "column_pass", "dot_pass", "slope_column_pass", "slope_pass", "key_gradient", "query_gradient"},
+    ),
+    "loss, other form": (diversity, (SINGLE, False, True, True, True), {"bias_gradient", "log_sum_exp"}),
+    "pooling": (pooling, (HALF,), {"mix_forward", "mix_backward"}),
+    "context": (context, (SINGLE,), {"share_mean_kernel", "block_sums"}),
+    "statistics": (statistics, (HALF, False), {"dense_pass", "unit_pass", "conclude_pass", "pair_pass"}),
+    "statistics, with a bias": (statistics, (SINGLE, True), {"dense_pass", "unit_pass", "pair_pass"}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_compile(name: str, compiler: Compiler) -> None:
+    call, arguments, kernels = CASES[name]
+    call(*arguments)
+    assert kernels <= set(compiler.compiled)
+
+
+#: Heads and width: of DeiT-S, ViT-B, ViT-L, ViT-H, Swin's last stage, few wide ones, and one wider than models have.
+SIZES = [(6, 64), (12, 64), (16, 64), (16, 80), (24, 32), (4, 128), (1, 192)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", [80, 89, 90], indirect=True, ids=["sm80", "sm89", "sm90"])
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: "x".join(map(str, size)))
+@pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=TYPES.get)
+def test_kernels_fit_into_shared_memory(
+    dtype: torch.dtype, size: tuple[int, int], compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    if not fits(*size, dtype.itemsize, compiler.shared):
+        pytest.skip("the loss of such heads is taken in chunks there")
+    taken: dict[str, int] = {}
+
+    class Enough(Exception):
+        """The compiler knows the shared memory when it has come to PTX; assembling that is the longer half."""
+
+    def stop(self: Any, source: Any, metadata: dict[str, Any], *rest: Any) -> None:
+        raise Enough(metadata["shared"])
+
+    def run(self: Any, *args: Any, **keywords: Any) -> None:
+        try:
+            compiler.run(self, *args, **keywords)
+        except Enough as known:
+            taken[self.fn.__name__] = max(taken.get(self.fn.__name__, 0), known.args[0])
+
+    monkeypatch.setattr(CUDABackend, "make_ptx", stop)
+    monkeypatch.setattr("triton.runtime.jit.JITFunction.run", run)
+    for biased in (False, True):
+        diversity(dtype, True, False, biased, False, size)
+    diversity(dtype, False, False, False, False, size)
+    if size[0] <= MOST_HEADS and size[0] * size[1] * dtype.itemsize <= MOST_BYTES:
+        statistics(dtype, False, size)
+        assert "dense_pass" in taken
+    assert {"row_pass", "key_gradient", "query_gradient", "bias_gradient", "log_sum_exp"} <= set(taken)
+    assert max(taken.values()) <= compiler.shared, taken

@@ -1,0 +1,247 @@
+"""The Triton kernels in Triton's interpreter, on the CPU: forward and backward against float64.
+
+The interpreter must be chosen before triton is imported, so `test_kernels.py` runs this file in a process of its own.
+It multiplies matrices of bfloat16 as if they were integers, so those are left to the GPU's tests.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import timm
+import torch
+from kernel_cases import Attention, Pooling, check_attention, check_context, check_pooling, compare, explicit
+
+import vitfocus as vf
+from vitfocus.kernels.backends import backend, has_triton
+from vitfocus.kernels.context.op import share_mean
+from vitfocus.kernels.diversity.op import diversity
+from vitfocus.kernels.pooling.op import mix_dilated
+from vitfocus.kernels.statistics.op import map_statistics, statistics
+
+pytestmark = [
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1"),
+    pytest.mark.skipif(not has_triton(), reason="Triton is not installed"),
+]
+
+HALF = torch.float16
+FORMS = [(variant, heads) for variant in ("official", "paper") for heads in ("mean", "each")]
+ATTENTION = [
+    *(
+        Attention(f"{variant}-{heads}-{count}", (2, 2, count, 16), variant=variant, heads=heads, silent=count == 1)
+        for variant, heads in FORMS
+        for count in (1, 7, 49, 50)
+    ),
+    Attention("one-token-above", (2, 2, 1, 16), threshold=0.5),
+    *(Attention(f"width-{width}", (1, 2, 23, width), variant="paper") for width in (24, 48, 128)),
+    Attention("three-heads", (1, 3, 50, 32)),
+    Attention("more-keys", (2, 2, 20, 16), keys=50),
+    Attention("fewer-keys", (2, 2, 50, 16), keys=7, variant="paper"),
+    Attention("sampled", rows=11),
+    Attention("sampled-patches", rows=11, first=2, heads="each", variant="paper"),
+    Attention("patches", first=1),
+    Attention("patches-each", first=5, heads="each"),
+    Attention("bias-per-image", (2, 2, 23, 16), bias=(2, 2, 23, 23)),
+    Attention("bias-of-all-images", (3, 2, 23, 16), bias=(1, 2, 23, 23), variant="paper", heads="each"),
+    Attention("bias-of-all-heads", (2, 2, 23, 16), bias=(2, 1, 23, 23), first=1),
+    Attention("bias-by-key", (2, 2, 23, 16), bias=(2, 1, 1, 23), masked=0.3),
+    Attention("bias-of-two-axes", (2, 2, 23, 16), bias=(23, 23), rows=9),
+    Attention("masked", (2, 2, 37, 16), bias=(2, 2, 37, 37), masked=0.5),
+    Attention("masked-rows", (2, 2, 7, 16), bias=(2, 2, 7, 7), masked=0.8, variant="paper"),
+    Attention("extreme", spread=25.0),
+    Attention("extreme-each", spread=25.0, heads="each", variant="paper"),
+    Attention("far-below-zero", (2, 2, 23, 16), bias=(2, 2, 23, 23), level=-200.0),
+    Attention("far-above-zero", (2, 2, 23, 16), bias=(2, 2, 23, 23), level=200.0),
+    Attention("half-below-zero", (2, 2, 23, 16), bias=(2, 2, 23, 23), level=-30.0, dtype=HALF),
+    *(Attention(f"half-{v}-{h}", (2, 2, 49, 32), variant=v, heads=h, dtype=HALF) for v, h in FORMS),
+    *(Attention(f"turned-{v}", (1, 3, 83, 64), variant=v, dtype=HALF) for v in ("official", "paper")),
+    Attention("turned-sampled", (2, 2, 83, 64), rows=11, first=2, dtype=HALF),
+    Attention("turned-bias", (1, 2, 37, 48), keys=23, bias=(1, 2, 37, 23), masked=0.3, dtype=HALF),
+    Attention("many-heads", (1, 9, 23, 64), dtype=HALF),
+    Attention("tight", (1, 16, 23, 64)),
+    Attention("one-wide-head", (1, 1, 83, 192)),
+    Attention("nothing-above", threshold=30.0, silent=True),
+]
+
+
+@pytest.mark.parametrize("case", ATTENTION, ids=lambda case: case.name)
+def test_diversity(case: Attention) -> None:
+    with backend("triton"):
+        check_attention(case, seed=len(case.name))
+
+
+def test_logits_are_as_extreme_as_they_should_be() -> None:
+    case = next(case for case in ATTENTION if case.name == "extreme")
+    query, key, *_ = case.inputs(len(case.name))
+    assert (query @ key.mT).abs().max() * case.scale > 80
+
+
+def test_diversity_repeats_bit_by_bit() -> None:
+    query, key, _, options = Attention("again").inputs(3)
+    with backend("triton"):
+        runs = []
+        for _ in range(2):
+            loss = diversity(query, key, scale=0.3, **options)
+            runs.append((loss, *torch.autograd.grad(loss, (query, key))))
+    assert all(torch.equal(one, two) for one, two in zip(*runs, strict=True))
+
+
+POOLING = [
+    *(Pooling(f"branches-{count}", grid=(3, 4), branches=count, batch=1) for count in range(1, 8)),
+    Pooling("branches-8", grid=(8, 3), branches=8, batch=1, prefix=0),
+    Pooling("one-patch", grid=(1, 1), prefix=0),
+    Pooling("seven", grid=(1, 7)),
+    Pooling("column", grid=(7, 1), prefix=2, batch=1),
+    Pooling("square-49", grid=(7, 7), prefix=0, channels=16, branches=3, batch=1),
+    Pooling("square-50", grid=(7, 7), channels=40, branches=2),
+    Pooling("registers", grid=(3, 4), prefix=5, channels=200, batch=1),
+    Pooling("wide", grid=(2, 66), channels=8, batch=1, branches=2),
+    Pooling("parted", grid=(2, 80), channels=16, batch=1, branches=4),
+    Pooling("fp16", grid=(5, 3), dtype=HALF, batch=1),
+]
+
+
+@pytest.mark.parametrize("case", POOLING, ids=lambda case: case.name)
+def test_pooling(case: Pooling) -> None:
+    check_pooling(case, mix_dilated, seed=len(case.name))
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize(("count", "channels"), [(1, 5), (7, 33), (50, 40), (700, 8)])
+def test_context(count: int, channels: int, scaled: bool) -> None:
+    check_context((2, count, channels), scaled)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["fp32", "fp16"])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_compiled_context(scaled: bool, dtype: torch.dtype) -> None:
+    """The compiled forward half is plain operations, the backward half the kernel."""
+
+    def through(tokens: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+        return share_mean(tokens * 2, scale) + tokens
+
+    torch.manual_seed(0)
+    tokens = torch.randn(2, 5, 8, dtype=dtype, requires_grad=True)
+    scale = torch.randn(8, requires_grad=True) if scaled else None
+    slope, given = torch.randn(2, 5, 8, dtype=dtype), [one for one in (tokens, scale) if one is not None]
+    results = []
+    with backend("triton"):
+        for run in (through, torch.compile(through, backend="aot_eager", fullgraph=True)):
+            output = run(tokens, scale)
+            results.append((output, *torch.autograd.grad(output, given, slope)))
+    near = 1e-5 if dtype == torch.float32 else 4e-3
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=near, atol=near)
+
+
+@pytest.mark.parametrize("fused", ["diversity", "mix_dilated", "share_mean"])
+def test_operators_keep_the_rules_of_custom_operators(fused: str) -> None:
+    arguments: tuple[object, ...]
+    if fused == "diversity":
+        query, key, bias, _ = Attention("rules", (1, 2, 7, 16), bias=(1, 2, 7, 7)).inputs(0)
+        arguments = (query, key, bias, None, None, 0.25, 1, True, True, 1.0)
+    elif fused == "mix_dilated":
+        tokens, scores = torch.randn(1, 7, 8, requires_grad=True), torch.randn(1, 6, 2, requires_grad=True)
+        arguments = (tokens, scores, 2, 3)
+    else:
+        arguments = (torch.randn(2, 7, 8), torch.randn(8), 1.0, torch.float32)
+    torch.library.opcheck(getattr(torch.ops.vitfocus, fused).default, arguments)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("rows", [None, 20])
+@pytest.mark.parametrize("heads", ["mean", "each"])
+def test_columns_in_parts(heads: str, rows: int | None, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many blocks of rows, and columns shared out among more programs than have any."""
+    from vitfocus.kernels.diversity import launch as diversity_launch
+
+    monkeypatch.setattr(diversity_launch, "block_sizes", lambda *_: (16, 16, 4))
+    monkeypatch.setattr(diversity_launch, "MANY_BLOCKS", 2)
+    monkeypatch.setattr(diversity_launch._Shape, "parts", lambda *_: 3)
+    check_attention(Attention("parts", (2, 2, 50, 16), heads=heads, rows=rows, first=first, bias=(2, 2, 50, 50)))
+
+
+def test_more_heads_than_fit_are_left_to_the_pass_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vitfocus.kernels.diversity import op as module
+
+    monkeypatch.setattr(module, "_diversity", None)
+    for shape in ((1, 33, 7, 16), (1, 16, 7, 80)):
+        check_attention(Attention("too large", shape, threshold=1.0))
+
+
+@pytest.mark.parametrize("shared", ["heads", "images", "none"])
+@pytest.mark.parametrize("dtypes", [(HALF, torch.float32), (torch.float32, HALF)], ids=["half-query", "half-key"])
+def test_keys_may_be_shared_and_of_another_type(shared: str, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    """As attention itself takes them: heads that share keys have one head of them, and autocast evens out types."""
+    query, key, _, options = Attention("shared", (2, 3, 23, 16)).inputs(1)
+    few = {"heads": key[:, :1], "images": key[:1], "none": key}[shared].detach()
+    given = [query.detach().to(dtypes[0]).requires_grad_(), few.to(dtypes[1]).requires_grad_()]
+    exact = [one.detach().double().requires_grad_() for one in given]
+    with backend("triton"):
+        got = diversity(*given, scale=0.3, **options)
+        numbers = statistics(given[0].detach(), given[1].detach(), scale=0.3).numbers
+    maps = (exact[0] * 0.3 @ exact[1].mT).softmax(-1)
+    expected = explicit(exact[0], exact[1].expand(2, 3, -1, -1), None, 0.3, options)
+    compare("loss", got, expected, 2e-5)
+    for mine, theirs in zip(torch.autograd.grad(got, given), torch.autograd.grad(expected, exact), strict=True):
+        compare("gradient", mine, theirs, 4e-3)
+    compare("statistics", numbers, map_statistics(maps.detach()).numbers, 1e-4)
+
+
+def test_what_lies_apart_is_read_where_it_lies() -> None:
+    """Rows, a scale and gradients that are every second number of something longer."""
+    query, key, _, options = Attention("apart", (2, 2, 50, 16)).inputs(2)
+    rows = torch.randperm(50, generator=torch.Generator().manual_seed(0))[:40:2]
+    options |= {"rows": rows, "variant": "paper"}
+    with backend("triton"):
+        compare("loss", diversity(query, key, scale=0.3, **options), explicit(query, key, None, 0.3, options), 1e-5)
+    tokens, scale = torch.randn(2, 5, 16)[..., ::2], torch.randn(16)[::2]
+    expected = tokens + scale * tokens.mean(dim=1, keepdim=True)
+    torch.testing.assert_close(share_mean(tokens, scale), expected)
+
+
+def test_no_images_at_all() -> None:
+    """The last process's share of a small batch may be empty; a mean over nothing is not a number, as torch has it."""
+    query = torch.zeros(0, 2, 7, 16, requires_grad=True)
+    with backend("triton"):
+        loss = diversity(query, query, scale=0.3)
+        loss.backward()
+    assert loss.isnan() and query.grad is not None and query.grad.shape == query.shape
+    assert share_mean(torch.zeros(0, 5, 8)).shape == (0, 5, 8)
+    assert mix_dilated(torch.zeros(0, 5, 8), torch.zeros(0, 4, 3), (2, 2)).shape == (0, 5, 8)
+
+
+def test_given_normalisers_change_nothing() -> None:
+    query, key, _, options = Attention("given", (2, 2, 50, 16)).inputs(5)
+    lse = (query.detach() * 0.25 @ key.detach().mT).logsumexp(-1)
+    results = []
+    for given in (None, lse):
+        loss = diversity(query, key, scale=0.25, lse=given, **options)
+        results.append((loss, *torch.autograd.grad(loss, (query, key))))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("spec", ["cb", "cbs", "tap(branches=3)", "adl(variant=paper,threshold=1.0,rows=9)"])
+def test_a_model_by_kernels_is_the_model_by_equations(spec: str, compiled: bool) -> None:
+    """Output, loss and gradients; compiled code takes its own way through Context Broadcasting."""
+    torch.manual_seed(0)
+    options = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 3}
+    model = vf.treat_(timm.create_model("vit_tiny_patch16_224", **options), spec).train()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "context_scale" in name:
+                weight.normal_()
+    images, results = torch.randn(2, 3, 16, 16), {}
+    for name in ("reference", "triton"):
+        with backend(name):
+            run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled and name == "triton" else model
+            torch.manual_seed(1)
+            output = run(images)
+            loss = output.square().mean() + vf.auxiliary_loss(model)
+            results[name] = (output, loss, *torch.autograd.grad(loss, list(model.parameters()), allow_unused=True))
+    for one, other in zip(*results.values(), strict=True):
+        if one is not None:
+            torch.testing.assert_close(one, other, rtol=2e-4, atol=2e-5)

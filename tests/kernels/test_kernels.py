@@ -1,0 +1,283 @@
+"""The loss in chunks against float64; the kernels in Triton's interpreter; and models that train by either."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from kernel_cases import Attention, check_attention, explicit
+from tiny import build
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.nn import functional as F
+
+import vitfocus as vf
+from vitfocus.kernels.backends import backend, chosen, forced, has_triton
+from vitfocus.kernels.diversity import chunked as diversity_chunked
+from vitfocus.kernels.diversity.op import diversity
+
+HALF, BRAIN, DOUBLE = torch.float16, torch.bfloat16, torch.float64
+FORMS = [(variant, heads) for variant in ("official", "paper") for heads in ("mean", "each")]
+CASES = [
+    *(
+        Attention(f"{variant}-{heads}-{count}", (3, 2, count, 16), variant=variant, heads=heads, silent=count == 1)
+        for variant, heads in FORMS
+        for count in (1, 7, 50, 197)
+    ),
+    *(Attention(f"double-{v}-{h}", (3, 2, 49, 24), variant=v, heads=h, first=1, dtype=DOUBLE) for v, h in FORMS),
+    *(
+        Attention(f"{dtype}-{h}", (2, 3, 50, 48), heads=h, dtype=dtype)
+        for dtype in (HALF, BRAIN)
+        for h in ("mean", "each")
+    ),
+    Attention("more-keys", (2, 2, 20, 16), keys=50),
+    Attention("fewer-keys", (2, 2, 50, 16), keys=7, variant="paper"),
+    Attention("sampled", rows=11),
+    Attention("sampled-patches", rows=11, first=2, heads="each", variant="paper"),
+    Attention("patches", first=5),
+    Attention("bias-per-image", (3, 2, 23, 16), bias=(3, 2, 23, 23)),
+    Attention("bias-of-all-images", (3, 2, 23, 16), bias=(1, 2, 23, 23), variant="paper", heads="each"),
+    Attention("bias-of-all-heads", (3, 2, 23, 16), bias=(3, 1, 23, 23), first=1),
+    Attention("bias-by-key", (3, 2, 23, 16), bias=(3, 1, 1, 23), masked=0.3),
+    Attention("bias-by-query", (3, 2, 23, 16), bias=(1, 1, 23, 1)),
+    Attention("bias-of-two-axes", (3, 2, 23, 16), bias=(23, 23), rows=9),
+    Attention("masked", (2, 2, 37, 16), bias=(2, 2, 37, 37), masked=0.5),
+    Attention("masked-rows", (2, 2, 7, 16), bias=(2, 2, 7, 7), masked=0.8, variant="paper"),
+    Attention("extreme", spread=25.0),
+    Attention("far-below-zero", (2, 2, 23, 16), bias=(2, 2, 23, 23), level=-200.0),
+    Attention("nothing-above", threshold=60.0, silent=True),
+]
+
+
+@pytest.mark.parametrize("cut", ["whole", "cut and kept", "cut and made again"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_chunks_give_the_loss_and_its_gradients(case: Attention, cut: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if cut != "whole":
+        monkeypatch.setattr(diversity_chunked, "CPU_CHUNK", 150)
+        monkeypatch.setattr(diversity_chunked, "LEAST_ROWS", 1)
+        monkeypatch.setattr(diversity_chunked, "KEPT_CHUNK", 1 << 20 if cut == "cut and kept" else 0)
+    with backend("chunked"):
+        check_attention(case, seed=len(case.name))
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if "bias" in c.name or "mask" in c.name], ids=lambda c: c.name)
+def test_the_whole_map_form_of_the_function_says_the_same(case: Attention) -> None:
+    with backend("reference"):
+        check_attention(case, seed=len(case.name))
+
+
+@pytest.mark.parametrize("name", ["reference", "chunked"])
+@pytest.mark.parametrize(("variant", "heads"), FORMS)
+def test_gradcheck(name: str, variant: Any, heads: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diversity_chunked, "CPU_CHUNK", 30)
+    monkeypatch.setattr(diversity_chunked, "LEAST_ROWS", 1)
+    case = Attention("gradcheck", (2, 2, 5, 3), bias=(1, 2, 5, 5), dtype=DOUBLE)
+    inputs = case.inputs(1)[:3]
+
+    def loss(query: Tensor, key: Tensor, bias: Tensor) -> Tensor:
+        options: dict[str, Any] = {"variant": variant, "heads": heads, "threshold": 1.05, "first": 1}
+        return diversity(query, key, scale=0.7, bias=bias, **options)
+
+    with backend(name):
+        assert loss(*inputs) > 0.1
+        assert torch.autograd.gradcheck(loss, inputs)
+
+
+def test_operator_keeps_the_rules_of_custom_operators() -> None:
+    query, key, bias, _ = Attention("rules", (2, 2, 7, 4), bias=(1, 2, 7, 7)).inputs(0)
+    rows = torch.tensor([3, 1, 6])
+    operator = torch.ops.vitfocus.diversity_in_chunks.default
+    torch.library.opcheck(operator, (query, key, bias, rows, 0.5, 1, True, True, 1.0, True, True))
+    torch.library.opcheck(operator, (query, key, None, None, 0.5, 1, False, False, 1.0, True, False))
+    torch.library.opcheck(operator, (query.detach(), key.detach(), None, None, 0.5, 0, True, False, 1.0, False, False))
+
+
+def peak_bytes(count: int) -> int:
+    """Most bytes that the loss and its gradients held at a time, inputs not counted."""
+    query, key = (torch.randn(1, 2, count, 8, requires_grad=True) for _ in range(2))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        diversity(query, key, scale=0.3).backward()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    now = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak
+
+
+def test_memory_is_linear_in_the_tokens() -> None:
+    small, large = peak_bytes(1500), peak_bytes(3000)
+    assert 3000 * 16 * 2 * 4 < large < 2 * small, (small, large)
+    assert large < 0.25 * (3000 * 3000 * 2 * 4), "no more than a part of the maps may exist at a time"
+
+
+def test_no_gradient_is_made_where_none_is_wanted() -> None:
+    query, key, bias, _ = Attention("wants", bias=(50, 50)).inputs(0)
+    assert not diversity(query.detach(), key.detach(), scale=1.0, bias=bias.detach()).requires_grad
+    with torch.no_grad():
+        assert not diversity(query, key, scale=1.0).requires_grad
+    place = diversity_chunked.Place(1.0, 0, True, False, 2.0)
+    _, made = diversity_chunked.forward(query, key, None, None, place, False, False)
+    assert [one.numel() for one in made] == [0, 0, 0]
+    only = torch.autograd.grad(diversity(query.detach(), key, scale=1.0, threshold=1.0), key)[0]
+    both = torch.autograd.grad(diversity(query, key, scale=1.0, threshold=1.0), (query, key))[1]
+    assert torch.equal(only, both) and only.abs().sum() > 0
+
+
+@pytest.mark.parametrize("rows", [None, 9])
+def test_repeats_bit_by_bit_and_scales_with_the_gradient_given(rows: int | None) -> None:
+    query, key, _, options = Attention("again", (3, 2, 50, 16), rows=rows).inputs(3)
+    loss = diversity(query, key, scale=0.3, **options)
+    again = diversity(query, key, scale=0.3, **options)
+    assert torch.equal(loss, again)
+    runs = [torch.autograd.grad(one, (query, key), retain_graph=True) for one in (loss, again, loss)]
+    for query_gradient, key_gradient in runs[1:]:
+        assert torch.equal(query_gradient, runs[0][0]) and torch.equal(key_gradient, runs[0][1])
+    doubled = torch.autograd.grad(loss, (query, key), torch.tensor(2.0))
+    assert torch.equal(doubled[0], 2 * runs[0][0])
+
+
+def test_choosing_a_backend() -> None:
+    tensor = torch.zeros(1)
+    assert chosen(tensor) == chosen(tensor, None) == "chunked"
+    with pytest.raises(ZeroDivisionError), backend("reference"):
+        assert chosen(tensor) == "reference"
+        with backend("auto"):
+            assert chosen(tensor) == "chunked"
+        raise ZeroDivisionError
+    assert forced() == "auto"
+    with pytest.raises(vf.VitfocusError, match="'chunked'"), backend("chunk"):
+        pass
+    if has_triton() and os.environ.get("TRITON_INTERPRET") != "1":
+        with backend("triton"):
+            with pytest.raises(vf.VitfocusError, match="CUDA"):
+                diversity(torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4), scale=1.0)
+            with pytest.raises(vf.VitfocusError, match="float32"):
+                chosen(tensor.double())
+
+
+@pytest.mark.parametrize(("capability", "name"), [((7, 5), "chunked"), ((8, 0), "triton"), ((12, 0), "triton")])
+def test_kernels_run_where_triton_compiles(
+    capability: tuple[int, int], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr("vitfocus.kernels.backends._HAS_TRITON", True)
+    torch._dynamo.reset()  # compiled code takes a device's capability for a constant
+    with FakeTensorMode():
+        tensor = torch.empty(1, device="cuda")
+        assert chosen(tensor) == name
+        traced = torch.compile(lambda x: x + 1 if chosen(x) == "triton" else x.sum(), backend="eager", fullgraph=True)
+        assert traced(torch.empty(3, device="cuda")).ndim == (name == "triton")
+
+
+@pytest.mark.skipif(not has_triton(), reason="Triton is not installed")
+def test_kernels_in_the_interpreter() -> None:
+    here = Path(__file__).parent
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        str(here / "test_interpreted.py"),
+    ]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=here.parents[1], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "passed" in done.stdout and "skipped" not in done.stdout, done.stdout[-4000:]
+
+
+def small_vit() -> nn.Module:
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=5, **options)
+    return vf.treat_(model, "tap(branches=3)+adl(threshold=1.0,weight=0.5)").train()
+
+
+def train(model: nn.Module, step: Any, steps: int, lr: float = 0.05) -> list[float]:
+    """The losses of some steps on one fixed batch."""
+    draw = torch.Generator().manual_seed(1)
+    dtype = next(model.parameters()).dtype
+    images = torch.randn(16, 3, 32, 32, generator=draw, dtype=dtype)
+    labels = torch.randint(0, 5, (16,), generator=draw)
+    optimiser = torch.optim.SGD(model.parameters(), lr)
+    losses = []
+    for _ in range(steps):
+        loss = F.cross_entropy(step(images), labels) + vf.auxiliary_loss(model)
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_two_hundred_steps_by_whole_maps_and_by_chunks_are_one_curve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float64, where no rounding carries an entry across the threshold, at which the gradient jumps."""
+    monkeypatch.setattr(diversity_chunked, "CPU_CHUNK", 1 << 10)
+    monkeypatch.setattr(diversity_chunked, "LEAST_ROWS", 1)
+    curves = {}
+    for name in ("reference", "auto"):
+        model = small_vit().double()
+        with backend(name):
+            curves[name] = torch.tensor(train(model, model, 200))
+    torch.testing.assert_close(curves["auto"], curves["reference"], rtol=1e-6, atol=0)
+    assert curves["auto"][-1] < 0.7 * curves["auto"][0]
+
+
+def test_compiled_training_is_eager_training() -> None:
+    eager, other = small_vit(), small_vit()
+    compiled = torch.compile(other, fullgraph=True, backend="aot_eager")
+    assert train(eager, eager, 4) == pytest.approx(train(other, compiled, 4), rel=1e-5)
+    for mine, theirs in zip(eager.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("spec", ["cb", "tap", "adl(variant=paper,threshold=1.0)"])
+@pytest.mark.parametrize("treated_first", [False, True])
+def test_compiled_code_of_a_plain_model_is_not_run_for_a_treated_one(spec: str, treated_first: bool) -> None:
+    """Dynamo's default is to ignore hooks in its guards, so that either model would run what the other compiled."""
+    (plain, images), (treated, _) = build("vit"), build("vit")
+    vf.treat_(treated.train(), spec)
+    plain.train()
+    expected, plain_expected = treated(images), plain(images)
+    loss = vf.auxiliary_loss(treated).detach()
+    fast, plain_fast = (torch.compile(one, backend="aot_eager") for one in (treated, plain))
+    for model in (fast, plain_fast) if treated_first else (plain_fast, fast):
+        wanted = expected if model is fast else plain_expected
+        torch.testing.assert_close(model(images), wanted, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(vf.auxiliary_loss(treated).detach(), loss)
+    assert (loss > 0.1) if spec.startswith("adl") else (expected - plain_expected).abs().max() > 1e-3
+
+
+def test_copies_and_checkpoints_and_autocast() -> None:
+    model, images = build("vit")
+    vf.treat_(model, "adl(variant=paper,threshold=1.0)+tap").train()
+    model(images)
+    exact = vf.auxiliary_loss(model)
+    twin = copy.deepcopy(model)
+    assert vf.auxiliary_loss(twin).item() == 0
+    twin.set_grad_checkpointing(True)
+    with torch.autocast("cpu", BRAIN):
+        twin(images)
+    rough = vf.auxiliary_loss(twin)
+    assert rough.dtype == torch.float32 and rough.item() == pytest.approx(exact.item(), rel=0.02)
+    for one, loss in ((model, exact), (twin, rough)):
+        one.zero_grad()
+        loss.backward()
+    mine, theirs = (one.blocks[1].attn.qkv.weight.grad for one in (model, twin))
+    assert F.cosine_similarity(mine.flatten(), theirs.flatten(), dim=0) > 0.95
+
+
+def test_explicit_form_is_the_function_on_whole_maps() -> None:
+    """The tests' own yardstick, against the plainest case."""
+    query, key, _, options = Attention("yardstick", dtype=DOUBLE).inputs(0)
+    with backend("reference"):
+        torch.testing.assert_close(
+            diversity(query, key, scale=0.4, **options), explicit(query, key, None, 0.4, options)
+        )

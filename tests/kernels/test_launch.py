@@ -1,0 +1,110 @@
+"""What the launchers ask of a GPU that need not be there: how long a grid's axes are, and on which device it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from vitfocus.kernels import attention
+from vitfocus.kernels.backends import has_triton, interpreting
+
+pytestmark = pytest.mark.skipif(
+    not has_triton() or interpreting(), reason="needs Triton's launcher: it is not installed, or interprets"
+)
+
+#: The longest that the second and third axis of a grid may be, on every NVIDIA GPU.
+LONGEST = 65535
+
+Launch = tuple[str, tuple[int, ...], int]
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    """Every launch, in place of being made: the kernel's name, its grid and the current device."""
+    from triton.runtime.jit import JITFunction
+
+    from vitfocus.kernels.diversity import launch as diversity_launch
+    from vitfocus.kernels.statistics import launch as statistics_launch
+
+    seen: list[Launch] = []
+    current = [0]
+
+    def exchange(device: int) -> int:
+        before = current[0]
+        current[0] = device if device >= 0 else before
+        return before
+
+    def run(self: Any, *args: Any, grid: tuple[int, ...], **keywords: Any) -> None:
+        seen.append((self.fn.__name__, grid, current[0]))
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    monkeypatch.setattr(torch.cuda, "_exchange_device", exchange)
+    monkeypatch.setattr(torch.cuda, "_maybe_exchange_device", exchange)
+    monkeypatch.setattr(diversity_launch, "_hopper", lambda device: True)
+    for launch in (diversity_launch, statistics_launch):
+        monkeypatch.setattr(launch, "room", lambda device: 227 * 1024)
+    return seen
+
+
+def launch_all(images: int, device: str) -> None:
+    """Every launcher there is, for so many images of few tokens."""
+    from vitfocus.kernels.context import triton as context
+    from vitfocus.kernels.diversity import launch as diversity_launch
+    from vitfocus.kernels.diversity.chunked import Place
+    from vitfocus.kernels.pooling import triton as pooling
+    from vitfocus.kernels.statistics import launch as statistics_launch
+
+    half: dict[str, Any] = {"dtype": torch.float16, "device": device}
+    for count in (4, 513):  # at once, and in blocks
+        context.share_mean(torch.empty(images, count, 1, **half), None, 0.5, torch.float16)
+    tokens, scores = torch.empty(images, 4, 8, **half), torch.empty(images, 4, 2, **half)
+    weights = pooling.forward(tokens, scores, (2, 2), 0)[1]
+    pooling.backward(tokens, tokens, weights, (2, 2), 0, torch.float16)
+    query, bias, place = (
+        torch.empty(images, 2, 4, 16, **half),
+        torch.empty(1, 2, 4, 4, **half),
+        Place(1, 0, True, True, 2),
+    )
+    _, norms, *rest = diversity_launch.forward(query, query, bias, None, None, place)
+    saved = diversity_launch.Saved(norms, *rest)
+    diversity_launch.backward(torch.ones((), device=device), query, query, bias, None, place, saved, True)
+    statistics_launch.statistics(query, query, None, None, 1.0, [], 2.0, 1)
+    statistics_launch.pair_products((query, query, None, None), (query, query, None, None), 1.0)
+
+
+#: All kernels, those that only others call left out.
+KERNELS = {
+    *("share_mean_kernel", "block_sums", "mix_forward", "mix_backward", "log_sum_exp", "row_pass", "column_pass"),
+    *("dot_pass", "slope_column_pass", "slope_pass", "query_gradient", "key_gradient", "bias_gradient"),
+    *("dense_pass", "unit_pass", "conclude_pass", "pair_pass"),
+}
+
+
+def test_grids_are_no_longer_than_their_axes(launches: list[Launch]) -> None:
+    """A thousand pictures have more windows than the second and third axis are long."""
+    launch_all(LONGEST + 1, "cpu")
+    assert {name for name, _, _ in launches} == KERNELS
+    assert all(length <= LONGEST for _, grid, _ in launches for length in grid[1:])
+    assert all(grid[0] > LONGEST or name == "bias_gradient" for name, grid, _ in launches)
+
+
+def test_launches_are_made_on_the_device_of_the_tensors(launches: list[Launch]) -> None:
+    """Triton itself takes the current one, here the first."""
+    with FakeTensorMode():
+        launch_all(2, "cuda:1")
+    assert {name for name, _, _ in launches} == KERNELS
+    assert {device for _, _, device in launches} == {1}
+    assert torch.cuda._exchange_device(-1) == 0
+
+
+def test_which_attention_comes_first_is_the_devices_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        torch.cuda, "get_device_capability", lambda device: ((8, 0), (9, 0))[torch.device(device).index]
+    )
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91000)
+    first: Callable[[torch.device], bool] = attention._is_cudnn_first
+    assert [first(torch.device("cuda", index)) for index in range(2)] == [False, True]

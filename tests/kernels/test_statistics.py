@@ -1,0 +1,292 @@
+"""Statistics from queries and keys: the reference, in chunks, by Triton's kernels, and the readings that use them.
+
+Triton's interpreter must be chosen before triton is imported, so one test runs the others again in a process where it
+is. It multiplies matrices of bfloat16 as if they were integers, so those are left to the GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from naive_readings import naive_row
+from tiny import build
+from torch import Tensor
+
+import vitfocus as vf
+from vitfocus.attention.observation import Observation
+from vitfocus.attention.reading import Geometry
+from vitfocus.attention.stability import stability
+from vitfocus.attention.stream import LayerStream
+from vitfocus.kernels.backends import backend, has_triton, interpreting
+from vitfocus.kernels.statistics import op as module
+from vitfocus.kernels.statistics.op import Grids, Numbers, Statistics, map_statistics, pair_products, statistics
+
+interpreted = pytest.mark.skipif(not interpreting(), reason="needs TRITON_INTERPRET=1 from the start")
+
+
+def on_a_gpu(test: Any) -> Any:
+    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")(test))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention: (B, H, Q, D), the number of keys, grids, and the shape of a bias with a mask."""
+
+    name: str
+    shape: tuple[int, int, int, int]
+    keys: int | None = None
+    grids: Grids | None = None
+    bias: tuple[int, ...] | None = None
+    spread: float = 2.0
+    dtype: torch.dtype = torch.float32
+    tolerance: float = 5e-6
+
+    def inputs(self, seed: int = 0, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor | None]:
+        generator = torch.Generator().manual_seed(seed)
+        batch, heads, queries, width = self.shape
+        # As a projection makes them: heads beside each other, not contiguous once split.
+        query, key = (
+            torch.randn(batch, count, heads, width, generator=generator).transpose(1, 2)
+            for count in (queries, self.keys or queries)
+        )
+        bias = None
+        if self.bias is not None:
+            bias = torch.randn(self.bias, generator=generator)
+            bias[..., -2:] = float("-inf")
+        made = (self.spread * query, key, bias)
+        return tuple(one.to(device, self.dtype) if one is not None else None for one in made)  # type: ignore[return-value]
+
+    @property
+    def scale(self) -> float:
+        return self.shape[3] ** -0.5
+
+
+CASES = [
+    Case("one token", (2, 2, 1, 16)),
+    Case("7 tokens", (2, 3, 7, 8), grids=Grids((1, 7), (1, 7))),
+    Case("49 tokens", (2, 1, 49, 16), grids=Grids((7, 7), (7, 7))),
+    Case("50 tokens", (1, 2, 50, 24), grids=Grids((7, 7), (7, 7), 1)),
+    Case("87 tokens", (1, 2, 87, 16), grids=Grids((17, 5), (17, 5), 2)),
+    Case("fewer keys", (2, 2, 70, 16), 6, Grids((10, 7), (3, 2))),
+    Case("more keys", (1, 2, 9, 128), 70),
+    Case("bias of an image", (2, 3, 13, 16), bias=(2, 3, 13, 13)),
+    Case("bias of all images", (3, 2, 13, 16), bias=(1, 2, 13, 13)),
+    Case("bias by key", (2, 2, 13, 16), bias=(2, 1, 1, 13)),
+    Case("sharp", (1, 2, 50, 16), spread=40.0, tolerance=2e-4),
+    Case("half precision", (2, 2, 20, 16), bias=(1, 1, 20, 20), dtype=torch.float16),
+    Case("half precision, a whole tile", (2, 3, 83, 64), grids=Grids((9, 9), (9, 9), 2), dtype=torch.float16),
+    Case("half precision, a whole tile and a bias", (1, 2, 83, 64), bias=(1, 2, 83, 83), dtype=torch.float16),
+    Case("a wide head", (2, 1, 20, 192)),
+]
+by_name = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+def exact_maps(query: Tensor, key: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    scores = query.double() @ key.double().mT * scale
+    return (scores if bias is None else scores + bias.double()).softmax(dim=-1)
+
+
+def assert_near(found: Statistics, exact: Statistics, tolerance: float) -> None:
+    names = ("rows", *Numbers._fields)
+    for name, one, other in zip(names, (found[0], *found[1]), (exact[0], *exact[1]), strict=True):
+        assert one.shape == other.shape, name
+        error = (one.double() - other).abs().max() / other.abs().max().clamp_min(0.1)
+        assert error <= tolerance, (name, float(error))
+
+
+def check(case: Case, device: str = "cpu") -> None:
+    """The chosen backend's sums against those of exact maps."""
+    query, key, bias = case.inputs(device=device)
+    other_query, other_key, other_bias = case.inputs(seed=1, device=device)
+    maps = exact_maps(query, key, bias, case.scale)
+    for top in (1, 1 + key.shape[2] // 4, key.shape[2]):
+        found = statistics(query, key, scale=case.scale, bias=bias, grids=case.grids, top=top)
+        assert_near(found, map_statistics(maps, case.grids, top=top), case.tolerance)
+    others = exact_maps(other_query, other_key, other_bias, case.scale)
+    both, one, two = pair_products(
+        (query, key, bias, None), (other_query, other_key, other_bias, None), scale=case.scale
+    )
+    cosines = (both / (one * two).sqrt()).double()
+    torch.testing.assert_close(cosines, stability(maps, others), rtol=0, atol=10 * case.tolerance)
+
+
+@by_name
+def test_in_chunks(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHUNK", 200)
+    with backend("chunked"):
+        check(case)
+
+
+@interpreted
+@by_name
+def test_interpreted_kernels(case: Case) -> None:
+    with backend("triton"):
+        check(case)
+
+
+@interpreted
+def test_interpreted_normalisers_may_be_given() -> None:
+    case = CASES[3]
+    query, key, _ = case.inputs()
+    lse = (query @ key.mT * case.scale).logsumexp(dim=-1)
+    with backend("triton"):
+        found = statistics(query, key, scale=case.scale, grids=case.grids, lse=lse)
+        other = pair_products((query, key, None, lse), (query, key, None, lse), scale=case.scale)
+    assert_near(found, map_statistics(exact_maps(query, key, None, case.scale), case.grids), case.tolerance)
+    torch.testing.assert_close(other[0], Numbers(*found.numbers).squares)
+
+
+@interpreted
+def test_interpreted_many_heads_are_left_to_the_pass_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_launch", None)
+    with backend("triton"):
+        check(Case("", (1, 17, 5, 8)))
+        check(Case("", (1, 16, 5, 65)))
+
+
+@interpreted
+def test_interpreted_operators_keep_their_promises() -> None:
+    query, key, bias = CASES[7].inputs()
+    torch.library.opcheck(module._statistics, (query, key, bias, None, 0.25, [], 2.0, 3))
+    torch.library.opcheck(module._pair_products, (query, key, bias, None, query, key, bias, None, 0.25))
+
+
+GEOMETRIES = {
+    "class token": Geometry(13, 13, 1, True, (3, 4), (3, 4)),
+    "two prefix tokens": Geometry(17, 17, 2, True, (5, 3), (5, 3)),
+    "reduced keys": Geometry(24, 6, 0, False, (6, 4), (3, 2)),
+    "no place": Geometry(11, 11, 1, False, (2, 2), (2, 2)),
+}
+
+
+def layer(geometry: Geometry, name: str, device: str = "cpu") -> tuple[dict[str, float], Tensor]:
+    """A layer's row and stabilities from two batches, by that backend."""
+    stream = LayerStream(token_attention=True, against=True)
+    case = Case("", (6, 3, geometry.queries, 8), geometry.keys, bias=(1, 3, geometry.queries, geometry.keys))
+    for seed in (0, 1):
+        query, key, bias = case.inputs(seed, device)
+        with backend(name):
+            stream.observe(Observation(query=query, key=key, scale=case.scale, bias=bias), geometry)
+    assert stream.stability is not None
+    return stream.row(), stream.stability.take().cpu()
+
+
+def check_layer(name: str, backend_name: str, device: str = "cpu") -> None:
+    geometry = GEOMETRIES[name]
+    row, stabilities = layer(geometry, backend_name, device)
+    expected, expected_stabilities = layer(geometry, "chunked")
+    assert row == pytest.approx(expected, rel=2e-5)
+    torch.testing.assert_close(stabilities, expected_stabilities)
+    case = Case("", (6, 3, geometry.queries, 8), geometry.keys, bias=(1, 3, geometry.queries, geometry.keys))
+    maps = torch.cat([exact_maps(*case.inputs(seed), case.scale)[:3] for seed in (0, 1)])
+    naive = naive_row(maps.numpy(), geometry)
+    assert {key: row[key] for key in naive} == pytest.approx(naive, rel=2e-5)
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_readings_by_the_reference_equal_the_tile_pass(name: str) -> None:
+    check_layer(name, "reference")
+
+
+@interpreted
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_interpreted_readings_equal_the_tile_pass(name: str) -> None:
+    check_layer(name, "triton")
+
+
+@interpreted
+def test_interpreted_entries_at_the_threshold_count_in_the_papers_form_only() -> None:
+    """Two of four keys get one half each, and 2/K is one half."""
+    query, key = torch.zeros(1, 1, 4, 16), torch.zeros(1, 1, 4, 16)
+    bias = torch.tensor([0.0, 0.0, -torch.inf, -torch.inf]).expand(1, 1, 4, 4)
+    with backend("triton"):
+        found = statistics(query, key, scale=1.0, bias=bias)
+    numbers = Numbers(*found.numbers)
+    assert numbers.official.item() == 0.0
+    assert numbers.paper.item() == pytest.approx(1.0) and numbers.effective.item() == pytest.approx(2.0)
+
+
+def numbers(row: dict[str, Any]) -> dict[str, float]:
+    return {key: value for key, value in row.items() if isinstance(value, float)}
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["vit_registers", "swin", "pvt_v2"])
+def test_interpreted_diagnosis(name: str) -> None:
+    """A whole model, windows with a relative bias and a mask included, or keys fewer than queries."""
+    model, images = build(name)
+    images, found = images[:1], {}
+    for one in ("chunked", "triton"):
+        with backend(one):
+            found[one] = vf.diagnose(model, images, against=images.flip(-1))
+    for row, other in zip(found["triton"].rows, found["chunked"].rows, strict=True):
+        assert numbers(row) == pytest.approx(numbers(other), rel=1e-4)
+
+
+@pytest.mark.skipif(not has_triton() or interpreting(), reason="Triton is not installed, or this is that process")
+def test_kernels_in_the_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", __file__, "-q", "-k", "interpreted", "-p", "no:cacheprovider", "-n", "0"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, cwd=Path(__file__).parent, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "skipped" not in done.stdout
+
+
+@on_a_gpu
+@by_name
+def test_gpu_kernels(case: Case) -> None:
+    check(case, "cuda")
+
+
+@on_a_gpu
+@pytest.mark.parametrize("side", [14, 28, 32])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gpu_kernels_at_size(side: int, dtype: torch.dtype) -> None:
+    check(Case("", (2, 6, side * side + 1, 64), None, Grids((side, side), (side, side), 1), dtype=dtype), "cuda")
+
+
+@on_a_gpu
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_gpu_readings_equal_the_tile_pass(name: str) -> None:
+    check_layer(name, "auto", "cuda")
+
+
+@on_a_gpu
+def test_gpu_repeats_bit_by_bit_and_waits_for_nothing() -> None:
+    case = Case("", (4, 6, 1025, 64), None, Grids((32, 32), (32, 32), 1), dtype=torch.bfloat16)
+    query, key, _ = case.inputs(device="cuda")
+    one, two = (statistics(query, key, scale=case.scale, grids=case.grids) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+    stream = LayerStream(token_attention=True, against=True)
+    geometry = Geometry(1025, 1025, 1, True, (32, 32), (32, 32))
+    seen = Observation(query=query, key=key, scale=case.scale)
+    stream.observe(seen, geometry)
+    torch.cuda.synchronize()
+    before = torch.cuda.max_memory_allocated()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        stream.observe(seen, geometry)
+        stream.numbers()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.max_memory_allocated() - before < 4 * 6 * 1025 * 1025  # nothing of a map's size
+
+
+@on_a_gpu
+@pytest.mark.parametrize("name", ["vit", "swin"])
+def test_gpu_diagnosis_equals_the_tile_pass(name: str) -> None:
+    model, images = build(name)
+    model, images = model.cuda(), images.cuda()
+    found = {}
+    for one in ("chunked", "triton"):
+        with backend(one):
+            found[one] = vf.diagnose(model, images, against=images.flip(-1))
+    for row, other in zip(found["triton"].rows, found["chunked"].rows, strict=True):
+        assert numbers(row) == pytest.approx(numbers(other), rel=1e-3)

@@ -1,0 +1,414 @@
+"""The report: what it gathers, what it says, and that nothing in it is invented."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from train_tools import tiny
+
+import vitfocus as vf
+from vitfocus.attention.diagnosis import Diagnosis
+from vitfocus.cli import main
+from vitfocus.core.errors import VitfocusError
+from vitfocus.data.shapes.dataset import Shapes, shapes_batch
+from vitfocus.report import card
+from vitfocus.report.cost import measure, multiply_adds
+from vitfocus.report.sections.attends import overfocus_references
+from vitfocus.report.subjects import gather
+from vitfocus.report.verdict import Difference, Row, Value, _contradicted
+from vitfocus.robustness.results import load_scores
+from vitfocus.train import train
+
+SECTIONS = [
+    "What was compared, and on what data",
+    "Who is better, and by how much",
+    "How training went",
+    "Robustness",
+    "What attention does, by depth",
+    "What it costs",
+    "What was treated, and where",
+]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two real, tiny trainings, their evaluation on corruptions in a third folder, and their diagnoses."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name, spec in (("a-treated", "vit_tiny_patch16_224+cbs(layers=[1])+adl"), ("plain", "vit_tiny_patch16_224")):
+        train(tiny(f'model.spec="{spec}"'), out=folder / name)
+    models = {name: vf.load(folder / name / "model") for name in ("plain", "a-treated")}
+    named = {"first": models["plain"], "second": models["a-treated"]}
+    vf.evaluate(named, "cifar10-c", Shapes("val", length=10, size=16), out=folder / "scores", progress=False)
+    images = shapes_batch(range(4), split="val", size=16)[0]
+    for name, model in models.items():
+        vf.diagnose(model, images, "gaussian_noise/3").save(folder / name / "attention")
+    return folder
+
+
+@pytest.fixture
+def copied(runs: Path, tmp_path: Path) -> Callable[..., Path]:
+    """A copy of some of the runs, to be spoilt."""
+
+    def copy(*names: str) -> Path:
+        for name in names:
+            shutil.copytree(runs / name, tmp_path / name)
+        return tmp_path
+
+    return copy
+
+
+def test_a_comparison_answers_in_order(runs: Path, tmp_path: Path) -> None:
+    written = vf.report(runs, out=tmp_path / "page.html")
+    html = written.path.read_text("utf-8")
+    assert re.findall(r"<h2[^>]*>(.*?)</h2>", html) == SECTIONS
+    assert written.models == ["plain", "a-treated"]  # the untreated one is what the other is compared with
+    results = json.loads((runs / "scores" / "results.json").read_text())
+    assert results["fingerprint"]["data"]["digest"][:12] in html
+    assert results["fingerprint"]["models"]["first"]["digest"][:12] in html
+    assert json.loads((runs / "plain" / "results.json").read_text())["data_sha256"]["val"][:12] in html
+    for word in ("nan", "None", "undefined"):
+        assert not re.search(rf"[>\s]{word}[<\s,]", html), word
+
+
+def test_the_page_is_whole_in_itself(runs: Path, tmp_path: Path) -> None:
+    written = vf.report(runs, out=tmp_path / "page.html")
+    html = written.path.read_text("utf-8")
+    assert written.size < 5_000_000 and written.size == written.path.stat().st_size
+    addresses = set(re.findall(r"https?://[^\s\"'<]+", html))
+    assert addresses == {"http://www.w3.org/2000/svg"}  # a namespace, never fetched
+    assert not re.search(r"<(script|img|iframe)[^>]*\ssrc=\"(?!data:)", html) and "<link" not in html
+    assert html.count("<svg") == html.count('data-save="svg"') and html.count("<table") == html.count('data-save="csv"')
+    assert [file.name for file in tmp_path.iterdir()] == ["page.html"]
+
+
+def test_differences_are_those_of_the_images(runs: Path, tmp_path: Path) -> None:
+    """Against the outcomes of single images as they were stored, without the report's own arithmetic."""
+    rows = {row.measure: row for row in vf.report(runs, out=tmp_path / "p.html").rows if row.test == "cifar10-c"}
+    with np.load(runs / "scores" / "samples.npz") as stored:
+        hits = {
+            name: np.stack(
+                [stored[k] for k in stored.files if k.endswith(f"|{name}|top1") and not k.startswith("clean")]
+            )
+            for name in ("first", "second")
+        }
+        clean = {name: stored[f"clean|{name}|top1"] for name in ("first", "second")}
+    assert hits["first"].shape == (75, 10)
+    errors = {name: 100 * (1 - found.mean()) for name, found in hits.items()}
+    row = rows["mean error over the corruptions"]
+    assert row.values["plain"].number == pytest.approx(errors["first"])
+    difference = row.differences["a-treated"]
+    assert difference.paired and difference.number == pytest.approx(errors["second"] - errors["first"])
+    paired = (hits["first"].astype(float) - hits["second"]).mean(axis=0)
+    generator = np.random.default_rng(1)
+    drawn = [100 * paired[generator.integers(0, 10, 10)].mean() for _ in range(4000)]
+    assert difference.interval == pytest.approx(np.quantile(drawn, [0.025, 0.975]), abs=1.0)
+    top1 = rows["clean top-1 accuracy"].differences["a-treated"].number
+    assert top1 == pytest.approx(100 * (clean["second"].mean() - clean["first"].mean()))
+
+
+def test_models_are_known_by_their_weights(runs: Path) -> None:
+    """The evaluation calls them first and second, and lies elsewhere; a diagnosis lies inside its run."""
+    plain, treated = gather([runs / "plain", runs / "scores", runs / "a-treated"])
+    assert (plain.name, treated.name) == ("plain", "a-treated")
+    for subject in (plain, treated):
+        assert len(subject.scores) == len(subject.diagnoses) == 1 and subject.training is not None
+    assert [block["treated"] for block in (treated.card or {})["blocks"]] == [
+        [{"treatment": "adl", "spec": "adl", "place": "attention.map"}],
+        [
+            {"treatment": "cb", "spec": "cbs(layers=[1])", "place": "mlp.end"},
+            {"treatment": "adl", "spec": "adl", "place": "attention.map"},
+        ],
+    ]
+
+
+def test_a_treatment_without_weights_makes_another_model(runs: Path, tmp_path: Path) -> None:
+    """Context Broadcasting adds no tensor: the weights are the same, the model is not."""
+    models = {"plain": vf.load(runs / "plain" / "model"), "cb": vf.treat_(vf.load(runs / "plain" / "model"), "cb")}
+    vf.evaluate(models, "clean", Shapes("val", length=4, size=16), out=tmp_path / "scores", progress=False)
+    subjects = gather([tmp_path / "scores", runs / "plain"])
+    assert [(one.name, one.treatments, one.training is not None) for one in subjects] == [
+        ("plain", [], True),
+        ("cb", ["cb"], False),
+    ]
+    first, second = (one.identity for one in subjects)
+    assert first is not None and second is not None and first.digest == second.digest
+
+
+def test_two_diagnoses_of_one_name_are_two_models(copied: Callable[..., Path]) -> None:
+    folder = copied("plain", "a-treated")
+    subjects = gather([folder / "plain" / "attention", folder / "a-treated" / "attention"])
+    assert len(subjects) == 2 and len({subject.name for subject in subjects}) == 2
+
+
+def test_what_was_not_measured_is_absent(runs: Path, tmp_path: Path) -> None:
+    html = vf.report(runs / "plain" / "attention", out=tmp_path / "p.html").path.read_text("utf-8")
+    assert re.findall(r"<h2[^>]*>(.*?)</h2>", html) == [SECTIONS[0], SECTIONS[4]]
+    clean = json.loads((runs / "plain" / "attention" / "diagnosis.json").read_text())
+    for row in clean["rows"]:
+        row.pop("stability"), row.pop("head_similarity")
+    alone = tmp_path / "clean"
+    alone.mkdir()
+    (alone / "diagnosis.json").write_text(
+        json.dumps({**clean, "against": None, "stability_values": {}, "findings": []})
+    )
+    html = vf.report(alone).path.read_text("utf-8")
+    assert "Entropy by depth" in html and "Stability by depth" not in html and "Head similarity" not in html
+    assert "clean and under" not in html
+
+
+def test_other_protocols_are_shown_and_not_compared(copied: Callable[..., Path]) -> None:
+    folder = copied("plain", "a-treated")
+    for name, seed in (("plain", 0), ("a-treated", 1)):
+        model = vf.load(folder / name / "model")
+        data = Shapes("val", length=6, size=16)
+        vf.evaluate({name: model}, "clean", data, seed=seed, batch_size=6, out=folder / name / "clean", progress=False)
+    results = folder / "a-treated" / "clean" / "results.json"
+    content = json.loads(results.read_text())
+    content["fingerprint"]["data"]["digest"] = "0" * 32
+    results.write_text(json.dumps(content))
+    written = vf.report(folder)
+    rows = [row for row in written.rows if row.test.startswith("clean")]
+    assert rows and not any(row.differences for row in rows)
+    assert "are not compared with each other; they differ in: data.digest" in written.path.read_text("utf-8")
+
+
+def test_more_is_better_for_overlap_and_summaries_alone_are_enough(tmp_path: Path) -> None:
+    """Segmentation under corruptions, of which only results.json was kept: numbers, and no interval is made up."""
+
+    def summary(low: float, high: float) -> dict[str, object]:
+        fog = {"miou": (low + high) / 2, "severities": {"1": high, "2": low}}
+        return {"miou": 70.0, "miou_corrupted": fog["miou"], "cells": {"clean": {"miou": 70.0}, "fog": fog}}
+
+    content = {
+        "suite": "cityscapes-c",
+        "images": 5,
+        "models": {"one": summary(40, 60), "two": summary(30, 65)},
+        "notes": [],
+        "fingerprint": {"suite": "cityscapes-c", "data": {"digest": "d" * 32}, "models": {}},
+    }
+    (tmp_path / "results.json").write_text(json.dumps(content))
+    written = vf.report(tmp_path)
+    row = next(row for row in written.rows if row.measure == "mean mIoU over the corruptions")
+    assert row.differences["two"].number == pytest.approx(-2.5) and row.differences["two"].interval is None
+    html = written.path.read_text("utf-8")
+    fills = {text: fill for fill, text in re.findall(r'fill="rgb\(([\d,]+)\)"/><text[^>]*>([+−][\d.]+)</text>', html)}
+    assert fills == {"+5.0": "146,197,222", "−10.0": "179,88,6"}  # better: towards blue; worst: full orange
+    assert "two is better in 1 of 2 cells" in html
+
+
+def summarised(**models: dict[str, object]) -> dict[str, object]:
+    """The content of a results.json without samples."""
+    fingerprint = {"suite": "imagenet-c", "data": {"digest": "d" * 32}, "models": {}}
+    return {"suite": "imagenet-c", "images": 50, "models": models, "notes": [], "fingerprint": fingerprint}
+
+
+def test_clear_differences_are_called_by_name(tmp_path: Path) -> None:
+    """Every clear difference is said above the table, worse ones and details too; unclear ones are not judged."""
+    generator = np.random.default_rng(0)
+    bad, good = generator.random(400) < 0.3, generator.random(400) < 0.9
+    columns = {"one": {"top1": bad, "top5": good}, "two": {"top1": good, "top5": bad}}
+    models = {
+        name: {"cells": {}, **{key: 100 * float(hits.mean()) for key, hits in found.items()}}
+        for name, found in columns.items()
+    }
+    content = {**summarised(**models), "suite": "clean", "images": 400}  # type: ignore[arg-type]
+    (tmp_path / "results.json").write_text(json.dumps(content))
+    samples = {f"clean|{name}|{key}": hits for name, found in columns.items() for key, hits in found.items()}
+    np.savez(tmp_path / "samples.npz", **samples)
+    written = vf.report(tmp_path)
+    verdicts = {row.measure: row.verdict("two") for row in written.rows}
+    assert verdicts == {"top-1 accuracy": "better", "top-5 accuracy": "worse"}
+    html = written.path.read_text("utf-8")
+    sentences = re.findall(r"<li>(.*?)</li>", html)
+    assert any(s.startswith("clean, top-1 accuracy: two is better than one") for s in sentences)
+    assert any(re.match(r"clean, in detail: against one, two is worse in top-5 accuracy \(−\d", s) for s in sentences)
+    assert re.search(r">−[\d.]+ \[−[\d.]+, −[\d.]+\] worse<", html) and "✓" not in html
+    np.savez(
+        tmp_path / "samples.npz",
+        **{k: bad if "|two|" in k else v for k, v in samples.items()} | {"clean|one|top1": bad, "clean|one|top5": bad},
+    )
+    assert {row.verdict("two") for row in vf.report(tmp_path).rows} == {""}
+
+
+@pytest.mark.parametrize(("mce", "verdict"), [(80.0, ""), (60.0, "better")])
+def test_a_lower_relative_error_is_no_gain_where_the_error_rose(mce: float, verdict: str) -> None:
+    found = {"one": {"relative_mce": 90.0, "mce": 70.0}, "two": {"relative_mce": 85.0, "mce": mce}}
+    values = {name: Value(summary["relative_mce"]) for name, summary in found.items()}
+    row = Row("imagenet-c", "relative mCE", "%", False, values, {"two": Difference(-5.0, (-6.0, -4.0), True)})
+    assert replace(row, unjudged=_contradicted(row, found)).verdict("two") == verdict
+
+
+def test_samples_under_another_name_leave_the_numbers(copied: Callable[..., Path]) -> None:
+    folder = copied("scores") / "scores"
+    results = folder / "results.json"
+    results.write_text(results.read_text().replace('"second"', '"renamed"'))
+    written = vf.report(folder)
+    row = next(row for row in written.rows if row.measure == "mean error over the corruptions")
+    assert set(row.values) == {"first", "renamed"}
+    assert row.differences["renamed"].interval is None and not row.differences["renamed"].paired
+    html = written.path.read_text("utf-8")
+    assert "does not hold every outcome of renamed (it knows first, second)" in html
+    scores = load_scores(folder)
+    with pytest.raises(VitfocusError, match="no outcomes of single images for renamed"):
+        scores.compare("first", "renamed")
+
+
+@pytest.mark.parametrize("size", [64, 112])
+def test_attention_to_all_alike_lies_on_the_dashed_line(size: int) -> None:
+    """5 % of few tokens are no whole number of them: uniform attention must not seem to lie below the line."""
+    model = vf.create_model("vit_tiny_patch16_224", depth=2, img_size=size, embed_dim=48, num_heads=3, num_classes=5)
+    for name, weight in model.named_parameters():
+        if "attn.qkv" in name:
+            weight.data.zero_()
+    diagnosis = vf.diagnose(model, shapes_batch(range(2), size=size)[0])
+    (line,) = overfocus_references({"one": diagnosis, "two": diagnosis})
+    tokens = (size // 16) ** 2 + 1
+    assert line.level == pytest.approx(100 * max(1, round(0.05 * tokens)) / tokens)
+    assert [100 * row["overfocus"] for row in diagnosis.rows] == pytest.approx([line.level] * 2, rel=1e-4)
+    assert f"({line.level:.3g} %)" in line.name
+
+
+def test_models_with_other_numbers_of_tokens_have_lines_of_their_own() -> None:
+    def read(*keys: int) -> Diagnosis:
+        rows = [{"layer": i, "overfocus": 0.5, "entropy_bound": float(np.log(k))} for i, k in enumerate(keys)]
+        return Diagnosis(model="m", images=1, size=(64, 64), against=None, rows=rows)
+
+    one, two = overfocus_references({"vit": read(65, 65), "pvt": read(49, 100)})
+    assert one.name == "vit: all tokens alike (4.62 %)" and one.level == pytest.approx(300 / 65)
+    assert two.name == "pvt: all tokens alike (4.08 to 5 %)" and two.level is None
+    assert [level for _, level in two.points] == pytest.approx([200 / 49, 5.0])
+
+
+def test_strings_cannot_break_out(copied: Callable[..., Path]) -> None:
+    folder = copied("scores")
+    evil = '</script><script>alert("x")</script>'
+    results = folder / "scores" / "results.json"
+    content = results.read_text().replace('"first"', json.dumps(evil))
+    results.write_text(content)
+    with np.load(folder / "scores" / "samples.npz") as stored:
+        columns = {key.replace("|first|", f"|{evil}|"): stored[key] for key in stored.files}
+    np.savez(folder / "scores" / "samples.npz", **columns)
+    html = vf.report(folder / "scores", title="<b>bold</b>").path.read_text("utf-8")
+    assert "alert(&quot;x&quot;)" in html and "<script>alert" not in html and "<b>bold" not in html
+
+
+def test_a_run_that_was_stopped_or_torn_is_read(copied: Callable[..., Path]) -> None:
+    folder = copied("plain") / "plain"
+    (folder / "results.json").unlink()
+    shutil.rmtree(folder / "model")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "st')
+    html = vf.report(folder).path.read_text("utf-8")
+    assert "Training loss" in html and "Not finished: plain" in html and "How good it is" not in html
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda f: None, "There is no folder"),
+        (lambda f: f.mkdir(), "holds nothing to report on: expected results.json"),
+        (lambda f: f.write_text("x"), "is a file; a run is a folder"),
+        (lambda f: (f.mkdir(), (f / "protocol.json").write_text("{}")), "has not measured anything yet"),
+        (
+            lambda f: (f.mkdir(), (f / "diagnosis.json").write_text('{"rows": 1}')),
+            "was not written by vitfocus diagnose",
+        ),
+        (lambda f: (f.mkdir(), (f / "results.json").write_text("{")), "cannot be read"),
+    ],
+)
+def test_folders_without_a_run_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], make: Callable[[Path], object], said: str
+) -> None:
+    make(tmp_path / "run")
+    assert main(["report", str(tmp_path / "run")]) == 2
+    assert said in capsys.readouterr().err and not list(tmp_path.rglob("report.html"))
+
+
+def test_the_command_says_what_it_wrote(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "two.html"
+    assert main(["report", str(runs / "plain"), str(runs / "a-treated"), "--out", str(out), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["models"] == ["plain", "a-treated"] and told["bytes"] == out.stat().st_size
+    row = next(row for row in told["scores"] if row["measure"] == "top-1 accuracy")
+    last = {name: json.loads((runs / name / "results.json").read_text())["last"]["top1"] for name in told["models"]}
+    assert {name: value["number"] for name, value in row["values"].items()} == pytest.approx(
+        {name: 100 * share for name, share in last.items()}
+    )
+
+
+def test_every_command_leaves_a_report(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = str(runs / "plain" / "model")
+    arguments = ["--limit", "3", "--against", "fog/1", "--explore", "--out", str(tmp_path / "d")]
+    assert main(["diagnose", model, *arguments]) == 0
+    data = tmp_path / "data"
+    for index in range(2):
+        (data / str(index)).mkdir(parents=True)
+        picture = shapes_batch([index], size=16)[0][0].permute(1, 2, 0).numpy()
+        __import__("PIL.Image").Image.fromarray(picture).save(data / str(index) / "x.png")
+    names = [f"{index}" for index in range(10)]
+    for name in names[2:]:
+        (data / name).mkdir()
+        shutil.copy(data / "0" / "x.png", data / name / "x.png")
+    assert main(["evaluate", model, "--suite", "clean", "--data", str(data), "--out", str(tmp_path / "e")]) == 0
+    for folder in ("d", "e"):
+        html = (tmp_path / folder / "report.html").read_text("utf-8")
+        assert "What it costs" in html and ">plain<" in html  # the run's name, not the folder "model"
+    assert 'id="explorer-data"' in (tmp_path / "d" / "report.html").read_text("utf-8")
+    joined = gather([tmp_path / "d", tmp_path / "e", runs / "plain"])
+    assert len(joined) == 1 and len(joined[0].diagnoses) == 2 and joined[0].scores  # one set of weights, one model
+
+
+def test_a_report_that_fails_does_not_spoil_the_run(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(card, "write_cards", fail)
+    assert (
+        main(["diagnose", str(runs / "plain" / "model"), "--limit", "2", "--out", str(tmp_path / "d"), "--json"]) == 0
+    )
+    told = capsys.readouterr()
+    assert "The report could not be written: the disk is full" in told.err and json.loads(told.out)["rows"]
+    assert (tmp_path / "d" / "diagnosis.json").is_file()
+
+
+def test_costs_are_counted_and_leave_the_model_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    model = vf.create_model("vit_tiny_patch16_224+tap", depth=2, img_size=64, embed_dim=48, num_heads=3, num_classes=5)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    modes = [module.training for module in model.modules()]
+    random = torch.get_rng_state()
+    cost = measure(model, batch=2)
+    assert capfd.readouterr().err == ""  # torch's profiler has nothing to tell the user
+    assert {"device", "forward_seconds", "step_seconds", "memory_bytes"} <= set(cost) and cost["memory_bytes"] > 0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert modes == [module.training for module in model.modules()] and torch.equal(random, torch.get_rng_state())
+    plain = vf.untreat_(model)
+    n, d = 17, 48
+    block = 3 * n * d * d + 2 * n * n * d + n * d * d + 8 * n * d * d
+    assert multiply_adds(plain) == 16 * d * 3 * 16 * 16 + 2 * block + 5 * d
+
+
+def test_a_model_without_anatomy_has_a_short_card() -> None:
+    made = card.make_card(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 3)))
+    assert made["parameters"] == 39 and "blocks" not in made and "cost" not in made
+
+
+@pytest.mark.slow
+def test_the_demo_ends_with_a_table_and_the_path_of_its_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["demo", "--out", str(tmp_path), "--epochs", "1", "--images", "20"]) == 0
+    told = capsys.readouterr().out
+    assert "clean top-1 accuracy" in told and told.rstrip().endswith(f"report: {tmp_path / 'report.html'}")
+    html = (tmp_path / "report.html").read_text("utf-8")
+    assert re.findall(r"<h2[^>]*>(.*?)</h2>", html) == SECTIONS and 'id="explorer-data"' in html
+    assert len(html) < 5_000_000

@@ -1,0 +1,315 @@
+"""Every table and figure of the papers: it resolves, its models can be built, and they count as the papers say."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import tomllib
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vitfocus.cli import main
+from vitfocus.core.errors import VitfocusError
+from vitfocus.reproduce import SCALES, Item, Row, item_names, load_item
+from vitfocus.reproduce.computed import softmax_surface
+from vitfocus.reproduce.drawing import _DRAWINGS
+from vitfocus.reproduce.items import stands
+from vitfocus.reproduce.measures import MEASURES
+from vitfocus.reproduce.measuring import Value, counted
+from vitfocus.reproduce.planning import Places, Run, plan_row
+from vitfocus.reproduce.run import counted_on, reproduce
+from vitfocus.tasks import find_task
+from vitfocus.treatments.cost import count_cost
+from vitfocus.treatments.save_load import create_model
+
+LISTED = [
+    *(f"cb/figure{n}" for n in ("3", "4", "5", "7a", "7b", "8", "9", "10", "S1")),
+    *(f"cb/table{n}" for n in (*range(1, 12), "4a", "4b", *(f"S{n}" for n in range(1, 7)))),
+    *(f"tap/figure{n}" for n in (1, 3, 4, 5, 6, 7)),
+    *(f"tap/table{n}" for n in range(1, 8)),
+]
+TINY = ["epochs=0.05", "warmup_epochs=0", "train_length=40", "val_length=12", "batch=20"]
+
+
+def rows(kind: str = "model") -> list[tuple[Item, Row]]:
+    return [(item, row) for item in map(load_item, item_names()) for row in item.rows if getattr(row, kind)]
+
+
+def plan(item: Item, row: Row, scale: str, tmp: Path) -> Run | None:
+    return plan_row(item, row, scale, Places(tmp), tmp / "out")
+
+
+def test_every_item_of_both_papers_is_there_and_complete() -> None:
+    assert set(LISTED) <= set(item_names())
+    for item in map(load_item, item_names()):
+        assert item.title
+        if item.parts:
+            assert all(part in item_names() for part in item.parts) and not item.rows
+            continue
+        assert item.rows and item.data and item.measures
+        labels = [row.label for row in item.rows]
+        assert len(set(labels)) == len(labels), f"{item.name} has two rows of one name"
+        assert set(item.measures) <= set(MEASURES) and set(item.figures) <= set(_DRAWINGS)
+        assert item.figures or "figure" not in item.name, f"{item.name} draws nothing"
+        stated = {name for row in item.rows for name in row.paper}
+        assert stated <= set(item.measures), f"{item.name} quotes what it does not measure: {stated}"
+        assert stated or any("no number" in note or "neither its numbers" in note for note in item.notes)
+
+
+def test_every_row_resolves_at_every_scale_it_has(tmp_path: Path) -> None:
+    for item, row in rows():
+        for scale in SCALES:
+            if scale not in stands()[row.model]:
+                continue
+            run = plan(item, row, scale, tmp_path)
+            assert run is not None
+            if run.recipe is not None:
+                find_task(run.recipe.task).check(run.recipe)
+                assert run.recipe.model.spec == run.spec
+                assert scale != "smoke" or run.recipe.data.source == "shapes"
+        trained = any(stand.recipe for stand in stands()[row.model].values())
+        assert not trained or {"smoke", "imagenet"} <= set(stands()[row.model])
+
+
+def within(ours: float, printed: Any) -> bool:
+    """Whether a count is the printed one, rounded or cut to the digits it is printed with."""
+    decimals = len(str(printed).partition(".")[2])
+    return abs(ours - float(printed)) < 10.0**-decimals
+
+
+def test_models_are_built_and_count_as_the_papers_state(tmp_path: Path) -> None:
+    """Exceptions stand in the TOML with their reason; they must be real, and small."""
+    checked = {"parameters": 0, "flops": 0, "flops_added": 0}
+    for item, row in rows():
+        run = plan(item, row, "imagenet", tmp_path)
+        assert run is not None
+        plain = item.baseline(row)
+        before = plan(item, plain, "imagenet", tmp_path) if plain is not None else None
+        for name, printed in row.paper.items():
+            if MEASURES[name].source != "counted" or isinstance(printed, str):
+                continue
+            value = counted(name, *counted_on(item, row, run, before, Places(tmp_path)))
+            assert isinstance(value, Value)
+            met = within(value.number, printed)
+            where = f"{item.name}, {row.label}: {name} is {value.number:.4f}, and the paper states {printed}"
+            if name in row.unmet:
+                assert not met, f"{where}: it is met, so the exception can go"
+                assert math.isclose(value.number, float(printed), rel_tol=0.02), where  # type: ignore[arg-type]
+            else:
+                assert met, where
+            checked[name] += 1
+    assert checked["parameters"] > 50 and checked["flops"] > 45 and checked["flops_added"] == 18
+
+
+def test_small_models_are_built_at_smoke_and_cifar_scale(tmp_path: Path) -> None:
+    from vitfocus.reproduce import counting
+
+    built = set()
+    for item, row in rows():
+        for scale in ("smoke", "cifar100"):
+            run = plan(item, row, scale, tmp_path) if scale in stands()[row.model] else None
+            if run is None or run.digest in built or run.recipe is None or run.recipe.task == "answer":
+                continue
+            built.add(run.digest)
+            if scale == "smoke" or not row.treat:
+                count = counting.parameters(run)
+                assert 1e4 < count < (2e6 if scale == "smoke" and row.model != "mixer-s16" else 2e8)
+    assert len(built) > 100
+
+
+def test_flops_agree_with_arithmetic() -> None:
+    """A ViT's multiply-adds by hand: N·d²·(4 + 2·4) + 2·N²·d a block, the patches, and the classifier."""
+    width, depth, side, patch, classes = 48, 3, 32, 4, 7
+    model = create_model(
+        "vit_tiny_patch16_224", img_size=side, patch_size=patch, embed_dim=width, depth=depth, num_classes=classes
+    )
+    patches = (side // patch) ** 2
+    tokens = patches + 1
+    block = 12 * tokens * width**2 + 2 * tokens**2 * width
+    expected = depth * block + patches * 3 * patch**2 * width + width * classes
+    assert count_cost(model, side).flops == expected
+    assert model.training and next(model.parameters()).device.type == "cpu"
+    hybrid = create_model(
+        "vit_tiny_patch16_224+cb(variant=hybrid,site=both)", img_size=side, patch_size=patch, embed_dim=width, depth=1
+    )
+    plain = create_model("vit_tiny_patch16_224", img_size=side, patch_size=patch, embed_dim=width, depth=1)
+    assert count_cost(hybrid, side).flops - count_cost(plain, side).flops == 2 * 4 * tokens * width
+
+
+def test_one_row_in_two_tables_is_one_run(tmp_path: Path) -> None:
+    first, second = load_item("cb/table5"), load_item("cb/table8")
+    plain = [plan(item, item.rows[index], "smoke", tmp_path) for item, index in ((first, 3), (second, 0))]
+    assert plain[0] and plain[1] and plain[0].folder == plain[1].folder
+    treated = plan(first, first.rows[4], "smoke", tmp_path)
+    assert treated and treated.folder != plain[0].folder
+    changed = plan_row(first, first.rows[3], "smoke", Places(), tmp_path / "out", ["epochs=1"])
+    assert changed and changed.folder != plain[0].folder
+    logged = plan_row(first, first.rows[3], "smoke", Places(), tmp_path / "out", ["log_every=7"])
+    assert logged and logged.folder == plain[0].folder, "how often a run logs does not make it another"
+
+
+def test_an_override_must_be_for_some_row(tmp_path: Path) -> None:
+    """ADL's warm-up is for some rows of a table and does nothing to its others; a power is for none."""
+    reproduce("tap/table2", out=tmp_path, overrides=["adl_warmup_epochs=1"], rows=[7, 8], count_only=True)
+    with pytest.raises(VitfocusError, match=r"model\.spec has none"):
+        reproduce("tap/table2", out=tmp_path, overrides=["adl_warmup_epochs=1"], rows=[7], count_only=True)
+    with pytest.raises(VitfocusError, match=r"schedule\.decay=polynomial"):
+        reproduce("tap/table2", out=tmp_path, overrides=["schedule.power=2"], count_only=True)
+
+
+def test_rows_stand_on_what_is_trained_before_them(tmp_path: Path) -> None:
+    item = load_item("cb/tableS1")
+    student = plan(item, item.rows[0], "smoke", tmp_path)
+    teacher = plan(load_item("cb/table5"), load_item("cb/table5").rows[6], "smoke", tmp_path)
+    assert student and teacher and [run.folder for run in student.before] == [teacher.folder]
+    assert student.recipe and student.recipe.distill.teacher == str(teacher.folder / "model")
+    item = load_item("cb/table7")
+    detector = plan(item, item.rows[1], "imagenet", tmp_path)
+    backbone = plan(load_item("cb/table2"), load_item("cb/table2").rows[2], "imagenet", tmp_path)
+    assert detector and backbone and detector.before[0].folder == backbone.folder
+    assert detector.recipe and detector.recipe.model.weights == str(backbone.folder / "model")
+
+
+def test_a_table_is_run_resumed_and_shared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["reproduce", "cb/table8", *TINY, "--images", "4", "--rows", "1,3", "--out", str(tmp_path), "--json"]
+    assert main(words) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["label"] for row in found["rows"]] == ["ViT-S", "+ CB"]
+    for row in found["rows"]:
+        assert row["scale"] == "smoke" and row["data"].startswith("smoke: Shapes, 32 px, 40 + 12 images")
+        assert 0 <= row["measures"]["fgsm"]["ours"] <= 100 and row["measures"]["imagenet_a"]["ours"] is None
+        saved = json.loads((Path(row["run"]) / "model" / "config.json").read_text())
+        assert saved["spec"].endswith("cb(layers=upper)") == (row["label"] == "+ CB")
+    assert found["rows"][1]["measures"]["fgsm"]["paper"] == 32.3
+    assert found["rows"][1]["measures"]["fgsm"]["images"] == 4
+    assert any("at most 4 images" in note for note in found["notes"])
+    assert any("ImageNet-A has no counterpart" in note for note in found["notes"])
+
+    # A killed run goes on, and what is finished is neither trained nor measured again.
+    runs = [Path(row["run"]) for row in found["rows"]]
+    stamps = {run: (run / "model" / "model.safetensors").stat().st_mtime_ns for run in runs}
+    evaluations = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("evaluations/*/results.json")}
+    assert len(evaluations) == 4
+    shutil.rmtree(runs[1] / "model")
+    (runs[1] / "results.json").unlink()
+    again = reproduce("cb/table8", out=tmp_path, overrides=TINY, images=4, rows=[1, 3])[0]
+    assert (runs[0] / "model" / "model.safetensors").stat().st_mtime_ns == stamps[runs[0]]
+    assert (runs[1] / "model" / "model.safetensors").is_file()
+    assert all(path.stat().st_mtime_ns == stamp for path, stamp in evaluations.items())
+    before = [row["measures"]["occlusion"]["ours"] for row in found["rows"]]
+    assert [row.values["occlusion"].number for row in again.rows] == before
+    lines = [line for line in again.text().splitlines() if "smoke: Shapes" in line]
+    measured = [line for line in lines if line.endswith("measured on 4 images")]
+    assert len(measured) == 4 and all("FGSM" in line or "occluded" in line for line in measured)
+
+    # Another item with the same rows trains nothing, draws, and names the scale in every line.
+    curves = reproduce("cb/figureS1", out=tmp_path, overrides=TINY, images=4)[0]
+    assert [row.run.folder for row in curves.rows if row.run] == runs
+    assert [path.name for path in curves.figures] == ["curves.svg"] and curves.figures[0].stat().st_size > 1000
+    lines = [line for line in curves.text().splitlines() if "loss" in line and "paper" not in line.lower()]
+    assert len(lines) == 4 and all("smoke: Shapes" in line for line in lines)
+
+
+def test_diagnosed_figures_are_drawn(tmp_path: Path) -> None:
+    outcome = reproduce("tap/figure1", out=tmp_path, overrides=TINY, images=2, rows=[2])[0]
+    assert {path.name for path in outcome.figures} == {"maps.png", "stability.svg"}, outcome.absent
+    assert 0 < outcome.rows[0].values["stability"].number <= 1.001
+    assert (
+        json.loads((tmp_path / "smoke" / "items" / "tap-figure1" / "outcome.json").read_text())["item"] == "tap/figure1"
+    )
+
+
+def test_a_distilled_row_trains_its_teacher_first(tmp_path: Path) -> None:
+    outcome = reproduce("cb/tableS1", out=tmp_path, overrides=TINY, images=2, rows=[1])[0]
+    run = outcome.rows[0].run
+    assert run is not None and 0 <= outcome.rows[0].values["top1"].number <= 100
+    assert (run.before[0].folder / "model" / "model.safetensors").is_file()
+    losses = list(map(json.loads, (run.folder / "metrics.jsonl").read_text().splitlines()))
+    assert any("distill" in key for row in losses for key in row), losses[0]
+
+
+def test_tasks_run_too(tmp_path: Path) -> None:
+    """A segmenter measured under noise; a detector's and an answerer's runs are their own tests' business."""
+    short = ["schedule.epochs=0.05", "warmup_epochs=0", "train_length=20", "val_length=6", "batch=10"]
+    outcome = reproduce("cb/table9", out=tmp_path, overrides=short, images=2, rows=[2])[0]
+    values = outcome.rows[0].values
+    assert set(values) == set(outcome.item.measures), outcome.absent
+    assert values["noise_shot"].interval is not None and values["noise_blur1"].interval is None
+    assert "40.22 ± 0.15" not in outcome.text() and "41.09 ± 0.09" in outcome.text()
+
+
+def test_the_softmax_surface_is_the_closed_form(tmp_path: Path) -> None:
+    axis, output, steepness = softmax_surface(points=21)
+    assert torch.allclose(output, torch.sigmoid(axis[:, None] - axis[None, :]))
+    assert torch.allclose(steepness, 2 * output * (1 - output))
+    outcome = reproduce("cb/figure5", out=tmp_path)[0]
+    assert outcome.rows[0].values["steepest_at"].number == 0
+    assert outcome.figures[0].read_text().startswith("<?xml")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["cb/table4c"], "did you mean 'cb/table4"),
+        (["cb/table5", "--scale", "imagnet"], "did you mean 'imagenet'"),
+        (["cb/table5", "--scale", "imagenet"], "--data imagenet=DIR"),
+        (["cb/table6", "--scale", "cifar100"], "take --scale smoke or --scale imagenet"),
+        (["cb/table5", "--scale", "imagenet", "--data", "/nowhere"], "There is no folder /nowhere"),
+        (["cb/table5", "--scale", "imagenet", "--data", "imagnet-c=/tmp"], "did you mean 'imagenet-c'"),
+        (["cb/table5", "--data", "/tmp"], "reads no --data"),
+        (["cb/table5", "--count", "--images", "4"], "leave one of them out"),
+        (["cb/table5", "--rows", "10"], "has rows 1 to 9"),
+        (["cb/table5", "--rows", "1,b"], "no list of numbers such as 1,3"),
+        (["cb/table5", "epoch=1"], "epochs"),
+    ],
+)
+def test_mistakes_are_answered_in_a_sentence(
+    words: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["reproduce", *words, "--out", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert expected in error and "Traceback" not in error
+
+
+def test_the_list_and_the_count_need_no_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reproduce", "--list"]) == 0
+    listed = capsys.readouterr().out
+    assert all(name in listed for name in LISTED) and "imagenet" in listed
+    words = ["reproduce", "cb/table4", "--scale", "imagenet", "--count", "--json"]
+    assert main([*words, "--out", str(tmp_path / "out")]) == 0
+    parts = json.loads(capsys.readouterr().out)
+    assert [part["item"] for part in parts] == ["cb/table4a", "cb/table4b"]
+    assert all(math.isclose(row["measures"]["flops"]["ours"], 4.6, rel_tol=0.01) for row in parts[0]["rows"])
+    for part in parts:
+        assert all(row["data"] == "imagenet: counted only, 224 px" and row["run"] is None for row in part["rows"])
+        assert any("--count leaves out" in note for note in part["notes"])
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_a_row_adds_is_counted_without_its_baseline_being_picked(tmp_path: Path) -> None:
+    whole = reproduce("cb/table3a", out=tmp_path, count_only=True)[0]
+    alone = reproduce("cb/table3a", out=tmp_path, count_only=True, rows=[3])[0]
+    assert [row.row.label for row in alone.rows] == ["+ CB"] and not alone.absent
+    assert alone.rows[0].values == whole.rows[2].values and alone.rows[0].values["flops_added"].number > 0
+
+
+def test_an_item_that_only_counts_needs_no_data(tmp_path: Path) -> None:
+    outcome = reproduce("cb/table3a", "imagenet", out=tmp_path)[0]
+    assert all(row.where == "imagenet: counted only, 224 px" for row in outcome.rows)
+    assert not list(tmp_path.rglob("model"))
+
+
+def test_a_wrong_toml_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (resources.files("vitfocus") / "recipes" / "cb" / "table4a.toml").read_text()
+    tree = tomllib.loads(text)
+    tree["rows"][1]["modle"] = "vit-s"
+    monkeypatch.setattr("vitfocus.reproduce.items.tomllib.loads", lambda _: tree)
+    load_item.cache_clear()
+    with pytest.raises(VitfocusError, match="row 2 has no key 'modle': did you mean 'model'"):
+        load_item("cb/table4a")
+    load_item.cache_clear()

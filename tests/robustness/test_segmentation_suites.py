@@ -1,0 +1,154 @@
+"""Segmentation under noise: mIoU against a naive count, repeats with intervals, and sentences for bad input."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+from two_processes import run_in_two_processes
+
+import vitfocus as vf
+from vitfocus.data.shapes.dataset import Shapes
+from vitfocus.robustness import load_scores
+from vitfocus.robustness.noise import add_noise
+from vitfocus.robustness.segmentation import mean_iou
+
+
+class Segmenter(nn.Module):
+    """One linear look at each pixel's neighbourhood, at half the size, as decoders give it."""
+
+    def __init__(self, classes: int = 11) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(3, classes, 3, stride=2, padding=1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.conv(images)
+
+
+def naive(model: nn.Module, images: Tensor, masks: Tensor) -> float:
+    mean, std = (torch.tensor(v).view(3, 1, 1) for v in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+    with torch.no_grad():
+        logits = model((images.float() / 255 - mean) / std)
+        logits = nn.functional.interpolate(logits, size=masks.shape[-2:], mode="bilinear")
+    guess, truth = logits.argmax(1).numpy().ravel(), masks.numpy().ravel()
+    guess, truth = guess[truth != 255], truth[truth != 255]
+    scores = []
+    for label in range(11):
+        union = np.sum((guess == label) | (truth == label))
+        if union:
+            scores.append(np.sum((guess == label) & (truth == label)) / union)
+    return 100 * float(np.mean(scores))
+
+
+def test_noise_suite_equals_a_naive_count() -> None:
+    data = Shapes("val", length=6, size=32, task="segment")
+    images = torch.stack([torch.as_tensor(data[i][0]) for i in range(6)])
+    masks = torch.stack([torch.as_tensor(data[i][1]) for i in range(6)])
+    masks[:, :2] = 255
+    model = Segmenter()
+    batches = [(images[:4], masks[:4]), (images[4:], masks[4:])]
+    scores = vf.evaluate(model, "segmentation-noise", batches, seed=3, progress=False)
+    assert scores["miou"] == pytest.approx(naive(model, images, masks), abs=1e-4)
+    shot = scores["shot"]
+    expected = [naive(model, add_noise(images, "shot", seed=3 + r, ids=list(range(6))), masks) for r in range(5)]
+    assert shot["repeats"] == pytest.approx(expected, abs=1e-4)
+    low, high = shot["miou_interval"]
+    assert low < shot["miou"] < high and shot["miou"] == pytest.approx(np.mean(expected), abs=1e-4)
+    assert "miou_interval" not in scores["blur/1"] and scores.images == 6
+    assert "mIoU" in str(scores.table()) and scores.to_dict()["fingerprint"]["data"]["images"] == 6
+
+
+def test_two_models_and_bad_input() -> None:
+    data = Shapes("val", length=4, size=32, task="segment")
+    scores = vf.evaluate({"a": Segmenter(), "b": Segmenter()}, "segmentation-noise", data, progress=False)
+    assert scores["a"]["miou"] == scores["b"]["miou"]
+    for wrong, said in (("a/folder", "no folder"), (iter([]), "not a generator"), ([], "no images")):
+        with pytest.raises(vf.VitfocusError, match=said):
+            vf.evaluate(Segmenter(), "segmentation-noise", wrong, progress=False)
+    with pytest.raises(vf.VitfocusError, match="knows 3 classes"):
+        vf.evaluate(Segmenter(3), "segmentation-noise", data, progress=False)
+    classifier = timm.create_model("vit_tiny_patch16_224", depth=1, img_size=32)
+    with pytest.raises(vf.VitfocusError, match="is a VisionTransformer, and segmentation measures segmenters"):
+        vf.evaluate(classifier, "segmentation", data, progress=False)
+    with pytest.raises(vf.VitfocusError, match="at least 2"):
+        vf.evaluate(Segmenter(), "segmentation-noise", data, repeats=1, progress=False)
+
+
+class Interrupted(Segmenter):
+    """Counts how often it is asked, and gives up when it has answered so often."""
+
+    def __init__(self, answers: int) -> None:
+        super().__init__()
+        self.left = answers
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.left == 0:
+            raise KeyboardInterrupt
+        self.left -= 1
+        return super().forward(images)
+
+
+def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path) -> None:
+    data = Shapes("val", length=12, size=32, task="segment")
+    images = torch.stack([torch.as_tensor(data[i][0]) for i in range(12)])
+    masks = torch.stack([torch.as_tensor(data[i][1]) for i in range(12)])
+    batches = list(zip(images.split(4), masks.split(4), strict=True))
+
+    def run(model: nn.Module, out: str, given: list[tuple[Tensor, Tensor]] = batches, **more: Any) -> vf.Scores:
+        named = {"model": model}
+        return vf.evaluate(named, "segmentation-noise", given, repeats=2, out=tmp_path / out, progress=False, **more)
+
+    counting = Interrupted(1000)
+    whole = run(counting, "whole")
+    calls = 1000 - counting.left
+    for stop in (calls // 3, calls - 2):
+        out = f"stopped-{stop}"
+        with pytest.raises(KeyboardInterrupt):
+            run(Interrupted(stop), out)
+        with pytest.raises(vf.VitfocusError, match="already holds a run"):
+            run(Interrupted(1000), out)
+        with pytest.raises(vf.VitfocusError, match="not what this run began with"):
+            run(Interrupted(1000), out, [(255 - one, mask) for one, mask in batches], resume=True)
+        rest = Interrupted(1000)
+        assert run(rest, out, resume=True).models == whole.models
+        assert 0 < 1000 - rest.left < calls - stop + calls // 3
+        assert run(Interrupted(0), out, resume=True).models == whole.models  # finished: nothing is asked any more
+        with pytest.raises(vf.VitfocusError, match="a finished run on other data"):
+            run(Interrupted(0), out, [(255 - one, mask) for one, mask in batches], resume=True)
+    with pytest.raises(vf.VitfocusError, match="at least 2"):
+        vf.evaluate(Segmenter(), "segmentation-noise", batches, repeats=1, out=tmp_path / "free", progress=False)
+    run(Segmenter(), "free")  # what failed before it began has left nothing in the way
+    with pytest.raises(vf.VitfocusError, match="nothing to resume"):
+        vf.evaluate(Segmenter(), "segmentation-noise", batches, resume=True, progress=False)
+
+
+SCRIPT = """
+import sys
+sys.path.insert(0, {tests!r})
+from test_robustness_segmentation import Segmenter
+import vitfocus as vf
+vf.evaluate(Segmenter(), "segmentation-noise", "shapes", limit=10, batch_size=2, repeats=2, device="cpu", out={out!r},
+            progress=False)
+"""
+
+
+def test_two_processes_take_turns_with_the_batches(tmp_path: Path) -> None:
+    script, out = tmp_path / "script.py", tmp_path / "run"
+    script.write_text(SCRIPT.format(tests=str(Path(__file__).parents[1]), out=str(out)))
+    run_in_two_processes(script)
+    alone = vf.evaluate(
+        Segmenter(), "segmentation-noise", "shapes", limit=10, batch_size=2, repeats=2, device="cpu", progress=False
+    )
+    together = load_scores(out)
+    assert together.models == alone.models and together.images == alone.images == 10
+    assert together.fingerprint["data"] == alone.fingerprint["data"] and not (out / "parts").exists()
+
+
+def test_classes_that_never_occur_do_not_count() -> None:
+    assert mean_iou(torch.tensor([[2, 0, 0], [0, 2, 0], [0, 0, 0]])) == 100

@@ -1,0 +1,359 @@
+"""Visual question answering: the official accuracy, VQAv2's layout, words, and a run from recipe to answers."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import vitfocus as vf
+from vitfocus.data.shapes.dataset import Shapes
+from vitfocus.data.shapes.layouts import write_layout
+from vitfocus.data.vqa.answers import AnswerVocabulary, best_constant, normalise, soft_accuracy, soft_targets
+from vitfocus.data.vqa.batches import Look, fitted_size
+from vitfocus.data.vqa.dataset import QuestionSet, read_vqav2, shapes_questions
+from vitfocus.data.vqa.tokenizer import Words, attach_words, words_of
+from vitfocus.tasks.vqa.model import Answerer, language_alone
+from vitfocus.train import load_recipe, train
+from vitfocus.train.schedule import Plan
+from vitfocus.treatments.spec import split_spec
+
+transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
+
+#: What VQAv2's own evaluation makes of these answers.
+NORMALISED = {
+    "Yes": "yes",
+    " a  dog ": "dog",
+    "the one": "1",
+    "None": "0",
+    "1,000": "1000",
+    "3.5": "3.5",
+    "e.g.": "eg",
+    "black/white": "black white",
+    "black / white": "black white",
+    "it's": "it's",
+    "dont": "don't",
+    "couldnt've": "couldn't've",
+    "somebody'd": "somebodyd",
+    "what?!": "what",
+    "t-shirt": "t shirt",
+    "50%": "50%",
+    "10:30": "10:30",
+    "line\nbreak": "line break",
+    "An apple, a pear": "apple pear",
+    "(left) side": "left side",
+}
+
+
+@pytest.fixture(scope="module")
+def vqav2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Shapes as VQAv2 publishes its data; the pictures are wider than high."""
+    return write_layout(tmp_path_factory.mktemp("vqav2"), "vqav2", 24, val_count=10, size=(32, 48))
+
+
+def overrides(root: Path | None = None, **more: Any) -> list[str]:
+    """A tiny run of the shipped recipe."""
+    chosen: dict[str, Any] = {
+        "data.source": "vqav2" if root else "shapes",
+        "data.root": root or "",
+        "data.train_length": 0 if root else 24,
+        "data.val_length": 0 if root else 10,
+        "data.batch": 8,
+        "schedule.steps": 6,
+        "schedule.warmup_steps": 2,
+        "engine.device": "cpu",
+        "model.arguments.hidden_size": 16,
+        "model.arguments.num_hidden_layers": 2,
+        "model.arguments.num_attention_heads": 2,
+        "model.arguments.intermediate_size": 32,
+    } | {key.replace("__", "."): value for key, value in more.items()}
+    return [f"{key}={value}" for key, value in chosen.items()]
+
+
+@pytest.mark.parametrize(("raw", "expected"), NORMALISED.items())
+def test_answers_are_normalised_as_the_official_evaluation_does(raw: str, expected: str) -> None:
+    assert normalise(raw) == expected
+
+
+def test_the_official_accuracy_equals_leaving_one_person_out_at_a_time() -> None:
+    draw = random.Random(0)
+    for _ in range(300):
+        people = draw.choices(["yes", "no", "2", "3", "maybe"], weights=[5, 3, 1, 1, 1], k=10)
+        answer = draw.choice(["yes", "no", "2", "3", "maybe", "never"])
+        scores = []
+        for left_out in range(10):
+            others = [given for place, given in enumerate(people) if place != left_out]
+            scores.append(min(1, sum(given == answer for given in others) / 3))
+        assert soft_accuracy(answer, people) == pytest.approx(np.mean(scores))
+        assert soft_targets(people, {answer: 7}).get(7, 0.0) == pytest.approx(np.mean(scores))
+
+
+def test_normalisation_counts_unless_everyone_agrees_to_the_letter() -> None:
+    assert soft_accuracy("the 2", ["two"] * 9 + ["2"]) == 1.0
+    assert soft_accuracy("2", ["two"] * 10) == 0.0
+    assert soft_accuracy("two", ["two"] * 10) == 1.0
+
+
+def test_the_vocabulary_holds_the_most_frequent_answers() -> None:
+    agreed = ["yes"] * 5 + ["No."] * 4 + ["two", "2", "a 2"] + ["red"] * 2 + ["rare"]
+    assert AnswerVocabulary.build(agreed).answers == ("yes", "no", "2", "red", "rare")
+    assert AnswerVocabulary.build(agreed, size=3).answers == ("yes", "no", "2")
+    assert AnswerVocabulary.build(agreed, least=3).answers == ("yes", "no", "2")
+    with pytest.raises(vf.VitfocusError, match="99 times or more"):
+        AnswerVocabulary.build(agreed, least=99)
+
+
+def test_what_can_be_had_without_looking() -> None:
+    asked = shapes_questions("val", 60, 32)
+    blind = language_alone(asked.questions)
+    words = {normalise(answer) for question in asked.questions for answer in question.answers}
+    means = {w: np.mean([soft_accuracy(w, question.answers) for question in asked.questions]) for w in words}
+    assert blind["constant_accuracy"] == pytest.approx(max(means.values()))
+    assert means[blind["constant_answer"]] == pytest.approx(max(means.values()))
+    assert blind["constant_accuracy"] < blind["question_type_accuracy"] < 0.6
+    assert best_constant([["a", "b", "b"]])[0] == "b"
+
+
+def test_the_written_layout_reads_as_what_it_was_written_from(vqav2: Path) -> None:
+    for split, count in (("train", 24), ("val", 10)):
+        read, drawn = read_vqav2(vqav2, f"{split}2014"), shapes_questions(split, count, 32)
+        assert len(read.pictures) == count
+        wide = shapes_questions(split, count, (32, 48))
+        for one, other in zip(read.questions, wide.questions, strict=True):
+            assert (one.picture, one.text, one.answers, one.agreed) == (
+                other.picture,
+                other.text,
+                other.answers,
+                other.agreed,
+            )
+            assert (one.answer_type, one.question_type) == (other.answer_type, other.question_type)
+        picture = np.asarray(read.pictures.read(3), np.int64)
+        exact = wide.pictures.read(3).permute(1, 2, 0).numpy().astype(np.int64)
+        assert picture.shape == (32, 48, 3) and np.abs(picture - exact).mean() < 4
+        assert read.digest() != drawn.digest()
+    both = read_vqav2(vqav2, "train2014+val2014")
+    assert len(both.pictures) == 34 and len(both) == 102 and both.questions[-1].picture == 33
+    assert {question.picture for question in both.first(5).questions} == set(range(5))
+
+
+def test_the_folders_of_the_official_tools_are_found(vqav2: Path, tmp_path: Path) -> None:
+    for name, place in (
+        ("*questions.json", "Questions"),
+        ("*annotations.json", "Annotations"),
+        ("val2014", "Images/mscoco"),
+    ):
+        (tmp_path / place).mkdir(parents=True)
+        for file in vqav2.glob(name):
+            (tmp_path / place / file.name).symlink_to(file)
+    assert read_vqav2(tmp_path, "val2014").digest() == read_vqav2(vqav2, "val2014").digest()
+
+
+@pytest.mark.parametrize(
+    ("remove", "said"),
+    [
+        ("v2_OpenEnded_mscoco_val2014_questions.json", "lacks VQAv2's questions of val2014"),
+        ("v2_mscoco_val2014_annotations.json", "lacks VQAv2's annotations of val2014"),
+        (
+            "val2014/COCO_val2014_000000500003.jpg",
+            "lacks 1 of the 10 pictures .* such as COCO_val2014_000000500003.jpg",
+        ),
+        ("val2014", "lacks the COCO pictures of val2014"),
+    ],
+)
+def test_what_is_missing_is_said_before_training(vqav2: Path, tmp_path: Path, remove: str, said: str) -> None:
+    for file in vqav2.rglob("*"):
+        here = file.relative_to(vqav2)
+        if file.is_file() and not str(here).startswith(remove):
+            (tmp_path / here).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / here).symlink_to(file)
+    with pytest.raises(vf.VitfocusError, match=said):
+        train("shapes_answer", out=tmp_path / "run", overrides=overrides(tmp_path))
+    assert not (tmp_path / "run" / "config.toml").exists()
+
+
+def test_files_of_another_kind_are_refused(vqav2: Path, tmp_path: Path) -> None:
+    (tmp_path / "v2_OpenEnded_mscoco_val2014_questions.json").write_text('{"questions": [{"question_id": 1}]}')
+    with pytest.raises(vf.VitfocusError, match="lacks image_id, question"):
+        read_vqav2(tmp_path, "val2014")
+    (tmp_path / "v2_OpenEnded_mscoco_val2014_questions.json").write_text('{"questions": [')
+    with pytest.raises(vf.VitfocusError, match="cannot be read"):
+        read_vqav2(tmp_path, "val2014")
+    with pytest.raises(vf.VitfocusError, match="no data folder"):
+        read_vqav2(tmp_path / "nowhere", "val2014")
+    good = {"question_id": 1, "image_id": 1, "question": "What?"}
+    asked, answered = ("v2_OpenEnded_mscoco_val2014_questions.json", "v2_mscoco_val2014_annotations.json")
+    for question, answers, said in ((None, [{"answer": "a"}], "usable question"), ("What?", ["a"], "usable answers")):
+        (tmp_path / asked).write_text(json.dumps({"questions": [{**good, "question": question}]}))
+        (tmp_path / answered).write_text(json.dumps({"annotations": [{"question_id": 1, "answers": answers}]}))
+        with pytest.raises(vf.VitfocusError, match=said):
+            read_vqav2(tmp_path, "val2014")
+
+
+def test_word_pieces_are_those_of_bert(tmp_path: Path) -> None:
+    """The same vocabulary in BERT's own tokenizer cuts questions alike."""
+    questions = [question.text for question in shapes_questions("train", 40, 32).questions]
+    words = Words.train(questions, size=90)
+    (tmp_path / "vocab.txt").write_text(
+        "\n".join(sorted(words.tokenizer.get_vocab(), key=words.tokenizer.get_vocab().get)), encoding="utf-8"
+    )
+    asked = [*questions[:20], "Is the ZEBRA red, or isn't it?", "Où est l'étoile?", ""]
+    bert = transformers.BertTokenizerFast(str(tmp_path / "vocab.txt"))
+    rows, again = words(asked), Words.read(tmp_path)
+    assert again is not None and torch.equal(again(asked)["input_ids"], rows["input_ids"])
+    expected = bert(asked, padding=True, return_tensors="pt")
+    assert torch.equal(expected["input_ids"], rows["input_ids"])
+    assert torch.equal(expected["attention_mask"], rows["attention_mask"])
+    assert Words.train(questions, size=90).to_json() == words.to_json()
+    assert Words(words.tokenizer, longest=5)(asked)["input_ids"].shape[1] == 5
+
+
+def test_pictures_are_prepared_as_vilt_prepares_them() -> None:
+    processor = transformers.ViltImageProcessor(size={"shortest_edge": 96}, size_divisor=16)
+    look = Look(96, 16, (0.5,) * 3, (0.5,) * 3)
+    draw = np.random.default_rng(0)
+    for height, width in ((60, 80), (200, 90), (64, 300), (96, 96), (31, 47)):
+        picture = Image.fromarray(draw.integers(0, 256, (height // 8 + 1, width // 8 + 1, 3), np.uint8)).resize(
+            (width, height)
+        )
+        theirs = processor(picture, return_tensors="pt")["pixel_values"][0]
+        ours = look.fitted(picture)
+        assert tuple(ours.shape[1:]) == tuple(theirs.shape[1:]) == fitted_size(height, width, 96, 16)
+        assert (ours.float() / 127.5 - 1 - theirs).abs().mean() < 0.02
+
+
+def test_a_treated_run_resumes_loads_and_answers_again(vqav2: Path, tmp_path: Path) -> None:
+    changes = overrides(vqav2, spec="transformers:ViltForQuestionAnswering+cbs(tokens=text)+adl", **{"data.size": 16})
+    recipe = load_recipe("shapes_answer", [*changes, "engine.checkpoint_steps=3", "augment.randaugment=rand-m9-n2"])
+    whole = train(recipe, out=tmp_path / "whole")
+    stopped = tmp_path / "whole" / "checkpoints" / "00000003"
+    resumed = train(recipe, out=tmp_path / "resumed", resume=stopped)
+    assert resumed["model_sha256"] == whole["model_sha256"]
+    assert whole["last"] == resumed["last"] and whole["train_images"] == 72
+
+    model = vf.load(tmp_path / "whole" / "model")
+    assert [str(one) for one in vf.applied(model)] == ["cbs(tokens=text)", "adl"]
+    asked = read_vqav2(vqav2, "val2014")
+    answerer = Answerer(model, size=16)
+    pictures = [asked.pictures.read(question.picture) for question in asked.questions]
+    given = answerer(pictures, [question.text for question in asked.questions])
+    official = np.mean([soft_accuracy(a, question.answers) for a, question in zip(given, asked.questions, strict=True)])
+    assert official == pytest.approx(whole["last"]["accuracy"])
+
+    scores = vf.evaluate(model, "answers", vqav2, out=tmp_path / "scores", progress=False, batch_size=7)
+    assert scores["accuracy"] == pytest.approx(100 * official)
+    shapes = Shapes("val", length=12, size=16, task="answer")
+    drawn = shapes_questions("val", 12, 16)
+    firsts = [next(one for one in drawn.questions if one.picture == item) for item in range(12)]
+    subset = QuestionSet(firsts, drawn.pictures)
+    by_item, by_set = (vf.evaluate(model, "answers", data, progress=False) for data in (shapes, subset))
+    assert by_item["accuracy"] == pytest.approx(by_set["accuracy"]) and by_item.images == 12
+    written = json.loads((tmp_path / "scores" / "answers.json").read_text())
+    assert [one["answer"] for one in written] == given
+    assert [one["question_id"] for one in written] == [question.number for question in asked.questions]
+
+    batch = {"pixel_values": torch.stack([torch.tensor(np.asarray(p)).permute(2, 0, 1) for p in pictures[:4]])}
+    rows = vf.diagnose(model, batch | {"question": [question.text for question in asked.questions[:4]]}).rows
+    assert len(rows) == 2 and all(0 < row["entropy"] <= row["entropy_bound"] for row in rows)
+
+
+def test_a_checkpoint_brings_its_words_and_answers(
+    vqav2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = Words.train(["is there a star", "how many are there"], size=120)
+    config = transformers.ViltConfig(
+        vocab_size=len(words),
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        image_size=32,
+        patch_size=8,
+        max_position_embeddings=20,
+        id2label={0: "no", 1: "yes", 2: "blue"},
+        label2id={"no": 0, "yes": 1, "blue": 2},
+    )
+    torch.manual_seed(3)
+    original = transformers.ViltForQuestionAnswering(config)
+    original.save_pretrained(tmp_path / "vilt")
+    (tmp_path / "vilt" / "tokenizer.json").write_text(words.to_json())
+    changes = [one for one in overrides(vqav2) if not one.startswith("model.arguments")]
+    chosen = [
+        *changes,
+        f"spec=transformers:{tmp_path}/vilt+cbs(tokens=image)",
+        "model.pretrained=true",
+        "model.arguments={}",
+    ]
+    recipe = load_recipe("shapes_answer", [*chosen, "optimiser.head_lr=10", "optimiser.lr=0", "schedule.warmup_lr=0"])
+    results = train(recipe, out=tmp_path / "run")
+    assert (results["answers"], results["words_from"]) == (3, "the checkpoint")
+    said = capsys.readouterr().err
+    assert "brings its own: answer.words=200 is not used" in said and "answer.answers" not in said
+    (tmp_path / "vilt").rename(tmp_path / "moved")  # a saved model stands on its own
+    model: Any = vf.load(tmp_path / "run" / "model")
+    assert model.config.id2label == {0: "no", 1: "yes", 2: "blue"}
+    assert (
+        words_of(model)(["how many are there"])["input_ids"].tolist()
+        == words(["how many are there"])["input_ids"].tolist()
+    )
+    with vf.untreated(model):
+        for name, tensor in original.state_dict().items():
+            assert torch.equal(model.state_dict()[name], tensor), name
+
+
+def test_the_papers_recipes() -> None:
+    """Table 10's four models: ViLT's own fine-tuning, and one value a channel and layer more."""
+    with torch.device("meta"):
+        model = transformers.ViltForQuestionAnswering(transformers.ViltConfig(num_labels=3129))
+    plain = sum(parameter.numel() for parameter in model.parameters())
+    groups = {"": None, "_cbs_image": "image", "_cbs_text": "text", "_cbs_both": "all"}
+    for name, tokens in groups.items():
+        recipe = load_recipe(f"vilt_vqav2{name}")
+        optimiser, schedule = recipe.optimiser, recipe.schedule
+        assert (recipe.data.batch, schedule.epochs, optimiser.lr, optimiser.head_lr) == (256, 10, 1e-4, 10)
+        plan = Plan.of(recipe, 443_757)
+        assert plan.warmup / plan.steps == pytest.approx(0.1, abs=1e-3) and plan.rate(plan.warmup) == 1e-4
+        treatments = split_spec(recipe.model.spec)[1]
+        assert [getattr(one, "tokens", None) for one in treatments] == ([tokens] if tokens else [])
+        vf.treat_(model, *treatments)
+        assert sum(parameter.numel() for parameter in model.parameters()) - plain == (12 * 768 if tokens else 0)
+        vf.untreat_(model)
+    assert AnswerVocabulary.build(map(str, range(5000))).answers[:2] == ("0", "1")
+    assert len(AnswerVocabulary.build(map(str, range(5000)))) == load_recipe("vilt_vqav2").answer.answers == 3129
+
+
+def test_other_models_and_keys_are_refused() -> None:
+    with pytest.raises(vf.VitfocusError, match="task=answer trains ViLT"):
+        train(load_recipe("shapes_answer", [*overrides(), "spec=vit_tiny_patch16_224"]), out="nowhere")
+    with pytest.raises(vf.VitfocusError, match=r"augment\.flip"):
+        train(load_recipe("shapes_answer", [*overrides(), "augment.flip=0.1"]), out="nowhere")
+    with pytest.raises(vf.VitfocusError, match=r"source of questions 'vqa'.*vqav2"):
+        train(load_recipe("shapes_answer", [*overrides(), "data.source=vqa"]), out="nowhere")
+    assert not Path("nowhere").exists()
+
+
+def test_withheld_answers_are_not_scored_but_answered(vqav2: Path, tmp_path: Path) -> None:
+    asked = read_vqav2(vqav2, "val2014")
+    assert asked.annotated
+    bare = QuestionSet([type(one)(one.number, one.picture, one.text) for one in asked.questions], asked.pictures)
+    assert not bare.annotated
+    words = Words.train([question.text for question in asked.questions], size=80)
+    names = {"id2label": {0: "no", 1: "yes"}, "label2id": {"no": 0, "yes": 1}}
+    small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    sizes = {"image_size": 32, "patch_size": 16, "vocab_size": len(words)}
+    model = vf.create_model("transformers:ViltForQuestionAnswering", **names, **small, **sizes)
+    with pytest.raises(vf.VitfocusError, match=r"tokenizer\.json or vocab\.txt"):
+        vf.evaluate(model, "answers", asked, progress=False)
+    attach_words(model, words)
+    with pytest.raises(vf.VitfocusError, match="withheld"):
+        vf.evaluate(model, "answers", bare, progress=False)
+    scores = vf.evaluate(model, "answers", bare, out=tmp_path, progress=False)
+    assert "accuracy" not in scores.models[next(iter(scores.models))]
+    assert "withheld" in str(scores.table())
+    written = json.loads((tmp_path / "answers.json").read_text())
+    assert [one["question_id"] for one in written] == [one.number for one in bare.questions]

@@ -1,0 +1,240 @@
+"""Never lose a run: kills, signals, damage, full disks, NaN and changed recipes."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from train_tools import AUGMENTED, KILL_AT, rows, start, tiny
+
+import vitfocus as vf
+from vitfocus.core.errors import VitfocusError
+from vitfocus.train import checkpoint
+from vitfocus.train.run import train
+from vitfocus.treatments import save_load as store
+
+EVERYTHING = [
+    "spec=vit_tiny_patch16_224+cbs+tap+adl(threshold=0.5)",
+    "drop_path=0.2",
+    "ema=0.9",
+    "accumulate=2",
+    "clip=1.0",
+    *AUGMENTED,
+]
+
+KILL_IN_CHECKPOINT = """
+import os, signal
+import vitfocus.train.checkpoint as checkpoint
+def dying(tensors, path):
+    path.write_bytes(b"half")
+    os.kill(os.getpid(), signal.SIGKILL)
+checkpoint.save_file = dying
+"""
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of everything at once that nothing interrupted."""
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    start(folder, *EVERYTHING).results()
+    return folder
+
+
+def test_a_killed_run_ends_bit_for_bit_as_one_that_was_not(whole: Path, tmp_path: Path) -> None:
+    """SIGKILL in the middle of an epoch, between checkpoints and while one is being written."""
+    folder = tmp_path / "killed"
+    for code in (KILL_AT.format(at=5, signal="SIGKILL"), KILL_IN_CHECKPOINT, KILL_AT.format(at=8, signal="SIGKILL")):
+        assert start(folder, *EVERYTHING, code=code).wait() == -signal.SIGKILL
+    results = start(folder, *EVERYTHING).results()
+    assert results["finished"] and results["steps"] == 11
+    for name in ("model/model.safetensors", "best/model.safetensors", "checkpoints/00000011/state.safetensors"):
+        one, other = load_file(whole / name), load_file(folder / name)
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[key], other[key]) for key in one), name
+    without_speed = [{k: v for k, v in row.items() if k != "images_per_second"} for row in rows(folder)]
+    assert without_speed == [{k: v for k, v in row.items() if k != "images_per_second"} for row in rows(whole)]
+    assert rows(folder, "eval") == rows(whole, "eval")
+    assert all(row["loss"] == pytest.approx(row["ce"] + row["adl"]) for row in rows(folder))
+    vf.load(folder / "model")
+
+
+def test_sigterm_checkpoints_and_exits_cleanly(tmp_path: Path) -> None:
+    results = start(tmp_path, code=KILL_AT.format(at=4, signal="SIGTERM")).results()
+    assert not results["finished"] and results["steps"] == 5 and not (tmp_path / "model").exists()
+    assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["00000003", "00000005"]
+    elsewhere = train(tiny(), tmp_path / "elsewhere", resume=tmp_path / "checkpoints" / "00000003")
+    results = train(tiny(), tmp_path, resume="auto")
+    assert results["finished"] and results["model_sha256"] == elsewhere["model_sha256"]
+
+
+def test_a_damaged_checkpoint_is_noticed_and_the_one_before_is_used(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    expected = train(tiny(), tmp_path / "a")
+    start(tmp_path / "b", code=KILL_AT.format(at=7, signal="SIGTERM")).results()
+    newest = tmp_path / "b" / "checkpoints" / "00000008" / "state.safetensors"
+    content = bytearray(newest.read_bytes())
+    content[-5] ^= 1
+    newest.write_bytes(content)
+    results = train(tiny(), tmp_path / "b", resume="auto")
+    said = capfd.readouterr().err
+    assert "00000008 is damaged" in said and "Going on from step 6" in said
+    assert results["model_sha256"] == expected["model_sha256"]
+    assert train(tiny(), tmp_path / "b", resume="auto") == json.loads((tmp_path / "b" / "results.json").read_text())
+
+
+def test_half_a_checkpoint_does_not_count(tmp_path: Path) -> None:
+    kept = checkpoint.Checkpoints(tmp_path)
+    record = {"best": {}, "last": {}, "seconds": 0.0, "window": [], "window_steps": 0}
+    rest = {"recipe": "", "images": 1, "record": record, "scaler": {}, "optimiser": {"groups": [], "scalars": {}}}
+    kept.write(checkpoint.State(1, {"a": torch.ones(3)}, rest))
+    for key in rest:
+        folder = checkpoint.Checkpoints(tmp_path / key).write(
+            checkpoint.State(2, {}, {other: value for other, value in rest.items() if other != key})
+        )
+        with pytest.raises(VitfocusError, match=f'state.json was not written.*lacks "{key}"'):
+            checkpoint.read_checkpoint(folder)
+    for name, files in ((".00000002.new", ("state.safetensors",)), ("00000003", ("state.json",)), ("00000004", ())):
+        (tmp_path / name).mkdir()
+        for file in files:
+            (tmp_path / name / file).write_text("{")
+    said: list[str] = []
+    state = kept.newest(said.append)
+    assert state is not None and state.step == 1 and len(said) == 2
+
+
+def test_a_full_disk_is_reported_and_destroys_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    written = []
+
+    def fill(tensors: Any, path: Path) -> None:
+        if len(written) == 1:
+            path.write_bytes(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written.append(path)
+        real(tensors, path)
+
+    real = checkpoint.save_file
+    monkeypatch.setattr(checkpoint, "save_file", fill)
+    with pytest.raises(VitfocusError, match=r"No space left.*of step 3, is untouched"):
+        train(tiny(), tmp_path)
+    assert "The run goes on" in capfd.readouterr().err
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["00000003"]
+    monkeypatch.undo()
+    assert train(tiny(), tmp_path, resume="auto")["finished"]
+
+
+def test_a_real_write_error_leaves_the_last_checkpoint(tmp_path: Path) -> None:
+    """The kernel refuses a file above 100 kB, as a full disk would, from the second checkpoint on."""
+    limit = """
+import resource
+import vitfocus.train.checkpoint as checkpoint
+write = checkpoint.Checkpoints.write
+def limited(self, state):
+    if state.step > 3:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+    return write(self, state)
+checkpoint.Checkpoints.write = limited
+"""
+    process = start(tmp_path, code=limit)
+    assert process.wait() == 1
+    assert "refused: The checkpoint of step 11 cannot be written" in process.error
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["00000003"]
+
+
+def test_a_disk_too_full_for_the_best_model_or_a_row_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    full = {"now": True}
+
+    def fill(*arguments: Any, **options: Any) -> None:
+        if full["now"]:
+            raise SafetensorError("I/O error: No space left on device")
+        save(*arguments, **options)
+
+    def opened(path: Path, mode: str = "r", *arguments: Any, **options: Any) -> Any:
+        if path.name == "metrics.jsonl" and mode == "ab" and full["now"]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real_open(path, mode, *arguments, **options)
+
+    save, real_open = store.save_file, Path.open
+    monkeypatch.setattr(store, "save_file", fill)
+    monkeypatch.setattr(Path, "open", opened)
+
+    def free(step: int) -> None:
+        full["now"] = step < 8
+
+    recipe = tiny("evaluate_steps=2")
+    assert train(recipe, tmp_path / "full", before_step=free)["finished"]
+    assert "The best model so far cannot be saved" in capfd.readouterr().err
+    monkeypatch.undo()
+    train(recipe, tmp_path / "empty")
+    for name in ("model/model.safetensors", "metrics.jsonl"):
+        one, two = ((tmp_path / run / name).read_bytes() for run in ("full", "empty"))
+        assert one == two if name.startswith("model") else one.count(b"\n") == two.count(b"\n")
+
+
+def test_a_damaged_row_of_metrics_does_not_keep_a_run_from_going_on(tmp_path: Path) -> None:
+    recipe = tiny()
+    whole = train(recipe, tmp_path / "whole")
+
+    def stop(step: int) -> None:
+        if step == 7:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(recipe, tmp_path / "run", before_step=stop)
+    file = tmp_path / "run" / "metrics.jsonl"
+    first, rest = file.read_bytes().split(b"\n", 1)
+    file.write_bytes(first + b'\n\x00\xff{"st\n' + rest + b'{"kind": "tr')
+    assert train(recipe, tmp_path / "run", resume="auto")["model_sha256"] == whole["model_sha256"]
+    steps = [[json.loads(line)["step"] for line in (tmp_path / run / file.name).open()] for run in ("whole", "run")]
+    assert steps[0] == steps[1]
+
+
+def test_a_finished_run_without_its_checkpoints_is_not_trained_again(tmp_path: Path) -> None:
+    recipe = tiny("epochs=0.2", "warmup_epochs=0.1")
+    results = train(recipe, tmp_path)
+    shutil.rmtree(tmp_path / "checkpoints")
+    before = (tmp_path / "model" / "model.safetensors").stat().st_mtime_ns
+    assert train(recipe, tmp_path, resume="auto") == json.loads(json.dumps(results))
+    with pytest.raises(VitfocusError, match=r"engine\.seed: 0 -> 1"):
+        train(tiny("epochs=0.2", "warmup_epochs=0.1", "seed=1"), tmp_path, resume="auto")
+    assert (tmp_path / "model" / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_nan_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:
+    recipe = tiny("lr=1e30", "warmup_lr=1e-6", "checkpoint_steps=1", "warmup_epochs=1")
+    with pytest.raises(VitfocusError, match=r"broke down by step \d+ \(.*last good checkpoint is .*checkpoints"):
+        train(recipe, tmp_path)
+    state = checkpoint.Checkpoints(tmp_path / "checkpoints").newest()
+    assert state is not None and all(value.isfinite().all() for value in state.tensors.values())
+
+
+def test_a_changed_recipe_is_refused_with_the_difference(tmp_path: Path) -> None:
+    recipe = tiny("epochs=0.2", "warmup_epochs=0.1")
+    train(recipe, tmp_path)
+    with pytest.raises(VitfocusError, match="holds a run already"):
+        train(recipe, tmp_path)
+    changed = dataclasses.replace(recipe, optimiser=dataclasses.replace(recipe.optimiser, lr=0.5))
+    with pytest.raises(VitfocusError, match=r"optimiser\.lr: 0\.001 -> 0\.5"):
+        train(changed, tmp_path, resume="auto")
+    state = checkpoint.Checkpoints(tmp_path / "checkpoints").newest()
+    assert state is not None
+    checkpoint.Checkpoints(tmp_path / "other" / "checkpoints").write(
+        dataclasses.replace(state, rest={**state.rest, "images": 7})
+    )
+    with pytest.raises(VitfocusError, match="began with 7 training images and there are 88 now"):
+        train(recipe, tmp_path / "other", resume="auto")
+    harmless = dataclasses.replace(recipe, engine=dataclasses.replace(recipe.engine, log_every=7))
+    assert train(harmless, tmp_path, resume="auto")["finished"]
