@@ -50,7 +50,7 @@ class RecordedStep:
             or accelerator.num_processes > 1
             or accelerator.scaler is not None
             or recipe.engine.accumulate > 1
-            or not all(group.get("fused") for group in groups)
+            or not all(group.get("fused") or "capturable" in group for group in groups)
         ):
             return None
         return RecordedStep(engine, batches)
