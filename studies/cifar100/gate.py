@@ -1,7 +1,7 @@
 """The gate: find a recipe with which a plain ViT-S/4 reaches the paper's accuracy on CIFAR-100 (74.73 %, Table S4).
 
     python studies/cifar100/gate.py --data DIR pilot [NAME ...]     # candidates, 5,000 training images held out
-    python studies/cifar100/gate.py --data DIR final NAME           # one candidate on all training images, test accuracy
+    python studies/cifar100/gate.py --data DIR final NAME           # one candidate on all training images, and tested
     python studies/cifar100/gate.py table                           # what has been run
 
 Candidates are compared on the plain model alone, by validation accuracy at the end of a complete schedule; the test set
@@ -34,7 +34,7 @@ CANDIDATES: dict[str, tuple[str, ...]] = {
     "muon-2e-3": ("name=muon", "lr=2e-3", "batch=512", "weight_decay=0.05"),
     "muon-4e-3": ("name=muon", "lr=4e-3", "batch=512", "weight_decay=0.05"),
     "muon-2e-3-b256": ("name=muon", "lr=2e-3", "batch=256", "weight_decay=0.05"),
-    "muon-2e-3-wd": ("name=muon", "lr=2e-3", "batch=512", "weight_decay=0.2"),
+    "muon-2e-3-wd": ("name=muon", "lr=2e-3", "batch=512", "weight_decay=0.25"),
 }
 
 

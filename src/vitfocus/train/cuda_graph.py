@@ -35,6 +35,9 @@ class RecordedStep:
         self.graph: torch.cuda.CUDAGraph | None = None
         for group in engine.optimiser.optimizer.param_groups:
             group["capturable"] = True
+            for state in (engine.optimiser.optimizer.state.get(parameter, {}) for parameter in group["params"]):
+                if isinstance(state.get("step"), Tensor):  # a checkpoint puts the count on the CPU for most optimisers
+                    state["step"] = state["step"].to(engine.accelerator.device, torch.float32)
             group["lr"] = torch.tensor(float(group["lr"]), dtype=torch.float32, device=engine.accelerator.device)
 
     @staticmethod
