@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vitfocus.anatomy import insertion_sentence
+from vitfocus.attention.table import COLUMNS, cell
 from vitfocus.core.errors import VitfocusError
-from vitfocus.core.tables import COLUMNS, Table, cell
+from vitfocus.core.tables import Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

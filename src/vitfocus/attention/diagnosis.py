@@ -21,11 +21,12 @@ from vitfocus.attention.scaling_profile import context_scale, scaling_profile
 from vitfocus.attention.session import can_be_read, model_name, pick_blocks, reading
 from vitfocus.attention.stream import LayerStream, geometry_of
 from vitfocus.attention.stream import rows as rows_of
+from vitfocus.attention.table import diagnosis_table
 from vitfocus.attention.text_inputs import text_length, with_text, without_padding
 from vitfocus.core.contents import check_contents
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import write_bytes
-from vitfocus.core.tables import Table, diagnosis_table
+from vitfocus.core.tables import Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

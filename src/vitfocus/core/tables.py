@@ -7,39 +7,15 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
-
-from vitfocus.anatomy import insertion_sentence
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
-
-    from vitfocus.attention.diagnosis import Diagnosis
 
 #: So many columns a line may have: a table is as wide as its cells, since a cut number is no number.
 _WIDTH = 2000
 #: A caption is wrapped at so many columns, or at the table's width where that is more.
 _PROSE = 88
-
-#: Column heading and format of each key, in the order of the table.
-COLUMNS = {
-    "layer": ("layer", "d"),
-    "attention_kind": ("kind", "s"),
-    "entropy": ("entropy", ".2f"),
-    "entropy_bound": ("of max.", ".2f"),
-    "entropy_p15": ("p15", ".2f"),
-    "entropy_p85": ("p85", ".2f"),
-    "entropy_cls": ("class", ".2f"),
-    "distance": ("dist.", ".3f"),
-    "gradient": ("grad.", ".3f"),
-    "overfocus": ("overfocus", ".1%"),
-    "effective_tokens": ("eff. tokens", ".1f"),
-    "head_similarity": ("heads alike", ".2f"),
-    "diversity_official": ("rows alike", ".2f"),
-    "stability": ("stability", ".2f"),
-    "scaling_mean": ("λ mean", "z.3f"),
-    "scaling_ratio": ("λ ratio", ".2f"),
-}
 
 
 @dataclass(frozen=True)
@@ -118,29 +94,3 @@ def counted(number: float, what: str, form: str = ",") -> str:
     ('1 image', '1,200 images', '0.5 epochs')
     """
     return f"{number:{form}} {what}{'' if number == 1 else 's'}"
-
-
-def cell(row: dict[str, Any], key: str) -> str:
-    """One value of a row as text, or a dash where it has no meaning.
-
-    >>> cell({"overfocus": 0.4231}, "overfocus"), cell({}, "distance")
-    ('42.3%', '–')
-    """
-    return format(row[key], COLUMNS[key][1]) if row.get(key) is not None else "–"
-
-
-def diagnosis_table(diagnosis: Diagnosis) -> Table:
-    """A diagnosis as a table: the columns for which any layer has a number."""
-    keys = [key for key in COLUMNS if any(key in row for row in diagnosis.rows)]
-    height, width = diagnosis.size
-    title = f"{diagnosis.model}: {counted(diagnosis.images, 'image')} of {height}x{width}"
-    if diagnosis.against:
-        title += f", against {diagnosis.against}"
-    rows = [[cell(row, key) for key in keys] for row in diagnosis.rows]
-    units = "Entropy in nats; distance in sides of the image, or of the window." if "entropy" in keys else ""
-    return Table(
-        title,
-        [COLUMNS[key][0] for key in keys],
-        rows,
-        " ".join(filter(None, (units, insertion_sentence(diagnosis.inserted)))),
-    )

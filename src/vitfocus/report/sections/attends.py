@@ -10,7 +10,8 @@ from typing import Any
 
 from vitfocus.attention.diagnosis import Diagnosis
 from vitfocus.attention.overfocus import TOP, uniform_overfocus
-from vitfocus.core.tables import COLUMNS, cell, counted
+from vitfocus.attention.table import COLUMNS, cell
+from vitfocus.core.tables import counted
 from vitfocus.report.charts.lines import Line, Reference, line_chart
 from vitfocus.report.page import Cell, Page, minus
 from vitfocus.report.subjects import Subject
