@@ -10,7 +10,7 @@ from typing import Any
 from reporting.gathered import Study
 from reporting.outcomes import at, by_layer
 from vitfocus.attention.overfocus import uniform_overfocus
-from vitfocus.core.tables import COLUMNS
+from vitfocus.attention.table import COLUMNS
 from vitfocus.report.charts.dots import dot_chart
 from vitfocus.report.charts.lines import Line, Reference, line_chart
 from vitfocus.report.page import Cell, Page
