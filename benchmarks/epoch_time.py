@@ -47,7 +47,14 @@ def running(spec: str, batch: int, *keys: str) -> tuple[Any, Any, tempfile.Tempo
     from vitfocus.train import load_recipe
     from vitfocus.train.run import assemble_run
 
-    overrides = ["source=shapes", f"train_length={DRAWN}", "val_length=100", f"batch={batch}", f"spec={spec}"]
+    overrides = [
+        "name=adamw",
+        "source=shapes",
+        f"train_length={DRAWN}",
+        "val_length=100",
+        f"batch={batch}",
+        f"spec={spec}",
+    ]
     recipe = load_recipe("cifar100", [*overrides, "model.arguments.num_classes=100", "checkpoint_minutes=0", *keys])
     folder = tempfile.TemporaryDirectory()
     engine = assemble_run(recipe, folder.name)

@@ -99,7 +99,7 @@ ARMS: dict[str, dict[str, Arm]] = {
 
 #: What every run has in place of the shipped recipe's: few epochs leave nothing for stochastic depth to regularise, and
 #: blocks that are alike are compiled once.
-SHARED = ("drop_path=0", "compile=blocks")
+SHARED = ("name=adamw", "drop_path=0", "compile=blocks")
 _UNMIXED = ("mixup=0", "cutmix=0")
 _LIGHT = "randaugment=rand-m6-mstd0.5-inc1"
 _DEIT = "randaugment=rand-m9-mstd0.5-inc1"

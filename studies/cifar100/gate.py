@@ -29,7 +29,7 @@ PILOT_EPOCHS, FINAL_EPOCHS = 100, 200
 #: Keys that change in the shipped `cifar100` recipe.
 SHARED = ("spec=deit_small_patch16_224", "compile=blocks", "evaluate_every=5", "checkpoint_minutes=1", "keep=1")
 CANDIDATES: dict[str, tuple[str, ...]] = {
-    "adamw-b256": ("lr=5e-4", "batch=256", "clip=1", "weight_decay=0.05"),
+    "adamw-b256": ("name=adamw", "lr=5e-4", "batch=256", "clip=1", "weight_decay=0.05"),
     "muon-1e-3": ("name=muon", "lr=1e-3", "batch=512", "weight_decay=0.05"),
     "muon-2e-3": ("name=muon", "lr=2e-3", "batch=512", "weight_decay=0.05"),
     "muon-4e-3": ("name=muon", "lr=4e-3", "batch=512", "weight_decay=0.05"),
