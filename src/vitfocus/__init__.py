@@ -1,6 +1,6 @@
-"""Shows where a vision transformer looks, mends it, and proves the difference.
+"""vitfocus shows where a vision transformer looks, fixes it, and proves the difference.
 
-The public verbs are loaded when first used, so that `import vitfocus` and `vitfocus --help` are quick.
+The public functions and classes are imported on first use, which keeps `import vitfocus` and `vitfocus --help` fast.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ __all__ = [
 
 
 class _Package(ModuleType):
-    """Importing the room `vitfocus.anatomy` must not hide the verb `vitfocus.anatomy(model)`."""
+    """Importing the package `vitfocus.anatomy` must not hide the function `vitfocus.anatomy(model)`."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not (name in _HOME_OF and isinstance(value, ModuleType)):

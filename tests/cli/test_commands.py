@@ -22,7 +22,7 @@ from vitfocus.treatments import save_load as store
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out
-    assert all(f"  {name}" in shown for name in COMMANDS)
+    assert all(f"  {name}" in shown for name in COMMANDS) and "vitfocus --version" in shown
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.strip() == f"vitfocus {__version__}"
 
@@ -60,15 +60,15 @@ def test_json_is_all_that_is_printed(
     ("words", "said"),
     [
         (["modles"], "did you mean 'models'?"),
-        (["models", "no-such-family"], "no family or model matches"),
+        (["models", "no-such-family"], "No family or model matches"),
         (["models", "--nmaes"], "did you mean '--names'?"),
         (["bench", "--rounds", "many"], "invalid int value: 'many'"),
         (["report"], "the following arguments are required: RUN"),
         (["report", "run", "--bogus"], "has no option --bogus: expected one of: --against, --explore"),
         (["report", "run", "--limt=3"], "has no option --limt: did you mean '--limit'?"),
-        (["report", "run", "--limit", "3"], "--limit is about the attention explorer"),
-        (["report", "run", "--images", "photos"], "--images is about the attention explorer"),
-        (["report", "run", "--against", "fog/1"], "--against is about the attention explorer"),
+        (["report", "run", "--limit", "3"], "--limit is only used with the attention explorer"),
+        (["report", "run", "--images", "photos"], "--images is only used with the attention explorer"),
+        (["report", "run", "--against", "fog/1"], "--against is only used with the attention explorer"),
         (["diagnose", "vit_tiny_patch16_242"], "did you mean 'vit_tiny_patch16_224'?"),
         (["diagnose", "vit_tiny_patch16_224", "--treat", "tpa"], "did you mean 'tap'?"),
         (["diagnose", "vit_tiny_patch16_224", "--device", "gpu"], "There is no device 'gpu'"),
@@ -78,10 +78,10 @@ def test_json_is_all_that_is_printed(
         (["diagnose", "rvt_tiny", "--pretrained"], "cannot start from pretrained weights"),
         (["diagnose", ".", "--pretrained"], "leave --pretrained out"),
         (["train", "--resume", "auto", "--out", "run"], "vitfocus train run/config.toml --out run"),
-        (["reproduce", "--count"], "Which table or figure?"),
-        (["evaluate", "--force"], "--force is about --compare"),
-        (["evaluate", "--compare", "a", "b", "--no-resize"], "has no use for --no-resize"),
-        (["evaluate", "a_model", "--compare", "a", "b"], "has no use for a MODEL"),
+        (["reproduce", "--count"], "The table or figure is missing"),
+        (["evaluate", "--force"], "--force is only used with --compare"),
+        (["evaluate", "--compare", "a", "b", "--no-resize"], "does not use --no-resize"),
+        (["evaluate", "a_model", "--compare", "a", "b"], "does not use a MODEL"),
         (["evaluate", ".", "--suite", "clean", "--data", "shapes:2", "--pretrained"], "leave --pretrained out"),
     ],
 )
@@ -108,6 +108,14 @@ def test_pretrained_asks_the_library_for_weights(
             assert main([*words, "vit_tiny_patch16_224+cb", "--limit", "1", *flags]) == 0
             assert asked.pop() == ("vit_tiny_patch16_224+cb", not said)
             assert ("random weights" in capsys.readouterr().err) == said
+
+
+def test_the_list_of_suites_is_aligned(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", "--suite", "list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    names = [line.split("  ")[0] for line in lines]
+    start = max(map(len, names)) + 2
+    assert len(lines) > 15 and all(line[start - 2 : start] == "  " and line[start] != " " for line in lines)
 
 
 def test_an_unknown_model_is_told_every_family(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Shell completion, asked of the shells themselves; and its lists beside the registries they repeat."""
+"""Shell completion: the generated scripts, run by the shells that are installed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from vitfocus.cli import COMMANDS, main
-from vitfocus.cli.completion import CORRUPTIONS, SHELLS, TREATMENTS, known_commands, recipes, suites
+from vitfocus.cli.completion import SHELLS
 
 
 def script(shell: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> Path:
@@ -22,25 +22,15 @@ def script(shell: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> Path
     return file
 
 
-def test_the_lists_are_the_registries() -> None:
-    from vitfocus.corruptions import CORRUPTIONS as COMMON
-    from vitfocus.corruptions import EXTRA_CORRUPTIONS
-    from vitfocus.robustness import SUITES
-    from vitfocus.train.recipe import shipped_recipes
-    from vitfocus.treatments.base import TREATMENTS as HANDLED
-
-    assert set(suites()) == set(SUITES)
-    assert set(CORRUPTIONS) == {*COMMON, *EXTRA_CORRUPTIONS}
-    assert set(TREATMENTS) == {*HANDLED, "cbs"}
-    assert {name for name in recipes() if "/" not in name} == set(shipped_recipes())
-
-
 def test_every_option_of_every_command_is_known(capsys: pytest.CaptureFixture[str]) -> None:
-    assert [command.name for command in known_commands()] == list(COMMANDS)
     assert main(["completion", "bash", "--json"]) == 0
     commands = json.loads(capsys.readouterr().out)["commands"]
+    assert list(commands) == list(COMMANDS)
     assert all("--json" in command["options"] and "--help" in command["options"] for command in commands.values())
-    assert "shapes" in commands["train"]["words"] and "imagenet-c" in commands["evaluate"]["options"]["--suite"]
+    assert "shapes" in commands["train"]["words"] and "cb/table4a" in commands["reproduce"]["words"]
+    options = commands["evaluate"]["options"]
+    assert {"imagenet-c", "list"} <= set(options["--suite"]) and "fog" in options["--corruptions"]
+    assert {"cb", "cbs", "tap", "adl"} <= set(options["--treat"])
 
 
 CASES = [
@@ -49,15 +39,25 @@ CASES = [
     ("vitfocus diagnose m --agai", {"--against"}),
     ("vitfocus diagnose m --against gaussian_noise/", {f"gaussian_noise/{severity}" for severity in range(1, 6)}),
     ("vitfocus train deit_ti_cb", {"deit_ti_cb", "deit_ti_cbs"}),
+    ("vitfocus train shapes epochs=1 --resu", {"--resume"}),
+    ("vitfocus diagnose m --treat tap --weights we", {"weights.pt"}),
+    ("vitfocus train mine", {"mine.toml"}),
     ("vitfocus completion z", {"zsh"}),
 ]
 
 
+def files(folder: Path, shell: str, capsys: pytest.CaptureFixture[str]) -> Path:
+    """The script, beside files that can be completed."""
+    for name in ("weights.pt", "mine.toml"):
+        (folder / name).touch()
+    return script(shell, folder, capsys)
+
+
 def test_bash_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = script("bash", tmp_path, capsys)
+    file = files(tmp_path, "bash", capsys)
     for typed, expected in CASES:
         words = typed.split(" ")
-        ask = f"source {file}; COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; _vitfocus; "
+        ask = f"source {file}; COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; _shtab_vitfocus; "
         answer = subprocess.run(
             ["bash", "-c", ask + 'printf "%s\\n" "${COMPREPLY[@]}"'], cwd=tmp_path, capture_output=True, text=True
         )
@@ -65,7 +65,7 @@ def test_bash_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_fish_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = script("fish", tmp_path, capsys)
+    file = files(tmp_path, "fish", capsys)
     for typed, expected in CASES:
         answer = subprocess.run(
             ["fish", "--no-config", "-c", f"source {file}; complete -C '{typed}'"],
@@ -74,6 +74,13 @@ def test_fish_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
             text=True,
         )
         assert {line.split("\t")[0] for line in answer.stdout.splitlines()} == expected, (typed, answer.stderr)
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_script_is_written_for_every_shell(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert all(name in script for name in (*COMMANDS, "imagenet-c", "shapes", "tap"))
 
 
 @pytest.mark.parametrize("shell", SHELLS)

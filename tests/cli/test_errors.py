@@ -148,7 +148,7 @@ def test_ctrl_c_in_the_middle_of_an_evaluation(tmp_path: Path) -> None:
     finally:
         run.kill()
     assert run.returncode == 130, said
-    assert "Traceback" not in said and "--resume goes on" in said
+    assert "Traceback" not in said and "use --resume" in said
     assert "protocol.json" in readable(out) and not (out / "results.json").exists()
 
 

@@ -1,6 +1,7 @@
-"""The command line: one file a command, loaded only when it is asked for.
+"""The command line: one file per command, imported only when the command is used.
 
-Exit codes: 0 done, 1 an unexpected failure (with its traceback), 2 bad input (one sentence on stderr), 130 interrupted.
+Exit codes: 0 success, 1 unexpected failure (with a traceback), 2 invalid input (one sentence on stderr), 130
+interrupted.
 """
 
 from __future__ import annotations
@@ -19,56 +20,57 @@ from typing import NoReturn
 from vitfocus import __version__
 from vitfocus.core.errors import VitfocusError, VitfocusWarning, nearest
 
-#: The commands by what one wants: to look, to mend, to prove, and the rest.
+#: The commands, grouped by purpose.
 GROUPS = {
     "Look": {
-        "diagnose": "show what a model's attention does, layer by layer",
-        "report": "one page to look at: runs compared, figures, the attention explorer",
+        "diagnose": "measure what each attention layer of a model does",
+        "report": "write one HTML page that compares runs, with figures and the attention explorer",
     },
-    "Mend": {
-        "models": "list the families and which treatment each can take",
-        "train": "train or fine-tune a model by a recipe",
+    "Treat": {
+        "models": "list the supported model families and the treatments each one accepts",
+        "train": "train or fine-tune a model from a recipe",
     },
-    "Prove": {
+    "Evaluate": {
         "evaluate": "measure accuracy and robustness on a standard suite, or compare two runs",
-        "reproduce": "run a table or figure of the papers, their numbers beside ours",
-        "bench": "measure what each treatment costs in time and memory",
+        "reproduce": "run a table or figure of the papers and print the papers' numbers beside ours",
+        "bench": "measure the time and memory that each treatment costs",
     },
-    "Begin": {
-        "demo": "train, diagnose and evaluate a plain and a treated model on embedded data",
-        "completion": "print the completion script of bash, zsh or fish",
+    "Get started": {
+        "demo": "train, diagnose and evaluate a plain and a treated model on the built-in data",
+        "completion": "print a shell completion script for bash, zsh, fish or tcsh",
     },
 }
 COMMANDS = {name: text for group in GROUPS.values() for name, text in group.items()}
 
-_HELP = """vitfocus shows where a vision transformer looks, mends it, and proves the difference.
+_HELP = """vitfocus shows where a vision transformer looks, fixes it, and proves the difference.
 
 usage: vitfocus COMMAND [options]
+       vitfocus --version
 
 {commands}
 
-`vitfocus COMMAND --help` explains a command; every command takes --json. `vitfocus demo` is a good first one.
-Exit codes: 0 done, 1 unexpected failure, 2 bad input, 130 interrupted.
+Run `vitfocus COMMAND --help` for the options of a command. Every command accepts --json. To start: `vitfocus demo`.
+Exit codes: 0 success, 1 unexpected failure, 2 invalid input, 130 interrupted.
 """
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that says what is wrong in one sentence, with the nearest option, instead of its usage."""
+    """An argument parser whose errors are one sentence with the nearest option, without the usage."""
 
     def error(self, message: str) -> NoReturn:
-        """Refuse the words given."""
+        """Raise a VitfocusError instead of printing the usage and exiting."""
         what, _, words = message.partition("unrecognized arguments: ")
         unknown = words.split(" ")[0].partition("=")[0]
         if not what and unknown.startswith("-"):
             flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
             raise VitfocusError(f"{self.prog} has no option {unknown}: {nearest(unknown, flags, prefix='--')}")
-        raise VitfocusError(f"{message}; `{self.prog} --help` explains.")
+        raise VitfocusError(f"{message}; see `{self.prog} --help`.")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # names hold any bytes, and terminals not every character
+    if isinstance(sys.stdout, io.TextIOWrapper):  # not every terminal can print every file name
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with warnings.catch_warnings():
@@ -93,9 +95,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+def load_command(command: str) -> ModuleType:
+    """The module of a command."""
+    return importlib.import_module(f"vitfocus.cli.{command}")
+
+
 def build_parser(command: str) -> tuple[argparse.ArgumentParser, ModuleType]:
-    """A command's parser, and the module that carries it out."""
-    module = importlib.import_module(f"vitfocus.cli.{command}")
+    """The parser of a command, and the module that runs it."""
+    module = load_command(command)
     parser = Parser(prog=f"vitfocus {command}", description=_sentence(COMMANDS[command]))
     module.add_arguments(parser)
     return parser, module
@@ -112,7 +119,7 @@ def _run(words: list[str]) -> int:
         return 0
     command, *rest = words
     if command not in COMMANDS:
-        return _refuse(f"there is no command {command!r}: {nearest(command, COMMANDS)}")
+        return _refuse(f"There is no command {command!r}: {nearest(command, COMMANDS)}")
     parser, module = build_parser(command)
     return int(module.run(parser.parse_intermixed_args(rest)) or 0)
 

@@ -1,4 +1,4 @@
-"""`vitfocus bench`: what each treatment costs on a model, at a size and batch, in time and memory, on this machine."""
+"""`vitfocus bench`: measure the time and memory that each treatment costs on this machine."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+
+from vitfocus.cli.common import require_positive
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,35 +26,42 @@ PRECISIONS = ("float32", "bfloat16", "float16")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument(
-        "model", nargs="?", default="deit_tiny_patch16_224", help="a spec or a folder (default: deit_tiny_patch16_224)"
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        default="deit_tiny_patch16_224",
+        help="a timm name, or the folder of a saved model (default: deit_tiny_patch16_224)",
     )
     parser.add_argument(
         "--treat",
         metavar="SPEC",
         action="append",
-        help=f"a treatment to measure; may be repeated (default: {', '.join(TREATMENTS)})",
+        help=f"treatment to measure; may be repeated (default: {', '.join(TREATMENTS)})",
     )
-    parser.add_argument("--size", metavar="PIXELS", help="height and width: 224, or 512x1024 (default: the model's)")
-    parser.add_argument("--batch-size", type=int, metavar="N", help="images at a time (default: 64 on a GPU, else 8)")
     parser.add_argument(
-        "--mode", choices=("train", "infer"), default="train", help="a training step, or a forward (default: train)"
+        "--size", metavar="PIXELS", help="image size, such as 224 or 512x1024 (height x width; default: the model's)"
     )
-    parser.add_argument("--precision", choices=PRECISIONS, help="autocast's (default: bfloat16 on a GPU, else float32)")
-    parser.add_argument("--compile", action="store_true", help="compile every model first")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="steps of each model (default: 5)")
-    parser.add_argument("--device", help="where to run: cpu, cuda... (default: a GPU if there is one)")
+    parser.add_argument("--batch-size", type=int, metavar="N", help="batch size (default: 64 on a GPU, 8 on a CPU)")
+    parser.add_argument(
+        "--mode",
+        choices=("train", "infer"),
+        default="train",
+        help="measure a training step or a forward pass (default: train)",
+    )
+    parser.add_argument(
+        "--precision", choices=PRECISIONS, help="autocast precision (default: bfloat16 on a GPU, float32 on a CPU)"
+    )
+    parser.add_argument("--compile", action="store_true", help="compile each model with torch.compile")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="timed steps per model (default: 5)")
+    parser.add_argument("--device", help="device such as cpu or cuda (default: a GPU if there is one)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, and print the table."""
-    from vitfocus.core.errors import VitfocusError
-
-    for name in ("rounds", "batch_size"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise VitfocusError(f"--{name.replace('_', '-')} must be at least 1, but is {getattr(args, name)}.")
+    """Measure and print the table."""
+    require_positive(args, "rounds", "batch_size")
     size = parse_size(args.size)
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's profiler, which counts the memory, else chats
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # silence the profiler that measures memory
 
     import torch
 
@@ -71,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     height, width = size or anatomy(model).build_size
     models, refused = _treated(model, specs, device)
     if args.compile:
-        # All models share the code of one class, and each is one compilation of it.
+        # All models share the code of one class, and each is compiled once.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * len(models))
         models = {name: torch.compile(one) for name, one in models.items()}  # type: ignore[misc]
     images = torch.randn(batch, 3, height, width, device=device)
@@ -103,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def parse_size(text: str | None) -> tuple[int, int] | None:
-    """Height and width in "224" or "512x1024".
+    """Parse the height and width in "224" or "512x1024".
 
     >>> parse_size("224"), parse_size("512x1024"), parse_size(None)
     ((224, 224), (512, 1024), None)
@@ -114,12 +123,12 @@ def parse_size(text: str | None) -> tuple[int, int] | None:
         return None
     sides = text.lower().split("x")
     if len(sides) > 2 or not all(side.isdigit() and int(side) for side in sides):
-        raise VitfocusError(f"--size wants a number of pixels, or height x width such as 512x1024, not {text!r}.")
+        raise VitfocusError(f"--size expects a number of pixels, or height x width such as 512x1024, not {text!r}.")
     return int(sides[0]), int(sides[-1])
 
 
 def _open(name: str, size: tuple[int, int] | None) -> nn.Module:
-    """The model, built for that size where its constructor can be told; others take any size, or refuse."""
+    """The model, built for the given size if its constructor accepts one."""
     from vitfocus.core.errors import VitfocusError
     from vitfocus.treatments.save_load import open_model
 
@@ -204,8 +213,6 @@ def _show(result: dict[str, Any]) -> None:
     console.print(table)
     slower = max(row["milliseconds_median"] / row["milliseconds"] for row in result["rows"]) - 1
     if slower > 0.15:
-        console.print(
-            f"The machine was not quiet: median steps took up to {100 * slower:.0f} % longer than the fastest."
-        )
+        console.print(f"The machine was busy: the median step took up to {100 * slower:.0f} % longer than the fastest.")
     for row in result["refused"]:
         console.print(f"{row['name']} was not measured: {row['reason']}", soft_wrap=True, markup=False)

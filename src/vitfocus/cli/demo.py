@@ -1,8 +1,8 @@
-"""`vitfocus demo`: the whole idea in a few minutes on a laptop, with nothing downloaded.
+"""`vitfocus demo`: the whole workflow in a few minutes on a laptop, without downloads.
 
-It trains a plain and a treated tiny ViT on the embedded Shapes, diagnoses both, evaluates both on the same corrupted
-images, prints one table and writes a report with the attention explorer. Interrupting it is harmless: what is finished
-is kept and not done again.
+It trains a plain and a treated tiny ViT on the built-in data set Shapes, diagnoses both, evaluates both on the same
+corrupted images, prints one table and writes a report with the attention explorer. An interrupted demo resumes when run
+again.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ MODEL = "vit_tiny_patch16_224"
 TREATMENTS = "cbs+tap+adl"
 CORRUPTION = "gaussian_noise/3"
 EXPLORED = 8
-WARMUP = 0.5  # epochs, as the recipe has it; half of a training that is too short for it
+WARMUP = 0.5  # epochs, as in the recipe; shorter if the training is shorter than one epoch
 
-#: Readings of the table, as means over the layers.
+#: Readings in the table, averaged over the layers.
 READINGS = {
     "entropy": "attention entropy, mean over layers (nats)",
     "overfocus": "overfocus: attention on the top 5 % of tokens",
@@ -34,18 +34,22 @@ READINGS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
+    """Declare the command's arguments."""
     parser.add_argument(
-        "--out", type=Path, default=Path("runs/demo"), help="folder for everything (default: runs/demo)"
+        "--out", type=Path, default=Path("runs/demo"), metavar="DIR", help="output folder (default: runs/demo)"
     )
-    parser.add_argument("--treat", default=TREATMENTS, metavar="SPEC", help=f"the treatment (default: {TREATMENTS})")
-    parser.add_argument("--epochs", type=float, default=4.0, help="how long to train each model (default: 4)")
-    parser.add_argument("--images", type=int, default=250, metavar="N", help="images to evaluate on (default: 250)")
+    parser.add_argument(
+        "--treat", default=TREATMENTS, metavar="SPEC", help=f"treatment of the treated model (default: {TREATMENTS})"
+    )
+    parser.add_argument("--epochs", type=float, default=4.0, metavar="N", help="epochs per model (default: 4)")
+    parser.add_argument(
+        "--images", type=int, default=250, metavar="N", help="number of evaluation images (default: 250)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, diagnose, evaluate, show."""
+    """Train, diagnose, evaluate and report."""
     import sys
 
     from vitfocus import diagnose, load
@@ -64,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         raise VitfocusError(f"--treat names no treatment to compare with the plain model: try {TREATMENTS}.")
     models, runs = {}, {}
     for name, spec in (("plain", MODEL), ("treated", f"{MODEL}+{args.treat}")):
-        print(f"training the {name} model ({spec}) on the embedded Shapes", file=sys.stderr)
+        print(f"training the {name} model ({spec}) on the built-in data set Shapes", file=sys.stderr)
         overrides = [f'model.spec="{spec}"', f"schedule.epochs={args.epochs:g}"]
         overrides.append(f"schedule.warmup_epochs={min(WARMUP, args.epochs / 2):g}")
         runs[name] = train("shapes", out=args.out / name, resume="auto", overrides=overrides)
@@ -84,10 +88,10 @@ def run(args: argparse.Namespace) -> int:
     written = report(
         args.out,
         title="A plain and a treated vision transformer",
-        about=f"Two tiny ViTs, trained alike on the embedded data set Shapes; the treated one carries {args.treat}. "
-        f"Both were measured on the same {args.images:,} images of Shapes, clean and corrupted as CIFAR-10-C "
-        "corrupts them (the suite cifar10-c), drawn from the same seed. Nothing was downloaded. Tiny "
-        "models on a toy data set show how the tool works, not how good the treatments are.",
+        about=f"Two tiny ViTs, trained alike on the built-in data set Shapes; the treated one has {args.treat}. "
+        f"Both were measured on the same {args.images:,} images of Shapes, clean and with the corruptions of "
+        "CIFAR-10-C (the suite cifar10-c), generated from the same seed. Nothing was downloaded. Tiny models on a toy "
+        "data set show how the tool works, not how good the treatments are.",
         explorer=explorer_data(models, images[:EXPLORED], CORRUPTION),
     )
     facts = _facts(written, runs, diagnoses)
@@ -102,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
 def _facts(
     written: Written, runs: Mapping[str, Mapping[str, Any]], diagnoses: Mapping[str, Diagnosis]
 ) -> list[dict[str, str]]:
-    """The rows of the table: the report's headlines, and the readings as means over the layers."""
+    """The rows of the table: the report's main results, and the readings averaged over the layers."""
     facts = [{"what": "parameters", **{name: f"{runs[name]['parameters']:,}" for name in runs}}]
     for row in written.rows:
         if row.headline:

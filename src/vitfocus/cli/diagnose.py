@@ -1,4 +1,4 @@
-"""`vitfocus diagnose`: what every attention layer of a model does with some images: a table, sentences, figures."""
+"""`vitfocus diagnose`: measure what each attention layer of a model does with some images; print, save and explore."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vitfocus.cli.opening import add_pretrained, open_called
+from vitfocus.cli.common import add_pretrained, finish_run, model_label, open_named_model, require_positive
 from vitfocus.core.files import PICTURES, files_below
 
 if TYPE_CHECKING:
@@ -22,45 +22,47 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument(
-        "model", help="a timm name (treatments may follow: name+tap+cb), or a folder of vitfocus, transformers or timm"
+        "model",
+        metavar="MODEL",
+        help="a timm name, optionally with treatments (name+tap+cb), or a folder of vitfocus, transformers or timm",
     )
-    parser.add_argument("--weights", metavar="FILE", help="a checkpoint to load (safetensors or a state_dict)")
+    parser.add_argument("--weights", metavar="FILE", help="checkpoint to load (safetensors, or a state_dict)")
     add_pretrained(parser)
     parser.add_argument(
-        "--images", metavar="DIR", help="a folder of images, read recursively (default: the embedded Shapes)"
+        "--images", metavar="DIR", help="folder of images, read recursively (default: the built-in data set Shapes)"
     )
     parser.add_argument(
-        "--against", metavar="NAME/SEVERITY", help="a corruption to measure stability under: gaussian_noise/3"
+        "--against", metavar="NAME/SEVERITY", help="corruption for the stability reading, such as gaussian_noise/3"
     )
-    parser.add_argument("--treat", metavar="SPEC", help="treatments to insert first: tap+cb")
+    parser.add_argument("--treat", metavar="SPEC", help="treatments to insert first, such as tap+cb")
     parser.add_argument(
-        "--limit", type=int, default=64, metavar="N", help="at most N images, evenly picked (default: 64)"
+        "--limit", type=int, default=64, metavar="N", help="use at most N images, evenly spaced (default: 64)"
     )
-    parser.add_argument("--batch-size", type=int, default=16, metavar="N", help="images at a time (default: 16)")
+    parser.add_argument("--batch-size", type=int, default=16, metavar="N", help="batch size (default: 16)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the corruption (default: 0)")
-    parser.add_argument("--device", default=None, help="where to run: cpu, cuda... (default: a GPU if there is one)")
-    parser.add_argument("--out", metavar="DIR", help="save diagnosis.json, table, figures and report.html there")
+    parser.add_argument("--device", default=None, help="device such as cpu or cuda (default: a GPU if there is one)")
+    parser.add_argument(
+        "--out", metavar="DIR", help="folder for diagnosis.json, the table, the figures and report.html"
+    )
     parser.add_argument(
         "--explore",
         action="store_true",
-        help="with --out: add the page on which to point at patches of images",
+        help="with --out: add the interactive attention explorer to the report",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Diagnose, print, and save where asked to."""
+    """Diagnose, print the table, and save everything if --out is given."""
     from vitfocus.core.errors import VitfocusError
     from vitfocus.core.files import writable_folder
 
-    for name in ("limit", "batch_size"):
-        if getattr(args, name) < 1:
-            raise VitfocusError(f"--{name.replace('_', '-')} must be at least 1, but is {getattr(args, name)}.")
+    require_positive(args, "limit", "batch_size")
     if args.explore and not args.out:
-        raise VitfocusError("--explore adds a page to the report, which needs a folder: name it with --out DIR.")
-    files = image_files(Path(args.images), args.limit) if args.images else None  # before anything slow is imported
+        raise VitfocusError("--explore adds the explorer to the report, which needs a folder: give --out DIR.")
+    files = image_files(Path(args.images), args.limit) if args.images else None  # before any slow import
     if args.out:
-        writable_folder(args.out)  # before anything slow is done
+        writable_folder(args.out)  # before any slow work
     if args.against is not None:
         from vitfocus.corruptions import parse
 
@@ -68,22 +70,21 @@ def run(args: argparse.Namespace) -> int:
 
     from vitfocus.anatomy import anatomy
     from vitfocus.attention.diagnosis import diagnose
-    from vitfocus.cli.closing import close_run, model_label
     from vitfocus.core.devices import usable_device
     from vitfocus.report.evidence import note_data
     from vitfocus.treatments.save_load import task_of
 
     device = usable_device(args.device)
-    model = open_called(args.model, args.weights, args.treat, pretrained=args.pretrained)
+    model = open_named_model(args.model, args.weights, args.treat, pretrained=args.pretrained)
     model.to(device)
     body = anatomy(model)
-    if task_of(model).get("task") == "segment":  # a segmenter sees pictures larger than its backbone was built for
+    if task_of(model).get("task") == "segment":  # a segmenter takes larger images than its backbone
         body = replace(body, build_size=(task_of(model)["size"],) * 2)
     if body.text is not None and (asked := _questions(args, body)) is not None:
         count, batches = asked
     elif files is None:
         count = args.limit
-        _say(f"No --images: using {count} scenes of the embedded Shapes, {_by(body.build_size)}.")
+        _say(f"No --images given: using {count} images of the built-in data set Shapes, {_by(body.build_size)}.")
         batches = _shapes(count, args.batch_size, body)
     else:
         count = len(files)
@@ -98,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
         _say(f"Saved {len(written)} files in {args.out}: {', '.join(file.name for file in written)}.")
         if args.explore:
             _explore(args, {name: model}, files, body)
-        close_run(args.out, {name: model})
+        finish_run(args.out, {name: model})
     if args.json:
         print(diagnosis.to_json())
     else:
@@ -107,22 +108,22 @@ def run(args: argparse.Namespace) -> int:
 
 
 def image_files(folder: Path, limit: int) -> list[Path]:
-    """At most `limit` of the images under a folder, sorted and evenly picked."""
+    """At most `limit` of the image files below a folder, sorted and evenly spaced."""
     from vitfocus.core.errors import VitfocusError
 
     if folder.is_file() and folder.suffix.lower() in PICTURES:
         return [folder]
     if not folder.is_dir():
-        raise VitfocusError(f"There is no folder {folder}; --images wants a folder that holds images.")
+        raise VitfocusError(f"There is no folder {folder}; --images expects a folder of images.")
     found = sorted(files_below(folder))
     if not found:
         kinds = ", ".join(sorted(suffix.lstrip(".") for suffix in PICTURES))
-        raise VitfocusError(f"{folder} holds no image ({kinds}), nor does any folder in it.")
+        raise VitfocusError(f"{folder} and its subfolders contain no image ({kinds}).")
     return found if len(found) <= limit else [found[index * len(found) // limit] for index in range(limit)]
 
 
 def read_image(file: Path, size: tuple[int, int], crop: float = 0.875, interpolation: str = "bicubic") -> Tensor:
-    """One image as the model was evaluated: shorter side to size / crop, then the centre: uint8 (3, height, width)."""
+    """One image, resized to size / crop and centre-cropped as in evaluation: uint8 (3, height, width)."""
     from PIL import Image
     from torchvision.transforms import InterpolationMode
     from torchvision.transforms import functional as T
@@ -136,7 +137,7 @@ def read_image(file: Path, size: tuple[int, int], crop: float = 0.875, interpola
     except UNREADABLE as error:
         raise VitfocusError(f"{file} cannot be read as an image: {str(error).rstrip('.')}.") from error
     height, width = size
-    # The smallest picture of its own shape that covers the frame out of which the centre is cut.
+    # Resize, keeping the aspect ratio, to the smallest size that covers the frame.
     frame, shape = (int(height / crop), int(width / crop)), (picture.height, picture.width)
     scale = max(least / side for least, side in zip(frame, shape, strict=True))
     tall, wide = (max(int(side * scale), least) for side, least in zip(shape, frame, strict=True))
@@ -155,7 +156,7 @@ def _photographs(files: list[Path], batch_size: int, body: Anatomy) -> Iterator[
 
 
 def _explore(args: argparse.Namespace, models: dict[str, Any], files: list[Path] | None, body: Anatomy) -> None:
-    """Keep the explorer's data of a few of the images, in half a page's room, so that another model's fits beside."""
+    """Save the explorer's data for a few images, in half of its size budget, to leave room for a second model."""
     import torch
 
     from vitfocus.core.errors import VitfocusError
@@ -170,14 +171,14 @@ def _explore(args: argparse.Namespace, models: dict[str, Any], files: list[Path]
     against = args.against or "gaussian_noise/3"
     try:
         data = explorer_data(models, images, against, names=names, budget=BUDGET // 2, seed=args.seed)
-    except VitfocusError as error:  # the diagnosis has succeeded, and is worth its report all the same
-        _say(f"The report comes without the explorer: {error}")
+    except VitfocusError as error:  # the diagnosis itself has succeeded and gets its report
+        _say(f"The report has no explorer: {error}")
         return
     write_explorer(args.out, data)
 
 
 def _questions(args: argparse.Namespace, body: Anatomy) -> tuple[int, Iterator[Any]] | None:
-    """For a model that reads text: the questions of VQAv2's layout, or of Shapes; None for mere pictures."""
+    """For a model that reads text: questions from a VQAv2 folder or from Shapes; None for images without questions."""
     from vitfocus.data.vqa.batches import reading_batches
     from vitfocus.data.vqa.dataset import read_vqav2, shapes_questions, splits_in
     from vitfocus.tasks.vqa.model import look_of
@@ -185,13 +186,13 @@ def _questions(args: argparse.Namespace, body: Anatomy) -> tuple[int, Iterator[A
     if args.images:
         splits = splits_in(args.images) if Path(args.images).is_dir() else []
         if not splits:
-            _say("The images come without questions: every text is empty.")
+            _say("The folder has no questions: the text input is empty.")
             return None
         asked = read_vqav2(args.images, splits[0], annotated=False)
-        _say(f"Asking the questions of {splits[0]}.")
+        _say(f"Using the questions of the split {splits[0]}.")
     else:
         asked = shapes_questions("val", args.limit, min(body.build_size))
-        _say(f"No --images: asking about scenes of the embedded Shapes, {_by(body.build_size)}.")
+        _say(f"No --images given: using questions about the built-in data set Shapes, {_by(body.build_size)}.")
     return min(args.limit, len(asked)), reading_batches(asked, look_of(body.root), args.limit, args.batch_size)
 
 
@@ -219,7 +220,7 @@ def _with_progress(batches: Iterator[Any], count: int) -> Iterator[Any]:
 
 
 def _noted(batches: Iterator[Any], state: Any) -> Iterator[Any]:
-    """The batches as they come, each added to a digest."""
+    """Pass the batches on, and add each to a digest."""
     for batch in batches:
         state.update(_pixels(batch).contiguous().numpy().data)
         state.update("\n".join(batch["question"] if isinstance(batch, dict) else ()).encode())
@@ -227,7 +228,7 @@ def _noted(batches: Iterator[Any], state: Any) -> Iterator[Any]:
 
 
 def _pixels(batch: Any) -> Tensor:
-    """A batch's images: it is these, or a dict of them and their questions."""
+    """The images of a batch, which is a tensor or a dict that also has questions."""
     pixels: Tensor = batch["pixel_values"] if isinstance(batch, dict) else batch
     return pixels
 

@@ -1,4 +1,4 @@
-"""`vitfocus evaluate`: one or several models on a robustness suite, or two finished runs compared."""
+"""`vitfocus evaluate`: measure one or more models on a robustness suite, or compare two finished runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vitfocus.cli.opening import add_pretrained, open_called
+from vitfocus.cli.common import add_pretrained, finish_run, model_label, open_named_model
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -51,39 +51,44 @@ _DATA = {"source?": str, "root?": str, "val_split?": str, "val_length?": int, "s
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument(
-        "model", nargs="*", help="a timm name (treatments may follow: name+tap+cb), or a model's folder"
+        "model",
+        nargs="*",
+        metavar="MODEL",
+        help="a timm name, optionally with treatments (name+tap+cb), or the folder of a saved model",
     )
     parser.add_argument(
         "--suite",
         metavar="NAME",
-        help="clean, imagenet-c, segmentation, fgsm...; 'list' prints all (default: the saved model's own task)",
+        help="suite such as clean or imagenet-c; 'list' prints them all (default: the suite of the saved model's task)",
     )
     parser.add_argument(
-        "--data", metavar="DIR", help="the suite's published folder, class folders of images, or shapes:N"
+        "--data",
+        metavar="DIR",
+        help="folder of the suite as published, folder with a subfolder per class, or shapes:N",
     )
     parser.add_argument(
-        "--weights", metavar="FILE", action="append", help="a checkpoint; once for all models, or once for each"
+        "--weights", metavar="FILE", action="append", help="checkpoint; give it once for all models, or once per model"
     )
     add_pretrained(parser)
-    parser.add_argument("--treat", metavar="SPEC", help="treatments to insert into every model first: tap+cb")
+    parser.add_argument("--treat", metavar="SPEC", help="treatments to insert into every model first, such as tap+cb")
     parser.add_argument(
-        "--out", metavar="RUN", help="keep the run in this folder: results.json, and parts while it runs"
+        "--out", metavar="RUN", help="folder for results.json and, until the run ends, its partial results"
     )
-    parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
-    parser.add_argument("--limit", type=int, metavar="N", help="at most N images, evenly picked")
+    parser.add_argument("--resume", action="store_true", help="resume the run in --out")
+    parser.add_argument("--limit", type=int, metavar="N", help="use at most N images, evenly spaced")
     parser.add_argument(
-        "--batch-size", type=int, metavar="N", help="images at a time (default of classifiers: 256 on a GPU, else 32)"
+        "--batch-size", type=int, metavar="N", help="batch size (default for classifiers: 256 on a GPU, 32 on a CPU)"
     )
-    parser.add_argument("--workers", type=int, metavar="N", help="processes that read images")
+    parser.add_argument("--workers", type=int, metavar="N", help="number of processes that read images")
     parser.add_argument("--precision", default="float32", help="float32, bfloat16 or float16 (default: float32)")
-    parser.add_argument("--device", help="where to run: cpu, cuda... (default: a GPU if there is one)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of all draws (default: 0)")
+    parser.add_argument("--device", help="device such as cpu or cuda (default: a GPU if there is one)")
+    parser.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument(
-        "--compare", nargs=2, metavar=("RUN_A", "RUN_B"), help="compare two finished runs image by image"
+        "--compare", nargs=2, metavar=("RUN_A", "RUN_B"), help="compare two finished runs, paired by image"
     )
-    parser.add_argument("--force", action="store_true", help="compare runs even where their protocols differ")
-    suites = parser.add_argument_group("options of single suites")
+    parser.add_argument("--force", action="store_true", help="with --compare: compare even if the protocols differ")
+    suites = parser.add_argument_group("options of individual suites")
     for name, (kind, several, text) in OPTIONS.items():
         shape: dict[str, Any] = {"nargs": "+"} if several else {}
         suites.add_argument(f"--{name.replace('_', '-')}", type=kind, help=text, metavar="X", **shape)
@@ -110,11 +115,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Evaluate, or compare, and print; 130 when interrupted."""
+    """Evaluate or compare, and print the result; 130 when interrupted."""
     try:
         return _compare(args) if args.compare else _evaluate(args)
     except KeyboardInterrupt:
-        kept = f"; what is done is kept in {args.out}, and --resume goes on" if args.out else ""
+        kept = f"; partial results are in {args.out}, use --resume to continue" if args.out else ""
         print(f"vitfocus: interrupted{kept}", file=sys.stderr)
         return 130
 
@@ -129,9 +134,9 @@ def _compare(args: argparse.Namespace) -> int:
         if name not in ("compare", "force", "seed", "json") and value != usual.get(name):
             flag = {"resize": "no-resize", "random_start": "no-random-start"}.get(name, name.replace("_", "-"))
             given = "a MODEL" if name == "model" else f"--{flag}"
-            raise VitfocusError(f"--compare reads two finished runs and has no use for {given}: leave it out.")
+            raise VitfocusError(f"--compare reads two finished runs and does not use {given}: leave it out.")
     first, second = (load_scores(folder) for folder in args.compare)
-    if Path(args.compare[0]) == Path(args.compare[1]) and len(first.models) == 2:  # a run of two models, with itself
+    if Path(args.compare[0]) == Path(args.compare[1]) and len(first.models) == 2:  # one run of two models
         first, second = (first.only(name) for name in first.models)
     comparison = compare(first, second, force=args.force, seed=args.seed)
     _say(comparison, args.json)
@@ -139,7 +144,7 @@ def _compare(args: argparse.Namespace) -> int:
 
 
 def _say(result: Any, as_json: bool) -> None:
-    """Print a result, once however many processes have it."""
+    """Print a result, from the first process only."""
     from vitfocus.core.processes import is_first
 
     if is_first():
@@ -152,12 +157,17 @@ def _evaluate(args: argparse.Namespace) -> int:
     from vitfocus.robustness.suites import SUITES, find_suite
 
     if args.force:
-        raise VitfocusError("--force is about --compare RUN_A RUN_B: leave it out.")
+        raise VitfocusError("--force is only used with --compare RUN_A RUN_B: leave it out.")
     if args.model:
         _from_run(args)
     if args.suite == "list":
         suites = {name: {"about": suite.about, "options": list(suite.options)} for name, suite in SUITES.items()}
-        print(json.dumps(suites, indent=2) if args.json else "\n".join(f"{n:16} {s.about}" for n, s in SUITES.items()))
+        width = max(map(len, suites))
+        print(
+            json.dumps(suites, indent=2)
+            if args.json
+            else "\n".join(f"{n:<{width}}  {s.about}" for n, s in SUITES.items())
+        )
         return 0
     for flag, value in (("MODEL", args.model), ("--suite", args.suite), ("--data", args.data)):
         if not value:
@@ -168,15 +178,14 @@ def _evaluate(args: argparse.Namespace) -> int:
     data: Any = args.data
     length = shapes_named(args.data, args.limit or 2000)
     if length is None and not Path(args.data).is_dir():
-        raise VitfocusError(f"There is no folder {args.data}; --data wants the folder of the images.")
+        raise VitfocusError(f"There is no folder {args.data}; --data expects the folder of the images, or shapes:N.")
 
     from vitfocus.anatomy import pixels_of
-    from vitfocus.cli.closing import close_run
     from vitfocus.core.processes import is_first
     from vitfocus.robustness.evaluation import evaluate
 
     models = _models(args)
-    if length is not None and suite.plan is not None:  # the tasks' own suites draw Shapes themselves
+    if length is not None and suite.plan is not None:  # suites of other tasks generate Shapes themselves
         own = (32, 32) if suite.resizes else pixels_of(next(iter(models.values()))).size
         drawn = picture_size(getattr(args, "size", None) or own)
         data = Shapes("val", length=length, size=drawn, transform=None if drawn == own else partial(_enlarged, own))
@@ -196,19 +205,19 @@ def _evaluate(args: argparse.Namespace) -> int:
     )
     _say(scores, args.json)
     if args.out and is_first():
-        close_run(args.out, models)
+        finish_run(args.out, models)
     return 0
 
 
 def _enlarged(size: tuple[int, int], image: Tensor) -> Tensor:
-    """A small image as a model was trained on it that saw them enlarged: floats in [0, 1], (3, height, width)."""
+    """A small image, resized as during training with `enlarge`: floats in [0, 1], (3, height, width)."""
     from torch.nn.functional import interpolate
 
     return interpolate(image[None].float() / 255, size=size, mode="bicubic", antialias=True)[0].clamp(0, 1)
 
 
 def _from_run(args: argparse.Namespace) -> None:
-    """Fill in what a trained model's folder says: the suite of its own task, and the data of its recipe."""
+    """Fill in what a run's folder says: the suite of the model's task, and the data of its recipe."""
     import tomllib
 
     from vitfocus.core.contents import check_contents
@@ -222,15 +231,15 @@ def _from_run(args: argparse.Namespace) -> None:
     try:
         task = str(json.loads(saved.read_text(encoding="utf-8")).get("task", {}).get("task", ""))
     except (ValueError, AttributeError):
-        return  # of which whoever loads the model speaks
+        return  # loading the model reports it
     args.suite = args.suite or OWN.get(task)
     recipe = next((f for f in (folder / "config.toml", folder.parent / "config.toml") if f.is_file()), None)
     if args.data is None and recipe is not None and args.suite == OWN.get(task):
         try:
             content = tomllib.loads(recipe.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise VitfocusError(f"{recipe} cannot be read: {error}; say --data yourself.") from None
-        check_contents(recipe, content, {"data?": _DATA}, "vitfocus train", "say --data yourself")
+            raise VitfocusError(f"{recipe} cannot be read: {error}; give --data instead.") from None
+        check_contents(recipe, content, {"data?": _DATA}, "vitfocus train", "give --data instead")
         data = content.get("data", {})
         drawn = data.get("source") == "shapes"
         length = f":{data['val_length']}" if data.get("val_length") else ""
@@ -243,7 +252,7 @@ def _from_run(args: argparse.Namespace) -> None:
 
 
 def _class_folders(recipe: Path, data: dict[str, Any]) -> str:
-    """Where the class folders lie that a classifier was validated on, if it was on such."""
+    """The class folders that a classifier was validated on; an error for other kinds of data."""
     from vitfocus.core.errors import VitfocusError
 
     root, source = Path(data["root"]), data.get("source", "folder")
@@ -251,24 +260,23 @@ def _class_folders(recipe: Path, data: dict[str, Any]) -> str:
         source.startswith("cifar") and not (root / "train").is_dir()
     ):
         raise VitfocusError(
-            f"{recipe} reads its images by data.source={source}, and this suite reads folders, one a class: name one "
-            "with --data."
+            f"{recipe} has data.source={source}, but this suite reads one folder per class: give such a folder with "
+            "--data."
         )
     return str(root / data.get("val_split", ""))
 
 
 def _models(args: argparse.Namespace) -> dict[str, nn.Module]:
-    """The models by the names they were called, with their weights."""
-    from vitfocus.cli.closing import model_label
+    """The models with their weights, by label."""
     from vitfocus.core.errors import VitfocusError
     from vitfocus.core.processes import is_first
 
     weights = args.weights or [None]
     if args.pretrained and all(Path(name).is_dir() for name in args.model):
-        raise VitfocusError("A saved model's folder holds its weights: leave --pretrained out.")
+        raise VitfocusError("The folder of a saved model contains its weights: leave --pretrained out.")
     if len(weights) not in (1, len(args.model)):
         raise VitfocusError(
-            f"--weights is given {len(weights)} times for {len(args.model)} models; give it once, or for each."
+            f"--weights is given {len(weights)} times for {len(args.model)} models; give it once, or once per model."
         )
     if len(weights) == 1:
         weights = weights * len(args.model)
@@ -277,6 +285,6 @@ def _models(args: argparse.Namespace) -> dict[str, nn.Module]:
         label = model_label(name) + (f"+{args.treat}" if args.treat else "")
         number = sum(known == label or known.startswith(f"{label} #") for known in models)
         fetched = args.pretrained and not Path(name).is_dir()
-        model = open_called(name, file, args.treat, pretrained=fetched, quiet=not is_first())
+        model = open_named_model(name, file, args.treat, pretrained=fetched, quiet=not is_first())
         models[f"{label} #{number + 1}" if number else label] = model
     return models

@@ -1,4 +1,4 @@
-"""`vitfocus models`: the families and which treatment each can take, found out by trying."""
+"""`vitfocus models`: list the model families and the treatments that each accepts, found by applying them."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ _HEADINGS = ("cb", "cbs", "gate", "msa", "tap", "adl", "se", "uniform", "extra")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
+    """Declare the command's arguments."""
     parser.add_argument(
         "pattern",
         nargs="?",
         default="",
-        help="only families whose library or name contains this (or fits it: swin*), or one of whose models is called "
-        "so; or a model as other commands take it, such as a saved one's folder",
+        help="only families whose library, name or model names contain this (or match it: swin*); or a model as for "
+        "the other commands, such as the folder of a saved one",
     )
-    parser.add_argument("--names", action="store_true", help="list the models of these families by name")
+    parser.add_argument("--names", action="store_true", help="list the model names of these families")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _matches(pattern: str, text: str) -> bool:
-    """Whether a text contains the pattern or, where that has wildcards, fits it as a whole."""
+    """Whether a text contains the pattern or, if the pattern has wildcards, matches it as a whole."""
     return fnmatchcase(text, pattern) if set(pattern) & set("*?[") else pattern in text
 
 
@@ -48,16 +48,16 @@ def run(args: argparse.Namespace) -> int:
         and library in ("", family.library)
     ]
     holds_a_model = any(Path(args.pattern, inner, "config.json").is_file() for inner in ("", "model"))
-    # No pattern is no folder, though Path("") is the current one, and a folder may be called as a family is.
+    # Path("") is the current folder, and a folder may have the name of a family.
     if args.pattern and Path(args.pattern).is_dir() and (holds_a_model or not chosen):
         from vitfocus.anatomy import anatomy
-        from vitfocus.cli.opening import open_called
+        from vitfocus.cli.common import open_named_model
 
-        body = anatomy(open_called(args.pattern))
+        body = anatomy(open_named_model(args.pattern))
         kind = (type(body.root).__module__.partition(".")[0], body.family)
         chosen = [(family, names) for family, names in named if (family.library, family.name) == kind]
     if not chosen:
-        raise VitfocusError(f"no family or model matches {args.pattern!r}; `vitfocus models` lists the families.")
+        raise VitfocusError(f"No family or model matches {args.pattern!r}; `vitfocus models` lists the families.")
     progress = Console(stderr=True)
     rows = [
         support(family)
@@ -80,8 +80,8 @@ def run(args: argparse.Namespace) -> int:
         marks = [{True: "+", False: "-", None: "."}[row["treatments"][spec]] for spec in TRIED]
         table.add_row(row["library"], row["family"], ", ".join(row["attention"]), *marks)
     console.print(table)
-    console.print("\n+ can be applied   - refused, with a sentence that says why   . library not installed")
+    console.print("\n+ supported   - not supported   . library not installed")
     console.print("gate: cb(variant=gate)   msa: cb(site=attention)", highlight=False)
     for row in rows if args.names else ():
-        console.print(f"\n[bold]{row['family']}[/]: {', '.join(row['names']) or 'any model of that class'}")
+        console.print(f"\n[bold]{row['family']}[/]: {', '.join(row['names']) or 'any model of this class'}")
     return 0

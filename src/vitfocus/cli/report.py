@@ -1,4 +1,4 @@
-"""`vitfocus report`: one page about runs of train, evaluate and diagnose, to be opened in any browser."""
+"""`vitfocus report`: one HTML page about runs of train, evaluate and diagnose."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from vitfocus.report.subjects import Subject
 
-#: So many models are explored side by side; more would leave too little room for each.
+#: The number of models explored side by side; more would leave too little of the size budget for each.
 _EXPLORED = 2
 _IMAGES = 8
 _CORRUPTION = "gaussian_noise/3"
@@ -26,33 +26,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "runs",
         nargs="+",
         metavar="RUN",
-        help="folders that train, evaluate or diagnose wrote, or folders of such; the first model is the baseline",
+        help="folder written by train, evaluate or diagnose, or a folder of those; the first model is the baseline",
     )
-    parser.add_argument("--out", metavar="FILE", help="the page (default: RUN/report.html; several runs: report.html)")
-    parser.add_argument("--title", help="the page's heading (default: the models' names)")
-    explorer = parser.add_argument_group("the attention explorer")
+    parser.add_argument(
+        "--out", metavar="FILE", help="output file (default: RUN/report.html; for several runs: report.html)"
+    )
+    parser.add_argument("--title", help="title of the page (default: the names of the models)")
+    explorer = parser.add_argument_group("attention explorer")
     explorer.add_argument(
-        "--explore", action="store_true", help="load the trained models and add the page on which to point at patches"
+        "--explore", action="store_true", help="load the trained models and add the interactive attention explorer"
     )
-    explorer.add_argument("--images", metavar="DIR", help="photographs to explore (default: the run's validation data)")
-    explorer.add_argument("--limit", type=int, metavar="N", help=f"at most N images (default: {_IMAGES})")
+    explorer.add_argument(
+        "--images", metavar="DIR", help="folder of images to explore (default: the run's validation data)"
+    )
+    explorer.add_argument("--limit", type=int, metavar="N", help=f"use at most N images (default: {_IMAGES})")
     explorer.add_argument(
         "--against",
         metavar="NAME/SEVERITY",
-        help=f"corruption shown beside the clean images, or none (default: {_CORRUPTION})",
+        help=f"corruption shown beside the clean images, or 'none' (default: {_CORRUPTION})",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of the page's place")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the path of the page")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Gather, explore if asked to, write, and say where."""
+    """Collect the runs, add the explorer if asked for, write the page and print its path."""
     from vitfocus.anatomy import insertions_sentence
     from vitfocus.core.errors import VitfocusError
     from vitfocus.report import report
 
     for name in ("images", "limit", "against"):
         if getattr(args, name) is not None and not args.explore:
-            raise VitfocusError(f"--{name} is about the attention explorer: give --explore with it, or leave it out.")
+            raise VitfocusError(f"--{name} is only used with the attention explorer: add --explore, or leave it out.")
     args.limit = _IMAGES if args.limit is None else args.limit
     args.against = _CORRUPTION if args.against is None else args.against
     if args.limit < 1:
@@ -69,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _size(count: int) -> str:
-    """Bytes in words.
+    """A number of bytes as text.
 
     >>> _size(48_200), _size(3_140_000)
     ('48 kB', '3.1 MB')
@@ -87,8 +91,8 @@ def _explore(args: argparse.Namespace) -> Any:
     subjects = [subject for subject in gather(args.runs) if subject.model_folder is not None]
     if not subjects:
         raise VitfocusError(
-            "None of these runs holds a model that can be loaded; explore one with: vitfocus diagnose MODEL --out DIR "
-            "--explore."
+            "None of these runs contains a model that can be loaded; to explore a model: vitfocus diagnose MODEL "
+            "--out DIR --explore."
         )
     chosen = subjects[:_EXPLORED]
     if len(subjects) > _EXPLORED:
@@ -101,7 +105,7 @@ def _explore(args: argparse.Namespace) -> Any:
 
 
 def _images(args: argparse.Namespace, subjects: Sequence[Subject], model: Any) -> tuple[Tensor, list[str]]:
-    """Photographs from --images, or validation images of the first run, as uint8, and what they are called."""
+    """The images of --images, or validation images of the first run, as uint8, and their names."""
     import torch
 
     from vitfocus.anatomy import anatomy
@@ -129,7 +133,7 @@ def _validation(subject: Subject, limit: int, size: tuple[int, int]) -> tuple[Te
         found = open_images(recipe.data, "val")
     except (VitfocusError, OSError, TypeError, KeyError) as error:
         raise VitfocusError(
-            f"The validation images of {subject.name} cannot be opened ({error}): name photographs with --images DIR."
+            f"The validation images of {subject.name} cannot be opened ({error}): give images with --images DIR."
         ) from None
     transform = create_transform(size, crop_pct=recipe.data.crop, use_prefetcher=True, is_training=False)
     picked = [index * len(found) // min(limit, len(found)) for index in range(min(limit, len(found)))]

@@ -1,4 +1,4 @@
-"""`vitfocus reproduce`: a table or figure of the papers, trained and measured, the paper's numbers beside ours."""
+"""`vitfocus reproduce`: train and measure a table or figure of the papers, and print their numbers beside ours."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import sys
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("item", nargs="?", help="a table or figure, such as cb/table4a; none: list them")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values to change in every row's recipe")
+    parser.add_argument("item", nargs="?", help="table or figure, such as cb/table4a; without it, list them")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values to change in the recipe of every row")
     parser.add_argument("--list", action="store_true", help="list every table and figure of both papers")
     parser.add_argument("--scale", default="smoke", help="smoke, cifar100 or imagenet (default: smoke)")
     parser.add_argument(
@@ -18,36 +18,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="[NAME=]DIR",
-        help="a folder that holds the data sets by name, or one data set; may be given several times",
+        help="folder that contains the data sets by name, or one data set; may be repeated",
     )
     parser.add_argument(
-        "--out", default="runs/reproduce", metavar="DIR", help="runs and results (default: %(default)s)"
+        "--out", default="runs/reproduce", metavar="DIR", help="folder for runs and results (default: %(default)s)"
     )
     parser.add_argument(
-        "--rows", type=_numbers, default=[], metavar="N,N", help="only these rows, counted from 1: --rows 1,3"
+        "--rows", type=_numbers, default=[], metavar="N,N", help="only these rows, counted from 1, such as 1,3"
     )
     parser.add_argument(
         "--images", type=int, metavar="N", help="evaluate and diagnose trained models on at most N images"
     )
-    parser.add_argument("--count", action="store_true", help="train nothing: count parameters and FLOPs")
+    parser.add_argument("--count", action="store_true", help="only count parameters and FLOPs, without training")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the list, or carry an item out; 130 where it was stopped, to be resumed by the same command."""
+    """Print the list, or run an item; 130 when stopped, and the same command resumes."""
     from vitfocus.core.errors import VitfocusError
 
     if args.item is None and not args.list and (args.data or args.rows or args.images or args.count):
-        raise VitfocusError("Which table or figure? vitfocus reproduce --list names them, such as cb/table4a.")
+        raise VitfocusError(
+            "The table or figure is missing (such as cb/table4a); `vitfocus reproduce --list` lists them."
+        )
     if args.list or args.item is None:
         return _list(args.json)
     from vitfocus.reproduce.run import Stopped, reproduce
     from vitfocus.train.run import is_main_process
 
     if args.images is not None and args.images < 1:
-        raise VitfocusError(f"--images wants a number of at least 1, not {args.images}.")
+        raise VitfocusError(f"--images must be at least 1, but is {args.images}.")
     if args.images is not None and args.count:
-        raise VitfocusError("--images is about evaluations, and --count evaluates nothing: leave one of them out.")
+        raise VitfocusError("--count evaluates nothing, so --images has no effect: leave one of them out.")
     try:
         outcomes = reproduce(
             args.item,
@@ -60,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
             count_only=args.count,
         )
     except Stopped as stopped:
-        print(f"vitfocus: stopped in {stopped}; the same command goes on from there.", file=sys.stderr)
+        print(f"vitfocus: stopped in {stopped}; run the same command again to resume.", file=sys.stderr)
         return 130
     if not is_main_process():
         return 0
@@ -79,7 +81,7 @@ def _numbers(text: str) -> list[int]:
     try:
         return [int(number) for number in text.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers such as 1,3") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 1,3") from None
 
 
 def _list(as_json: bool) -> int:

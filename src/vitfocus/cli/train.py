@@ -1,4 +1,4 @@
-"""`vitfocus train`: carry a recipe out, or go on with a run that was stopped."""
+"""`vitfocus train`: train a model from a recipe, or resume a run that was stopped."""
 
 from __future__ import annotations
 
@@ -9,24 +9,30 @@ import sys
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("recipe", nargs="?", help="a shipped recipe's name, or a .toml file; none: list those shipped")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values to change: epochs=10 data.root=/data")
-    parser.add_argument("--out", metavar="RUN", help="the run's folder (default: runs/RECIPE)")
     parser.add_argument(
-        "--resume", metavar="auto|PATH", help="go on from the newest sound checkpoint, or from this one"
+        "recipe", nargs="?", help="name of a built-in recipe, or a .toml file; without it, list the built-in recipes"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="recipe values to change, such as epochs=10 data.root=/data"
+    )
+    parser.add_argument("--out", metavar="RUN", help="folder of the run (default: runs/RECIPE)")
+    parser.add_argument(
+        "--resume", metavar="auto|PATH", help="resume from the newest valid checkpoint, or from this one"
     )
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, and say how it went. Stopped by Ctrl-C: 130; by SIGTERM, which schedulers send: 0."""
+    """Train and print the result; 130 when stopped by Ctrl-C, 0 when stopped by SIGTERM (which schedulers send)."""
     from vitfocus.train.recipe import load_recipe, shipped_recipes
 
     if args.recipe is None and (args.out or args.resume):
         from vitfocus.core.errors import VitfocusError
 
         run = args.out or "RUN"
-        raise VitfocusError(f"Which recipe? A run goes on by its own: vitfocus train {run}/config.toml --out {run} ...")
+        raise VitfocusError(
+            f"The recipe is missing; to resume a run: vitfocus train {run}/config.toml --out {run} --resume auto."
+        )
     if args.recipe is None:
         recipes = shipped_recipes()
         width = max(map(len, recipes))
@@ -40,9 +46,9 @@ def run(args: argparse.Namespace) -> int:
     if not is_main_process():
         return 0
     if results["finished"]:
-        from vitfocus.cli.closing import close_run
+        from vitfocus.cli.common import finish_run
 
-        close_run(args.out or f"runs/{recipe.name}")
+        finish_run(args.out or f"runs/{recipe.name}")
     if args.json:
         print(json.dumps(results, indent=1))
     elif results["finished"]:
@@ -51,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         model = f"{args.out or f'runs/{recipe.name}'}/model"
         print(
             f"{recipe.name}: {results['headline']} after {counted(results['epochs'], 'epoch', '.4g')} "
-            f"({results['seconds']:.0f} s, {results['images_per_second']:.0f} images/s). The model: {model}"
+            f"({results['seconds']:.0f} s, {results['images_per_second']:.0f} images/s). Model: {model}"
         )
     sys.stdout.flush()
     return 130 if results.get("signal") == 2 else 0

@@ -1,0 +1,86 @@
+"""What several commands share: opening a named model, checking numbers, and finishing a run with its report."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import nn
+
+#: Folders that hold a run's weights; the run itself is the folder above.
+_WEIGHTS = frozenset({"model", "best"})
+
+
+def add_pretrained(parser: argparse.ArgumentParser) -> None:
+    """Declare --pretrained."""
+    parser.add_argument(
+        "--pretrained",
+        action="store_true",
+        help="load the pretrained weights of the model's library, which may download them",
+    )
+
+
+def require_positive(args: argparse.Namespace, *names: str) -> None:
+    """Refuse values below 1 in options that count something; None means that an option was not given."""
+    from vitfocus.core.errors import VitfocusError
+
+    for name in names:
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise VitfocusError(f"--{name.replace('_', '-')} must be at least 1, but is {value}.")
+
+
+def open_named_model(
+    name: str, weights: str | None = None, treat: str | None = None, *, pretrained: bool = False, quiet: bool = False
+) -> nn.Module:
+    """Open a model by name or folder, in eval mode; unless `quiet`, say so when its weights are random."""
+    from vitfocus.core.errors import VitfocusError
+    from vitfocus.treatments.save_load import is_pushed, open_model
+
+    if pretrained and weights is not None:
+        raise VitfocusError("--weights names a file and --pretrained the library's own weights: give one of them.")
+    saved = Path(name).is_dir() or is_pushed(name)
+    if pretrained and saved:
+        raise VitfocusError(f"{name} is a folder that contains its weights: leave --pretrained out.")
+    model = open_model(name, weights=weights, treat=treat, **({"pretrained": True} if pretrained else {}))
+    if weights is None and not (pretrained or quiet or saved):
+        print(
+            f"Neither --weights nor --pretrained is given: {name} has random weights and is untrained.", file=sys.stderr
+        )
+    return model
+
+
+def model_label(name: str) -> str:
+    """The label of a model in tables, from its spec or folder: "a" for runs/a/model.
+
+    >>> model_label("deit_tiny_patch16_224+cb"), model_label("runs/a/model"), model_label("runs/a/best")
+    ('deit_tiny_patch16_224+cb', 'a', 'a (best)')
+    """
+    path = Path(name)
+    if path.name not in _WEIGHTS or not path.resolve().parent.name:
+        return path.name
+    run = path.resolve().parent.name
+    return run if path.name == "model" else f"{run} ({path.name})"
+
+
+def finish_run(folder: str | Path, models: Mapping[str, nn.Module] | None = None) -> Path | None:
+    """Write the cards of the given models and the run's report, and print the report's path.
+
+    A report that fails does not fail the run, which may have taken days: the error is printed instead.
+    """
+    from vitfocus.report import report
+    from vitfocus.report.card import write_cards
+
+    try:
+        if models:
+            write_cards(folder, models)
+        written = report(folder)
+    except Exception as error:
+        print(f"The report could not be written: {error}", file=sys.stderr)
+        return None
+    print(f"Report: {written.path}", file=sys.stderr)
+    return written.path
