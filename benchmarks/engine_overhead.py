@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from vitfocus.core.environment import device_name, versions
 from vitfocus.data.augmentation import Augmenter
 from vitfocus.data.classification.loader import ResidentBatches, Share
 from vitfocus.data.sample_order import Stream
@@ -26,7 +27,6 @@ from vitfocus.data.shapes.dataset import shapes_batch
 from vitfocus.tasks.building import build_model
 from vitfocus.train import Recipe, load_recipe
 from vitfocus.train.optimiser import create_optimiser
-from vitfocus.train.results import device_name, versions
 from vitfocus.train.run import assemble_run
 from vitfocus.train.signals import StopWish
 
@@ -66,7 +66,7 @@ def main() -> None:
         "overhead": overhead,
         "steps": args.rounds * args.steps,
         "device": device_name(torch.device("cpu")),
-        "versions": versions(),
+        "versions": versions("accelerate", "python"),
     }
     print(json.dumps(result, indent=1))
     args.json.parent.mkdir(parents=True, exist_ok=True)

@@ -108,7 +108,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         print("epoch_time measures a GPU, and there is no CUDA device here; skipped.")
         return
-    from vitfocus.train.results import device_name, versions
+    from vitfocus.core.environment import device_name, versions
 
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "3")
     compiled = "yes" if args.whole else "blocks"
@@ -126,7 +126,7 @@ def main() -> None:
         "seconds_an_epoch": best,
         "compiled": compiled,
         "device": device_name(torch.device("cuda")),
-        "versions": versions(),
+        "versions": versions("accelerate", "python"),
     }
     if args.kernels:
         engine, parts, folder = running(*CASES["ViT-Ti/4, batch 512"], f"compile={compiled}", "record=no")

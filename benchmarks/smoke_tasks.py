@@ -43,7 +43,7 @@ def run(recipe: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    from vitfocus.train.results import versions
+    from vitfocus.core.environment import versions
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipes", nargs="*", default=list(RECIPES))
@@ -56,7 +56,7 @@ def main() -> None:
         scores = ", ".join(f"{key} {value:.3f}" for key, value in runs[recipe]["scores"].items())
         print(f"{recipe}: {runs[recipe]['processor_seconds']} s of processor time; {scores}", flush=True)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    result = {"cores": cores, "machine": platform.machine(), "versions": versions(), "runs": runs}
+    result = {"cores": cores, "machine": platform.machine(), "versions": versions("accelerate", "python"), "runs": runs}
     args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 

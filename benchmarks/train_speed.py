@@ -31,6 +31,7 @@ from timm.data import FastCollateMixup, create_loader
 from timm.loss import SoftTargetCrossEntropy
 from torch.utils.data import Dataset
 
+from vitfocus.core.environment import device_name, versions
 from vitfocus.data.augmentation import Batch
 from vitfocus.data.classification.arrays import shapes_arrays
 from vitfocus.data.classification.loader import mend_posterize
@@ -38,7 +39,6 @@ from vitfocus.tasks.building import build_model
 from vitfocus.tasks.classification.loss import Losses
 from vitfocus.train import Recipe, load_recipe
 from vitfocus.train.optimiser import create_optimiser
-from vitfocus.train.results import device_name, versions
 from vitfocus.train.run import assemble_run, compile_mode
 from vitfocus.train.signals import StopWish
 
@@ -88,7 +88,7 @@ def main() -> None:
         "workers": args.workers,
         "precision": "bf16" if device.type == "cuda" else "fp32",
         "compiled": compile_mode(recipe, device.type == "cuda"),
-        "versions": versions(),
+        "versions": versions("accelerate", "python"),
     }
     if {"engine", "synthetic"} <= set(speeds):
         result["engine_over_synthetic"] = speeds["engine"] / speeds["synthetic"]
@@ -124,7 +124,7 @@ def imagenet(args: argparse.Namespace) -> None:
         "what": "training step on a fixed batch, one device; hours_on_8 is extrapolated, not measured",
         "rows": rows,
     }
-    result |= {"device": device_name(device), "versions": versions()}
+    result |= {"device": device_name(device), "versions": versions("accelerate", "python")}
     path = args.json or Path(__file__).parent / "results" / "train-imagenet-cuda.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")

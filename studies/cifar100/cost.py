@@ -16,13 +16,12 @@ from typing import Any
 
 import torch
 from arms import ARMS, Arm, Run
-from measure import device_at_hand
 from one_run import recipe_of, selected
 from setting import Setting
 
+from vitfocus.core.environment import default_device, device_name, versions
 from vitfocus.core.files import write_text
 from vitfocus.train.cuda_graph import WARM_UP
-from vitfocus.train.results import device_name, versions
 from vitfocus.train.run import assemble_run
 
 GROUPS = ("vit-ti", "vit-s")
@@ -32,7 +31,7 @@ class Step:
     """One arm's training step, ready to be repeated."""
 
     def __init__(self, arm: Arm, setting: Setting, chosen: tuple[str, ...], folder: str) -> None:
-        cuda = device_at_hand().type == "cuda"
+        cuda = default_device().type == "cuda"
         self.engine = assemble_run(recipe_of(Run(arm, 0), setting, chosen), folder)
         self.parts = self.engine.begin(1 << 30)
         for _ in range(WARM_UP + 3 if cuda else 1):
@@ -56,8 +55,8 @@ def run_cost(setting: Setting, seconds_left: Callable[[], float], say: Callable[
             found = measure_arms(group, dict.fromkeys(["plain", *missing]), setting, seconds_left, say)
             content[group] = {name: (rows | found)[name] for name in ARMS[group] if name in rows | found}
     content |= {
-        "device": device_name(device_at_hand()),
-        "versions": versions(),
+        "device": device_name(default_device()),
+        "versions": versions("accelerate", "python"),
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     write_text(path, json.dumps(content, indent=1) + "\n")

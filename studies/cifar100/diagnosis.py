@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 from finetune import base_model
-from measure import SEED, STABILITY_SEVERITY, device_at_hand, diagonal, half, stability
+from measure import SEED, STABILITY_SEVERITY, diagonal, half, stability
 from setting import Setting
 from torch import Tensor
 
 import vitfocus as vf
 from vitfocus.cli.diagnose import image_files, read_image
+from vitfocus.core.environment import default_device, device_name, versions
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import write_text
-from vitfocus.train.results import device_name, versions
 
 #: The published families of corruptions.
 FAMILIES = {
@@ -31,7 +31,7 @@ FAMILIES = {
 
 def run_diagnosis(setting: Setting) -> str:
     """Measure, and write diagnosis.json."""
-    model = base_model(setting).to(device_at_hand()).eval()
+    model = base_model(setting).to(default_device()).eval()
     photos = photographs(setting)
     images = read_all(photos, vf.anatomy(model).build_size, setting.limit)
     corruptions = setting.scale.corruptions
@@ -65,8 +65,8 @@ def run_diagnosis(setting: Setting) -> str:
             f"{name.partition('/')[2]}/255": cell
             for name, cell in cells(evaluated(model, "fgsm", photos, setting, eps=[1, 2])).items()
         },
-        "device": device_name(device_at_hand()),
-        "versions": versions(),
+        "device": device_name(default_device()),
+        "versions": versions("accelerate", "python"),
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     write_text(setting.results / "diagnosis.json", json.dumps(content, indent=1) + "\n")
@@ -86,7 +86,7 @@ def photographs(setting: Setting) -> Path:
 def read_all(folder: Path, size: tuple[int, int], limit: int | None) -> Tensor:
     """The photographs as uint8 (N, 3, H, W), on the device; those of that size already are taken as they are."""
     files = image_files(folder, limit or 1_000_000)
-    return torch.stack([read_image(file, size, crop=1.0) for file in files]).to(device_at_hand())
+    return torch.stack([read_image(file, size, crop=1.0) for file in files]).to(default_device())
 
 
 def evaluated(model: Any, suite: str, photos: Path, setting: Setting, **options: Any) -> Any:

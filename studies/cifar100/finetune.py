@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 from arms import SHARED, TINY, Run
-from measure import corruption, device_at_hand
+from measure import corruption
 from one_run import described, in_short, keep_model, trained, write_result
 from setting import Setting, evenly, test_images
 from slots import Slot
 from torch import Tensor, nn
 
 import vitfocus as vf
+from vitfocus.core.environment import default_device
 from vitfocus.core.errors import VitfocusError
 from vitfocus.robustness.pixels import PixelModel
 from vitfocus.tasks.building import start_from
@@ -76,7 +77,7 @@ def run_finetuning(run: Run, setting: Setting) -> str:
     with Slot(setting.work, setting.slots) as slot:
         results = trained(recipe, setting.work / run.place, slot)
         slot.take()
-        model = vf.load(setting.work / run.place / "model").to(device_at_hand())
+        model = vf.load(setting.work / run.place / "model").to(default_device())
         clean = clean_accuracy(model, images, labels)
         severities = scale.finetune_severities
         corrupted = corruption(model, some, their, scale.corruptions, severities, setting.frost, batch=500)
@@ -100,7 +101,7 @@ def run_finetuning(run: Run, setting: Setting) -> str:
 @torch.no_grad()
 def clean_accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> dict[str, float]:
     """Accuracy on test images (N, 3, 32, 32), enlarged to the model's size as the corrupted ones are, in float32."""
-    pixels, device = PixelModel("model", model, resize=True), device_at_hand()
+    pixels, device = PixelModel("model", model, resize=True), default_device()
     best = torch.cat([pixels(part.to(device)).topk(5).indices.cpu() for part in images.split(500)])
     right = best == labels[:, None]
     return {"accuracy": 100 * float(right[:, 0].double().mean()), "top5": 100 * float(right.any(1).double().mean())}
@@ -109,7 +110,7 @@ def clean_accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> dict[str
 @torch.no_grad()
 def insertion(run: Run, setting: Setting) -> dict[str, Any]:
     """The trained model's logits on some test images before and after the treatments are inserted, nothing trained."""
-    device = device_at_hand()
+    device = default_device()
     model = base_model(setting).to(device).eval()
     treated = copy.deepcopy(model)
     if run.arm.treatments:

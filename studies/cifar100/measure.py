@@ -17,6 +17,7 @@ from setting import evenly
 from torch import Tensor, nn
 
 import vitfocus as vf
+from vitfocus.core.environment import default_device
 
 SEED = 0
 #: Images at once: a GPU that several share is launched on less often, and its memory suffices for all of them.
@@ -35,11 +36,6 @@ class Batches(list[tuple[Tensor, Tensor]]):
         super().__init__(zip(images.split(size), labels.split(size), strict=True))
 
 
-def device_at_hand() -> torch.device:
-    """A GPU where there is one."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
 def measure(
     model: nn.Module,
     images: Tensor,
@@ -52,7 +48,7 @@ def measure(
     reading_images: int,
 ) -> dict[str, Any]:
     """A model of 100 classes at 32 px on test images, uint8 (N, 3, 32, 32), and their labels."""
-    device = device_at_hand()
+    device = default_device()
     some, their = evenly(images, labels, corrupted_images)
     model.to(device).eval()
     seen = images[:reading_images].to(device)
@@ -86,7 +82,7 @@ def measure(
 
 def half() -> str:
     """The precision of the many evaluations: training's own on a GPU."""
-    return "bfloat16" if device_at_hand().type == "cuda" else "float32"
+    return "bfloat16" if default_device().type == "cuda" else "float32"
 
 
 def clean(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> dict[str, float]:

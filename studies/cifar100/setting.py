@@ -10,6 +10,7 @@ from typing import Any
 from arms import CANDIDATES, EPOCHS, FINETUNE_EPOCHS, HOLDOUT, SEEDS, WARMUP_EPOCHS
 
 from vitfocus.core.errors import VitfocusError
+from vitfocus.core.statistics import evenly_spaced
 from vitfocus.corruptions import CORRUPTIONS
 
 
@@ -124,8 +125,8 @@ class Setting:
 
 def evenly(images: Any, labels: Any, count: int) -> tuple[Any, Any]:
     """So many of the images and their labels, evenly spaced; all where there are no more."""
-    step = max(1, len(images) // count)
-    return images[::step][:count], labels[::step][:count]
+    chosen = list(evenly_spaced(len(images), count))
+    return images[chosen], labels[chosen]
 
 
 @functools.lru_cache(maxsize=1)

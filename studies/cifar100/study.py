@@ -166,12 +166,13 @@ class Study:
     def cost(self) -> int:
         """The training step of each arm; several workers compile ahead, then one measures alone."""
         from cost import GROUPS, compile_ahead, is_complete, run_cost
-        from measure import device_at_hand
+
+        from vitfocus.core.environment import default_device
 
         if is_complete(self.setting):
             say("cost.json is complete")
             return 0
-        if self.setting.workers > 1 and device_at_hand().type == "cuda":
+        if self.setting.workers > 1 and default_device().type == "cuda":
             places = [(group, name) for group in GROUPS for name in ARMS[group]]
             jobs = [
                 Job(f"compile/{group}/{name}", compile_ahead, (group, name, self.setting)) for group, name in places

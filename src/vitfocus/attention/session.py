@@ -17,6 +17,7 @@ from vitfocus.attention.images import Batch, normalised
 from vitfocus.attention.observation import Observation
 from vitfocus.attention.text_inputs import PatchesInOrder, with_text
 from vitfocus.core.errors import VitfocusError, nearest
+from vitfocus.core.modules import eval_mode
 
 #: Called with the block, what was seen of its attention, and the size of the images as its stem received them.
 SizedSink = Callable[[Block, Observation, Size], None]
@@ -36,20 +37,20 @@ def reading(
                 return
 
     modules = list(model.modules())
-    training = [module for module in modules if module.training]
     # A loss that a training step has yet to ask for is not forgotten over a reading in between.
     pending: list[tuple[Any, Any]] = [(module, module.loss) for module in modules if hasattr(type(module), "forget")]
     handle = body.stem.register_forward_pre_hook(note_size, with_kwargs=True)
     try:
-        if training:
-            model.eval()
         order = PatchesInOrder() if body.text is not None else nullcontext()
-        with torch.no_grad(), order, observing(blocks, lambda block, seen: sink(block, seen, sizes[0])):
+        with (
+            eval_mode(model),
+            torch.no_grad(),
+            order,
+            observing(blocks, lambda block, seen: sink(block, seen, sizes[0])),
+        ):
             yield lambda batch: _forward(model, body, batch)
     finally:
         handle.remove()
-        for module in training:
-            module.training = True
         for meter, loss in pending:
             meter.loss = loss
 

@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from vitfocus.anatomy import anatomy
-    from vitfocus.core.devices import usable_device
+    from vitfocus.core.environment import usable_device
     from vitfocus.treatments.spec import parse_treatments
     from vitfocus.treatments.step_cost import compare_steps
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vitfocus.cli.common import add_pretrained, finish_run, model_label, open_named_model, require_positive
 from vitfocus.core.files import PICTURES, files_below
+from vitfocus.core.statistics import evenly_spaced
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 
     from vitfocus.anatomy import anatomy
     from vitfocus.attention.diagnosis import diagnose
-    from vitfocus.core.devices import usable_device
+    from vitfocus.core.environment import usable_device
     from vitfocus.report.evidence import note_data
     from vitfocus.treatments.save_load import task_of
 
@@ -119,7 +120,7 @@ def image_files(folder: Path, limit: int) -> list[Path]:
     if not found:
         kinds = ", ".join(sorted(suffix.lstrip(".") for suffix in PICTURES))
         raise VitfocusError(f"{folder} and its subfolders contain no image ({kinds}).")
-    return found if len(found) <= limit else [found[index * len(found) // limit] for index in range(limit)]
+    return [found[index] for index in evenly_spaced(len(found), limit)]
 
 
 def read_image(file: Path, size: tuple[int, int], crop: float = 0.875, interpolation: str = "bicubic") -> Tensor:
@@ -166,7 +167,7 @@ def _explore(args: argparse.Namespace, models: dict[str, Any], files: list[Path]
     if files is None:
         images, names = next(_shapes(count, count, body)), None
     else:
-        few = [files[index * len(files) // count] for index in range(count)]
+        few = [files[index] for index in evenly_spaced(len(files), count)]
         images, names = torch.cat(list(_photographs(few, count, body))), [file.name for file in few]
     against = args.against or "gaussian_noise/3"
     try:

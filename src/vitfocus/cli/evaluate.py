@@ -145,9 +145,9 @@ def _compare(args: argparse.Namespace) -> int:
 
 def _say(result: Any, as_json: bool) -> None:
     """Print a result, from the first process only."""
-    from vitfocus.core.processes import is_first
+    from vitfocus.core.processes import is_main_process
 
-    if is_first():
+    if is_main_process():
         print(json.dumps(result.to_dict(), indent=2) if as_json else result.table(), flush=True)
 
 
@@ -181,7 +181,7 @@ def _evaluate(args: argparse.Namespace) -> int:
         raise VitfocusError(f"There is no folder {args.data}; --data expects the folder of the images, or shapes:N.")
 
     from vitfocus.anatomy import pixels_of
-    from vitfocus.core.processes import is_first
+    from vitfocus.core.processes import is_main_process
     from vitfocus.robustness.evaluation import evaluate
 
     models = _models(args)
@@ -204,7 +204,7 @@ def _evaluate(args: argparse.Namespace) -> int:
         **options,
     )
     _say(scores, args.json)
-    if args.out and is_first():
+    if args.out and is_main_process():
         finish_run(args.out, models)
     return 0
 
@@ -269,7 +269,7 @@ def _class_folders(recipe: Path, data: dict[str, Any]) -> str:
 def _models(args: argparse.Namespace) -> dict[str, nn.Module]:
     """The models with their weights, by label."""
     from vitfocus.core.errors import VitfocusError
-    from vitfocus.core.processes import is_first
+    from vitfocus.core.processes import is_main_process
 
     weights = args.weights or [None]
     if args.pretrained and all(Path(name).is_dir() for name in args.model):
@@ -285,6 +285,6 @@ def _models(args: argparse.Namespace) -> dict[str, nn.Module]:
         label = model_label(name) + (f"+{args.treat}" if args.treat else "")
         number = sum(known == label or known.startswith(f"{label} #") for known in models)
         fetched = args.pretrained and not Path(name).is_dir()
-        model = open_named_model(name, file, args.treat, pretrained=fetched, quiet=not is_first())
+        model = open_named_model(name, file, args.treat, pretrained=fetched, quiet=not is_main_process())
         models[f"{label} #{number + 1}" if number else label] = model
     return models

@@ -43,8 +43,8 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.list or args.item is None:
         return _list(args.json)
+    from vitfocus.core.processes import is_main_process
     from vitfocus.reproduce.run import Stopped, reproduce
-    from vitfocus.train.run import is_main_process
 
     if args.images is not None and args.images < 1:
         raise VitfocusError(f"--images must be at least 1, but is {args.images}.")

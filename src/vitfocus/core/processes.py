@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from vitfocus.core.devices import usable_device
+from vitfocus.core.environment import usable_device
 from vitfocus.core.errors import VitfocusError
 
 Content = TypeVar("Content")
@@ -58,6 +58,6 @@ def join_processes(device: str | torch.device | None = None) -> Processes:
     return Processes(state.process_index, state.num_processes, state.device)
 
 
-def is_first() -> bool:
-    """Whether this is the process that speaks; known before any has joined."""
+def is_main_process() -> bool:
+    """Whether this process prints and writes files; known from the launcher's environment, before any has joined."""
     return int(os.environ.get("RANK", "0")) == 0

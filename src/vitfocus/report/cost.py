@@ -6,16 +6,16 @@ Nothing here is estimated. What cannot be measured (a model that needs a text, t
 from __future__ import annotations
 
 import copy
-import platform
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vitfocus.anatomy import anatomy, unwrap
+from vitfocus.core.environment import device_name
+from vitfocus.core.modules import eval_mode
 from vitfocus.treatments.cost import count_cost
 from vitfocus.treatments.step_cost import Step, memory, timed
 
@@ -55,14 +55,14 @@ def measure(model: nn.Module, batch: int = 8) -> dict[str, Any]:
     device = next(model.parameters()).device
     try:
         images = _images(model, batch)
-        with _evaluating(model):
+        with eval_mode(model):
             forward = _times(Step(model, images, "infer"))
         training = Step(copy.deepcopy(unwrap(model)), images, "train")
         step, taken = _times(training), memory(training)
     except Exception:  # as above; out of memory, too
         return {}
     return {
-        "device": hardware(device),
+        "device": device_name(device),
         "torch": torch.__version__,
         "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
         "batch": batch,
@@ -70,38 +70,6 @@ def measure(model: nn.Module, batch: int = 8) -> dict[str, Any]:
         "step_seconds": step,
         "memory_bytes": taken,
     }
-
-
-def hardware(device: torch.device) -> str:
-    """What a person would call the device."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    name = _processor() or platform.processor() or platform.machine() or device.type
-    return f"{name}, {torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''}"
-
-
-def _processor() -> str:
-    """The processor's name as Linux tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return ""
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-
-
-class _evaluating:
-    """The model in eval mode for a while."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.modes = [(module, module.training) for module in model.modules()]
-        self.model = model
-
-    def __enter__(self) -> None:
-        self.model.eval()
-
-    def __exit__(self, *error: object) -> None:
-        for module, training in self.modes:
-            module.training = training
 
 
 def _images(model: nn.Module, batch: int) -> Tensor:

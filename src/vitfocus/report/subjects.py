@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from vitfocus.attention.diagnosis import Diagnosis
-from vitfocus.core.devices import default_device
+from vitfocus.core.environment import default_device
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import write_text
 from vitfocus.report.card import CARD, Card, make_card

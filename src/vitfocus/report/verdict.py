@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from vitfocus.core.statistics import wilson_interval
 from vitfocus.core.tables import counted
 from vitfocus.corruptions import CORRUPTIONS
 from vitfocus.report.subjects import Subject, scores_name
@@ -285,7 +286,10 @@ def _training_rows(subjects: Sequence[Subject]) -> Iterator[Row]:
                 continue
             # Only a share of single images has an interval that follows from their number.
             of_images = key in ("top1", "top5")
-            values = {n: Value(100 * share, wilson(share, count) if of_images else None) for n, share in known.items()}
+            values = {
+                n: Value(100 * share, _percent(wilson_interval(share, count)) if of_images else None)
+                for n, share in known.items()
+            }
             yield _training_row(f"end of training ({counted(count, 'image')})", key, values)
 
 
@@ -302,15 +306,8 @@ def _training_row(test: str, key: str, values: dict[str, Value]) -> Row:
     return Row(test, measure, unit, more, values, compared, headline=key in MEASURES and key not in DETAILS)
 
 
-def wilson(share: float, count: int, z: float = 1.959964) -> Interval:
-    """Wilson's 95 % interval of a share of `count` images, in percent.
-
-    >>> [round(bound, 1) for bound in wilson(0.5, 100)]
-    [40.4, 59.6]
-    """
-    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
-    half = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count)) / (1 + z * z / count)
-    return 100 * max(0.0, middle - half), 100 * min(1.0, middle + half)
+def _percent(interval: Interval) -> Interval:
+    return 100 * interval[0], 100 * interval[1]
 
 
 def _apart(first: Value, second: Value) -> Interval | None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +18,10 @@ from torch.utils.data import TensorDataset
 
 from vitfocus.anatomy import anatomy
 from vitfocus.attention.diagnosis import Diagnosis, diagnose
-from vitfocus.core.devices import default_device
+from vitfocus.core.environment import default_device
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import write_text
+from vitfocus.core.statistics import evenly_spaced, wilson_interval
 from vitfocus.data.classification.dataset import ArrayImages
 from vitfocus.data.classification.sources import open_images
 from vitfocus.report.evidence import METRICS, read_rows
@@ -30,7 +30,6 @@ from vitfocus.reproduce.measures import MEASURES, Measure, Suite
 from vitfocus.reproduce.planning import Places, Run
 from vitfocus.robustness.evaluation import evaluate
 from vitfocus.robustness.results import Scores, load_scores
-from vitfocus.robustness.sources import evenly
 from vitfocus.treatments.save_load import load
 
 CORRUPTION = "gaussian_noise/3"
@@ -108,18 +107,9 @@ def _from_results(measure: Measure, results: Mapping[str, Any]) -> Value | Absen
     share = float(last[measure.key])
     interval = None
     if measure.key in ("top1", "top5") and images:
-        interval = 100 * wilson_half_width(share, images)
+        low, high = wilson_interval(share, images)
+        interval = 50 * (high - low)
     return Value(measure.scale * share, interval, images=images or None)
-
-
-def wilson_half_width(share: float, count: int) -> float:
-    """Half the width of Wilson's 95 % interval of a share of so many images, which is not zero at 0 and 1.
-
-    >>> round(wilson_half_width(0.5, 100), 3), round(wilson_half_width(0.0, 10), 3)
-    (0.096, 0.139)
-    """
-    z = 1.96
-    return z * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2)) / (1 + z**2 / count)
 
 
 def _from_diagnosis(measure: Measure, diagnosis: Diagnosis) -> Value | Absent:
@@ -170,7 +160,7 @@ def validation_images(run: Run, count: int) -> Tensor:
     if run.recipe.task == "segment":
         return _segmentation_images(data, count)
     images = open_images(data, "val")
-    pick = list(evenly(len(images), count))
+    pick = list(evenly_spaced(len(images), count))
     if isinstance(images, ArrayImages):
         return images.pixels[pick]
     from timm.data import create_transform
@@ -189,7 +179,7 @@ def _segmentation_images(data: Any, count: int) -> Tensor:
 
     masks = open_masks(data, "val")
     pictures = []
-    for index in evenly(len(masks), count):
+    for index in evenly_spaced(len(masks), count):
         picture = F.pil_to_tensor(masks.read(index)[0])
         short = min(picture.shape[-2:])
         if short < data.size:

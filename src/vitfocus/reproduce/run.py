@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vitfocus.core.errors import VitfocusError, nearest
+from vitfocus.core.processes import is_main_process
 from vitfocus.reproduce.computed import COMPUTED
 from vitfocus.reproduce.drawing import draw
 from vitfocus.reproduce.items import SCALES, Item, Row, load_item
@@ -16,7 +17,7 @@ from vitfocus.reproduce.measuring import Absent, Value, counted, measured
 from vitfocus.reproduce.outcome import Outcome, RowOutcome
 from vitfocus.reproduce.planning import Places, Run, plan_row
 from vitfocus.train.recipe import full_key
-from vitfocus.train.run import is_main_process, train
+from vitfocus.train.run import train
 from vitfocus.train.unused import why_unused
 
 _FINGERPRINT = ("data_sha256", "model_sha256", "versions", "device", "precision")

@@ -12,20 +12,21 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from vitfocus.anatomy import pixels_of
+from vitfocus.core.environment import versions
 from vitfocus.core.errors import VitfocusError
+from vitfocus.core.modules import eval_mode
+from vitfocus.core.statistics import evenly_spaced
 from vitfocus.data.classification.dataset import BrokenLog
 from vitfocus.data.classification.loader import Share, seeded
 from vitfocus.data.shapes.dataset import shapes_named
 from vitfocus.data.vqa.answers import soft_accuracy
 from vitfocus.data.vqa.batches import QuestionSamples, every_question
 from vitfocus.data.vqa.dataset import ArrayPictures, Question, QuestionSet, read_vqav2, shapes_questions, splits_in
-from vitfocus.robustness.fingerprint import versions
-from vitfocus.robustness.pixels import PixelModel, evaluating
+from vitfocus.robustness.pixels import PixelModel
 from vitfocus.robustness.plan import Samples, Summary
 from vitfocus.robustness.request import Request
 from vitfocus.robustness.results import Scores
 from vitfocus.robustness.scores import mean_interval
-from vitfocus.robustness.sources import evenly
 from vitfocus.robustness.turns import Measure, in_turns
 from vitfocus.tasks.vqa.model import Answerer, language_alone, write_predictions
 from vitfocus.treatments.save_load import task_of
@@ -47,7 +48,7 @@ def measure(asked: Request, split: str = "") -> Scores:
             f"The answers of {split or 'these questions'} are withheld, so there is nothing to score: name a folder "
             "with out (--out) to keep what the model answers."
         )
-    places = evenly(len(questions), asked.limit)
+    places = evenly_spaced(len(questions), asked.limit)
     size = asked.batch_size or (64 if asked.device.type == "cuda" else 16)
     models = {name: PixelModel(name, model) for name, model in asked.models.items()}
     fingerprint: dict[str, Any] = {
@@ -60,7 +61,7 @@ def measure(asked: Request, split: str = "") -> Scores:
     with asked.claimed(fingerprint | {"options": {"batch_size": size, "seed": asked.seed}}) as folder:
         if (stored := asked.stored(folder)) is not None:
             return stored
-        with evaluating(list(asked.models.values()), asked.device), torch.no_grad():
+        with torch.inference_mode(False), eval_mode(*asked.models.values(), device=asked.device), torch.no_grad():
             answering = {name: _answering(asked, one.model, questions, size) for name, one in models.items()}
             answers = dict(in_turns(asked, folder, places, size, answering))
     if asked.out is not None and asked.processes.first:

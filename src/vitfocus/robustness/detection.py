@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
+from vitfocus.core.environment import versions
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import write_text
+from vitfocus.core.modules import eval_mode
+from vitfocus.core.statistics import evenly_spaced
 from vitfocus.data.detection.dataset import CocoDetections, Detections, ShapesDetections, mask_tools
 from vitfocus.data.shapes.dataset import shapes_named
-from vitfocus.robustness.fingerprint import versions
-from vitfocus.robustness.pixels import PixelModel, evaluating
+from vitfocus.robustness.pixels import PixelModel
 from vitfocus.robustness.plan import Summary
 from vitfocus.robustness.request import Request
 from vitfocus.robustness.results import Scores
-from vitfocus.robustness.sources import evenly
 from vitfocus.robustness.turns import Measure, in_turns
 from vitfocus.tasks.detection.inference import PictureWriter, Searcher
 from vitfocus.tasks.detection.metric import coco_scores
@@ -39,13 +40,13 @@ def measure(asked: Request, split: str = "", pictures: str | Path | None = None)
     mask_tools()  # says what to install where it is missing
     models = asked.models
     images = open_set(asked.data, split, asked.first_model)
-    places = evenly(len(images), asked.limit)
+    places = evenly_spaced(len(images), asked.limit)
     size = asked.batch_size or 4
     fingerprint: dict[str, Any] = {
         "suite": asked.suite,
         "protocol": {"precision": asked.precision, "split": split},
         "data": {"digest": images.digest(), "limit": asked.limit, "images": len(places)},
-        "libraries": {**versions(), "faster_coco_eval": importlib.metadata.version("faster_coco_eval")},
+        "libraries": versions("faster_coco_eval"),
         "models": {name: PixelModel(name, model).describe() for name, model in models.items()},
     }
     begun = fingerprint | {"options": {"batch_size": size, "pictures": str(pictures or "")}}
@@ -62,7 +63,7 @@ def measure(asked: Request, split: str = "", pictures: str | Path | None = None)
             for name, model in models.items()
         }
         turns = in_turns(asked, folder, places, size, searches)
-        with evaluating(list(models.values()), asked.device), closing(turns):
+        with torch.inference_mode(False), eval_mode(*models.values(), device=asked.device), closing(turns):
             for name, by_picture in turns:
                 found = [one for some in by_picture for one in some]
                 scores = asked.processes.agree(coco_scores(truth, found) if asked.processes.first else {})

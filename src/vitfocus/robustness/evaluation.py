@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from vitfocus.core.environment import device_name, versions
 from vitfocus.core.errors import VitfocusError, nearest
+from vitfocus.core.modules import eval_mode
 from vitfocus.core.processes import Processes, join_processes
 from vitfocus.corruptions.arguments import whole
 from vitfocus.data.shapes.dataset import shapes_named
-from vitfocus.robustness.fingerprint import versions
-from vitfocus.robustness.pixels import PRECISIONS, PixelModel, evaluating, named_models
+from vitfocus.robustness.pixels import PRECISIONS, PixelModel, named_models
 from vitfocus.robustness.plan import Plan, Samples
 from vitfocus.robustness.request import Request
 from vitfocus.robustness.results import Scores, flatten, load_scores
@@ -88,7 +89,8 @@ def evaluate(
         )
         return measured(chosen, asked, {name: value for name, value in options.items() if value is not None})
     models = [PixelModel(name, module, precision, chosen.resizes) for name, module in modules.items()]
-    with evaluating(list(modules.values()), processes.device):
+    # attacks need gradients, even where the caller is in inference mode
+    with torch.inference_mode(False), eval_mode(*modules.values(), device=processes.device):
         context = Context(
             suite=suite,
             data=data,
@@ -155,17 +157,13 @@ def _fingerprint(context: Context, plan: Plan, precision: str, processes: Proces
         },
         "libraries": versions(),
         "models": {model.name: model.describe() for model in context.models},
-        "environment": {"device": _device_name(processes.device), "processes": processes.world},
+        "environment": {"device": device_name(processes.device), "processes": processes.world},
     }
 
 
 def _joined(digests: Mapping[str, str | None]) -> str:
     """One digest of all groups' data, as far as it is known."""
     return digest_of(f"{name} {digest}" for name, digest in digests.items())
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def _images(samples: Samples) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,12 +9,6 @@ from PIL import features
 
 #: Parts that two comparable runs may differ in: what is being compared, and where it ran.
 FREE = ("models", "environment")
-
-
-def versions() -> dict[str, str]:
-    """The libraries that pixels and logits pass through."""
-    names = ("vitfocus", "torch", "torchvision", "timm", "numpy", "pillow")
-    return {name: importlib.metadata.version(name) for name in names}
 
 
 def codec() -> str:

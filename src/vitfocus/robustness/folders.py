@@ -16,8 +16,9 @@ from PIL import Image
 
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import PICTURES, files_below
+from vitfocus.core.statistics import evenly_spaced
 from vitfocus.data.image_files import UNREADABLE, rgb_picture
-from vitfocus.robustness.sources import digest_of, evenly, other_size
+from vitfocus.robustness.sources import digest_of, other_size
 
 _HEADERS_AT_MOST = 100_000
 
@@ -88,7 +89,7 @@ def check_readable(root: Path, entries: Sequence[Entry]) -> dict[str, tuple[int,
         except UNREADABLE as error:
             return unreadable(root / entry.name, error)
 
-    picked = [entries[index] for index in evenly(len(entries), _HEADERS_AT_MOST)]
+    picked = [entries[index] for index in evenly_spaced(len(entries), _HEADERS_AT_MOST)]
     sizes: dict[str, tuple[int, int]] = {}
     with ThreadPoolExecutor(8) as pool:
         for entry, found in zip(picked, pool.map(look, picked), strict=True):

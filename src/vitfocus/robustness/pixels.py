@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch.nn import functional as F
 
 from vitfocus.anatomy import inserted, pixels_of, unwrap
 from vitfocus.core.errors import VitfocusError
+from vitfocus.core.modules import logits_of
 from vitfocus.treatments import applied
 
 PRECISIONS: dict[str, torch.dtype] = {
@@ -47,7 +47,7 @@ class PixelModel:
         mean, std = self._statistics(values)
         with torch.autocast(images.device.type, PRECISIONS[self.precision], enabled=self.precision != "float32"):
             output = self.model(((values - mean) / std).to(self.dtype))
-        return _logits(output).float()
+        return logits_of(output).float()
 
     def _statistics(self, values: Tensor) -> tuple[Tensor, Tensor]:
         if values.shape[1] != len(self.mean):
@@ -93,19 +93,6 @@ class PixelModel:
         }
 
 
-def _logits(output: Any) -> Tensor:
-    """The logits inside what the libraries return: a tensor, a Hugging Face output, a pair of distilled heads."""
-    if isinstance(output, Tensor):
-        return output
-    if isinstance(getattr(output, "logits", None), Tensor):
-        return output.logits
-    if isinstance(output, dict) and isinstance(output.get("out"), Tensor):  # torchvision's segmenters
-        return output["out"]
-    if isinstance(output, tuple | list) and output and all(isinstance(part, Tensor) for part in output):
-        return torch.stack(list(output)).mean(0)
-    raise VitfocusError(f"The model returns a {type(output).__name__} without logits; a classifier is expected.")
-
-
 def weights_digest(model: nn.Module) -> str:
     """A SHA-256 of every tensor of the state dict, by name, shortened."""
     return tensors_digest(unwrap(model).state_dict())
@@ -144,20 +131,3 @@ def _name(model: object) -> str:
     config = getattr(unwrap(model), "pretrained_cfg", None) or {}
     base = config.get("architecture") or type(unwrap(model)).__name__
     return "+".join([base, *map(str, applied(model))])
-
-
-@contextlib.contextmanager
-def evaluating(models: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
-    """The models on the device in eval mode, and afterwards where and how they were."""
-    modes = [[(module, module.training) for module in model.modules()] for model in models]
-    places = [next((p.device for p in model.parameters()), device) for model in models]
-    try:
-        with torch.inference_mode(False):  # attacks need gradients, whatever the caller is in
-            for model in models:
-                model.to(device).eval()
-            yield
-    finally:
-        for model, place, mode in zip(models, places, modes, strict=True):
-            model.to(place)
-            for module, training in mode:
-                module.training = training

@@ -19,15 +19,16 @@ from torch import Tensor, nn
 
 from vitfocus.anatomy import unwrap
 from vitfocus.anatomy.registry import family_of
+from vitfocus.core.environment import versions
 from vitfocus.core.errors import VitfocusError, nearest
+from vitfocus.core.modules import eval_mode
 from vitfocus.core.processes import Processes
 from vitfocus.corruptions import CORRUPTIONS, EXTRA_CORRUPTIONS, corrupt, fingerprint
 from vitfocus.corruptions.arguments import several, whole
 from vitfocus.data.segmentation.classes import IGNORE
 from vitfocus.data.segmentation.layouts import CONDITIONS
-from vitfocus.robustness.fingerprint import versions
 from vitfocus.robustness.noise import NOISES, REPEATS, add_noise, repeat_interval
-from vitfocus.robustness.pixels import PixelModel, evaluating
+from vitfocus.robustness.pixels import PixelModel
 from vitfocus.robustness.plan import Summary
 from vitfocus.robustness.request import Request
 from vitfocus.robustness.results import Scores
@@ -246,7 +247,7 @@ def measure(asked: Request, **options: Any) -> Scores:
     with asked.claimed(begun) as run.folder:
         if (scores := asked.stored(run.folder)) is not None:
             return _checked(scores, opened(CONDITIONS[0]) if suite == "acdc" else pictures, asked.out)
-        with evaluating(list(asked.models.values()), device):
+        with torch.inference_mode(False), eval_mode(*asked.models.values(), device=device):
             summaries, notes, more = _SUITES[suite](run, opened, options)
     fingerprint["protocol"] |= more
     fingerprint["data"] = {

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from vitfocus.core.errors import VitfocusError, nearest
+from vitfocus.core.statistics import evenly_spaced
 from vitfocus.data.segmentation.classes import IGNORE
 from vitfocus.data.segmentation.dataset import MaskFiles, Masks, WholePictures, guess_source, open_masks
 from vitfocus.data.segmentation.layouts import LAYOUTS, acdc
 from vitfocus.data.settings import Data
 from vitfocus.data.shapes.dataset import shapes_named
-from vitfocus.robustness.sources import evenly
 from vitfocus.tasks.segmentation.task import whole_batches
 
 Batch = tuple[Tensor, Tensor, list[Any]]  # uint8 (B, 3, H, W), class maps (B, h, w), the pictures' ids
@@ -58,11 +58,11 @@ class Pictures:
     @property
     def total(self) -> int:
         """How many a pass will read, 0 where that is not known."""
-        return len(evenly(len(self.data), self.limit)) if hasattr(self.data, "read") else 0
+        return len(evenly_spaced(len(self.data), self.limit)) if hasattr(self.data, "read") else 0
 
     def _files(self) -> Iterator[Batch]:
         masks: Masks = self.data
-        whole, pick = WholePictures(masks, self.short_side), list(evenly(len(masks), self.limit))
+        whole, pick = WholePictures(masks, self.short_side), list(evenly_spaced(len(masks), self.limit))
         workers = min(self.workers, len(pick) // (4 * self.batch_size))  # few pictures are read sooner than they start
         for images, truth, indices in whole_batches(whole, pick, self.batch_size, workers, torch.device("cpu")):
             yield images, truth, [_id(masks, index) for index in indices]

@@ -292,17 +292,6 @@ def class_numbers(labels: Tensor, what: str) -> Tensor:
     return whole
 
 
-def evenly(count: int, limit: int | None) -> Sequence[int]:
-    """At most `limit` of `count` indices, evenly spread, so that every class keeps its share.
-
-    >>> evenly(10, 4), evenly(3, None)
-    ([0, 2, 5, 7], range(0, 3))
-    """
-    if limit is None or limit >= count:
-        return range(count)
-    return [index * count // limit for index in range(limit)]
-
-
 def digest_of(lines: Iterable[str]) -> str:
     """A SHA-256 of some lines of text, shortened."""
     state = hashlib.sha256()

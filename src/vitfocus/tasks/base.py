@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from vitfocus.anatomy import anatomy
 from vitfocus.core.errors import VitfocusError, reason
+from vitfocus.core.modules import eval_mode
 from vitfocus.data.classification.dataset import BrokenLog
 from vitfocus.data.classification.loader import Share
 from vitfocus.treatments import AttentionDiversification, applied, auxiliary_loss
@@ -110,10 +111,8 @@ class Task(ABC):
         """
         if any(parameter.is_meta for parameter in model.parameters()):
             return
-        training = model.training
-        model.eval()
         try:
-            with torch.random.fork_rng(devices=[]):
+            with eval_mode(model), torch.random.fork_rng(devices=[]):
                 call(torch.zeros(1, 3, size, size))
         except VitfocusError:
             raise
@@ -122,7 +121,6 @@ class Task(ABC):
                 f"{self.recipe.model.spec} does not take this recipe's images, (3, {size}, {size}): {reason(error)}; "
                 "change data.size or model.arguments."
             ) from None
-        model.train(training)
 
     def digests(self) -> dict[str, str]:
         """A SHA-256 of each split of the data."""

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import platform
 from typing import TYPE_CHECKING, Any
 
-import timm
-import torch
-
-import vitfocus
-from vitfocus.core.tables import counted
+from vitfocus.core.environment import device_name, versions
 
 if TYPE_CHECKING:
     from vitfocus.train.engine import Engine
@@ -44,31 +39,5 @@ def describe(engine: Engine) -> dict[str, Any]:
         "processes": accelerator.num_processes,
         "precision": {"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision),
         "device": device_name(accelerator.device),
-        "versions": versions(),
-    }
-
-
-def device_name(device: torch.device) -> str:
-    """What a person would call it."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{platform.processor() or platform.machine()}, {counted(torch.get_num_threads(), 'thread')}"
-
-
-def versions() -> dict[str, str]:
-    """Of everything that could change a number."""
-    import accelerate
-    import numpy
-    import PIL
-    import torchvision
-
-    return {
-        "vitfocus": vitfocus.__version__,
-        "torch": torch.__version__,
-        "torchvision": torchvision.__version__,
-        "timm": timm.__version__,
-        "accelerate": accelerate.__version__,
-        "pillow": PIL.__version__,
-        "numpy": numpy.__version__,
-        "python": platform.python_version(),
+        "versions": versions("accelerate", "python"),
     }

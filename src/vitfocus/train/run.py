@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from torch import nn
 
 from vitfocus.anatomy import mark_inserted
 from vitfocus.core.contents import check_contents
-from vitfocus.core.devices import usable_device
+from vitfocus.core.environment import device_name, usable_device
 from vitfocus.core.errors import VitfocusError, VitfocusWarning
 from vitfocus.core.files import write_text
 from vitfocus.data.classification.loader import Share
@@ -32,7 +31,7 @@ from vitfocus.train.model import choose_trained
 from vitfocus.train.optimiser import create_optimiser
 from vitfocus.train.progress import Progress
 from vitfocus.train.recipe import Recipe, build_recipe, difference, load_recipe
-from vitfocus.train.results import SHAPE, describe, device_name
+from vitfocus.train.results import SHAPE, describe
 from vitfocus.train.schedule import Plan
 from vitfocus.train.state import model_tensors
 from vitfocus.treatments.save_load import remember_task, save
@@ -281,8 +280,3 @@ def _export(engine: Engine, folder: Path, must: bool = True) -> None:
 
 def _save(model: nn.Module, folder: Path, base: str, arguments: dict[str, Any]) -> None:
     save(model, folder, base=base, arguments=arguments)
-
-
-def is_main_process() -> bool:
-    """Whether this process speaks for a run of many."""
-    return os.environ.get("RANK", "0") == "0"

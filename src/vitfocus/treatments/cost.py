@@ -17,6 +17,7 @@ from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
 from vitfocus.anatomy import anatomy, unwrap
+from vitfocus.core.modules import eval_mode
 from vitfocus.treatments.context_broadcasting import ContextBroadcast
 from vitfocus.treatments.squeeze_excitation import ChannelGate
 from vitfocus.treatments.token_aware_pooling import DilationPredictor, FixedPooling
@@ -51,13 +52,8 @@ def count_cost(model: nn.Module, size: int | tuple[int, int] | None = None) -> C
     elementwise = _Elementwise(model)
     shapes = {name: tensor.to("meta") for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     image = torch.empty(1, 3, height, width, device="meta")
-    training = model.training
-    model.eval()
-    try:
-        with elementwise, FlopCounterMode(display=False) as counter:
-            functional_call(model, shapes, (image,))
-    finally:
-        model.train(training)
+    with eval_mode(model), elementwise, FlopCounterMode(display=False) as counter:
+        functional_call(model, shapes, (image,))
     return Cost(count_parameters(model), counter.get_total_flops() // 2 + elementwise.operations, (height, width))
 
 

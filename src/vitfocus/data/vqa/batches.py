@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from vitfocus.core.errors import VitfocusError
+from vitfocus.core.statistics import evenly_spaced
 from vitfocus.data.classification.dataset import Broken, BrokenLog
 from vitfocus.data.classification.loader import Share, mend_posterize, seeded
 from vitfocus.data.sample_loader import Key, read_ahead
@@ -152,9 +153,8 @@ def every_question(
 
 def reading_batches(asked: QuestionSet, look: Look, limit: int, batch_size: int) -> Iterator[dict[str, Any]]:
     """At most `limit` questions, evenly picked, as `vitfocus.diagnose` takes them: uint8 pixels, texts as they are."""
-    count = min(limit, len(asked))
-    places = [index * len(asked) // count for index in range(count)]
-    for start in range(0, count, batch_size):
+    places = evenly_spaced(len(asked), limit)
+    for start in range(0, len(places), batch_size):
         some = [asked.questions[place] for place in places[start : start + batch_size]]
         pictures = [look.fitted(asked.pictures.read(question.picture)) for question in some]
         yield {**stacked(pictures), "question": [question.text for question in some]}

@@ -17,6 +17,7 @@ from vitfocus.attention.session import model_name
 from vitfocus.core.contents import check_contents
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import write_text
+from vitfocus.core.statistics import evenly_spaced
 from vitfocus.corruptions import corrupt, parse
 from vitfocus.report.evidence import EXPLORER
 from vitfocus.report.explorer.choice import LEFT_OUT, Reader, Unit, plan
@@ -73,7 +74,7 @@ def explorer_data(
         raise VitfocusError(
             f"The explorer shows uint8 images (B, 3, H, W), not {images.dtype} of shape {tuple(images.shape)}."
         )
-    chosen = [index * len(images) // min(limit, len(images)) for index in range(min(limit, len(images)))]
+    chosen = list(evenly_spaced(len(images), limit))
     pictures = images[chosen].cpu()
     titles = [str(names[index]) if names is not None else f"image {index}" for index in chosen]
     conditions = [pictures]

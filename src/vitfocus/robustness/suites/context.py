@@ -13,6 +13,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from vitfocus.core.errors import VitfocusError
+from vitfocus.core.statistics import evenly_spaced
 from vitfocus.robustness.folders import (
     ClassFolders,
     Entry,
@@ -30,7 +31,6 @@ from vitfocus.robustness.sources import (
     Source,
     StreamSource,
     digest_of,
-    evenly,
     one_number,
     picture_and_label,
 )
@@ -90,7 +90,7 @@ class Context:
         self, root: Path, entries: Sequence[Entry], interpolation: str | None = None, whole: bool = False
     ) -> Preprocessing:
         """Look at the files that will be read, and lay out what is done to each; the notes and the protocol say so."""
-        sizes = check_readable(root, [entries[index] for index in evenly(len(entries), self.limit)])
+        sizes = check_readable(root, [entries[index] for index in evenly_spaced(len(entries), self.limit)])
         preprocessing = self.standard(interpolation, whole)
         if preprocessing.resize is None and not whole:
             one_size(sizes)
@@ -134,7 +134,7 @@ class Context:
     ) -> ItemSource:
         """Image files with their labels, limited evenly; draws are keyed by the path below the root."""
         entries = folders.entries if entries is None else entries
-        pick = evenly(len(entries), self.limit)
+        pick = evenly_spaced(len(entries), self.limit)
         names = [entry.name for entry in entries]
         return ItemSource(
             ImageFiles(folders.root, names, labels),
@@ -189,7 +189,7 @@ class Context:
             size = f"{self.size[0]}x{self.size[1]}"
             self.notes.append(f"Pictures that already measure {size} were taken as they are, others resized.")
         self.protocol["preprocessing"] = preprocessing.to_dict() if preprocessing else "the data set's own"
-        pick = evenly(len(self.data), self.limit)
+        pick = evenly_spaced(len(self.data), self.limit)
         return ItemSource(
             self.data,
             pick=pick,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.progress import progress
+from vitfocus.core.statistics import evenly_spaced
 from vitfocus.corruptions import CORRUPTIONS, EXTRA_CORRUPTIONS, corrupt, fingerprint
 from vitfocus.corruptions.arguments import several, whole
 from vitfocus.corruptions.constants import Setting
@@ -23,7 +24,7 @@ from vitfocus.robustness.cells import Classify
 from vitfocus.robustness.folders import ImageFiles, check_readable, list_classes, one_size
 from vitfocus.robustness.plan import Group, Plan
 from vitfocus.robustness.preprocessing import Preprocessing
-from vitfocus.robustness.sources import Batch, ItemSource, digest_of, evenly
+from vitfocus.robustness.sources import Batch, ItemSource, digest_of
 from vitfocus.robustness.suites.context import Context, codec_name
 from vitfocus.robustness.summaries import corrupted
 
@@ -162,7 +163,7 @@ def _published(context: Context, folders: dict[str, Path]) -> Plan:
                 counts[cell] = len(files)
                 source = ItemSource(
                     ImageFiles(listed.root, files, answers),
-                    pick=evenly(len(files), context.limit),
+                    pick=evenly_spaced(len(files), context.limit),
                     names=files,
                     digest=listed.digest(),
                     size=size,
@@ -266,7 +267,7 @@ def _arrays(context: Context, root: Path) -> Plan:
         for severity in severities:
             start = (severity - 1) * each
             answers = labels[start : start + each]
-            pick = evenly(each, context.limit)
+            pick = evenly_spaced(each, context.limit)
             stamp = digest_of([f"{name} {severity} {len(array)}", str(answers.tolist()), _sums(array, start, each)])
             source = ItemSource(Pixels(root / f"{name}.npy", start, answers.tolist()), pick=pick, digest=stamp)
             groups.append(Group(f"{name}/{severity}", source, (Classify(f"{name}/{severity}"),)))
@@ -285,7 +286,7 @@ def _labels(path: Path) -> Any:
 
 def _sums(array: Any, start: int, count: int) -> str:
     """A cheap look at the pixels: the sum of a hundred images."""
-    return str([int(array[start + index].astype(np.int64).sum()) for index in evenly(count, 100)])
+    return str([int(array[start + index].astype(np.int64).sum()) for index in evenly_spaced(count, 100)])
 
 
 def _load(path: Path) -> Any:

@@ -8,12 +8,13 @@ from pathlib import Path
 from torch import Tensor
 
 from vitfocus.core.errors import VitfocusError, nearest
+from vitfocus.core.statistics import evenly_spaced
 from vitfocus.corruptions.arguments import several, whole
 from vitfocus.robustness.cells import Watched
 from vitfocus.robustness.folders import list_classes
 from vitfocus.robustness.plan import Group, Plan
 from vitfocus.robustness.sequences import NOISE, PERTURBATIONS, VERSION, frame_count, frames
-from vitfocus.robustness.sources import Batch, ItemSource, digest_of, evenly
+from vitfocus.robustness.sources import Batch, ItemSource, digest_of
 from vitfocus.robustness.suites.context import Context
 from vitfocus.robustness.summaries import watched
 from vitfocus.robustness.videos import VideoFiles, decoder_version, read_video
@@ -69,7 +70,7 @@ def _from_videos(context: Context, root: Path, names: list[str], difficulty: int
     for name in names:
         folders = list_classes(root / _folder(name, difficulty), _VIDEOS)
         counts[name] = len(folders.entries)
-        pick = evenly(len(folders.entries), context.limit)
+        pick = evenly_spaced(len(folders.entries), context.limit)
         first = folders.root / folders.entries[0].name
         video = read_video(first)
         if len(video) != frame_count(name):

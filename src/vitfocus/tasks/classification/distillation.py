@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from vitfocus.anatomy import anatomy, pixels_of
 from vitfocus.core.errors import VitfocusError, reason
+from vitfocus.core.modules import logits_of
 from vitfocus.tasks.building import start_from
 from vitfocus.treatments.save_load import create_model, load
 
@@ -52,9 +53,7 @@ class Teacher(nn.Module):
         images = images * self.scale + self.shift  # type: ignore[operator]
         if self.size is not None and tuple(images.shape[-2:]) != self.size:
             images = F.interpolate(images, self.size, mode="bicubic", antialias=True)
-        output: Any = self.net(images)
-        logits: Tensor = getattr(output, "logits", output)
-        return logits
+        return logits_of(self.net(images))
 
     def _try(self, classes: int) -> None:
         """Show the teacher one image, so that one which judges something else is refused before training begins."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vitfocus.core.modules import logits_of
 from vitfocus.data.augmentation import Batch
 from vitfocus.tasks.base import DiversityTerm
 from vitfocus.tasks.classification.distillation import Teacher
@@ -46,5 +47,5 @@ def split_output(output: Any) -> tuple[Tensor, Tensor]:
     """The logits, and those of the distillation token where the model has one (else the same)."""
     if isinstance(output, tuple | list):
         return output[0], output[1]
-    logits: Tensor = getattr(output, "logits", output)
+    logits = logits_of(output)
     return logits, logits

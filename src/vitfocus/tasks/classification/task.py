@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from vitfocus.anatomy import anatomy, pixels_of, unwrap
 from vitfocus.core.errors import VitfocusError
+from vitfocus.core.modules import eval_mode
 from vitfocus.data.augmentation import Augmenter, Batch
 from vitfocus.data.classification.dataset import Images
 from vitfocus.data.classification.evaluation_batches import EvaluationBatches
@@ -144,10 +145,8 @@ class Classify(Task):
     @torch.no_grad()
     def evaluate(self, model: nn.Module, accelerator: Accelerator) -> dict[str, float]:
         """Top-1, top-5 and cross-entropy; every image counts once."""
-        training = model.training
-        model.eval()
         sums = torch.zeros(4, dtype=torch.float64, device=accelerator.device)
-        with closing(iter(self.validation)) as parts:
+        with eval_mode(model), closing(iter(self.validation)) as parts:
             for images, labels, counts in parts:
                 with accelerator.autocast():
                     output: Any = model(images)
@@ -156,7 +155,6 @@ class Classify(Task):
                 loss = F.cross_entropy(logits, labels, reduction="none")
                 rows = torch.stack([torch.ones_like(loss), loss, ranked[:, 0].float(), ranked.any(1).float()])
                 sums += (rows * counts).sum(1).double()
-        model.train(training)
         count, loss_sum, first, five = accelerator.reduce(sums).tolist()
         count = max(1.0, count)
         return {"top1": first / count, "top5": five / count, "loss": loss_sum / count}

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from vitfocus.anatomy import pixels_of, unwrap
 from vitfocus.core.files import atomic_path
+from vitfocus.core.modules import eval_mode
 from vitfocus.data.classification.dataset import BrokenLog
 from vitfocus.data.detection.batches import EvaluationSamples
 from vitfocus.data.detection.dataset import Detections
@@ -45,11 +46,8 @@ class Searcher:
     ) -> list[dict[str, Any]]:
         """What the model, which is left in the mode it was in, finds on these pictures, as COCO's results have it."""
         model = unwrap(model)
-        training = model.training
-        model.eval()
-        found = [one for batch in self.each(model, indices, autocast) for some in batch.values() for one in some]
-        model.train(training)
-        return found
+        with eval_mode(model):
+            return [one for batch in self.each(model, indices, autocast) for some in batch.values() for one in some]
 
     @torch.no_grad()
     def each(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import atomic_path
+from vitfocus.core.modules import eval_mode, logits_of
 from vitfocus.data.segmentation.classes import palette
 
 
@@ -92,11 +93,11 @@ def _starts(length: int, window: int, stride: int) -> list[int]:
 
 
 def _at_size(model: Any, images: Tensor) -> Tensor:
-    logits: Any = model(images)
-    logits = logits["out"] if isinstance(logits, dict) else getattr(logits, "logits", logits)
-    if not isinstance(logits, Tensor) or logits.ndim != 4:
-        what = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-        raise VitfocusError(f"The model gives {what} for pictures; a map of logits a class is needed.")
+    logits = logits_of(model(images))
+    if logits.ndim != 4:
+        raise VitfocusError(
+            f"The model returns {tuple(logits.shape)} for images; expected one map of logits per class (B, C, H, W)."
+        )
     if logits.shape[-2:] != images.shape[-2:]:
         logits = F.interpolate(logits.float(), size=images.shape[-2:], mode="bilinear", align_corners=False)
     return logits.float()
@@ -114,14 +115,11 @@ def segment(model: nn.Module, images: Tensor, protocol: Protocol | None = None) 
     """
     from vitfocus.anatomy import pixels_of
 
-    seen, training = pixels_of(model), model.training
+    seen = pixels_of(model)
     device = next(model.parameters()).device
     mean, std = (torch.tensor(values, device=device)[:, None, None] for values in (seen.mean, seen.std))
-    try:
-        scores = predict(model.eval(), (images.to(device).float() / 255 - mean) / std, protocol or Protocol())
-        return scores.argmax(1)
-    finally:
-        model.train(training)
+    with eval_mode(model):
+        return predict(model, (images.to(device).float() / 255 - mean) / std, protocol or Protocol()).argmax(1)
 
 
 def coloured(classes: Tensor, count: int, source: str = "") -> Image.Image:

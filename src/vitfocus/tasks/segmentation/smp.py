@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from vitfocus.core.errors import VitfocusError, nearest
+from vitfocus.core.modules import eval_mode
 from vitfocus.tasks.feature_pyramid import PyramidFeatures
 from vitfocus.tasks.segmentation.model import enlarged, pad_to, take, undecayed
 
@@ -75,10 +76,8 @@ class LibrarySegmenter(nn.Module):
     def _rest_what_no_gradient_reaches(self) -> None:
         """Some decoders read only some of the maps; DDP would wait for the gradients of what makes the others."""
         place = next(self.parameters()).device
-        modes = [(module, module.training) for module in self.modules()]
-        reached, left = set(), [self.eval()(torch.zeros(1, 3, 64, 64, device=place)).grad_fn]
-        for module, training in modes:
-            module.training = training
+        with eval_mode(self):
+            reached, left = set(), [self(torch.zeros(1, 3, 64, 64, device=place)).grad_fn]
         seen = set(left)
         while left:
             step: Any = left.pop()

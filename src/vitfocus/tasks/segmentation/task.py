@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from vitfocus.anatomy import pixels_of, unwrap
 from vitfocus.core.errors import VitfocusError
+from vitfocus.core.modules import eval_mode, logits_of
 from vitfocus.data.classification.dataset import BrokenLog
 from vitfocus.data.sample_loader import SampleBatches, evaluation_indices, read_ahead
 from vitfocus.data.sample_order import Stream
@@ -142,8 +143,7 @@ class Segment(Task):
     def terms(self, model: nn.Module, batch: Crops, epoch: float) -> list[Tensor]:
         """Cross-entropy of both heads over the pixels that count, and the attention's diversity."""
         output = model(batch.images)
-        logits = output["out"] if isinstance(output, dict) else output
-        terms = [pixel_loss(logits, batch.masks)]
+        terms = [pixel_loss(logits_of(output), batch.masks)]
         if self.auxiliary:
             terms.append(self.recipe.segment.auxiliary * pixel_loss(output["aux"], batch.masks))
         return terms + self.diversity(epoch)
@@ -152,8 +152,6 @@ class Segment(Task):
     def evaluate(self, model: nn.Module, accelerator: Accelerator) -> dict[str, float]:
         """mIoU, mAcc and aAcc over all validation pictures, each read once."""
         model = unwrap(model)  # pictures of many sizes would be compiled one by one
-        training = model.training
-        model.eval()
         count = len(self.classes)
         matrix = torch.zeros(count, count, dtype=torch.int64, device=accelerator.device)
         share, protocol, device = self.setting.share, self.protocol, self.setting.device
@@ -162,11 +160,11 @@ class Segment(Task):
         parts = whole_batches(
             whole, indices, share.size, self.recipe.data.workers, device, self.broken["val"], self.setting.say
         )
-        for images, masks, _ in parts:
-            with accelerator.autocast():
-                scores = predict(model, self._normalised(images), protocol, masks.shape[-2:])
-            matrix += confusion(masks.to(device), scores.argmax(1), count)
-        model.train(training)
+        with eval_mode(model):
+            for images, masks, _ in parts:
+                with accelerator.autocast():
+                    scores = predict(model, self._normalised(images), protocol, masks.shape[-2:])
+                matrix += confusion(masks.to(device), scores.argmax(1), count)
         matrix = accelerator.reduce(matrix)
         self.iou = iou_by_class(matrix.cpu(), self.classes)
         return scores_of(matrix.cpu())

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from vitfocus.anatomy import anatomy, unwrap
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import write_text
+from vitfocus.core.modules import eval_mode
 from vitfocus.data.vqa.answers import best_constant, soft_accuracy
 from vitfocus.data.vqa.batches import Look, QuestionBatch, stacked
 from vitfocus.data.vqa.dataset import Question
@@ -66,12 +67,8 @@ class Answerer:
             return []
         device = next(self.model.parameters()).device
         inputs = self.words(questions) | stacked([self.look.fitted(picture) for picture in pictures])
-        training = self.model.training
-        self.model.eval()
-        try:
+        with eval_mode(self.model):
             chosen = self.model(**self.look.normalised(inputs, device)).logits.argmax(1)
-        finally:
-            self.model.train(training)
         return [self.answers[number] for number in chosen.tolist()]
 
     def each(self, batches: Iterable[QuestionBatch]) -> Iterator[tuple[int, str]]:

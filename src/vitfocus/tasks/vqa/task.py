@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitfocus.core.errors import VitfocusError
+from vitfocus.core.modules import eval_mode
 from vitfocus.data.sample_loader import SampleBatches
 from vitfocus.data.sample_order import Stream
 from vitfocus.data.vqa.answers import AnswerVocabulary, normalise, soft_targets
@@ -142,11 +143,9 @@ class Answer(Task):
     @torch.no_grad()
     def evaluate(self, model: nn.Module, accelerator: Accelerator) -> dict[str, float]:
         """The official accuracy, in all and by answer type, and the loss."""
-        training = model.training
-        model.eval()
         sums = torch.zeros(len(ANSWER_TYPES) + 2, 2, dtype=torch.float64)
         where = self.setting.share, self.recipe.data.workers, self.setting.device, self.broken["val"], self.setting.say
-        with closing(every_question(self.asked, *where)) as batches:
+        with eval_mode(model), closing(every_question(self.asked, *where)) as batches:
             for batch in batches:
                 with accelerator.autocast():
                     logits = model(**batch.inputs).logits.float()
@@ -161,7 +160,6 @@ class Answer(Task):
                     sums[row] += torch.tensor(scored.get(name, (0.0, 0)), dtype=torch.float64)
                 loss = float(_loss(kept, self._targets(self.val, places).to(kept.device)))
                 sums[-1] += torch.tensor([loss * len(places), len(places)], dtype=torch.float64)
-        model.train(training)
         summed = accelerator.reduce(sums.to(accelerator.device)).tolist()
         names = ("accuracy", *(f"accuracy_{name.replace('/', '_')}" for name in ANSWER_TYPES), "loss")
         return {name: total / count for name, (total, count) in zip(names, summed, strict=True) if count}

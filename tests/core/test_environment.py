@@ -17,7 +17,7 @@ from train_tools import tiny
 
 import vitfocus as vf
 from vitfocus.cli import main
-from vitfocus.core.devices import usable_device
+from vitfocus.core.environment import usable_device
 from vitfocus.robustness.cells import Watched
 from vitfocus.robustness.sequences import frames
 from vitfocus.robustness.sources import Batch
