@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from timm.optim import create_optimizer_v2, get_optimizer_info, list_optimizers
+from timm.optim.muon import Muon
 from torch import nn
 from torch.optim import Optimizer
 
 from vitfocus.anatomy import anatomy
 from vitfocus.core.errors import VitfocusError, nearest, reason
+from vitfocus.train.muon import BatchedMuon
 from vitfocus.train.recipe_sections import Optimiser
 from vitfocus.train.state import gather
 
@@ -54,6 +56,8 @@ def _create(model: nn.Module, section: Optimiser, device: torch.device) -> Optim
         layer_decay=section.layer_decay or None,
         **more,
     )
+    if type(optimiser) is Muon and device.type == "cuda":  # on a CPU, one matrix after the other is as fast
+        optimiser.__class__ = BatchedMuon
     return optimiser
 
 
