@@ -7,15 +7,12 @@ import copy
 import json
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from vitfocus.cli.common import require_positive
+from vitfocus.core.progress import Progress
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
     from torch import nn
 
@@ -85,7 +82,8 @@ def run(args: argparse.Namespace) -> int:
         models = {name: torch.compile(one) for name, one in models.items()}  # type: ignore[misc]
     images = torch.randn(batch, 3, height, width, device=device)
     warmup = 3 if args.compile else 2
-    with _progress(len(models) * (args.rounds + warmup + 1)) as advance:
+    total = len(models) * (args.rounds + warmup + 1)
+    with Progress("Measuring", total, opening=f"Measuring: {total} steps.") as progress:
         rows = compare_steps(
             models,
             images,
@@ -93,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
             autocast=None if precision == "float32" else getattr(torch, precision),
             rounds=args.rounds,
             warmup=warmup,
-            on_step=advance,
+            on_step=progress.advance,
         )
     result = {
         "model": args.model,
@@ -157,28 +155,17 @@ def _treated(
     return models, refused
 
 
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[], None]]:
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        print(f"Measuring: {total} steps.", file=sys.stderr)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("Measuring", total=total)
-        yield lambda: progress.advance(task)
-
-
 def _machine(device: torch.device) -> dict[str, Any]:
     import platform
 
     import torch
 
+    from vitfocus.core.environment import device_name
+
     facts: dict[str, Any] = {"device": device.type, "torch": torch.__version__, "python": platform.python_version()}
     if device.type == "cuda":
-        return facts | {"name": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
-    return facts | {"name": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
+        return facts | {"name": device_name(device), "cuda": torch.version.cuda}
+    return facts | {"name": device_name(device, threads=False), "threads": torch.get_num_threads()}
 
 
 def _show(result: dict[str, Any]) -> None:

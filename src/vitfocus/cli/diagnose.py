@@ -205,19 +205,13 @@ def _shapes(count: int, batch_size: int, body: Anatomy) -> Iterator[Tensor]:
 
 
 def _with_progress(batches: Iterator[Any], count: int) -> Iterator[Any]:
-    from rich.console import Console
-    from rich.progress import Progress
-
+    from vitfocus.core.progress import Progress
     from vitfocus.core.tables import counted
 
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        _say(f"Reading {counted(count, 'image')}.")
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("Reading images", total=count)
+    with Progress("Reading images", count, opening=f"Reading {counted(count, 'image')}.") as progress:
         for batch in batches:
             yield batch
-            progress.advance(task, len(_pixels(batch)))
+            progress.advance(len(_pixels(batch)))
 
 
 def _noted(batches: Iterator[Any], state: Any) -> Iterator[Any]:

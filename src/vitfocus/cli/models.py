@@ -8,6 +8,8 @@ import sys
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from vitfocus.core.progress import Progress
+
 _HEADINGS = ("cb", "cbs", "gate", "msa", "tap", "adl", "se", "uniform", "extra")
 
 
@@ -32,7 +34,6 @@ def _matches(pattern: str, text: str) -> bool:
 def run(args: argparse.Namespace) -> int:
     """Print the table."""
     from rich.console import Console
-    from rich.progress import track
     from rich.table import Table
 
     from vitfocus.anatomy import families
@@ -58,13 +59,11 @@ def run(args: argparse.Namespace) -> int:
         chosen = [(family, names) for family, names in named if (family.library, family.name) == kind]
     if not chosen:
         raise VitfocusError(f"No family or model matches {args.pattern!r}; `vitfocus models` lists the families.")
-    progress = Console(stderr=True)
-    rows = [
-        support(family)
-        for family, _ in track(
-            chosen, "trying treatments", console=progress, transient=True, disable=not progress.is_terminal
-        )
-    ]
+    rows = []
+    with Progress("Trying treatments", len(chosen)) as progress:
+        for family, _ in chosen:
+            rows.append(support(family))
+            progress.advance()
     if args.names:
         for row, (_, names) in zip(rows, chosen, strict=True):
             row["names"] = names

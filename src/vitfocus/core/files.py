@@ -7,7 +7,7 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 #: How files are named that are read as pictures, in small letters.
@@ -85,6 +85,38 @@ def write_bytes(target: str | Path, content: bytes) -> None:
     """Write a binary file atomically."""
     with atomic_path(target) as path:
         path.write_bytes(content)
+
+
+class Appender:
+    """Appends pieces to a file, each whole or not at all; a piece that a full disk refuses is written with a later one.
+
+    >>> file = Appender(Path(tempfile.mkdtemp()) / "log")
+    >>> file.add(b"one ")
+    >>> file.add(b"two")
+    >>> file.path.read_bytes()
+    b'one two'
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._pending: list[bytes] = []
+
+    def add(self, piece: bytes) -> None:
+        """Append a piece after those that are still pending."""
+        self._pending.append(piece)
+        self.catch_up()
+
+    def catch_up(self) -> None:
+        """Try to append what is pending."""
+        with suppress(OSError):
+            size = self.path.stat().st_size if self.path.exists() else 0
+            try:
+                with self.path.open("ab") as file:
+                    file.writelines(self._pending)
+            except OSError:
+                os.truncate(self.path, size)
+                raise
+            self._pending.clear()
 
 
 def digest(path: str | Path) -> str:

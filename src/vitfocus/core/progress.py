@@ -1,79 +1,119 @@
-"""Progress on stderr: a bar with the time left on a terminal, a line now and then elsewhere."""
+"""Progress on stderr: a bar with the time left on a terminal, an occasional line elsewhere."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Protocol
-
-_LINE_EVERY = 60.0
+from types import TracebackType
+from typing import Any, Self
 
 
-class Advance(Protocol):
-    """Call it with what was done: how many steps, and of which condition."""
+class Progress:
+    """Shows how much of a long operation is done.
 
-    def __call__(self, steps: int, name: str) -> None: ...
+    Args:
+        title: Stands before the bar and before each line.
+        total: The number of steps, or None if it is not known.
+        done: The number of steps done before, in an operation that is resumed.
+        opening: A line printed at the start where stderr is no terminal.
+        every: The least number of seconds between two lines where stderr is no terminal.
+        transient: Remove the bar at the end.
+        show: Print anything at all; usually False on all processes but the first.
 
-
-@contextmanager
-def progress(title: str, total: int | None, done: int = 0, show: bool = True) -> Iterator[Advance]:
-    """Show how far a long run is; `total` and `done` count (image, condition) pairs.
-
-    >>> with progress("fog", total=2, show=False) as advance:
-    ...     advance(2, "fog/1")
+    Example:
+        >>> with Progress("fog", total=2, show=False) as progress:
+        ...     progress.advance(2, "severity 1")
     """
-    if not show:
-        yield lambda steps, name: None
-    elif sys.stderr.isatty():
-        yield from _bar(title, total, done)
-    else:
-        yield from _lines(title, total, done)
 
+    def __init__(
+        self,
+        title: str,
+        total: int | None = None,
+        done: int = 0,
+        *,
+        opening: str = "",
+        every: float = 60.0,
+        transient: bool = True,
+        show: bool = True,
+    ) -> None:
+        self.title, self.total, self.done = title, total, done
+        self.opening, self.every, self.transient, self.show = opening, every, transient, show
+        self._bar: Any = None
+        self._note = ""
 
-def _bar(title: str, total: int | None, done: int) -> Iterator[Advance]:
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(title, total=total, completed=done)
-        yield lambda steps, name: bar.update(task, advance=steps, description=f"{title}: {name}")
-
-
-def _lines(title: str, total: int | None, done: int) -> Iterator[Advance]:
-    began = spoke = time.monotonic()
-    so_far = 0
-
-    def advance(steps: int, name: str) -> None:
-        nonlocal spoke, so_far
-        so_far += steps
-        now = time.monotonic()
-        if now - spoke < _LINE_EVERY:
+    def start(self) -> None:
+        """Show the bar, or print the opening line."""
+        self._began, self._first = time.monotonic(), self.done
+        self._printed = self._began
+        if not self.show:
             return
-        spoke = now
-        left = (
-            "" if total is None else f" of {total:,}, {_clock((now - began) * (total - done - so_far) / so_far)} left"
-        )
-        print(f"{title}: {done + so_far:,}{left} ({name})", file=sys.stderr, flush=True)
+        if not sys.stderr.isatty():
+            if self.opening:
+                self.say(self.opening)
+            return
+        from rich import progress
+        from rich.console import Console
 
-    amount = "" if total is None else f", {total - done:,} image evaluations"
-    print(f"{title}{amount}.", file=sys.stderr, flush=True)
-    yield advance
+        self._bar = progress.Progress(
+            progress.TextColumn("{task.description}"),
+            progress.BarColumn(),
+            progress.MofNCompleteColumn(),
+            progress.TimeElapsedColumn(),
+            progress.TimeRemainingColumn(),
+            progress.TextColumn("{task.fields[note]}"),
+            console=Console(stderr=True),
+            transient=self.transient,
+        )
+        self._task = self._bar.add_task(self.title, total=self.total, completed=self.done, note="")
+        self._bar.start()
+
+    def advance(self, steps: int = 1, note: str = "") -> None:
+        """Count some more steps; the `note` says which, or how they went."""
+        self.update(self.done + steps, note)
+
+    def update(self, done: int, note: str = "") -> None:
+        """Set the number of steps done."""
+        finished = self.done != done == self.total and bool(note)
+        self.done, self._note = done, note or self._note
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, note=self._note)
+            return
+        now = time.monotonic()
+        if self.show and (now - self._printed >= self.every or finished):
+            self._printed = now
+            self.say(f"{self.title}: {self._amount(now)}{self._note and f' ({self._note})'}")
+
+    def say(self, text: str) -> None:
+        """Print a line that stays."""
+        if self._bar is not None:
+            self._bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        elif self.show:
+            print(text, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Remove the bar."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _amount(self, now: float) -> str:
+        """How much is done and how long the rest will take."""
+        if self.total is None:
+            return f"{self.done:,}"
+        taken = self.done - self._first
+        amount = f"{self.done:,} of {self.total:,}"
+        if taken <= 0 or self.done >= self.total:
+            return amount
+        return f"{amount}, {_clock((now - self._began) * (self.total - self.done) / taken)} left"
 
 
 def _clock(seconds: float) -> str:

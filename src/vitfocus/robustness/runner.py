@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.processes import Processes
-from vitfocus.core.progress import Advance, progress
+from vitfocus.core.progress import Progress
 from vitfocus.robustness.cells import Watched
 from vitfocus.robustness.pixels import PixelModel
 from vitfocus.robustness.plan import Columns, Group, Plan, Samples, in_order
@@ -41,10 +41,11 @@ def run(
     done = sum(len(kept[g.name]["positions"]) * len(g.cells) for g in plan.groups if kept.get(g.name))
     samples: Samples = {}
     digests: dict[str, str] = {}
-    with progress(title, plan.steps, done, show and processes.first) as advance:
+    opening = f"{title}, {plan.steps - done:,} image evaluations." if plan.steps is not None else f"{title}."
+    with Progress(title, plan.steps, done, opening=opening, show=show and processes.first) as progress:
         for group in plan.groups:
             columns = _run_group(
-                group, models, classes, processes, batch_size, folder, kept.get(group.name, {}), advance
+                group, models, classes, processes, batch_size, folder, kept.get(group.name, {}), progress
             )
             digests[group.name] = group.source.digest or digest_of(map(str, columns["checksum"].tolist()))
             for i, cell in enumerate(group.cells):
@@ -80,7 +81,7 @@ def _run_group(
     batch_size: int,
     folder: RunFolder | None,
     kept: Columns,
-    advance: Advance,
+    progress: Progress,
 ) -> Columns:
     known = dict(zip(kept["positions"].tolist(), kept["checksum"].tolist(), strict=True)) if "checksum" in kept else {}
     done = frozenset(kept["positions"].tolist()) if kept and not known else frozenset[int]()
@@ -119,7 +120,7 @@ def _run_group(
             for i, cell in enumerate(group.cells):
                 for j, outcome in enumerate(cell(batch, models)):
                     item |= {f"{i}.{j}|{name}": values for name, values in outcome.items()}
-                advance(len(batch) * processes.world, cell.name)
+                progress.advance(len(batch) * processes.world, cell.name)
             if not (parts or pending):
                 _refuse_nan({name: values.cpu().numpy() for name, values in item.items()}, group, models)
             pending.append(item)

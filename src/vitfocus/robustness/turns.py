@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from vitfocus.core.progress import progress
+from vitfocus.core.progress import Progress
 from vitfocus.robustness.request import Request
 from vitfocus.robustness.runfolder import RunFolder, keeping
 
@@ -39,7 +39,9 @@ def in_turns(
     kept = [_read(folder, _group(number)) if processes.first else {} for number in range(len(measures))]
     known = processes.agree([set(some) for some in kept])
     batches = [places[first : first + batch_size] for first in range(0, len(places), batch_size)]
-    with progress(asked.suite, len(places) * len(measures), sum(map(len, known)), asked.progress) as advance:
+    total, done = len(places) * len(measures), sum(map(len, known))
+    opening = f"{asked.suite}, {total - done:,} image evaluations."
+    with Progress(asked.suite, total, done, opening=opening, show=asked.progress) as progress:
         for number, (name, measure) in enumerate(measures.items()):
             left = [batch for batch in batches if not known[number].issuperset(batch)]
             mine = [place for batch in left[processes.rank :: processes.world] for place in batch]
@@ -47,7 +49,7 @@ def in_turns(
             with closing(_measured(folder, _group(number), measure, mine)) as new:  # closed: all of it is kept
                 for outcomes in new:
                     found |= outcomes
-                    advance(len(outcomes) * processes.world, name)
+                    progress.advance(len(outcomes) * processes.world, name)
             whole = {place: text for part in processes.gather(found) for place, text in part.items()}
             yield name, [json.loads(whole[place]) for place in places]
 

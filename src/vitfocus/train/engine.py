@@ -20,12 +20,12 @@ from timm.utils import ModelEmaV3
 from torch import nn
 
 from vitfocus.core.errors import VitfocusError
+from vitfocus.core.progress import Progress
 from vitfocus.data.sample_order import STEP, seed_for
 from vitfocus.tasks.base import Task
 from vitfocus.train.checkpoint import Checkpoints, State
 from vitfocus.train.cuda_graph import RecordedStep
-from vitfocus.train.metrics import Metrics
-from vitfocus.train.progress import Progress
+from vitfocus.train.metrics import Metrics, row_text
 from vitfocus.train.recipe import Recipe
 from vitfocus.train.schedule import Plan, set_rate
 from vitfocus.train.signals import StopWish
@@ -64,6 +64,7 @@ class Engine:
     step: int = 0
     signal: int = 0  # the one that ended the run early
     before_step: Callable[[int], None] | None = None
+    score: str = ""  # the last evaluation's, for the progress line
 
     def resume(self, state: State) -> None:
         """Go back to a checkpoint."""
@@ -97,7 +98,8 @@ class Engine:
         self._since, self._saved, self._rated = (time.perf_counter(),) * 3
         self._rated_step = self.step
         self._recorded = RecordedStep.of(self)
-        self.progress.start(self.step)
+        self.progress.done = self.step
+        self.progress.start()
         return self.task.iterate(self.step, stop)
 
     def _call_before_step(self) -> None:
@@ -146,7 +148,7 @@ class Engine:
         if log:
             self._log()
         else:
-            self.progress.advance(self.step)
+            self.progress.update(self.step)
         stop, late = self._agree(wish, log)
         if last or self._evaluation_is_due(epoch):
             self._evaluate()
@@ -183,7 +185,7 @@ class Engine:
         speed = (self.step - self._rated_step) * self.recipe.data.batch / max(1e-9, now - self._rated)
         row = {"kind": "train", "step": self.step, "epoch": self.plan.epoch(self.step), "loss": loss, **terms}
         row |= {"lr": self.plan.rate(self.step - 1), "images_per_second": speed}
-        self.progress.update(self.step, row)
+        self.progress.update(self.step, row_text(row, self.score))
         if self.metrics is not None:
             self.metrics.add(row)
         self._rated, self._rated_step = now, self.step
@@ -203,7 +205,7 @@ class Engine:
         self._train_mode()
         row = {"kind": "eval", "step": self.step, "epoch": self.plan.epoch(self.step), **scores}
         self.record.last = row
-        self.progress.score = f"{self.task.best} {scores[self.task.best]:.4f}"
+        self.score = f"{self.task.best} {scores[self.task.best]:.4f}"
         self.progress.say(f"epoch {row['epoch']:.4g}: {self.task.headline(scores)}")
         if self.metrics is not None:
             self.metrics.add(row)

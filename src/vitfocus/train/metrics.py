@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from vitfocus.core.files import write_text
-from vitfocus.train.appending import Appender
+from vitfocus.core.files import Appender, write_text
 from vitfocus.train.tensorboard import Board
 
 
@@ -40,6 +39,18 @@ class Metrics:
         """All rows so far; a crash may have left half of one, or a disk a damaged one."""
         text = self.path.read_text(encoding="utf-8", errors="replace") if self.path.is_file() else ""
         return [row for line in text.splitlines() if (row := _row(line)) is not None]
+
+
+def row_text(row: dict[str, Any], score: str = "") -> str:
+    """A training row for the progress line: speed, loss and its terms, and the `score` of the last evaluation.
+
+    >>> row_text({"images_per_second": 512.3, "loss": 2.5, "epoch": 1.25, "adl": 0.2}, "top1 0.4000")
+    'epoch 1.25, 512 images/s, loss 2.5000, adl 0.2000, top1 0.4000'
+    """
+    parts = [f"epoch {row['epoch']:.2f}", f"{row['images_per_second']:.0f} images/s", f"loss {row['loss']:.4f}"]
+    shown = ("kind", "step", "epoch", "loss", "ce", "lr", "images_per_second")
+    parts += [f"{key} {value:.4f}" for key, value in row.items() if key not in shown]
+    return ", ".join([*parts, score] if score else parts)
 
 
 def _row(line: str) -> dict[str, Any] | None:

@@ -20,6 +20,7 @@ from vitfocus.core.contents import check_contents
 from vitfocus.core.environment import device_name, usable_device
 from vitfocus.core.errors import VitfocusError, VitfocusWarning
 from vitfocus.core.files import write_text
+from vitfocus.core.progress import Progress
 from vitfocus.data.classification.loader import Share
 from vitfocus.tasks import find_task
 from vitfocus.tasks.base import Setting, Task
@@ -29,7 +30,6 @@ from vitfocus.train.engine import Engine, run_folder
 from vitfocus.train.metrics import Metrics
 from vitfocus.train.model import choose_trained
 from vitfocus.train.optimiser import create_optimiser
-from vitfocus.train.progress import Progress
 from vitfocus.train.recipe import Recipe, build_recipe, difference, load_recipe
 from vitfocus.train.results import SHAPE, describe
 from vitfocus.train.schedule import Plan
@@ -60,7 +60,7 @@ def train(
     folder = run_folder(out, recipe)
     checkpoints = Checkpoints(folder / "checkpoints", recipe.engine.keep)
     accelerator = _accelerator(recipe)
-    progress = Progress(0, accelerator.is_main_process)
+    progress = Progress("training", every=10.0, transient=False, show=accelerator.is_main_process)
     state = _start_state(recipe, folder, checkpoints, resume, progress)
     if resume is not None and (done := _finished(folder, state)):
         progress.say(f"{folder} is finished; nothing is left to do.")
@@ -97,7 +97,7 @@ def assemble_run(recipe: Recipe, folder: str | Path) -> Engine:
     """A run that is ready to take its first step, for those who would rather take the steps themselves."""
     accelerator = _accelerator(recipe)
     checkpoints = Checkpoints(Path(folder) / "checkpoints", recipe.engine.keep)
-    return _assemble(recipe, Path(folder), checkpoints, accelerator, Progress(0, shown=False), None)[0]
+    return _assemble(recipe, Path(folder), checkpoints, accelerator, Progress("training", show=False), None)[0]
 
 
 def _accelerator(recipe: Recipe) -> Accelerator:

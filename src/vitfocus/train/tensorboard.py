@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from vitfocus.core.errors import VitfocusError
-from vitfocus.train.appending import Appender
+from vitfocus.core.files import Appender
 
 
 class Board:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vitfocus.core.errors import VitfocusError, nearest
-from vitfocus.core.progress import progress
+from vitfocus.core.progress import Progress
 from vitfocus.core.statistics import evenly_spaced
 from vitfocus.corruptions import CORRUPTIONS, EXTRA_CORRUPTIONS, corrupt, fingerprint
 from vitfocus.corruptions.arguments import several, whole
@@ -147,7 +147,7 @@ def _published(context: Context, folders: dict[str, Path]) -> Plan:
     counts: dict[str, int] = {}
     labels: dict[str, int] = {}
     lists: dict[tuple[str, ...], list[int]] = {}  # 75 folders hold the same names: one list of them, not 75
-    with progress("Listing the files", len(names) * len(severities), show=context.show) as advance:
+    with Progress("Listing the files", len(names) * len(severities), show=context.show) as progress:
         for name in names:
             for severity in severities:
                 cell = f"{name}/{severity}"
@@ -171,7 +171,7 @@ def _published(context: Context, folders: dict[str, Path]) -> Plan:
                     pin=context.device.type == "cuda",
                 )
                 groups.append(Group(cell, source, (Classify(cell),)))
-                advance(1, cell)
+                progress.advance(note=cell)
     _same_counts(context.folder, counts)
     if context.options.get("clean_data"):
         context.notes.append(f"The clean error, for the relative mCE, is measured on {context.options['clean_data']}.")
