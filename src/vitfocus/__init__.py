@@ -44,10 +44,7 @@ _HOMES = {
     "vitfocus.core.errors": ("VitfocusError", "VitfocusWarning"),
     "vitfocus.report": ("explore", "report"),
     "vitfocus.robustness": ("evaluate",),
-    "vitfocus.treatments": (
-        *("AttentionDiversification", "ContextBroadcasting", "ExtraBlock", "SqueezeExcitation", "TokenAwarePooling"),
-        *("UniformHead", "applied", "auxiliary_loss", "treat_", "untreat_", "untreated"),
-    ),
+    "vitfocus.treatments": ("applied", "auxiliary_loss", "treat_", "untreat_", "untreated"),
     "vitfocus.treatments.save_load": ("create_model", "load", "open_model", "push", "save"),
     "vitfocus.treatments.weights": ("load_weights",),
 }
@@ -96,9 +93,11 @@ sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
+    # A capitalised name that has no home here is a treatment's record, which the room `treatments` exports.
+    home = _HOME_OF.get(name, "vitfocus.treatments" if name[:1].isupper() else None)
+    value = getattr(importlib.import_module(home), name, None) if home is not None else None
+    if value is None:
         raise AttributeError(f"module 'vitfocus' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME_OF[name]), name)
     globals()[name] = value
     return value
 

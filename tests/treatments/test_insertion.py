@@ -18,14 +18,13 @@ from safetensors.torch import save_file
 from torch import nn
 
 import vitfocus as vf
-from vitfocus.anatomy import families, inserted, is_trained
+from vitfocus.anatomy import build_example, families, inserted, is_trained
 from vitfocus.cli import main
 from vitfocus.core.errors import VitfocusWarning
 from vitfocus.data.shapes.dataset import Shapes
 from vitfocus.tasks.building import start_from
 from vitfocus.train import train
 from vitfocus.treatments.spec import parse_treatments
-from vitfocus.treatments.support import build_example
 
 SMALL: dict[str, Any] = {
     "img_size": 32,

@@ -4,7 +4,7 @@ from vitfocus.anatomy.block import Anatomy, Block, GridRule, Port
 from vitfocus.anatomy.input_spec import Pixels, pixels_of
 from vitfocus.anatomy.normalisation import remember_normalising
 from vitfocus.anatomy.plan import Plan, Trunk
-from vitfocus.anatomy.registry import Family, anatomy, families, register, unwrap
+from vitfocus.anatomy.registry import Family, anatomy, build_example, families, model_names, register, unwrap
 from vitfocus.anatomy.trained import inserted, insertion_sentence, insertions_sentence, is_trained, mark_inserted
 
 __all__ = [
@@ -17,12 +17,14 @@ __all__ = [
     "Port",
     "Trunk",
     "anatomy",
+    "build_example",
     "families",
     "inserted",
     "insertion_sentence",
     "insertions_sentence",
     "is_trained",
     "mark_inserted",
+    "model_names",
     "pixels_of",
     "register",
     "remember_normalising",

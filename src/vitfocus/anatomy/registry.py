@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from vitfocus.anatomy.block import Anatomy
@@ -49,6 +51,39 @@ def families() -> list[Family]:
     for library in _LIBRARIES:
         importlib.import_module(f"vitfocus.anatomy.{library}")
     return list({id(family): family for family in _FAMILIES.values()}.values())
+
+
+def build_example(family: Family) -> nn.Module | None:
+    """A small model of the family that occupies no memory (meta device); None if its library is not installed."""
+    with warnings.catch_warnings(), torch.device("meta"):
+        warnings.simplefilter("ignore")
+        if family.library in ("timm", "vitfocus"):
+            import timm
+
+            import vitfocus.models  # noqa: F401  registers FAN, RVT, PVT and LocalViT
+
+            return timm.create_model(family.example, **family.options)
+        try:
+            return importlib.import_module(f"vitfocus.anatomy.{family.library}").build_example(family)
+        except (ImportError, AttributeError):
+            return None
+
+
+def model_names(family: Family) -> list[str]:
+    """The names under which the family's library builds its models; empty if the library has no such list."""
+    if family.library == "transformers":
+        return []
+    if family.library == "torchvision":
+        from torchvision import models
+
+        prefix = {"vision_transformer": "vit", "swin_transformer": "swin", "maxvit": "maxvit"}[family.name]
+        return models.list_models(include=f"{prefix}_*")
+    import timm
+
+    import vitfocus.models  # noqa: F401  registers FAN, RVT, PVT and LocalViT
+
+    names = timm.list_models(module=family.name)
+    return names + (timm.list_models(module="deit") if family.name == "vision_transformer" else [])
 
 
 def family_of(module: nn.Module) -> Family | None:

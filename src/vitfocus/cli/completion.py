@@ -76,7 +76,7 @@ def known_names() -> dict[str, list[str]]:
     from vitfocus.reproduce.items import SCALES, item_names
     from vitfocus.robustness.suites import SUITES
     from vitfocus.train.recipe import shipped_recipes
-    from vitfocus.treatments.base import TREATMENTS
+    from vitfocus.treatments import keywords
 
     corruptions = [*CORRUPTIONS, *EXTRA_CORRUPTIONS]
     return {
@@ -86,7 +86,7 @@ def known_names() -> dict[str, list[str]]:
         "against": [f"{name}/{severity}" for name in corruptions for severity in range(1, 6)],
         "corruptions": corruptions,
         "severities": list("12345"),
-        "treat": sorted({*TREATMENTS, "cbs"}),
+        "treat": sorted(keywords()),
         "device": ["cpu", "cuda", "mps"],
         "scale": list(SCALES),
     }

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from vitfocus.core.progress import Progress
 
-_HEADINGS = ("cb", "cbs", "gate", "msa", "tap", "adl", "se", "uniform", "extra")
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
@@ -36,12 +34,12 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    from vitfocus.anatomy import families
+    from vitfocus.anatomy import families, model_names
     from vitfocus.core.errors import VitfocusError
-    from vitfocus.treatments.support import TRIED, model_names, support
+    from vitfocus.treatments.placement import columns, support
 
     library, _, pattern = args.pattern.lower().partition("+")[0].rpartition(":")  # as in torchvision:vit_b_16+cb
-    named = [(family, model_names(family.library, family.name)) for family in families()]
+    named = [(family, model_names(family)) for family in families()]
     chosen = [
         (family, names)
         for family, names in named
@@ -73,14 +71,16 @@ def run(args: argparse.Namespace) -> int:
 
     console = Console(width=None if sys.stdout.isatty() else 120)
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for heading in ("library", "family", "attention", *_HEADINGS):
-        table.add_column(heading, justify="center" if heading in _HEADINGS else "left", no_wrap=True)
+    tried = columns()
+    for heading in ("library", "family", "attention", *tried):
+        table.add_column(heading, justify="center" if heading in tried else "left", no_wrap=True)
     for row in rows:
-        marks = [{True: "+", False: "-", None: "."}[row["treatments"][spec]] for spec in TRIED]
+        marks = [{True: "+", False: "-", None: "."}[row["treatments"][spec]] for spec in tried.values()]
         table.add_row(row["library"], row["family"], ", ".join(row["attention"]), *marks)
     console.print(table)
     console.print("\n+ supported   - not supported   . library not installed")
-    console.print("gate: cb(variant=gate)   msa: cb(site=attention)", highlight=False)
+    short = [f"{heading}: {spec}" for heading, spec in tried.items() if heading != spec]
+    console.print("   ".join(short), highlight=False)
     for row in rows if args.names else ():
         console.print(f"\n[bold]{row['family']}[/]: {', '.join(row['names']) or 'any model of this class'}")
     return 0

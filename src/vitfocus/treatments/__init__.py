@@ -1,7 +1,7 @@
 """Treatments: what is inserted into a model, where, and how it is taken out again."""
 
 from vitfocus.treatments.attention_diversification import AttentionDiversification, auxiliary_loss
-from vitfocus.treatments.base import Treatment
+from vitfocus.treatments.base import TREATMENTS, Treatment, all_treatments, keywords
 from vitfocus.treatments.context_broadcasting import ContextBroadcasting
 from vitfocus.treatments.extra_block import ExtraBlock
 from vitfocus.treatments.squeeze_excitation import SqueezeExcitation
@@ -10,6 +10,7 @@ from vitfocus.treatments.token_aware_pooling import TokenAwarePooling
 from vitfocus.treatments.uniform_head import UniformHead
 
 __all__ = [
+    "TREATMENTS",
     "AttentionDiversification",
     "ContextBroadcasting",
     "ExtraBlock",
@@ -17,8 +18,10 @@ __all__ = [
     "TokenAwarePooling",
     "Treatment",
     "UniformHead",
+    "all_treatments",
     "applied",
     "auxiliary_loss",
+    "keywords",
     "treat_",
     "untreat_",
     "untreated",

@@ -20,10 +20,10 @@ from vitfocus.attention.observation import Observation
 from vitfocus.core.errors import VitfocusError
 from vitfocus.kernels.backends import outside_autocast
 from vitfocus.kernels.diversity.op import diversity, row_similarity
-from vitfocus.treatments.base import Layers, Treatment, choose_blocks, handles, layers_option, option
+from vitfocus.treatments.base import Layers, Treatment, choose_blocks, layers_option, option
 from vitfocus.treatments.forward_context import CallNotes, note_sequence
-from vitfocus.treatments.operations import AddHook, Override
-from vitfocus.treatments.surgery import Surgeon
+from vitfocus.treatments.operations import AddHook, Override, Surgeon
+from vitfocus.treatments.surgery import handles
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,9 @@ class AttentionDiversification(Treatment):
     """
 
     name: ClassVar[str] = "adl"
+    label: ClassVar[str] = "ADL"
+    colour: ClassVar[int] = 2
+    about: ClassVar[str] = "Attention Diversification Loss, in training only, penalises rows of a map that look alike"
 
     variant: str = option("official", "official", "paper")
     heads: str = option("mean", "mean", "each")

@@ -1,48 +1,76 @@
-"""What a treatment is: a frozen record without logic, and a function that carries it out.
+"""What a treatment is: a frozen record without logic that says what to insert and where.
 
-`Treatment` gives every record its short spec, its checks and its equality; `handles` ties a record's class to the
-function that inserts it; `layers` options are resolved here, for all treatments alike.
+`Treatment` gives every record its spec, its checks and its place in the registry. What other rooms
+show of a treatment (its keywords, the columns of `vitfocus models`, its badge in reports, the operations it adds) are
+attributes of the record. The function that inserts it is declared with `surgery.handles`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
-from vitfocus.anatomy import Anatomy, Block
+from vitfocus.anatomy import Block
 from vitfocus.core.errors import VitfocusError, nearest
 
-if TYPE_CHECKING:
-    from vitfocus.treatments.surgery import Surgeon
-
+#: Every treatment by its keyword. A record class enters itself when it is defined.
 TREATMENTS: dict[str, type[Treatment]] = {}
-_HANDLERS: dict[type[Treatment], Callable[[Any, Anatomy, Surgeon], None]] = {}
 
 Layers = str | Sequence[int]
 
 
 def option(default: Any, *choices: Any, only: Mapping[str, Sequence[Any]] | None = None) -> Any:
-    """A dataclass field whose value must be one of the choices, where there are some.
+    """A dataclass field whose value must be one of the choices, if there are any.
 
-    `only` names other options and the values of theirs beside which this one means something.
+    `only` maps other options to those of their values with which this option has an effect.
     """
     metadata: dict[str, Any] = {"choices": choices} if choices else {}
     return dataclasses.field(default=default, metadata=metadata | ({"only": only} if only else {}))
 
 
 def layers_option(*names: str) -> Any:
-    """A dataclass field that selects blocks: "all", "inner", one of the names ("upper:K" for "upper"), or indices."""
+    """A dataclass field that selects blocks, read by `choose_blocks`.
+
+    Its values are "all", "inner", one of the names ("upper:K" too for "upper"), a list of block numbers, or several of
+    these joined by "&", which selects the blocks that are in all of them.
+    """
     return dataclasses.field(default="all", metadata={"layers": ("all", "inner", *names)})
 
 
 @dataclasses.dataclass(frozen=True)
 class Treatment:
-    """The base of every treatment's record. `str()` gives the short spec that recipes and the command line read."""
+    """Base class of the treatments' records. `str()` gives the spec that recipes and the command line read.
+
+    Attributes:
+        name: Keyword in specs. A class without one is a base class for others and is not registered.
+        aliases: Further keywords, each with the options it stands for: `{"cbs": {"variant": "scaled"}}`.
+        label: Short name on the badge in reports; by default the keyword.
+        colour: Number of the badge's colour in reports, 0 to 6; by default 6, grey.
+        about: What the treatment does, in one phrase for reports; by default the docstring's first sentence.
+        columns: Columns of `vitfocus models`, each a heading and the spec to try; by default the keyword.
+        structural: Whether it replaces parts of blocks, so that it must be inserted before all others.
+    """
 
     name: ClassVar[str]
+    aliases: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    label: ClassVar[str]
+    colour: ClassVar[int] = 6
+    about: ClassVar[str]
+    columns: ClassVar[Mapping[str, str]]
+    structural: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
+        own = vars(cls)
+        if "name" not in own:
+            return
+        known = TREATMENTS.get(cls.name)
+        if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise VitfocusError(f"There is a treatment {cls.name!r} already, {known.__qualname__}: take another name.")
+        cls.label = own.get("label", cls.name)
+        cls.about = own.get("about", (cls.__doc__ or cls.name).strip().splitlines()[0].partition(". ")[0].rstrip("."))
+        cls.columns = own.get("columns", {cls.name: cls.name})
         TREATMENTS[cls.name] = cls
 
     def __post_init__(self) -> None:
@@ -60,9 +88,9 @@ class Treatment:
         """Further conditions on the options; raises `VitfocusError`."""
 
     def preserving(self) -> Treatment | None:
-        """The form of this treatment that trained weights can take without computing anything else, if there is one.
+        """The form of this treatment that leaves the outputs of trained weights unchanged; None if there is none.
 
-        That is the treatment itself where inserting it changes nothing.
+        It is the treatment itself if inserting it changes nothing.
         """
         return None
 
@@ -71,33 +99,42 @@ class Treatment:
         """Whether a model computes the same with the treatment just inserted as without."""
         return self.preserving() == self
 
+    @property
+    def operations_per_element(self) -> int:
+        """Elementwise operations per element that leaves an inserted module; `count_cost` adds them to the FLOPs.
+
+        Matrix products and convolutions are counted without being declared.
+        """
+        return 0
+
     def __str__(self) -> str:
-        shown = [
-            f"{field.name}={_show(value)}"
+        given = {
+            field.name: value
             for field in dataclasses.fields(self)
             if (value := getattr(self, field.name)) != field.default
-        ]
-        return f"{self.name}({','.join(shown)})" if shown else self.name
+        }
+        keyword = self.name
+        for alias, preset in self.aliases.items():
+            if preset.items() <= given.items():
+                keyword, given = alias, {key: value for key, value in given.items() if key not in preset}
+                break
+        shown = ",".join(f"{key}={_show(value)}" for key, value in given.items())
+        return f"{keyword}({shown})" if shown else keyword
 
 
-def handles(config: type[Treatment]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Declare the function `(config, anatomy, surgeon)` that inserts a treatment."""
-
-    def declare(function: Callable[..., None]) -> Callable[..., None]:
-        _HANDLERS[config] = function
-        return function
-
-    return declare
+def all_treatments() -> list[type[Treatment]]:
+    """Every treatment's record class, in the order in which tables and reports show them."""
+    return sorted(TREATMENTS.values(), key=lambda kind: (kind.colour, kind.name))
 
 
-def insert(config: Treatment, anatomy: Anatomy, surgeon: Surgeon) -> None:
-    """Carry out a treatment."""
-    refuse_unused(config)
-    _HANDLERS[type(config)](config, anatomy, surgeon)
+def keywords() -> dict[str, tuple[type[Treatment], Mapping[str, Any]]]:
+    """Every word that names a treatment in a spec, with the record class and the options that the word stands for."""
+    names: dict[str, tuple[type[Treatment], Mapping[str, Any]]] = {kind.name: (kind, {}) for kind in all_treatments()}
+    return names | {alias: (kind, preset) for kind in all_treatments() for alias, preset in kind.aliases.items()}
 
 
 def refuse_unused(config: Treatment) -> None:
-    """Refuse an option that means nothing beside the others; its default is not told from its absence."""
+    """Refuse an option that has no effect beside the others. A default that is spelled out passes."""
     for field in dataclasses.fields(config):
         if getattr(config, field.name) == field.default:
             continue
@@ -111,13 +148,24 @@ def refuse_unused(config: Treatment) -> None:
 
 
 def choose_blocks(layers: Layers, blocks: Sequence[Block]) -> list[Block]:
-    """The blocks that a `layers` option means, out of those that can be treated, counted through all stages.
+    """The blocks that a `layers` option selects out of those that can be treated, counted through all stages.
 
-    "upper" is the upper half of the depth and "upper:K" the last K; "shallow" the first 30 %, "deep" the rest. "inner"
-    leaves out the blocks that feed a pyramid, as Context Broadcasting's authors do in a detector.
+    "upper" is the upper half of the depth and "upper:K" the last K; "shallow" is the first 30 % and "deep" the rest.
+    "inner" leaves out the blocks that feed a pyramid, as Context Broadcasting's authors do in a detector. Sets joined
+    by "&" select the blocks that are in all of them.
     """
+    if not isinstance(layers, str):
+        return _listed(layers, blocks)
+    sets = [_listed(_indices(part), blocks) if part[0] == "[" else _named(part, blocks) for part in layers.split("&")]
+    chosen = [block for block in blocks if all(block in one for one in sets)]
+    if not chosen:
+        raise VitfocusError(f"layers={layers} selects none of the {len(blocks)} blocks that can be treated here.")
+    return chosen
+
+
+def _named(name: str, blocks: Sequence[Block]) -> list[Block]:
     count = len(blocks)
-    if layers == "inner":
+    if name == "inner":
         inner = [block for block in blocks if not block.feeds_pyramid]
         if len(inner) in (0, count):
             which = "every block that can be treated feeds" if not inner else "no block feeds"
@@ -125,16 +173,7 @@ def choose_blocks(layers: Layers, blocks: Sequence[Block]) -> list[Block]:
                 f"layers=inner leaves out the blocks that feed a pyramid, and here {which} one: use all or a list."
             )
         return inner
-    if not isinstance(layers, str):
-        by_depth = {block.depth: block for block in blocks}
-        total = blocks[-1].depth + 1
-        wanted = [index + total if index < 0 else index for index in layers]
-        if missing := [index for index in wanted if index not in by_depth]:
-            raise VitfocusError(
-                f"There is no treatable block {missing[0]}: this model has {sorted(by_depth)[0]} to {total - 1}."
-            )
-        return [by_depth[index] for index in sorted(set(wanted))]
-    head, _, number = layers.partition(":")
+    head, _, number = name.partition(":")
     shallow = max(1, round(0.3 * count))
     start, stop = {
         "all": (0, count),
@@ -143,26 +182,49 @@ def choose_blocks(layers: Layers, blocks: Sequence[Block]) -> list[Block]:
         "deep": (shallow, count),
     }[head]
     if start < 0:
-        raise VitfocusError(f"layers={layers} asks for more blocks than the {count} that can be treated here.")
+        raise VitfocusError(f"layers={name} asks for more blocks than the {count} that can be treated here.")
     return list(blocks[start:stop])
+
+
+def _listed(indices: Sequence[int], blocks: Sequence[Block]) -> list[Block]:
+    by_depth = {block.depth: block for block in blocks}
+    total = blocks[-1].depth + 1
+    wanted = [index + total if index < 0 else index for index in indices]
+    if missing := [index for index in wanted if index not in by_depth]:
+        raise VitfocusError(
+            f"There is no treatable block {missing[0]}: this model has {sorted(by_depth)[0]} to {total - 1}."
+        )
+    return [by_depth[index] for index in sorted(set(wanted))]
+
+
+_SET = re.compile(r"(?P<name>[a-z_]+)(:(?P<number>0*[1-9]\d*))?|(?P<list>\[-?\d+(,-?\d+)*\])", re.ASCII)
 
 
 def _check_layers(treatment: str, value: Any, names: tuple[str, ...]) -> str | tuple[int, ...]:
     if isinstance(value, str):
-        head, colon, number = value.partition(":")
-        if head in names and (
-            not colon or (head == "upper" and number.isascii() and number.isdigit() and int(number) > 0)
-        ):
-            return value
-        hint = nearest(value, names)
-        raise VitfocusError(
-            f"{treatment} has no layers={value}: {hint} A list of block numbers such as [0,5] also works."
-        )
+        sets = value.replace(" ", "").split("&")
+        for one in sets:
+            found = _SET.fullmatch(one)
+            if found is None or not (found["list"] or (found["name"] in names and _may_count(found))):
+                hint = nearest(one, names)
+                raise VitfocusError(
+                    f"{treatment} has no layers={one}: {hint} A list of block numbers such as [0,5] also works, and so "
+                    "do several of these joined by &."
+                )
+        return _indices(sets[0]) if len(sets) == 1 and sets[0][0] == "[" else "&".join(sets)
     if isinstance(value, Sequence) and value and all(isinstance(index, int) for index in value):
         return tuple(value)
     raise VitfocusError(
         f"{treatment} takes layers as one of {', '.join(names)} or a list of block numbers, not {value!r}."
     )
+
+
+def _may_count(found: re.Match[str]) -> bool:
+    return found["number"] is None or found["name"] == "upper"
+
+
+def _indices(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text[1:-1].split(",")))
 
 
 def _show(value: Any) -> str:

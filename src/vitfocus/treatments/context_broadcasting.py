@@ -10,8 +10,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +21,10 @@ from vitfocus.anatomy import Anatomy, Block, Port
 from vitfocus.core.errors import VitfocusError
 from vitfocus.kernels.backends import chosen, exporting
 from vitfocus.kernels.context import op as arithmetic
-from vitfocus.treatments.base import Layers, Treatment, choose_blocks, handles, layers_option, option
+from vitfocus.treatments.base import Layers, Treatment, choose_blocks, layers_option, option
 from vitfocus.treatments.forward_context import CallNotes, note_sequence
-from vitfocus.treatments.surgery import Surgeon
+from vitfocus.treatments.operations import Surgeon
+from vitfocus.treatments.surgery import handles
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,16 @@ class ContextBroadcasting(Treatment):
     """
 
     name: ClassVar[str] = "cb"
+    aliases: ClassVar[Mapping[str, Mapping[str, Any]]] = {"cbs": {"variant": "scaled"}}
+    label: ClassVar[str] = "CB"
+    colour: ClassVar[int] = 0
+    about: ClassVar[str] = "Context Broadcasting adds the mean of all tokens to each token"
+    columns: ClassVar[Mapping[str, str]] = {
+        "cb": "cb",
+        "cbs": "cbs",
+        "gate": "cb(variant=gate)",
+        "msa": "cb(site=attention)",
+    }
 
     variant: str = option("mean", "mean", "scaled", "gate", "hybrid")
     site: str = option("mlp", "mlp", "attention", "both")
@@ -49,12 +61,10 @@ class ContextBroadcasting(Treatment):
         """The scaled variant, whose scale starts at zero."""
         return replace(self, variant="scaled")
 
-    def __str__(self) -> str:
-        """`cbs` for the scaled variant."""
-        spec = super().__str__()
-        if self.variant != "scaled":
-            return spec
-        return "cbs" + spec.removeprefix("cb").replace("variant=scaled,", "").replace("(variant=scaled)", "")
+    @property
+    def operations_per_element(self) -> int:
+        """One for the mean and one for its addition; the hybrid also multiplies and adds."""
+        return 4 if self.variant == "hybrid" else 2
 
 
 class ContextBroadcast(nn.Module):

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from vitfocus.anatomy import Anatomy, Port
 from vitfocus.core.errors import VitfocusError
-from vitfocus.treatments.base import Treatment, handles, option
-from vitfocus.treatments.surgery import Surgeon
+from vitfocus.treatments.base import Treatment, option
+from vitfocus.treatments.operations import Surgeon
+from vitfocus.treatments.surgery import handles
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,9 @@ class ExtraBlock(Treatment):
     """One more attention or MLP behind the last block (`extra`), with its norm and its shortcut."""
 
     name: ClassVar[str] = "extra"
+    label: ClassVar[str] = "+"
+    colour: ClassVar[int] = 5
+    about: ClassVar[str] = "One more attention or MLP follows the last block"
 
     kind: str = option("attention", "attention", "mlp")
 

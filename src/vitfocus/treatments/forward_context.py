@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from vitfocus.anatomy import Anatomy
-from vitfocus.treatments.operations import AddHook
-from vitfocus.treatments.surgery import Surgeon
+from vitfocus.treatments.operations import AddHook, Surgeon
 
 
 class CallNotes:

@@ -1,15 +1,19 @@
-"""The few reversible changes that surgery is made of, and the gates that lead tokens through a treatment.
+"""The reversible changes that surgery is made of, the gates that send tokens through a treatment, and the `Surgeon`.
 
 All of them are plain objects rather than closures, so that a treated model can still be copied and pickled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor, nn
+
+from vitfocus.anatomy import Block, Port
+from vitfocus.core.errors import VitfocusError, warn
+from vitfocus.treatments.base import Treatment
 
 
 class Operation(Protocol):
@@ -170,3 +174,61 @@ class MethodGate:
         if self.inner is not None:
             return self.inner(self.treat(tokens), *args, **kwargs)
         return getattr(type(self.owner), self.method)(self.owner, self.treat(tokens), *args, **kwargs)
+
+
+@dataclass(eq=False)
+class Surgeon:
+    """Carries out a treatment's operations one by one and keeps count of them."""
+
+    treatment: Treatment
+    operations: list[Operation] = field(default_factory=list)
+
+    def do(self, operation: Operation) -> None:
+        """Apply an operation and remember it."""
+        operation.apply()
+        self.operations.append(operation)
+
+    def add(self, block: Block, name: str, module: nn.Module) -> nn.Module:
+        """Add a submodule to a block, on the block's device and in its precision and mode."""
+        name += block.suffix
+        if hasattr(block.host, name):
+            raise VitfocusError(f"{self.treatment.name} is applied to {block.name} already; untreat the model first.")
+        placed = next((p for p in block.host.parameters() if p.is_floating_point()), None)
+        if placed is not None:
+            module = module.to(device=placed.device, dtype=placed.dtype)
+        self.do(AddModule(block.host, name, module.train(block.host.training)))
+        return module
+
+    def gate(self, port: Port, module: nn.Module) -> None:
+        """Send the tokens at a port through a module."""
+        if port.side == "input":
+            self.do(AddHook(port.module, "input", InputGate(module)))
+        elif port.side == "output":
+            self.do(AddHook(port.module, "output", OutputGate(module)))
+        else:
+            self.do(Override(port.module, port.side, MethodGate(port.module, port.side, module)))
+
+    def modules(self) -> list[nn.Module]:
+        """The modules that were inserted."""
+        return [one.module for one in self.operations if isinstance(one, AddModule | SwapModule)]
+
+    def undo(self) -> None:
+        """Revert everything, last operation first."""
+        for operation in reversed(self.operations):
+            operation.revert()
+
+    def redo(self) -> None:
+        """Apply everything again, in order."""
+        for operation in self.operations:
+            operation.apply()
+
+    def ports(self, blocks: Sequence[Block], *names: str) -> list[Block]:
+        """Those of the blocks that offer all the ports; warns of blocks left out, refuses where none is left."""
+        able = [block for block in blocks if all(name in block.ports for name in names)]
+        if not able:
+            raise VitfocusError(
+                f"{self.treatment} needs {' and '.join(names)} in a block, and no block of this model offers that."
+            )
+        if left := [block.name for block in blocks if block not in able]:
+            warn(f"{self.treatment} leaves out {', '.join(left)}: no {' and '.join(names)} there.")
+        return able

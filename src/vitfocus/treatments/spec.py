@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from vitfocus.core.errors import VitfocusError, nearest
-from vitfocus.treatments.base import TREATMENTS, Treatment
+from vitfocus.treatments.base import Treatment, keywords
 
-_ALIASES: dict[str, tuple[str, dict[str, Any]]] = {"cbs": ("cb", {"variant": "scaled"})}
 _PART = re.compile(r"(?P<name>[A-Za-z_]\w*)(?:\((?P<options>.*)\))?$", re.DOTALL)
 
 
@@ -48,13 +47,13 @@ def write_spec(base: str, treatments: Sequence[Treatment]) -> str:
 
 def _parse_one(text: str) -> Treatment:
     match = _PART.match(text.strip())
-    known = [*TREATMENTS, *_ALIASES]
     if match is None:
         raise VitfocusError(f"{text.strip()!r} is not a treatment: write it as name or name(option=value,...).")
-    name, preset = _ALIASES.get(match["name"], (match["name"], {}))
-    if name not in TREATMENTS:
-        raise VitfocusError(f"There is no treatment {name!r}: {nearest(name, known)}")
-    config = TREATMENTS[name]
+    known = keywords()
+    if match["name"] not in known:
+        raise VitfocusError(f"There is no treatment {match['name']!r}: {nearest(match['name'], known)}")
+    config, preset = known[match["name"]]
+    name = config.name
     fields = {field.name for field in dataclasses.fields(config)}
     options = dict(preset)
     for part in _split(match["options"] or "", ","):

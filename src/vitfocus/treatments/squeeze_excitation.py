@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from vitfocus.anatomy import Anatomy
 from vitfocus.core.errors import VitfocusError
 from vitfocus.kernels.context.op import TOKEN_AXES, token_mean
-from vitfocus.treatments.base import Layers, Treatment, choose_blocks, handles, layers_option
+from vitfocus.treatments.base import Layers, Treatment, choose_blocks, layers_option
 from vitfocus.treatments.forward_context import CallNotes, note_sequence
-from vitfocus.treatments.surgery import Surgeon
+from vitfocus.treatments.operations import Surgeon
+from vitfocus.treatments.surgery import handles
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,9 @@ class SqueezeExcitation(Treatment):
     """Squeeze-and-excitation (`se`) at the end of the MLP, squeezing the channels by `reduction`."""
 
     name: ClassVar[str] = "se"
+    label: ClassVar[str] = "SE"
+    colour: ClassVar[int] = 3
+    about: ClassVar[str] = "Squeeze-and-excitation scales each channel by a gate computed from the mean token"
 
     reduction: int = 4
     layers: Layers = layers_option("upper")
@@ -31,6 +35,11 @@ class SqueezeExcitation(Treatment):
         """A reduction of at least one."""
         if not isinstance(self.reduction, int) or self.reduction < 1:
             raise VitfocusError(f"se needs a reduction of at least 1, not {self.reduction!r}.")
+
+    @property
+    def operations_per_element(self) -> int:
+        """One for the mean and one for the product with the gate."""
+        return 2
 
 
 class ChannelGate(nn.Module):

@@ -7,28 +7,18 @@ itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from vitfocus.anatomy import Anatomy, Block, Port, anatomy, is_trained, mark_inserted, unwrap
+from vitfocus.anatomy import Anatomy, anatomy, is_trained, mark_inserted, unwrap
 from vitfocus.anatomy.trained import MARK
 from vitfocus.core.errors import VitfocusError, warn
-from vitfocus.treatments.base import Treatment, insert
-from vitfocus.treatments.operations import (
-    AddHook,
-    AddModule,
-    InputGate,
-    MethodGate,
-    Operation,
-    OutputGate,
-    Override,
-    SwapModule,
-)
+from vitfocus.treatments.base import Treatment, refuse_unused
+from vitfocus.treatments.operations import AddModule, Surgeon, SwapModule
 from vitfocus.treatments.spec import parse_treatments
 
 _RECORD = "_vitfocus_treatments"
@@ -36,58 +26,18 @@ _PAUSED = "_vitfocus_paused"
 Model = TypeVar("Model", bound=nn.Module)
 
 
-@dataclass(eq=False)
-class Surgeon:
-    """Carries out a treatment's operations one by one and keeps count of them."""
+_Handler = Callable[[Any, Anatomy, Surgeon], None]
+_HANDLERS: dict[type[Treatment], _Handler] = {}
 
-    treatment: Treatment
-    operations: list[Operation] = field(default_factory=list)
 
-    def do(self, operation: Operation) -> None:
-        """Apply an operation and remember it."""
-        operation.apply()
-        self.operations.append(operation)
+def handles(config: type[Treatment]) -> Callable[[_Handler], _Handler]:
+    """Declare the function `(config, anatomy, surgeon)` that inserts a treatment."""
 
-    def add(self, block: Block, name: str, module: nn.Module) -> nn.Module:
-        """Add a submodule to a block, on the block's device and in its precision and mode."""
-        name += block.suffix
-        if hasattr(block.host, name):
-            raise VitfocusError(f"{self.treatment.name} is applied to {block.name} already; untreat the model first.")
-        placed = next((p for p in block.host.parameters() if p.is_floating_point()), None)
-        if placed is not None:
-            module = module.to(device=placed.device, dtype=placed.dtype)
-        self.do(AddModule(block.host, name, module.train(block.host.training)))
-        return module
+    def declare(function: _Handler) -> _Handler:
+        _HANDLERS[config] = function
+        return function
 
-    def gate(self, port: Port, module: nn.Module) -> None:
-        """Send the tokens at a port through a module."""
-        if port.side == "input":
-            self.do(AddHook(port.module, "input", InputGate(module)))
-        elif port.side == "output":
-            self.do(AddHook(port.module, "output", OutputGate(module)))
-        else:
-            self.do(Override(port.module, port.side, MethodGate(port.module, port.side, module)))
-
-    def undo(self) -> None:
-        """Revert everything, last operation first."""
-        for operation in reversed(self.operations):
-            operation.revert()
-
-    def redo(self) -> None:
-        """Apply everything again, in order."""
-        for operation in self.operations:
-            operation.apply()
-
-    def ports(self, blocks: Sequence[Block], *names: str) -> list[Block]:
-        """Those of the blocks that offer all the ports; warns of blocks left out, refuses where none is left."""
-        able = [block for block in blocks if all(name in block.ports for name in names)]
-        if not able:
-            raise VitfocusError(
-                f"{self.treatment} needs {' and '.join(names)} in a block, and no block of this model offers that."
-            )
-        if left := [block.name for block in blocks if block not in able]:
-            warn(f"{self.treatment} leaves out {', '.join(left)}: no {' and '.join(names)} there.")
-        return able
+    return declare
 
 
 def treat_(model: Model, *treatments: Treatment | str) -> Model:
@@ -120,12 +70,15 @@ def insert_all(model: nn.Module, configs: Sequence[Treatment]) -> None:
     treated_before = bool(_treated_roots(root))
     done: list[Surgeon] = []
     try:
-        for config in sorted(configs, key=lambda c: not getattr(c, "structural", False)):
-            if treated_before and getattr(config, "structural", False):
+        for config in sorted(configs, key=lambda c: not c.structural):
+            if treated_before and config.structural:
                 raise VitfocusError(f"{config} rebuilds blocks, so it must be applied before any other treatment.")
             surgeon = Surgeon(config)
             done.append(surgeon)
-            insert(config, _anatomy_for(root, config), surgeon)
+            refuse_unused(config)
+            if type(config) not in _HANDLERS:
+                raise VitfocusError(f"{type(config).__name__} has no handler: declare one with @handles.")
+            _HANDLERS[type(config)](config, _anatomy_for(root, config), surgeon)
     except BaseException:
         for surgeon in reversed(done):
             surgeon.undo()
@@ -234,12 +187,10 @@ def _checked(treatment: object) -> Treatment:
     return treatment
 
 
-def _structural(surgeon: Surgeon) -> bool:
-    return bool(getattr(surgeon.treatment, "structural", False))
-
-
 def _in_undo_order(record: list[Surgeon]) -> list[Surgeon]:
-    return [s for s in reversed(record) if not _structural(s)] + [s for s in reversed(record) if _structural(s)]
+    """Last first; what was structural was inserted before the others, so it leaves after them."""
+    latest = list(reversed(record))
+    return sorted(latest, key=lambda surgeon: surgeon.treatment.structural)
 
 
 def _treated_roots(model: nn.Module) -> list[nn.Module]:

@@ -19,9 +19,10 @@ from vitfocus.anatomy import Anatomy, Block, GridRule
 from vitfocus.core.errors import VitfocusError
 from vitfocus.kernels.backends import chosen, exporting
 from vitfocus.kernels.pooling.op import box_mean, dilated_mean, mix_dilated, mix_poolings, predict_scores
-from vitfocus.treatments.base import Layers, Treatment, choose_blocks, handles, layers_option, option
+from vitfocus.treatments.base import Layers, Treatment, choose_blocks, layers_option, option
 from vitfocus.treatments.forward_context import CallNotes, note_image_size
-from vitfocus.treatments.surgery import Surgeon
+from vitfocus.treatments.operations import Surgeon
+from vitfocus.treatments.surgery import handles
 
 #: The kernel unrolls its branches; more than the paper ever tried go the plain way.
 MOST_BRANCHES = 8
@@ -44,6 +45,9 @@ class TokenAwarePooling(Treatment):
     """
 
     name: ClassVar[str] = "tap"
+    label: ClassVar[str] = "TAP"
+    colour: ClassVar[int] = 1
+    about: ClassVar[str] = "Token-aware Average Pooling averages each token's neighbourhood before attention"
 
     mode: str = option("dilation", "dilation", "kernel", "average3", "average5", "conv3", "conv5")
     branches: int = option(4, only={"mode": _MIXING})
@@ -61,6 +65,11 @@ class TokenAwarePooling(Treatment):
             return TokenAwarePooling(layers=self.layers, init="near_identity")
         alone = self.mode in _MIXING and self.branches == 1
         return self if alone else replace(self, init="near_identity")
+
+    @property
+    def operations_per_element(self) -> int:
+        """K - 1 means and K weighted terms for a mixture, one for a fixed mean."""
+        return 2 * self.branches - 1 if self.mode in _MIXING else int(self.mode.startswith("average"))
 
 
 class TokenPooling(nn.Module):

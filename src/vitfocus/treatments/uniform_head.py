@@ -17,9 +17,9 @@ from torch.nn import functional as F
 
 from vitfocus.anatomy import Anatomy
 from vitfocus.core.errors import VitfocusError
-from vitfocus.treatments.base import Treatment, handles, option
-from vitfocus.treatments.operations import SwapModule
-from vitfocus.treatments.surgery import Surgeon
+from vitfocus.treatments.base import Treatment, option
+from vitfocus.treatments.operations import Surgeon, SwapModule
+from vitfocus.treatments.surgery import handles
 
 _VIT_ATTENTION = "timm.layers.attention.Attention"
 
@@ -29,6 +29,9 @@ class UniformHead(Treatment):
     """Uniform attention in place of heads (`uniform`): changes its width, so it is for training from scratch."""
 
     name: ClassVar[str] = "uniform"
+    label: ClassVar[str] = "uni"
+    colour: ClassVar[int] = 4
+    about: ClassVar[str] = "Uniform attention takes the place of a head"
     structural: ClassVar[bool] = True
 
     mode: str = option("replace", "replace", "replace_matched", "append")

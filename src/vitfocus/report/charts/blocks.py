@@ -7,6 +7,7 @@ from html import escape
 from typing import Any
 
 from vitfocus.report.charts.svg import drawing, element, text
+from vitfocus.treatments import TREATMENTS
 
 COLUMN, GAP, PER_ROW, LEFT = 50.0, 14.0, 12, 84.0
 PART, SLOT = 26.0, 15.0
@@ -15,21 +16,12 @@ PART, SLOT = 26.0, 15.0
 _LAYOUT = (
     ("slot", ("block.end",)),
     ("slot", ("mlp.end",)),
-    ("part", "MLP", ("mlp.mid",)),
+    ("part", "MLP", ("mlp.mid", "mlp")),
     ("slot", ("mlp.front",)),
     ("slot", ("attention.end",)),
     ("part", "attention", ("attention.mid", "attention.map", "attention")),
     ("slot", ("pool", "attention.front")),
 )
-#: Short names on the badges and the colour's number of each treatment.
-BADGES = {
-    "cb": ("CB", 0),
-    "tap": ("TAP", 1),
-    "adl": ("ADL", 2),
-    "se": ("SE", 3),
-    "uniform": ("uni", 4),
-    "extra": ("+", 5),
-}
 
 
 def block_diagram(title: str, blocks: Sequence[dict[str, Any]]) -> str:
@@ -87,7 +79,8 @@ def _block(block: dict[str, Any], layout: Sequence[Any], x: float, y: float) -> 
 
 
 def _badge(treatment: str, x: float, y: float, width: float, index: int) -> str:
-    name, number = BADGES.get(treatment, (treatment[:3], 6))
+    kind = TREATMENTS.get(treatment)  # a card may name a treatment that is not installed here
+    name, number = (kind.label, kind.colour) if kind is not None else (treatment[:3], 6)
     left = x + width * index
     return element("rect", x=left, y=y, width=width - 1, height=13, rx=6, kind=f"badge c{number}") + text(
         left + (width - 1) / 2, y + 10, name, "middle", "badge-text"

@@ -5,18 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from vitfocus.report.charts.blocks import BADGES, block_diagram
+from vitfocus.report.charts.blocks import block_diagram
 from vitfocus.report.page import Page
 from vitfocus.report.subjects import Subject
-
-_NAMES = {
-    "cb": "Context Broadcasting adds the mean of all tokens to each token",
-    "tap": "Token-aware Average Pooling averages each token's neighbourhood before attention",
-    "adl": "Attention Diversification Loss, in training only, penalises rows of a map that look alike",
-    "se": "Squeeze and Excitation",
-    "uniform": "a head of uniform attention",
-    "extra": "an extra half block at the end",
-}
+from vitfocus.treatments import all_treatments
 
 
 def add_treated(page: Page, subjects: Sequence[Subject]) -> None:
@@ -38,8 +30,7 @@ def add_treated(page: Page, subjects: Sequence[Subject]) -> None:
     page.figures(*drawn, size="single")
     page.text("Blocks from the first to the last; inside a block the tokens go from the bottom to the top.", quiet=True)
     if used:
-        named = [name for name in _NAMES if name in used]
-        page.points([f"{BADGES[name][0]}: {_NAMES[name]}." for name in named])
+        page.points([f"{kind.label}: {kind.about}." for kind in all_treatments() if kind.name in used])
         page.table("treated places", ["model", "block", "name", "treatment", "place"], lines, folded=True)
 
 
