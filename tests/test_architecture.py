@@ -26,7 +26,8 @@ RANK = {
     "data": 1,
     "corruptions": 1,
     "models": 1,
-    "core": 0,
+    "recipes": 0,
+    "core": -1,
 }
 
 #: Steps upwards taken inside a function, on purpose: a diagnosis draws its own figures.

@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import asdict
 from PIL import Image
 from timm.data import auto_augment
 
 from vitfocus.data.augmentation import Augmenter, Batch, draw_uniform, mix
 from vitfocus.data.randaugment import OPERATIONS, apply_operations, parse_policy, rand_augment
-from vitfocus.data.settings import Augment
 from vitfocus.data.shapes.dataset import shapes_batch
+from vitfocus.recipes.settings import Augment
 
 TIMM = {"Posterize": "PosterizeIncreasing", "Solarize": "SolarizeIncreasing", "TranslateX": "TranslateXRel",
         "TranslateY": "TranslateYRel", "Color": "ColorIncreasing", "Contrast": "ContrastIncreasing",
@@ -61,7 +62,7 @@ def test_crops_flips_and_erasing_keep_what_they_should() -> None:
     uniform = draw_uniform(1, 0, 32, 12)
 
     def augment(**changes: object) -> torch.Tensor:
-        return Augmenter(Augment(**{**vars(NOTHING), **changes}), ZERO, ONE, "cpu", True)(images, uniform)
+        return Augmenter(Augment(**{**asdict(NOTHING), **changes}), ZERO, ONE, "cpu", True)(images, uniform)
 
     whole = images.float()
     assert torch.allclose(augment(), whole, atol=1e-4)
@@ -82,7 +83,7 @@ def test_mixing_is_the_same_for_a_divided_batch_and_its_labels_follow_the_pixels
     images = labels.float()[:, None, None, None].expand(16, 3, 8, 8).contiguous()
     kinds = set()
     for step in range(30):
-        section = Augment(**{**vars(NOTHING), "mixup": 0.8, "cutmix": 1.0, "mix_probability": 0.9})
+        section = Augment(**{**asdict(NOTHING), "mixup": 0.8, "cutmix": 1.0, "mix_probability": 0.9})
         whole = mix(Batch(images, labels, labels), section, 3, step)
         halves = [
             mix(Batch(images[half], labels[half], labels[half]), section, 3, step) for half in (slice(8), slice(8, 16))

@@ -8,13 +8,13 @@ import os
 import pickle
 import random
 import tarfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from PIL import Image
 from train_tools import AUGMENTED, start, tiny
 
@@ -29,8 +29,8 @@ from vitfocus.data.classification.loader import LoaderBatches, ResidentBatches, 
 from vitfocus.data.classification.shards import _index
 from vitfocus.data.classification.sources import open_images
 from vitfocus.data.sample_order import Stream
-from vitfocus.data.settings import Augment, Data
 from vitfocus.data.shapes.dataset import shapes_batch
+from vitfocus.recipes.settings import Augment, Data
 from vitfocus.robustness.folders import list_classes
 from vitfocus.train.run import train
 

@@ -17,8 +17,8 @@ from vitfocus.data.detection.batches import DetectionAugment, DetectionSamples, 
 from vitfocus.data.detection.dataset import CocoDetections, ShapesDetections, open_detections
 from vitfocus.data.sample_loader import SampleBatches
 from vitfocus.data.sample_order import Stream
-from vitfocus.data.settings import Data
 from vitfocus.data.shapes.layouts import write_layout
+from vitfocus.recipes.settings import Data
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from PIL import Image
 from torch import Tensor
 
@@ -259,7 +259,7 @@ def test_recipes_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     with pytest.raises(vf.VitfocusError, match="write maskrcnn:NAME"):
         train(tiny("spec=vit_tiny_patch16_224"), tmp_path)
     with pytest.raises(vf.VitfocusError, match=r"does not use augment\.mixup"):
-        train(dataclasses.replace(tiny(), augment=dataclasses.replace(tiny().augment, mixup=0.1)), tmp_path)
+        train(replace(tiny(), augment=replace(tiny().augment, mixup=0.1)), tmp_path)
 
 
 def test_the_suite_scores_a_folder_and_draws_pictures(coco: Path, tmp_path: Path) -> None:

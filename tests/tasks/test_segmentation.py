@@ -20,8 +20,8 @@ from vitfocus.core.errors import VitfocusError
 from vitfocus.data.classification.dataset import Broken
 from vitfocus.data.segmentation.augmentation import TrainingCrops
 from vitfocus.data.segmentation.dataset import open_masks
-from vitfocus.data.settings import Data
 from vitfocus.data.shapes.layouts import write_layout
+from vitfocus.recipes.settings import Data
 from vitfocus.tasks.building import start_from
 from vitfocus.tasks.segmentation.inference import Protocol, predict, slide
 from vitfocus.tasks.segmentation.metric import confusion, scores_of

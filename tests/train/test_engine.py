@@ -21,13 +21,13 @@ from vitfocus.core.errors import VitfocusError
 from vitfocus.data.augmentation import Batch
 from vitfocus.data.sample_order import Stream
 from vitfocus.data.shapes.dataset import shapes_batch
+from vitfocus.recipes.settings import Distill, Loss, Optimiser
 from vitfocus.robustness.pixels import PixelModel
 from vitfocus.tasks.building import build_model
 from vitfocus.tasks.classification.distillation import Teacher
 from vitfocus.tasks.classification.loss import Losses, cross_entropy
 from vitfocus.train.optimiser import create_optimiser
 from vitfocus.train.recipe import load_recipe
-from vitfocus.train.recipe_sections import Distill, Loss, Optimiser
 from vitfocus.train.run import assemble_run, train
 from vitfocus.train.schedule import Plan
 from vitfocus.treatments.surgery import added_names
@@ -279,7 +279,7 @@ def test_a_checkpoint_holds_all_that_an_optimiser_remembers(name: str, tmp_path:
 def test_optimisers_that_cannot_be_carried_out_are_refused_at_once(name: str, tmp_path: Path) -> None:
     with pytest.raises(VitfocusError, match=f"The optimiser {name} cannot train here"):
         train(tiny(f"optimiser.name={name}"), tmp_path)
-    with pytest.raises(VitfocusError, match=r"optimiser\.betas is for another optimiser"):
+    with pytest.raises(VitfocusError, match=r"optimiser\.betas is not an argument of this optimiser"):
         tiny("optimiser.name=adan", "betas=[0.9,0.99]")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import json
 import shutil
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from train_tools import AUGMENTED, KILL_AT, rows, start, tiny
@@ -226,15 +226,13 @@ def test_a_changed_recipe_is_refused_with_the_difference(tmp_path: Path) -> None
     train(recipe, tmp_path)
     with pytest.raises(VitfocusError, match="holds a run already"):
         train(recipe, tmp_path)
-    changed = dataclasses.replace(recipe, optimiser=dataclasses.replace(recipe.optimiser, lr=0.5))
+    changed = replace(recipe, optimiser=replace(recipe.optimiser, lr=0.5))
     with pytest.raises(VitfocusError, match=r"optimiser\.lr: 0\.001 -> 0\.5"):
         train(changed, tmp_path, resume="auto")
     state = checkpoint.Checkpoints(tmp_path / "checkpoints").newest()
     assert state is not None
-    checkpoint.Checkpoints(tmp_path / "other" / "checkpoints").write(
-        dataclasses.replace(state, rest={**state.rest, "images": 7})
-    )
+    checkpoint.Checkpoints(tmp_path / "other" / "checkpoints").write(replace(state, rest={**state.rest, "images": 7}))
     with pytest.raises(VitfocusError, match="began with 7 training images and there are 88 now"):
         train(recipe, tmp_path / "other", resume="auto")
-    harmless = dataclasses.replace(recipe, engine=dataclasses.replace(recipe.engine, log_every=7))
+    harmless = replace(recipe, engine=replace(recipe.engine, log_every=7))
     assert train(harmless, tmp_path, resume="auto")["finished"]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vitfocus.data import randaugment
 from vitfocus.data.sample_order import DRAWS, MIX, seed_for
-from vitfocus.data.settings import Augment
+from vitfocus.recipes.settings import Augment
 
 _PLACE, _ERASE = 5, 7  # uniform numbers an image takes for its crop and flip, and for its erasing
 _FIELD = 512  # side of the noise field that erasing cuts from

@@ -5,20 +5,21 @@ Two rows with the same recipe are the same run, whichever tables they stand in: 
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+
+from msgspec.structs import replace
 
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.tables import counted
+from vitfocus.recipes.settings import SECTIONS, Recipe, changed, is_harmless
 from vitfocus.reproduce.items import SCALES, Item, Row, Stand, stands
 from vitfocus.reproduce.measures import MEASURES
-from vitfocus.train.recipe import Recipe, apply_overrides, load_recipe
+from vitfocus.train.recipe import apply_overrides, load_recipe
 
 #: Data sets by the source that a recipe names: what people call them, and the folder's name below --data.
 DATA_SETS = {
@@ -157,18 +158,18 @@ def _plan(
         changes.append(f"data.root={folder.resolve()}")
     recipe, _ = apply_overrides(base, [*changes, *overrides])
     if "start" in before:
-        recipe = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, weights="", pretrained=False))
+        recipe = replace(recipe, model=replace(recipe.model, weights="", pretrained=False))
     digest = recipe_digest(recipe, *(f"{role} {run.digest}" for role, run in before.items()))
     if "teacher" in before:
-        distill = dataclasses.replace(recipe.distill, teacher=str(before["teacher"].folder / "model"))
-        recipe = dataclasses.replace(recipe, distill=distill)
+        distill = replace(recipe.distill, teacher=str(before["teacher"].folder / "model"))
+        recipe = replace(recipe, distill=distill)
     if "start" in before:
-        model = dataclasses.replace(recipe.model, weights=str(before["start"].folder / "model"))
-        recipe = dataclasses.replace(recipe, model=model)
+        model = replace(recipe.model, weights=str(before["start"].folder / "model"))
+        recipe = replace(recipe, model=model)
     slug = re.sub(r"[^a-z0-9]+", "-", with_treatment(row.model, row.treat).lower()).strip("-")
     run_name = f"{slug}-{digest[:10]}"
     about = f"{with_treatment(row.model, row.treat)} at {scale} scale, as in {item.paper}."
-    recipe = dataclasses.replace(recipe, name=run_name, about=about)
+    recipe = replace(recipe, name=run_name, about=about)
     return Run(row, scale, stand, recipe, out / run_name, digest, tuple(before.values()))
 
 
@@ -180,25 +181,20 @@ def recipe_digest(recipe: Recipe, *before: str) -> str:
     """What a run is known by: all that changes its outcome and differs from the defaults, whatever it is called.
 
     >>> recipe = load_recipe("shapes")
-    >>> renamed = dataclasses.replace(recipe, name="other", about="")
+    >>> renamed = replace(recipe, name="other", about="")
     >>> recipe_digest(recipe) == recipe_digest(renamed), recipe_digest(recipe) == recipe_digest(recipe, "a teacher")
     (True, False)
     """
-    sections = {}
-    for section in dataclasses.fields(recipe):
-        record = getattr(recipe, section.name)
-        if dataclasses.is_dataclass(record):
-            sections[section.name] = {
-                entry.name: getattr(record, entry.name)
-                for entry in dataclasses.fields(record)
-                if not entry.metadata.get("harmless") and getattr(record, entry.name) != _default(entry)
-            }
+    sections = {
+        section: {
+            name: value
+            for name, value in changed(getattr(recipe, section)).items()
+            if not is_harmless(f"{section}.{name}")
+        }
+        for section in SECTIONS
+    }
     described = json.dumps([recipe.task, sections, before], sort_keys=True)
     return hashlib.sha256(described.encode()).hexdigest()
-
-
-def _default(entry: dataclasses.Field[Any]) -> Any:
-    return entry.default_factory() if entry.default_factory is not dataclasses.MISSING else entry.default
 
 
 def describe_data(run: Run, images: tuple[int, int] | None = None) -> str:

@@ -16,9 +16,8 @@ from vitfocus.reproduce.measures import MEASURES
 from vitfocus.reproduce.measuring import Absent, Value, counted, measured
 from vitfocus.reproduce.outcome import Outcome, RowOutcome
 from vitfocus.reproduce.planning import Places, Run, plan_row
-from vitfocus.train.recipe import full_key
+from vitfocus.train.recipe import full_key, why_unused
 from vitfocus.train.run import train
-from vitfocus.train.unused import why_unused
 
 _FINGERPRINT = ("data_sha256", "model_sha256", "versions", "device", "precision")
 

@@ -17,8 +17,8 @@ from vitfocus.core.statistics import evenly_spaced
 from vitfocus.data.segmentation.classes import IGNORE
 from vitfocus.data.segmentation.dataset import MaskFiles, Masks, WholePictures, guess_source, open_masks
 from vitfocus.data.segmentation.layouts import LAYOUTS, acdc
-from vitfocus.data.settings import Data
 from vitfocus.data.shapes.dataset import shapes_named
+from vitfocus.recipes.settings import Data
 from vitfocus.tasks.segmentation.task import whole_batches
 
 Batch = tuple[Tensor, Tensor, list[Any]]  # uint8 (B, 3, H, W), class maps (B, h, w), the pictures' ids

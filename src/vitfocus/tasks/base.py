@@ -5,7 +5,6 @@ The order of calls is `open_data`, `build_model`, `start`, and then, step by ste
 
 from __future__ import annotations
 
-import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from vitfocus.treatments import AttentionDiversification, applied, auxiliary_los
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from vitfocus.train.recipe import Recipe
+    from vitfocus.recipes.settings import Recipe
 
 
 @dataclass(frozen=True)
@@ -147,18 +146,6 @@ class Task(ABC):
         return {name for name, parameter in model.named_parameters() if id(parameter) not in inner}
 
     @classmethod
-    def check(cls, recipe: Recipe) -> None:
-        """Refuse keys that this task would ignore."""
-        for section in {**_FOREIGN, **cls.reads}:
-            record = getattr(recipe, section)
-            for entry in dataclasses.fields(record):
-                changed = getattr(record, entry.name) != _default(entry)
-                if changed and not cls.uses(section, entry.name):
-                    raise VitfocusError(
-                        f"task={cls.name} does not use {section}.{entry.name}: leave it out of the recipe."
-                    )
-
-    @classmethod
     def uses(cls, section: str, key: str) -> bool:
         """Whether this task reads that key of a recipe."""
         if section == cls.name:
@@ -168,10 +155,6 @@ class Task(ABC):
 
 
 _FOREIGN: dict[str, frozenset[str]] = {name: frozenset() for name in ("segment", "detect", "answer")}
-
-
-def _default(entry: dataclasses.Field[Any]) -> Any:
-    return entry.default_factory() if entry.default_factory is not dataclasses.MISSING else entry.default
 
 
 @dataclass

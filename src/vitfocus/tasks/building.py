@@ -18,7 +18,7 @@ from vitfocus.treatments.surgery import added_names, applied
 from vitfocus.treatments.weights import load_weights, note_treatments, read_weights
 
 if TYPE_CHECKING:
-    from vitfocus.train.recipe import Recipe
+    from vitfocus.recipes.settings import Recipe
 
 #: What the libraries call a model's classifier.
 HEADS = ("head", "head_dist", "fc", "classifier", "heads", "cls_classifier", "distillation_classifier")

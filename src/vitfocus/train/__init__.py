@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from vitfocus.train.recipe import Recipe, load_recipe, shipped_recipes
+from vitfocus.recipes.settings import Recipe
+from vitfocus.train.recipe import load_recipe, shipped_recipes
 
 __all__ = ["Recipe", "load_recipe", "shipped_recipes", "train"]
 

@@ -22,11 +22,11 @@ from torch import nn
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.progress import Progress
 from vitfocus.data.sample_order import STEP, seed_for
+from vitfocus.recipes.settings import Recipe
 from vitfocus.tasks.base import Task
 from vitfocus.train.checkpoint import Checkpoints, State
 from vitfocus.train.cuda_graph import RecordedStep
 from vitfocus.train.metrics import Metrics, row_text
-from vitfocus.train.recipe import Recipe
 from vitfocus.train.schedule import Plan, set_rate
 from vitfocus.train.signals import StopWish
 from vitfocus.train.state import all_finite, gather, restore

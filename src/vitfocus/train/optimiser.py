@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from timm.optim import create_optimizer_v2, get_optimizer_info, list_optimizers
 from timm.optim.muon import Muon
 from torch import nn
@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from vitfocus.anatomy import anatomy
 from vitfocus.core.errors import VitfocusError, nearest, reason
+from vitfocus.recipes.settings import Optimiser
 from vitfocus.train.muon import BatchedMuon
-from vitfocus.train.recipe_sections import Optimiser
 from vitfocus.train.state import gather
 
 

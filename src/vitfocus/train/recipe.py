@@ -1,101 +1,40 @@
-"""Recipes: TOML that says everything about a run, checked key by key.
+"""Loading recipes: a shipped name or a TOML file, overrides, and the refusal of what would be ignored or downloaded.
 
-A recipe may stand on another (`extends = "deit_s"`); every value can be overridden as key=value, the key dotted
-("data.batch") or just its last part where that is unambiguous ("batch"); `unused.py` says which would do nothing. What
-results is one frozen record.
+A recipe may extend another (`extends = "deit_s"`). Every value can be overridden as key=value, the key dotted
+("data.batch") or just its last part where that is unambiguous ("batch"). The keys are in `recipes/settings.py`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import math
-import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence, Set
 from importlib import resources
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from vitfocus.core.errors import VitfocusError, nearest
-from vitfocus.tasks import TASKS
-from vitfocus.train.recipe_sections import (
-    Answer,
-    Augment,
-    Data,
-    Detect,
-    Distill,
-    Engine,
-    Loss,
-    Model,
-    Optimiser,
-    Schedule,
-    Segment,
-)
-from vitfocus.train.unused import refuse_unused
+from vitfocus.core.records import convert
+from vitfocus.recipes.settings import CONDITIONS, KEYS, SECTIONS, Recipe, changed, is_harmless, value_of
+from vitfocus.tasks import TASKS, find_task
 
-
-@dataclass(frozen=True)
-class Recipe:
-    """A whole run, resolved. `to_toml` writes it so that `load_recipe` reads the same record again."""
-
-    name: str = "recipe"
-    about: str = ""
-    task: str = "classify"
-    model: Model = field(default_factory=Model)
-    data: Data = field(default_factory=Data)
-    augment: Augment = field(default_factory=Augment)
-    loss: Loss = field(default_factory=Loss)
-    optimiser: Optimiser = field(default_factory=Optimiser)
-    schedule: Schedule = field(default_factory=Schedule)
-    distill: Distill = field(default_factory=Distill)
-    engine: Engine = field(default_factory=Engine)
-    segment: Segment = field(default_factory=Segment)
-    detect: Detect = field(default_factory=Detect)
-    answer: Answer = field(default_factory=Answer)
-
-    def to_toml(self) -> str:
-        """The recipe as TOML, every key spelled out."""
-        top = [f"{key} = {_toml(getattr(self, key))}" for key in _TOP]
-        for section in _SECTIONS:
-            if section in TASKS and section != self.task:
-                continue
-            top += ["", f"[{section}]"]
-            record = getattr(self, section)
-            top += [f"{entry.name} = {_toml(getattr(record, entry.name))}" for entry in dataclasses.fields(record)]
-        return "\n".join(top) + "\n"
-
-
-_SECTIONS: dict[str, type[Any]] = {
-    "model": Model,
-    "data": Data,
-    "augment": Augment,
-    "loss": Loss,
-    "optimiser": Optimiser,
-    "schedule": Schedule,
-    "distill": Distill,
-    "engine": Engine,
-    "segment": Segment,
-    "detect": Detect,
-    "answer": Answer,
-}
-_TOP = ("name", "about", "task")
-_KEYS = {f"{section}.{entry.name}": entry for section, cls in _SECTIONS.items() for entry in dataclasses.fields(cls)}
-#: Lengths in epochs, and those that say them in steps.
+#: Lengths in epochs, and the keys that give them in steps instead.
 _IN_STEPS = {
     "schedule.epochs": "schedule.steps",
     "schedule.warmup_epochs": "schedule.warmup_steps",
     "engine.evaluate_every": "engine.evaluate_steps",
 }
-_TYPES = {f"{section}.{name}": kind for section, cls in _SECTIONS.items() for name, kind in get_type_hints(cls).items()}
 
 
 def shipped_recipes() -> dict[str, str]:
-    """The recipes that come with vitfocus, and what each says about itself.
+    """List the recipes that come with vitfocus.
 
-    >>> "shapes" in shipped_recipes()
-    True
+    Returns:
+        What each says about itself, by name.
+
+    Example:
+        >>> "shapes" in shipped_recipes()
+        True
     """
     folder = resources.files("vitfocus") / "recipes"
     files = sorted((file for file in folder.iterdir() if file.name.endswith(".toml")), key=lambda file: file.name)
@@ -103,23 +42,35 @@ def shipped_recipes() -> dict[str, str]:
 
 
 def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """A recipe by its shipped name or a .toml file, with overrides such as "batch=64" applied.
+    """Load a recipe.
 
-    An override that would change nothing, beside what the recipe says otherwise, is refused.
+    Args:
+        source: the name of a shipped recipe, or a .toml file.
+        overrides: changes such as "batch=64" or "model.arguments.depth=2".
 
-    >>> recipe = load_recipe("shapes", ["batch=32", "model.arguments.depth=2", "spec=vit_tiny_patch16_224+cb"])
-    >>> recipe.data.batch, recipe.model.arguments["depth"], recipe.model.spec
-    (32, 2, 'vit_tiny_patch16_224+cb')
+    Returns:
+        The recipe with the overrides applied.
+
+    Raises:
+        VitfocusError: for a key or value that a recipe cannot have, an override that would have no effect in this
+            recipe, and a file that would download something nobody asked for on the command line.
+
+    Example:
+        >>> recipe = load_recipe("shapes", ["batch=32", "model.arguments.depth=2", "spec=vit_tiny_patch16_224+cb"])
+        >>> recipe.data.batch, recipe.model.arguments["depth"], recipe.model.spec
+        (32, 2, 'vit_tiny_patch16_224+cb')
     """
-    recipe, changed = apply_overrides(source, overrides)
-    refuse_unused(recipe, changed)
+    recipe, keys = apply_overrides(source, overrides)
+    for key in sorted(keys):
+        if why := why_unused(recipe, key):
+            raise VitfocusError(why)
     return recipe
 
 
 def apply_overrides(source: str | Path, overrides: Sequence[str]) -> tuple[Recipe, set[str]]:
-    """The recipe with the overrides, and the full names of the keys they set, whether or not these do anything."""
+    """The recipe with the overrides, and the full names of the keys they set, whether or not these have an effect."""
     tree = _resolve(str(source), ())
-    changed: set[str] = set()
+    keys: set[str] = set()
     for text in overrides:
         key, equals, value = text.partition("=")
         if not equals:
@@ -128,44 +79,97 @@ def apply_overrides(source: str | Path, overrides: Sequence[str]) -> tuple[Recip
             tree["task"] = value.strip().strip("\"'")
             continue
         path = full_key(key.strip(), str(tree.get("task", "classify")))
-        section, _, rest = path.partition(".")
-        target = tree.setdefault(section, {})
-        *inner, last = rest.split(".")
-        for part in inner:
-            target = target.setdefault(part, {})
+        *tables, last = path.split(".")
+        target = tree
+        for table in tables:
+            target = target.setdefault(table, {})
             if not isinstance(target, dict):
-                raise VitfocusError(f"{key} has nothing below it: {part} is a value.")
-        target[last] = _read_value(value.strip(), _TYPES.get(path))
-        changed.add(path)
-    _settle_lengths(changed, tree)
+                raise VitfocusError(f"{key} has nothing below it: {table} is a value.")
+        target[last] = _read_value(value.strip(), is_text=_is_text(path))
+        keys.add(path)
+    _settle_lengths(keys, tree)
     recipe = build_recipe(tree, Path(source).stem)
     if str(source).endswith(".toml"):
-        refuse_downloads(recipe, str(source), typed=changed)
-    return recipe, changed
+        refuse_downloads(recipe, str(source), typed=keys)
+    return recipe, keys
+
+
+def build_recipe(tree: Mapping[str, Any], name: str = "recipe") -> Recipe:
+    """Make a recipe of a tree of sections, such as TOML gives."""
+    recipe = convert({"name": name, **{key: value for key, value in tree.items() if key != "extends"}}, Recipe)
+    if recipe.task not in TASKS:
+        raise VitfocusError(f"There is no task {recipe.task!r}: {nearest(recipe.task, TASKS)}")
+    if not (recipe.name.strip(".") and recipe.name == Path(recipe.name).name):
+        raise VitfocusError(f"A recipe's name is also its run's folder, which {recipe.name!r} cannot be.")
+    schedule = recipe.schedule
+    if not (schedule.steps or schedule.warmup_steps) and schedule.warmup_epochs > schedule.epochs:
+        raise VitfocusError(f"warmup_epochs={schedule.warmup_epochs:g} is more than epochs={schedule.epochs:g}.")
+    return recipe
+
+
+def why_unused(recipe: Recipe, key: str) -> str:
+    """Why a key, by its full name, has no effect in this recipe; "" where it has one, or is off anyway.
+
+    A recipe may well carry such a key, because the choice it depends on may be made later, by an override. One that is
+    set by an override is meant to have an effect.
+
+    >>> why_unused(load_recipe("shapes"), "schedule.power")
+    'schedule.power only has an effect with schedule.decay=polynomial: set that, or leave schedule.power out.'
+    >>> why_unused(load_recipe("shapes", ["decay=polynomial"]), "schedule.power")
+    ''
+    """
+    section, name = key.split(".")[:2]
+    condition = CONDITIONS.get(key)
+    if not value_of(recipe, key) and not (condition and condition.zero_counts):
+        return ""
+    if not find_task(recipe.task).uses(section, name):
+        return f"task={recipe.task} does not use {key}: leave it out of the recipe."
+    return condition.refusal(key, recipe) if condition else ""
+
+
+def refuse_foreign(recipe: Recipe) -> None:
+    """Refuse a recipe with keys that its task would ignore, and with settings of a teacher that is not there."""
+    task = find_task(recipe.task)
+    for section in SECTIONS:
+        for name in changed(getattr(recipe, section)):
+            if not task.uses(section, name):
+                raise VitfocusError(f"task={recipe.task} does not use {section}.{name}: leave it out of the recipe.")
+            if section == "distill" and not recipe.distill.teacher:
+                raise VitfocusError(CONDITIONS["distill.kind"].refusal(f"distill.{name}", recipe))
+
+
+def difference(old: Recipe, new: Recipe) -> list[str]:
+    """The keys that differ in a way that would change the run, each as "key: old -> new"."""
+    task = [f"task: {old.task} -> {new.task}"] if old.task != new.task else []
+    return task + [
+        f"{key}: {_shown(before)} -> {_shown(after)}"
+        for key in KEYS
+        if not is_harmless(key) and (before := value_of(old, key)) != (after := value_of(new, key))
+    ]
 
 
 def refuse_downloads(
-    recipe: Recipe, source: str, typed: Set[str] = frozenset(), sections: Sequence[str] = ("model", "distill", "data")
+    recipe: Recipe, source: str, typed: Set[str] = frozenset(), sections: Iterable[str] = ("model", "distill", "data")
 ) -> None:
-    """Refuse what a recipe file would fetch, unless whoever runs it typed that key as well.
+    """Refuse what a recipe file would download, unless the same key was given on the command line as well.
 
-    Shipped recipes are ours, and may say it themselves.
+    Shipped recipes may say so themselves.
     """
     teacher = "" if Path(recipe.distill.teacher).is_dir() else recipe.distill.teacher
     library, name = _base(recipe.model.spec)
     asked = {
-        "model.spec": _elsewhere(library, name),
+        "model.spec": _is_remote(library, name),
         "model.pretrained": recipe.model.pretrained and not (library == "transformers" and Path(name).is_dir()),
-        "distill.teacher": _elsewhere(*_base(teacher)),
+        "distill.teacher": _is_remote(*_base(teacher)),
         "distill.pretrained": recipe.distill.pretrained and bool(teacher),
         "data.source": recipe.data.source.startswith("timm:") and "/" in recipe.data.source,
         "data.download": recipe.data.download,
     }
-    for key, fetches in asked.items():
-        if fetches and key not in typed and key.partition(".")[0] in sections:
-            value = _toml(_get(recipe, key))
+    for key, downloads in asked.items():
+        if downloads and key not in typed and key.partition(".")[0] in sections:
+            value = _shown(value_of(recipe, key))
             raise VitfocusError(
-                f"{source} says {key} = {value}, and a recipe file fetches nothing by itself: add "
+                f"{source} says {key} = {value}, and a recipe file downloads nothing by itself: add "
                 f"{key}={value.strip(chr(34))} to the command if you want that."
             )
 
@@ -178,62 +182,15 @@ def _base(spec: str) -> tuple[str, str]:
     return split_library(split_spec(spec)[0]) if spec.strip() else ("", "")
 
 
-def _elsewhere(library: str, name: str) -> bool:
-    """Whether a name is fetched: neither a library's own model nor a folder that transformers reads."""
+def _is_remote(library: str, name: str) -> bool:
+    """Whether a name is downloaded: neither a library's own model nor a folder that transformers reads."""
     from vitfocus.treatments.arguments import is_elsewhere
 
     return bool(name) and not (library == "transformers" and Path(name).is_dir()) and is_elsewhere(library, name)
 
 
-def build_recipe(tree: Mapping[str, Any], name: str = "recipe") -> Recipe:
-    """Check a tree of sections and make the record of it."""
-    task = tree.get("task", "classify")
-    for key in _TOP:
-        if not isinstance(tree.get(key, ""), str):
-            raise VitfocusError(f"{key} wants a word, not {tree[key]!r}.")
-    if task not in TASKS:
-        raise VitfocusError(f"There is no task {task!r}: {nearest(str(task), TASKS)}")
-    parts: dict[str, Any] = {"name": tree.get("name", name), "about": tree.get("about", ""), "task": task}
-    if not (parts["name"].strip(".") and parts["name"] == Path(parts["name"]).name):
-        raise VitfocusError(f"A recipe's name is also its run's folder, which {parts['name']!r} cannot be.")
-    for section, content in tree.items():
-        if section in (*_TOP, "extends"):
-            continue
-        if section not in _SECTIONS:
-            raise VitfocusError(f"A recipe has no section {section!r}: {nearest(section, _SECTIONS)}")
-        if not isinstance(content, Mapping):
-            raise VitfocusError(f"{section} is a section of a recipe: write [{section}] and keys below it.")
-        for key in content:
-            if f"{section}.{key}" not in _KEYS:
-                known = [entry.name for entry in dataclasses.fields(_SECTIONS[section])]
-                raise VitfocusError(f"[{section}] has no key {key!r}: {nearest(key, known)}")
-        values = {key: _checked(f"{section}.{key}", value) for key, value in content.items()}
-        parts[section] = _SECTIONS[section](**values)
-    recipe = Recipe(**parts)
-    by_epochs = not (recipe.schedule.steps or recipe.schedule.warmup_steps)
-    if by_epochs and recipe.schedule.warmup_epochs > recipe.schedule.epochs:
-        raise VitfocusError(
-            f"warmup_epochs={recipe.schedule.warmup_epochs:g} is more than epochs={recipe.schedule.epochs:g}."
-        )
-    return recipe
-
-
-def difference(old: Recipe, new: Recipe) -> list[str]:
-    """The keys that differ in a way that would change the run, each as "key: old -> new"."""
-    task = [f"task: {old.task} -> {new.task}"] if old.task != new.task else []
-    return task + [
-        f"{path}: {_toml(before)} -> {_toml(after)}"
-        for path, entry in _KEYS.items()
-        if not entry.metadata.get("harmless") and (before := _get(old, path)) != (after := _get(new, path))
-    ]
-
-
-def _get(recipe: Recipe, path: str) -> Any:
-    section, key = path.split(".")
-    return getattr(getattr(recipe, section), key)
-
-
 def _resolve(source: str, seen: tuple[str, ...]) -> dict[str, Any]:
+    """The tree of a recipe over the trees of those it extends."""
     if source in seen:
         raise VitfocusError(f"Recipes extend each other in a circle: {' -> '.join([*seen, source])}.")
     tree = _parse(_text(source), source)
@@ -248,19 +205,19 @@ def _resolve(source: str, seen: tuple[str, ...]) -> dict[str, Any]:
     return merged
 
 
-def _settle_lengths(changed: Set[str], tree: dict[str, Any]) -> None:
-    """A length in epochs takes the place of one in steps that it was written over; one that counts not is refused."""
+def _settle_lengths(given: Set[str], tree: dict[str, Any]) -> None:
+    """A length in epochs replaces one in steps that it was written over; one that would be ignored is refused."""
     for path, other in _IN_STEPS.items():
-        if path not in changed:
+        if path not in given:
             continue
         section, instead = other.split(".")
         lengths, name = tree.setdefault(section, {}), path.split(".")[1]
-        if other not in changed:
+        if other not in given:
             lengths[instead] = 0
         for key in (instead, "steps") if name == "warmup_epochs" else (instead,):
             if lengths.get(key):
                 raise VitfocusError(
-                    f"This recipe counts steps ({key}={lengths[key]}), so {name} would change nothing: give "
+                    f"This recipe counts steps ({key}={lengths[key]}), so {name} would have no effect: give "
                     f"{instead}=... instead, or {key}=0 beside it."
                 )
 
@@ -298,26 +255,30 @@ def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 
 def full_key(key: str, task: str) -> str:
-    """The full name of a key that an override may have shortened; what other tasks have is not meant.
+    """The full name of a key that an override may have shortened; keys of other tasks are left aside.
 
     >>> full_key("batch", "classify"), full_key("longest", "detect")
     ('data.batch', 'detect.longest')
     """
-    section, _, rest = key.partition(".")
-    if f"{section}.{rest.partition('.')[0]}" in _KEYS and (key in _KEYS or key.startswith("model.arguments.")):
+    if key in KEYS or key.startswith("model.arguments."):
         return key
     foreign = set(TASKS) - {task} | ({"distill"} if task != "classify" else set())
-    matches = [path for path in _KEYS if path.split(".")[1] == key and path.split(".")[0] not in foreign]
+    matches = [path for path in KEYS if path.split(".")[1] == key and path.split(".")[0] not in foreign]
     if len(matches) == 1:
         return matches[0]
     if matches:
         raise VitfocusError(f"{key} could be {' or '.join(matches)}: write the one that is meant.")
-    raise VitfocusError(f"A recipe has no key {key!r}: {nearest(key, [*_KEYS, *(p.split('.')[1] for p in _KEYS)])}")
+    raise VitfocusError(f"A recipe has no key {key!r}: {nearest(key, [*KEYS, *(p.split('.')[1] for p in KEYS)])}")
 
 
-def _read_value(text: str, kind: Any) -> Any:
-    """A value from the command line: TOML where it is TOML, otherwise the words as they stand."""
-    if kind is str:
+def _is_text(path: str) -> bool:
+    kind = KEYS.get(path)
+    return getattr(kind, "__origin__", kind) is str
+
+
+def _read_value(text: str, is_text: bool) -> Any:
+    """A value from the command line: TOML where it is TOML, otherwise the text as it stands."""
+    if is_text:
         return text.strip("\"'")
     for attempt in (text, text.lower()):
         try:
@@ -327,47 +288,6 @@ def _read_value(text: str, kind: Any) -> Any:
     return text
 
 
-def _checked(path: str, value: Any) -> Any:
-    kind, entry = _TYPES[path], _KEYS[path]
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    pair = isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(v, int | float) for v in value)
-    if kind is float and number:
-        value = float(value)
-    elif kind not in (str, bool, int, float) and kind is not dict and pair:
-        value = (float(value[0]), float(value[1]))
-    elif not (type(value) is kind or (path == "model.arguments" and isinstance(value, dict))):
-        named = {float: "a number", int: "a whole number", bool: "true or false", str: "a word"}
-        wanted = "a table of keys and values" if path == "model.arguments" else named.get(kind, "two numbers")
-        raise VitfocusError(f"{path} wants {wanted}, not {value!r}.")
-    choices, bounds = entry.metadata.get("choices"), entry.metadata.get("bounds")
-    if choices and value not in choices:
-        raise VitfocusError(f"{path} has no value {value!r}: {nearest(str(value), choices)}")
-    numbers = value if isinstance(value, tuple) else (value,)
-    if bounds and not all(bounds[0] <= one <= bounds[1] and one != math.inf for one in numbers):
-        given = ", ".join(f"{one:g}" for one in numbers)
-        raise VitfocusError(f"{path} lies between {bounds[0]:g} and {bounds[1]:g}, and {given} was given.")
-    if entry.metadata.get("rising") and numbers[0] > numbers[1]:
-        raise VitfocusError(f"{path} goes from less to more, and {numbers[0]:g}, {numbers[1]:g} was given.")
-    return value
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, int | float):
-        return repr(value)
-    if isinstance(value, str):
-        return _quoted(value)
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(_pairs(value)) + "}"
-    return "[" + ", ".join(_toml(one) for one in value) + "]"
-
-
-def _pairs(value: Mapping[str, Any]) -> Iterator[str]:
-    for key, one in value.items():
-        yield f"{key if re.fullmatch('[A-Za-z0-9_-]+', key) else _quoted(key)} = {_toml(one)}"
-
-
-def _quoted(text: str) -> str:
-    """A TOML string: JSON's escapes are TOML's too, but for the one control character that JSON leaves as it is."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+def _shown(value: Any) -> str:
+    """A value in a message."""
+    return json.dumps(value, ensure_ascii=False, default=str)

@@ -22,6 +22,7 @@ from vitfocus.core.errors import VitfocusError, VitfocusWarning
 from vitfocus.core.files import write_text
 from vitfocus.core.progress import Progress
 from vitfocus.data.classification.loader import Share
+from vitfocus.recipes.settings import Recipe
 from vitfocus.tasks import find_task
 from vitfocus.tasks.base import Setting, Task
 from vitfocus.train.checkpoint import Checkpoints, State, read_checkpoint, replace_folder
@@ -30,7 +31,7 @@ from vitfocus.train.engine import Engine, run_folder
 from vitfocus.train.metrics import Metrics
 from vitfocus.train.model import choose_trained
 from vitfocus.train.optimiser import create_optimiser
-from vitfocus.train.recipe import Recipe, build_recipe, difference, load_recipe
+from vitfocus.train.recipe import build_recipe, difference, load_recipe, refuse_foreign
 from vitfocus.train.results import SHAPE, describe
 from vitfocus.train.schedule import Plan
 from vitfocus.train.state import model_tensors
@@ -55,8 +56,8 @@ def train(
     if not isinstance(recipe, Recipe):
         recipe = load_recipe(recipe, overrides)
     elif overrides:
-        raise VitfocusError("Overrides go with a recipe's name or file; change a Recipe with dataclasses.replace.")
-    find_task(recipe.task).check(recipe)
+        raise VitfocusError("Overrides go with a recipe's name or file; change a Recipe with msgspec.structs.replace.")
+    refuse_foreign(recipe)
     folder = run_folder(out, recipe)
     checkpoints = Checkpoints(folder / "checkpoints", recipe.engine.keep)
     accelerator = _accelerator(recipe)

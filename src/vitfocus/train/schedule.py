@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.optim import Optimizer
 
-from vitfocus.train.recipe import Recipe
+from vitfocus.recipes.settings import Recipe
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 from vitfocus.data.augmentation import enlarge
 from vitfocus.data.classification.dataset import BrokenLog, Images
 from vitfocus.data.classification.loader import Samples, Share, _loader
-from vitfocus.data.settings import Data
+from vitfocus.recipes.settings import Data
 
 
 class EvaluationBatches:

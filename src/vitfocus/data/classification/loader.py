@@ -23,7 +23,7 @@ from vitfocus.core.errors import VitfocusError
 from vitfocus.data.augmentation import Augmenter, Batch, apply_mix, draw_mix, draw_uniform, enlarge, mix
 from vitfocus.data.classification.dataset import Broken, BrokenLog, Images, read_or_broken
 from vitfocus.data.sample_order import SAMPLE, Stream, seed_for
-from vitfocus.data.settings import Augment, Data
+from vitfocus.recipes.settings import Augment, Data
 
 
 @dataclass(frozen=True)

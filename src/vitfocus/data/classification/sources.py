@@ -14,7 +14,7 @@ from vitfocus.data.classification import arrays
 from vitfocus.data.classification.dataset import ArrayImages, Broken, BrokenLog, Images, read_or_broken
 from vitfocus.data.classification.folders import ChosenImages, FolderImages, TimmImages, find_split
 from vitfocus.data.classification.shards import ShardImages, find_shards
-from vitfocus.data.settings import Data
+from vitfocus.recipes.settings import Data
 
 _TORCHVISION = {"cifar10": "CIFAR10", "cifar100": "CIFAR100", "fashion-mnist": "FashionMNIST"}
 SOURCES = ("shapes", *_TORCHVISION, "cifar-mosaic", "folder", "shards", "timm:NAME")

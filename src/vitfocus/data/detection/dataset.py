@@ -23,8 +23,8 @@ from torch import Tensor
 
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.data.image_files import rgb_picture
-from vitfocus.data.settings import Data
 from vitfocus.data.shapes.dataset import CLASSES, VERSION, Shapes, drawn_scenes, instances
+from vitfocus.recipes.settings import Data
 
 Target = dict[str, Tensor]
 SOURCES = ("shapes", "coco")

@@ -19,7 +19,7 @@ from vitfocus.data.classification.dataset import Broken
 from vitfocus.data.image_files import rgb_picture
 from vitfocus.data.segmentation.classes import IGNORE
 from vitfocus.data.segmentation.layouts import LAYOUTS, Layout
-from vitfocus.data.settings import Data
+from vitfocus.recipes.settings import Data
 
 SOURCES = ("shapes", *LAYOUTS)
 SHAPES_LENGTH = {"train": 4_000, "val": 500}

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.data.image_files import rgb_picture
-from vitfocus.data.settings import Data
+from vitfocus.recipes.settings import Data
 
 SOURCES = ("shapes", "vqav2")
 SPLITS = {"train": "train2014", "val": "val2014"}

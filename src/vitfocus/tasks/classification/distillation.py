@@ -16,7 +16,7 @@ from vitfocus.tasks.building import start_from
 from vitfocus.treatments.save_load import create_model, load
 
 if TYPE_CHECKING:
-    from vitfocus.train.recipe_sections import Distill
+    from vitfocus.recipes.settings import Distill
 
 
 class Teacher(nn.Module):

@@ -13,7 +13,7 @@ from vitfocus.tasks.base import DiversityTerm
 from vitfocus.tasks.classification.distillation import Teacher
 
 if TYPE_CHECKING:
-    from vitfocus.train.recipe_sections import Loss
+    from vitfocus.recipes.settings import Loss
 
 
 class Losses:

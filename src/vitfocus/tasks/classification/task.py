@@ -27,8 +27,6 @@ from vitfocus.tasks.classification.loss import Losses, split_output
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from vitfocus.train.recipe import Recipe
-
 
 class Classify(Task):
     """Labelled images, in memory or read one by one, and any classifier of the three libraries."""
@@ -38,15 +36,6 @@ class Classify(Task):
 
     train: Images
     val: Images
-
-    @classmethod
-    def check(cls, recipe: Recipe) -> None:
-        """Refuse keys that would be ignored, those of a teacher that is not there among them."""
-        super().check(recipe)
-        if not recipe.distill.teacher:
-            for key, value in vars(recipe.distill).items():
-                if value != getattr(type(recipe.distill), key):
-                    raise VitfocusError(f"distill.{key} is about a teacher, and there is none: name distill.teacher.")
 
     def open_data(self) -> None:
         """Open both splits, and count the classes."""
@@ -109,7 +98,7 @@ class Classify(Task):
                 "augment.colour_jitter is for images that are read one by one; these are kept on the device: leave it "
                 "out, or set data.resident=no."
             )
-        if self.resident and data.crop != type(data).crop:
+        if self.resident and data.crop != type(data)().crop:
             setting.say(f"Images that are kept on the device are evaluated whole: data.crop={data.crop:g} is not used.")
         augmenter = Augmenter(self.recipe.augment, mean, std, device, device_crop=self.resident)
         if self.resident:

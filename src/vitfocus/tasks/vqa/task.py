@@ -126,7 +126,7 @@ class Answer(Task):
             say=setting.say,
         )
         for key in self.unread:
-            if (value := getattr(recipe.answer, key)) != getattr(type(recipe.answer), key):
+            if (value := getattr(recipe.answer, key)) != getattr(type(recipe.answer)(), key):
                 setting.say(f"The run starts from a model that brings its own: answer.{key}={value} is not used.")
         if self.words_from == "the training questions" and recipe.model.pretrained:
             setting.say(f"{self.checkpoint} brings no word pieces: they are trained from the questions at hand.")

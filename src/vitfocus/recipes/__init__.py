@@ -1,0 +1,1 @@
+"""The shipped recipes (TOML files), and the typed records that every recipe is read into."""
