@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import shutil
@@ -231,7 +232,9 @@ def test_a_changed_recipe_is_refused_with_the_difference(tmp_path: Path) -> None
         train(changed, tmp_path, resume="auto")
     state = checkpoint.Checkpoints(tmp_path / "checkpoints").newest()
     assert state is not None
-    checkpoint.Checkpoints(tmp_path / "other" / "checkpoints").write(replace(state, rest={**state.rest, "images": 7}))
+    checkpoint.Checkpoints(tmp_path / "other" / "checkpoints").write(
+        dataclasses.replace(state, rest={**state.rest, "images": 7})
+    )
     with pytest.raises(VitfocusError, match="began with 7 training images and there are 88 now"):
         train(recipe, tmp_path / "other", resume="auto")
     harmless = replace(recipe, engine=replace(recipe.engine, log_every=7))

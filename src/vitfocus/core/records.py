@@ -53,9 +53,7 @@ def convert(content: Any, kind: type[Record]) -> Record:
 def _sentence(message: str, content: Any, kind: inspect.Type) -> str:
     """What msgspec said, for a person: "Expected `int` >= 1 - at `$.data.batch`"."""
     said, _, where = message.partition(" - at `$")
-    steps = (
-        re.findall(r"^[^`\[]*", where)[0].strip(".").split(".") if where else []
-    )
+    steps = re.findall(r"^[^`\[]*", where)[0].strip(".").split(".") if where else []
     value, expected = _follow(content, kind, steps)
     path = ".".join(steps)
     if found := re.match("Object contains unknown field `(.*)`", said):
