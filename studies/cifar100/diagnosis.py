@@ -15,10 +15,11 @@ from setting import Setting
 from torch import Tensor
 
 import vitfocus as vf
-from vitfocus.cli.diagnose import image_files, read_image
+from vitfocus.cli.diagnose import image_files
 from vitfocus.core.environment import default_device, device_name, versions
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import write_text
+from vitfocus.data.preprocessing import read_image
 
 #: The published families of corruptions.
 FAMILIES = {

@@ -25,6 +25,7 @@ from vitfocus.attention.diagnosis import Diagnosis, diagnose
 from vitfocus.attention.reading import Geometry
 from vitfocus.cli import diagnose as command
 from vitfocus.core.errors import VitfocusError
+from vitfocus.data.preprocessing import read_image
 from vitfocus.data.shapes.dataset import shapes_batch
 from vitfocus.report import figures
 
@@ -163,7 +164,7 @@ def test_deit_tiny_on_photographs(shared: Path) -> None:
     model = timm.create_model("deit_tiny_patch16_224").eval()
     model.load_state_dict(load_file(shared / "data/deit_tiny_patch16_224.safetensors"))
     files = command.image_files(shared / "data/imagenet1k-sample", limit=2)
-    images = torch.stack([command.read_image(file, (224, 224), crop=0.9) for file in files])
+    images = torch.stack([read_image(file, (224, 224), crop=0.9) for file in files])
     diagnosis = diagnose(model, images, against="gaussian_noise/3")
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
     maps = timm_maps(model, (images / 255 - mean) / std)

@@ -123,31 +123,10 @@ def image_files(folder: Path, limit: int) -> list[Path]:
     return [found[index] for index in evenly_spaced(len(found), limit)]
 
 
-def read_image(file: Path, size: tuple[int, int], crop: float = 0.875, interpolation: str = "bicubic") -> Tensor:
-    """One image, resized to size / crop and centre-cropped as in evaluation: uint8 (3, height, width)."""
-    from PIL import Image
-    from torchvision.transforms import InterpolationMode
-    from torchvision.transforms import functional as T
-
-    from vitfocus.core.errors import VitfocusError
-    from vitfocus.data.image_files import UNREADABLE, cut_centre, rgb_picture, upright
-
-    try:
-        with Image.open(file) as opened:
-            picture = rgb_picture(upright(opened))
-    except UNREADABLE as error:
-        raise VitfocusError(f"{file} cannot be read as an image: {str(error).rstrip('.')}.") from error
-    height, width = size
-    # Resize, keeping the aspect ratio, to the smallest size that covers the frame.
-    frame, shape = (int(height / crop), int(width / crop)), (picture.height, picture.width)
-    scale = max(least / side for least, side in zip(frame, shape, strict=True))
-    tall, wide = (max(int(side * scale), least) for side, least in zip(shape, frame, strict=True))
-    mode = InterpolationMode(interpolation if interpolation in ("bilinear", "bicubic") else "bicubic")
-    return T.pil_to_tensor(cut_centre(picture, (tall, wide), (height, width), mode))
-
-
 def _photographs(files: list[Path], batch_size: int, body: Anatomy) -> Iterator[Tensor]:
     import torch
+
+    from vitfocus.data.preprocessing import read_image
 
     config: Any = getattr(body.root, "pretrained_cfg", None) or {}
     crop, interpolation = config.get("crop_pct") or 0.875, config.get("interpolation") or "bicubic"

@@ -109,7 +109,8 @@ def _images(args: argparse.Namespace, subjects: Sequence[Subject], model: Any) -
     import torch
 
     from vitfocus.anatomy import anatomy
-    from vitfocus.cli.diagnose import image_files, read_image
+    from vitfocus.cli.diagnose import image_files
+    from vitfocus.data.preprocessing import read_image
 
     size = anatomy(model).build_size
     if args.images:

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vitfocus.core.arguments import whole
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.corruptions import blur, digital, elastic, jpeg, noise, spatter, weather
 from vitfocus.corruptions import frost as overlays
-from vitfocus.corruptions.arguments import whole
 from vitfocus.corruptions.constants import CONSTANTS, CORRUPTIONS, EXTRA_CORRUPTIONS, FLAVOURS, Setting
 from vitfocus.corruptions.draws import Draws, as_ids
 

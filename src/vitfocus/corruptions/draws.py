@@ -18,8 +18,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from vitfocus.core.arguments import whole
 from vitfocus.core.errors import VitfocusError
-from vitfocus.corruptions.arguments import whole
 
 _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15

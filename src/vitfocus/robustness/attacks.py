@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from vitfocus.core.arguments import real, whole
 from vitfocus.core.errors import VitfocusError, nearest
-from vitfocus.corruptions.arguments import real, whole
 from vitfocus.corruptions.draws import Draws
 
 Classifier = Callable[[Tensor], Tensor]

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from vitfocus.core.arguments import whole
 from vitfocus.core.environment import device_name, versions
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.modules import eval_mode
 from vitfocus.core.processes import Processes, join_processes
-from vitfocus.corruptions.arguments import whole
 from vitfocus.data.shapes.dataset import shapes_named
 from vitfocus.robustness.pixels import PRECISIONS, PixelModel, named_models
 from vitfocus.robustness.plan import Plan, Samples

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from vitfocus.anatomy import unwrap
 from vitfocus.anatomy.registry import family_of
+from vitfocus.core.arguments import several, whole
 from vitfocus.core.environment import versions
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.modules import eval_mode
 from vitfocus.core.processes import Processes
 from vitfocus.corruptions import CORRUPTIONS, EXTRA_CORRUPTIONS, corrupt, fingerprint
-from vitfocus.corruptions.arguments import several, whole
 from vitfocus.data.segmentation.classes import IGNORE
 from vitfocus.data.segmentation.layouts import CONDITIONS
 from vitfocus.robustness.noise import NOISES, REPEATS, add_noise, repeat_interval

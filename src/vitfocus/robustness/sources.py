@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from vitfocus.core.errors import VitfocusError
 from vitfocus.corruptions.draws import as_ids
-from vitfocus.robustness.preprocessing import Preprocessing
+from vitfocus.data.preprocessing import Preprocessing
 
 
 @dataclass(frozen=True)

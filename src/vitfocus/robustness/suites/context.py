@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.statistics import evenly_spaced
+from vitfocus.data.preprocessing import Preprocessing, standard_preprocessing
 from vitfocus.robustness.folders import (
     ClassFolders,
     Entry,
@@ -25,7 +26,6 @@ from vitfocus.robustness.folders import (
     wordnet_ids,
 )
 from vitfocus.robustness.pixels import PixelModel
-from vitfocus.robustness.preprocessing import Preprocessing, standard
 from vitfocus.robustness.sources import (
     ItemSource,
     Source,
@@ -121,7 +121,7 @@ class Context:
                 f"Models in one pass see the same images, but differ in interpolation ({listed}): choose one."
             )
         chosen = self.models[0].interpolation if chosen is None else chosen
-        preprocessing = standard(self.size, self.options.get("crop_pct", 0.875), chosen)
+        preprocessing = standard_preprocessing(self.size, self.options.get("crop_pct", 0.875), chosen)
         return replace(preprocessing, crop=None if whole else self.size, keep=None if resize else self.size)
 
     def files(

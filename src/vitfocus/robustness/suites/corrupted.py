@@ -12,18 +12,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vitfocus.core.arguments import several, whole
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.progress import Progress
 from vitfocus.core.statistics import evenly_spaced
 from vitfocus.corruptions import CORRUPTIONS, EXTRA_CORRUPTIONS, corrupt, fingerprint
-from vitfocus.corruptions.arguments import several, whole
 from vitfocus.corruptions.constants import Setting
 from vitfocus.corruptions.draws import Draws
 from vitfocus.corruptions.jpeg import jpeg_compression
+from vitfocus.data.preprocessing import Preprocessing
 from vitfocus.robustness.cells import Classify
 from vitfocus.robustness.folders import ImageFiles, check_readable, list_classes, one_size
 from vitfocus.robustness.plan import Group, Plan
-from vitfocus.robustness.preprocessing import Preprocessing
 from vitfocus.robustness.sources import Batch, ItemSource, digest_of
 from vitfocus.robustness.suites.context import Context, codec_name
 from vitfocus.robustness.summaries import corrupted

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from vitfocus.core.arguments import real, several, whole
 from vitfocus.core.errors import VitfocusError
-from vitfocus.corruptions.arguments import real, several, whole
 from vitfocus.robustness.attacks import NORMS, autoattack, fgsm, pgd, require_autoattack
 from vitfocus.robustness.cells import Attacked, Cell, Classify
 from vitfocus.robustness.occlusion import GRID, drop_patches, occlude_centre

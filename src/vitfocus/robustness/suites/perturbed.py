@@ -7,9 +7,9 @@ from pathlib import Path
 
 from torch import Tensor
 
+from vitfocus.core.arguments import several, whole
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.statistics import evenly_spaced
-from vitfocus.corruptions.arguments import several, whole
 from vitfocus.robustness.cells import Watched
 from vitfocus.robustness.folders import list_classes
 from vitfocus.robustness.plan import Group, Plan
