@@ -10,6 +10,9 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import vitfocus.tasks  # noqa: F401  registers the models that a spec names by a prefix
+from vitfocus.core import __version__
+
 if TYPE_CHECKING:
     from vitfocus.anatomy import anatomy
     from vitfocus.attention.diagnosis import Diagnosis, diagnose
@@ -33,8 +36,6 @@ if TYPE_CHECKING:
     )
     from vitfocus.treatments.save_load import create_model, load, open_model, push, save
     from vitfocus.treatments.weights import load_weights
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "vitfocus.anatomy": ("anatomy",),
@@ -60,6 +61,7 @@ __all__ = [
     "UniformHead",
     "VitfocusError",
     "VitfocusWarning",
+    "__version__",
     "anatomy",
     "applied",
     "attention_maps",

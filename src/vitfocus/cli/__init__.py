@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import NoReturn
 
-from vitfocus import __version__
+from vitfocus.core import __version__
 from vitfocus.core.errors import VitfocusError, VitfocusWarning, nearest
 
 #: The commands, grouped by purpose.

@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from vitfocus import __version__
 from vitfocus.anatomy import insertion_sentence, insertions_sentence
+from vitfocus.core import __version__
 from vitfocus.core.errors import VitfocusError
 from vitfocus.report import verdict
 from vitfocus.report.page import Page

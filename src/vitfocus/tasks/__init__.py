@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from vitfocus.core.registry import COMPOSED_MODELS
+
 if TYPE_CHECKING:
     from vitfocus.tasks.base import Task
 
@@ -15,6 +17,14 @@ TASKS = {
     "detect": "vitfocus.tasks.detection.task:Detect",
     "answer": "vitfocus.tasks.vqa.task:Answer",
 }
+
+for _prefix, _module in {
+    "upernet": "segmentation.upernet",
+    "segformer": "segmentation.segformer",
+    "smp": "segmentation.smp",
+    "maskrcnn": "detection.model",
+}.items():
+    COMPOSED_MODELS.register(_prefix, f"vitfocus.tasks.{_module}:build")
 
 
 def find_task(name: str) -> type[Task]:

@@ -105,6 +105,30 @@ def transformers_config(config_class: Any, fields: Mapping[str, Any], where: str
     return config_class.from_dict(_fields(config_class, fields, where))
 
 
+def checkpoint_config(name: str) -> Any:
+    """The transformers config of a checkpoint's folder or name on the hub, or a sentence on why there is none."""
+    transformers = import_transformers()
+    try:
+        local = Path(name).is_dir()
+        fields, _ = transformers.PretrainedConfig.get_config_dict(name, local_files_only=local)
+        kind = fields.get("model_type")
+        if kind not in transformers.CONFIG_MAPPING:
+            raise ValueError(f"its config.json names no model type of transformers, but {kind!r}")
+        return transformers_config(transformers.CONFIG_MAPPING[kind], fields, name)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise VitfocusError(f"transformers finds no model {name!r}: {reason}") from None
+
+
+def import_transformers() -> Any:
+    """The library, or a sentence that names the extra to install."""
+    try:
+        import transformers
+    except ImportError:
+        raise VitfocusError("A transformers model needs the extra vitfocus[hf].") from None
+    return transformers
+
+
 def _fields(config_class: Any, given: Mapping[str, Any], where: str) -> dict[str, Any]:
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -134,8 +158,6 @@ def _known_names(library: str, name: str) -> set[str]:
     if library == "transformers":
         found = _transformers_class(name)
         if found is None and Path(name).is_dir():
-            from vitfocus.treatments.origin import checkpoint_config
-
             return _config_names(type(checkpoint_config(name))) | {"ignore_mismatched_sizes"}
         return _config_names(found.config_class) if found is not None else set(_BASE_FIELDS)
     if library == "torchvision":
@@ -197,11 +219,9 @@ def _parameters(one: type) -> Iterable[str]:
 
 
 def _transformers_class(name: str) -> Any:
-    try:
-        import transformers
-        from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
-    except ImportError:
-        raise VitfocusError("A transformers model needs the extra vitfocus[hf].") from None
+    transformers = import_transformers()
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
+
     from vitfocus.anatomy import families
 
     found = getattr(transformers, name, None) if name.isidentifier() else None

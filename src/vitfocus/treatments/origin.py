@@ -11,7 +11,6 @@ import inspect
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,15 @@ from torch import nn
 
 from vitfocus.anatomy import anatomy
 from vitfocus.core.errors import VitfocusError, nearest, reason
-from vitfocus.treatments.arguments import file_arguments, require_named, transformers_class, transformers_config
-from vitfocus.treatments.composed import COMPOSED, build_composed
+from vitfocus.core.registry import COMPOSED_MODELS
+from vitfocus.treatments.arguments import (
+    checkpoint_config,
+    file_arguments,
+    import_transformers,
+    require_named,
+    transformers_class,
+    transformers_config,
+)
 
 _KEY = "_vitfocus_origin"
 _LIBRARIES = ("timm", "torchvision", "transformers")
@@ -29,7 +35,7 @@ _LIBRARIES = ("timm", "torchvision", "transformers")
 
 @dataclass(frozen=True)
 class Origin:
-    """The library ("timm", "torchvision", "transformers", or a prefix of `composed.py`), the name, the arguments."""
+    """Library ("timm", "torchvision", "transformers", or a prefix of `COMPOSED_MODELS`), name and arguments."""
 
     library: str
     name: str
@@ -39,16 +45,16 @@ class Origin:
         """Build the model; with `pretrained`, its library fetches its weights."""
         builders = {"timm": _build_timm, "torchvision": _build_torchvision, "transformers": _build_transformers}
         build: Callable[[str, bool, dict[str, Any]], nn.Module]
-        if self.library in COMPOSED:
-            build = partial(build_composed, self.library)
+        if self.library in COMPOSED_MODELS:
+            build = COMPOSED_MODELS[self.library]
         elif self.library in builders:
             build = builders[self.library]
         else:
             raise VitfocusError(
-                f"There is no library {self.library!r}: {nearest(self.library, [*builders, *COMPOSED])}"
+                f"There is no library {self.library!r}: {nearest(self.library, [*builders, *COMPOSED_MODELS])}"
             )
         try:
-            model = build(self.name, pretrained, self.arguments)
+            model = build(self.name, pretrained, dict(self.arguments))
         except (VitfocusError, OSError, ImportError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # whatever the library raises for arguments that it does not expect
@@ -66,7 +72,7 @@ def remember(model: nn.Module, origin: Origin) -> None:
 def origin_of(model: nn.Module) -> Origin:
     """How a model was built; a clear refusal where that cannot be told."""
     known, library = model.__dict__.get(_KEY), _library_of(model)
-    composed = known is not None and known.library in COMPOSED
+    composed = known is not None and known.library in COMPOSED_MODELS
     if known is not None and (composed or library != "transformers") and _builds_the_same(known, model):
         return known
     guesses = {"timm": _guess_timm, "torchvision": _guess_torchvision, "transformers": _guess_transformers}
@@ -89,12 +95,12 @@ def split_library(name: str) -> tuple[str, str]:
     ('upernet', 'vit_tiny_patch16_224')
     """
     library, colon, rest = name.partition(":")
-    return (library, rest) if colon and library in (*_LIBRARIES, *COMPOSED) else ("timm", name)
+    return (library, rest) if colon and library in (*_LIBRARIES, *COMPOSED_MODELS) else ("timm", name)
 
 
 def full_name(origin: Origin) -> str:
     """The name as a spec has it: with its library where that is neither timm nor told by the class."""
-    return f"{origin.library}:{origin.name}" if origin.library in COMPOSED else origin.name
+    return f"{origin.library}:{origin.name}" if origin.library in COMPOSED_MODELS else origin.name
 
 
 def _library_of(model: nn.Module) -> str:
@@ -163,7 +169,7 @@ def _build_torchvision(name: str, pretrained: bool, arguments: dict[str, Any]) -
 
 def _build_transformers(name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
     """By a class's name and its config's fields, or by a checkpoint's folder or name on the hub."""
-    transformers = _transformers()
+    transformers = import_transformers()
     if arguments.get("trust_remote_code"):
         raise VitfocusError("vitfocus runs no code of a checkpoint: load the model with transformers, and pass it on.")
     if "config" in arguments:
@@ -191,29 +197,6 @@ def _build_transformers(name: str, pretrained: bool, arguments: dict[str, Any]) 
         local = Path(name).is_dir()
         return loader.from_pretrained(name, config=config, local_files_only=local, trust_remote_code=False, **rest)
     return loader.from_config(config, trust_remote_code=False)
-
-
-def checkpoint_config(name: str) -> Any:
-    """The transformers config of a checkpoint's folder or name on the hub, or a sentence on why there is none."""
-    transformers = _transformers()
-    try:
-        local = Path(name).is_dir()
-        fields, _ = transformers.PretrainedConfig.get_config_dict(name, local_files_only=local)
-        kind = fields.get("model_type")
-        if kind not in transformers.CONFIG_MAPPING:
-            raise ValueError(f"its config.json names no model type of transformers, but {kind!r}")
-        return transformers_config(transformers.CONFIG_MAPPING[kind], fields, name)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise VitfocusError(f"transformers finds no model {name!r}: {reason}") from None
-
-
-def _transformers() -> Any:
-    try:
-        import transformers
-    except ImportError:
-        raise VitfocusError("A transformers model needs the extra vitfocus[hf].") from None
-    return transformers
 
 
 def _guess_transformers(model: Any, known: Origin | None = None) -> list[Origin]:

@@ -16,8 +16,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-import vitfocus
 from vitfocus.anatomy import inserted, mark_inserted, pixels_of, remember_normalising, unwrap
+from vitfocus.core import __version__
 from vitfocus.core.contents import check_contents
 from vitfocus.core.errors import VitfocusError, nearest, reason
 from vitfocus.core.files import atomic_path, digest, write_text
@@ -105,7 +105,7 @@ def save(
             raise VitfocusError(f"{weights} cannot be written: {error}.") from None
     config = {
         "format": _FORMAT,
-        "vitfocus": vitfocus.__version__,
+        "vitfocus": __version__,
         "library": origin.library,
         "base": origin.name,
         "arguments": origin.arguments,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from vitfocus.anatomy import pixels_of, unwrap
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.modules import eval_mode, logits_of
+from vitfocus.core.registry import COMPOSED_MODELS
 from vitfocus.data.classification.dataset import BrokenLog
 from vitfocus.data.sample_loader import SampleBatches, evaluation_indices, read_ahead
 from vitfocus.data.sample_order import Stream
@@ -23,7 +24,6 @@ from vitfocus.tasks.base import DiversityTerm, Setting, Task
 from vitfocus.tasks.building import build_model, model_arguments, over_several_gpus
 from vitfocus.tasks.segmentation.inference import Protocol, predict
 from vitfocus.tasks.segmentation.metric import confusion, iou_by_class, scores_of
-from vitfocus.treatments.composed import COMPOSED
 from vitfocus.treatments.origin import split_library
 from vitfocus.treatments.spec import split_spec
 
@@ -80,7 +80,7 @@ class Segment(Task):
     def build_model(self) -> nn.Module:
         """The recipe's segmenter; over several GPUs its head's normalisations see the whole batch."""
         model = build_model(self.recipe, len(self.classes))
-        if split_library(split_spec(self.recipe.model.spec)[0])[0] not in COMPOSED:
+        if split_library(split_spec(self.recipe.model.spec)[0])[0] not in COMPOSED_MODELS:
             raise VitfocusError(
                 f"{self.recipe.model.spec} gives one label a picture and not one a pixel: segmentation wants a head on "
                 f"it, such as upernet:{self.recipe.model.spec}."

@@ -201,7 +201,7 @@ class Answer(Task):
             return words_of(model), answers_in(getattr(model, "config", None)), 0
         if self.checkpoint.isidentifier() and not Path(self.checkpoint).is_dir():
             return None, None, 0
-        from vitfocus.treatments.origin import checkpoint_config
+        from vitfocus.treatments.arguments import checkpoint_config
 
         config: Any = checkpoint_config(self.checkpoint)
         limit = min(longest, int(getattr(config, "max_position_embeddings", longest)))
