@@ -7,8 +7,8 @@ import vitfocus as vf
 from vitfocus.attention.maps import rollout
 from vitfocus.core.files import write_bytes
 from vitfocus.data.shapes.dataset import shapes_batch
-from vitfocus.report.figures import png
-from vitfocus.report.pictures import map_matrices, query_overlay
+from vitfocus.report.map_plots import map_matrices, query_overlay
+from vitfocus.report.plots import png
 
 torch.manual_seed(0)
 model = timm.create_model("vit_tiny_patch16_224", img_size=64, patch_size=8, depth=3)

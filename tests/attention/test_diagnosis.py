@@ -27,7 +27,7 @@ from vitfocus.cli import diagnose as command
 from vitfocus.core.errors import VitfocusError
 from vitfocus.data.preprocessing import read_image
 from vitfocus.data.shapes.dataset import shapes_batch
-from vitfocus.report import figures
+from vitfocus.report import plots
 
 
 def tiny_vit(**options) -> nn.Module:
@@ -372,7 +372,7 @@ def test_the_scaling_profile_of_context_broadcasting() -> None:
     ratio = np.quantile(np.abs(weights), 0.1) / np.quantile(np.abs(weights), 0.9)
     assert (row["scaling_ratio"], row["scaling_mean"]) == pytest.approx((ratio, weights.mean()))
     diagnosis = diagnose(model, images_of(64, 64))
-    assert "scaling" in diagnosis.plots() and figures.png(diagnosis.plot("scaling")).startswith(b"\x89PNG")
+    assert "scaling" in diagnosis.plots() and plots.png(diagnosis.plot("scaling")).startswith(b"\x89PNG")
 
 
 @pytest.fixture(scope="module")
@@ -407,7 +407,7 @@ def test_two_diagnoses_compare_in_one_call(diagnosis: Diagnosis) -> None:
     assert comparison.rows[1]["entropy"] == other.rows[1]["entropy"] - diagnosis.rows[1]["entropy"]
     assert "plain → treated" in str(comparison) and json.dumps(comparison.to_dict())
     for kind in diagnosis.plots():
-        assert figures.png(comparison.plot(kind)).startswith(b"\x89PNG")
+        assert plots.png(comparison.plot(kind)).startswith(b"\x89PNG")
     assert len(set(diagnosis.compare(other).labels)) == 2
     with pytest.raises(VitfocusError, match="read in 2 layers and"):
         diagnosis.compare(diagnose(model, images_of(64, 64), layers=0))

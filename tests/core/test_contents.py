@@ -18,12 +18,10 @@ from vitfocus.attention.diagnosis import Diagnosis
 from vitfocus.cli import main
 from vitfocus.core.contents import check_contents
 from vitfocus.data.shapes.dataset import Shapes, shapes_batch
-from vitfocus.report.build import build as build_page
-from vitfocus.report.card import write_cards
-from vitfocus.report.evidence import note_data
-from vitfocus.report.explorer import explorer_data, stored
-from vitfocus.report.explorer.data import write_explorer
-from vitfocus.report.subjects import gather
+from vitfocus.report.build import build_page
+from vitfocus.report.explorer import explorer_data, load_explorer, write_explorer
+from vitfocus.report.model_card import write_cards
+from vitfocus.report.runs import collect_models, write_data_source
 from vitfocus.robustness.comparison import compare
 from vitfocus.robustness.results import load_scores
 from vitfocus.train import train
@@ -72,7 +70,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         data = Shapes("val", length=4, size=16)
         vf.evaluate({"one": model}, suite, data, out=folder / suite, progress=False, **more)
     vf.diagnose(model, images, "gaussian_noise/3").save(folder / "run" / "attention")
-    note_data(folder / "run" / "attention", "shapes", "abc")
+    write_data_source(folder / "run" / "attention", "shapes", "abc")
     write_explorer(folder / "run" / "attention", explorer_data(model, images, None))
     write_cards(folder / "clean", {"one": model})
     return folder
@@ -101,9 +99,9 @@ def spoilt(content: Any, place: tuple[Any, ...], wrong: Any) -> Any:
 
 def read_all(folder: Path) -> None:
     """All that a report, a comparison and a diagnosis do with what they read, but for writing it."""
-    subjects = gather([folder], make_cards=False)
+    subjects = collect_models([folder], make_cards=False)
     build_page(subjects)[0].html()
-    stored(subjects)
+    load_explorer(subjects)
     for suite in ("clean", "cifar10-c"):
         scores = load_scores(folder / suite)
         str(scores.table())

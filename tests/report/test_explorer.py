@@ -17,8 +17,9 @@ from tiny import build
 import vitfocus as vf
 from vitfocus.core.errors import VitfocusError
 from vitfocus.data.shapes.dataset import shapes_batch
-from vitfocus.report.explorer import explorer_data, packing, size_of, stored, write_explorer
-from vitfocus.report.subjects import Subject
+from vitfocus.report import explorer_maps
+from vitfocus.report.explorer import explorer_data, load_explorer, size_of, write_explorer
+from vitfocus.report.runs import ReportModel
 
 
 def pictures(size: tuple[int, int], count: int = 2) -> torch.Tensor:
@@ -65,7 +66,7 @@ def test_models_without_a_whole_map_are_refused(name: str, said: str) -> None:
 def test_layers_that_cannot_be_explored_are_named() -> None:
     model, _ = build("cait")
     notes = explorer_data(model, pictures((64, 64)), None)["notes"]
-    assert any("attend from the class token alone, so they are not shown" in note for note in notes), notes
+    assert any("attend from the class token only, so they are not shown" in note for note in notes), notes
 
 
 def test_the_budget_is_kept_and_what_is_left_out_is_said() -> None:
@@ -91,7 +92,7 @@ def test_the_budget_is_kept_and_what_is_left_out_is_said() -> None:
 
 def test_large_maps_are_made_coarser_without_losing_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = build("vit_rect")  # 4 by 6 patches of 64 by 96 pixels, one class token: 25 x 25 entries
-    monkeypatch.setattr(packing, "ENTRIES", 300)
+    monkeypatch.setattr(explorer_maps, "ENTRIES", 300)
     images = pictures((64, 96))
     layer = explorer_data(model, images, None)["models"][0]["layers"][-1]
     assert layer["group"] != [1, 1]
@@ -118,15 +119,15 @@ def test_two_explorations_are_joined_where_they_show_the_same_images(tmp_path: P
     for index, shown in enumerate((images, images[:2], images.flip(-1))):
         folder = tmp_path / str(index)
         write_explorer(folder, explorer_data(build("vit", seed=index)[0], shown))
-        subjects.append(Subject(f"model {index}", folders=[folder]))
-    joined = stored(subjects)
+        subjects.append(ReportModel(f"model {index}", folders=[folder]))
+    joined = load_explorer(subjects)
     assert joined is not None
     assert [model["name"] for model in joined["models"]] == ["model 0", "model 1"] and len(joined["images"]) == 2
     assert joined["notes"] == [
         "Only images that every model was explored on are shown.",
-        "model 2 was explored on other images, so it is not shown beside the others.",
+        "model 2 was explored on other images, so it is not shown here.",
     ]
-    small = stored(subjects[:2], budget=size_of(json.loads((tmp_path / "0" / "explorer.json").read_text())))
+    small = load_explorer(subjects[:2], budget=size_of(json.loads((tmp_path / "0" / "explorer.json").read_text())))
     assert small is not None and len(small["images"]) == 3  # what is left out takes no image along
     (note,) = small["notes"]
     assert note.startswith("model 1 is left out to keep the page small") and "--limit" in note
@@ -142,9 +143,9 @@ def test_the_number_of_images_that_is_said_is_the_number_shown(tmp_path: Path) -
         data = explorer_data(model, images, budget=budget)
         kept.append(len(data["images"]))
         write_explorer(tmp_path / str(budget), data)
-        subjects.append(Subject(f"within {budget}", folders=[tmp_path / str(budget)]))
+        subjects.append(ReportModel(f"within {budget}", folders=[tmp_path / str(budget)]))
     assert 1 < kept[1] < kept[0] < 6
-    joined = stored(subjects)
+    joined = load_explorer(subjects)
     assert joined is not None and len(joined["models"]) == 2
     (said,) = [note for note in joined["notes"] if "images" in note]
     assert said.startswith(f"Shown here: {len(joined['images'])} of 6 images") and len(joined["images"]) == kept[1]

@@ -19,22 +19,23 @@ from vitfocus.attention.diagnosis import Diagnosis
 from vitfocus.cli import main
 from vitfocus.core.errors import VitfocusError
 from vitfocus.data.shapes.dataset import Shapes, shapes_batch
-from vitfocus.report import card
-from vitfocus.report.cost import measure, multiply_adds
-from vitfocus.report.sections.attends import overfocus_references
-from vitfocus.report.subjects import gather
-from vitfocus.report.verdict import Difference, Row, Value, _contradicted
+from vitfocus.report import model_card
+from vitfocus.report.comparison import Difference, Estimate, MetricRow, _contradicted_by_mce
+from vitfocus.report.model_card import measure_cost, multiply_adds
+from vitfocus.report.runs import collect_models
+from vitfocus.report.sections.attention import overfocus_references
 from vitfocus.robustness.results import load_scores
 from vitfocus.train import train
 
 SECTIONS = [
-    "What was compared, and on what data",
-    "Who is better, and by how much",
-    "How training went",
+    "Result",
+    "Scores",
     "Robustness",
-    "What attention does, by depth",
-    "What it costs",
-    "What was treated, and where",
+    "Attention by depth",
+    "Cost",
+    "Treatments",
+    "Training",
+    "Data and provenance",
 ]
 
 
@@ -116,7 +117,7 @@ def test_differences_are_those_of_the_images(runs: Path, tmp_path: Path) -> None
 
 def test_models_are_known_by_their_weights(runs: Path) -> None:
     """The evaluation calls them first and second, and lies elsewhere; a diagnosis lies inside its run."""
-    plain, treated = gather([runs / "plain", runs / "scores", runs / "a-treated"])
+    plain, treated = collect_models([runs / "plain", runs / "scores", runs / "a-treated"])
     assert (plain.name, treated.name) == ("plain", "a-treated")
     for subject in (plain, treated):
         assert len(subject.scores) == len(subject.diagnoses) == 1 and subject.training is not None
@@ -133,7 +134,7 @@ def test_a_treatment_without_weights_makes_another_model(runs: Path, tmp_path: P
     """Context Broadcasting adds no tensor: the weights are the same, the model is not."""
     models = {"plain": vf.load(runs / "plain" / "model"), "cb": vf.treat_(vf.load(runs / "plain" / "model"), "cb")}
     vf.evaluate(models, "clean", Shapes("val", length=4, size=16), out=tmp_path / "scores", progress=False)
-    subjects = gather([tmp_path / "scores", runs / "plain"])
+    subjects = collect_models([tmp_path / "scores", runs / "plain"])
     assert [(one.name, one.treatments, one.training is not None) for one in subjects] == [
         ("plain", [], True),
         ("cb", ["cb"], False),
@@ -144,13 +145,13 @@ def test_a_treatment_without_weights_makes_another_model(runs: Path, tmp_path: P
 
 def test_two_diagnoses_of_one_name_are_two_models(copied: Callable[..., Path]) -> None:
     folder = copied("plain", "a-treated")
-    subjects = gather([folder / "plain" / "attention", folder / "a-treated" / "attention"])
+    subjects = collect_models([folder / "plain" / "attention", folder / "a-treated" / "attention"])
     assert len(subjects) == 2 and len({subject.name for subject in subjects}) == 2
 
 
 def test_what_was_not_measured_is_absent(runs: Path, tmp_path: Path) -> None:
     html = vf.report(runs / "plain" / "attention", out=tmp_path / "p.html").path.read_text("utf-8")
-    assert re.findall(r"<h2[^>]*>(.*?)</h2>", html) == [SECTIONS[0], SECTIONS[4]]
+    assert re.findall(r"<h2[^>]*>(.*?)</h2>", html) == ["Result", "Attention by depth", "Data and provenance"]
     clean = json.loads((runs / "plain" / "attention" / "diagnosis.json").read_text())
     for row in clean["rows"]:
         row.pop("stability"), row.pop("head_similarity")
@@ -224,26 +225,28 @@ def test_clear_differences_are_called_by_name(tmp_path: Path) -> None:
     samples = {f"clean|{name}|{key}": hits for name, found in columns.items() for key, hits in found.items()}
     np.savez(tmp_path / "samples.npz", **samples)
     written = vf.report(tmp_path)
-    verdicts = {row.measure: row.verdict("two") for row in written.rows}
+    verdicts = {row.measure: row.judgement("two") for row in written.rows}
     assert verdicts == {"top-1 accuracy": "better", "top-5 accuracy": "worse"}
     html = written.path.read_text("utf-8")
     sentences = re.findall(r"<li>(.*?)</li>", html)
-    assert any(s.startswith("clean, top-1 accuracy: two is better than one") for s in sentences)
-    assert any(re.match(r"clean, in detail: against one, two is worse in top-5 accuracy \(−\d", s) for s in sentences)
+    assert any(s.startswith("two is better than one in top-1 accuracy (clean): ") for s in sentences)
+    assert any(
+        re.match(r"clean, other metrics: two against one is worse in top-5 accuracy \(−\d", s) for s in sentences
+    )
     assert re.search(r">−[\d.]+ \[−[\d.]+, −[\d.]+\] worse<", html) and "✓" not in html
     np.savez(
         tmp_path / "samples.npz",
         **{k: bad if "|two|" in k else v for k, v in samples.items()} | {"clean|one|top1": bad, "clean|one|top5": bad},
     )
-    assert {row.verdict("two") for row in vf.report(tmp_path).rows} == {""}
+    assert {row.judgement("two") for row in vf.report(tmp_path).rows} == {""}
 
 
 @pytest.mark.parametrize(("mce", "verdict"), [(80.0, ""), (60.0, "better")])
 def test_a_lower_relative_error_is_no_gain_where_the_error_rose(mce: float, verdict: str) -> None:
     found = {"one": {"relative_mce": 90.0, "mce": 70.0}, "two": {"relative_mce": 85.0, "mce": mce}}
-    values = {name: Value(summary["relative_mce"]) for name, summary in found.items()}
-    row = Row("imagenet-c", "relative mCE", "%", False, values, {"two": Difference(-5.0, (-6.0, -4.0), True)})
-    assert replace(row, unjudged=_contradicted(row, found)).verdict("two") == verdict
+    values = {name: Estimate(summary["relative_mce"]) for name, summary in found.items()}
+    row = MetricRow("imagenet-c", "relative mCE", "%", False, values, {"two": Difference(-5.0, (-6.0, -4.0), True)})
+    assert replace(row, not_judged=_contradicted_by_mce(row, found)).judgement("two") == verdict
 
 
 def test_samples_under_another_name_leave_the_numbers(copied: Callable[..., Path]) -> None:
@@ -282,8 +285,8 @@ def test_models_with_other_numbers_of_tokens_have_lines_of_their_own() -> None:
         return Diagnosis(model="m", images=1, size=(64, 64), against=None, rows=rows)
 
     one, two = overfocus_references({"vit": read(65, 65), "pvt": read(49, 100)})
-    assert one.name == "vit: all tokens alike (4.62 %)" and one.level == pytest.approx(300 / 65)
-    assert two.name == "pvt: all tokens alike (4.08 to 5 %)" and two.level is None
+    assert one.name == "vit: uniform attention (4.62 %)" and one.level == pytest.approx(300 / 65)
+    assert two.name == "pvt: uniform attention (4.08 to 5 %)" and two.level is None
     assert [level for _, level in two.points] == pytest.approx([200 / 49, 5.0])
 
 
@@ -307,7 +310,7 @@ def test_a_run_that_was_stopped_or_torn_is_read(copied: Callable[..., Path]) -> 
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "train", "st')
     html = vf.report(folder).path.read_text("utf-8")
-    assert "Training loss" in html and "Not finished: plain" in html and "How good it is" not in html
+    assert "Training loss" in html and "Not finished: plain" in html and "Scores</h2>" not in html
 
 
 @pytest.mark.parametrize(
@@ -360,9 +363,9 @@ def test_every_command_leaves_a_report(runs: Path, tmp_path: Path, capsys: pytes
     assert main(["evaluate", model, "--suite", "clean", "--data", str(data), "--out", str(tmp_path / "e")]) == 0
     for folder in ("d", "e"):
         html = (tmp_path / folder / "report.html").read_text("utf-8")
-        assert "What it costs" in html and ">plain<" in html  # the run's name, not the folder "model"
+        assert ">Cost</h2>" in html and ">plain<" in html  # the run's name, not the folder "model"
     assert 'id="explorer-data"' in (tmp_path / "d" / "report.html").read_text("utf-8")
-    joined = gather([tmp_path / "d", tmp_path / "e", runs / "plain"])
+    joined = collect_models([tmp_path / "d", tmp_path / "e", runs / "plain"])
     assert len(joined) == 1 and len(joined[0].diagnoses) == 2 and joined[0].scores  # one set of weights, one model
 
 
@@ -372,7 +375,7 @@ def test_a_report_that_fails_does_not_spoil_the_run(
     def fail(*_: object, **__: object) -> None:
         raise OSError("the disk is full")
 
-    monkeypatch.setattr(card, "write_cards", fail)
+    monkeypatch.setattr(model_card, "write_cards", fail)
     assert (
         main(["diagnose", str(runs / "plain" / "model"), "--limit", "2", "--out", str(tmp_path / "d"), "--json"]) == 0
     )
@@ -386,7 +389,7 @@ def test_costs_are_counted_and_leave_the_model_alone(capfd: pytest.CaptureFixtur
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     modes = [module.training for module in model.modules()]
     random = torch.get_rng_state()
-    cost = measure(model, batch=2)
+    cost = measure_cost(model, batch=2)
     assert capfd.readouterr().err == ""  # torch's profiler has nothing to tell the user
     assert {"device", "forward_seconds", "step_seconds", "memory_bytes"} <= set(cost) and cost["memory_bytes"] > 0
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
@@ -398,7 +401,7 @@ def test_costs_are_counted_and_leave_the_model_alone(capfd: pytest.CaptureFixtur
 
 
 def test_a_model_without_anatomy_has_a_short_card() -> None:
-    made = card.make_card(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 3)))
+    made = model_card.make_card(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 3)))
     assert made["parameters"] == 39 and "blocks" not in made and "cost" not in made
 
 

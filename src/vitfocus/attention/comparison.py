@@ -82,7 +82,7 @@ class Comparison:
 
     def plot(self, kind: str = "entropy") -> Figure:
         """The figure `Diagnosis.plot` draws, with both."""
-        from vitfocus.report.figures import plot
+        from vitfocus.report.plots import plot
 
         return plot(dict(zip(self.labels, (self.first, self.second), strict=True)), kind)
 

@@ -137,7 +137,7 @@ class Diagnosis:
 
     def plot(self, kind: str = "entropy") -> Figure:
         """One of the papers' figures: entropy, distance, overfocus, heads, diversity, stability or scaling."""
-        from vitfocus.report.figures import plot
+        from vitfocus.report.plots import plot
 
         return plot({self.model: self}, kind)
 
@@ -151,7 +151,7 @@ class Diagnosis:
         text = f"{self.table().text()}\n" + "".join(f"- {sentence}\n" for sentence in self.findings)
         files = {"diagnosis.json": self.to_json().encode(), "diagnosis.txt": text.encode()}
         if importlib.util.find_spec("matplotlib") is not None:
-            from vitfocus.report.figures import png
+            from vitfocus.report.plots import png
 
             files |= {f"{kind}.png": png(self.plot(kind)) for kind in self.plots()}
         for name, content in files.items():

@@ -73,7 +73,7 @@ def finish_run(folder: str | Path, models: Mapping[str, nn.Module] | None = None
     A report that fails does not fail the run, which may have taken days: the error is printed instead.
     """
     from vitfocus.report import report
-    from vitfocus.report.card import write_cards
+    from vitfocus.report.model_card import write_cards
 
     try:
         if models:

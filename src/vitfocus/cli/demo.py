@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vitfocus.attention.diagnosis import Diagnosis
-    from vitfocus.report.build import Written
+    from vitfocus.report import WrittenReport
 
 MODEL = "vit_tiny_patch16_224"
 TREATMENTS = "cbs+tap+adl"
@@ -56,8 +56,8 @@ def run(args: argparse.Namespace) -> int:
     from vitfocus.core.errors import VitfocusError
     from vitfocus.data.shapes.dataset import Shapes, shapes_batch
     from vitfocus.report import report
-    from vitfocus.report.evidence import note_data
     from vitfocus.report.explorer import explorer_data
+    from vitfocus.report.runs import write_data_source
     from vitfocus.robustness import evaluate
     from vitfocus.train import train
     from vitfocus.treatments.spec import parse_treatments
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     digest = hashlib.sha256(images.numpy().data).hexdigest()
     for name, diagnosis in diagnoses.items():
         diagnosis.save(args.out / name / "diagnosis")
-        note_data(args.out / name / "diagnosis", "Shapes", digest)
+        write_data_source(args.out / name / "diagnosis", "Shapes", digest)
     print("evaluating both on the same corrupted images", file=sys.stderr)
     data = Shapes("val", length=args.images, size=32)
     evaluate(models, "cifar10-c", data, out=args.out / "evaluation", resume=True)
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _facts(
-    written: Written, runs: Mapping[str, Mapping[str, Any]], diagnoses: Mapping[str, Diagnosis]
+    written: WrittenReport, runs: Mapping[str, Mapping[str, Any]], diagnoses: Mapping[str, Diagnosis]
 ) -> list[dict[str, str]]:
     """The rows of the table: the report's main results, and the readings averaged over the layers."""
     facts = [{"what": "parameters", **{name: f"{runs[name]['parameters']:,}" for name in runs}}]

@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     from vitfocus.anatomy import anatomy
     from vitfocus.attention.diagnosis import diagnose
     from vitfocus.core.environment import usable_device
-    from vitfocus.report.evidence import note_data
+    from vitfocus.report.runs import write_data_source
     from vitfocus.treatments.save_load import task_of
 
     device = usable_device(args.device)
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     diagnosis = diagnose(model, stream, args.against, seed=args.seed, name=name)
     if args.out:
         written = diagnosis.save(args.out)
-        note_data(args.out, "Shapes" if files is None else Path(args.images).name, state.hexdigest())
+        write_data_source(args.out, "Shapes" if files is None else Path(args.images).name, state.hexdigest())
         _say(f"Saved {len(written)} files in {args.out}: {', '.join(file.name for file in written)}.")
         if args.explore:
             _explore(args, {name: model}, files, body)

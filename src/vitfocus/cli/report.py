@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vitfocus.report.subjects import Subject
+    from vitfocus.report.runs import ReportModel
 
 #: The number of models explored side by side; more would leave too little of the size budget for each.
 _EXPLORED = 2
@@ -85,10 +85,10 @@ def _explore(args: argparse.Namespace) -> Any:
     from vitfocus.core.errors import VitfocusError
     from vitfocus.core.tables import counted
     from vitfocus.report.explorer import explorer_data
-    from vitfocus.report.subjects import gather
+    from vitfocus.report.runs import collect_models
     from vitfocus.treatments.save_load import load
 
-    subjects = [subject for subject in gather(args.runs) if subject.model_folder is not None]
+    subjects = [subject for subject in collect_models(args.runs) if subject.model_folder is not None]
     if not subjects:
         raise VitfocusError(
             "None of these runs contains a model that can be loaded; to explore a model: vitfocus diagnose MODEL "
@@ -104,7 +104,7 @@ def _explore(args: argparse.Namespace) -> Any:
     return explorer_data(models, images, against, names=names, limit=args.limit)
 
 
-def _images(args: argparse.Namespace, subjects: Sequence[Subject], model: Any) -> tuple[Tensor, list[str]]:
+def _images(args: argparse.Namespace, subjects: Sequence[ReportModel], model: Any) -> tuple[Tensor, list[str]]:
     """The images of --images, or validation images of the first run, as uint8, and their names."""
     import torch
 
@@ -119,7 +119,7 @@ def _images(args: argparse.Namespace, subjects: Sequence[Subject], model: Any) -
     return _validation(subjects[0], args.limit, size)
 
 
-def _validation(subject: Subject, limit: int, size: tuple[int, int]) -> tuple[Tensor, list[str]]:
+def _validation(subject: ReportModel, limit: int, size: tuple[int, int]) -> tuple[Tensor, list[str]]:
     import torch
     from timm.data import create_transform
 

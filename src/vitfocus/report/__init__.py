@@ -1,9 +1,6 @@
-"""Showing: what a person would rather look at than read.
+"""Reports: one HTML page about run folders (`report`), and a page to explore attention with (`explore`)."""
 
-`report` makes one page about run folders; `explore` makes a page on which to point at patches of photographs.
-"""
-
-from vitfocus.report.build import report
+from vitfocus.report.build import WrittenReport, report
 from vitfocus.report.explorer import explore
 
-__all__ = ["explore", "report"]
+__all__ = ["WrittenReport", "explore", "report"]

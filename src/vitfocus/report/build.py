@@ -1,4 +1,4 @@
-"""`report`: from run folders to one page that answers, in order, what a reader asks."""
+"""`report`: one page about run folders, which answers first and gives its evidence after."""
 
 from __future__ import annotations
 
@@ -8,35 +8,41 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from vitfocus.anatomy import insertion_sentence, insertions_sentence
 from vitfocus.core import __version__
 from vitfocus.core.errors import VitfocusError
-from vitfocus.report import verdict
+from vitfocus.report.comparison import Difference, Estimate, MetricRow, compare_models, find_tests
+from vitfocus.report.explorer import add_explorer, load_explorer
 from vitfocus.report.page import Page
-from vitfocus.report.sections.attends import add_attention
-from vitfocus.report.sections.better import add_better
-from vitfocus.report.sections.compared import add_compared
-from vitfocus.report.sections.costs import add_costs
-from vitfocus.report.sections.curves import add_curves
-from vitfocus.report.sections.robust import add_robustness
-from vitfocus.report.sections.treated import add_treated
-from vitfocus.report.subjects import Subject, gather
+from vitfocus.report.runs import ReportModel, collect_models
+from vitfocus.report.sections.attention import add_attention
+from vitfocus.report.sections.cost import add_cost
+from vitfocus.report.sections.provenance import add_provenance
+from vitfocus.report.sections.robustness import add_robustness
+from vitfocus.report.sections.scores import add_scores
+from vitfocus.report.sections.summary import add_summary, insertions
+from vitfocus.report.sections.training import add_training
+from vitfocus.report.sections.treatments import add_treatments
 
 REPORT = "report.html"
 _COLOURS = 7
 
 
 @dataclass(frozen=True)
-class Written:
-    """A report that was written: where, how large, and what it says of whom.
+class WrittenReport:
+    """A report that was written.
 
-    `insertions` has a sentence for each model that was not judged, as its treatments were not trained yet.
+    Attributes:
+        path: The page.
+        size: Its size in bytes.
+        models: The names of the models, the baseline first.
+        rows: Every metric it shows.
+        insertions: A sentence for each model that is not judged because its treatments have not been trained.
     """
 
     path: Path
     size: int
     models: list[str]
-    rows: list[verdict.Row]
+    rows: list[MetricRow]
     insertions: dict[str, str]
 
     def to_dict(self) -> dict[str, Any]:
@@ -59,7 +65,7 @@ class Written:
         }
 
 
-def _plain(value: verdict.Value | verdict.Difference) -> dict[str, Any]:
+def _plain(value: Estimate | Difference) -> dict[str, Any]:
     found: dict[str, Any] = {"number": value.number}
     return found | ({"interval": list(value.interval)} if value.interval is not None else {})
 
@@ -70,56 +76,67 @@ def report(
     title: str | None = None,
     about: str = "",
     explorer: Any = None,
-) -> Written:
-    """Write one self-contained page about some run folders of train, evaluate and diagnose.
+) -> WrittenReport:
+    """Write one self-contained page about run folders of train, evaluate and diagnose.
 
-    The evidence of all folders is brought together model by model; the first model is what the others are compared
-    with. `out` is the page's file (default: report.html in the run's folder, or here for several); `about` is a
-    paragraph to begin with. `explorer` is what `explorer_data` gave for these models; without it, what the folders hold
-    of that kind is shown.
+    The contents of all folders are collected model by model. The first model is the baseline that the others are
+    compared with.
+
+    Args:
+        *runs: Run folders, or folders of run folders.
+        out: The page's file. Default: report.html in the run's folder, or in the current folder for several runs.
+        title: The page's heading. Default: the models' names.
+        about: An introductory paragraph.
+        explorer: The result of `explorer_data` for these models. Default: explorer data saved in the folders, if any.
+
+    Returns:
+        The page's path and size, and the metrics it shows.
+
+    Raises:
+        VitfocusError: If no folder is given, or one of them holds nothing to report on.
+
+    Example:
+        >>> import tempfile, timm, torch, vitfocus as vf
+        >>> folder = tempfile.mkdtemp()
+        >>> model = timm.create_model("vit_tiny_patch16_224", depth=2, img_size=32)
+        >>> _ = vf.diagnose(model, torch.rand(2, 3, 32, 32), name="tiny").save(folder)
+        >>> vf.report(folder).models
+        ['tiny']
     """
     if not runs:
-        raise VitfocusError("A report is about runs: name at least one folder that train, evaluate or diagnose wrote.")
-    subjects = gather(runs)
+        raise VitfocusError("A report needs runs: name at least one folder that train, evaluate or diagnose wrote.")
+    models = collect_models(runs)
     target = Path(out) if out is not None else (Path(runs[0]) if len(runs) == 1 else Path()) / REPORT
     if target.is_dir() or str(out).endswith("/"):
         target = target / REPORT
-    page, rows = build(subjects, title, about)
-    from vitfocus.report.explorer import add_explorer, stored
-
-    data = explorer if explorer is not None else stored(subjects)
+    page, rows = build_page(models, title, about)
+    data = explorer if explorer is not None else load_explorer(models)
     if data is not None:
         add_explorer(page, data)
     page.write(target)
-    names = [subject.name for subject in subjects]
-    return Written(target, target.stat().st_size, names, rows, _insertions(subjects))
+    return WrittenReport(target, target.stat().st_size, [model.name for model in models], rows, insertions(models))
 
 
-def _insertions(subjects: Sequence[Subject]) -> dict[str, str]:
-    """A sentence for each model whose treatments were inserted after its weights were last trained."""
-    return {one.name: insertion_sentence(one.inserted, one.name) for one in subjects if one.inserted}
-
-
-def build(subjects: Sequence[Subject], title: str | None = None, about: str = "") -> tuple[Page, list[verdict.Row]]:
-    """The page and the scores it shows."""
-    names = [subject.name for subject in subjects]
+def build_page(
+    models: Sequence[ReportModel], title: str | None = None, about: str = ""
+) -> tuple[Page, list[MetricRow]]:
+    """The page and the metrics it shows."""
+    names = [model.name for model in models]
     if title is None:
-        title = names[0] if len(names) == 1 else f"{names[0]} and {names[1]}"
-        title += f" and {len(names) - 2} more" if len(names) > 2 else ""
+        title = " and ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
     stamp = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    page = Page(title, f"A report by vitfocus {__version__}, written {stamp}.")
+    page = Page(title, f"Written by vitfocus {__version__} on {stamp}.")
     if about:
         page.text(about)
-    if sentence := insertions_sentence(_insertions(subjects)):
-        page.text(sentence)
     colours = {name: index % _COLOURS for index, name in enumerate(names)}
-    taken = verdict.tests(subjects)
-    rows = verdict.rows(subjects, taken)
-    add_compared(page, subjects, taken)
-    add_better(page, subjects, rows)
-    add_curves(page, subjects, colours)
-    add_robustness(page, taken, colours)
-    add_attention(page, subjects, colours)
-    add_costs(page, subjects)
-    add_treated(page, subjects)
+    tests = find_tests(models)
+    rows = compare_models(models, tests)
+    add_summary(page, models, tests, rows, colours)
+    add_scores(page, models, rows)
+    add_robustness(page, tests, colours)
+    add_attention(page, models, colours)
+    add_cost(page, models)
+    add_treatments(page, models)
+    add_training(page, models, colours)
+    add_provenance(page, models, tests)
     return page, rows

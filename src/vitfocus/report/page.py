@@ -1,6 +1,6 @@
-"""One self-contained HTML page: text, tables and figures, everything inside, every string escaped.
+"""One self-contained HTML page of text, tables and figures; every string is escaped.
 
-It opens from disk and loads nothing. Style and script are the files under `static/`, written into the page.
+It opens from disk and loads nothing. Style and script are the files in `static/`, written into the page.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 
 from vitfocus.core.files import write_text
 
-#: Nothing may be fetched from anywhere: the browser itself sees to it.
+#: The browser refuses to fetch anything.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What a cell of a table shows, and the value that goes into the CSV file instead."""
+    """What a cell of a table shows, and the value written to the CSV file instead."""
 
     shown: str
     value: Any = None
@@ -31,12 +31,12 @@ class Cell:
 
 @cache
 def static(name: str) -> str:
-    """The text of a file under `static/`."""
+    """The text of a file in `static/`."""
     return resources.files("vitfocus.report").joinpath("static", name).read_text(encoding="utf-8")
 
 
 class Page:
-    """A page under construction.
+    """A page to which content is added. A section without content is left out.
 
     >>> page = Page("Comparison <of> two")
     >>> page.section("Numbers").table("top-1", ["", "plain", "treated"], [["top-1", 0.5, Cell("0.6", 0.59999)]])
@@ -49,27 +49,35 @@ class Page:
         self.title, self.subtitle = title, subtitle
         self.parts: list[str] = []
         self.headings: list[str] = []
+        self._section = ""  # written before the next part
         self.explorer = ""
         self.data: Any = None
 
     def section(self, heading: str) -> Page:
-        """Begin a section."""
-        self.headings.append(heading)
-        self.parts.append(f'<h2 id="s{len(self.headings)}">{escape(heading)}</h2>')
+        """Start a section."""
+        self._section = heading
         return self
+
+    def _add(self, part: str) -> None:
+        if self._section:
+            self.headings.append(self._section)
+            self.parts.append(f'<h2 id="s{len(self.headings)}">{escape(self._section)}</h2>')
+            self._section = ""
+        self.parts.append(part)
 
     def heading(self, words: str) -> None:
         """A heading within a section."""
-        self.parts.append(f"<h3>{escape(words)}</h3>")
+        self._add(f"<h3>{escape(words)}</h3>")
 
-    def text(self, words: str, quiet: bool = False) -> None:
-        """A paragraph."""
-        opening = '<p class="quiet">' if quiet else "<p>"
-        self.parts.append(f"{opening}{escape(words)}</p>")
+    def text(self, words: str, quiet: bool = False, lead: bool = False) -> None:
+        """A paragraph; `lead` makes it prominent, `quiet` unobtrusive."""
+        kind = ' class="quiet"' if quiet else ' class="lead"' if lead else ""
+        self._add(f"<p{kind}>{escape(minus(words))}</p>")
 
     def points(self, sentences: Sequence[str]) -> None:
-        """A list of sentences."""
-        self.parts.append("<ul>" + "".join(f"<li>{escape(minus(sentence))}</li>" for sentence in sentences) + "</ul>")
+        """A list of sentences; nothing if there are none."""
+        if sentences:
+            self._add("<ul>" + "".join(f"<li>{escape(minus(sentence))}</li>" for sentence in sentences) + "</ul>")
 
     def table(
         self,
@@ -79,10 +87,10 @@ class Page:
         folded: bool = False,
         saved: Sequence[Sequence[Any]] | None = None,
     ) -> None:
-        """A table that can be saved as CSV under that name; None is an empty cell; `folded` hides it at first.
+        """A table that can be saved as CSV under that name; None is an empty cell; `folded` collapses it at first.
 
-        A column without any content is left out. `saved` are the rows, headings first, of the CSV file where it is to
-        hold more than the table shows.
+        Empty columns are left out. `saved` are the rows of the CSV file, headings first, if it holds more than the
+        table shows.
         """
         filled = [i for i in range(len(headings)) if not i or any(row[i] is not None for row in rows)]
         headings, rows = [headings[i] for i in filled], [[row[i] for i in filled] for row in rows]
@@ -101,11 +109,13 @@ class Page:
             f'<button type="button" class="save" data-save="csv" data-name="{_file(name)}"{content}>'
             f"Save table as CSV</button></div>"
         )
-        self.parts.append(f"<details><summary>{escape(name)}</summary>{table}</details>" if folded else table)
+        self._add(f"<details><summary>{escape(name)}</summary>{table}</details>" if folded else table)
 
     def figures(self, *drawn: tuple[str, str, str], size: str = "") -> None:
-        """Figures beside each other where there is room: (name, SVG text, caption); `size` is small or single."""
-        self.parts.append(f'<div class="{f"figures {size}".strip()}">{"".join(_figure(*one) for one in drawn)}</div>')
+        """Figures as (name, SVG text, caption), side by side if they fit; `size` is small or single."""
+        if not drawn:
+            return
+        self._add(f'<div class="{f"figures {size}".strip()}">{"".join(_figure(*one) for one in drawn)}</div>')
 
     def html(self) -> str:
         """The whole page."""
@@ -134,7 +144,7 @@ class Page:
         )
 
     def write(self, path: str | Path) -> Path:
-        """Write the page; the old one stays until the new one is whole."""
+        """Write the page atomically."""
         write_text(path, self.html())
         return Path(path)
 
@@ -162,15 +172,15 @@ def _cell(cell: Any, numeric: bool) -> str:
 
 
 def _breakable(text: str) -> str:
-    """Escaped text that a narrow column may break where a spec has a joint: `name+cb(layers=upper)`."""
+    """Escaped text that may break after +, comma or slash, as in `name+cb(layers=upper)`."""
     return "<wbr>".join(escape(part) for part in re.split(r"(?<=[+,/])(?=\S)", text) if part)
 
 
 def minus(text: str) -> str:
-    """Hyphens before digits as the minus signs they mean."""
+    """Replace hyphens before digits by minus signs."""
     return re.sub(r"(?<![\w.])-(?=\d)", "−", text)
 
 
 def _file(name: str) -> str:
-    """A file's name from any words: letters, digits and hyphens."""
+    """A file name of letters, digits and hyphens."""
     return "-".join("".join(c if c.isalnum() else " " for c in name.lower()).split()) or "figure"

@@ -14,8 +14,8 @@ from vitfocus.anatomy import anatomy
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import write_bytes
 from vitfocus.corruptions import corrupt
-from vitfocus.report.figures import COLOURS, MARKERS, new_figure, plot
-from vitfocus.report.pictures import head_maps, map_matrices, query_overlay
+from vitfocus.report.map_plots import head_maps, map_matrices, query_overlay
+from vitfocus.report.plots import COLOURS, MARKERS, new_figure, plot, style_axes
 from vitfocus.reproduce.computed import softmax_surface
 from vitfocus.reproduce.measures import MEASURES
 from vitfocus.reproduce.measuring import curve, diagnosis_of, model_of, validation_images
@@ -76,7 +76,7 @@ def _curves(outcome: Outcome, _: int | None) -> Figure:
             points = [(row["epoch"], scale * row[key]) for row in rows] or [(math.nan, math.nan)]
             style = {"marker": MARKERS[place]} if kind == "eval" else {}
             axes.plot(*zip(*points, strict=True), color=COLOURS[place], label=one.row.label, **style)
-        _dress(axes, "epoch", label)
+        style_axes(axes, "epoch", label)
     panels[0, 0].legend(frameon=False)
     return figure
 
@@ -123,7 +123,7 @@ def _against(groups: dict[str, list[RowOutcome]], where: str, name: str, label: 
             label=group,
         )
         axes.set_xticks([at for at, _ in points])
-    _dress(axes, label, title)
+    style_axes(axes, label, title)
     axes.legend(frameon=False)
     return figure
 
@@ -226,14 +226,6 @@ def _stacked(figures: Sequence[Figure], labels: Sequence[str]) -> Figure:
         panel.set_title(label, fontsize="medium")
         panel.axis("off")
     return whole
-
-
-def _dress(axes: Any, x: str, y: str) -> None:
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
-    axes.grid(axis="y", color="0.9")
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 _DRAWINGS: dict[str, Drawing] = {

@@ -24,7 +24,7 @@ from vitfocus.core.files import write_text
 from vitfocus.core.statistics import evenly_spaced, wilson_interval
 from vitfocus.data.classification.dataset import ArrayImages
 from vitfocus.data.classification.sources import open_images
-from vitfocus.report.evidence import METRICS, read_rows
+from vitfocus.report.runs import read_metrics
 from vitfocus.reproduce import counting
 from vitfocus.reproduce.measures import MEASURES, Measure, Suite
 from vitfocus.reproduce.planning import Places, Run
@@ -87,7 +87,7 @@ def counted(name: str, run: Run, plain: Run | None) -> Value | Absent:
 
 def curve(run: Run) -> list[dict[str, Any]]:
     """The rows of a run's metrics.jsonl."""
-    return [row for row in read_rows(run.folder / METRICS) if "kind" in row and "epoch" in row]
+    return [row for row in read_metrics(run.folder) if "kind" in row and "epoch" in row]
 
 
 def _from_curve(measure: Measure, rows: list[dict[str, Any]]) -> Value | Absent:

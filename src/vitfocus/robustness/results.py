@@ -11,37 +11,10 @@ import numpy as np
 from vitfocus.anatomy import insertion_sentence, insertions_sentence
 from vitfocus.core.contents import check_contents
 from vitfocus.core.errors import VitfocusError, nearest
+from vitfocus.core.metrics import METRICS
 from vitfocus.core.tables import Table, counted
 from vitfocus.robustness.plan import Columns, Samples, Summary
 from vitfocus.robustness.runfolder import DAMAGED, RESULTS, SAMPLES, RunFolder, read_json
-
-#: Heading of each number in the summary table, in order; percent unless said otherwise.
-HEADLINES = {
-    "miou": "mIoU",
-    "macc": "mAcc",
-    "aacc": "aAcc",
-    "miou_corrupted": "mIoU, corrupted",
-    "top1": "top-1",
-    "top5": "top-5",
-    "error": "error",
-    "ece": "ECE",
-    "mce": "mCE",
-    "relative_mce": "rel. mCE",
-    "mean_error": "mean error",
-    "mfr": "mFR",
-    "mt5d": "mT5D",
-    "mean_flip_probability": "mean FP",
-    "mean_top5_distance": "mean T5D (not %)",
-    "box_ap": "box AP",
-    "box_ap50": "box AP50",
-    "box_ap75": "box AP75",
-    "mask_ap": "mask AP",
-    "mask_ap50": "mask AP50",
-    "mask_ap75": "mask AP75",
-    "accuracy": "accuracy",
-    "constant_accuracy": "the best constant answer",
-    "question_type_accuracy": "the best answer by type of question",
-}
 
 #: The shape of results.json: numbers, by model and condition, and the fingerprint.
 _INTERVAL = {"*_interval": [float, float]}
@@ -107,10 +80,10 @@ class Scores:
         """A table to print: conditions by row and models by column, the headline numbers below."""
         names = list(self.models)
         rows = [[name, *(_cell(self.models[m], name) for m in names)] for name in _rows(self.models[names[0]])]
-        for key, title in HEADLINES.items():
+        for key, metric in METRICS.items():
             if any(key in self.models[m] for m in names):
                 of_clean = "corruptions" in self.models[names[0]] and key in ("top1", "top5", "error", "ece")
-                heading = f"clean {title}" if of_clean else title
+                heading = f"clean {metric.short}" if of_clean else metric.short
                 rows.append([heading, *(_with_interval(self.models[m], key) for m in names)])
         how = ", with bootstrap 95 % intervals" if self.samples else ""
         caption = f"In percent{how}. " + " ".join(filter(None, (*self.notes, insertions_sentence(self.insertions))))

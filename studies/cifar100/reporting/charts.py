@@ -9,11 +9,9 @@ from reporting.gathered import Study
 from reporting.intervals import estimate
 from reporting.labels import MODELS, label
 from reporting.outcomes import Outcome, by_layer
-from vitfocus.report.charts.dots import dot_chart
-from vitfocus.report.charts.heat import colour, ink_on
-from vitfocus.report.charts.lines import Line, Reference, line_chart
-from vitfocus.report.charts.svg import drawing, element, text
-from vitfocus.report.verdict import Value
+from vitfocus.report.charts import Line, Reference, colour, dot_chart, ink_on, line_chart
+from vitfocus.report.comparison import Estimate
+from vitfocus.report.svg import drawing, element, text
 
 #: Arms that are worth a look beside each other; the plain model is in every panel.
 PANELS = {
@@ -29,10 +27,10 @@ _FEW = 5
 def difference_chart(study: Study, outcome: Outcome, groups: Sequence[str]) -> str | None:
     """Each arm's difference to plain with its interval, the models side by side; None where nothing can be compared."""
     arms = dict.fromkeys(arm for group in groups for arm in study.arms(group) if arm != "plain")
-    rows: list[tuple[str, Mapping[str, Value]]] = []
+    rows: list[tuple[str, Mapping[str, Estimate]]] = []
     for arm in arms:
         found = {MODELS.get(group, group): study.against_plain(group, arm, outcome) for group in groups}
-        values = {name: Value(one.mean, one.interval) for name, one in found.items() if one is not None}
+        values = {name: Estimate(one.mean, one.interval) for name, one in found.items() if one is not None}
         if values:
             rows.append((label(arm), values))
     if not rows:

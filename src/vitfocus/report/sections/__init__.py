@@ -1,1 +1,1 @@
-"""The sections of a report, in the order in which they answer a reader's questions; one file a question."""
+"""The sections of a report, one file per section."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from vitfocus.anatomy import pixels_of, unwrap
 from vitfocus.core.errors import VitfocusError
+from vitfocus.core.metrics import METRICS
 from vitfocus.core.modules import eval_mode, logits_of
 from vitfocus.core.registry import COMPOSED_MODELS
 from vitfocus.data.classification.dataset import BrokenLog
@@ -171,7 +172,7 @@ class Segment(Task):
 
     def headline(self, scores: Mapping[str, float]) -> str:
         """The three scores."""
-        return ", ".join(f"{title} {100 * scores[key]:.2f} %" for key, title in TITLES.items())
+        return ", ".join(f"{METRICS[key].short} {100 * scores[key]:.2f} %" for key in ("miou", "macc", "aacc"))
 
     def digests(self) -> dict[str, str]:
         """Of both splits."""
@@ -202,9 +203,6 @@ class Segment(Task):
 
     def _normalised(self, images: Tensor) -> Tensor:
         return (images.to(self.setting.device, non_blocking=True).float() - self.mean) / self.std
-
-
-TITLES = {"miou": "mIoU", "macc": "mAcc", "aacc": "aAcc"}
 
 
 def stack(items: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

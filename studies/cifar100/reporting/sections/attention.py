@@ -12,7 +12,7 @@ from reporting.labels import MODELS
 from reporting.outcomes import names_at, stability
 from reporting.sections.robust import SCRATCH
 from reporting.words import arm_table, folded
-from vitfocus.report.charts.lines import Reference
+from vitfocus.report.charts import Reference
 from vitfocus.report.page import Page
 
 

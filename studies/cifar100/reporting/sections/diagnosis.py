@@ -11,10 +11,9 @@ from reporting.gathered import Study
 from reporting.outcomes import at, by_layer
 from vitfocus.attention.overfocus import uniform_overfocus
 from vitfocus.attention.table import COLUMNS
-from vitfocus.report.charts.dots import dot_chart
-from vitfocus.report.charts.lines import Line, Reference, line_chart
+from vitfocus.report.charts import Line, Reference, dot_chart, line_chart
+from vitfocus.report.comparison import Estimate
 from vitfocus.report.page import Cell, Page
-from vitfocus.report.verdict import Value
 
 #: Context Broadcasting, section 3.1 with Figure 4: ViT-S and ViT-B; the height that the text states.
 PAPER_ENTROPY = 4.4
@@ -169,7 +168,7 @@ def _corruptions(page: Page, found: Mapping[str, Any]) -> None:
     errors = (found.get("corruption") or {}).get("by_corruption") or {}
     names = dict.fromkeys([*errors, *(found.get("stability") or {})])
     rows: list[list[Any]] = []
-    stable: list[tuple[str, Mapping[str, Value]]] = []
+    stable: list[tuple[str, Mapping[str, Estimate]]] = []
     for name in names:
         error, relative = at("corruption", "by_corruption", name)(found), at("corruption", "ce", name)(found)
         mean = at("stability", name, "mean")(found)
@@ -177,7 +176,7 @@ def _corruptions(page: Page, found: Mapping[str, Any]) -> None:
         shown = [Cell(f"{value:.{digits}f}", value) if value is not None else None for value, digits in cells]
         rows.append([name.replace("_", " "), *shown])
         if mean is not None:
-            stable.append((name.replace("_", " "), {"DeiT-Ti": Value(mean)}))
+            stable.append((name.replace("_", " "), {"DeiT-Ti": Estimate(mean)}))
     if stable:
         title = "Stability of attention by corruption"
         chart = dot_chart(title, stable, {"DeiT-Ti": 0}, "cosine of clean and corrupted maps, mean over layers")

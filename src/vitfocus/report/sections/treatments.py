@@ -1,4 +1,4 @@
-"""What was treated where: a model's blocks from first to last, with each treatment at its place in the block."""
+"""Treatments: each model's blocks from first to last, with the treatments at their places."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from vitfocus.report.charts.svg import drawing, element, text
-from vitfocus.treatments import TREATMENTS
+from vitfocus.report.page import Page
+from vitfocus.report.runs import ReportModel
+from vitfocus.report.svg import drawing, element, text
+from vitfocus.treatments import TREATMENTS, all_treatments
 
 COLUMN, GAP, PER_ROW, LEFT = 50.0, 14.0, 12, 84.0
 PART, SLOT = 26.0, 15.0
 
-#: Slots and parts of a block from its input (below) to its output (above), and the places of treatments in each slot.
+#: Slots and parts of a block from its output (top) to its input, and the places of treatments in each.
 _LAYOUT = (
     ("slot", ("block.end",)),
     ("slot", ("mlp.end",)),
@@ -24,8 +26,30 @@ _LAYOUT = (
 )
 
 
+def add_treatments(page: Page, models: Sequence[ReportModel]) -> None:
+    """One diagram per treated model, and a table of all treated places."""
+    drawn, lines, used = [], [], []
+    for model in models:
+        card = model.card or {}
+        places = [(block, treated) for block in card.get("blocks", ()) for treated in block["treated"]]
+        if not places:
+            continue
+        specs = " + ".join(card.get("treatments", ()))
+        diagram = block_diagram(model.name, card["blocks"])
+        drawn.append((f"treatments of {model.name}", diagram, f"{model.name}: {specs}."))
+        lines += [[model.name, block["depth"], block["name"], t["spec"], t["place"]] for block, t in places]
+        used += [treated["treatment"] for _, treated in places]
+    if not drawn:
+        return
+    page.section("Treatments")
+    page.figures(*drawn, size="single")
+    page.text("Blocks from first to last; inside a block, tokens flow from bottom to top.", quiet=True)
+    page.points([f"{kind.label}: {kind.about}." for kind in all_treatments() if kind.name in used])
+    page.table("treated places", ["model", "block", "name", "treatment", "place"], lines, folded=True)
+
+
 def block_diagram(title: str, blocks: Sequence[dict[str, Any]]) -> str:
-    """The blocks of a card as SVG text, at most a dozen a line, stages set apart."""
+    """The blocks of a card as SVG text, at most twelve per line, stages separated."""
     used = {treated["place"] for block in blocks for treated in block["treated"]}
     layout = [row for row in _LAYOUT if row[0] == "part" or used & set(row[1])]
     tall = sum(PART if row[0] == "part" else SLOT for row in layout)
@@ -48,7 +72,7 @@ def block_diagram(title: str, blocks: Sequence[dict[str, Any]]) -> str:
 
 
 def _names(layout: Sequence[Any], y: float) -> list[str]:
-    """What the rows are, at the left."""
+    """The names of the rows, on the left."""
     said = {"mlp.end": "after MLP", "mlp.front": "before MLP", "attention.end": "after attn."}
     said |= {"pool": "before attn.", "attention.front": "before attn.", "block.end": "after block"}
     parts = []

@@ -1,6 +1,7 @@
-"""The explorer's data: a few images, clean and corrupted, and maps of some layers and heads of one model or several.
+"""The attention explorer: point at a patch of a photograph and see what its token attends to.
 
-It is plain data, written into a page by `add_explorer` or kept in a run's folder (`explorer.json`) for reports to come.
+Its data (a few images, clean and corrupted, and the maps of some layers and heads) are written into a page by
+`add_explorer`, or saved in a run's folder (`explorer.json`) for later reports.
 """
 
 from __future__ import annotations
@@ -19,17 +20,16 @@ from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import write_text
 from vitfocus.core.statistics import evenly_spaced
 from vitfocus.corruptions import corrupt, parse
-from vitfocus.report.evidence import EXPLORER
-from vitfocus.report.explorer.choice import LEFT_OUT, Reader, Unit, plan
-from vitfocus.report.explorer.packing import LEVELS, coarse_grids, pack, picture_address
+from vitfocus.report.explorer_maps import LEFT_OUT, LEVELS, Reader, Unit, choose_maps, coarse_grids, data_url, encode
 from vitfocus.report.page import Page
-from vitfocus.report.subjects import Subject
+from vitfocus.report.runs import ReportModel
 from vitfocus.robustness.runfolder import read_json
 
-#: Bytes of base64 text that all maps together may take, and how many images are shown at most by default.
+EXPLORER = "explorer.json"
+#: Default limits: bytes of base64 text of all maps together, and number of images.
 BUDGET, IMAGES = 4_000_000, 8
 
-#: How fewer images are asked for, and how the sentence on their number begins.
+#: How to ask for fewer images, and the start of the note on their number.
 _OPTION, _SHOWN = "--limit N, or limit=N", "Shown here:"
 
 Data = dict[str, Any]
@@ -83,11 +83,9 @@ def explorer_data(
         against = f"{corruption}/{severity}"
         conditions.append(corrupt(pictures, corruption, severity, seed=seed, ids=chosen))
     readers = [Reader(name, model) for name, model in named.items()]
-    units, count, notes = plan(readers, conditions, budget)
+    units, count, notes = choose_maps(readers, conditions, budget)
     data = {
-        "images": [
-            {"name": titles[i], "views": [picture_address(batch[i]) for batch in conditions]} for i in range(count)
-        ],
+        "images": [{"name": titles[i], "views": [data_url(batch[i]) for batch in conditions]} for i in range(count)],
         "asked": len(chosen),
         "size": list(pictures.shape[-2:]),
         "against": against,
@@ -97,7 +95,7 @@ def explorer_data(
     }
     while size_of(data) > budget and _shrink(data):
         pass
-    return _said_of_images(data)
+    return _with_image_note(data)
 
 
 def explore(
@@ -135,51 +133,51 @@ def size_of(data: Data) -> int:
 
 
 def write_explorer(folder: str | Path, data: Data) -> Path:
-    """Keep the data in a run's folder, for reports to come."""
+    """Save the data in a run's folder, for later reports."""
     path = Path(folder) / EXPLORER
     write_text(path, json.dumps(data, separators=(",", ":")))
     return path
 
 
-def stored(subjects: Sequence[Subject], budget: int = BUDGET) -> Data | None:
-    """What the runs' folders hold for the explorer, brought together where it is about the same images."""
+def load_explorer(models: Sequence[ReportModel], budget: int = BUDGET) -> Data | None:
+    """The explorer data saved in the runs' folders, joined where they show the same images."""
     joined: Data | None = None
-    for subject in subjects:
-        for folder in subject.folders:
+    for model in models:
+        for folder in model.folders:
             if not (folder / EXPLORER).is_file():
                 continue
             data = read_json(folder / EXPLORER)
-            check_contents(folder / EXPLORER, data, SHAPE, "vitfocus", "remove it, or write it anew")
+            check_contents(folder / EXPLORER, data, SHAPE, "vitfocus", "remove it, or write it again")
             if len(data["models"]) == 1:
-                data["models"][0]["name"] = subject.name
+                data["models"][0]["name"] = model.name
             joined = data if joined is None else _joined(joined, data, budget)
     return joined
 
 
 def _joined(one: Data, two: Data, budget: int) -> Data:
-    """Both models side by side; the second is left out, and that is said, where it does not fit."""
+    """Both models side by side; if the second does not fit, it is left out with a note."""
     names = ", ".join(model["name"] for model in two["models"])
     before = one
     count = min(len(one["images"]), len(two["images"]))
-    one, two = _first_images(one, count), _first_images(two, count)
+    one, two = _take_images(one, count), _take_images(two, count)
     same = [image["views"] for image in one["images"]] == [image["views"] for image in two["images"]]
     if not same or one["against"] != two["against"]:
-        note = f"{names} was explored on other images, so it is not shown beside the others."
-        return _said_of_images({**before, "notes": [*before["notes"], note]})
+        note = f"{names} was explored on other images, so it is not shown here."
+        return _with_image_note({**before, "notes": [*before["notes"], note]})
     if size_of(one) + size_of(two) > budget:
         note = f"{names} is left out to keep the page small; with fewer images ({_OPTION}) it may fit."
-        return _said_of_images({**before, "notes": [*before["notes"], note]})
+        return _with_image_note({**before, "notes": [*before["notes"], note]})
     known = {model["name"] for model in one["models"]}
     new = [model for model in two["models"] if model["name"] not in known]
     notes = [*one["notes"], *two["notes"]]
     if one["asked"] != two["asked"]:
         notes.append("Only images that every model was explored on are shown.")
     joined = {**one, "models": [*one["models"], *new], "notes": list(dict.fromkeys(notes))}
-    return _said_of_images({**joined, "asked": min(one["asked"], two["asked"])})
+    return _with_image_note({**joined, "asked": min(one["asked"], two["asked"])})
 
 
-def _said_of_images(data: Data) -> Data:
-    """The data with one sentence on how many of the images it shows, in the place of any earlier one."""
+def _with_image_note(data: Data) -> Data:
+    """The data with one note on how many of the images are shown, replacing any earlier one."""
     shown, asked = len(data["images"]), data["asked"]
     notes = [note for note in data["notes"] if not note.startswith(_SHOWN)]
     crowded = shown > 1 and any(f"{LEFT_OUT}:" in note for note in notes)
@@ -190,7 +188,7 @@ def _said_of_images(data: Data) -> Data:
     return {**data, "notes": notes}
 
 
-def _first_images(data: Data, count: int) -> Data:
+def _take_images(data: Data, count: int) -> Data:
     models = [
         {**model, "layers": [{**layer, "maps": layer["maps"][:count]} for layer in model["layers"]]}
         for model in data["models"]
@@ -221,12 +219,12 @@ def _model(reader: Reader, units: set[Unit], conditions: Sequence[Tensor], count
                 layer["heads"] = len(maps)
                 queries, keys, group = coarse_grids(block, reader.size, maps)
                 layer |= {"queries": list(queries), "keys": list(keys), "group": list(group)}
-                layer["maps"][i].append(pack(block, reader.size, maps, layer["each"]))
+                layer["maps"][i].append(encode(block, reader.size, maps, layer["each"]))
     return {"name": reader.name, "blocks": reader.depth, "layers": layers}
 
 
 def _shrink(data: Data) -> bool:
-    """Drop the last image, or, of a single one, a layer; False where nothing can be dropped."""
+    """Drop the last image, or if there is one, a layer; False if nothing can be dropped."""
     if len(data["images"]) > 1:
         data["images"].pop()
         for model in data["models"]:

@@ -1,41 +1,40 @@
-"""What was compared, and on what data: models, tests, trainings, and the fingerprints that say how."""
+"""Provenance: the models, the data they were trained and measured on, and the fingerprints of each protocol."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from vitfocus.report.comparison import SharedTest
 from vitfocus.report.page import Cell, Page
-from vitfocus.report.subjects import Subject
-from vitfocus.report.verdict import Test
+from vitfocus.report.runs import ReportModel, short_path
 from vitfocus.robustness.fingerprint import FREE, differences
 
 
-def add_compared(page: Page, subjects: Sequence[Subject], taken: Sequence[Test]) -> None:
-    """The models, what they were tested and trained on, and where two tests of one suite differ."""
-    page.section("What was compared, and on what data")
+def add_provenance(page: Page, models: Sequence[ReportModel], tests: Sequence[SharedTest]) -> None:
+    """The models, their data, how two protocols of one suite differ, and all fingerprints."""
+    page.section("Data and provenance")
     headings = ["model", "architecture", "treatments", "weights (SHA-256)", "from"]
-    page.table("models", headings, [_model(one) for one in subjects])
-    tested = [_test(test) for test in taken] + _diagnosed(subjects)
+    page.table("models", headings, [_model(one) for one in models])
+    tested = [_test(test) for test in tests] + _diagnosed(models)
     if tested:
         page.heading("Measured on")
-        page.table("data of the measurements", ["what", "images", "data digest", "of the models", "seed"], tested)
-    trained = [_training(one) for one in subjects if one.training is not None]
+        page.table("data of the measurements", ["measurement", "images", "data digest", "models", "seed"], tested)
+    trained = [_training(one) for one in models if one.training is not None]
     if trained:
         page.heading("Trained on")
         headings = ["model", "recipe", "data", "training images", "validation images", "epochs", "seed", "data digest"]
         page.table("training", headings, trained)
-    for sentence in _disagreements(taken):
+    for sentence in _protocol_differences(tests):
         page.text(sentence, quiet=True)
-    for test in taken:
+    for test in tests:
         shared = {key: value for key, value in test.fingerprint.items() if key not in FREE}
-        page.table(f"fingerprint of {test.name}", ["what", "value"], list(flat(shared)), folded=True)
-    for subject in subjects:
-        if subject.training is not None and subject.training.results:
-            kept = {k: v for k, v in subject.training.results.items() if k in _TRAINING_FACTS}
-            page.table(
-                f"fingerprint of the training of {subject.name}", ["what", "value"], list(flat(kept)), folded=True
-            )
+        page.table(f"fingerprint of {test.name}", ["setting", "value"], list(flat(shared)), folded=True)
+    for model in models:
+        if model.training is not None and model.training.results:
+            kept = {k: v for k, v in model.training.results.items() if k in _TRAINING_FACTS}
+            name = f"fingerprint of the training of {model.name}"
+            page.table(name, ["setting", "value"], list(flat(kept)), folded=True)
 
 
 _TRAINING_FACTS = frozenset(
@@ -44,43 +43,38 @@ _TRAINING_FACTS = frozenset(
 )
 
 
-def _model(subject: Subject) -> list[Any]:
-    treatments = subject.treatments
+def _model(model: ReportModel) -> list[Any]:
+    treatments = model.treatments
     shown = None if treatments is None else " + ".join(treatments) or "none"
     return [
-        subject.name,
-        _architecture(subject),
+        model.name,
+        _architecture(model),
         shown,
-        _short(subject.identity and subject.identity.digest),
-        ", ".join(_place(folder) for folder in subject.folders),
+        _short(model.identity and model.identity.digest),
+        ", ".join(short_path(folder) for folder in model.folders),
     ]
 
 
-def _architecture(subject: Subject) -> str | None:
-    """The model's name without its treatments, where a file or the name itself tells it."""
-    spec = subject.training.spec if subject.training is not None else subject.full_name
+def _architecture(model: ReportModel) -> str | None:
+    """The model's name without its treatments, if a file or the name tells."""
+    spec = model.training.spec if model.training is not None else model.full_name
     return spec.partition("+")[0] or None
 
 
-def _place(folder: Any) -> str:
-    """A folder's last two names: enough to recognise it, and no more of the machine than that."""
-    return "/".join(folder.resolve().parts[-2:])
-
-
-def _test(test: Test) -> list[Any]:
+def _test(test: SharedTest) -> list[Any]:
     data = test.fingerprint.get("data", {})
     images = next(iter(test.scores.values())).images
     seed = test.fingerprint.get("protocol", {}).get("seed")
     return [test.name, _count(images), _short(data.get("digest")), ", ".join(test.scores), seed]
 
 
-def _diagnosed(subjects: Sequence[Subject]) -> list[list[Any]]:
-    """One line for every set of images that attention was read on."""
+def _diagnosed(models: Sequence[ReportModel]) -> list[list[Any]]:
+    """One line per set of images that attention was read on."""
     groups: dict[tuple[Any, ...], list[str]] = {}
-    for subject in subjects:
-        for diagnosis, data in zip(subject.diagnoses, subject.data, strict=True):
+    for model in models:
+        for diagnosis, data in zip(model.diagnoses, model.data, strict=True):
             asked = (diagnosis.images, diagnosis.size, diagnosis.against, data.get("source"), data.get("digest"))
-            groups.setdefault(asked, []).append(subject.name)
+            groups.setdefault(asked, []).append(model.name)
     lines: list[list[Any]] = []
     for (images, size, against, source, digest), names in groups.items():
         what = f"attention, at {size[0]}×{size[1]} pixels" + (f", clean and under {against}" if against else "")
@@ -89,8 +83,8 @@ def _diagnosed(subjects: Sequence[Subject]) -> list[list[Any]]:
     return lines
 
 
-def _training(subject: Subject) -> list[Any]:
-    training = subject.training
+def _training(model: ReportModel) -> list[Any]:
+    training = model.training
     assert training is not None
     results, data = training.results, training.recipe.get("data", {})
     epochs = f"{results['epochs']:.4g}" if "epochs" in results else None
@@ -99,7 +93,7 @@ def _training(subject: Subject) -> list[Any]:
         epochs = f"{last.get('epoch', 0):.2f} (not finished)"
     digests = results.get("data_sha256") or {}
     return [
-        subject.name,
+        model.name,
         results.get("recipe") or training.recipe.get("name"),
         data.get("source"),
         _count(results.get("train_images")),
@@ -110,14 +104,17 @@ def _training(subject: Subject) -> list[Any]:
     ]
 
 
-def _disagreements(taken: Sequence[Test]) -> list[str]:
-    """Why some models' numbers on one suite are not compared."""
+def _protocol_differences(tests: Sequence[SharedTest]) -> list[str]:
+    """Why scores of one suite are not compared."""
     sentences = []
-    for i, one in enumerate(taken):
-        for two in taken[i + 1 :]:
+    for i, one in enumerate(tests):
+        for two in tests[i + 1 :]:
             suites = [next(iter(test.scores.values())).suite for test in (one, two)]
             if suites[0] == suites[1]:
-                what = "; ".join(differences(one.fingerprint, two.fingerprint, FREE)) or "the same model, twice"
+                what = (
+                    "; ".join(differences(one.fingerprint, two.fingerprint, FREE))
+                    or "nothing; they are of the same model"
+                )
                 sentences.append(f"{one.name} and {two.name} are not compared with each other; they differ in: {what}.")
     return sentences
 

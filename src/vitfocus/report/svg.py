@@ -1,7 +1,7 @@
-"""The few SVG elements that figures are made of, and the scales and ticks of their axes.
+"""SVG elements as text, and the scales and ticks of axes.
 
-Colours are classes of `static/page.css` (`c0` … `c6` for models, `ink`, `quiet`, `grid`), so that a figure follows the
-page's light or dark; saving a figure writes the light colours into it.
+Colours are classes of `static/page.css` (`c0` … `c6` for models, `ink`, `quiet`, `grid`), so that figures follow the
+page's light or dark theme. Saving a figure writes the light colours into it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
 
-#: Shapes by model, so that lines can be told apart without colour.
+#: Number of marker shapes, which distinguish models without colour.
 MARKERS = 6
 
 
@@ -35,7 +35,7 @@ def text(x: float, y: float, words: str, anchor: str = "start", kind: str = "ink
 
 
 def drawing(width: float, height: float, parts: Sequence[str], title: str) -> str:
-    """The whole figure, with a title that is read aloud."""
+    """The whole figure; screen readers announce the title."""
     head = element("title", escape(title))
     return element(
         "svg",
@@ -49,7 +49,7 @@ def drawing(width: float, height: float, parts: Sequence[str], title: str) -> st
 
 
 def marker(shape: int, x: float, y: float, kind: str, size: float = 3.4) -> str:
-    """A dot, square, triangle, diamond, triangle downwards or cross."""
+    """A circle, square, triangle, diamond, inverted triangle or cross."""
     s = size
     if shape % MARKERS == 0:
         return element("circle", cx=x, cy=y, r=s, kind=kind)
@@ -71,13 +71,13 @@ def path(points: Sequence[tuple[float, float]], closed: bool = False) -> str:
 
 
 def scale(low: float, high: float, start: float, stop: float) -> Callable[[float], float]:
-    """A linear map from values to places."""
+    """A linear map from values to coordinates."""
     span = (high - low) or 1.0
     return lambda value: start + (value - low) / span * (stop - start)
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Round numbers that cover the range within.
+    """Round numbers within the range.
 
     >>> ticks(0, 1), ticks(3.2, 48.0)
     ([0.0, 0.2, 0.4, 0.6, 0.8, 1.0], [10.0, 20.0, 30.0, 40.0])
@@ -93,7 +93,7 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def short(name: str, most: int) -> str:
-    """A name cut to so many characters.
+    """A name cut to at most this many characters.
 
     >>> short("deit_tiny_patch16_224", 12), short("plain", 12)
     ('deit_tiny_p…', 'plain')
@@ -102,7 +102,7 @@ def short(name: str, most: int) -> str:
 
 
 def label(value: float) -> str:
-    """A tick's number without needless zeros.
+    """A tick's number without trailing zeros.
 
     >>> label(0.30000000004), label(20.0), label(1500000)
     ('0.3', '20', '1.5e+06')

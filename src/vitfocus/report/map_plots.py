@@ -1,7 +1,7 @@
-"""Attention as pictures: the N×N maps in which overfocus shows as vertical lines, heads side by side, and overlays.
+"""Attention maps with matplotlib: N×N maps, in which overfocus shows as vertical lines, heads side by side, overlays.
 
-Every function takes a model, or several under the names that the figure gives them, and one image as the model takes
-it. Several models share one colour scale, so that a colour means the same in each.
+Every function takes a model, or several by the names shown in the figure, and one image as the model takes it. Several
+models share one colour scale.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from vitfocus.attention.maps import AttentionMaps, attention_maps, enlarged, nor
 from vitfocus.attention.overfocus import overfocus, received
 from vitfocus.attention.session import model_name
 from vitfocus.core.errors import VitfocusError
-from vitfocus.report.figures import new_figure
+from vitfocus.report.plots import new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Models = nn.Module | Mapping[str, nn.Module]
 
-#: Perceptually even and readable by the colour-blind: white through red for maps, dark to bright for overlays.
+#: Perceptually uniform and colour-blind safe: white to red for maps, dark to bright for overlays.
 MAP_COLOURS, OVERLAY_COLOURS = "Reds", "inferno"
 
 
 def map_matrices(models: Models, images: Tensor | Mapping[str, Tensor], layer: int | str = -1) -> Figure:
-    """TAP and ADL's Figures 1 and 3: head-averaged N×N maps, a row a model and a column an image.
+    """Head-averaged N×N maps (TAP and ADL's Figures 1 and 3), one row per model and one column per image.
 
-    Dark columns are tokens on which all queries lean; the curve above each map is what every token receives, and the
-    title gives the share that the top 5 % of the tokens get.
+    Dark columns are tokens that all queries attend to. The curve above a map is the attention each token receives; the
+    title gives the share received by the top 5 % of the tokens.
     """
     models, pictures = _named(models), images if isinstance(images, Mapping) else {"": images}
     figure, axes = new_figure(
@@ -50,16 +50,10 @@ def map_matrices(models: Models, images: Tensor | Mapping[str, Tensor], layer: i
             maps = attention_maps(model, _single(image), layers=[layer])[0]
             if maps.shape[0] != 1:
                 raise VitfocusError(
-                    f"This layer of {model_label} attends in {maps.shape[0]} windows; pick one without windows."
+                    f"This layer of {model_label} attends within {maps.shape[0]} windows; choose one without windows."
                 )
-            drawn.append(
-                (
-                    axes[2 * row, column],
-                    axes[2 * row + 1, column],
-                    maps[0],
-                    " · ".join(filter(None, (model_label, image_label))),
-                )
-            )
+            title = " · ".join(filter(None, (model_label, image_label)))
+            drawn.append((axes[2 * row, column], axes[2 * row + 1, column], maps[0], title))
     top = max(float(maps.mean(dim=0).quantile(0.99)) for *_, maps, _ in drawn)
     for above, below, maps, title in drawn:
         average = maps.mean(dim=0)
@@ -79,7 +73,7 @@ def map_matrices(models: Models, images: Tensor | Mapping[str, Tensor], layer: i
 
 
 def head_maps(model: nn.Module, image: Tensor, layer: int | str = -1) -> Figure:
-    """TAP and ADL's Figure 4: the N×N map of every head of a layer, on one colour scale."""
+    """The N×N map of every head of a layer on one colour scale (TAP and ADL's Figure 4)."""
     maps = attention_maps(model, _single(image), layers=[layer])[0][0]
     columns = min(len(maps), 6)
     rows = -(-len(maps) // columns)
@@ -108,9 +102,9 @@ def query_overlay(
     layer: int | str = -1,
     threshold: float = 2.0,
 ) -> Figure:
-    """Where one patch looks, heads averaged: the image with the query marked, then each model's attention over it.
+    """What one patch attends to, averaged over heads: the image with the query marked, then each model's attention.
 
-    All models get the same treatment: what lies below `threshold` / K is cut, and one min–max scale holds for all.
+    For all models alike, attention below `threshold` / K is cut, and one min–max scale is used.
     """
     models = _named(models)
     found = [_row_picture(model, image, query, layer) for model in models.values()]
@@ -124,9 +118,9 @@ def query_overlay(
 
 
 def class_overlay(models: Models, image: Tensor, layer: int | str = -1, through: bool = False) -> Figure:
-    """Where the class token looks, heads averaged, on one scale for all models.
+    """What the class token attends to, averaged over heads, on one scale for all models.
 
-    `through` follows attention through all layers (`rollout`) instead of taking one layer's map.
+    `through` follows attention through all layers (`rollout`) instead of showing one layer's map.
     """
     models = _named(models)
     pictures = []
@@ -177,12 +171,8 @@ def _overlay(
     for panel in panels:
         panel.axis("off")
         if mark is not None:
-            panel.plot(
-                *mark, marker="s", markersize=8, markerfacecolor="none", markeredgecolor="white", markeredgewidth=3
-            )
-            panel.plot(
-                *mark, marker="s", markersize=8, markerfacecolor="none", markeredgecolor="#0072B2", markeredgewidth=1.5
-            )
+            for colour, thickness in (("white", 3), ("#0072B2", 1.5)):
+                panel.plot(*mark, marker="s", ms=8, mfc="none", mec=colour, mew=thickness)
     figure.colorbar(shown, ax=list(panels), label="attention (0 to 1)", shrink=0.8)
     figure.suptitle(title, fontsize="medium")
     return figure
@@ -200,7 +190,7 @@ def _single(image: Tensor) -> Tensor:
 
 
 def _picture(image: Tensor, body: Anatomy) -> Tensor:
-    """The image as a person sees it: (height, width, 3) from 0 to 1."""
+    """The image without normalisation: (height, width, 3) in [0, 1]."""
     pixels = normalised(_single(image), body)[0].float().cpu()
     mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (body.mean, body.std))
     return (pixels * std + mean).clamp(0, 1).permute(1, 2, 0)

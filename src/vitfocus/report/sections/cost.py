@@ -1,4 +1,4 @@
-"""Parameters, multiply-adds, step time and memory: counted or measured, with the hardware; the rest is left out."""
+"""Cost: parameters, multiply-adds, step time and memory, counted or measured, with the hardware."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from vitfocus.report.page import Cell, Page
-from vitfocus.report.subjects import Subject
+from vitfocus.report.runs import ReportModel
 
 _COUNTED = "counted"
-Measure = Callable[[Subject], tuple[str, float] | None]
+Measure = Callable[[ReportModel], tuple[str, float] | None]
 
 
-def add_costs(page: Page, subjects: Sequence[Subject]) -> None:
-    """A table of what is known, models by column."""
+def add_cost(page: Page, models: Sequence[ReportModel]) -> None:
+    """A table of what is known, one column per model."""
     rows: list[list[Any]] = []
     places: dict[str, str] = {}
-    for label, place, measure in _measures(subjects):
-        found = [measure(subject) for subject in subjects]
+    for label, place, measure in _measures(models):
+        found = [measure(model) for model in models]
         if not any(found):
             continue
         base = found[0]
@@ -30,68 +30,68 @@ def add_costs(page: Page, subjects: Sequence[Subject]) -> None:
         rows.append([label, places.get(place, place), *cells, *ratios])
     if not rows:
         return
-    page.section("What it costs")
-    first, *others = [subject.name for subject in subjects]
-    page.table("costs", ["what", "how", first, *others, *(f"{name} ÷ {first}" for name in others)], rows)
-    page.points([f"{letter}: measured with {place}." for place, letter in places.items()])
+    page.section("Cost")
+    first, *others = [model.name for model in models]
+    page.table("costs", ["cost", "measured", first, *others, *(f"{name} ÷ {first}" for name in others)], rows)
+    page.points([f"{letter}: {place}." for place, letter in places.items()])
     page.text(
         "Multiply-adds count matrix products and convolutions for one image (papers call them FLOPs). Times are "
-        "medians; each model was measured on its own, so a machine that was busy shows in the range. "
-        "A training step is a forward and a backward pass and one of AdamW; its memory holds the weights, the "
-        "optimiser's state, and at its highest what a step allocates beside them. What was not measured is not listed.",
+        "medians with the range in brackets; a wide range means that the machine was busy. A training step is a "
+        "forward pass, a backward pass and a step of AdamW; its memory is the weights, the optimiser's state and the "
+        "peak allocation of the step.",
         quiet=True,
     )
 
 
-def _measures(subjects: Sequence[Subject]) -> list[tuple[str, str, Measure]]:
-    """The rows of the table: what, with what it was measured, and how to find it."""
+def _measures(models: Sequence[ReportModel]) -> list[tuple[str, str, Measure]]:
+    """The rows of the table: label, conditions of the measurement, and how to read it."""
     rows: list[tuple[str, str, Measure]] = [
         ("parameters", _COUNTED, _parameters),
-        ("multiply-adds an image (G)", _COUNTED, _multiply_adds),
+        ("multiply-adds per image (G)", _COUNTED, _multiply_adds),
     ]
-    for place in dict.fromkeys(place for s in subjects if (place := _circumstances(s))):
+    for place in dict.fromkeys(place for s in models if (place := _circumstances(s))):
         rows += [
             ("forward pass (ms)", place, _time("forward_seconds", place)),
             ("training step (ms)", place, _time("step_seconds", place)),
             ("memory of a step (MiB)", place, _memory(place)),
         ]
-    for place in dict.fromkeys(place for s in subjects if (place := _training_place(s))):
+    for place in dict.fromkeys(place for s in models if (place := _training_place(s))):
         rows += [
             ("step of the training run (ms)", place, _training(place, "step")),
-            ("images a second of the training run", place, _training(place, "images_per_second")),
+            ("images per second of the training run", place, _training(place, "images_per_second")),
             ("whole training run (s)", place, _training(place, "seconds")),
             ("peak memory of the training run (MiB)", place, _training(place, "peak_memory_bytes")),
         ]
     return rows
 
 
-def _parameters(subject: Subject) -> tuple[str, float] | None:
-    count = (subject.card or {}).get("parameters")
-    if count is None and subject.training is not None:
-        count = subject.training.results.get("parameters")
-    for scores in subject.scores if count is None else ():
+def _parameters(model: ReportModel) -> tuple[str, float] | None:
+    count = (model.card or {}).get("parameters")
+    if count is None and model.training is not None:
+        count = model.training.results.get("parameters")
+    for scores in model.scores if count is None else ():
         described = scores.fingerprint.get("models", {})
         count = next((one.get("parameters") for one in described.values()), None)
     return (f"{count:,}", float(count)) if count else None
 
 
-def _multiply_adds(subject: Subject) -> tuple[str, float] | None:
-    count = (subject.card or {}).get("multiply_adds")
+def _multiply_adds(model: ReportModel) -> tuple[str, float] | None:
+    count = (model.card or {}).get("multiply_adds")
     return (f"{count / 1e9:.4g}", count / 1e9) if count else None
 
 
-def _circumstances(subject: Subject) -> str | None:
-    cost = (subject.card or {}).get("cost")
+def _circumstances(model: ReportModel) -> str | None:
+    cost = (model.card or {}).get("cost")
     if not cost:
         return None
-    return f"batch {cost['batch']}, {cost['dtype']}, {cost['device']}, torch {cost['torch']}, on its own"
+    return f"batch {cost['batch']}, {cost['dtype']}, {cost['device']}, torch {cost['torch']}, timed separately"
 
 
 def _time(key: str, place: str) -> Measure:
-    def measure(subject: Subject) -> tuple[str, float] | None:
-        if _circumstances(subject) != place:
+    def measure(model: ReportModel) -> tuple[str, float] | None:
+        if _circumstances(model) != place:
             return None
-        taken = subject.card["cost"][key]  # type: ignore[index]
+        taken = model.card["cost"][key]  # type: ignore[index]
         low, high = (1e3 * end for end in taken["range"])
         return f"{_shown(1e3 * taken['median'])} [{_shown(low)} to {_shown(high)}]", 1e3 * taken["median"]
 
@@ -99,31 +99,31 @@ def _time(key: str, place: str) -> Measure:
 
 
 def _memory(place: str) -> Measure:
-    def measure(subject: Subject) -> tuple[str, float] | None:
-        if _circumstances(subject) != place:
+    def measure(model: ReportModel) -> tuple[str, float] | None:
+        if _circumstances(model) != place:
             return None
-        mib = subject.card["cost"]["memory_bytes"] / 2**20  # type: ignore[index]
+        mib = model.card["cost"]["memory_bytes"] / 2**20  # type: ignore[index]
         return _shown(mib), mib
 
     return measure
 
 
-def _training_place(subject: Subject) -> str | None:
-    results = subject.training.results if subject.training is not None else {}
+def _training_place(model: ReportModel) -> str | None:
+    results = model.training.results if model.training is not None else {}
     if not results.get("steps") or not results.get("seconds") or not results.get("device"):
         return None
-    batch = (subject.training.recipe if subject.training else {}).get("data", {}).get("batch")
+    batch = (model.training.recipe if model.training else {}).get("data", {}).get("batch")
     parts = [f"batch {batch}" if batch else "", str(results.get("precision") or ""), str(results["device"])]
     parts.append(f"torch {results['versions']['torch']}" if "torch" in results.get("versions", {}) else "")
-    parts.append("while training")
+    parts.append("during training")
     return ", ".join(part for part in parts if part)
 
 
 def _training(place: str, key: str) -> Measure:
-    def measure(subject: Subject) -> tuple[str, float] | None:
-        if _training_place(subject) != place or subject.training is None:
+    def measure(model: ReportModel) -> tuple[str, float] | None:
+        if _training_place(model) != place or model.training is None:
             return None
-        results = subject.training.results
+        results = model.training.results
         value = 1e3 * results["seconds"] / results["steps"] if key == "step" else results.get(key)
         if not value:
             return None

@@ -1,8 +1,7 @@
-"""The papers' figures from one diagnosis or several: entropy and distance by depth, overfocus, stability, scaling.
+"""Figures of diagnoses with matplotlib, as in the papers: entropy, distance, overfocus, stability, scaling by depth.
 
-matplotlib is an optional extra (vitfocus[plot]). Figures are made without pyplot, so nothing global is
-touched and nothing has to be closed. Colours are Okabe and Ito's, which the colour-blind can tell apart; lines differ
-by marker and bars by order too.
+matplotlib is an optional extra (vitfocus[plot]). Figures are made without pyplot, so there is no global state.
+Colours are Okabe and Ito's, which are colour-blind safe; lines also differ by marker, bars by order.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vitfocus.attention.diagnosis import PLOTS, Diagnosis
 from vitfocus.attention.overfocus import TOP
 from vitfocus.core.errors import VitfocusError, nearest
-from vitfocus.report.sections.attends import overfocus_references
+from vitfocus.report.sections.attention import overfocus_references
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,23 +27,27 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
 def plot(diagnoses: Diagnoses, kind: str = "entropy") -> Figure:
-    """A figure of that kind, with one line, bar or box a diagnosis; the keys of the mapping are the legend."""
+    """A figure of that kind with one line, bar or box per diagnosis; the keys of the mapping are the legend."""
     if kind not in _DRAWINGS:
         raise VitfocusError(f"There is no figure {kind!r}: {nearest(kind, _DRAWINGS)}")
     key = PLOTS[kind]
     if not any(key in row for diagnosis in diagnoses.values() for row in diagnosis.rows):
-        hint = " Diagnose with `against=` to measure it." if kind == "stability" else ""
-        hint = " The model carries no scaled Context Broadcasting (cbs)." if kind == "scaling" else hint
+        hint = " Pass `against=` to diagnose to measure it." if kind == "stability" else ""
+        hint = " The model has no scaled Context Broadcasting (cbs)." if kind == "scaling" else hint
         raise VitfocusError(f"No layer has a number for the figure {kind!r}.{hint}")
     return _DRAWINGS[kind](diagnoses)
 
 
 def new_figure(width: float, height: float, rows: int = 1, columns: int = 1, **options: Any) -> tuple[Figure, Any]:
-    """A figure without pyplot and its axes, or a sentence that says what to install."""
+    """A figure without pyplot, and its axes.
+
+    Raises:
+        VitfocusError: If matplotlib is not installed.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise VitfocusError("Figures need matplotlib, which is not installed: the extra vitfocus[plot].") from error
+        raise VitfocusError("Figures need matplotlib, which is not installed: pip install vitfocus[plot].") from error
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
     return figure, figure.subplots(rows, columns, **options)
 
@@ -94,7 +97,7 @@ def _overfocus(diagnoses: Diagnoses) -> Figure:
             axes.axhline(reference.level, color=BOUND, linestyle="--", label=reference.name)
         else:
             axes.plot(*zip(*reference.points, strict=True), color=BOUND, linestyle="--", label=reference.name)
-    axes.set_title("How much all queries lean on the same few tokens")
+    axes.set_title("How much attention the most attended tokens receive")
     return _finished(figure, axes)
 
 
@@ -103,7 +106,7 @@ def _heads(diagnoses: Diagnoses) -> Figure:
     for index, (label, diagnosis) in enumerate(diagnoses.items()):
         _line(axes, _series(diagnosis, "head_similarity"), index, label)
     axes.set_ylim(0, 1.02)
-    axes.set_title("How alike the heads of a layer are")
+    axes.set_title("How similar the heads of a layer are")
     return _finished(figure, axes)
 
 
@@ -114,7 +117,7 @@ def _diversity(diagnoses: Diagnoses) -> Figure:
         depth, values = _series(diagnosis, "diversity_paper")
         axes.plot(depth, values, color=COLOURS[index], linestyle=":", label=f"{label}: paper's form")
     axes.set_ylim(0, 1.02)
-    axes.set_title("How alike the rows of a map are")
+    axes.set_title("How similar the rows of a map are")
     return _finished(figure, axes)
 
 
@@ -143,7 +146,7 @@ def _stability(diagnoses: Diagnoses) -> Figure:
     axes.set_xticks([*ticks, last], [*(f"{tick:g}" for tick in ticks), "all"])
     axes.set_ylim(min(0.0, axes.get_ylim()[0]), 1.02)
     corruptions = sorted({str(diagnosis.against) for diagnosis in diagnoses.values()})
-    axes.set_title(f"How stable attention is under {', '.join(corruptions)} (one value an image and head)")
+    axes.set_title(f"How stable attention is under {', '.join(corruptions)} (one value per image and head)")
     axes.legend(*zip(*handles, strict=True), frameon=False, loc="lower left")
     return figure
 
@@ -152,12 +155,12 @@ def _scaling(diagnoses: Diagnoses) -> Figure:
     """Context Broadcasting's Figure 8: the scaling weights' ratio of quantiles, and their mean."""
     figure, panels = new_figure(9.0, 3.6, 1, 2)
     for axes, key, label, title in (
-        (panels[0], "scaling_ratio", "|λ| quantiles, 10 % over 90 %", "How alike the channels are scaled"),
-        (panels[1], "scaling_mean", "mean of λ", "How much uniform attention is asked for"),
+        (panels[0], "scaling_ratio", "|λ| quantiles, 10 % over 90 %", "How similarly the channels are scaled"),
+        (panels[1], "scaling_mean", "mean of λ", "How much uniform attention is added"),
     ):
         for index, (name, diagnosis) in enumerate(diagnoses.items()):
             _line(axes, _series(diagnosis, key), index, name)
-        _dress(axes, label)
+        style_axes(axes, "layer (0 is the first)", label)
         _depth_ticks(axes, diagnoses)
         axes.set_title(title)
     panels[0].set_ylim(0, 1.02)
@@ -179,14 +182,15 @@ _DRAWINGS: dict[str, Callable[[Diagnoses], Figure]] = {
 
 def _by_depth(diagnoses: Diagnoses, label: str, width: float = 7.0) -> tuple[Figure, Axes]:
     figure, axes = new_figure(width, 4.0)
-    _dress(axes, label)
+    style_axes(axes, "layer (0 is the first)", label)
     _depth_ticks(axes, diagnoses)
     return figure, axes
 
 
-def _dress(axes: Axes, label: str) -> None:
-    axes.set_xlabel("layer (0 is the first)")
-    axes.set_ylabel(label)
+def style_axes(axes: Axes, x_label: str, y_label: str) -> None:
+    """Axis labels, a horizontal grid and no frame."""
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
     axes.grid(axis="y", color="0.9")
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -206,7 +210,7 @@ def _finished(figure: Figure, axes: Axes) -> Figure:
 
 
 def _series(diagnosis: Diagnosis, *keys: str) -> tuple[list[Any], ...]:
-    """Depths, and for each key the values, of the layers that have them all."""
+    """The depths of the layers that have all keys, and the values of each key."""
     rows = [row for row in diagnosis.rows if all(key in row for key in keys)]
     return ([row["layer"] for row in rows], *([row[key] for row in rows] for key in keys))
 
@@ -220,6 +224,6 @@ def _flat(values: Iterable[Iterable[float]]) -> list[float]:
 
 
 def _beside(depth: Sequence[int], index: int, count: int) -> tuple[list[float], float]:
-    """Places of the bars of one of several diagnoses around each layer, and their width."""
+    """Positions of one diagnosis's bars around each layer, and their width."""
     width = 0.8 / count
     return [layer + (index - (count - 1) / 2) * width for layer in depth], width

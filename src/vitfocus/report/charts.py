@@ -1,0 +1,263 @@
+"""The charts of a report as SVG text: lines over depth or epochs, dots with intervals, and heat maps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from vitfocus.report.comparison import Estimate
+from vitfocus.report.svg import drawing, element, label, marker, path, scale, short, text, ticks
+
+WIDTH, HEIGHT = 470.0, 310.0
+LEFT, RIGHT, BOTTOM = 60.0, 12.0, 44.0
+#: Dot chart: height of one model's dot. Heat map: position of the first cell, and the size of a cell.
+DOT_ROW = 16.0
+HEAT_LEFT, HEAT_TOP, CELL_WIDTH, CELL_HEIGHT = 132.0, 40.0, 44.0, 19.0
+
+#: Colour-blind safe: pale to dark blue for errors; blue, white and orange for differences.
+_ERRORS = ((247, 251, 255), (198, 219, 239), (107, 174, 214), (33, 113, 181), (8, 48, 107))
+_DIFFERENCES = ((33, 102, 172), (146, 197, 222), (247, 247, 247), (253, 184, 99), (179, 88, 6))
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line: points (x, y), a band (x, low, high) and the colour's number; `dashed` marks a model's second line."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    colour: int
+    band: Sequence[tuple[float, float, float]] = ()
+    dashed: bool = False
+    marked: bool = True
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A reference line: one level, or a level per x."""
+
+    name: str
+    points: Sequence[tuple[float, float]] = ()
+    level: float | None = None
+
+
+def line_chart(
+    title: str,
+    lines: Sequence[Line],
+    x_label: str,
+    y_label: str,
+    references: Sequence[Reference] = (),
+    y_range: tuple[float | None, float | None] = (None, None),
+    whole_x: bool = False,
+) -> str:
+    """Several lines with bands, reference lines and a legend.
+
+    `y_range` fixes either end of the axis; `whole_x` puts ticks at integers only.
+    """
+    xs = [x for line in lines for x, _ in line.points]
+    ys = [y for line in lines for _, y in line.points]
+    ys += [bound for line in lines for _, *bounds in line.band for bound in bounds]
+    ys += [y for one in references for _, y in one.points] + [r.level for r in references if r.level is not None]
+    low_x, high_x = (min(xs), max(xs)) if xs else (0.0, 1.0)
+    pad_x = 0.3 if whole_x else 0.0
+    low, high = (y_range[0] if y_range[0] is not None else min(ys)), y_range[1] if y_range[1] is not None else max(ys)
+    room = 0.06 * ((high - low) or abs(high) or 1.0)
+    low, high = low - (room if y_range[0] is None else 0), high + (room if y_range[1] is None else 0)
+
+    legend, top = _legend(lines, references)
+    x = scale(low_x - pad_x, high_x + pad_x, LEFT, WIDTH - RIGHT)
+    y = scale(low, high, HEIGHT - BOTTOM, top)
+    parts = [text(LEFT, 14, title, kind="ink strong"), *legend]
+    parts += [*_axes(x, y, (low_x, high_x), (low, high), whole_x, top, x_label, y_label)]
+    for reference in references:
+        places = [(x(a), y(b)) for a, b in reference.points]
+        if reference.level is not None:
+            places = [(LEFT, y(reference.level)), (WIDTH - RIGHT, y(reference.level))]
+        parts.append(element("path", d=path(places), kind="reference"))
+    for line in lines:
+        if line.band:
+            around = [(x(a), y(b)) for a, b, _ in line.band] + [(x(a), y(c)) for a, _, c in reversed(line.band)]
+            parts.append(element("path", d=path(around, closed=True), kind=f"band c{line.colour}"))
+    for line in lines:
+        places = [(x(a), y(b)) for a, b in line.points]
+        parts.append(element("path", d=path(places), kind=f"line c{line.colour}{' dashed' if line.dashed else ''}"))
+        if line.marked and not line.dashed:
+            for (a, b), (_, value) in zip(places, line.points, strict=True):
+                hint = element("title", f"{value:.4g}")
+                parts.append(element("g", hint + marker(line.colour, a, b, f"dot c{line.colour}")))
+    return drawing(WIDTH, HEIGHT, parts, title)
+
+
+def _axes(
+    x: Callable[[float], float],
+    y: Callable[[float], float],
+    x_range: tuple[float, float],
+    y_range: tuple[float, float],
+    whole_x: bool,
+    top: float,
+    x_label: str,
+    y_label: str,
+) -> list[str]:
+    parts = []
+    for tick in ticks(*y_range):
+        parts.append(element("line", x1=LEFT, x2=WIDTH - RIGHT, y1=y(tick), y2=y(tick), kind="grid"))
+        parts.append(text(LEFT - 6, y(tick) + 4, label(tick), "end", "quiet"))
+    for tick in ticks(*x_range, count=8):
+        if whole_x and tick != round(tick):
+            continue
+        parts.append(element("line", x1=x(tick), x2=x(tick), y1=HEIGHT - BOTTOM, y2=HEIGHT - BOTTOM + 4, kind="axis"))
+        parts.append(text(x(tick), HEIGHT - BOTTOM + 17, label(tick), "middle", "quiet"))
+    parts.append(element("line", x1=LEFT, x2=WIDTH - RIGHT, y1=HEIGHT - BOTTOM, y2=HEIGHT - BOTTOM, kind="axis"))
+    parts.append(text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6, x_label, "middle", "ink"))
+    middle = (top + HEIGHT - BOTTOM) / 2
+    parts.append(text(13, middle, y_label, "middle", "ink", transform=f"rotate(-90 13 {middle:.1f})"))
+    return parts
+
+
+def _legend(lines: Sequence[Line], references: Sequence[Reference]) -> tuple[list[str], float]:
+    """The legend above a chart, wrapped, and the y at which the chart starts."""
+    parts, x, y = [], LEFT, 34.0
+    entries: list[tuple[str, Line | None]] = [(line.name, line) for line in lines]
+    entries += [(reference.name, None) for reference in references]
+    for name, line in entries:
+        shown = short(name, 52)
+        width = 30 + 6.6 * len(shown)
+        if x > LEFT and x + width > WIDTH:
+            x, y = LEFT, y + 17
+        if line is None:
+            parts.append(element("path", d=path([(x, y - 4), (x + 20, y - 4)]), kind="reference"))
+        else:
+            dashed = " dashed" if line.dashed else ""
+            parts.append(element("path", d=path([(x, y - 4), (x + 20, y - 4)]), kind=f"line c{line.colour}{dashed}"))
+            if line.marked and not line.dashed:
+                parts.append(marker(line.colour, x + 10, y - 4, f"dot c{line.colour}"))
+        parts.append(text(x + 25, y, shown))
+        x += width + 8
+    return parts, y + 12
+
+
+def dot_chart(
+    title: str,
+    rows: Sequence[tuple[str, Mapping[str, Estimate]]],
+    colours: Mapping[str, int],
+    axis: str,
+    level: float | None = None,
+) -> str:
+    """Rows of (condition, estimate by model); whiskers are 95 % intervals, `level` is a reference line."""
+    numbers = [value.number for _, values in rows for value in values.values()] + ([] if level is None else [level])
+    numbers += [end for _, values in rows for value in values.values() for end in value.interval or ()]
+    low, high = min(numbers), max(numbers)
+    room = 0.05 * ((high - low) or 1.0)
+    longest = max(len(name) for name, _ in rows)
+    left = min(200.0, 16 + 7.0 * longest)
+    shown = [name for name in colours if any(name in values for _, values in rows)]
+    legend, top = _legend([Line(name, (), colours[name]) for name in shown], ())
+    pitch = DOT_ROW * max(1, len(shown)) * 0.75 + 10
+    bottom = top + pitch * len(rows) + 4
+    x = scale(low - room, high + room, left, WIDTH - 14)
+    parts = [text(left, 14, title, kind="ink strong"), *legend]
+    for tick in ticks(low - room, high + room):
+        parts.append(element("line", x1=x(tick), x2=x(tick), y1=top, y2=bottom, kind="grid"))
+        parts.append(text(x(tick), bottom + 15, label(tick), "middle", "quiet"))
+    if level is not None:
+        parts.append(element("line", x1=x(level), x2=x(level), y1=top, y2=bottom, kind="reference"))
+    for index, (name, values) in enumerate(rows):
+        middle = top + pitch * (index + 0.5)
+        parts.append(text(left - 8, middle + 4, short(name, 30), "end"))
+        for place, model in enumerate(shown):
+            if model not in values:
+                continue
+            value, y = values[model], middle + (place - (len(shown) - 1) / 2) * DOT_ROW * 0.7
+            marks = element("title", _hint(model, value))
+            if value.interval is not None:
+                ends = [x(end) for end in value.interval]
+                marks += element("line", x1=ends[0], x2=ends[1], y1=y, y2=y, kind=f"whisker c{colours[model]}")
+            marks += marker(colours[model], x(value.number), y, f"dot c{colours[model]}", 4.2)
+            parts.append(element("g", marks))
+    parts.append(text((left + WIDTH) / 2, bottom + 34, axis, "middle"))
+    return drawing(WIDTH, bottom + 40, parts, title)
+
+
+def _hint(model: str, value: Estimate) -> str:
+    shown = f"{model}: {value.number:.2f}"
+    if value.interval is not None:
+        shown += f" [{value.interval[0]:.2f}, {value.interval[1]:.2f}]"
+    return escape(shown)
+
+
+def heat_map(
+    title: str,
+    cells: Mapping[tuple[str, int], float],
+    rows: Sequence[str],
+    columns: Sequence[int],
+    limits: tuple[float, float],
+    signed: bool = False,
+) -> str:
+    """Cells by (corruption, severity) with their numbers; a cell that was not measured is empty.
+
+    `signed` is for differences: colours diverge from zero, blue at the first limit, and numbers show their sign.
+    """
+    width, height = max(HEAT_LEFT + CELL_WIDTH * len(columns) + 8, 352.0), HEAT_TOP + CELL_HEIGHT * len(rows) + 8
+    parts = [text(8, 14, short(title, 50), kind="ink strong")]
+    for j, column in enumerate(columns):
+        parts.append(text(HEAT_LEFT + CELL_WIDTH * (j + 0.5), HEAT_TOP - 7, str(column), "middle", "quiet"))
+    parts.append(text(HEAT_LEFT - 8, HEAT_TOP - 7, "severity", "end", "quiet"))
+    for i, row in enumerate(rows):
+        y = HEAT_TOP + CELL_HEIGHT * i
+        parts.append(text(HEAT_LEFT - 8, y + 13.5, row.replace("_", " "), "end"))
+        for j, column in enumerate(columns):
+            x = HEAT_LEFT + CELL_WIDTH * j
+            if (row, column) not in cells:
+                parts.append(element("rect", x=x, y=y, width=CELL_WIDTH - 1, height=CELL_HEIGHT - 1, kind="empty"))
+                continue
+            value = cells[row, column]
+            fill = colour(value, limits, signed)
+            rgb = "rgb({},{},{})".format(*fill)
+            parts.append(element("rect", x=x, y=y, width=CELL_WIDTH - 1, height=CELL_HEIGHT - 1, fill=rgb))
+            shown = f"{value:+z.1f}".replace("-", "−") if signed else f"{value:z.1f}"
+            middle = x + CELL_WIDTH / 2 - 0.5
+            parts.append(element("text", shown, x=middle, y=y + 13.5, text_anchor="middle", fill=ink_on(*fill)))
+    return drawing(width, height, parts, title)
+
+
+def difference_map(
+    title: str,
+    cells: Mapping[tuple[str, int], float],
+    rows: Sequence[str],
+    columns: Sequence[int],
+    reach: float,
+    more_is_better: bool,
+) -> str:
+    """Differences between two models: blue where the second is better, orange where it is worse, signed numbers."""
+    limits = (reach, -reach) if more_is_better else (-reach, reach)
+    return heat_map(title, cells, rows, columns, limits, signed=True)
+
+
+def colour(value: float, limits: tuple[float, float], signed: bool) -> tuple[int, int, int]:
+    """A value's colour between two limits; for differences, zero is white.
+
+    >>> colour(0.0, (0, 100), False), colour(0.0, (20, -20), True)
+    ((247, 251, 255), (247, 247, 247))
+    """
+    low, high = limits
+    stops = _DIFFERENCES if signed else _ERRORS
+    place = min(1.0, max(0.0, (value - low) / ((high - low) or 1.0))) * (len(stops) - 1)
+    index = min(int(place), len(stops) - 2)
+    part = place - index
+    red, green, blue = (round(a + (b - a) * part) for a, b in zip(stops[index], stops[index + 1], strict=True))
+    return red, green, blue
+
+
+def ink_on(red: int, green: int, blue: int) -> str:
+    """White or near-black, whichever has more contrast with the colour (by WCAG's relative luminance).
+
+    >>> ink_on(247, 247, 247), ink_on(90, 150, 197), ink_on(33, 102, 172)
+    ('#111', '#111', '#fff')
+    """
+
+    def linear(value: int) -> float:
+        share = value / 255
+        return share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4
+
+    light = 0.2126 * linear(red) + 0.7152 * linear(green) + 0.0722 * linear(blue) + 0.05
+    return "#fff" if 1.05 / light > light / (linear(0x11) + 0.05) else "#111"

@@ -1,1 +1,0 @@
-"""Figures as SVG text: no plotting library, colours from the page, text that stays text."""
