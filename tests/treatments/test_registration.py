@@ -14,12 +14,12 @@ from types import ModuleType
 import pytest
 import torch
 from tiny import build
-from vitfocus.report.charts.blocks import block_diagram
 
 import vitfocus as vf
 from vitfocus import treatments
 from vitfocus.cli import main
 from vitfocus.report.model_card import make_card
+from vitfocus.report.sections.treatments import block_diagram
 from vitfocus.treatments.base import TREATMENTS, Treatment, all_treatments, keywords
 from vitfocus.treatments.cost import count_cost
 from vitfocus.treatments.placement import placements
