@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +70,45 @@ def test_imports_go_one_way() -> None:
                 continue
             wrong.append(f"{path.relative_to(SOURCE)} imports vitfocus.{other}")
     assert not wrong, "\n".join(wrong)
+
+
+#: Rooms in which cycles are still allowed.
+TANGLED = {"kernels", "robustness", "train", "tasks", "attention", "report"}
+
+
+def import_graph() -> dict[str, set[str]]:
+    """The modules that each module imports, in functions and for type checkers included.
+
+    `from package import name` is an import of the module `package.name` if there is one, and of the package if the name
+    is re-exported. That importing a module runs the `__init__` of its packages first is not counted.
+    """
+    paths = {path.relative_to(SOURCE.parent).with_suffix("").parts: path for path in SOURCE.rglob("*.py")}
+    modules = {".".join(parts[:-1] if parts[-1] == "__init__" else parts): path for parts, path in paths.items()}
+    graph: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        found = []
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                found += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                package = path.relative_to(SOURCE.parent).with_suffix("").parts[: -node.level] if node.level else ()
+                outer = ".".join((*package, *filter(None, [node.module])))
+                inner = [f"{outer}.{alias.name}" for alias in node.names]
+                found += [one if one in modules else outer for one in inner]
+        graph[name] = {one for one in found if one in modules and one != name}
+    return graph
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    graph = import_graph()
+    assert len(graph) > 100 and "vitfocus.core.errors" in graph["vitfocus.treatments.base"]
+    rooms = {name: [*name.split("."), ""][1] for name in graph}
+    for name, imported in graph.items():
+        graph[name] = {one for one in imported if not {rooms[name], rooms[one]} <= TANGLED}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(f"These modules import each other in a circle: {' <- '.join(error.args[1])}")
 
 
 @pytest.mark.parametrize(

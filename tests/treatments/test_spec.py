@@ -12,6 +12,7 @@ from tiny import build
 
 import vitfocus as vf
 from vitfocus.treatments.base import TREATMENTS, Treatment
+from vitfocus.treatments.placement import placements
 from vitfocus.treatments.spec import parse_treatments, split_spec, write_spec
 
 
@@ -24,7 +25,8 @@ def every_record() -> list[Treatment]:
                 choices.append([(field.name, value) for value in field.metadata["choices"]])
             elif "layers" in field.metadata:
                 names = field.metadata["layers"]
-                values = [*names, *(["upper:3"] if "upper" in names else []), (0, 2, -1)]
+                upper = ["upper:3", "upper&inner", "inner&upper:2&[0,-1]"] if "upper" in names else []
+                values = [*names, *upper, (0, 2, -1)]
                 choices.append([(field.name, value) for value in values])
         records += [kind(**dict(combination)) for combination in itertools.product(*choices)]
     return records
@@ -65,6 +67,10 @@ def test_short_forms() -> None:
         ("cb(layers=uper)", "did you mean 'upper'"),
         ("cb(layers=upper:0)", "cb has no layers=upper:0"),
         ("cb(layers=upper:²)", "cb has no layers"),
+        ("cb(layers=upper&iner)", "cb has no layers=iner: did you mean 'inner'"),
+        ("cb(layers=upper&)", "cb has no layers=: "),
+        ("cb(layers=inner:2)", "cb has no layers=inner:2"),
+        ("tap(layers=deep&upper)", "tap has no layers=upper"),
         ("adl(threshold=nan)", "threshold above 0"),
         ("cb(layers=3)", "list of block numbers"),
         ("tap(layers=upper)", "tap has no layers=upper"),
@@ -103,6 +109,26 @@ def test_an_option_changes_the_model_or_is_refused(mode: str, given: str) -> Non
         assert mode.startswith("average") or (mode.startswith("conv") and "branches" in given)
         return
     assert any(a.shape != b.shape or not torch.equal(a, b) for a, b in zip(plain, changed, strict=True))
+
+
+def test_sets_of_layers_are_combined() -> None:
+    model, _ = build("vit", depth=6)
+
+    def treated(layers: str) -> list[str]:
+        found = [place.block for place in placements(vf.treat_(model, f"se(layers={layers})"))]
+        vf.untreat_(model)
+        return found
+
+    assert treated("upper&[0,3,-1]") == ["blocks.3", "blocks.5"] == treated("[5,0,3]&upper:3")
+    assert treated("all&upper:1") == ["blocks.5"]
+    assert vf.ContextBroadcasting(layers=" upper & inner ").layers == "upper&inner"
+    assert vf.ContextBroadcasting(layers="[0, 2]").layers == (0, 2)
+    with pytest.raises(vf.VitfocusError, match=re.escape("layers=upper:2&[0] selects none of the 6 blocks")):
+        treated("upper:2&[0]")
+    segmenter = vf.create_model("upernet:vit_tiny_patch16_224+cb(layers=upper&inner)", depth=6, img_size=64)
+    feeding = [block.name for block in vf.anatomy(segmenter) if block.feeds_pyramid]
+    chosen = [place.block for place in placements(segmenter)]
+    assert chosen == [block.name for block in vf.anatomy(segmenter)[3:] if block.name not in feeding] and feeding
 
 
 def test_a_default_that_is_spelled_out_is_not_refused() -> None:

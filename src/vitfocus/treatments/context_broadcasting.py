@@ -33,7 +33,8 @@ class ContextBroadcasting(Treatment):
 
     `site` and `position` say where: behind the MLP by default, as the paper concludes; `mid` lies between the two
     linear layers, behind the activation (of the MLP), or before the output projection (of attention). `layers` is
-    "all", "inner" (not the blocks that feed a pyramid), "upper" (the upper half), "upper:K" (the last K) or a list.
+    "all", "inner" (not the blocks that feed a pyramid), "upper" (the upper half), "upper:K" (the last K) or a list,
+    or several of these joined by "&", which selects the blocks that are in all of them.
     `tokens` limits both the mean and the tokens that receive it: "image" leaves prefix tokens alone; in a
     vision-language model "image" and "text" are the two groups, each of which may have a treatment of its own. Padding
     never enters a mean.

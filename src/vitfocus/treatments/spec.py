@@ -1,7 +1,8 @@
 """The short spec: "deit_small_patch16_224+cb(layers=upper)+tap(branches=4)+adl", read and written.
 
 Grammar: parts joined by "+"; a part is a name, optionally followed by options in parentheses; an option is key=value;
-a value is a word, a number, None, or a list of numbers in square brackets. `cbs` is short for cb(variant=scaled).
+a value is a word, a number, None, or a list of numbers in square brackets; sets of layers may be joined by "&"
+("upper&inner"). `cbs` is short for cb(variant=scaled).
 """
 
 from __future__ import annotations
