@@ -1,7 +1,7 @@
-"""Which of two models is more robust, and is the difference more than noise?
+"""Compare the robustness of two models, and test whether the difference is significant.
 
-Both see the same corrupted images, drawn from seed, image and severity alone; the comparison is paired, image by image,
-with a bootstrap interval and McNemar's test. Twenty steps teach these two little, and the intervals say so.
+Both models see the same corrupted images, which depend only on seed, image and severity. The comparison is paired by
+image, with a bootstrap interval and McNemar's test. Twenty training steps are few, so the intervals are wide.
 """
 
 import torch
@@ -30,7 +30,7 @@ def trained(spec: str, steps: int = 20) -> torch.nn.Module:
 models = {"plain": trained("vit_tiny_patch16_224"), "treated": trained("vit_tiny_patch16_224+cb+adl(weight=0.1)")}
 scores = vf.evaluate(
     models,
-    "cifar10-c",  # CIFAR's constants, for pictures of 32 pixels
+    "cifar10-c",  # the constants of CIFAR-C, for images of 32 pixels
     data=Shapes("val", length=60, size=32),
     corruptions=["gaussian_noise", "contrast"],
     severities=[1, 3, 5],

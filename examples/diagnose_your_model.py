@@ -1,7 +1,7 @@
-"""What does attention do in my model? A table, sentences, and a folder of figures.
+"""Diagnose the attention of a model: print the table and the findings, and save the figures.
 
-Replace `model` and `images` by your own: any ViT of timm, transformers or torchvision, and images as it takes them
-(normalised floats) or uint8, which are normalised for you.
+Replace `model` and `images` with your own: any ViT of timm, transformers or torchvision, and normalised floats or uint8
+images, which vitfocus normalises.
 """
 
 import timm
@@ -11,8 +11,10 @@ import vitfocus as vf
 from vitfocus.data.shapes.dataset import shapes_batch
 
 torch.manual_seed(0)
-model = timm.create_model("vit_tiny_patch16_224", img_size=64, patch_size=8, depth=4)  # pretrained=True fetches weights
-images, _ = shapes_batch(range(16), split="val", size=64)  # uint8 (16, 3, 64, 64), drawn from a seed
+model = timm.create_model(
+    "vit_tiny_patch16_224", img_size=64, patch_size=8, depth=4
+)  # pretrained=True downloads weights
+images, _ = shapes_batch(range(16), split="val", size=64)  # uint8 (16, 3, 64, 64), generated from a seed
 
 diagnosis = vf.diagnose(model, images, against="gaussian_noise/3", name="my model")
 print(diagnosis)

@@ -1,7 +1,7 @@
-"""Evaluate one model on a folder of pictures under several suites, and keep the run so that it can be resumed.
+"""Evaluate a model on a folder of images with several suites, and save the runs so that they can be resumed.
 
-Here the folder is written from the embedded Shapes. With ImageNet, `data` is its validation folder, and the suites are
-"imagenet-c", "imagenet-a", "fgsm" and so on: `vitfocus evaluate --suite list` names them all.
+Here the folder is generated from the built-in data set Shapes. With ImageNet, `data` is its validation folder, and the
+suites are "imagenet-c", "imagenet-a", "fgsm" and so on: `vitfocus evaluate --suite list` lists them.
 """
 
 from pathlib import Path
@@ -24,6 +24,6 @@ for suite, options in {
     scores = vf.evaluate(model, suite, folder / "data" / "val", out=folder / suite, resume=True, **options)
     print(scores.table())
 
-# What a number is worth depends on how it came about; the fingerprint of each run says it.
+# The fingerprint of a run records everything that its numbers depend on.
 print("fingerprint:", ", ".join(scores.fingerprint))
 print("files:", sorted(file.name for file in (folder / "fgsm").iterdir()))

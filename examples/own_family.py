@@ -1,6 +1,6 @@
-"""Teach vitfocus a vision transformer of your own: one function that says where its blocks keep their parts.
+"""Register your own vision transformer with one function that lists the parts of its blocks.
 
-After that everything works on it: `vf.anatomy`, treatments, readings, `vf.evaluate`.
+After that, `vf.anatomy`, treatments, diagnoses and `vf.evaluate` work on it.
 """
 
 import torch
@@ -41,7 +41,7 @@ class MyViT(nn.Module):
         return self.head(self.layers(self.patches(images).flatten(2).transpose(1, 2)).mean(1))
 
 
-# "<" is the input of the module at that path, ">" its output; three places are front, mid and end of a branch.
+# "<" is the input of the module at a path, ">" its output; the three places are front, mid and end of a branch.
 places = {"attention_places": ("first>", "look.out<", "look>"), "mlp_places": ("think<", "think.2<", "think>")}
 PLAN = Plan(norm="first", attention="look", mlp="think", pool="first<", **places)
 

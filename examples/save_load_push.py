@@ -1,6 +1,6 @@
-"""Save a treated model, or only what the treatments added; load either; push it to the Hugging Face hub.
+"""Save and load a treated model or only its treatments, and push it to the Hugging Face hub.
 
-A saved model is a folder of config.json and safetensors. Nothing is pickled, and files appear whole or not at all.
+A saved model is a folder with config.json and safetensors files, without pickle. Files are written atomically.
 """
 
 from pathlib import Path
@@ -19,7 +19,7 @@ again = vf.load(folder / "whole")
 assert torch.equal(again(image), model(image))
 print("whole model:    ", [file.name for file in sorted((folder / "whole").iterdir())])
 
-# Only the additions: small, to be put onto a base that people already have.
+# Only the added parameters: a small folder to load onto an existing base model.
 vf.save(model, folder / "added", only="treatments")
 base = vf.create_model("deit_tiny_patch16_224", **tiny).eval()
 with vf.untreated(model):
@@ -29,5 +29,5 @@ assert torch.equal(base(image), model(image))
 sizes = {name: sum(file.stat().st_size for file in (folder / name).iterdir()) for name in ("whole", "added")}
 print(f"only treatments: {sizes['added'] / 1e3:.0f} kB instead of {sizes['whole'] / 1e3:.0f} kB")
 
-# Needs an account and `hf auth login`; people then write vf.load("hf-hub:you/deit-tiny-cb-tap").
+# Needs an account and `hf auth login`; others then use vf.load("hf-hub:you/deit-tiny-cb-tap").
 # vf.push(model, "you/deit-tiny-cb-tap")

@@ -1,6 +1,6 @@
-"""UperNet on a treated ViT: train on masks in your own loop, measure mIoU, look inside the backbone, save and load.
+"""UperNet on a treated ViT: train on masks in your own loop, measure mIoU, diagnose the backbone, save and load.
 
-`vitfocus train shapes_segment` does it properly; detectors ("maskrcnn:...") and ViLT ("vilt:...") work alike.
+`vitfocus train shapes_segment` is a complete training run; detectors ("maskrcnn:...") work in the same way.
 """
 
 import torch
@@ -35,7 +35,7 @@ with torch.no_grad():
     scores = scores_of(confusion(masks, model(x).argmax(1), len(MASK_CLASSES)))
 print("mIoU {miou:.2f}, pixel accuracy {aacc:.2f} on what it was trained on".format(**scores))
 
-print(vf.diagnose(model, pixels[:8]))  # the transformer inside is found by itself
+print(vf.diagnose(model, pixels[:8]))  # finds the transformer inside
 vf.save(model, "runs/examples/segmenter")
 again = vf.load("runs/examples/segmenter")
 assert torch.equal(again(x[:1]), model(x[:1]))

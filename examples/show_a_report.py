@@ -1,6 +1,6 @@
-"""One page to look at: two models' attention side by side, and an explorer in which to point at patches.
+"""Write a report: the attention of two models side by side, and an interactive explorer.
 
-The page is a single file that opens from disk. On the command line: `vitfocus report RUN [RUN ...] --explore`.
+The report is a single HTML file that opens from disk. On the command line: `vitfocus report RUN [RUN ...] --explore`.
 """
 
 import torch

@@ -1,7 +1,7 @@
-"""Treat a model in place, fine-tune it in your own loop, and take the treatments out again.
+"""Treat a model in place, fine-tune it in your own loop, and remove the treatments.
 
-The loop is yours: the only new line is `+ vf.auxiliary_loss(model)`, the Attention Diversification Loss of the last
-forward (0 where it is not applied).
+The only new line in the loop is `+ vf.auxiliary_loss(model)`, the Attention Diversification Loss of the last forward pass
+(0 without ADL).
 """
 
 import timm
@@ -17,7 +17,7 @@ model = timm.create_model(
 )
 before = model.state_dict().keys()
 
-# Scaled CB and near-identity TAP start as the identity, so that a pretrained model keeps its accuracy.
+# Scaled CB and near-identity TAP start as the identity, so a pretrained model keeps its accuracy.
 vf.treat_(
     model,
     vf.ContextBroadcasting(variant="scaled", layers="upper"),
@@ -30,7 +30,7 @@ print("added:  ", len(model.state_dict().keys() - before), "tensors; none rename
 optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05)
 images, labels = shapes_batch(range(32), size=32)
 x = images.float() / 127.5 - 1
-for step in range(21):  # of the same 32 pictures: enough to see it learn
+for step in range(21):  # on the same 32 images: enough to see the loss fall
     loss = F.cross_entropy(model(x), labels)
     (loss + vf.auxiliary_loss(model)).backward()
     optimiser.step()
@@ -38,7 +38,7 @@ for step in range(21):  # of the same 32 pictures: enough to see it learn
     if step % 10 == 0:
         print(f"step {step:3d}  loss {loss.item():.3f}")
 
-with vf.untreated(model):  # the plain model for a moment, with the weights as they are now
+with vf.untreated(model):  # temporarily the plain model, with the current weights
     print("without its treatments:", tuple(model(x).shape))
-vf.untreat_(model)  # and for good
+vf.untreat_(model)  # permanently
 assert model.state_dict().keys() == before

@@ -250,7 +250,7 @@ def test_the_papers_settings() -> None:
 def test_every_shipped_recipe_builds_its_model(name: str) -> None:
     recipe = load_recipe(name)
     fetches = recipe.model.pretrained or recipe.distill.pretrained or recipe.data.download
-    assert recipe.about and fetches == ("Fetches the" in recipe.about)
+    assert recipe.about and fetches == ("Downloads the" in recipe.about)
     recipe = load_recipe(name, ["model.pretrained=false", "model.weights="])
     if "/" in split_spec(recipe.model.spec)[0]:
         pytest.skip("the model's configuration lies on the Hugging Face hub")
