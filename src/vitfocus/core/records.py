@@ -8,44 +8,41 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
 import stat
+import sys
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import msgspec
+from msgspec import inspect
 
-from vitfocus.core.errors import VitfocusError
+from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.files import write_text
 
 #: A whole number that counts something.
-Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Count = Annotated[int, msgspec.Meta(ge=0)]
 
-T = TypeVar("T")
+#: The bound that refuses infinity.
+FINITE = sys.float_info.max
+
+Record = TypeVar("Record")
 
 _MOST_BYTES = 256 * 2**20
 _MOST_DIGITS = 20  # of an integer: those of an unsigned one of 64 bits
 _MOST_LEVELS = 64
 _MOST_KEYS = 1000  # of an object in which the wrong key is searched for
-_NAMES = {
-    "str": "text",
-    "bool": "true or false",
-    "float": "a number",
-    "int": "a whole number",
-    "object": "an object",
-    "array": "a list",
-    "null": "null",
-}
 
 
 def read_json(
     path: str | Path,
-    kind: type[T],
+    kind: type[Record],
     *,
     writer: str = "vitfocus",
     hint: str = "",
     missing: str = "",
     most_bytes: int = _MOST_BYTES,
-) -> T:
+) -> Record:
     """Read a JSON file as a record.
 
     Args:
@@ -107,25 +104,46 @@ def parse_json(text: str, source: str | Path, *, hint: str = "") -> Any:
     raise VitfocusError(f"{source} cannot be read: {said}{hint and f'; {hint}'}.")
 
 
-def convert(content: Any, kind: type[T], source: str | Path, *, writer: str = "vitfocus", hint: str = "") -> T:
-    """Plain data as a record; data of another type is refused with the field that is wrong.
+def convert(
+    content: Any, kind: type[Record], source: str | Path = "", *, writer: str = "vitfocus", hint: str = ""
+) -> Record:
+    """Turn plain values, as TOML or JSON hold them, into a record.
+
+    Args:
+        content: dicts, lists, strings and numbers.
+        kind: The type of the record, usually an `msgspec.Struct`.
+        source: The file that holds them; "" where the message need not name it.
+        writer: The command that writes such files.
+        hint: What to do about a wrong file.
+
+    Raises:
+        VitfocusError: Something does not fit; the message names the key, its value and what was expected.
 
     Example:
-        >>> class Row(msgspec.Struct):
-        ...     step: Count
-        ...     loss: float = 0.0
-        >>> convert({"step": 3, "loss": 2, "more": []}, Row, "rows.json")
-        Row(step=3, loss=2.0)
-        >>> convert([{"step": 1}, {"step": "two"}], list[Row], "rows.json", writer="vitfocus train")
+        >>> class Data(msgspec.Struct, forbid_unknown_fields=True):
+        ...     batch: int = 1
+        >>> convert({"batch": 2}, Data)
+        Data(batch=2)
+        >>> convert({"batch": "many"}, Data)
+        Traceback (most recent call last):
+        vitfocus.core.errors.VitfocusError: batch is 'many'; expected a whole number.
+        >>> convert({"bach": 2}, Data)
+        Traceback (most recent call last):
+        vitfocus.core.errors.VitfocusError: There is no key 'bach': did you mean 'batch'?
+        >>> convert([{"batch": 1}, {"batch": []}], list[Data], "rows.json", writer="vitfocus train")
         Traceback (most recent call last):
         vitfocus.core.errors.VitfocusError: rows.json was not written by vitfocus train, or was changed since: \
-"[1].step" should be a whole number, but is "two".
+[1].batch is []; expected a whole number.
     """
     try:
         return msgspec.convert(content, kind, str_keys=True)
     except msgspec.ValidationError as error:
-        said = _fault(content, kind, str(error))
-    raise VitfocusError(f"{source} was not written by {writer}, or was changed since: {said}{hint and f'; {hint}'}.")
+        said = _sentence(str(error), content, kind)
+    if not source:
+        raise VitfocusError(said)
+    ending = f"; {hint}." if hint else "." if said[-1] not in ".?" else ""
+    said = said.rstrip(".") if hint else said
+    raise VitfocusError(f"{source} was not written by {writer}, or was changed since: {said}{ending}")
 
 
 def write_json(path: str | Path, content: Any, *, indent: int | None = 2) -> None:
@@ -139,46 +157,45 @@ def _integer(digits: str) -> int:
     return int(digits)
 
 
-def _fault(content: Any, kind: Any, said: str) -> str:
-    """What is wrong, from msgspec's message: "Expected `int`, got `str` - at `$.rows[...].step`"."""
-    what, _, where = said.partition(" - at ")
+def _sentence(message: str, content: Any, kind: Any) -> str:
+    """What msgspec said, for a person: "Expected `int` >= 1 - at `$.data.batch`"."""
+    said, _, where = message.partition(" - at ")
     path = re.search(r"\$([^`]*)", where)
-    keys = _located(content, kind, re.findall(r"\.([^.\[\]]+)|\[(\d+)\]|\[(\.\.\.)\]", path[1]) if path else [])
+    steps = re.findall(r"\.([^.\[\]]+)|\[(\d+)\]|\[(\.\.\.)\]", path[1]) if path else []
+    keys = _located(content, kind, steps)
+    value, expected = _follow(content, inspect.type_info(kind), keys)
     place = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys).removeprefix(".")
-    named = f'"{place}"' if place else "it"
-    if lacking := re.search(r"missing required field `(.*)`", what):
-        return f'{named} lacks "{lacking[1]}"'
-    if sized := re.search(r"of length (\d+), got (\d+)", what):
-        return f"{named} should have {sized[1]} entries, but has {sized[2]}"
-    for key in keys:
-        content = None if key == "..." else content[key]
-    expected = re.search(r"Expected `([^`]*)`(?: >= (\d+))?", what)
+    if found := re.match("Object contains unknown field `(.*)`", said):
+        known = [field.encode_name for field in getattr(expected, "fields", ())]
+        return f"{f'[{place}] has' if place else 'There is'} no key {found[1]!r}: {nearest(found[1], known)}"
+    if found := re.match("Object missing required field `(.*)`", said):
+        return f"{place or 'It'} lacks the key {found[1]!r}."
+    if not said.startswith(("Expected", "Invalid", "Number")):  # a record's own check
+        return said
     if where.startswith("`key`"):
-        return f"{named} has a key that should be {_NAMES.get(expected[1] if expected else '', 'another')}"
-    if expected is None:
-        return f"{named}: {what[:1].lower()}{what[1:]}"
-    wanted = " or ".join(_NAMES.get(one, one) for one in expected[1].split(" | "))
-    least = f" of at least {expected[2]}" if expected[2] else ""
-    return f"{named} should be {wanted}{least}, but is {_shown(content)}"
+        return f"{place or 'It'} has a key that is not {describe(getattr(expected, 'key_type', expected))}."
+    if isinstance(expected, inspect.LiteralType) and isinstance(value, str):
+        return f"{place} has no value {reprlib.repr(value)}: {nearest(value, map(str, expected.values))}"
+    return f"{place or 'It'} is {reprlib.repr(value)}; expected {describe(expected)}."
 
 
 def _located(content: Any, kind: Any, steps: list[tuple[str, str, str]]) -> list[Any]:
     """The keys that lead to the fault; msgspec leaves out those of mappings ("[...]"), which are found by trying."""
     keys: list[Any] = []
     at = content
-    for key, index, any_key in steps:
+    for key, index, mapping in steps:
         step: Any = int(index) if index else key
-        if any_key:
-            step = next((one for one in list(at)[:_MOST_KEYS] if _wrong(content, kind, [*keys, one])), "...")
+        if mapping:
+            step = next((one for one in list(at)[:_MOST_KEYS] if _wrong(content, kind, [*keys, one])), None)
+            if step is None:
+                break
         keys.append(step)
-        if step == "...":
-            break
         at = at[step]
     return keys
 
 
 def _wrong(content: Any, kind: Any, keys: list[Any]) -> bool:
-    """Whether the content is still wrong if the mapping on the way keeps this key alone."""
+    """Whether the content is still wrong if the mapping at the end of the keys keeps that key alone."""
     try:
         msgspec.convert(_narrowed(content, keys), kind, str_keys=True)
     except msgspec.ValidationError:
@@ -195,17 +212,54 @@ def _narrowed(content: Any, keys: list[Any]) -> Any:
     return {**content, key: _narrowed(content[key], rest)}
 
 
-def _shown(value: Any) -> str:
-    """A value in a few words.
+def _follow(value: Any, kind: inspect.Type, keys: list[Any]) -> tuple[Any, inspect.Type]:
+    """The value at a path and the type that it should have."""
+    for key in keys:
+        if isinstance(kind, inspect.UnionType):  # of which one takes objects, or lists
+            kind = next((one for one in kind.types if _holds(one, value)), kind)
+        if isinstance(kind, inspect.DictType):
+            kind = kind.value_type
+        elif isinstance(kind, inspect.TupleType):
+            kind = kind.item_types[key]
+        elif isinstance(kind, inspect.ListType | inspect.VarTupleType):
+            kind = kind.item_type
+        else:
+            fields = getattr(kind, "fields", ())
+            kind = next((field.type for field in fields if field.encode_name == key), inspect.AnyType())
+        value = value[key]
+    return value, kind
 
-    >>> _shown({"a": 1}), _shown([]), _shown(None), _shown("x" * 50)
-    ('an object', 'a list', 'null', '"xxxxxxxxxxxxxxxxxxxxxxxxxxxxx..."')
+
+def _holds(kind: inspect.Type, value: Any) -> bool:
+    listed = isinstance(kind, inspect.ListType | inspect.TupleType | inspect.VarTupleType)
+    return listed if isinstance(value, list) else isinstance(kind, inspect.DictType) or hasattr(kind, "fields")
+
+
+def describe(kind: inspect.Type) -> str:
+    """A type in words.
+
+    >>> describe(inspect.type_info(tuple[float, float])), describe(inspect.IntType(ge=1))
+    ('2 values, each a number', 'a whole number of at least 1')
     """
-    if isinstance(value, dict | list):
-        return _NAMES["object" if isinstance(value, dict) else "array"]
-    if value is None or isinstance(value, bool):
-        return json.dumps(value)
-    text = str(value)
-    text = text.encode("unicode_escape").decode("ascii") if not text.isprintable() else text
-    text = text if len(text) <= 32 else f"{text[:29]}..."
-    return f'"{text}"' if isinstance(value, str) else text
+    if isinstance(kind, inspect.Metadata):
+        return describe(kind.type)
+    if isinstance(kind, inspect.IntType | inspect.FloatType):
+        name = "a whole number" if isinstance(kind, inspect.IntType) else "a number"
+        low, high = kind.ge, None if kind.le == FINITE else kind.le
+        if low is not None and high is not None:
+            return f"{name} from {low:g} to {high:g}"
+        return f"{name} of at least {low:g}" if low is not None else name
+    if isinstance(kind, inspect.TupleType):
+        return f"{len(kind.item_types)} values, each {describe(kind.item_types[0])}"
+    if isinstance(kind, inspect.UnionType):
+        return " or ".join(map(describe, kind.types))
+    if isinstance(kind, inspect.LiteralType):
+        return f"one of: {', '.join(map(str, kind.values))}"
+    names: dict[type, str] = {
+        inspect.BoolType: "true or false",
+        inspect.StrType: "text",
+        inspect.NoneType: "null",
+        inspect.ListType: "a list",
+        inspect.VarTupleType: "a list",
+    }
+    return names.get(type(kind), "a table of keys and values")
