@@ -1,7 +1,7 @@
 """Treat a model in place, fine-tune it in your own loop, and remove the treatments.
 
-The only new line in the loop is `+ vf.auxiliary_loss(model)`, the Attention Diversification Loss of the last forward pass
-(0 without ADL).
+The only new line in the loop is `+ vf.auxiliary_loss(model)`, the Attention Diversification Loss of the last forward
+pass (0 without ADL).
 """
 
 import timm

@@ -201,7 +201,10 @@ def measure(asked: Request, **options: Any) -> Scores:
     """Run one of the suites below on one model or several; the first model's card says what the options leave open."""
     suite, device = asked.suite, asked.device
     card = task_of(asked.first_model)
-    test = {**card.get("test", {}), **{key: options[key] for key in ("window", "stride", "flip") if key in options}}
+    test: dict[str, Any] = {
+        **card.get("test", {}),
+        **{key: options[key] for key in ("window", "stride", "flip") if key in options},
+    }
     short_side = options.get("short_side", test.pop("short_side", 0))
     if "window" in options and "stride" not in options:
         test["stride"] = 0

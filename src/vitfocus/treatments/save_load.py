@@ -5,12 +5,12 @@ The folder is laid out as the Hugging Face hub lays out its own, so it can be pu
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict
 
+import msgspec
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from vitfocus.anatomy import inserted, mark_inserted, pixels_of, remember_normalising, unwrap
 from vitfocus.core import __version__
-from vitfocus.core.contents import check_contents
 from vitfocus.core.errors import VitfocusError, nearest, reason
 from vitfocus.core.files import atomic_path, digest, write_text
+from vitfocus.core.records import Count, convert, read_json, write_json
 from vitfocus.data.vqa.tokenizer import FILE as WORDS
 from vitfocus.data.vqa.tokenizer import Words, attach_words, words_of
 from vitfocus.treatments.arguments import file_arguments, require_named
@@ -34,18 +34,44 @@ _TASK = "_vitfocus_task"
 _WEIGHTS = {"all": "model.safetensors", "treatments": "treatments.safetensors"}
 _PRECISIONS = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float16, torch.bfloat16, torch.float64)}
 
-#: The shape of config.json.
-_CARD = {"task?": str, "classes?": [str], "source?": str, "size?": int, "test?": dict, "category_ids?": [int]}
-_SHAPE = {
-    **dict.fromkeys(("library", "base", "only", "sha256"), str),
-    "format": object,
-    "arguments": dict,
-    "treatments": [str],
-    "inserted?": [str],
-    "buffers?": {"*": str},
-    "preprocessing?": {"mean": [float], "std": [float], "interpolation?": str, "crop_pct?": float},
-    "task?": _CARD,
-}
+
+class TaskCard(TypedDict, total=False):
+    """What a model was trained for: the name of the task, and what its evaluation needs to know."""
+
+    task: str
+    classes: list[str]
+    source: str
+    size: Count
+    test: dict[str, Any]
+    category_ids: list[Count]
+
+
+class PixelSettings(msgspec.Struct, omit_defaults=True):
+    """How the images of a saved model are resized and normalised."""
+
+    mean: list[float]
+    std: list[float]
+    size: tuple[Count, Count] | None = None
+    interpolation: str | None = None
+    crop_pct: float | None = None
+
+
+class SavedConfig(msgspec.Struct, omit_defaults=True):
+    """config.json: how to build the model again, what was inserted, and the digest of the weights beside it."""
+
+    format: int
+    library: str
+    base: str
+    arguments: dict[str, Any]
+    treatments: list[str]
+    only: Literal["all", "treatments"]
+    sha256: str
+    vitfocus: str = ""
+    spec: str = ""
+    inserted: list[str] = []
+    buffers: dict[str, str] = {}
+    preprocessing: PixelSettings | None = None
+    task: TaskCard = {}
 
 
 def create_model(spec: str, pretrained: bool = False, **arguments: Any) -> nn.Module:
@@ -120,7 +146,7 @@ def save(
     }
     if (words := words_of(model)) is not None:
         write_text(folder / WORDS, words.to_json())
-    write_text(folder / "config.json", json.dumps(config, indent=2, default=_plain) + "\n")
+    write_json(folder / "config.json", config)
     return folder
 
 
@@ -132,38 +158,38 @@ def load(folder: str | Path, *, onto: nn.Module | None = None, pretrained: bool 
     """
     folder = _fetch(str(folder)) if str(folder).startswith("hf-hub:") else Path(folder)
     config = _read_config(folder)
-    tensors = read_weights(folder / _WEIGHTS[config["only"]], config["sha256"])
-    if config["only"] == "treatments" and onto is None and not pretrained:
+    tensors = read_weights(folder / _WEIGHTS[config.only], config.sha256)
+    if config.only == "treatments" and onto is None and not pretrained:
         raise VitfocusError(f"{folder} holds treatments alone: pass onto=model, or pretrained=True to fetch its base.")
-    library, base, where = config["library"], config["base"], str(folder / "config.json")
+    library, base, where = config.library, config.base, str(folder / "config.json")
     if onto is None:
         require_named(library, base, where)
-    origin = Origin(library, base, _arguments(file_arguments(library, base, config["arguments"], where)))
-    model = onto if onto is not None else origin.build(pretrained and config["only"] == "treatments")
-    treatments = parse_treatments("+".join(config["treatments"]))
+    origin = Origin(library, base, _arguments(file_arguments(library, base, config.arguments, where)))
+    model = onto if onto is not None else origin.build(pretrained and config.only == "treatments")
+    treatments = parse_treatments("+".join(config.treatments))
     before = applied(model)
-    if before and [str(t) for t in before] != config["treatments"]:
+    if before and [str(t) for t in before] != config.treatments:
         raise VitfocusError(
             f"The model carries {'+'.join(map(str, before))}, and {folder} was saved with "
-            f"{'+'.join(config['treatments']) or 'no treatment'}: untreat it first."
+            f"{'+'.join(config.treatments) or 'no treatment'}: untreat it first."
         )
     if not before:
         insert_all(model, treatments)
     try:
-        wanted = added_names(model) if config["only"] == "treatments" else set(model.state_dict())
+        wanted = added_names(model) if config.only == "treatments" else set(model.state_dict())
         require(str(folder), wanted - set(tensors), set(tensors) - wanted)
-        if onto is None and config["only"] == "all":
+        if onto is None and config.only == "all":
             _take_dtypes(model, {name: tensor.dtype for name, tensor in tensors.items()} | _precisions(config, folder))
         copy_into(model, tensors, str(folder))
     except VitfocusError:
         if onto is not None and not before:
             untreat_(model)
         raise
-    mark_inserted(model, config.get("inserted", ()))
+    mark_inserted(model, config.inserted)
     if onto is None:
         remember(model, origin)
-        _restore_preprocessing(model, config.get("preprocessing", {}))
-        remember_task(model, config.get("task", {}))
+        _restore_preprocessing(model, config.preprocessing)
+        remember_task(model, config.task)
         _attach_words(model, folder)
     return model.eval()
 
@@ -182,8 +208,8 @@ def _unsaved_precisions(model: nn.Module) -> dict[str, str]:
     return {name: precision for name, precision in unsaved.items() if precision in _PRECISIONS}
 
 
-def _precisions(config: Mapping[str, Any], folder: Path) -> dict[str, torch.dtype]:
-    named = config.get("buffers", {})
+def _precisions(config: SavedConfig, folder: Path) -> dict[str, torch.dtype]:
+    named = config.buffers
     if unknown := sorted(set(named.values()) - set(_PRECISIONS)):
         raise VitfocusError(
             f"{folder / 'config.json'} was changed since vitfocus.save wrote it: {unknown[0]!r} is no precision of a "
@@ -197,9 +223,9 @@ def remember_task(model: nn.Module, card: Mapping[str, Any]) -> None:
     unwrap(model).__dict__[_TASK] = dict(card)
 
 
-def task_of(model: nn.Module) -> dict[str, Any]:
-    """What a model was trained for: "task" (its name), "classes" and more; empty where that is not known."""
-    card: dict[str, Any] = unwrap(model).__dict__.get(_TASK, {})
+def task_of(model: nn.Module) -> TaskCard:
+    """What a model was trained for; empty where that is not known."""
+    card: TaskCard = unwrap(model).__dict__.get(_TASK, {})
     return card
 
 
@@ -282,18 +308,20 @@ def is_pushed(name: str) -> bool:
         return False
 
 
-def _preprocessing(model: nn.Module) -> dict[str, Any]:
+def _preprocessing(model: nn.Module) -> PixelSettings:
     wanted = pixels_of(model)
-    settings: dict[str, Any] = {"size": wanted.size, "mean": wanted.mean, "std": wanted.std}
     cfg: Any = next((c for module in model.modules() if (c := getattr(module, "pretrained_cfg", None))), {})
-    return settings | {key: cfg[key] for key in ("interpolation", "crop_pct") if key in cfg}
+    known = {key: cfg[key] for key in ("interpolation", "crop_pct") if key in cfg}
+    return PixelSettings(list(wanted.mean), list(wanted.std), wanted.size, **known)
 
 
-def _restore_preprocessing(model: nn.Module, settings: Mapping[str, Any]) -> None:
-    """Let a model expect what it expected when it was saved: its name alone may stand for other values."""
-    if settings:
-        remember_normalising(model, settings["mean"], settings["std"])
-    known = {key: settings[key] for key in ("interpolation", "crop_pct") if key in settings}
+def _restore_preprocessing(model: nn.Module, settings: PixelSettings | None) -> None:
+    """Let a model expect the images that it expected when it was saved: its name alone may stand for other values."""
+    if settings is None:
+        return
+    remember_normalising(model, settings.mean, settings.std)
+    values = {"interpolation": settings.interpolation, "crop_pct": settings.crop_pct}
+    known = {key: value for key, value in values.items() if value is not None}
     parts: Any = model.modules()
     for module in parts:
         if known and getattr(module, "pretrained_cfg", None):
@@ -313,30 +341,17 @@ def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise VitfocusError(f"There is no {path}: a saved model is a folder with config.json in it.")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise VitfocusError(f"{path} cannot be read: {error}.") from None
-    if not isinstance(content, dict):
-        raise VitfocusError(f"{path} holds no settings.")
-    return content
+    return read_json(path, dict[str, Any], missing="a saved model is a folder with config.json in it")
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
-    config = _read_json(folder / "config.json")
-    check_contents(folder / "config.json", config, _SHAPE, "vitfocus.save")
-    if config["only"] not in _WEIGHTS:
+def _read_config(folder: Path) -> SavedConfig:
+    file = folder / "config.json"
+    content = _read_json(file)
+    if content.get("format", _FORMAT) != _FORMAT:
         raise VitfocusError(
-            f'{folder / "config.json"} was changed since vitfocus.save wrote it: "only" is none of '
-            f"{', '.join(_WEIGHTS)}."
+            f"{folder} was saved in format {content['format']}, and this vitfocus reads format {_FORMAT}."
         )
-    if config["format"] != _FORMAT:
-        raise VitfocusError(
-            f"{folder} was saved in format {config['format']}, and this vitfocus reads format {_FORMAT}."
-        )
-    return config
+    return convert(content, SavedConfig, file, writer="vitfocus.save")
 
 
 def _arguments(arguments: dict[str, Any]) -> dict[str, Any]:
