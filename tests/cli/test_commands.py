@@ -181,6 +181,6 @@ def test_own_models_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_closed_pipe_leaves_no_traceback() -> None:
-    command = f"{sys.executable} -m vitfocus models beit | head -c 1"
+    command = f"{sys.executable} -m vitfocus train | head -c 1"
     shown = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     assert shown.stdout and "Traceback" not in shown.stderr

@@ -1,10 +1,9 @@
-"""The command line's manners: quick help, plain text in pipes, whole files after Ctrl-C, honest measurements."""
+"""Conventions of the command line: fast help, plain text in pipes, complete files after Ctrl-C, true measurements."""
 
 from __future__ import annotations
 
 import io
 import json
-import os
 import re
 import signal
 import subprocess
@@ -14,9 +13,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import timm
 from PIL import Image
 from train_tools import TINY
 
+import vitfocus as vf
 from vitfocus.cli import main
 from vitfocus.core.files import write_text
 from vitfocus.data.shapes.layouts import write_layout
@@ -83,11 +84,13 @@ def test_what_cannot_be_explored_is_still_reported(
     monkeypatch.setenv("TERM", "xterm")
     shown = Terminal()
     monkeypatch.setattr(sys, "stdout", shown)
-    words = ["diagnose", "swin_tiny_patch4_window7_224", "--limit", "1", "--out", str(tmp_path), "--explore"]
-    assert main(words) == 0
+    small = {"img_size": 56, "embed_dim": 24, "depths": (2, 2), "num_heads": (2, 4)}
+    vf.save(timm.create_model("swin_tiny_patch4_window7_224", **small), tmp_path / "model")
+    out = tmp_path / "out"
+    assert main(["diagnose", str(tmp_path / "model"), "--limit", "1", "--out", str(out), "--explore"]) == 0
     assert "window" in shown.getvalue() and "nothing to explore" in capsys.readouterr().err
-    assert {"diagnosis.json", "report.html"} <= set(readable(tmp_path))
-    saved = (tmp_path / "diagnosis.txt").read_text(encoding="utf-8")
+    assert {"diagnosis.json", "report.html"} <= set(readable(out))
+    saved = (out / "diagnosis.txt").read_text(encoding="utf-8")
     assert "\x1b" in shown.getvalue() and "\x1b" not in saved, "files stay plain, whatever the terminal"
 
 
@@ -199,13 +202,12 @@ def test_memory_is_what_was_allocated() -> None:
     assert rows[0]["megabytes"] == pytest.approx(8, rel=0.01) and rows[1]["megabytes"] == pytest.approx(24, rel=0.01)
 
 
-def test_a_terminal_without_unicode_gets_its_table() -> None:
-    words = ["diagnose", MODEL, "--limit", "1", "--treat", "cb"]
-    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
-    command = [sys.executable, "-m", "vitfocus", *words]
-    shown = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert shown.returncode == 0, shown.stderr
-    assert "Layers 0" in shown.stdout
+def test_a_terminal_without_unicode_gets_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="ascii"))
+    assert main(["diagnose", MODEL, "--limit", "1", "--treat", "cb"]) == 0
+    sys.stdout.flush()
+    assert b"Layers 0" in shown.getvalue() and b"\\u2013" in shown.getvalue()
 
 
 def test_what_cannot_be_kept_is_said_before_anything_slow(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
