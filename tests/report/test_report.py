@@ -228,7 +228,7 @@ def test_clear_differences_are_called_by_name(tmp_path: Path) -> None:
     verdicts = {row.measure: row.judgement("two") for row in written.rows}
     assert verdicts == {"top-1 accuracy": "better", "top-5 accuracy": "worse"}
     html = written.path.read_text("utf-8")
-    sentences = re.findall(r"<li>(.*?)</li>", html)
+    sentences = re.findall(r"<(?:li|p[^>]*)>(.*?)</(?:li|p)>", html)
     assert any(s.startswith("two is better than one in top-1 accuracy (clean): ") for s in sentences)
     assert any(
         re.match(r"clean, other metrics: two against one is worse in top-5 accuracy \(−\d", s) for s in sentences

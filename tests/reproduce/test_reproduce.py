@@ -16,14 +16,13 @@ import torch
 from vitfocus.cli import main
 from vitfocus.core.errors import VitfocusError
 from vitfocus.reproduce import SCALES, Item, Row, item_names, load_item
-from vitfocus.reproduce.computed import softmax_surface
-from vitfocus.reproduce.drawing import _DRAWINGS
-from vitfocus.reproduce.items import stands
+from vitfocus.reproduce.figures import FIGURES
+from vitfocus.reproduce.items import model_setups
 from vitfocus.reproduce.measures import MEASURES
-from vitfocus.reproduce.measuring import Value, counted
-from vitfocus.reproduce.planning import Places, Run, plan_row
+from vitfocus.reproduce.results import Measurement, count, count_parameters_of, softmax_surface
 from vitfocus.reproduce.run import counted_on, reproduce
-from vitfocus.tasks import find_task
+from vitfocus.reproduce.runs import DataFolders, PlannedRun, plan_row
+from vitfocus.train.recipe import refuse_foreign
 from vitfocus.treatments.cost import count_cost
 from vitfocus.treatments.save_load import create_model
 
@@ -40,8 +39,8 @@ def rows(kind: str = "model") -> list[tuple[Item, Row]]:
     return [(item, row) for item in map(load_item, item_names()) for row in item.rows if getattr(row, kind)]
 
 
-def plan(item: Item, row: Row, scale: str, tmp: Path) -> Run | None:
-    return plan_row(item, row, scale, Places(tmp), tmp / "out")
+def plan(item: Item, row: Row, scale: str, tmp: Path) -> PlannedRun | None:
+    return plan_row(item, row, scale, DataFolders(tmp), tmp / "out")
 
 
 def test_every_item_of_both_papers_is_there_and_complete() -> None:
@@ -54,7 +53,7 @@ def test_every_item_of_both_papers_is_there_and_complete() -> None:
         assert item.rows and item.data and item.measures
         labels = [row.label for row in item.rows]
         assert len(set(labels)) == len(labels), f"{item.name} has two rows of one name"
-        assert set(item.measures) <= set(MEASURES) and set(item.figures) <= set(_DRAWINGS)
+        assert set(item.measures) <= set(MEASURES) and set(item.figures) <= set(FIGURES)
         assert item.figures or "figure" not in item.name, f"{item.name} draws nothing"
         stated = {name for row in item.rows for name in row.paper}
         assert stated <= set(item.measures), f"{item.name} quotes what it does not measure: {stated}"
@@ -64,16 +63,16 @@ def test_every_item_of_both_papers_is_there_and_complete() -> None:
 def test_every_row_resolves_at_every_scale_it_has(tmp_path: Path) -> None:
     for item, row in rows():
         for scale in SCALES:
-            if scale not in stands()[row.model]:
+            if scale not in model_setups()[row.model]:
                 continue
             run = plan(item, row, scale, tmp_path)
             assert run is not None
             if run.recipe is not None:
-                find_task(run.recipe.task).check(run.recipe)
+                refuse_foreign(run.recipe)
                 assert run.recipe.model.spec == run.spec
                 assert scale != "smoke" or run.recipe.data.source == "shapes"
-        trained = any(stand.recipe for stand in stands()[row.model].values())
-        assert not trained or {"smoke", "imagenet"} <= set(stands()[row.model])
+        trained = any(stand.recipe for stand in model_setups()[row.model].values())
+        assert not trained or {"smoke", "imagenet"} <= set(model_setups()[row.model])
 
 
 def within(ours: float, printed: Any) -> bool:
@@ -93,8 +92,8 @@ def test_models_are_built_and_count_as_the_papers_state(tmp_path: Path) -> None:
         for name, printed in row.paper.items():
             if MEASURES[name].source != "counted" or isinstance(printed, str):
                 continue
-            value = counted(name, *counted_on(item, row, run, before, Places(tmp_path)))
-            assert isinstance(value, Value)
+            value = count(name, *counted_on(item, row, run, before, DataFolders(tmp_path)))
+            assert isinstance(value, Measurement)
             met = within(value.number, printed)
             where = f"{item.name}, {row.label}: {name} is {value.number:.4f}, and the paper states {printed}"
             if name in row.unmet:
@@ -107,17 +106,15 @@ def test_models_are_built_and_count_as_the_papers_state(tmp_path: Path) -> None:
 
 
 def test_small_models_are_built_at_smoke_and_cifar_scale(tmp_path: Path) -> None:
-    from vitfocus.reproduce import counting
-
     built = set()
     for item, row in rows():
         for scale in ("smoke", "cifar100"):
-            run = plan(item, row, scale, tmp_path) if scale in stands()[row.model] else None
+            run = plan(item, row, scale, tmp_path) if scale in model_setups()[row.model] else None
             if run is None or run.digest in built or run.recipe is None or run.recipe.task == "answer":
                 continue
             built.add(run.digest)
             if scale == "smoke" or not row.treat:
-                count = counting.parameters(run)
+                count = count_parameters_of(run)
                 assert 1e4 < count < (2e6 if scale == "smoke" and row.model != "mixer-s16" else 2e8)
     assert len(built) > 100
 
@@ -147,9 +144,9 @@ def test_one_row_in_two_tables_is_one_run(tmp_path: Path) -> None:
     assert plain[0] and plain[1] and plain[0].folder == plain[1].folder
     treated = plan(first, first.rows[4], "smoke", tmp_path)
     assert treated and treated.folder != plain[0].folder
-    changed = plan_row(first, first.rows[3], "smoke", Places(), tmp_path / "out", ["epochs=1"])
+    changed = plan_row(first, first.rows[3], "smoke", DataFolders(), tmp_path / "out", ["epochs=1"])
     assert changed and changed.folder != plain[0].folder
-    logged = plan_row(first, first.rows[3], "smoke", Places(), tmp_path / "out", ["log_every=7"])
+    logged = plan_row(first, first.rows[3], "smoke", DataFolders(), tmp_path / "out", ["log_every=7"])
     assert logged and logged.folder == plain[0].folder, "how often a run logs does not make it another"
 
 
@@ -217,7 +214,7 @@ def test_a_table_is_run_resumed_and_shared(tmp_path: Path, capsys: pytest.Captur
 
 def test_diagnosed_figures_are_drawn(tmp_path: Path) -> None:
     outcome = reproduce("tap/figure1", out=tmp_path, overrides=TINY, images=2, rows=[2])[0]
-    assert {path.name for path in outcome.figures} == {"maps.png", "stability.svg"}, outcome.absent
+    assert {path.name for path in outcome.figures} == {"maps.png", "stability.svg"}, outcome.missing
     assert 0 < outcome.rows[0].values["stability"].number <= 1.001
     assert (
         json.loads((tmp_path / "smoke" / "items" / "tap-figure1" / "outcome.json").read_text())["item"] == "tap/figure1"
@@ -238,7 +235,7 @@ def test_tasks_run_too(tmp_path: Path) -> None:
     short = ["schedule.epochs=0.05", "warmup_epochs=0", "train_length=20", "val_length=6", "batch=10"]
     outcome = reproduce("cb/table9", out=tmp_path, overrides=short, images=2, rows=[2])[0]
     values = outcome.rows[0].values
-    assert set(values) == set(outcome.item.measures), outcome.absent
+    assert set(values) == set(outcome.item.measures), outcome.missing
     assert values["noise_shot"].interval is not None and values["noise_blur1"].interval is None
     assert "40.22 ± 0.15" not in outcome.text() and "41.09 ± 0.09" in outcome.text()
 
@@ -258,7 +255,7 @@ def test_the_softmax_surface_is_the_closed_form(tmp_path: Path) -> None:
         (["cb/table4c"], "did you mean 'cb/table4"),
         (["cb/table5", "--scale", "imagnet"], "did you mean 'imagenet'"),
         (["cb/table5", "--scale", "imagenet"], "--data imagenet=DIR"),
-        (["cb/table6", "--scale", "cifar100"], "take --scale smoke or --scale imagenet"),
+        (["cb/table6", "--scale", "cifar100"], "use --scale smoke or --scale imagenet"),
         (["cb/table5", "--scale", "imagenet", "--data", "/nowhere"], "There is no folder /nowhere"),
         (["cb/table5", "--scale", "imagenet", "--data", "imagnet-c=/tmp"], "did you mean 'imagenet-c'"),
         (["cb/table5", "--data", "/tmp"], "reads no --data"),
@@ -294,7 +291,7 @@ def test_the_list_and_the_count_need_no_training(tmp_path: Path, capsys: pytest.
 def test_what_a_row_adds_is_counted_without_its_baseline_being_picked(tmp_path: Path) -> None:
     whole = reproduce("cb/table3a", out=tmp_path, count_only=True)[0]
     alone = reproduce("cb/table3a", out=tmp_path, count_only=True, rows=[3])[0]
-    assert [row.row.label for row in alone.rows] == ["+ CB"] and not alone.absent
+    assert [row.row.label for row in alone.rows] == ["+ CB"] and not alone.missing
     assert alone.rows[0].values == whole.rows[2].values and alone.rows[0].values["flops_added"].number > 0
 
 

@@ -30,6 +30,9 @@ Interval = tuple[float, float]
 
 #: The metrics that single conditions of a suite are shown by.
 CONDITION_METRICS = ("top1", "miou", "accuracy", "flip_probability")
+#: The metrics that a summary uses, in order of preference: one under corruption, one on clean data.
+CORRUPTED_METRICS = ("mce", "mean_error", "miou_corrupted", "mfr")
+CLEAN_METRICS = ("top1", "miou", "box_ap", "accuracy")
 #: What a row of metrics.jsonl holds besides metrics.
 _NOT_METRICS = frozenset({"kind", "step", "epoch", "loss"})
 
@@ -158,6 +161,17 @@ def compare_models(models: Sequence[ReportModel], tests: Sequence[SharedTest]) -
         reasons = {n: f"{spec} was inserted after the weights were last trained" for n, spec in specs.items() if spec}
         rows.append(replace(row, not_judged={**row.not_judged, **reasons}))
     return rows
+
+
+def key_rows(rows: Sequence[MetricRow]) -> list[MetricRow]:
+    """The row that says most about robustness and the one that says most about clean data."""
+    headlines = [row for row in rows if row.headline]
+    found = []
+    for keys in (CORRUPTED_METRICS, CLEAN_METRICS):
+        known = [row for key in keys for row in headlines if row.key == key]
+        compared = [row for row in known if row.differences]
+        found += (compared or known)[:1]
+    return found
 
 
 def detail_sentences(rows: Sequence[MetricRow]) -> Iterator[str]:

@@ -75,9 +75,10 @@ class Page:
         self._add(f"<p{kind}>{escape(minus(words))}</p>")
 
     def points(self, sentences: Sequence[str]) -> None:
-        """A list of sentences; nothing if there are none."""
-        if sentences:
-            self._add("<ul>" + "".join(f"<li>{escape(minus(sentence))}</li>" for sentence in sentences) + "</ul>")
+        """A list of sentences, with commands in backticks; nothing if there are none."""
+        items = [re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(minus(sentence))) for sentence in sentences]
+        if items:
+            self._add("<ul>" + "".join(f"<li>{item}</li>" for item in items) + "</ul>")
 
     def table(
         self,

@@ -1,4 +1,4 @@
-"""Every table and figure of the two papers at one command: the rows, what is measured, and the papers' numbers."""
+"""Reproduction of every table and figure of the two papers: the rows, what is measured, and the papers' numbers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The papers' tables and figures as data: one TOML an item, checked key by key.
+"""The papers' tables and figures as data: one TOML file per item, checked key by key.
 
-An item has a title, the paper's data, rows and what is measured of each. A row names a model (`models.toml` says what
-stands for it at each scale), a treatment, and the numbers the paper prints.
+An item has a title, the paper's data, rows and what is measured for each. A row names a model, a treatment, and the
+numbers printed in the paper; `models.toml` says how the model is built at each scale.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any
 
 from vitfocus.core.errors import VitfocusError, nearest
 
-#: What each scale is, in words.
+#: What each scale means.
 SCALES = {
-    "smoke": "tiny models on the embedded Shapes, on a CPU, about a minute a row",
-    "cifar100": "models of the papers' kind on CIFAR-100 at 32 pixels, on a GPU",
+    "smoke": "tiny models on the embedded Shapes, on a CPU, about a minute per row",
+    "cifar100": "the papers' architectures on CIFAR-100 at 32 pixels, on a GPU",
     "imagenet": "the papers' own models, recipes and data sets",
 }
 PAPERS = {
@@ -28,7 +28,7 @@ PAPERS = {
     "tap": "Robustifying Token Attention for Vision Transformers (Guo et al., ICCV 2023)",
 }
 
-#: A number of a paper as printed: alone, with its interval, or a word.
+#: A number as printed in the paper, alone or with its interval, or a word.
 Printed = float | int | str | tuple[float, float]
 
 
@@ -39,14 +39,14 @@ class Row:
     label: str
     model: str = ""  # a name in models.toml
     treat: str = ""  # a spec such as "cb(layers=upper)"
-    start_treat: str = ""  # the treatment of the model it starts from, where that is another
-    recipe: str = ""  # at ImageNet scale, in place of the model's own
+    start_treat: str = ""  # the treatment of the model it starts from, if different
+    recipe: str = ""  # at ImageNet scale, instead of the model's own
     set: tuple[str, ...] = ()  # further changes to the recipe, at every scale
-    at: Mapping[str, float] = field(default_factory=dict)  # where a figure draws the row: {heads = 3}
+    at: Mapping[str, float] = field(default_factory=dict)  # the row's x in a figure: {heads = 3}
     paper: Mapping[str, Printed] = field(default_factory=dict)
-    unmet: Mapping[str, str] = field(default_factory=dict)  # counts of the paper that cannot be met, and why
-    quoted: str = ""  # why the row is only quoted: nothing here builds it
-    computed: str = ""  # a computation without model and data
+    unmet: Mapping[str, str] = field(default_factory=dict)  # counts of the paper that ours do not match, and why
+    quoted: str = ""  # why the row is only quoted: it cannot be built here
+    computed: str = ""  # a computation without a model or data
 
 
 @dataclass(frozen=True)
@@ -59,19 +59,19 @@ class Item:
     measures: tuple[str, ...] = ()
     figures: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    count_on: str = ""  # the model whose FLOPs the paper counts, where it is not the row's
-    parts: tuple[str, ...] = ()  # items that this one is made of
+    count_on: str = ""  # the model whose FLOPs the paper counts, if not the row's
+    parts: tuple[str, ...] = ()  # the items that this one consists of
     rows: tuple[Row, ...] = ()
 
     @property
     def paper(self) -> str:
-        """Where it stands: "CB, Table S5"."""
+        """Where it is in the paper: "CB, Table S5"."""
         paper, _, place = self.name.partition("/")
         kind, number = re.fullmatch(r"([a-z]+)(.+)", place).groups()  # type: ignore[union-attr]
         return f"{ {'cb': 'CB', 'tap': 'TAP & ADL'}[paper] }, {kind.capitalize()} {number}"
 
     def baseline(self, row: Row) -> Row | None:
-        """The untreated row that a treated one is compared with: the nearest above of the same model and changes."""
+        """The untreated row that a treated row is compared with: the nearest above with the same model and changes."""
         if not row.treat:
             return None
         above = self.rows[: self.rows.index(row)]
@@ -79,19 +79,19 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Stand:
-    """What stands for a model of a paper at one scale."""
+class ModelSetup:
+    """How a model of a paper is built and trained at one scale."""
 
     spec: str
-    recipe: str = ""  # empty: counted, not trained
-    treated: str = ""  # the recipe of rows with a treatment, where it differs
+    recipe: str = ""  # empty: only counted, not trained
+    treated: str = ""  # the recipe of rows with a treatment, if different
     set: tuple[str, ...] = ()
-    teacher: str = ""  # a model of this file, trained first and distilled from
-    start: str = ""  # a model of this file, trained first, whose weights this one starts from
+    teacher: str = ""  # a model of models.toml, trained first and used as teacher
+    start: str = ""  # a model of models.toml, trained first, whose weights this one starts from
 
 
 def item_names() -> list[str]:
-    """Every item, tables and figures in the papers' order.
+    """Every item, in the order of the papers.
 
     >>> names = item_names()
     >>> names[0], "cb/table4a" in names, "tap/figure7" in names
@@ -126,11 +126,11 @@ def load_item(name: str) -> Item:
 
 
 @functools.cache
-def stands() -> dict[str, dict[str, Stand]]:
-    """models.toml: for each model, what stands for it at each scale."""
+def model_setups() -> dict[str, dict[str, ModelSetup]]:
+    """The contents of models.toml: the setups of each model by scale."""
     text = (resources.files("vitfocus") / "reproduce" / "models.toml").read_text(encoding="utf-8")
     return {
-        model: {scale: _record(Stand, stand, f"models.toml, {model}, {scale}") for scale, stand in by_scale.items()}
+        model: {scale: _record(ModelSetup, one, f"models.toml, {model}, {scale}") for scale, one in by_scale.items()}
         for model, by_scale in tomllib.loads(text).items()
     }
 
@@ -157,11 +157,13 @@ def _check(item: Item) -> None:
         where = f"{item.name}, {row.label!r}"
         if sum(map(bool, (row.model, row.quoted, row.computed))) != 1:
             raise VitfocusError(f"{where} must have one of model, quoted and computed.")
-        if row.model and row.model not in stands():
-            raise VitfocusError(f"{where} names no model {row.model!r} of models.toml: {nearest(row.model, stands())}")
+        if row.model and row.model not in model_setups():
+            raise VitfocusError(
+                f"{where} names no model {row.model!r} of models.toml: {nearest(row.model, model_setups())}"
+            )
         unknown = [key for key in row.unmet if key not in row.paper]
         if unknown:
-            raise VitfocusError(f"{where} says why {unknown[0]} is unmet, and the paper does not state it.")
+            raise VitfocusError(f"{where} says why {unknown[0]} is unmet, but the paper does not state it.")
 
 
 def _in_order(name: str) -> tuple[Any, ...]:

@@ -1,7 +1,6 @@
-"""What is measured of a row: the name in an item's TOML, its heading, and at each scale where the number comes from.
+"""What items measure: the name in an item's TOML, the heading, and where the number comes from at each scale.
 
-A `Suite` is one of `vitfocus evaluate`; a measure that has none at a scale is not measured there, and
-the table says so.
+A `Suite` is one of `vitfocus evaluate`. A measure without a suite at a scale is not measured there, as the table notes.
 """
 
 from __future__ import annotations
@@ -10,26 +9,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-CORRUPTIONS = (
-    *("gaussian_noise", "shot_noise", "impulse_noise", "defocus_blur", "glass_blur", "motion_blur", "zoom_blur"),
-    *("snow", "frost", "fog", "brightness", "contrast", "elastic_transform", "pixelate", "jpeg_compression"),
-)
+from vitfocus.core.metrics import METRICS
+from vitfocus.corruptions import CORRUPTIONS
 
 
 @dataclass(frozen=True)
 class Suite:
     """A number of an evaluation: `path` leads to it in the model's summary.
 
-    `data` names a data set's folder; empty: the run's own validation images, from which `generated` suites are made
-    where their published folder is absent. `limit` bounds the images where there would be more than a minute of them.
-    `title` is the heading where it is not the measure's own.
+    `data` names a data set's folder; if empty, the run's validation images are used. A `generated` suite is computed
+    from the validation images if its published folder is missing. `limit` bounds the images; `title`
+    replaces the heading.
     """
 
     suite: str
     path: tuple[str, ...]
     data: str = ""
     generated: bool = False
-    folder_option: str = ""  # the suite's option that takes the folder, where it is not its data
+    folder_option: str = ""  # the suite's option that takes the folder, if it is not the data
     limit: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     title: str = ""
@@ -37,26 +34,26 @@ class Suite:
 
 @dataclass(frozen=True)
 class Measure:
-    """A column. `source` says how it is found: counted, result, curve, diagnosis, suite or computed."""
+    """A column. `source` is counted, result, curve, diagnosis, suite or computed."""
 
     title: str
     source: str
     unit: str = "%"
-    better: str = "up"  # up, down, or "" where neither is better
+    better: str = "up"  # up, down, or "" if neither is better
     digits: int = 1
     key: str = ""  # in results.json or in a diagnosis
-    scale: float = 1.0  # what the stored number is multiplied by
+    scale: float = 1.0  # the stored number is multiplied by this
     suites: Mapping[str, Suite] = field(default_factory=dict)  # by scale
 
     @property
     def heading(self) -> str:
-        """Title, unit, and an arrow to where better lies."""
+        """Title, unit, and an arrow that points to better."""
         arrow = {"up": " ↑", "down": " ↓"}.get(self.better, "")
         return f"{self.title}{f' [{self.unit}]' if self.unit else ''}{arrow}"
 
 
-def _result(title: str, key: str, **more: Any) -> Measure:
-    return Measure(title, "result", key=key, scale=100.0, **more)
+def _result(key: str, title: str = "", digits: int = 1) -> Measure:
+    return Measure(title or METRICS[key].short, "result", key=key, scale=100.0, digits=digits)
 
 
 def _reading(title: str, key: str, unit: str = "", better: str = "", digits: int = 2) -> Measure:
@@ -70,7 +67,7 @@ def _corruption(name: str) -> Measure:
 
 
 def _corrupted(published: tuple[str, ...], plain: tuple[str, ...], title: str) -> dict[str, Suite]:
-    """ImageNet-C, or the same corruptions of small images, which have no AlexNet to be compared with."""
+    """ImageNet-C, or the same corruptions of small images, for which there are no AlexNet references."""
     return {
         "imagenet": Suite("imagenet-c", published, "imagenet-c", generated=True),
         "cifar100": Suite("cifar100-c", plain, limit=2000, title=title),
@@ -83,25 +80,20 @@ def _published(suite: str, *path: str) -> dict[str, Suite]:
 
 
 _ALL = ("smoke", "cifar100", "imagenet")
-_FLIPS = "mean flip probability"
+_FLIPS = METRICS["mean_flip_probability"].title
 
 MEASURES: dict[str, Measure] = {
     "parameters": Measure("parameters", "counted", "M", "", 1),
     "flops": Measure("FLOPs", "counted", "G", "", 1),
     "parameters_added": Measure("parameters added", "counted", "M", "", 3),
     "flops_added": Measure("FLOPs added", "counted", "M", "", 1),
-    "top1": _result("top-1", "top1"),
-    "top5": _result("top-5", "top5"),
+    "top1": _result("top1"),
+    "top5": _result("top5"),
     "eval_loss": Measure("evaluation loss", "result", "", "down", 3, "loss"),
     "train_loss": Measure("training loss", "curve", "", "down", 3, "loss"),
-    "miou": _result("mIoU", "miou"),
-    "box_ap": _result("box AP", "box_ap"),
-    "box_ap50": _result("box AP50", "box_ap50"),
-    "box_ap75": _result("box AP75", "box_ap75"),
-    "mask_ap": _result("mask AP", "mask_ap"),
-    "mask_ap50": _result("mask AP50", "mask_ap50"),
-    "mask_ap75": _result("mask AP75", "mask_ap75"),
-    "vqa": _result("VQA accuracy", "accuracy", digits=2),
+    "miou": _result("miou"),
+    **{f"{kind}_ap{level}": _result(f"{kind}_ap{level}") for kind in ("box", "mask") for level in ("", "50", "75")},
+    "vqa": _result("accuracy", "VQA accuracy", 2),
     "entropy": _reading("mean entropy", "entropy", "nats"),
     "entropy_p15": _reading("15th percentile of entropy", "entropy_p15", "nats"),
     "entropy_bound": _reading("bound of entropy", "entropy_bound", "nats"),
@@ -121,7 +113,7 @@ MEASURES: dict[str, Measure] = {
         "mCE",
         "suite",
         better="down",
-        suites=_corrupted(("mce",), ("mean_error",), "mean error under 15 corruptions"),
+        suites=_corrupted(("mce",), ("mean_error",), METRICS["mean_error"].title),
     ),
     **{f"ce_{name}": _corruption(name) for name in CORRUPTIONS},
     "mfr": Measure(

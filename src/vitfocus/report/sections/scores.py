@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from vitfocus.report.comparison import Difference, Estimate, MetricRow, detail_sentences
+from vitfocus.report.comparison import Difference, Estimate, MetricRow, detail_sentences, key_rows
 from vitfocus.report.page import Cell, Page
 from vitfocus.report.runs import ReportModel
 
@@ -13,12 +13,13 @@ _SAVED = ("value", "low", "high", "difference", "difference low", "difference hi
 
 
 def add_scores(page: Page, models: Sequence[ReportModel], rows: Sequence[MetricRow]) -> None:
-    """All differences in sentences, then the table and how to read it."""
+    """The differences that the summary does not state, then the table and how to read it."""
     if not rows:
         return
     page.section("Scores")
-    sentences = [*(sentence for row in rows if row.headline for sentence in row.sentences()), *detail_sentences(rows)]
-    page.points(sentences)
+    stated = key_rows(rows)
+    unstated = [row for row in rows if row.headline and row not in stated]
+    page.points([*(sentence for row in unstated for sentence in row.sentences()), *detail_sentences(rows)])
     names = [model.name for model in models if any(model.name in row.values for row in rows)]
     others = [name for name in names if any(name in row.differences for row in rows)]
     headings = ["evaluation", "metric", *names, *(f"{name}: difference" for name in others)]

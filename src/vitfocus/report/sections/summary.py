@@ -6,18 +6,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 
 from vitfocus.anatomy import insertion_sentence, insertions_sentence
+from vitfocus.attention.diagnosis import Diagnosis
+from vitfocus.core.metrics import METRICS
 from vitfocus.core.tables import counted
 from vitfocus.report.charts import dot_chart
-from vitfocus.report.comparison import Estimate, MetricRow, SharedTest
+from vitfocus.report.comparison import Estimate, MetricRow, SharedTest, key_rows
 from vitfocus.report.page import Page
 from vitfocus.report.runs import ReportModel, short_path
-from vitfocus.report.sections.attention import READINGS, group_diagnoses, reading_chart
-from vitfocus.report.sections.robustness import severity_chart
+from vitfocus.report.sections.attention import READINGS, ReadingChart, group_diagnoses, reading_chart
+from vitfocus.report.sections.robustness import difference_chart, severity_chart
 from vitfocus.report.sections.training import training_charts
 
-#: The metrics that the result is told by, in order of preference: one under corruption, one on clean data.
-_CORRUPTED = ("mce", "mean_error", "miou_corrupted", "mfr")
-_CLEAN = ("top1", "miou", "box_ap", "accuracy")
 #: The readings of attention in the summary, and at most this many figures.
 _READINGS = ("stability", "overfocus", "entropy")
 _FIGURES = 3
@@ -34,13 +33,13 @@ def add_summary(
     page.section("Result")
     if sentence := insertions_sentence(insertions(models)):
         page.text(sentence, lead=True)
-    sentences = list(_result(models, rows))
+    sentences = list(_result(models, rows)) or list(_findings(models))
     if len(models) > 3:
         page.points(sentences)
     else:
         for sentence in sentences:
             page.text(sentence, lead=True)
-    for sentence in _attention(models):
+    if sentence := _attention(models):
         page.text(sentence)
     page.figures(*list(_figures(models, tests, rows, colours))[:_FIGURES], size="small")
     if steps := list(_next_steps(models, tests, rows)):
@@ -53,20 +52,9 @@ def insertions(models: Sequence[ReportModel]) -> dict[str, str]:
     return {one.name: insertion_sentence(one.inserted, one.name) for one in models if one.inserted}
 
 
-def _key_rows(rows: Sequence[MetricRow]) -> list[MetricRow]:
-    """The row that says most about robustness and the one that says most about clean data."""
-    headlines = [row for row in rows if row.headline]
-    found = []
-    for keys in (_CORRUPTED, _CLEAN):
-        known = [row for key in keys for row in headlines if row.key == key]
-        compared = [row for row in known if row.differences]
-        found += (compared or known)[:1]
-    return found
-
-
 def _result(models: Sequence[ReportModel], rows: Sequence[MetricRow]) -> Iterator[str]:
-    key_rows = _key_rows(rows)
-    compared = [row for row in key_rows if row.differences]
+    main = key_rows(rows)
+    compared = [row for row in main if row.differences]
     for row in compared:
         yield from row.sentences()
     if compared or not rows:
@@ -74,7 +62,7 @@ def _result(models: Sequence[ReportModel], rows: Sequence[MetricRow]) -> Iterato
     if len(models) > 1:
         yield "These models have no evaluation in common, so none is called better than another."
     for model in models:
-        known = [(row, row.values[model.name]) for row in rows if row in key_rows and model.name in row.values]
+        known = [(row, row.values[model.name]) for row in main if model.name in row.values]
         known = known or [(row, row.values[model.name]) for row in rows if model.name in row.values][:1]
         said = [f"{row.measure} {_estimate(value, row.unit)} ({row.test})" for row, value in known]
         if said:
@@ -88,31 +76,39 @@ def _estimate(value: Estimate, unit: str) -> str:
     return text
 
 
-def _attention(models: Sequence[ReportModel]) -> Iterator[str]:
-    """The readings' means over the layers for the first setting, and the first finding of a single model."""
+def _findings(models: Sequence[ReportModel]) -> Iterator[str]:
+    """The first findings of each model's first diagnosis."""
+    for model in models:
+        for diagnosis in model.diagnoses[:1]:
+            prefix = f"{model.name}: " if len(models) > 1 else ""
+            yield from (f"{prefix}{finding}" for finding in diagnosis.findings[: 2 if len(models) == 1 else 1])
+
+
+def _attention(models: Sequence[ReportModel]) -> str:
+    """The means over the layers of the main readings, in one sentence."""
+    said = []
     for diagnoses in list(group_diagnoses(models).values())[:1]:
-        said = []
-        for reading in (one for key in _READINGS for one in READINGS if one.key == key):
-            values = {
-                name: [reading.factor * row[reading.key] for row in diagnosis.rows if reading.key in row]
-                for name, diagnosis in diagnoses.items()
-            }
-            means = [
-                f"{fmean(found):.3g}" + (f" ({n})" if len(models) > 1 else "") for n, found in values.items() if found
-            ]
-            if means:
-                said.append(f"{reading.title.lower()} {', '.join(means)}{f' {reading.unit}' * bool(reading.unit)}")
-        if said:
-            yield f"Attention, mean over the layers: {'; '.join(said)}."
-        if len(models) == 1:
-            yield from next(iter(diagnoses.values())).findings[:1]
+        for reading in _summary_readings(diagnoses):
+            means = []
+            for name, diagnosis in diagnoses.items():
+                values = [reading.factor * row[reading.key] for row in diagnosis.rows if reading.key in row]
+                if values:
+                    number = f"{fmean(values):.3g} {reading.unit}".rstrip()
+                    means.append(f"{number} ({name})" if len(models) > 1 else number)
+            said.append(f"{reading.title.lower()} {', '.join(means)}")
+    return f"Attention, mean over the layers: {'; '.join(said)}." if said else ""
+
+
+def _summary_readings(diagnoses: Mapping[str, Diagnosis]) -> list[ReadingChart]:
+    keys = {key for diagnosis in diagnoses.values() for row in diagnosis.rows for key in row}
+    return [one for key in _READINGS for one in READINGS if one.key == key and key in keys]
 
 
 def _figures(
     models: Sequence[ReportModel], tests: Sequence[SharedTest], rows: Sequence[MetricRow], colours: Mapping[str, int]
 ) -> Iterator[tuple[str, str, str]]:
     """Figures as (name, SVG, caption), most important first."""
-    if (chart := _improvements(rows, colours)) is not None:
+    if (chart := _improvements(rows, tests, colours)) is not None:
         yield "improvements", chart, "Differences with 95 % confidence intervals; right of the dashed line is better."
     for test in tests:
         if (chart := severity_chart(test, colours)) is not None:
@@ -123,29 +119,35 @@ def _figures(
             )
             break
     for diagnoses in list(group_diagnoses(models).values())[:1]:
-        for reading in (one for key in _READINGS for one in READINGS if one.key == key):
-            if any(reading.key in row for diagnosis in diagnoses.values() for row in diagnosis.rows):
-                chart = reading_chart(reading, diagnoses, colours)
-                yield f"{reading.title} by depth, summary", chart, reading.meaning.partition(". ")[0].rstrip(".") + "."
+        for reading in _summary_readings(diagnoses):
+            chart = reading_chart(reading, diagnoses, colours)
+            yield f"{reading.title} by depth, summary", chart, reading.meaning.partition(". ")[0].rstrip(".") + "."
+    for test in tests:
+        for name in list(test.scores)[1:2]:
+            if (chart := difference_chart(test, name)) is not None:
+                yield f"{test.name} difference, summary", chart, "Blue is better, orange is worse."
     yield from training_charts(models, colours)[:1]
 
 
-def _improvements(rows: Sequence[MetricRow], colours: Mapping[str, int]) -> str | None:
+def _improvements(rows: Sequence[MetricRow], tests: Sequence[SharedTest], colours: Mapping[str, int]) -> str | None:
     """The differences from the first model, with signs such that positive is better; None if there are none."""
+    evaluations = {test.name for test in tests}
+    shown = [row for row in rows if row.headline and row.differences and (row.test in evaluations or not tests)]
     drawn = []
-    baseline = next((row.first for row in rows if row.differences), "")
-    for row in rows:
+    for row in shown:
         values = {}
-        for name, difference in row.differences.items() if row.headline and row.first == baseline else ():
+        for name, difference in row.differences.items() if row.first == shown[0].first else ():
             if difference.interval is not None and name not in row.not_judged:
                 low, high = difference.interval
                 interval = (low, high) if row.higher_is_better else (-high, -low)
                 values[name] = Estimate(difference.number if row.higher_is_better else -difference.number, interval)
+        label = f"{row.test}: " if len({one.test for one in shown}) > 1 else ""
+        label += METRICS[row.key].short if row.key in METRICS else row.measure
         if values:
-            drawn.append((row.measure, values))
+            drawn.append((label, values))
     if not drawn:
         return None
-    return dot_chart(f"Improvement over {baseline}", drawn[:8], colours, "improvement (points)", level=0.0)
+    return dot_chart(f"Improvement over {shown[0].first}", drawn[:8], colours, "improvement (points)", level=0.0)
 
 
 def _next_steps(models: Sequence[ReportModel], tests: Sequence[SharedTest], rows: Sequence[MetricRow]) -> Iterator[str]:
@@ -153,7 +155,8 @@ def _next_steps(models: Sequence[ReportModel], tests: Sequence[SharedTest], rows
     for model, folder in trained:
         if model.training is not None and not model.training.finished:
             yield (
-                f"Finish the training of {model.name}: vitfocus train {folder}/config.toml --out {folder} --resume auto"
+                f"Finish the training of {model.name}: "
+                f"`vitfocus train {folder}/config.toml --out {folder} --resume auto`"
             )
     for model in models:
         if model.inserted:
@@ -162,19 +165,17 @@ def _next_steps(models: Sequence[ReportModel], tests: Sequence[SharedTest], rows
         folder = trained[-1][1]
         yield (
             "Train more seeds before relying on a small difference. Each model is one training run, and the intervals "
-            f"do not cover the effect of another seed: vitfocus train {folder}/config.toml engine.seed=1 --out "
-            f"{folder}-seed1"
+            f"do not cover the effect of another seed: `vitfocus train {folder}/config.toml engine.seed=1 --out "
+            f"{folder}-seed1`"
         )
-    unclear = [
-        row for row in _key_rows(rows) if any(d.interval and not d.significant for d in row.differences.values())
-    ]
+    unclear = [row for row in key_rows(rows) if any(d.interval and not d.significant for d in row.differences.values())]
     for test in tests:
         if any(row.test == test.name for row in unclear):
             images = counted(next(iter(test.scores.values())).images, "image")
             yield f"Evaluate on more images for narrower intervals: {test.name} was measured on {images}."
     if not tests:
-        yield "Measure robustness on the same images: vitfocus evaluate MODEL --suite imagenet-c --data DIR --out DIR"
+        yield "Measure robustness: `vitfocus evaluate MODEL --suite imagenet-c --data DIR --out DIR`"
     if not any(model.diagnoses for model in models):
-        yield "See what attention does: vitfocus diagnose MODEL --against gaussian_noise/3 --out DIR"
+        yield "See what attention does: `vitfocus diagnose MODEL --against gaussian_noise/3 --out DIR`"
     if len(models) == 1:
-        yield "Compare with another model, treated or untreated: vitfocus report RUN RUN --out report.html"
+        yield "Compare with another model, treated or untreated: `vitfocus report RUN RUN --out report.html`"

@@ -1,4 +1,4 @@
-"""The figures of an item, drawn from its trained rows and written as SVG, or as PNG where they hold photographs."""
+"""The figures of an item, drawn from its trained rows: SVG files, or PNG for photographs."""
 
 from __future__ import annotations
 
@@ -16,29 +16,28 @@ from vitfocus.core.files import write_bytes
 from vitfocus.corruptions import corrupt
 from vitfocus.report.map_plots import head_maps, map_matrices, query_overlay
 from vitfocus.report.plots import COLOURS, MARKERS, new_figure, plot, style_axes
-from vitfocus.reproduce.computed import softmax_surface
 from vitfocus.reproduce.measures import MEASURES
-from vitfocus.reproduce.measuring import curve, diagnosis_of, model_of, validation_images
-from vitfocus.reproduce.outcome import Outcome, RowOutcome
+from vitfocus.reproduce.results import ItemResult, RowResult, softmax_surface
+from vitfocus.reproduce.runs import diagnosis_of, model_of, training_metrics, validation_images
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Drawing = Callable[[Outcome, int | None], "Figure"]
+Drawing = Callable[[ItemResult, int | None], "Figure"]
 
 
-def draw(outcome: Outcome, folder: Path, images: int | None = None) -> list[Path]:
-    """Draw what the item asks for into the folder; without matplotlib nothing is drawn, and the remarks say so."""
+def draw(result: ItemResult, folder: Path, images: int | None = None) -> list[Path]:
+    """Draw the item's figures into the folder; a figure that cannot be drawn becomes a note."""
     files = []
-    for kind in outcome.item.figures:
-        if not _trained(outcome) and kind != "softmax":
+    for kind in result.item.figures:
+        if not _trained(result) and kind != "softmax":
             continue
         try:
-            figure = _DRAWINGS[kind](outcome, images)
+            figure = FIGURES[kind](result, images)
         except VitfocusError as error:
-            outcome.absent.append(f"The figure {kind} was not drawn: {error}")
+            result.missing.append(f"The figure {kind} was not drawn: {error}")
             continue
-        figure.suptitle(f"{outcome.item.paper}, {_where(outcome)}", fontsize="small", color="0.35")
+        figure.suptitle(f"{result.item.paper}, {_where(result)}", fontsize="small", color="0.35")
         suffix = "png" if kind in _PHOTOGRAPHS else "svg"
         buffer = io.BytesIO()
         figure.savefig(buffer, format=suffix)
@@ -47,32 +46,36 @@ def draw(outcome: Outcome, folder: Path, images: int | None = None) -> list[Path
     return files
 
 
-def _trained(outcome: Outcome) -> list[RowOutcome]:
-    return [one for one in outcome.rows if one.run is not None and one.run.recipe is not None]
+def _trained(result: ItemResult) -> list[RowResult]:
+    return [one for one in result.rows if one.run is not None and one.run.recipe is not None]
 
 
-def _where(outcome: Outcome) -> str:
-    rows = _trained(outcome)
+def _where(result: ItemResult) -> str:
+    rows = _trained(result)
     return rows[0].where if rows else "computed"
 
 
 def _by_depth(kind: str) -> Drawing:
-    def drawing(outcome: Outcome, images: int | None) -> Figure:
-        return plot({one.row.label: diagnosis_of(one.run, images) for one in _trained(outcome) if one.run}, kind)
+    def drawing(result: ItemResult, images: int | None) -> Figure:
+        return plot({one.row.label: diagnosis_of(one.run, images) for one in _trained(result) if one.run}, kind)
 
     return drawing
 
 
-def _curves(outcome: Outcome, _: int | None) -> Figure:
+def _curves(result: ItemResult, _: int | None) -> Figure:
     """Training loss and top-1 against epochs, and evaluation loss and top-5 where the item measures them."""
     kinds = [("train", "loss", 1.0, "training loss"), ("eval", "top1", 100.0, "top-1 (%)")]
-    if "eval_loss" in outcome.item.measures:
+    if "eval_loss" in result.item.measures:
         kinds += [("eval", "loss", 1.0, "evaluation loss"), ("eval", "top5", 100.0, "top-5 (%)")]
     figure, panels = new_figure(10.0, 2.0 * len(kinds), len(kinds) // 2, 2, squeeze=False)
     for axes, (kind, key, scale, label) in zip(panels.flat, kinds, strict=True):
-        for place, one in enumerate(_trained(outcome)):
+        for place, one in enumerate(_trained(result)):
             assert one.run is not None
-            rows = [row for row in curve(one.run) if row["kind"] == kind and isinstance(row.get(key), int | float)]
+            rows = [
+                row
+                for row in training_metrics(one.run)
+                if row["kind"] == kind and isinstance(row.get(key), int | float)
+            ]
             points = [(row["epoch"], scale * row[key]) for row in rows] or [(math.nan, math.nan)]
             style = {"marker": MARKERS[place]} if kind == "eval" else {}
             axes.plot(*zip(*points, strict=True), color=COLOURS[place], label=one.row.label, **style)
@@ -81,31 +84,31 @@ def _curves(outcome: Outcome, _: int | None) -> Figure:
     return figure
 
 
-def _heads(outcome: Outcome, _: int | None) -> Figure:
-    """Accuracy against the number of heads, a line with CB and one without."""
-    groups = {"ViT-Ti": [one for one in _trained(outcome) if not one.row.treat]}
-    groups["ViT-Ti + CB"] = [one for one in _trained(outcome) if one.row.treat]
+def _heads(result: ItemResult, _: int | None) -> Figure:
+    """Accuracy against the number of heads, one line with CB and one without."""
+    groups = {"ViT-Ti": [one for one in _trained(result) if not one.row.treat]}
+    groups["ViT-Ti + CB"] = [one for one in _trained(result) if one.row.treat]
     return _against(groups, "heads", "top1", "number of heads")
 
 
-def _branches(outcome: Outcome, _: int | None) -> Figure:
-    rows = [one for one in _trained(outcome) if "K" in one.row.at]
+def _branches(result: ItemResult, _: int | None) -> Figure:
+    rows = [one for one in _trained(result) if "K" in one.row.at]
     return _against({"TAP": rows}, "K", "mce", "branches K (1: no TAP)")
 
 
-def _weights(outcome: Outcome, _: int | None) -> Figure:
-    rows = [one for one in _trained(outcome) if "weight" in one.row.at]
+def _weights(result: ItemResult, _: int | None) -> Figure:
+    rows = [one for one in _trained(result) if "weight" in one.row.at]
     figure = _against({"ADL": rows}, "weight", "mce", "weight of ADL")
     axes = figure.axes[0]
     axes.set_xscale("log")
-    plain = next((one for one in _trained(outcome) if not one.row.treat and "mce" in one.values), None)
+    plain = next((one for one in _trained(result) if not one.row.treat and "mce" in one.values), None)
     if plain is not None:
         axes.axhline(plain.values["mce"].number, color="0.5", linestyle="--", label="without ADL")
         axes.legend(frameon=False)
     return figure
 
 
-def _against(groups: dict[str, list[RowOutcome]], where: str, name: str, label: str) -> Figure:
+def _against(groups: dict[str, list[RowResult]], where: str, name: str, label: str) -> Figure:
     figure, axes = new_figure(6.0, 4.0)
     title = MEASURES[name].heading
     for place, (group, rows) in enumerate(groups.items()):
@@ -128,7 +131,7 @@ def _against(groups: dict[str, list[RowOutcome]], where: str, name: str, label: 
     return figure
 
 
-def _softmax(_: Outcome, __: int | None) -> Figure:
+def _softmax(_: ItemResult, __: int | None) -> Figure:
     """Softmax's output and the steepness of its Jacobian over two inputs, from above and along x1 - x2."""
     axis, output, steepness = softmax_surface()
     figure, panels = new_figure(10.5, 3.9, 1, 2)
@@ -147,53 +150,53 @@ def _softmax(_: Outcome, __: int | None) -> Figure:
     return figure
 
 
-def _pictures(outcome: Outcome, count: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """Validation images of the item's data, (count, 3, H, W) uint8, clean and noisy."""
-    run = _trained(outcome)[0].run
+def _pictures(result: ItemResult, count: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """Validation images of the item's data, uint8 (count, 3, H, W), clean and noisy."""
+    run = _trained(result)[0].run
     assert run is not None
     clean = validation_images(run, count)
     return clean, corrupt(clean, "gaussian_noise", severity=3, flavour="any")
 
 
-def _models(outcome: Outcome) -> dict[str, Any]:
-    return {one.row.label: model_of(one.run).cpu() for one in _trained(outcome) if one.run is not None}
+def _models(result: ItemResult) -> dict[str, Any]:
+    return {one.row.label: model_of(one.run).cpu() for one in _trained(result) if one.run is not None}
 
 
 def _last(models: dict[str, Any]) -> int:
-    """The last layer in which all tokens attend; FAN ends with layers for the class token alone."""
+    """The last layer in which all tokens attend; FAN ends with class attention."""
     return anatomy(next(iter(models.values()))).trunk[-1].depth
 
 
-def _maps(outcome: Outcome, _: int | None) -> Figure:
-    clean, noisy = _pictures(outcome)
-    models = _models(outcome)
+def _maps(result: ItemResult, _: int | None) -> Figure:
+    clean, noisy = _pictures(result)
+    models = _models(result)
     return map_matrices(models, {"clean": clean, "Gaussian noise": noisy}, _last(models))
 
 
-def _head_maps(outcome: Outcome, _: int | None) -> Figure:
-    clean, _noisy = _pictures(outcome)
-    models = _models(outcome)
+def _head_maps(result: ItemResult, _: int | None) -> Figure:
+    clean, _noisy = _pictures(result)
+    models = _models(result)
     return _stacked([head_maps(model, clean, _last(models)) for model in models.values()], list(models))
 
 
-def _overlay(outcome: Outcome, _: int | None) -> Figure:
-    clean, _noisy = _pictures(outcome)
-    models = _models(outcome)
+def _overlay(result: ItemResult, _: int | None) -> Figure:
+    clean, _noisy = _pictures(result)
+    models = _models(result)
     return query_overlay(models, clean, (1, 1), _last(models))
 
 
-def _predictions(outcome: Outcome, _: int | None) -> Figure:
-    """Segmented pictures, clean and in snow, a column a model."""
+def _predictions(result: ItemResult, _: int | None) -> Figure:
+    """Segmented images, clean and in snow, one column per model."""
     from vitfocus.robustness.pixels import PixelModel
     from vitfocus.tasks.segmentation.inference import Protocol, overlay, predict
 
-    run = _trained(outcome)[0].run
+    run = _trained(result)[0].run
     assert run is not None and run.recipe is not None
     section = run.recipe.segment
     protocol = Protocol(section.window, section.stride, section.test_flip, section.short_side)
     clean = validation_images(run, 2)
     shown = torch.stack([clean, corrupt(clean, "snow", severity=3, flavour="any")], 1).flatten(0, 1)
-    models = {name: PixelModel(name, model.eval()) for name, model in _models(outcome).items()}
+    models = {name: PixelModel(name, model.eval()) for name, model in _models(result).items()}
     figure, axes = new_figure(3.0 * (1 + len(models)), 3.0 * len(shown), len(shown), 1 + len(models), squeeze=False)
     for row, image in enumerate(shown):
         axes[row, 0].imshow(image.permute(1, 2, 0))
@@ -210,7 +213,7 @@ def _predictions(outcome: Outcome, _: int | None) -> Figure:
 
 
 def _stacked(figures: Sequence[Figure], labels: Sequence[str]) -> Figure:
-    """Several figures below each other, as pictures."""
+    """Several figures below each other, as images."""
     from PIL import Image
 
     pictures = []
@@ -228,7 +231,7 @@ def _stacked(figures: Sequence[Figure], labels: Sequence[str]) -> Figure:
     return whole
 
 
-_DRAWINGS: dict[str, Drawing] = {
+FIGURES: dict[str, Drawing] = {
     "curves": _curves,
     "entropy": _by_depth("entropy"),
     "distance": _by_depth("distance"),

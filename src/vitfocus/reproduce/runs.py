@@ -1,0 +1,307 @@
+"""The run of a row at a scale: its resolved recipe, its folder (named by the recipe's digest), its model and its data.
+
+Two rows with the same recipe share one run, whichever tables they are in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from msgspec.structs import replace
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from vitfocus.anatomy import anatomy
+from vitfocus.attention.diagnosis import Diagnosis, diagnose
+from vitfocus.core.environment import default_device
+from vitfocus.core.errors import VitfocusError, nearest
+from vitfocus.core.files import write_text
+from vitfocus.core.statistics import evenly_spaced
+from vitfocus.core.tables import counted
+from vitfocus.data.classification.dataset import ArrayImages
+from vitfocus.data.classification.sources import open_images
+from vitfocus.recipes.settings import SECTIONS, Recipe, changed, is_harmless
+from vitfocus.report.runs import read_metrics
+from vitfocus.reproduce.items import SCALES, Item, ModelSetup, Row, model_setups
+from vitfocus.reproduce.measures import MEASURES
+from vitfocus.train.recipe import apply_overrides, load_recipe
+from vitfocus.treatments.save_load import load
+
+CORRUPTION = "gaussian_noise/3"
+#: Number of images that a diagnosis reads, by scale.
+DIAGNOSED = {"smoke": 64, "cifar100": 256, "imagenet": 256}
+
+#: Data sets by a recipe's source: their usual name, and the folder's name below --data.
+DATA_SETS = {
+    "shapes": ("Shapes", ""),
+    "folder": ("ImageNet-1k", "imagenet"),
+    "cifar100": ("CIFAR-100", "cifar100"),
+    "ade20k": ("ADE20K", "ade20k"),
+    "cityscapes": ("Cityscapes", "cityscapes"),
+    "coco": ("COCO", "coco"),
+    "vqav2": ("VQAv2", "vqav2"),
+}
+#: Every data set that --data can name, including those that only evaluations read.
+DATA_NAMES = {name for _, name in DATA_SETS.values() if name} | {
+    suite.data for measure in MEASURES.values() for suite in measure.suites.values() if suite.data
+}
+
+
+@dataclass(frozen=True)
+class DataFolders:
+    """The folders of data sets: `named` ones, and a `root` that contains them by name or is the data set itself."""
+
+    root: Path | None = None
+    named: Mapping[str, Path] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, given: Sequence[str | Path]) -> DataFolders:
+        """From the command line: "DIR" or "NAME=DIR", any number of times.
+
+        >>> DataFolders.read(["/", "imagenet-c=/tmp"]).named
+        {'imagenet-c': PosixPath('/tmp')}
+        """
+        root, named = None, {}
+        for one in map(str, given):
+            name, equals, folder = one.partition("=")
+            if equals and name not in DATA_NAMES:
+                raise VitfocusError(f"--data {one} names no data set {name!r}: {nearest(name, DATA_NAMES)}")
+            path = Path(folder if equals else one).expanduser()
+            if not path.is_dir():
+                raise VitfocusError(f"There is no folder {path}: --data takes a folder, or NAME=FOLDER.")
+            if equals:
+                named[name] = path
+            elif root is not None:
+                raise VitfocusError(
+                    f"--data names two folders, {root} and {path}: say which data set each is, NAME=DIR."
+                )
+            else:
+                root = path
+        return cls(root, named)
+
+    def find(self, name: str, own: bool = False) -> Path | None:
+        """A data set's folder, or None; with `own`, the root itself may be the data set."""
+        if name in self.named:
+            return self.named[name]
+        if self.root is None:
+            return None
+        if (self.root / name).is_dir():
+            return self.root / name
+        collection = any((self.root / folder).is_dir() for _, folder in DATA_SETS.values() if folder)
+        return self.root if own and not collection else None
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A row at a scale, ready to be trained; `recipe` is None if the model is only counted."""
+
+    row: Row
+    scale: str
+    setup: ModelSetup
+    recipe: Recipe | None
+    folder: Path
+    digest: str
+    before: tuple[PlannedRun, ...] = ()  # trained first: a teacher, or the model whose weights it starts from
+
+    @property
+    def spec(self) -> str:
+        """The model with its treatment."""
+        return with_treatment(self.setup.spec, self.row.treat)
+
+
+def with_treatment(spec: str, treat: str) -> str:
+    """The spec of a model with a treatment appended."""
+    return f"{spec}+{treat}" if treat else spec
+
+
+def setup_of(item: Item, model: str, scale: str) -> ModelSetup:
+    """How a model is built at a scale; refuses scales that it does not have."""
+    if scale not in SCALES:
+        raise VitfocusError(f"There is no scale {scale!r}: {nearest(scale, SCALES)}")
+    known = model_setups()[model]
+    if scale not in known:
+        others = " or ".join(f"--scale {name}" for name in SCALES if name in known)
+        raise VitfocusError(f"{item.name} has no {model} at the scale {scale} ({item.data}): use {others}.")
+    return known[scale]
+
+
+def plan_row(
+    item: Item, row: Row, scale: str, folders: DataFolders | None, out: Path, overrides: Sequence[str] = ()
+) -> PlannedRun | None:
+    """The run of a row; None if the scale has none, as for models that are only counted at ImageNet scale.
+
+    Without `folders` no data are needed: the model is counted, not trained.
+    """
+    if not row.model or (scale not in model_setups()[row.model] and not _trains_anywhere(row.model)):
+        return None
+    setup = setup_of(item, row.model, scale)
+    return _plan(item, row, setup, scale, folders, out, overrides)
+
+
+def _trains_anywhere(model: str) -> bool:
+    return any(setup.recipe for setup in model_setups()[model].values())
+
+
+def _plan(
+    item: Item,
+    row: Row,
+    setup: ModelSetup,
+    scale: str,
+    folders: DataFolders | None,
+    out: Path,
+    overrides: Sequence[str],
+) -> PlannedRun:
+    if not setup.recipe:
+        return PlannedRun(row, scale, setup, None, out, "")
+    base = (row.recipe if scale == "imagenet" else "") or (setup.treated if row.treat else "") or setup.recipe
+    changes = [*setup.set, *row.set, f"model.spec={with_treatment(setup.spec, row.treat)}"]
+    before: dict[str, PlannedRun] = {}
+    if setup.teacher:
+        before["teacher"] = _plan_before(item, Row(row.label, setup.teacher), scale, folders, out, overrides)
+        changes.append("distill.kind=hard")
+    if setup.start:
+        first = Row(row.label, setup.start, row.start_treat or row.treat)
+        before["start"] = _plan_before(item, first, scale, folders, out, ())
+    source = load_recipe(base).data.source
+    title, name = DATA_SETS.get(source, (source, source))
+    if name and folders is not None:
+        folder = folders.find(name, own=True)
+        if folder is None:
+            raise VitfocusError(
+                f"{item.name} at the scale {scale} trains on {title}: give its folder with --data {name}=DIR, "
+                "or a folder that contains all data sets by name with --data DIR."
+            )
+        changes.append(f"data.root={folder.resolve()}")
+    recipe, _ = apply_overrides(base, [*changes, *overrides])
+    if "start" in before:
+        recipe = replace(recipe, model=replace(recipe.model, weights="", pretrained=False))
+    digest = recipe_digest(recipe, *(f"{role} {run.digest}" for role, run in before.items()))
+    if "teacher" in before:
+        distill = replace(recipe.distill, teacher=str(before["teacher"].folder / "model"))
+        recipe = replace(recipe, distill=distill)
+    if "start" in before:
+        model = replace(recipe.model, weights=str(before["start"].folder / "model"))
+        recipe = replace(recipe, model=model)
+    slug = re.sub(r"[^a-z0-9]+", "-", with_treatment(row.model, row.treat).lower()).strip("-")
+    run_name = f"{slug}-{digest[:10]}"
+    about = f"{with_treatment(row.model, row.treat)} at {scale} scale, as in {item.paper}."
+    recipe = replace(recipe, name=run_name, about=about)
+    return PlannedRun(row, scale, setup, recipe, out / run_name, digest, tuple(before.values()))
+
+
+def _plan_before(
+    item: Item, row: Row, scale: str, folders: DataFolders | None, out: Path, overrides: Sequence[str]
+) -> PlannedRun:
+    return _plan(item, row, setup_of(item, row.model, scale), scale, folders, out, overrides)
+
+
+def recipe_digest(recipe: Recipe, *before: str) -> str:
+    """The identity of a run: every setting that affects its outcome and differs from the default, not its name.
+
+    >>> recipe = load_recipe("shapes")
+    >>> renamed = replace(recipe, name="other", about="")
+    >>> recipe_digest(recipe) == recipe_digest(renamed), recipe_digest(recipe) == recipe_digest(recipe, "a teacher")
+    (True, False)
+    """
+    sections = {
+        section: {
+            name: value
+            for name, value in changed(getattr(recipe, section)).items()
+            if not is_harmless(f"{section}.{name}")
+        }
+        for section in SECTIONS
+    }
+    described = json.dumps([recipe.task, sections, before], sort_keys=True)
+    return hashlib.sha256(described.encode()).hexdigest()
+
+
+def describe_data(run: PlannedRun, images: tuple[int, int] | None = None) -> str:
+    """Scale and data in a few words: "smoke: Shapes, 32 px, 12,000 + 2,000 images, 4 epochs"."""
+    assert run.recipe is not None
+    data, schedule = run.recipe.data, run.recipe.schedule
+    parts = [DATA_SETS.get(data.source, (data.source,))[0], f"{data.size} px"]
+    if images:
+        parts.append(f"{images[0]:,} + {images[1]:,} images")
+    steps = getattr(schedule, "steps", 0)
+    parts.append(f"{steps:,} steps" if steps else counted(schedule.epochs, "epoch", "g"))
+    return f"{run.scale}: {', '.join(parts)}"
+
+
+def training_metrics(run: PlannedRun) -> list[dict[str, Any]]:
+    """The rows of a run's metrics.jsonl."""
+    return [row for row in read_metrics(run.folder) if "kind" in row and "epoch" in row]
+
+
+def diagnosis_of(run: PlannedRun, limit: int | None = None) -> Diagnosis:
+    """The diagnosis of a run's model on validation images, clean and under noise; saved in the run's folder."""
+    count = min(DIAGNOSED[run.scale], limit or DIAGNOSED[run.scale])
+    folder = run.folder / f"diagnosis-{count}"
+    if (folder / "diagnosis.json").is_file():
+        return Diagnosis.load(folder)
+    model = model_of(run)
+    trunk = [block.depth for block in anatomy(model).trunk]  # without class attention, as in FAN's last layers
+    images = validation_images(run, count)
+    found = diagnose(model, images, CORRUPTION, layers=trunk, batch_size=32, name=run.row.label)
+    write_text(folder / "diagnosis.json", found.to_json())
+    return found
+
+
+def model_of(run: PlannedRun) -> nn.Module:
+    """The trained model, on a GPU if there is one."""
+    return load(run.folder / "model").to(default_device())
+
+
+def validation_images(run: PlannedRun, count: int) -> Tensor:
+    """Evenly spaced validation images of the run's data, uint8 (count, 3, size, size)."""
+    assert run.recipe is not None
+    data = run.recipe.data
+    if run.recipe.task == "segment":
+        return _segmentation_images(data, count)
+    images = open_images(data, "val")
+    pick = list(evenly_spaced(len(images), count))
+    if isinstance(images, ArrayImages):
+        return images.pixels[pick]
+    from timm.data import create_transform
+
+    transform = create_transform(
+        data.size, interpolation=data.interpolation, crop_pct=data.crop, use_prefetcher=True, is_training=False
+    )
+    return torch.stack([torch.as_tensor(transform(images.read(index)[0])) for index in pick])
+
+
+def _segmentation_images(data: Any, count: int) -> Tensor:
+    """Images of a segmentation set, centre-cropped to the training size."""
+    from torchvision.transforms.v2 import functional as F
+
+    from vitfocus.data.segmentation.dataset import open_masks
+
+    masks = open_masks(data, "val")
+    pictures = []
+    for index in evenly_spaced(len(masks), count):
+        picture = F.pil_to_tensor(masks.read(index)[0])
+        short = min(picture.shape[-2:])
+        if short < data.size:
+            picture = F.resize(picture, [data.size], antialias=True)
+        pictures.append(F.center_crop(picture, [data.size, data.size]))
+    return torch.stack(pictures)
+
+
+def validation_data(run: PlannedRun) -> Any:
+    """The run's validation data as `evaluate` takes them."""
+    assert run.recipe is not None
+    data = run.recipe.data
+    if data.source not in ("shapes", "cifar100"):
+        return data.root
+    if run.recipe.task != "classify":
+        return "shapes"
+    images = open_images(data, "val")
+    if not isinstance(images, ArrayImages):
+        raise VitfocusError(f"{data.root} holds no CIFAR-100 in the layout of torchvision or vitfocus.")
+    return TensorDataset(images.pixels, images.labels)
