@@ -261,7 +261,7 @@ def test_the_softmax_surface_is_the_closed_form(tmp_path: Path) -> None:
         (["cb/table5", "--data", "/tmp"], "reads no --data"),
         (["cb/table5", "--count", "--images", "4"], "leave one of them out"),
         (["cb/table5", "--rows", "10"], "has rows 1 to 9"),
-        (["cb/table5", "--rows", "1,b"], "no list of numbers such as 1,3"),
+        (["cb/table5", "--rows", "1,b"], "is not a list of numbers such as 1,3"),
         (["cb/table5", "epoch=1"], "epochs"),
     ],
 )
