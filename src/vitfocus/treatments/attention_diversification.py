@@ -1,4 +1,4 @@
-"""The Attention Diversification Loss: ask the rows of each attention map to look at different tokens.
+"""The Attention Diversification Loss: penalise rows of an attention map that attend to the same tokens.
 
 "Robustifying Token Attention for Vision Transformers" (Guo et al., ICCV 2023), section 3.3. The attention is read at
 the moment it happens, with fused attention left on; the forward pass and its output do not change. The loss of the last
@@ -21,7 +21,7 @@ from vitfocus.core.errors import VitfocusError
 from vitfocus.kernels.backends import outside_autocast
 from vitfocus.kernels.diversity.op import diversity, row_similarity
 from vitfocus.treatments.base import Layers, Treatment, choose_blocks, layers_option, option
-from vitfocus.treatments.forward_context import CallNotes, note_sequence
+from vitfocus.treatments.forward_context import ForwardContext, track_sequence
 from vitfocus.treatments.operations import AddHook, Override, Surgeon
 from vitfocus.treatments.surgery import handles
 
@@ -30,10 +30,21 @@ from vitfocus.treatments.surgery import handles
 class AttentionDiversification(Treatment):
     """The Attention Diversification Loss (`adl`).
 
-    `variant`: "official" as released, "paper" as the equations say. `heads`: their maps averaged first, or each on its
-    own. `threshold` is τ, `weight` λ. `tokens="patch"` leaves prefix tokens out of rows and columns. `rows=k` takes a
-    random subset of k query rows, for every forward pass another, where there are more. Windowed attention counts every
-    window as a map of its own. Tokens that pad an image or a text are neither rows nor columns.
+    Each window of windowed attention counts as a map. Padding tokens are excluded.
+
+    Args:
+        variant: "official" as in the released code, "paper" as in the equations.
+        heads: "mean" averages the maps of the heads first, "each" treats every head's map separately.
+        threshold: τ; entries below τ/N are set to zero.
+        weight: λ, the factor of the loss.
+        tokens: "patch" excludes prefix tokens from rows and columns.
+        rows: An integer k takes a random subset of k query rows, drawn anew for every forward pass.
+        layers: "all", "upper" (the upper half), "upper:K" (the last K blocks), "inner" (not the blocks that feed a
+            feature pyramid), a list of block numbers, or several of these joined by "&".
+
+    Example:
+        >>> str(AttentionDiversification(weight=0.5, rows=256))
+        'adl(weight=0.5,rows=256)'
     """
 
     name: ClassVar[str] = "adl"
@@ -64,10 +75,10 @@ class AttentionDiversification(Treatment):
 
 
 class RowChoice:
-    """Which query rows a forward pass compares: drawn once for all layers of one size, and anew for the next pass.
+    """The query rows that a forward pass compares, drawn once per pass for all layers of one size.
 
-    The layer that drew them draws again whenever it asks: where a block is computed a second time, by gradient
-    checkpointing, its random numbers begin where they began, and whatever it draws afterwards must find them there.
+    The layer that drew them draws again each time it asks. Gradient checkpointing computes a block a second time with
+    the same random state, so the block must consume the same random numbers both times.
 
     >>> choice = RowChoice()
     >>> rows = choice.of(10, 4, first=1, device=torch.device("cpu"), asker=0)
@@ -79,7 +90,7 @@ class RowChoice:
         self.drawn: dict[tuple[int, int, torch.device], tuple[int, Tensor]] = {}
 
     def of(self, count: int, rows: int, first: int, device: torch.device, asker: int) -> Tensor:
-        """`rows` distinct ones of `count`, from `first` on, for the layer of that number."""
+        """`rows` distinct row numbers out of `count`, starting at `first`, for layer number `asker`."""
         key = (count, first, device)
         if key not in self.drawn or self.drawn[key][0] == asker:
             # The order of random numbers, and not randperm, because a CUDA graph can replay it.
@@ -87,16 +98,16 @@ class RowChoice:
         return self.drawn[key][1]
 
     def forget(self) -> None:
-        """The pass is over."""
+        """Forget the rows of the last pass."""
         self.drawn = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy or a pickle has drawn nothing yet."""
+        """A copy or a pickle starts without rows."""
         return {"drawn": {}}
 
 
 class DiversityMeter(nn.Module):
-    """Sits beside an attention module and keeps the row similarity of its last training forward."""
+    """Keeps the row similarity of an attention module's last training forward."""
 
     def __init__(
         self,
@@ -104,27 +115,27 @@ class DiversityMeter(nn.Module):
         prefix_tokens: int,
         choice: RowChoice,
         number: int,
-        notes: CallNotes | None = None,
+        context: ForwardContext | None = None,
     ) -> None:
         super().__init__()
         self.config = config
-        self.choice, self.number, self.notes = choice, number, notes
+        self.choice, self.number, self.context = choice, number, context
         self.skipped = prefix_tokens if config.tokens == "patch" else 0
         self.loss: Tensor | None = None
 
     def forget(self) -> None:
-        """The recorded forward is past."""
+        """Forget the last forward pass."""
         self.loss = None
         self.choice.forget()
 
     @property
     def wants_attention(self) -> bool:
-        """Only while training: eval mode records nothing and costs nothing."""
+        """Only in training mode; eval mode records nothing and costs nothing."""
         return self.training
 
     def forward(self, seen: Observation) -> None:
-        """Take one attention's row similarity."""
-        valid = self.notes.valid if self.notes is not None else None
+        """Record the row similarity of one attention."""
+        valid = self.context.valid if self.context is not None else None
         if valid is None:
             loss = self._similarity(seen)
         else:
@@ -157,9 +168,9 @@ class DiversityMeter(nn.Module):
 
 
 def without_padding(seen: Observation, valid: Tensor) -> list[tuple[Observation, float]]:
-    """The attention of a padded batch as that of smaller ones without padding, and each one's share of the images.
+    """Split the attention of a padded batch into smaller ones without padding, each with its share of the images.
 
-    `valid` (B, N) marks the tokens that are real. Images that have as many of them stay together.
+    `valid` (B, N) is True for tokens that are not padding. Images with the same number of them stay together.
 
     >>> seen = Observation(map=torch.rand(3, 1, 4, 4))
     >>> valid = torch.tensor([[True, True, True, False], [True] * 4, [False, True, True, True]])
@@ -181,12 +192,12 @@ def without_padding(seen: Observation, valid: Tensor) -> list[tuple[Observation,
 
 
 def grad_is_recomputed() -> bool:
-    """Whether this forward runs inside a backward pass: gradient checkpointing computing a block a second time."""
+    """Whether this forward runs inside a backward pass, because gradient checkpointing recomputes a block."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 class ForgetLosses:
-    """A pre-hook of the stem: a new forward pass begins, so what the last one recorded is past."""
+    """A pre-hook of the stem, which starts a forward pass: forget what the last one recorded."""
 
     def __init__(self, meters: list[DiversityMeter]) -> None:
         self.meters = meters
@@ -197,7 +208,7 @@ class ForgetLosses:
 
 
 def forget_losses(model: nn.Module) -> None:
-    """Let go of what the last forward recorded, and with it of its graph: a step that is recorded must begin anew."""
+    """Forget what the last forward recorded, and with it its graph, as capturing a CUDA graph requires."""
     for module in model.modules():
         if isinstance(module, DiversityMeter):
             module.forget()
@@ -205,7 +216,7 @@ def forget_losses(model: nn.Module) -> None:
 
 @handles(AttentionDiversification)
 def insert_diversity(config: AttentionDiversification, anatomy: Anatomy, surgeon: Surgeon) -> None:
-    """Watch the attention of every chosen block."""
+    """Put a `DiversityMeter` on the attention of every chosen block."""
     attending = [block for block in anatomy.trunk if block.mixes_tokens_by_attention and block.reader is not None]
     if not attending:
         kinds = ", ".join(sorted({block.attention_kind for block in anatomy.trunk}))
@@ -218,9 +229,9 @@ def insert_diversity(config: AttentionDiversification, anatomy: Anatomy, surgeon
             f"{config} leaves prefix tokens out, and {type(anatomy.root).__name__} mixes text with images."
         )
     meters, choice = [], RowChoice()
-    notes = note_sequence(anatomy, surgeon)
+    context = track_sequence(anatomy, surgeon)
     for number, block in enumerate(choose_blocks(config.layers, attending)):
-        made = DiversityMeter(config, block.prefix_tokens, choice, number, notes)
+        made = DiversityMeter(config, block.prefix_tokens, choice, number, context)
         meter = surgeon.add(block, "diversity_meter", made)
         assert isinstance(meter, DiversityMeter) and block.attention is not None and block.reader is not None
         surgeon.do(Override(block.attention, "forward", Watched(block.attention, block.reader, meter)))
@@ -229,23 +240,29 @@ def insert_diversity(config: AttentionDiversification, anatomy: Anatomy, surgeon
 
 
 def auxiliary_loss(model: nn.Module) -> Tensor:
-    """Weight × Attention Diversification Loss of the last training forward, averaged over layers.
+    """The Attention Diversification Loss of the last training forward, times its weight, averaged over layers.
 
-    A scalar tensor with a gradient; 0 where the model carries no such treatment or the last forward was in eval mode.
+    Args:
+        model: Any model.
 
-    >>> import timm, vitfocus as vf
-    >>> model = vf.treat_(timm.create_model("vit_tiny_patch16_224", depth=1, img_size=32).train(), "adl(variant=paper)")
-    >>> float(auxiliary_loss(model))
-    0.0
-    >>> _ = model(torch.randn(1, 3, 32, 32))
-    >>> auxiliary_loss(model).requires_grad
-    True
+    Returns:
+        A scalar tensor with a gradient; 0 if the model has no such treatment or the last forward was in eval mode.
+
+    Example:
+        >>> import timm, vitfocus as vf
+        >>> model = timm.create_model("vit_tiny_patch16_224", depth=1, img_size=32).train()
+        >>> model = vf.treat_(model, "adl(variant=paper)")
+        >>> float(auxiliary_loss(model))
+        0.0
+        >>> _ = model(torch.randn(1, 3, 32, 32))
+        >>> auxiliary_loss(model).requires_grad
+        True
     """
     meters = [module for module in model.modules() if isinstance(module, DiversityMeter) and module.loss is not None]
     if not meters:
         placed = next(model.parameters(), None)
         return torch.zeros((), device=placed.device if placed is not None else None)
-    device = meters[0].loss.device  # type: ignore[union-attr]  # of a model that is spread over several, the first
+    device = meters[0].loss.device  # type: ignore[union-attr]  # the first device of a model that is spread over several
     total = torch.zeros((), device=device)
     for config in dict.fromkeys(meter.config for meter in meters):
         losses = [meter.loss.to(device) for meter in meters if meter.config == config and meter.loss is not None]

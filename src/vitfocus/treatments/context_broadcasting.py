@@ -1,9 +1,9 @@
-"""Context Broadcasting: hand every token the mean of all tokens, the densest attention there is.
+"""Context Broadcasting: add the mean of all tokens, which is dense uniform attention, to every token.
 
 "Scratching Visual Transformer's Back with Uniform Attention" (Hyeon-Woo et al., ICCV 2023). With N tokens x_i,
 
     mean    CB(x_i)   = (x_i + m) / 2            m = (1/N) Σ_j x_j
-    scaled  CB_S(x_i) = x_i + Λ ⊙ m              Λ one learned value a channel, zero at first
+    scaled  CB_S(x_i) = x_i + Λ ⊙ m              Λ one learned value per channel, initialised to 0
     gate              = x_i ⊙ (x_0 + 1)          x_0 the class token
     hybrid            = x_i ⊙ x_0 + CB(x_i)
 """
@@ -22,22 +22,29 @@ from vitfocus.core.errors import VitfocusError
 from vitfocus.kernels.backends import chosen, exporting
 from vitfocus.kernels.context import op as arithmetic
 from vitfocus.treatments.base import Layers, Treatment, choose_blocks, layers_option, option
-from vitfocus.treatments.forward_context import CallNotes, note_sequence
+from vitfocus.treatments.forward_context import ForwardContext, track_sequence
 from vitfocus.treatments.operations import Surgeon
 from vitfocus.treatments.surgery import handles
 
 
 @dataclass(frozen=True)
 class ContextBroadcasting(Treatment):
-    """Context Broadcasting (`cb`), or with a learned scale a channel (`cbs`).
+    """Context Broadcasting (`cb`), also with one learned scale per channel (`cbs`).
 
-    `site` and `position` say where: behind the MLP by default, as the paper concludes; `mid` lies between the two
-    linear layers, behind the activation (of the MLP), or before the output projection (of attention). `layers` is
-    "all", "inner" (not the blocks that feed a pyramid), "upper" (the upper half), "upper:K" (the last K) or a list,
-    or several of these joined by "&", which selects the blocks that are in all of them.
-    `tokens` limits both the mean and the tokens that receive it: "image" leaves prefix tokens alone; in a
-    vision-language model "image" and "text" are the two groups, each of which may have a treatment of its own. Padding
-    never enters a mean.
+    Args:
+        variant: "mean", "scaled", "gate" or "hybrid", as defined at the top of this module.
+        site: Whether it acts on the "mlp", the "attention" or "both".
+        position: At the "end" of the site, as the paper recommends, at its "front", or in the "mid": between the two
+            linear layers of the MLP, after the activation, or before the output projection of attention.
+        layers: "all", "upper" (the upper half), "upper:K" (the last K blocks), "inner" (not the blocks that feed a
+            feature pyramid), a list of block numbers, or several of these joined by "&".
+        tokens: The tokens that enter the mean and receive it. "image" excludes prefix tokens; in a vision-language
+            model "image" and "text" are the two groups, and each may have its own treatment. Padding tokens are always
+            excluded.
+
+    Example:
+        >>> str(ContextBroadcasting(variant="scaled", layers="upper&inner"))
+        'cbs(layers=upper&inner)'
     """
 
     name: ClassVar[str] = "cb"
@@ -69,7 +76,7 @@ class ContextBroadcasting(Treatment):
 
 
 class ContextBroadcast(nn.Module):
-    """The module that is inserted: tokens in, tokens out.
+    """The inserted module: tokens in, tokens of the same shape out.
 
     >>> module = ContextBroadcast(ContextBroadcasting(), "BNC", width=2)
     >>> module(torch.tensor([[[0.0, 0.0], [2.0, 4.0]]]))
@@ -85,7 +92,7 @@ class ContextBroadcast(nn.Module):
         layout: str,
         width: int,
         prefix_tokens: int = 0,
-        notes: CallNotes | None = None,
+        context: ForwardContext | None = None,
     ) -> None:
         super().__init__()
         self.variant = config.variant
@@ -93,13 +100,13 @@ class ContextBroadcast(nn.Module):
         self.layout = layout
         self.axes = arithmetic.TOKEN_AXES[layout]
         self.prefix_tokens = prefix_tokens
-        self.notes = notes
+        self.context = context
         scale = nn.Parameter(torch.zeros(width)) if config.variant == "scaled" else None
         self.register_parameter("context_scale", scale)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(B, N, C), (B, H, W, C) or (B, C, H, W), as the place it stands at has it; the same comes out."""
-        valid = self.notes.valid if self.notes is not None else None
+        """Tokens (B, N, C), (B, H, W, C) or (B, C, H, W), in the layout of the port; the shape is kept."""
+        valid = self.context.valid if self.context is not None else None
         if self.tokens == "all" or self.layout != "BNC":
             return self._broadcast(tokens, valid)
         start, stop = self._group(tokens.shape[1])
@@ -107,9 +114,9 @@ class ContextBroadcast(nn.Module):
         return torch.cat((tokens[:, :start], part, tokens[:, stop:]), dim=1)
 
     def _group(self, count: int) -> tuple[int, int]:
-        if self.notes is None or self.notes.text_tokens is None:
+        if self.context is None or self.context.text_tokens is None:
             return self.prefix_tokens, count
-        return (0, self.notes.text_tokens) if self.tokens == "text" else (self.notes.text_tokens, count)
+        return (0, self.context.text_tokens) if self.tokens == "text" else (self.context.text_tokens, count)
 
     def _broadcast(self, tokens: Tensor, valid: Tensor | None) -> Tensor:
         if self.variant == "gate":
@@ -131,7 +138,7 @@ class ContextBroadcast(nn.Module):
 
 
 def fits_kernel(tokens: Tensor, layout: str) -> bool:
-    """Whether the kernel takes these tokens: channels last, on a GPU, and nobody exports the model."""
+    """Whether the kernel takes these tokens: channels last, on a GPU, and not during an export."""
     return layout != "BCHW" and not exporting() and chosen(tokens) == "triton"
 
 
@@ -143,17 +150,17 @@ def insert_context(config: ContextBroadcasting, anatomy: Anatomy, surgeon: Surge
     trunk = surgeon.ports(anatomy.trunk, *places)
     chosen = choose_blocks(config.layers, trunk)
     _refuse_missing_tokens(config, anatomy, [block for block in chosen if not _class_token_at(block, places)])
-    notes = note_sequence(anatomy, surgeon)
+    context = track_sequence(anatomy, surgeon)
     for block in chosen:
         for site, place in zip(sites, places, strict=True):
             port: Port = block.ports[place]
             prefix_tokens = block.prefix_tokens if port.layout == "BNC" else 0
-            module = ContextBroadcast(config, port.layout, port.width, prefix_tokens, notes)
+            module = ContextBroadcast(config, port.layout, port.width, prefix_tokens, context)
             surgeon.gate(port, surgeon.add(block, _name(block, site, config), module))
 
 
 def _name(block: Block, site: str, config: ContextBroadcasting) -> str:
-    """The submodule's name; beside the broadcasting of the other group of tokens it has its group's."""
+    """The submodule's name, which includes the token group if the other group is treated too."""
     name = f"context_{site}"
     there = getattr(block.host, name + block.suffix, None)
     groups = {config.tokens, getattr(there, "tokens", None)}
@@ -161,7 +168,7 @@ def _name(block: Block, site: str, config: ContextBroadcasting) -> str:
 
 
 def _class_token_at(block: Block, places: list[str]) -> bool:
-    """Whether the class token passes all these places: where tokens lie as an image, it does not."""
+    """Whether the class token is among the tokens at all these places; it is not if they are laid out as an image."""
     return block.class_token and all(block.ports[place].layout == "BNC" for place in places)
 
 

@@ -1,7 +1,7 @@
-"""One more half-block behind the last: the experiment of Figure 3 in the Context Broadcasting paper.
+"""One more half-block after the last: the experiment of Figure 3 in the Context Broadcasting paper.
 
-Is a ViT served better by one more attention or by one more MLP? Both are made to cost about the same: attention has 4d²
-weights, so the MLP is given a hidden width of 2d.
+It asks whether one more attention or one more MLP helps a ViT more. Both cost about the same: attention has 4d²
+weights, so the MLP has a hidden width of 2d.
 """
 
 from __future__ import annotations
@@ -21,7 +21,15 @@ from vitfocus.treatments.surgery import handles
 
 @dataclass(frozen=True)
 class ExtraBlock(Treatment):
-    """One more attention or MLP behind the last block (`extra`), with its norm and its shortcut."""
+    """One more attention or MLP after the last block (`extra`), with its norm and its shortcut.
+
+    Args:
+        kind: "attention" or "mlp".
+
+    Example:
+        >>> str(ExtraBlock(kind="mlp"))
+        'extra(kind=mlp)'
+    """
 
     name: ClassVar[str] = "extra"
     label: ClassVar[str] = "+"
@@ -55,7 +63,7 @@ class HalfBlock(nn.Module):
 
 @handles(ExtraBlock)
 def insert_extra_block(config: ExtraBlock, anatomy: Anatomy, surgeon: Surgeon) -> None:
-    """Hang a half-block on the last block's output."""
+    """Put a half-block after the last block."""
     last = anatomy.trunk[-1]
     heads: Any = getattr(last.attention, "num_heads", getattr(last.attention, "num_attention_heads", None))
     if last.layout != "BNC" or last.attention_kind != "global" or heads is None or anatomy.text is not None:

@@ -36,15 +36,15 @@ class AddModule:
     left: tuple[Any, ...] = ()
 
     def apply(self) -> None:
-        """Attach the submodule; what was done to its host in the meantime is done to it too."""
+        """Attach the submodule, moved to the device, dtype and mode that its host has now."""
         if self.left:
             follow(self.module, self.host, self.left)
         self.host.add_module(self.name, self.module)
 
     def revert(self) -> None:
-        """Detach it; a loss that it holds is of the past then."""
+        """Detach it and drop a loss that it holds."""
         del self.host._modules[self.name]
-        self.left = circumstances(self.host)
+        self.left = placement_of(self.host)
         forget = getattr(self.module, "forget", None)
         if forget is not None:
             forget()
@@ -52,7 +52,7 @@ class AddModule:
 
 @dataclass(eq=False)
 class SwapModule:
-    """Another module in an existing one's place."""
+    """A module replaced by another."""
 
     host: nn.Module
     name: str
@@ -69,22 +69,22 @@ class SwapModule:
         self._swap(self.module, self.original[0])
 
     def _swap(self, out: nn.Module, into: nn.Module) -> None:
-        """What was done to the one that goes, since it came, is done to the one that comes."""
+        """Exchange the two, moving the new one to the device, dtype and mode of the old one."""
         if self.since:
             follow(into, out, self.since)
-        self.since = circumstances(out)
+        self.since = placement_of(out)
         self.host._modules[self.name] = into
 
 
-def circumstances(module: nn.Module) -> tuple[Any, ...]:
-    """A module's mode, device and precision."""
+def placement_of(module: nn.Module) -> tuple[Any, ...]:
+    """A module's mode, device and dtype."""
     placed = next((p for p in module.parameters() if p.is_floating_point()), None)
     return module.training, placed.device if placed is not None else None, placed.dtype if placed is not None else None
 
 
 def follow(module: nn.Module, leader: nn.Module, before: tuple[Any, ...]) -> None:
-    """Bring a module to where its leader has gone since `before`."""
-    mode, device, dtype = circumstances(leader)
+    """Move a module to the leader's mode, device and dtype if these have changed since `before`."""
+    mode, device, dtype = placement_of(leader)
     if mode != before[0]:
         module.train(mode)
     if device is not None and (device, dtype) != before[1:]:
@@ -93,7 +93,7 @@ def follow(module: nn.Module, leader: nn.Module, before: tuple[Any, ...]) -> Non
 
 @dataclass(eq=False)
 class AddHook:
-    """A hook before or behind a module."""
+    """A hook on the input or the output of a module."""
 
     module: nn.Module
     side: str
@@ -124,12 +124,12 @@ class Override:
     inner: Any = None
 
     def apply(self) -> None:
-        """Install the replacement, remembering an earlier one."""
+        """Install the replacement and remember an earlier one."""
         self.inner = self.module.__dict__.get(self.name)
         self.module.__dict__[self.name] = self.replacement
 
     def revert(self) -> None:
-        """Give the class's own method, or the earlier replacement, back."""
+        """Restore the class's method or the earlier replacement."""
         if self.inner is None:
             del self.module.__dict__[self.name]
         else:
@@ -162,7 +162,7 @@ class OutputGate:
 
 
 class MethodGate:
-    """Stands in for a method: the original, given treated tokens."""
+    """Replaces a method: calls the original with treated tokens."""
 
     def __init__(self, owner: nn.Module, method: str, treat: nn.Module) -> None:
         self.owner = owner
@@ -178,7 +178,7 @@ class MethodGate:
 
 @dataclass(eq=False)
 class Surgeon:
-    """Carries out a treatment's operations one by one and keeps count of them."""
+    """Applies the operations of one treatment and records them, so that they can be undone."""
 
     treatment: Treatment
     operations: list[Operation] = field(default_factory=list)
@@ -189,7 +189,7 @@ class Surgeon:
         self.operations.append(operation)
 
     def add(self, block: Block, name: str, module: nn.Module) -> nn.Module:
-        """Add a submodule to a block, on the block's device and in its precision and mode."""
+        """Add a submodule to a block, with the device, dtype and mode of the block."""
         name += block.suffix
         if hasattr(block.host, name):
             raise VitfocusError(f"{self.treatment.name} is applied to {block.name} already; untreat the model first.")
@@ -223,7 +223,7 @@ class Surgeon:
             operation.apply()
 
     def ports(self, blocks: Sequence[Block], *names: str) -> list[Block]:
-        """Those of the blocks that offer all the ports; warns of blocks left out, refuses where none is left."""
+        """The blocks that have all these ports; warns about blocks left out and raises if none is left."""
         able = [block for block in blocks if all(name in block.ports for name in names)]
         if not able:
             raise VitfocusError(

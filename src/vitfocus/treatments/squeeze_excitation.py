@@ -1,4 +1,4 @@
-"""Squeeze-and-excitation behind the MLP, the baseline of Context Broadcasting's Table 3.
+"""Squeeze-and-excitation after the MLP, the baseline of Context Broadcasting's Table 3.
 
 The mean token m is squeezed to d/r channels and expanded to a gate: x_i ⊙ σ(W₂ ReLU(W₁ m)) (Hu et al., CVPR 2018).
 """
@@ -14,14 +14,24 @@ from vitfocus.anatomy import Anatomy
 from vitfocus.core.errors import VitfocusError
 from vitfocus.kernels.context.op import TOKEN_AXES, token_mean
 from vitfocus.treatments.base import Layers, Treatment, choose_blocks, layers_option
-from vitfocus.treatments.forward_context import CallNotes, note_sequence
+from vitfocus.treatments.forward_context import ForwardContext, track_sequence
 from vitfocus.treatments.operations import Surgeon
 from vitfocus.treatments.surgery import handles
 
 
 @dataclass(frozen=True)
 class SqueezeExcitation(Treatment):
-    """Squeeze-and-excitation (`se`) at the end of the MLP, squeezing the channels by `reduction`."""
+    """Squeeze-and-excitation (`se`) at the end of the MLP.
+
+    Args:
+        reduction: Factor by which the channels are squeezed.
+        layers: "all", "upper" (the upper half), "upper:K" (the last K blocks), "inner" (not the blocks that feed a
+            feature pyramid), a list of block numbers, or several of these joined by "&".
+
+    Example:
+        >>> str(SqueezeExcitation(reduction=8))
+        'se(reduction=8)'
+    """
 
     name: ClassVar[str] = "se"
     label: ClassVar[str] = "SE"
@@ -43,24 +53,24 @@ class SqueezeExcitation(Treatment):
 
 
 class ChannelGate(nn.Module):
-    """The module that is inserted.
+    """The inserted module.
 
     >>> import torch
     >>> ChannelGate(8, 4, "BNC")(torch.ones(2, 5, 8)).shape
     torch.Size([2, 5, 8])
     """
 
-    def __init__(self, width: int, reduction: int, layout: str, notes: CallNotes | None = None) -> None:
+    def __init__(self, width: int, reduction: int, layout: str, context: ForwardContext | None = None) -> None:
         super().__init__()
-        self.notes = notes
+        self.context = context
         self.axes = TOKEN_AXES[layout]
         self.channels_first = layout == "BCHW"
         self.squeeze = nn.Linear(width, max(1, width // reduction))
         self.expand = nn.Linear(max(1, width // reduction), width)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens in the layout of the place it stands at; the same comes out."""
-        mean = token_mean(tokens, self.axes, self.notes.valid if self.notes is not None else None)
+        """Tokens in the layout of the port; the shape is kept."""
+        mean = token_mean(tokens, self.axes, self.context.valid if self.context is not None else None)
         if self.channels_first:
             mean = mean.movedim(1, -1)
         gate = self.expand(self.squeeze(mean).relu()).sigmoid()
@@ -69,9 +79,9 @@ class ChannelGate(nn.Module):
 
 @handles(SqueezeExcitation)
 def insert_squeeze(config: SqueezeExcitation, anatomy: Anatomy, surgeon: Surgeon) -> None:
-    """Put a gate behind the MLP of every chosen block."""
-    notes = note_sequence(anatomy, surgeon)
+    """Put a `ChannelGate` after the MLP of every chosen block."""
+    context = track_sequence(anatomy, surgeon)
     for block in choose_blocks(config.layers, surgeon.ports(anatomy.trunk, "mlp.end")):
         port = block.ports["mlp.end"]
-        gate = ChannelGate(port.width, config.reduction, port.layout, notes)
+        gate = ChannelGate(port.width, config.reduction, port.layout, context)
         surgeon.gate(port, surgeon.add(block, "squeeze_excitation", gate))

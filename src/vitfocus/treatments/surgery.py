@@ -1,8 +1,7 @@
-"""Surgery: put treatments into a model in place, and take them out again without a trace.
+"""Insert treatments into a model in place, and remove them again without a trace.
 
-Nothing existing is renamed or rewritten. A treatment is added as a submodule of the block it acts on and reached
-through a hook at a port of that block; the few operations that made it so are kept on the model, each of which can undo
-itself.
+Nothing that exists is renamed or rewritten. A treatment is added as a submodule of the block it acts on and is called
+by a hook at a port of that block. The operations that did this are kept on the model, and each can undo itself.
 """
 
 from __future__ import annotations
@@ -41,17 +40,27 @@ def handles(config: type[Treatment]) -> Callable[[_Handler], _Handler]:
 
 
 def treat_(model: Model, *treatments: Treatment | str) -> Model:
-    """Insert treatments into a model in place, in the order given, and return the model.
+    """Insert treatments into a model in place.
 
-    Each may be a record or its spec ("cb(layers=upper)"). If one of them cannot be applied, none is. Where the model is
-    trained and a treatment changes what it computes, a `VitfocusWarning` says so and names the form that would not.
+    If one of them cannot be applied, none is. If the weights are trained and a treatment changes what the model
+    computes, a `VitfocusWarning` says so and names the form that does not.
 
-    >>> import timm, vitfocus as vf
-    >>> model = timm.create_model("vit_tiny_patch16_224", depth=2)
-    >>> model = vf.treat_(model, vf.ContextBroadcasting(variant="scaled"), "tap(branches=2)")
-    >>> vf.applied(model)
-    [ContextBroadcasting(variant='scaled', site='mlp', position='end', layers='all', tokens='all'), \
-TokenAwarePooling(mode='dilation', branches=2, layers='all', init='default')]
+    Args:
+        model: A vision transformer, or a model that contains exactly one.
+        *treatments: Records such as `ContextBroadcasting()` or specs such as "cb(layers=upper)+adl", in order.
+
+    Returns:
+        The same model.
+
+    Raises:
+        VitfocusError: The model is not supported, or a treatment does not fit it.
+
+    Example:
+        >>> import timm, vitfocus as vf
+        >>> model = timm.create_model("vit_tiny_patch16_224", depth=2)
+        >>> model = vf.treat_(model, vf.ContextBroadcasting(variant="scaled"), "tap(branches=2)")
+        >>> [str(treatment) for treatment in vf.applied(model)]
+        ['cbs', 'tap(branches=2)']
     """
     configs = [c for one in treatments for c in (parse_treatments(one) if isinstance(one, str) else [_checked(one)])]
     insert_all(model, configs)
@@ -60,7 +69,7 @@ TokenAwarePooling(mode='dilation', branches=2, layers='all', init='default')]
 
 
 def insert_all(model: nn.Module, configs: Sequence[Treatment]) -> None:
-    """`treat_`, for weights that were trained with these treatments or are yet to come."""
+    """Like `treat_`, for weights that were trained with these treatments or are loaded afterwards."""
     if isinstance(model, DistributedDataParallel):
         raise VitfocusError(
             "Treat the model before wrapping it in DistributedDataParallel, which counts parameters once."
@@ -92,7 +101,7 @@ def insert_all(model: nn.Module, configs: Sequence[Treatment]) -> None:
 
 
 def note_insertion(model: nn.Module, configs: Sequence[Treatment]) -> None:
-    """Where a model is trained, mark it as carrying treatments since, and warn of those that change its function."""
+    """Mark a trained model as carrying new treatments, and warn about those that change what it computes."""
     if not configs or not is_trained(anatomy(model).root):
         return
     mark_inserted(model, [str(config) for config in configs])
@@ -114,7 +123,23 @@ def _changes(configs: Sequence[Treatment]) -> str:
 
 
 def untreat_(model: Model) -> Model:
-    """Take every treatment out of a model in place: outputs and state-dict names are the original's, bit for bit."""
+    """Remove every treatment from a model in place.
+
+    Outputs and state-dict names are those of the original, bit for bit; the original's weights keep what they learned
+    in the meantime.
+
+    Args:
+        model: A treated model; one without treatments is left as it is.
+
+    Returns:
+        The same model.
+
+    Example:
+        >>> import timm, vitfocus as vf
+        >>> model = vf.treat_(timm.create_model("vit_tiny_patch16_224", depth=1), "cb")
+        >>> vf.applied(vf.untreat_(model))
+        []
+    """
     _refuse_while_paused(model)
     for root in _treated_roots(model):
         for surgeon in _in_undo_order(root.__dict__.pop(_RECORD)):
@@ -126,13 +151,20 @@ def untreat_(model: Model) -> Model:
 
 @contextmanager
 def untreated(model: nn.Module) -> Iterator[nn.Module]:
-    """Within the context the model is the original; on the way out, exceptions included, it is treated again.
+    """A context in which a model is the original. On exit, after exceptions too, it is treated again.
 
-    >>> import timm, vitfocus as vf
-    >>> model = vf.treat_(timm.create_model("vit_tiny_patch16_224", depth=1), "cbs")
-    >>> with vf.untreated(model):
-    ...     print(any("context" in name for name in model.state_dict()))
-    False
+    Args:
+        model: A treated model.
+
+    Yields:
+        The same model, without its treatments.
+
+    Example:
+        >>> import timm, vitfocus as vf
+        >>> model = vf.treat_(timm.create_model("vit_tiny_patch16_224", depth=1), "cbs")
+        >>> with vf.untreated(model):
+        ...     print(any("context" in name for name in model.state_dict()))
+        False
     """
     roots = [(root, root.__dict__.pop(_RECORD), root.__dict__.pop(MARK, None)) for root in _treated_roots(model)]
     for root, record, _ in roots:
@@ -153,17 +185,29 @@ def untreated(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def applied(model: nn.Module) -> list[Treatment]:
-    """The treatments a model carries, in order."""
+    """The treatments of a model, in the order in which they were given.
+
+    Args:
+        model: Any model.
+
+    Returns:
+        The records; an empty list for a model without treatments.
+
+    Example:
+        >>> import timm, vitfocus as vf
+        >>> vf.applied(vf.treat_(timm.create_model("vit_tiny_patch16_224", depth=1), "adl"))[0].threshold
+        2.0
+    """
     return [surgeon.treatment for surgeon in surgeons(model)]
 
 
 def surgeons(model: nn.Module) -> list[Surgeon]:
-    """What was done to a model for each of its treatments, in order."""
+    """The surgeons that inserted a model's treatments, in the order of the treatments."""
     return [surgeon for root in _treated_roots(model) for surgeon in root.__dict__[_RECORD]]
 
 
 def added_names(model: nn.Module, by: Surgeon | None = None) -> set[str]:
-    """The state-dict names that treatments, or just one of them, added, or whose shapes they changed."""
+    """The state-dict names that all treatments, or one of them, added or changed in shape."""
     owners = {module: name for name, module in unwrap(model).named_modules()}
     names = set()
     for surgeon in surgeons(model) if by is None else [by]:
@@ -176,7 +220,7 @@ def added_names(model: nn.Module, by: Surgeon | None = None) -> set[str]:
 
 def _refuse_while_paused(model: nn.Module) -> None:
     if any(_PAUSED in module.__dict__ for module in unwrap(model).modules()):
-        raise VitfocusError("Inside `untreated` the model's treatments only rest: treat or untreat it outside.")
+        raise VitfocusError("Inside `untreated` a model cannot be treated or untreated: do it outside.")
 
 
 def _checked(treatment: object) -> Treatment:
@@ -205,10 +249,10 @@ def _anatomy_for(model: nn.Module, config: Treatment) -> Anatomy:
 
 
 def _forget_compiled_code() -> None:
-    """Code that torch.compile made before the surgery does not know of it.
+    """Discard what torch.compile compiled before the surgery, and make dynamo guard on hooks.
 
-    Nor, left alone, would dynamo tell a treated model from a plain one of its class afterwards and run the code of the
-    one for the other: by default it does not guard on hooks, so it is told to.
+    By default dynamo does not guard on hooks, so it could run the code of a plain model for a treated one of the same
+    class, or the reverse.
     """
     import torch._dynamo
 

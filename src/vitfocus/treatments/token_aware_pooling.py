@@ -1,8 +1,8 @@
-"""Token-aware Average Pooling: let each token choose how far around itself to look before attention.
+"""Token-aware Average Pooling: each token chooses how large a neighbourhood to average before attention.
 
 "Robustifying Token Attention for Vision Transformers" (Guo et al., ICCV 2023), section 3.2. A small predictor gives
 each token K weights, softmax(conv3×3(BN(conv3×3(x)))), and the token becomes Σ_k w_k · pool_k(x), where branch 0 is
-the token itself and branch k a 3×3 mean with dilation k (or, as the paper's variant, a (2k+1)² mean). It stands before
+the token itself and branch k a 3×3 mean with dilation k (or, as the paper's variant, a (2k+1)² mean). It comes before
 the norm before attention; the shortcut keeps the un-pooled tokens. The fixed poolings and convolutions of the paper's
 Table 1 are here as baselines.
 """
@@ -20,18 +20,18 @@ from vitfocus.core.errors import VitfocusError
 from vitfocus.kernels.backends import chosen, exporting
 from vitfocus.kernels.pooling.op import box_mean, dilated_mean, mix_dilated, mix_poolings, predict_scores
 from vitfocus.treatments.base import Layers, Treatment, choose_blocks, layers_option, option
-from vitfocus.treatments.forward_context import CallNotes, note_image_size
+from vitfocus.treatments.forward_context import ForwardContext, track_image_size
 from vitfocus.treatments.operations import Surgeon
 from vitfocus.treatments.surgery import handles
 
-#: The kernel unrolls its branches; more than the paper ever tried go the plain way.
+#: The kernel unrolls its branches; more of them than the paper tried use plain PyTorch.
 MOST_BRANCHES = 8
 
 #: The modes that mix branches by predicted weights, and those that learn something.
 _MIXING = ("dilation", "kernel")
 _LEARNED = (*_MIXING, "conv3", "conv5")
 
-#: How far the identity branch's logit stands above the others under `near_identity`: e⁻¹² ≈ 6e-6 of the weight leaks.
+#: How far the identity branch's logit exceeds the others with `near_identity`: e⁻¹² ≈ 6e-6 of the weight leaks.
 _IDENTITY_MARGIN = 12.0
 
 
@@ -39,9 +39,18 @@ _IDENTITY_MARGIN = 12.0
 class TokenAwarePooling(Treatment):
     """Token-aware Average Pooling (`tap`).
 
-    `mode`: "dilation" is the method, "kernel" its multi-kernel variant, the rest fixed baselines. `branches` is K, for
-    those two. `layers`: "all", "shallow" (the first 30 %), "deep" (the rest) or a list. `init="near_identity"` starts
-    with almost all weight on the token itself, so that a pretrained model's output is kept; not for averages.
+    Args:
+        mode: "dilation" is the method, "kernel" its multi-kernel variant; "average3", "average5", "conv3" and "conv5"
+            are the fixed baselines of Table 1.
+        branches: K, the number of branches of "dilation" and "kernel".
+        layers: "all", "shallow" (the first 30 %), "deep" (the rest), "inner" (not the blocks that feed a feature
+            pyramid), a list of block numbers, or several of these joined by "&".
+        init: "near_identity" puts almost all weight on the token itself at first, which keeps the output of trained
+            weights; not for the averages.
+
+    Example:
+        >>> str(TokenAwarePooling(branches=2, layers=[0, 1]))
+        'tap(branches=2,layers=[0,1])'
     """
 
     name: ClassVar[str] = "tap"
@@ -73,24 +82,24 @@ class TokenAwarePooling(Treatment):
 
 
 class TokenPooling(nn.Module):
-    """The base of what is inserted: brings the tokens into (B, C, H, W), pools, and brings them back.
+    """Base class of the inserted modules: reshapes tokens to (B, C, H, W), pools, and reshapes them back.
 
-    Prefix tokens pass by. The grid follows from the size of the image that entered the model.
+    Prefix tokens are left unchanged. The grid follows from the size of the image that entered the model.
     """
 
-    def __init__(self, layout: str, prefix_tokens: int, rule: GridRule, notes: CallNotes | None) -> None:
+    def __init__(self, layout: str, prefix_tokens: int, rule: GridRule, context: ForwardContext | None) -> None:
         super().__init__()
         self.layout = layout
         self.prefix_tokens = prefix_tokens
         self.rule = rule
-        self.notes = notes
+        self.context = context
 
     def pool(self, image: Tensor) -> Tensor:
         """(B, C, H, W) to the same."""
         raise AssertionError("a subclass pools")
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(B, N, C), (B, H, W, C) or (B, C, H, W), as the place it stands at has it; the same comes out."""
+        """Tokens (B, N, C), (B, H, W, C) or (B, C, H, W), in the layout of the port; the shape is kept."""
         if self.layout == "BCHW":
             return self.pool(tokens)
         if self.layout == "BHWC":
@@ -102,15 +111,15 @@ class TokenPooling(nn.Module):
         return torch.cat((prefix, pooled), dim=1) if self.prefix_tokens else pooled
 
     def _grid(self, count: int) -> tuple[int, int]:
-        if self.notes is None or self.notes.image_size is None:
+        if self.context is None or self.context.image_size is None:
             raise VitfocusError(
                 "Token-aware Average Pooling was given tokens without an image, so it does not know the grid."
             )
-        rows, columns = self.rule(self.notes.image_size)
+        rows, columns = self.rule(self.context.image_size)
         if rows * columns != count:
             raise VitfocusError(
                 f"Token-aware Average Pooling needs all {rows}×{columns} patch tokens of the image and was given "
-                f"{count}: tokens that were dropped on the way have no neighbours."
+                f"{count}: it cannot be used where tokens are dropped."
             )
         return rows, columns
 
@@ -136,7 +145,7 @@ class DilationPredictor(TokenPooling):
             self._start_near_identity(count)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """As every pooling; where the kernel can run, on tokens as they lie."""
+        """Like every pooling; where the kernel can run, without reshaping the tokens."""
         first, norm, second = self.proj
         assert isinstance(first, nn.Conv2d) and isinstance(second, nn.Conv2d)
         if not self.dilated or not fits_kernel(tokens, self.layout, first.out_channels):
@@ -157,7 +166,7 @@ class DilationPredictor(TokenPooling):
 
     @torch.no_grad()
     def _start_near_identity(self, count: int) -> None:
-        """The batch norm starts constant, so that the second convolution can favour branch 0 for any input."""
+        """Make the batch norm's output constant, so that the second convolution favours branch 0 for any input."""
         _, norm, conv = self.proj
         assert isinstance(norm, nn.BatchNorm2d) and isinstance(conv, nn.Conv2d)
         nn.init.zeros_(norm.weight)
@@ -168,7 +177,7 @@ class DilationPredictor(TokenPooling):
 
 
 def fits_kernel(tokens: Tensor, layout: str, branches: int) -> bool:
-    """Whether the fused kernel takes these tokens: they lie channels last, on a GPU, and nobody exports the model."""
+    """Whether the fused kernel takes these tokens: channels last, on a GPU, and not during an export."""
     if layout == "BCHW" or branches > MOST_BRANCHES or exporting():
         return False
     return chosen(tokens) == "triton"
@@ -211,15 +220,15 @@ def insert_pooling(config: TokenAwarePooling, anatomy: Anatomy, surgeon: Surgeon
             f"token attention (its blocks: {kinds})."
         )
     chosen = choose_blocks(config.layers, surgeon.ports(attending, "pool"))
-    notes = note_image_size(anatomy, surgeon)
+    context = track_image_size(anatomy, surgeon)
     for block in chosen:
         name = "dilation_predictor" if config.mode in _MIXING else "local_pooling"
-        surgeon.gate(block.ports["pool"], surgeon.add(block, name, _build(config, block, notes)))
+        surgeon.gate(block.ports["pool"], surgeon.add(block, name, _build(config, block, context)))
 
 
-def _build(config: TokenAwarePooling, block: Block, notes: CallNotes) -> TokenPooling:
+def _build(config: TokenAwarePooling, block: Block, context: ForwardContext) -> TokenPooling:
     port = block.ports["pool"]
-    where = (port.layout, block.prefix_tokens, block.grid_rule, notes)
+    where = (port.layout, block.prefix_tokens, block.grid_rule, context)
     if config.mode in _MIXING:
         return DilationPredictor(config, port.width, *where)
     radius = int(config.mode[-1]) // 2

@@ -1,9 +1,9 @@
-"""Uniform heads: attention in which some channels are given the mean of the values instead of attending.
+"""Uniform heads: attention in which some channels receive the mean of the values.
 
-Rows A, B and C of Table 1 in "Scratching Visual Transformer's Back with Uniform Attention". A (`replace`): one head
-gives up its queries and keys and averages. B (`replace_matched`): the same, with the remaining heads' queries and keys
-widened until the parameters are those of the original again. C (`append`): the attention's width is doubled and the
-added half averages; its queries and keys are counted in the paper's 29M and, like there, never read.
+Rows A, B and C of Table 1 in "Scratching Visual Transformer's Back with Uniform Attention". A (`replace`): one head has
+no queries and keys and averages. B (`replace_matched`): the same, with the queries and keys of the other heads widened
+so that the number of parameters is that of the original. C (`append`): the width of the attention is doubled and the
+added half averages; its queries and keys count among the paper's 29M parameters and are never read, as in the paper.
 """
 
 from __future__ import annotations
@@ -26,7 +26,15 @@ _VIT_ATTENTION = "timm.layers.attention.Attention"
 
 @dataclass(frozen=True)
 class UniformHead(Treatment):
-    """Uniform attention in place of heads (`uniform`): changes its width, so it is for training from scratch."""
+    """Uniform attention instead of heads (`uniform`); it changes the width, so it is for training from scratch.
+
+    Args:
+        mode: "replace", "replace_matched" or "append": rows A, B and C of the paper's Table 1.
+
+    Example:
+        >>> str(UniformHead(mode="append"))
+        'uniform(mode=append)'
+    """
 
     name: ClassVar[str] = "uniform"
     label: ClassVar[str] = "uni"
@@ -40,7 +48,7 @@ class UniformHead(Treatment):
 class UniformHeadAttention(nn.Module):
     """Multi-head attention whose last head, or whole second half, is the mean of its values.
 
-    Built from a ViT's attention, whose weights it starts from where the shapes agree.
+    It is built from a ViT's attention and starts from its weights where the shapes agree.
     """
 
     def __init__(self, original: Any, mode: str) -> None:
