@@ -28,7 +28,6 @@ from vitfocus.tasks.building import build_model
 from vitfocus.train import Recipe, load_recipe
 from vitfocus.train.optimiser import create_optimiser
 from vitfocus.train.run import assemble_run
-from vitfocus.train.signals import StopWish
 
 
 def main() -> None:
@@ -44,13 +43,12 @@ def main() -> None:
         ["device=cpu", "train_length=2000", "val_length=100", "checkpoint_minutes=0", "epochs=1000", *args.overrides],
     )
     with tempfile.TemporaryDirectory() as folder:
-        engine = assemble_run(recipe, folder)
-        parts = engine.begin(stop=count)
-        wish = StopWish()
+        trainer = assemble_run(recipe, folder)
+        batches = trainer.start(stop=count)
 
         def engine_step() -> None:
-            engine.one_step(parts)
-            engine.after_step(0, wish)
+            trainer.train_step(batches)
+            trainer.after_step(0)
 
         bare_step = by_hand(recipe)
         times: dict[str, list[float]] = {"engine": [], "bare": []}

@@ -43,7 +43,7 @@ KINDS = {
 
 
 def running(spec: str, batch: int, *keys: str) -> tuple[Any, Any, tempfile.TemporaryDirectory[str]]:
-    """An engine whose step is compiled, what its steps take their batches from, and its folder."""
+    """A trainer whose step is compiled, what its steps take their batches from, and its folder."""
     from vitfocus.train import load_recipe
     from vitfocus.train.run import assemble_run
 
@@ -57,39 +57,36 @@ def running(spec: str, batch: int, *keys: str) -> tuple[Any, Any, tempfile.Tempo
     ]
     recipe = load_recipe("cifar100", [*overrides, "model.arguments.num_classes=100", "checkpoint_minutes=0", *keys])
     folder = tempfile.TemporaryDirectory()
-    engine = assemble_run(recipe, folder.name)
-    parts = engine.begin(stop=10_000)
+    trainer = assemble_run(recipe, folder.name)
+    batches = trainer.start(stop=10_000)
     for _ in range(10):
-        engine.one_step(parts)
+        trainer.train_step(batches)
     torch.cuda.synchronize()
-    return engine, parts, folder
+    return trainer, batches, folder
 
 
 def prepare(spec: str, batch: int, compiled: str) -> tuple[None, Callable[[int], float]]:
     """A run whose step is compiled and recorded, and how to time it."""
-    from vitfocus.train.signals import StopWish
-
-    engine, parts, folder = running(spec, batch, f"compile={compiled}")
-    wish = StopWish()
+    trainer, batches, folder = running(spec, batch, f"compile={compiled}")
 
     def seconds(steps: int, held: Any = folder) -> float:
         begin = time.perf_counter()
         for _ in range(steps):
-            engine.one_step(parts)
-            engine.after_step(0, wish)
+            trainer.train_step(batches)
+            trainer.after_step(0)
         torch.cuda.synchronize()
         return (time.perf_counter() - begin) / steps
 
     return None, seconds
 
 
-def by_kind(engine: Any, parts: Any, steps: int = 4) -> dict[str, float]:
+def by_kind(trainer: Any, batches: Any, steps: int = 4) -> dict[str, float]:
     """Milliseconds of a step, by kind of kernel."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as taken:
         for _ in range(steps):
-            engine.one_step(parts)
+            trainer.train_step(batches)
         torch.cuda.synchronize()
     found = dict.fromkeys(KINDS, 0.0)
     for event in taken.key_averages():
@@ -129,8 +126,8 @@ def main() -> None:
         "versions": versions("accelerate", "python"),
     }
     if args.kernels:
-        engine, parts, folder = running(*CASES["ViT-Ti/4, batch 512"], f"compile={compiled}", "record=no")
-        result["ms_of_a_step"] = by_kind(engine, parts)
+        trainer, batches, folder = running(*CASES["ViT-Ti/4, batch 512"], f"compile={compiled}", "record=no")
+        result["ms_of_a_step"] = by_kind(trainer, batches)
         for kind, taken in result["ms_of_a_step"].items():
             print(f"{taken:8.2f} ms  {kind}")
         folder.cleanup()

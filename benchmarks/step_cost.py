@@ -74,7 +74,7 @@ class Step:
 
     def __init__(self, case: str, variant: str, whole: bool = False) -> None:
         import vitfocus as vf
-        from vitfocus.train.compile_blocks import compile_blocks
+        from vitfocus.train.compile import compile_blocks
 
         name, size, batch = CASES[case]
         spec = "+".join(filter(None, [name, VARIANTS[variant]]))

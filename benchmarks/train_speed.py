@@ -38,9 +38,9 @@ from vitfocus.data.classification.loader import mend_posterize
 from vitfocus.tasks.building import build_model
 from vitfocus.tasks.classification.loss import Losses
 from vitfocus.train import Recipe, load_recipe
+from vitfocus.train.compile import compile_mode
 from vitfocus.train.optimiser import create_optimiser
-from vitfocus.train.run import assemble_run, compile_mode
-from vitfocus.train.signals import StopWish
+from vitfocus.train.run import assemble_run
 
 TINY = ["model.arguments={patch_size=8,embed_dim=24,depth=2,num_heads=2}", "batch=32", "train_length=512"]
 
@@ -181,12 +181,12 @@ def synthetic_step(recipe: Recipe, device: torch.device, total: int, folder: str
 
 
 def engine_step(recipe: Recipe, device: torch.device, total: int, folder: str) -> Callable[[], None]:
-    engine = assemble_run(recipe, folder)
-    parts, wish = engine.begin(stop=total), StopWish()
+    trainer = assemble_run(recipe, folder)
+    batches = trainer.start(stop=total)
 
     def step() -> None:
-        engine.one_step(parts)
-        engine.after_step(0, wish)
+        trainer.train_step(batches)
+        trainer.after_step(0)
 
     return step
 

@@ -105,11 +105,11 @@ def rows(folder: Path, kind: str = "train") -> list[dict[str, Any]]:
 # In a child process: die by SIGKILL as step `at` begins.
 KILL_AT = """
 import os, signal
-import vitfocus.train.engine as engine
-step = engine.Engine.one_step
+import vitfocus.train.trainer as trainer
+step = trainer.Trainer.train_step
 def dying(self, parts):
     if self.step == {at}:
         os.kill(os.getpid(), signal.{signal})
     return step(self, parts)
-engine.Engine.one_step = dying
+trainer.Trainer.train_step = dying
 """

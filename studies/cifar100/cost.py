@@ -32,8 +32,8 @@ class Step:
 
     def __init__(self, arm: Arm, setting: Setting, chosen: tuple[str, ...], folder: str) -> None:
         cuda = default_device().type == "cuda"
-        self.engine = assemble_run(recipe_of(Run(arm, 0), setting, chosen), folder)
-        self.parts = self.engine.begin(1 << 30)
+        self.trainer = assemble_run(recipe_of(Run(arm, 0), setting, chosen), folder)
+        self.batches = self.trainer.start(1 << 30)
         for _ in range(WARM_UP + 3 if cuda else 1):
             self()
         wait()
@@ -41,7 +41,7 @@ class Step:
         torch._dynamo.reset()
 
     def __call__(self) -> None:
-        self.engine.one_step(self.parts)
+        self.trainer.train_step(self.batches)
 
 
 def run_cost(setting: Setting, seconds_left: Callable[[], float], say: Callable[[str], None] = print) -> str:

@@ -289,15 +289,15 @@ def test_a_run_with_workers_is_stopped_and_goes_on_as_if_it_had_not(tmp_path: Pa
     data = ["source=shards", f"root={root}", "size=32", "train_length=0", "val_length=0", "batch=8", "workers=2"]
     everywhere = """
 import os, signal, multiprocessing
-import vitfocus.train.engine as engine
-step = engine.Engine.one_step
+import vitfocus.train.trainer as trainer
+step = trainer.Trainer.train_step
 def stopping(self, parts):
     step(self, parts)
     if self.step == 4:
         for child in multiprocessing.active_children():
             os.kill(child.pid, signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
-engine.Engine.one_step = stopping
+trainer.Trainer.train_step = stopping
 """
     whole = start(tmp_path / "whole", *data, *AUGMENTED).results()
     assert start(tmp_path / "run", *data, *AUGMENTED, code=everywhere).results()["steps"] == 4

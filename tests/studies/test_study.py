@@ -129,19 +129,19 @@ def test_every_arm_of_the_study_builds_and_is_named_once() -> None:
 
 
 def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vitfocus.train.engine import Engine
+    from vitfocus.train.trainer import Trainer
 
     setting, run, begun = setting_in(tmp_path), first_run("vit-s", "plain"), list[int]()
     choose(setting, shipped=1.0)
-    step = Engine.one_step
+    step = Trainer.train_step
 
-    def stopping(self: Engine, parts: Any) -> None:
+    def stopping(self: Trainer, batches: Any) -> None:
         begun.append(self.step)
-        step(self, parts)
+        step(self, batches)
         if begun == [0, 1]:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(Engine, "one_step", stopping)
+    monkeypatch.setattr(Trainer, "train_step", stopping)
     with pytest.raises(one_run.Stopped, match="step 2"):
         one_run.run_from_scratch(run, setting)
     assert not setting.result(run.place).exists()

@@ -27,7 +27,7 @@ from vitfocus.tasks.segmentation.inference import Protocol, predict, slide
 from vitfocus.tasks.segmentation.metric import confusion, scores_of
 from vitfocus.train import Recipe, load_recipe
 from vitfocus.train.run import train
-from vitfocus.train.schedule import Plan
+from vitfocus.train.schedule import TrainingSchedule
 
 SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 4, "num_heads": 2, "channels": 8}
 TINY = [
@@ -219,13 +219,13 @@ def test_the_head_learns_at_its_own_rate(tmp_path: Path) -> None:
 
 def test_rates_of_dense_prediction() -> None:
     """Polynomial from the first step, as the field's libraries count it, and a tenth after epochs 8 and 11 of 12."""
-    plan = Plan.of(load_recipe("ade20k_upernet_ti"), 20_210)
-    assert plan.steps == 160_000 and plan.warmup == 1500 and plan.rate(0) == 0
-    assert plan.rate(750) == pytest.approx(0.5 * 6e-5 * (1 - 750 / 160_000))
-    assert plan.rate(120_000) == pytest.approx(6e-5 / 4) and plan.rate(159_999) < 1e-9
+    plan = TrainingSchedule.of(load_recipe("ade20k_upernet_ti"), 20_210)
+    assert plan.steps == 160_000 and plan.warmup == 1500 and plan.learning_rate(0) == 0
+    assert plan.learning_rate(750) == pytest.approx(0.5 * 6e-5 * (1 - 750 / 160_000))
+    assert plan.learning_rate(120_000) == pytest.approx(6e-5 / 4) and plan.learning_rate(159_999) < 1e-9
     overrides = ["decay=drops", "epochs=12", "warmup_epochs=0", "schedule.steps=0", "warmup_steps=0", "batch=10"]
-    steps = Plan.of(load_recipe("camvid", overrides), 100)
-    rates = [steps.rate(step) / steps.lr for step in (0, 79, 80, 109, 110, 119)]
+    steps = TrainingSchedule.of(load_recipe("camvid", overrides), 100)
+    rates = [steps.learning_rate(step) / steps.lr for step in (0, 79, 80, 109, 110, 119)]
     assert rates == pytest.approx([1, 1, 0.1, 0.1, 0.01, 0.01])
 
 

@@ -21,7 +21,7 @@ from vitfocus.data.vqa.dataset import QuestionSet, read_vqav2, shapes_questions
 from vitfocus.data.vqa.tokenizer import Words, attach_words, words_of
 from vitfocus.tasks.vqa.model import Answerer, language_alone
 from vitfocus.train import load_recipe, train
-from vitfocus.train.schedule import Plan
+from vitfocus.train.schedule import TrainingSchedule
 from vitfocus.treatments.spec import split_spec
 
 transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
@@ -316,8 +316,8 @@ def test_the_papers_recipes() -> None:
         recipe = load_recipe(f"vilt_vqav2{name}")
         optimiser, schedule = recipe.optimiser, recipe.schedule
         assert (recipe.data.batch, schedule.epochs, optimiser.lr, optimiser.head_lr) == (256, 10, 1e-4, 10)
-        plan = Plan.of(recipe, 443_757)
-        assert plan.warmup / plan.steps == pytest.approx(0.1, abs=1e-3) and plan.rate(plan.warmup) == 1e-4
+        plan = TrainingSchedule.of(recipe, 443_757)
+        assert plan.warmup / plan.steps == pytest.approx(0.1, abs=1e-3) and plan.learning_rate(plan.warmup) == 1e-4
         treatments = split_spec(recipe.model.spec)[1]
         assert [getattr(one, "tokens", None) for one in treatments] == ([tokens] if tokens else [])
         vf.treat_(model, *treatments)

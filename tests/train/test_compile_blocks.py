@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from train_tools import rows, tiny
 
 import vitfocus as vf
-from vitfocus.train.compile_blocks import compile_blocks
+from vitfocus.train.compile import compile_blocks
 from vitfocus.train.run import train
 
 TREATED = "deit_tiny_patch16_224+cb(layers=upper)+tap(branches=2)+adl(layers=all,threshold=0.5)"

@@ -29,7 +29,7 @@ from vitfocus.tasks.classification.loss import Losses, cross_entropy
 from vitfocus.train.optimiser import create_optimiser
 from vitfocus.train.recipe import load_recipe
 from vitfocus.train.run import assemble_run, train
-from vitfocus.train.schedule import Plan
+from vitfocus.train.schedule import TrainingSchedule
 from vitfocus.treatments.surgery import added_names
 
 SPEC = "vit_tiny_patch16_224"
@@ -169,14 +169,14 @@ def test_the_diversification_loss_warms_up(tmp_path: Path) -> None:
 
 
 def test_the_schedule_is_timms() -> None:
-    plan = Plan.of(tiny("epochs=10", "warmup_epochs=2", "lr=0.01", "min_lr=1e-4", "warmup_lr=1e-5"), 160)
+    plan = TrainingSchedule.of(tiny("epochs=10", "warmup_epochs=2", "lr=0.01", "min_lr=1e-4", "warmup_lr=1e-5"), 160)
     optimiser = torch.optim.SGD([torch.zeros(1)], 0.01)
     schedule = CosineLRScheduler(
         optimiser, 80, lr_min=1e-4, warmup_t=20, warmup_lr_init=1e-5, warmup_prefix=True, t_in_epochs=False
     )
     for step in range(100):
         schedule.step_update(step)
-        assert plan.rate(step) == pytest.approx(optimiser.param_groups[0]["lr"], rel=1e-9)
+        assert plan.learning_rate(step) == pytest.approx(optimiser.param_groups[0]["lr"], rel=1e-9)
     assert [step for step in range(100) if plan.ends_epoch(step)] == list(range(9, 100, 10))
     with pytest.raises(VitfocusError, match="accumulate=3"):
         train(tiny("accumulate=3"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,10 @@ class Narrow:
         self.file.close()
 
     def writelines(self, pieces: list[bytes]) -> None:
-        self.file.write(b"".join(pieces)[: self.left])
+        self.write(b"".join(pieces))
+
+    def write(self, piece: bytes) -> None:
+        self.file.write(piece[: self.left])
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
@@ -52,7 +56,21 @@ real_open = Path.open
 def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     disk = Disk()
     monkeypatch.setattr(Path, "open", lambda *arguments, **options: disk.open(*arguments, **options))
+    gfile = pytest.importorskip("tensorboard.compat.tensorflow_stub.io.gfile")
+
+    def write(self: Any, filename: bytes, content: bytes, mode: str) -> None:
+        with disk.open(Path(os.fsdecode(filename)), "ab") as file:
+            file.write(content)
+
+    monkeypatch.setattr(gfile.LocalFileSystem, "_write", write)
     return disk
+
+
+@pytest.fixture(autouse=True)
+def numbered_from_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorBoard reads files in the order of their names, which end in a number without leading zeros."""
+    writer = pytest.importorskip("tensorboard.summary.writer.event_file_writer")
+    monkeypatch.setattr(writer, "_global_uid", writer.AtomicCounter(0))
 
 
 def rows(last: int, first: int = 1) -> list[dict[str, Any]]:
@@ -82,6 +100,7 @@ def events(some: list[dict[str, Any]]) -> list[Event]:
     )
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("late", [(4,), (4, 5, 6), range(10, 20)])
 @pytest.mark.parametrize("left", [0, 25])
 @pytest.mark.parametrize("full", ["metrics", "events", "e"])
@@ -100,6 +119,7 @@ def test_each_row_reaches_both_once(tmp_path: Path, disk: Disk, late: Collection
     assert shown(tmp_path) == events(rows(8))
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_disk_that_is_full_at_first_loses_no_row(tmp_path: Path, disk: Disk) -> None:
     pytest.importorskip("tensorboard")
     disk.full = "events"

@@ -15,7 +15,7 @@ from vitfocus.core.errors import VitfocusError
 from vitfocus.tasks.building import build_model
 from vitfocus.train import load_recipe, shipped_recipes, train
 from vitfocus.train.recipe import build_recipe, difference
-from vitfocus.train.schedule import Plan
+from vitfocus.train.schedule import TrainingSchedule
 from vitfocus.treatments.spec import split_spec
 
 
@@ -241,8 +241,8 @@ def test_the_papers_settings() -> None:
     assert load_recipe("localvit_ti_cb").schedule.epochs == 150
     for name in ("fan_b_hybrid_tap_adl", "rvt_b_tap_adl"):
         recipe = load_recipe(name)
-        assert (recipe.data.batch, recipe.schedule.epochs, Plan.of(recipe, 10**6).lr) == (2048, 300, 2e-3)
-    assert Plan.of(load_recipe("deit_s", ["batch=512"]), 10**6).lr == 5e-4
+        assert (recipe.data.batch, recipe.schedule.epochs, TrainingSchedule.of(recipe, 10**6).lr) == (2048, 300, 2e-3)
+    assert TrainingSchedule.of(load_recipe("deit_s", ["batch=512"]), 10**6).lr == 5e-4
     assert load_recipe("deit_b_distilled_cb").distill.kind == "hard"
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import json
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -19,8 +19,9 @@ from train_tools import AUGMENTED, KILL_AT, rows, start, tiny
 
 import vitfocus as vf
 from vitfocus.core.errors import VitfocusError
-from vitfocus.train import checkpoint
+from vitfocus.train import checkpoint, load_recipe
 from vitfocus.train.run import train
+from vitfocus.train.trainer import Trainer
 from vitfocus.treatments import save_load as store
 
 EVERYTHING = [
@@ -88,29 +89,32 @@ def test_a_damaged_checkpoint_is_noticed_and_the_one_before_is_used(
     newest.write_bytes(content)
     results = train(tiny(), tmp_path / "b", resume="auto")
     said = capfd.readouterr().err
-    assert "00000008 is damaged" in said and "Going on from step 6" in said
+    assert "00000008 is damaged" in said and "Resuming from step 6" in said
     assert results["model_sha256"] == expected["model_sha256"]
     assert train(tiny(), tmp_path / "b", resume="auto") == json.loads((tmp_path / "b" / "results.json").read_text())
 
 
 def test_half_a_checkpoint_does_not_count(tmp_path: Path) -> None:
     kept = checkpoint.Checkpoints(tmp_path)
-    record = {"best": {}, "last": {}, "seconds": 0.0, "window": [], "window_steps": 0}
-    rest = {"recipe": "", "images": 1, "record": record, "scaler": {}, "optimiser": {"groups": [], "scalars": {}}}
-    kept.write(checkpoint.State(1, {"a": torch.ones(3)}, rest))
-    for key in rest:
-        folder = checkpoint.Checkpoints(tmp_path / key).write(
-            checkpoint.State(2, {}, {other: value for other, value in rest.items() if other != key})
-        )
-        with pytest.raises(VitfocusError, match=f'state.json was not written.*lacks "{key}"'):
+    optimiser = checkpoint.OptimiserState(groups=[], scalars={})
+    state = checkpoint.RunState(
+        step=1, recipe="", images=1, record=checkpoint.RunRecord(), scaler={}, optimiser=optimiser
+    )
+    written = kept.write(checkpoint.Checkpoint(state, {"a": torch.ones(3)}))
+    content = json.loads((written / "state.json").read_text())
+    for key in ("step", "recipe", "images", "record", "scaler", "optimiser"):
+        folder = tmp_path / key
+        shutil.copytree(written, folder)
+        (folder / "state.json").write_text(json.dumps({k: value for k, value in content.items() if k != key}))
+        with pytest.raises(VitfocusError, match=f"state.json was not written.*lacks the key '{key}'"):
             checkpoint.read_checkpoint(folder)
     for name, files in ((".00000002.new", ("state.safetensors",)), ("00000003", ("state.json",)), ("00000004", ())):
         (tmp_path / name).mkdir()
         for file in files:
             (tmp_path / name / file).write_text("{")
     said: list[str] = []
-    state = kept.newest(said.append)
-    assert state is not None and state.step == 1 and len(said) == 2
+    newest = kept.newest(said.append)
+    assert newest is not None and newest.state.step == 1 and len(said) == 2
 
 
 def test_a_full_disk_is_reported_and_destroys_nothing(
@@ -141,10 +145,10 @@ def test_a_real_write_error_leaves_the_last_checkpoint(tmp_path: Path) -> None:
 import resource
 import vitfocus.train.checkpoint as checkpoint
 write = checkpoint.Checkpoints.write
-def limited(self, state):
-    if state.step > 3:
+def limited(self, one):
+    if one.state.step > 3:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
-    return write(self, state)
+    return write(self, one)
 checkpoint.Checkpoints.write = limited
 """
     process = start(tmp_path, code=limit)
@@ -230,12 +234,76 @@ def test_a_changed_recipe_is_refused_with_the_difference(tmp_path: Path) -> None
     changed = replace(recipe, optimiser=replace(recipe.optimiser, lr=0.5))
     with pytest.raises(VitfocusError, match=r"optimiser\.lr: 0\.001 -> 0\.5"):
         train(changed, tmp_path, resume="auto")
-    state = checkpoint.Checkpoints(tmp_path / "checkpoints").newest()
-    assert state is not None
-    checkpoint.Checkpoints(tmp_path / "other" / "checkpoints").write(
-        dataclasses.replace(state, rest={**state.rest, "images": 7})
-    )
+    newest = checkpoint.Checkpoints(tmp_path / "checkpoints").newest()
+    assert newest is not None
+    newest.state.images = 7
+    checkpoint.Checkpoints(tmp_path / "other" / "checkpoints").write(newest)
     with pytest.raises(VitfocusError, match="began with 7 training images and there are 88 now"):
         train(recipe, tmp_path / "other", resume="auto")
     harmless = replace(recipe, engine=replace(recipe.engine, log_every=7))
     assert train(harmless, tmp_path, resume="auto")["finished"]
+
+
+#: A tiny run of every task, with several batches of validation.
+TASKS = {
+    "shapes": ["model.arguments={patch_size=8,embed_dim=24,depth=2,num_heads=2}", "size=16", "train_length=8"],
+    "shapes_segment": [
+        "model.arguments={img_size=32,patch_size=8,embed_dim=24,depth=4,num_heads=2,channels=8,auxiliary_channels=4}",
+        "size=32",
+        "train_length=8",
+    ],
+    "shapes_detect": ["model.arguments={embed_dim=24,channels=8,box_width=16}", "size=32", "train_length=8"],
+    "shapes_answer": ["model.arguments={hidden_size=24,num_hidden_layers=1}", "size=32", "train_length=8"],
+}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("name", TASKS)
+def test_a_signal_during_validation_stops_the_run_at_the_next_batch(
+    name: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint is written, and the validation is made up for when the run is resumed."""
+    if name != "shapes" and number == signal.SIGINT:
+        pytest.skip("one kind of signal is enough for each task")
+    always = ["val_length=16", "batch=4", "epochs=2", "warmup_epochs=0", "evaluate_every=1", "device=cpu", "ema=0.5"]
+    recipe = load_recipe(name, [*TASKS[name], *always, "workers=0", "log_every=1"])
+    whole = train(recipe, tmp_path / "whole")
+    calls: list[int] = []
+
+    def scores(self: Trainer) -> dict[str, float]:
+        def count(*arguments: Any) -> None:
+            calls.append(self.step)
+            os.kill(os.getpid(), number)
+
+        hook = self.unwrapped.register_forward_pre_hook(count)
+        try:
+            return real(self)
+        finally:
+            hook.remove()
+
+    real = Trainer._scores
+    monkeypatch.setattr(Trainer, "_scores", scores)
+    folder = tmp_path / "run"
+    stopped = train(recipe, folder)
+    first = whole["steps"] // 2
+    assert calls == [first] and not stopped["finished"] and stopped["signal"] == number and stopped["steps"] == first
+    assert rows(folder, "eval") == [] and [one.name for one in (folder / "checkpoints").iterdir()] == [f"{first:08d}"]
+    assert not train(recipe, folder, resume="auto")["finished"]  # stopped in the same validation again
+    monkeypatch.setattr(Trainer, "_scores", real)
+    results = train(recipe, folder, resume="auto")
+    assert results["finished"] and results["model_sha256"] == whole["model_sha256"]
+    assert rows(folder, "eval") == rows(tmp_path / "whole", "eval") and results["best"] == whole["best"]
+
+
+def test_a_run_asked_to_stop_does_not_begin_a_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = tiny("epochs=1")
+    whole = train(recipe, tmp_path / "whole")
+
+    def ask(step: int) -> None:
+        if step == 5:  # the last one, after which the model is always evaluated
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    stopped = train(recipe, tmp_path / "run", before_step=ask)
+    assert not stopped["finished"] and stopped["steps"] == 6 and not rows(tmp_path / "run", "eval")
+    results = train(recipe, tmp_path / "run", resume="auto")
+    assert results["finished"] and results["model_sha256"] == whole["model_sha256"] and results["last"] == whole["last"]

@@ -6,7 +6,7 @@ The order of calls is `open_data`, `build_model`, `start`, and then, step by ste
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -28,12 +28,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Setting:
-    """Where a run takes place: its device, the rows of a batch that are this process's, whether it is compiled."""
+    """Where a run takes place: its device, the rows of a batch that are this process's, whether it is compiled.
+
+    `until_stopped` passes the batches of an evaluation on and raises when the run was asked to stop.
+    """
 
     device: torch.device
     share: Share
     compiled: bool = False
     say: Callable[[str], None] = print
+    until_stopped: Callable[[Iterable[Any]], Iterator[Any]] = iter
 
 
 class RecordableBatches(Protocol):
@@ -95,7 +99,7 @@ class Task(ABC):
     def evaluate(self, model: nn.Module, accelerator: Accelerator) -> dict[str, float]:
         """Scores on the validation data over all processes; shares lie in [0, 1]. The model's mode is left as it was.
 
-        Every process must come out with the same scores.
+        Every process must come out with the same scores. Batches go through `Setting.until_stopped`.
         """
 
     @abstractmethod

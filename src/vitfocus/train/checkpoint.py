@@ -1,8 +1,11 @@
-"""Checkpoints that a crash, a full disk or a flipped bit cannot turn into a lost run.
+"""Checkpoints that survive a crash, a full disk or a flipped bit.
 
 A checkpoint is a folder, `checkpoints/00001200`, with tensors as safetensors and the rest as JSON, which holds the
-tensors' SHA-256. It is written under another name and renamed when whole; older ones go only after that. There are no
-random states in it: every draw of a run follows from the seed and the step's number.
+tensors' SHA-256. It is written under another name and renamed when complete; older ones are removed after that. It
+holds no random state: every draw of a run follows from the seed and the step's number.
+
+torch's `get_state_dict` gives full tensors under the model's plain names whether it is wrapped in
+DistributedDataParallel, sharded by FSDP2, compiled or none of these, so a run may continue on other machines.
 """
 
 from __future__ import annotations
@@ -13,34 +16,65 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import torch
+from msgspec import Meta, Struct, field, structs, to_builtins
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.optim import Optimizer
 
-from vitfocus.core.contents import check_contents
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import digest
+from vitfocus.core.records import convert
 
-_TENSORS, _REST = "state.safetensors", "state.json"
+_TENSORS, _STATE = "state.safetensors", "state.json"
+Count = Annotated[int, Meta(ge=0)]
 
-#: The shape of state.json.
-_RECORD = {"best": dict, "last": dict, "seconds": float, "window": [float], "window_steps": int}
-_OPTIMISER = {"groups": [dict], "scalars": {"*": dict}}
-_SHAPE = {
-    **{"step": int, "sha256": str, "recipe": str, "images": int},
-    **{"record": _RECORD, "optimiser": _OPTIMISER, "scaler": dict},
-}
+
+class RunRecord(Struct):
+    """What a run remembers besides its tensors."""
+
+    best: dict[str, Any] = field(default_factory=dict)  # the row of metrics of the best evaluation
+    last: dict[str, Any] = field(default_factory=dict)  # and of the last one
+    seconds: float = 0.0
+    window: list[float] = field(default_factory=list)  # sums of the loss terms since the last row of metrics
+    window_steps: Count = 0
+    evaluation_due: bool = False  # a signal stopped the run before the evaluation of this step was complete
+
+
+class OptimiserState(Struct):
+    """What of an optimiser is not a tensor: its groups, and plain values by parameter."""
+
+    groups: list[dict[str, Any]]
+    scalars: dict[str, dict[str, Any]]
+
+
+class RunState(Struct):
+    """A run at one step, apart from its tensors: the content of state.json."""
+
+    step: Count
+    recipe: str  # as TOML
+    images: Count  # in the training set
+    record: RunRecord
+    scaler: dict[str, Any]  # the state of the gradient scaler of fp16
+    optimiser: OptimiserState
+    sha256: str = ""  # of the file of tensors
 
 
 @dataclass
-class State:
-    """A run at one step: tensors by name, and everything else as JSON has it."""
+class Checkpoint:
+    """A run at one step: tensors by name, and everything else."""
 
-    step: int
+    state: RunState
     tensors: dict[str, Tensor]
-    rest: dict[str, Any]
 
 
 class Checkpoints:
@@ -54,21 +88,22 @@ class Checkpoints:
         names = [path.name for path in self.folder.glob("*") if path.name.isdigit()] if self.folder.is_dir() else []
         return sorted(map(int, names), reverse=True)
 
-    def write(self, state: State) -> Path:
-        """Write one, whole or not at all; raises `VitfocusError` where it cannot be, the others untouched."""
-        final = self.folder / f"{state.step:08d}"
+    def write(self, checkpoint: Checkpoint) -> Path:
+        """Write one, complete or not at all; raises `VitfocusError` where that fails, the others untouched."""
+        step = checkpoint.state.step
+        final = self.folder / f"{step:08d}"
         try:
-            replace_folder(final, lambda folder: _write(folder, state))
+            replace_folder(final, lambda folder: _write(folder, checkpoint))
         except (OSError, SafetensorError) as error:
             last = self.steps()
             where = f"the last one, of step {last[0]}, is untouched" if last else "there is none yet"
-            raise VitfocusError(f"The checkpoint of step {state.step} cannot be written ({error}); {where}.") from None
-        for step in self.steps()[self.keep :]:
-            shutil.rmtree(self.folder / f"{step:08d}", ignore_errors=True)
+            raise VitfocusError(f"The checkpoint of step {step} cannot be written ({error}); {where}.") from None
+        for old in self.steps()[self.keep :]:
+            shutil.rmtree(self.folder / f"{old:08d}", ignore_errors=True)
         return final
 
-    def newest(self, say: Callable[[str], None] = print) -> State | None:
-        """The newest that is whole; says which ones are not."""
+    def newest(self, say: Callable[[str], None] = print) -> Checkpoint | None:
+        """The newest that can be read; says which ones cannot."""
         for step in self.steps():
             try:
                 return read_checkpoint(self.folder / f"{step:08d}")
@@ -77,23 +112,29 @@ class Checkpoints:
         return None
 
 
-def read_checkpoint(folder: str | Path) -> State:
-    """Read and verify one."""
+def read_checkpoint(folder: str | Path) -> Checkpoint:
+    """Read one, and check that it is as it was written."""
     folder = Path(folder)
-    if not (folder / _REST).is_file():
+    path = folder / _STATE
+    if not path.is_file():
         near = [*folder.glob("[0-9]*"), *folder.glob("checkpoints/[0-9]*")]
-        found = next((path for path in sorted(near, reverse=True) if (path / _REST).is_file()), None)
+        found = next((one for one in sorted(near, reverse=True) if (one / _STATE).is_file()), None)
         hint = f"; {found} is one" if found else ""
-        raise VitfocusError(f"{folder} is no checkpoint, which is a folder with {_TENSORS} and {_REST}{hint}.")
+        raise VitfocusError(f"{folder} is not a checkpoint, which is a folder with {_TENSORS} and {_STATE}{hint}.")
     try:
-        rest = json.loads((folder / _REST).read_text(encoding="utf-8"))
-        check_contents(folder / _REST, rest, _SHAPE, "vitfocus train")
-        if digest(folder / _TENSORS) != rest.pop("sha256"):
-            raise VitfocusError(f"The checkpoint {folder} is damaged: its SHA-256 differs.")
-        return State(rest.pop("step"), load_file(folder / _TENSORS), rest)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        if isinstance(error, VitfocusError):
-            raise
+        content = json.loads(path.read_text(encoding="utf-8"))
+        sha256 = digest(folder / _TENSORS)
+    except (OSError, ValueError, RecursionError) as error:
+        raise VitfocusError(f"The checkpoint {folder} cannot be read ({error!r}).") from None
+    try:
+        state = convert(content, RunState)
+    except VitfocusError as error:
+        raise VitfocusError(f"{path} was not written by vitfocus train, or was changed since: {error}") from None
+    if sha256 != state.sha256:
+        raise VitfocusError(f"The checkpoint {folder} is damaged: its SHA-256 differs.")
+    try:
+        return Checkpoint(state, load_file(folder / _TENSORS))
+    except (OSError, SafetensorError) as error:
         raise VitfocusError(f"The checkpoint {folder} cannot be read ({error!r}).") from None
 
 
@@ -119,14 +160,14 @@ def replace_folder(final: Path, write: Callable[[Path], None]) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def _write(folder: Path, state: State) -> None:
-    save_file(_own_memory(state.tensors), folder / _TENSORS)
-    rest = {"step": state.step, "sha256": digest(folder / _TENSORS), **state.rest}
-    (folder / _REST).write_text(json.dumps(rest, indent=1) + "\n", encoding="utf-8")
+def _write(folder: Path, checkpoint: Checkpoint) -> None:
+    save_file(_own_memory(checkpoint.tensors), folder / _TENSORS)
+    state = structs.replace(checkpoint.state, sha256=digest(folder / _TENSORS))
+    (folder / _STATE).write_text(json.dumps(to_builtins(state), indent=1) + "\n", encoding="utf-8")
 
 
 def _own_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous and apart from each other, as safetensors wants them."""
+    """Contiguous tensors that share no memory, as safetensors requires."""
     seen: set[int] = set()
     result = {}
     for name, tensor in tensors.items():
@@ -143,3 +184,76 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The model's full state dict on the CPU (on the first process; the others take part and get nothing)."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    tensors: dict[str, Any] = get_model_state_dict(model, options=options)
+    return tensors
+
+
+def gather_tensors(
+    model: nn.Module, optimiser: Optimizer, ema: nn.Module | None = None
+) -> tuple[dict[str, Tensor], OptimiserState]:
+    """Collect what a checkpoint holds. Every process must call this; the first gets the tensors."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights, optimised = get_state_dict(model, optimiser, options=options)
+    tensors: dict[str, Any] = {f"model/{name}": value for name, value in weights.items()}
+    if ema is not None:
+        tensors |= {f"ema/{name}": value.cpu() for name, value in ema.state_dict().items()}
+    scalars: dict[str, dict[str, Any]] = {}
+    moments: dict[str, Any] = optimised.get("state", {})  # type: ignore[assignment]
+    for name, entries in moments.items():
+        for key, value in entries.items():
+            if isinstance(value, Tensor):
+                tensors[f"optimiser/{name}/{key}"] = value
+            else:
+                scalars.setdefault(name, {})[key] = value
+    # The learning rate follows from the step, and is a tensor in a captured step: neither is part of the state.
+    kept: list[dict[str, Any]] = optimised.get("param_groups", [])  # type: ignore[assignment]
+    groups = [{key: value for key, value in group.items() if key not in ("lr", "capturable")} for group in kept]
+    for number, group in enumerate(groups):  # Lamb counts its steps there, in a tensor
+        for key in [key for key, value in group.items() if isinstance(value, Tensor)]:
+            tensors[f"group/{number}/{key}"] = group.pop(key)
+    return tensors, OptimiserState(groups, scalars)
+
+
+def restore(checkpoint: Checkpoint, model: nn.Module, optimiser: Optimizer, ema: nn.Module | None) -> None:
+    """Put a checkpoint's tensors back, on every process."""
+    stored, tensors = checkpoint.state.optimiser, checkpoint.tensors
+    moments: dict[str, dict[str, Any]] = {name: dict(values) for name, values in stored.scalars.items()}
+    for path, value in _under(tensors, "optimiser/").items():
+        name, _, key = path.rpartition("/")
+        moments.setdefault(name, {})[key] = value
+    now: list[dict[str, Any]] = get_state_dict(model, optimiser)[1]["param_groups"]  # type: ignore[assignment]
+    here = {
+        name: {key: group[key] for key in ("lr", "capturable") if key in group}
+        for group in now
+        for name in group["params"]
+    }
+    groups = [
+        {key: tuple(value) if key == "betas" else value for key, value in group.items()} | here[group["params"][0]]
+        for group in stored.groups
+    ]
+    for path, value in _under(tensors, "group/").items():
+        number, _, key = path.partition("/")
+        groups[int(number)][key] = value
+    optimised: dict[str, Any] = {"state": moments, "param_groups": groups}
+    weights: dict[str, Any] = dict(_under(tensors, "model/"))
+    # A sharded model is given the full tensors, of which each process takes its part.
+    options = StateDictOptions(full_state_dict=True)
+    set_state_dict(model, optimiser, model_state_dict=weights, optim_state_dict=optimised, options=options)
+    if ema is not None:
+        ema.load_state_dict(_under(tensors, "ema/"))
+
+
+def all_finite(model: nn.Module) -> bool:
+    """Whether no weight is NaN or infinite."""
+    values = [p.detach() for p in model.parameters() if p.is_floating_point()]
+    norms = torch.stack([value.to_local().norm() if hasattr(value, "to_local") else value.norm() for value in values])
+    return bool(norms.isfinite().all())
+
+
+def _under(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}

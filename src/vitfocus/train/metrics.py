@@ -1,19 +1,21 @@
-"""metrics.jsonl: one JSON object a line, and TensorBoard beside it where the recipe asks."""
+"""What a run logs: metrics.jsonl, one JSON object per line, and TensorBoard where the recipe asks for it."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import Appender, write_text
-from vitfocus.train.tensorboard import Board
 
 
 class Metrics:
-    """Appends rows. On resuming, rows past the step resumed from are dropped: they will be written again.
+    """Appends rows. On resuming, rows after the step resumed from are dropped: they will be written again.
 
-    A full disk, of which the checkpoints speak, only delays a row.
+    A full disk only delays rows.
     """
 
     def __init__(self, folder: Path, step: int, tensorboard: bool = False) -> None:
@@ -21,24 +23,79 @@ class Metrics:
         kept = [row for row in self.rows() if row["step"] <= step] if step else []
         write_text(self.path, "".join(json.dumps(row) + "\n" for row in kept))
         self._file = Appender(self.path)
-        self._board = Board(folder / "tensorboard", step) if tensorboard else None
+        self._board = TensorBoard(folder / "tensorboard", step) if tensorboard else None
 
     def add(self, row: dict[str, Any]) -> None:
         """Write one row."""
         self._file.add((json.dumps(row) + "\n").encode())
         if self._board is not None:
-            self._board.add(row)
+            self._board.add([row])
 
     def catch_up(self) -> None:
-        """Write what a full disk has delayed, if it lets it now."""
+        """Write what a full disk has delayed, if that is possible now."""
         self._file.catch_up()
-        if self._board is not None:
-            self._board.file.catch_up()
+        if self._board is not None and not self._board.sound():
+            self._board.replace(self.rows())
 
     def rows(self) -> list[dict[str, Any]]:
-        """All rows so far; a crash may have left half of one, or a disk a damaged one."""
+        """All rows of the file; a crash may have left an incomplete one, or a disk a damaged one."""
         text = self.path.read_text(encoding="utf-8", errors="replace") if self.path.is_file() else ""
         return [row for line in text.splitlines() if (row := _row(line)) is not None]
+
+
+class TensorBoard:
+    """TensorBoard's copy of the rows; `purge_step` hides what an earlier run showed after `step`.
+
+    torch's `SummaryWriter` writes in a thread that ends at the first error, such as a full disk. The rows are then
+    written again, into a new file, as soon as that is possible.
+    """
+
+    def __init__(self, folder: Path, step: int) -> None:
+        try:
+            import tensorboard  # noqa: F401
+        except ImportError:
+            raise VitfocusError("engine.tensorboard=true needs the extra vitfocus[track].") from None
+        self.folder = folder
+        self._writer: Any = None
+        self._open(step + 1)
+
+    def add(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Show these rows, unless an error has ended the writer."""
+        if self._writer is None:
+            return
+        try:
+            for row in rows:
+                for key, value in row.items():
+                    if key not in ("kind", "step"):
+                        self._writer.add_scalar(f"{row['kind']}/{key}", value, row["step"])
+            self._writer.flush()
+        except OSError:
+            self._drop()
+
+    def sound(self) -> bool:
+        """Whether all rows so far were written."""
+        self.add([])
+        return self._writer is not None
+
+    def replace(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Show these rows in place of all before."""
+        self._open(0)
+        self.add(rows)
+
+    def _open(self, purge_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        try:
+            self._writer = SummaryWriter(str(self.folder), purge_step=purge_step)
+            self._writer.flush()
+        except OSError:
+            self._drop()
+
+    def _drop(self) -> None:
+        writer, self._writer = self._writer, None
+        with suppress(OSError):
+            if writer is not None:
+                writer.close()
 
 
 def row_text(row: dict[str, Any], score: str = "") -> str:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
+from msgspec import to_builtins
 from msgspec.structs import replace
 from timm.optim import create_optimizer_v2, get_optimizer_info, list_optimizers
 from timm.optim.muon import Muon
@@ -16,8 +17,9 @@ from torch.optim import Optimizer
 from vitfocus.anatomy import anatomy
 from vitfocus.core.errors import VitfocusError, nearest, reason
 from vitfocus.recipes.settings import Optimiser
+from vitfocus.train.checkpoint import gather_tensors
 from vitfocus.train.muon import BatchedMuon
-from vitfocus.train.state import gather
+from vitfocus.treatments.surgery import added_names
 
 
 def create_optimiser(
@@ -69,7 +71,7 @@ def _try(section: Optimiser, device: torch.device) -> None:
         optimiser = _create(small, replace(section, layer_decay=0.0), device)
         small(torch.ones(1, 2, device=device)).sum().backward()
         optimiser.step()
-        json.dumps(gather(1, small, optimiser, None, {}).rest)
+        json.dumps(to_builtins(gather_tensors(small, optimiser)[1]))
     except Exception as error:  # optimisers raise what they like
         raise VitfocusError(
             f"The optimiser {section.name} cannot train here, where a step is one backward pass and a checkpoint holds "
@@ -100,7 +102,7 @@ def _layer_scales(model: nn.Module, decay: float) -> dict[int, float]:
 
 
 def _scale_groups(optimiser: Optimizer, scales: Mapping[int, float]) -> None:
-    """Divide every group by the factor of its parameters' rate, 1 where none is given; `set_rate` reads `lr_scale`."""
+    """Split every group by the factor of its parameters, 1 by default, which `set_learning_rate` reads."""
     groups = []
     for group in optimiser.param_groups:
         parts: dict[float, list[nn.Parameter]] = {}
@@ -109,3 +111,25 @@ def _scale_groups(optimiser: Optimizer, scales: Mapping[int, float]) -> None:
         for scale, some in parts.items():
             groups.append({**group, "params": some, "lr_scale": group.get("lr_scale", 1.0) * scale})
     optimiser.param_groups[:] = groups
+
+
+def choose_trained(model: nn.Module, what: str, heads: Collection[str]) -> list[nn.Module]:
+    """Freeze what is not trained, and return the batch normalisations that stay in eval mode because of it.
+
+    `what` is "all", "added" (what treatments added) or "head" (that, and the parameters named in `heads`).
+    """
+    if what == "all":
+        return []
+    trained = added_names(model)
+    if what == "head":
+        trained |= set(heads)
+    names = [name for name, _ in model.named_parameters()]
+    if not any(name in trained for name in names):
+        raise VitfocusError(f"optimiser.train={what} leaves nothing to train: the treatments add no parameter.")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in trained)
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and not any(p.requires_grad for p in module.parameters())
+    ]

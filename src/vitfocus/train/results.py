@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from vitfocus.core.environment import device_name, versions
 
 if TYPE_CHECKING:
-    from vitfocus.train.engine import Engine
+    from vitfocus.train.trainer import Trainer
 
 #: The shape of results.json, as far as anyone reads it.
 SHAPE = {
@@ -22,20 +22,20 @@ SHAPE = {
 }
 
 
-def describe(engine: Engine) -> dict[str, Any]:
+def describe(trainer: Trainer) -> dict[str, Any]:
     """The outcome and its circumstances, as JSON has them."""
-    record, accelerator = engine.record, engine.accelerator
+    record, accelerator = trainer.record, trainer.accelerator
     return {
-        "recipe": engine.recipe.name,
-        "spec": engine.recipe.model.spec,
-        "steps": engine.step,
-        "epochs": engine.plan.epoch(engine.step),
+        "recipe": trainer.recipe.name,
+        "spec": trainer.recipe.model.spec,
+        "steps": trainer.step,
+        "epochs": trainer.schedule.epoch(trainer.step),
         "seconds": round(record.seconds, 3),
-        "images_per_second": round(engine.step * engine.recipe.data.batch / max(record.seconds, 1e-9), 1),
-        "headline": engine.task.headline(record.last) if record.last else "",
+        "images_per_second": round(trainer.step * trainer.recipe.data.batch / max(record.seconds, 1e-9), 1),
+        "headline": trainer.task.headline(record.last) if record.last else "",
         "last": record.last,
         "best": record.best,
-        "parameters": sum(p.numel() for p in engine.raw.parameters()),
+        "parameters": sum(p.numel() for p in trainer.unwrapped.parameters()),
         "processes": accelerator.num_processes,
         "precision": {"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision),
         "device": device_name(accelerator.device),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,16 +26,14 @@ from vitfocus.data.classification.loader import Share
 from vitfocus.recipes.settings import Recipe
 from vitfocus.tasks import find_task
 from vitfocus.tasks.base import Setting, Task
-from vitfocus.train.checkpoint import Checkpoints, State, read_checkpoint, replace_folder
-from vitfocus.train.compile_blocks import compile_blocks
-from vitfocus.train.engine import Engine, run_folder
+from vitfocus.train.checkpoint import Checkpoint, Checkpoints, model_tensors, read_checkpoint, replace_folder
+from vitfocus.train.compile import compile_blocks, compile_mode
 from vitfocus.train.metrics import Metrics
-from vitfocus.train.model import choose_trained
-from vitfocus.train.optimiser import create_optimiser
+from vitfocus.train.optimiser import choose_trained, create_optimiser
 from vitfocus.train.recipe import build_recipe, difference, load_recipe, refuse_foreign
 from vitfocus.train.results import SHAPE, describe
-from vitfocus.train.schedule import Plan
-from vitfocus.train.state import model_tensors
+from vitfocus.train.schedule import TrainingSchedule
+from vitfocus.train.trainer import StopRequest, Trainer
 from vitfocus.treatments.save_load import remember_task, save
 from vitfocus.treatments.spec import split_spec
 
@@ -46,56 +45,74 @@ def train(
     overrides: Sequence[str] = (),
     before_step: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
-    """Carry a recipe out and return what is also written to results.json.
+    """Train a model by a recipe.
 
-    `recipe` is a shipped name, a .toml file or a record; `out` is the run's folder (default: runs/NAME). `resume` is
-    None for a new run, "auto" to go on where the folder's newest sound checkpoint is (or begin), or a checkpoint's
-    path. `before_step` is called before each step with its number, and may wait: its time is not counted. The result's
-    "finished" is False where SIGTERM or Ctrl-C ended the run early, with a checkpoint.
+    Args:
+        recipe: the name of a shipped recipe, a .toml file, or a `Recipe`.
+        out: the run's folder (default: runs/NAME), which gets config.toml, metrics.jsonl, checkpoints/, best/, model/
+            and results.json.
+        resume: None for a new run, "auto" to continue from the newest readable checkpoint in the folder (or to begin
+            where there is none), or the path of a checkpoint.
+        overrides: changes of a recipe given by name or file, such as "batch=64".
+        before_step: called before each step with its number. It may wait; its time is not counted as the run's.
+
+    Returns:
+        What is also written to results.json: scores, time, data, versions. "finished" is False where SIGTERM or Ctrl-C
+        ended the run early; it then stopped within a batch, with a checkpoint.
+
+    Raises:
+        VitfocusError: for a recipe, data or checkpoint that does not fit, and for a loss that is not finite.
+
+    Example:
+        >>> import tempfile
+        >>> small = ["train_length=8", "val_length=4", "batch=4", "epochs=1", "warmup_epochs=0", "device=cpu"]
+        >>> results = train("shapes", out=tempfile.mkdtemp(), overrides=small)
+        >>> results["finished"], results["steps"]
+        (True, 2)
     """
     if not isinstance(recipe, Recipe):
         recipe = load_recipe(recipe, overrides)
     elif overrides:
         raise VitfocusError("Overrides go with a recipe's name or file; change a Recipe with msgspec.structs.replace.")
     refuse_foreign(recipe)
-    folder = run_folder(out, recipe)
+    folder = Path(out) if out else Path("runs") / recipe.name
     checkpoints = Checkpoints(folder / "checkpoints", recipe.engine.keep)
     accelerator = _accelerator(recipe)
     progress = Progress("training", every=10.0, transient=False, show=accelerator.is_main_process)
-    state = _start_state(recipe, folder, checkpoints, resume, progress)
-    if resume is not None and (done := _finished(folder, state)):
+    checkpoint = _find_checkpoint(recipe, folder, checkpoints, resume, progress)
+    if resume is not None and (done := _finished(folder, checkpoint)):
         progress.say(f"{folder} is finished; nothing is left to do.")
         return done
-    if state is not None:
-        progress.say(f"Going on from step {state.step}.")
-    engine, facts = _assemble(recipe, folder, checkpoints, accelerator, progress, state)
+    if checkpoint is not None:
+        progress.say(f"Resuming from step {checkpoint.state.step}.")
+    trainer, facts = _assemble(recipe, folder, checkpoints, accelerator, progress, checkpoint)
     if accelerator.is_main_process:
         write_text(folder / "config.toml", recipe.to_toml())
-    engine.before_step = before_step
+    trainer.before_step = before_step
     cuda = [accelerator.device] if accelerator.device.type == "cuda" else []
     try:
         with torch.random.fork_rng(devices=cuda):  # every step seeds torch's generators; the caller's stay as they were
-            finished = engine.run()
+            finished = trainer.run()
     finally:
         progress.close()
-        if engine.metrics is not None:
-            engine.metrics.catch_up()
-    results = {"finished": finished, "signal": engine.signal, **facts, **describe(engine)}
-    if accelerator.num_processes > 1:  # each process met its own
+        if trainer.metrics is not None:
+            trainer.metrics.catch_up()
+    results = {"finished": finished, "signal": trainer.signal, **facts, **describe(trainer)}
+    if accelerator.num_processes > 1:  # each process has its own
         found: list[dict[str, dict[str, str]]] = gather_object([results["broken_images"]])
         results["broken_images"] = {s: {k: v for one in found for k, v in one[s].items()} for s in ("train", "val")}
     if finished:
-        _export(engine, folder / "model")
+        _export(trainer, folder / "model")
         if accelerator.is_main_process:
-            results["data_sha256"] = engine.task.digests()
+            results["data_sha256"] = trainer.task.digests()
             results["model_sha256"] = json.loads((folder / "model" / "config.json").read_text())["sha256"]
             write_text(folder / "results.json", json.dumps(results, indent=1) + "\n")
     accelerator.wait_for_everyone()
     return results
 
 
-def assemble_run(recipe: Recipe, folder: str | Path) -> Engine:
-    """A run that is ready to take its first step, for those who would rather take the steps themselves."""
+def assemble_run(recipe: Recipe, folder: str | Path) -> Trainer:
+    """A run that is ready for its first step, for callers that take the steps themselves."""
     accelerator = _accelerator(recipe)
     checkpoints = Checkpoints(Path(folder) / "checkpoints", recipe.engine.keep)
     return _assemble(recipe, Path(folder), checkpoints, accelerator, Progress("training", show=False), None)[0]
@@ -105,12 +122,12 @@ def _accelerator(recipe: Recipe) -> Accelerator:
     engine = recipe.engine
     cuda = engine.device != "cpu" and torch.cuda.is_available()
     if engine.device == "cuda" and not cuda:
-        usable_device("cuda")  # which says why there is none
+        usable_device("cuda")  # raises, and says why
     precision = {"auto": "bf16" if cuda else "no", "fp32": "no"}.get(engine.precision, engine.precision)
     if precision == "fp16" and not cuda:
         raise VitfocusError("engine.precision=fp16 needs a CUDA device; bf16 works on the CPU as well.")
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    AcceleratorState._reset_state(reset_partial_state=not distributed)  # a run before this one may have differed
+    AcceleratorState._reset_state(reset_partial_state=not distributed)  # an earlier run may have had other settings
     mode = compile_mode(recipe, cuda)
     return Accelerator(
         mixed_precision=precision,
@@ -120,66 +137,46 @@ def _accelerator(recipe: Recipe) -> Accelerator:
     )
 
 
-def compile_mode(recipe: Recipe, cuda: bool) -> str | None:
-    """How the model is compiled: a mode of torch's for all of it, "blocks" for each block alone, None for not at all.
-
-    A small model's step on a GPU waits for the host to launch kernels. Where the images lie on the device the whole
-    step is recorded instead (train/recording.py); elsewhere a model that is a single piece on a single process is
-    replayed as CUDA graphs ("reduce-overhead").
-    """
-    engine = recipe.engine
-    if engine.compile == "no" or (engine.compile == "auto" and not (cuda and find_task(recipe.task).compiles)):
-        return None
-    if engine.compile == "blocks":
-        return "blocks"
-    alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
-    whole = engine.record == "auto" and recipe.task == "classify" and recipe.data.resident != "no"
-    return "reduce-overhead" if cuda and alone and engine.accumulate == 1 and not whole else "default"
-
-
-def _start_state(
+def _find_checkpoint(
     recipe: Recipe, folder: Path, checkpoints: Checkpoints, resume: str | Path | None, progress: Progress
-) -> State | None:
-    """The checkpoint to begin with, after checking that it belongs to this recipe."""
+) -> Checkpoint | None:
+    """The checkpoint to resume from, after checking that it belongs to this recipe."""
     if resume is None:
         if checkpoints.steps() or (folder / "results.json").exists():
             raise VitfocusError(
                 f"{folder} holds a run already: continue it with resume='auto' (--resume auto), or give another out."
             )
         return None
-    state = checkpoints.newest(progress.say) if str(resume) == "auto" else read_checkpoint(resume)
-    if state is None and checkpoints.steps():
-        raise VitfocusError(f"No checkpoint in {checkpoints.folder} can be read; remove that folder to start anew.")
-    if state is None and not _finished(folder, None):
+    checkpoint = checkpoints.newest(progress.say) if str(resume) == "auto" else read_checkpoint(resume)
+    if checkpoint is None and checkpoints.steps():
+        raise VitfocusError(f"No checkpoint in {checkpoints.folder} can be read; remove that folder to start again.")
+    if checkpoint is None and not _finished(folder, None):
         return None
-    import tomllib
-
-    began = (folder / "config.toml").read_text(encoding="utf-8") if state is None else state.rest["recipe"]
+    text = (folder / "config.toml").read_text(encoding="utf-8") if checkpoint is None else checkpoint.state.recipe
     try:
-        known = tomllib.loads(began)
-    except ValueError as error:
+        began_with = build_recipe(tomllib.loads(text))
+    except tomllib.TOMLDecodeError as error:
         raise VitfocusError(f"The recipe that {folder} began with cannot be read: {error}.") from None
-    changed = difference(build_recipe(known), recipe)
-    if changed:
+    if changes := difference(began_with, recipe):
         raise VitfocusError(
-            f"The recipe is not the one this run began with, so it cannot go on: {'; '.join(changed)}. "
+            f"The recipe is not the one this run began with, so it cannot be resumed: {'; '.join(changes)}. "
             "Undo the change, or train into another folder."
         )
-    return state
+    return checkpoint
 
 
-def _finished(folder: Path, state: State | None) -> dict[str, Any] | None:
-    """The results of a run that reached its end; its checkpoints may have been removed to make room."""
+def _finished(folder: Path, checkpoint: Checkpoint | None) -> dict[str, Any] | None:
+    """The results of a finished run, whose checkpoints may have been removed."""
     path = folder / "results.json"
     try:
         results: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-    except ValueError:  # damaged: what is left to do is to write it again
+    except ValueError:  # damaged: it will be written again
         results = {}
     check_contents(path, results, SHAPE, "vitfocus train")
-    if state is None:
+    if checkpoint is None:
         whole = (folder / "config.toml").is_file() and (folder / "model" / "config.json").is_file()
         return results if whole and results.get("finished") else None
-    return results if results.get("steps") == state.step else None
+    return results if results.get("steps") == checkpoint.state.step else None
 
 
 def _assemble(
@@ -188,15 +185,15 @@ def _assemble(
     checkpoints: Checkpoints,
     accelerator: Accelerator,
     progress: Progress,
-    state: State | None,
-) -> tuple[Engine, dict[str, Any]]:
+    checkpoint: Checkpoint | None,
+) -> tuple[Trainer, dict[str, Any]]:
     device, data = accelerator.device, recipe.data
     task = find_task(recipe.task)(recipe)
-    with accelerator.main_process_first():  # what is fetched or indexed, is so once
+    with accelerator.main_process_first():  # downloads and indexes once
         task.open_data()
-    model: Any = _build(task, begun=state is not None)
+    model: Any = _build(task, quiet=checkpoint is not None)
     heads = task.head_names(model)
-    resting = choose_trained(model, recipe.optimiser.train, heads)
+    frozen_norms = choose_trained(model, recipe.optimiser.train, heads)
     compiled = compile_mode(recipe, device.type == "cuda")
     fsdp = getattr(accelerator, "is_fsdp2", False) or str(accelerator.distributed_type).endswith("FSDP")
     if fsdp and recipe.engine.ema:
@@ -208,32 +205,34 @@ def _assemble(
         compile_blocks(model)
     prepared, prepared_optimiser = accelerator.prepare(model, optimiser)
     share = Share(data.batch, accelerator.process_index, accelerator.num_processes, recipe.engine.accumulate)
-    task.start(model, Setting(device, share, compiled is not None, progress.say))
-    plan = Plan.of(recipe, task.train_images)
-    progress.total = plan.steps
+    stop = StopRequest(accelerator)
+    task.start(model, Setting(device, share, compiled is not None, progress.say, stop.until_stopped))
+    schedule = TrainingSchedule.of(recipe, task.train_images)
+    progress.total = schedule.steps
     progress.say(
         f"{recipe.name}: {recipe.model.spec}, {task.train_images} training and {task.val_images} validation images, "
-        f"{plan.steps} steps of {data.batch} on {device_name(device)}."
+        f"{schedule.steps} steps of {data.batch} on {device_name(device)}."
     )
-    step = state.step if state else 0
+    step = checkpoint.state.step if checkpoint else 0
     metrics = Metrics(folder, step, recipe.engine.tensorboard) if accelerator.is_main_process else None
-    engine = Engine(
+    trainer = Trainer(
         recipe=recipe,
-        plan=plan,
+        schedule=schedule,
         accelerator=accelerator,
-        raw=model,
+        unwrapped=model,
         model=prepared,
         optimiser=prepared_optimiser,
         task=task,
         checkpoints=checkpoints,
         metrics=metrics,
         progress=progress,
-        save_best=lambda: _export(engine, folder / "best", must=False),
+        save_best=lambda: _export(trainer, folder / "best", must=False),
+        stop=stop,
         ema=ema,
-        resting=resting,
+        frozen_norms=frozen_norms,
     )
-    if state is not None:
-        engine.resume(state)
+    if checkpoint is not None:
+        trainer.resume(checkpoint)
     facts = {
         "task": task.name,
         "train_images": task.train_images,
@@ -242,41 +241,41 @@ def _assemble(
         "compiled": compiled is not None,
         **task.facts(),
     }
-    return engine, facts
+    return trainer, facts
 
 
-def _build(task: Task, begun: bool) -> nn.Module:
-    """The task's model, which remembers what it was trained for; warnings were given when the run began."""
+def _build(task: Task, quiet: bool) -> nn.Module:
+    """The task's model, which remembers what it was trained for; without the warnings where they were given before."""
     with warnings.catch_warnings():
-        if begun:
+        if quiet:
             warnings.simplefilter("ignore", VitfocusWarning)
         model = task.build_model()
     remember_task(model, task.card())
     return model
 
 
-def _export(engine: Engine, folder: Path, must: bool = True) -> None:
-    """Save the weights that count (the moving average's where there is one) as vitfocus.save does, in one stroke.
+def _export(trainer: Trainer, folder: Path, must: bool = True) -> None:
+    """Save the weights (the moving average's where there is one) as `vitfocus.save` does, atomically.
 
-    Where it need not be, a full disk is reported, and what was saved before stays.
+    Unless it `must`, a full disk is only reported, and what was saved before stays.
     """
-    model: nn.Module = engine.ema.module if engine.ema is not None else engine.raw
+    model: nn.Module = trainer.ema.module if trainer.ema is not None else trainer.unwrapped
     if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
         tensors = model_tensors(model)
-        if engine.accelerator.is_main_process:
-            model = _build(engine.task, begun=True)
+        if trainer.accelerator.is_main_process:
+            model = _build(trainer.task, quiet=True)
             model.load_state_dict(tensors)
-    if engine.step:
+    if trainer.step:
         mark_inserted(model, ())
-    if engine.accelerator.is_main_process:
-        base, arguments = split_spec(engine.recipe.model.spec)[0], engine.task.arguments()
+    if trainer.accelerator.is_main_process:
+        base, arguments = split_spec(trainer.recipe.model.spec)[0], trainer.task.arguments()
         try:
             replace_folder(folder, lambda place: _save(model, place, base, arguments))
         except (OSError, VitfocusError) as error:
             if must:
                 raise
-            engine.progress.say(f"The best model so far cannot be saved ({str(error).rstrip('.')}). The run goes on.")
-    engine.accelerator.wait_for_everyone()
+            trainer.progress.say(f"The best model so far cannot be saved ({str(error).rstrip('.')}). The run goes on.")
+    trainer.accelerator.wait_for_everyone()
 
 
 def _save(model: nn.Module, folder: Path, base: str, arguments: dict[str, Any]) -> None:

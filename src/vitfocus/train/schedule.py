@@ -1,4 +1,4 @@
-"""The learning rate and the run's length, in closed form: a step's number says everything."""
+"""The length of a run and its learning rate at each step, in closed form."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from vitfocus.recipes.settings import Recipe
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How many steps a run has, where its epochs end, and its rate at each step."""
+class TrainingSchedule:
+    """How many steps a run has, where its epochs end, and its learning rate at each step."""
 
     steps: int
     images: int
@@ -27,8 +27,8 @@ class Plan:
     drops: tuple[float, ...] = ()
 
     @classmethod
-    def of(cls, recipe: Recipe, images: int) -> Plan:
-        """The plan of a recipe for so many training images."""
+    def of(cls, recipe: Recipe, images: int) -> TrainingSchedule:
+        """The schedule of a recipe for so many training images."""
         per_epoch = images / recipe.data.batch
         optimiser, schedule = recipe.optimiser, recipe.schedule
         steps = schedule.steps or max(1, math.ceil(schedule.epochs * per_epoch - 1e-9))
@@ -38,14 +38,16 @@ class Plan:
         rates = (optimiser.lr * scale, schedule.warmup_lr, schedule.min_lr)
         return cls(steps, images, per_epoch, warmup, *rates, schedule.decay, schedule.power, schedule.drops)
 
-    def rate(self, step: int) -> float:
+    def learning_rate(self, step: int) -> float:
         """Linear from warmup_lr up to lr, then down: half a cosine or a line to min_lr after the warm-up, a power of
-        the share of the run that is left (as the segmentation field counts it, from the first step), or a tenth at
-        each drop.
+        the share of the run that is left (counted from the first step, as is usual in segmentation), or divided by ten
+        at each drop.
 
-        >>> plan = Plan(steps=110, images=160, steps_per_epoch=10, warmup=10, lr=1.0, warmup_lr=0.0, min_lr=0.0)
-        >>> plan.rate(0), plan.rate(5), plan.rate(10), round(plan.rate(60), 3)
-        (0.0, 0.5, 1.0, 0.5)
+        >>> schedule = TrainingSchedule(
+        ...     steps=110, images=160, steps_per_epoch=10, warmup=10, lr=1.0, warmup_lr=0.0, min_lr=0.0
+        ... )
+        >>> [round(schedule.learning_rate(step), 3) for step in (0, 5, 10, 60)]
+        [0.0, 0.5, 1.0, 0.5]
         """
         low, high = min(self.min_lr, self.lr), self.lr
         if self.decay == "polynomial":
@@ -70,11 +72,11 @@ class Plan:
         return after if after > before else 0
 
 
-def set_rate(optimiser: Optimizer, rate: float) -> None:
-    """Give every group its rate; layer-wise decay is a factor that timm keeps as `lr_scale`."""
+def set_learning_rate(optimiser: Optimizer, rate: float) -> None:
+    """Set the rate of every group; layer-wise decay is a factor that timm keeps as `lr_scale`."""
     for group in optimiser.param_groups:
         value = rate * group.get("lr_scale", 1.0)
-        if isinstance(group["lr"], Tensor):  # read by a recorded step where it lies
+        if isinstance(group["lr"], Tensor):  # which a captured step reads
             group["lr"].fill_(value)
         else:
             group["lr"] = value

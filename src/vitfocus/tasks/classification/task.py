@@ -75,6 +75,7 @@ class Classify(Task):
     def start(self, model: nn.Module, setting: Setting) -> None:
         """Keep the images on the device where they are few; read them in worker processes where not."""
         data, seed, device, share = self.recipe.data, self.recipe.engine.seed, setting.device, setting.share
+        self.setting = setting
         self.mean, self.std, _ = mean, std, _ = pixels_of(model)
         teacher = None
         if self.recipe.distill.teacher:
@@ -136,7 +137,7 @@ class Classify(Task):
         """Top-1, top-5 and cross-entropy; every image counts once."""
         sums = torch.zeros(4, dtype=torch.float64, device=accelerator.device)
         with eval_mode(model), closing(iter(self.validation)) as parts:
-            for images, labels, counts in parts:
+            for images, labels, counts in self.setting.until_stopped(parts):
                 with accelerator.autocast():
                     output: Any = model(images)
                 logits = split_output(output)[0].float()

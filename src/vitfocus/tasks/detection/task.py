@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 
+from vitfocus.anatomy import unwrap
 from vitfocus.core.errors import VitfocusError
+from vitfocus.core.modules import eval_mode
 from vitfocus.data.detection.batches import DetectionAugment, DetectionBatch, DetectionSamples, collate
 from vitfocus.data.detection.dataset import Detections, mask_tools, open_detections
 from vitfocus.data.sample_loader import SampleBatches, evaluation_indices
@@ -117,7 +119,10 @@ class Detect(Task):
 
         setting, workers = self.setting, self.recipe.data.workers
         search = Searcher(self.val, setting.device, setting.share.size, workers, self.broken["val"], setting.say)
-        found = search(model, evaluation_indices(len(self.val), setting.share), accelerator.autocast)
+        model, indices = unwrap(model), evaluation_indices(len(self.val), setting.share)
+        with eval_mode(model):
+            batches = setting.until_stopped(search.each(model, indices, accelerator.autocast))
+            found = [one for batch in batches for some in batch.values() for one in some]
         if accelerator.num_processes > 1:
             found = gather_object(found)
         scores = [coco_scores(self.val.truth(), found) if accelerator.is_main_process else None]

@@ -162,7 +162,7 @@ class Segment(Task):
             whole, indices, share.size, self.recipe.data.workers, device, self.broken["val"], self.setting.say
         )
         with eval_mode(model):
-            for images, masks, _ in parts:
+            for images, masks, _ in self.setting.until_stopped(parts):
                 with accelerator.autocast():
                     scores = predict(model, self._normalised(images), protocol, masks.shape[-2:])
                 matrix += confusion(masks.to(device), scores.argmax(1), count)

@@ -146,7 +146,7 @@ class Answer(Task):
         sums = torch.zeros(len(ANSWER_TYPES) + 2, 2, dtype=torch.float64)
         where = self.setting.share, self.recipe.data.workers, self.setting.device, self.broken["val"], self.setting.say
         with eval_mode(model), closing(every_question(self.asked, *where)) as batches:
-            for batch in batches:
+            for batch in self.setting.until_stopped(batches):
                 with accelerator.autocast():
                     logits = model(**batch.inputs).logits.float()
                 rows = batch.counted.tolist()
