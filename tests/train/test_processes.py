@@ -48,6 +48,28 @@ def test_one_of_two_is_killed_and_both_resume(alone: Path, tmp_path: Path) -> No
     assert max(float((one[key] - other[key]).abs().max()) for key in one) < 1e-4
 
 
+#: In a child process: a signal as the validation begins.
+STOP_IN_VALIDATION = """
+import os, signal
+import vitfocus.train.trainer as trainer
+scores = trainer.Trainer._scores
+def stopping(self):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return scores(self)
+trainer.Trainer._scores = stopping
+"""
+
+
+def test_a_signal_to_one_of_two_stops_the_validation_of_both(alone: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    processes = start_many(folder, *MANY, codes=("", STOP_IN_VALIDATION))
+    results = [process.results() for process in processes]
+    assert not results[0]["finished"] and results[0]["steps"] == 6 and not rows(folder, "eval")
+    for process in start_many(folder, *MANY):
+        process.results()
+    same_curve(alone, folder)
+
+
 def test_fsdp2_trains_and_resumes_sharded_and_whole(alone: Path, tmp_path: Path) -> None:
     """Two sharded processes, stopped; two again, stopped; one process that shards nothing to the end."""
     sharded = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
