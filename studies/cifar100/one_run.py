@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import json
 import shutil
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from arms import ARMS, CANDIDATES, SHARED, Run
+from msgspec import to_builtins
 from setting import Setting, test_images
 from slots import Slot
 
@@ -149,7 +149,7 @@ def described(run: Run, epochs: float, recipe: Recipe, results: dict[str, Any], 
 
 def recipe_record(recipe: Recipe) -> dict[str, Any]:
     """The resolved recipe, without other tasks' sections and without the place of files on this machine."""
-    record = dataclasses.asdict(recipe)
+    record: dict[str, Any] = to_builtins(recipe)
     for section in ("segment", "detect", "answer", "distill"):
         record.pop(section, None)
     record["data"]["root"] = Path(record["data"]["root"]).name

@@ -227,9 +227,9 @@ def test_a_treated_run_resumes_bit_for_bit_and_its_model_is_scored_alike(tmp_pat
     recipe = tiny(spec, "optimiser.weight_decay=0.05")
     results = train(recipe, tmp_path / "whole")
     begun = assemble_run(recipe, tmp_path / "parts")
-    parts = begun.begin(3)
+    batches = begun.start(3)
     for _ in range(2):
-        begun.one_step(parts)
+        begun.train_step(batches)
     begun._checkpoint(must=True)
     train(recipe, tmp_path / "parts", resume="auto")
     first, second = (vf.load(tmp_path / name / "model") for name in ("whole", "parts"))
