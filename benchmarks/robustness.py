@@ -22,7 +22,7 @@ import vitfocus
 from vitfocus.core.files import write_text
 from vitfocus.corruptions import CORRUPTIONS, corrupt
 from vitfocus.robustness.evaluation import evaluate
-from vitfocus.robustness.pixels import PixelModel
+from vitfocus.robustness.pixel_model import PixelModel
 
 
 class Memory:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import vitfocus as vf
 from vitfocus.core.environment import default_device
 from vitfocus.core.errors import VitfocusError
-from vitfocus.robustness.pixels import PixelModel
+from vitfocus.robustness.pixel_model import PixelModel
 from vitfocus.tasks.building import start_from
 from vitfocus.train import Recipe, load_recipe
 

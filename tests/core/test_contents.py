@@ -178,5 +178,5 @@ def test_a_saved_model_whose_task_was_spoilt_is_refused(tmp_path: Path) -> None:
     config = json.loads(file.read_text())
     for wrong in ({"task": 3}, {"classes": "cat"}, {"size": "large"}, []):
         file.write_text(json.dumps({**config, "task": wrong}))
-        with pytest.raises(vf.VitfocusError, match=r'config\.json was not written by vitfocus\.save.*: task'):
+        with pytest.raises(vf.VitfocusError, match=r"config\.json was not written by vitfocus\.save.*: task"):
             vf.load(tmp_path)

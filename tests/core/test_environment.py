@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from train_tools import tiny
 import vitfocus as vf
 from vitfocus.cli import main
 from vitfocus.core.environment import usable_device
-from vitfocus.robustness.cells import Watched
+from vitfocus.robustness.engine import Condition
 from vitfocus.robustness.sequences import frames
-from vitfocus.robustness.sources import Batch
+from vitfocus.robustness.sources import EvaluationBatch
+from vitfocus.robustness.suites.perturbations import flips
 from vitfocus.tasks.building import over_several_gpus
 from vitfocus.train import train
 from vitfocus.treatments import step_cost
@@ -85,13 +87,17 @@ class NoDoubles(TorchDispatchMode):
 
 def test_sequences_do_without_float64() -> None:
     """Motions are computed in double precision, and so are the shares of frames: elsewhere where there is none."""
-    watched = Watched("rotate", lambda batch: frames(batch.images, "rotate", (32, 32), sizes=batch.sizes), noise=False)
+
+    def change(batch: EvaluationBatch) -> torch.Tensor:
+        return frames(batch.images, "rotate", (32, 32), sizes=batch.sizes)
+
+    rotate = Condition("rotate", partial(flips, False, 1), change)
     with FakeTensorMode(), NoDoubles():
         images = torch.empty(2, 3, 40, 48, dtype=torch.uint8, device="mps")
         places = torch.arange(2, device="mps")
-        batch = Batch(images, places, places, places, sizes=torch.full((2, 2), 40, device="mps"))
-        assert watched.frames(batch).device.type == "mps"
-        (outcome,) = watched(batch, [lambda part: torch.zeros(len(part), 10, device=part.device)])  # type: ignore[list-item]
+        batch = EvaluationBatch(images, places, places, places, sizes=torch.full((2, 2), 40, device="mps"))
+        assert change(batch).device.type == "mps"
+        (outcome,) = rotate(batch, [lambda part: torch.zeros(len(part), 10, device=part.device)])  # type: ignore[list-item]
     assert outcome["flip"].shape == (2,)
 
 

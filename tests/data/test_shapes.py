@@ -410,15 +410,15 @@ def test_mistakes_are_explained(make: object, message: str) -> None:
 def test_every_task_draws_as_many_scenes_as_are_asked_for() -> None:
     from torch import nn
 
-    from vitfocus.robustness import answers, detection
-    from vitfocus.robustness.segmentation_data import open_pictures
+    from vitfocus.robustness import evaluate
+    from vitfocus.robustness.suites.detection import open_detections
+    from vitfocus.robustness.suites.vqa import open_questions
 
-    first = detection.open_set("shapes:3", "", nn.Identity())
-    assert len(first) == 3 and torch.equal(
-        first.picture(2), detection.open_set("shapes:9", "", nn.Identity()).picture(2)
-    )
-    assert open_pictures("segmentation", "shapes:4", size=32, batch_size=2).total == 4
-    asked, more = (answers.open_set(f"shapes:{count}").questions for count in (3, 9))
+    first = open_detections("shapes:3", "", nn.Identity())
+    assert len(first) == 3 and torch.equal(first.picture(2), open_detections("shapes:9", "", nn.Identity()).picture(2))
+    segmenter = nn.Conv2d(3, 11, 1)
+    assert evaluate(segmenter, "segmentation", "shapes:4", device="cpu", progress=False).images == 4
+    asked, more = (open_questions(f"shapes:{count}").questions for count in (3, 9))
     assert 0 < len(asked) < len(more) and list(more[: len(asked)]) == list(asked)
     with pytest.raises(VitfocusError, match="shapes:300"):
-        detection.open_set("shapes:many", "", nn.Identity())
+        open_detections("shapes:many", "", nn.Identity())

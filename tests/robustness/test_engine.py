@@ -310,4 +310,4 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
 
     monkeypatch.setattr("vitfocus.robustness.evaluation.evaluate", interrupted)
     assert run_command(model, *small, "--out", str(tmp_path / "other")) == 130
-    assert "--resume goes on" in capsys.readouterr().err
+    assert "use --resume to continue" in capsys.readouterr().err

@@ -15,12 +15,13 @@ from robustness_layouts import Blobs, answers, pictures, write_classes, write_im
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
+from vitfocus.cli import main
 from vitfocus.core.errors import VitfocusError
 from vitfocus.data.shapes.dataset import Shapes
 from vitfocus.robustness import compare, evaluate, load_scores
 from vitfocus.robustness.attacks import fgsm, pgd
 from vitfocus.robustness.folders import wordnet_ids
-from vitfocus.robustness.suites.natural import read_real
+from vitfocus.robustness.suites.photographs import read_real
 
 QUIET: dict[str, Any] = {"progress": False, "device": "cpu"}
 
@@ -119,7 +120,7 @@ def test_an_index_file_serves_any_model(tmp_path: Path) -> None:
     assert evaluate(model, "clean", tmp_path / "data", index=index, **QUIET)["top1"] == 100
     refused("index file .* cannot be read", model, "clean", tmp_path / "data", index=tmp_path / "nowhere.json")
     refused("knows the classes 0 to 2", Blobs(3), "clean", tmp_path / "data", index=index)
-    refused("the data is no folder", model, "clean", [tensors()], index=index)
+    refused("the data is not a folder", model, "clean", [tensors()], index=index)
 
 
 def test_v2_knows_the_published_spelling(tmp_path: Path) -> None:
@@ -283,7 +284,7 @@ def test_labels_of_cifar_may_be_a_column(tmp_path: Path) -> None:
         scores = evaluate(Blobs(10), "cifar10-c", tmp_path, corruptions="fog", severities=2, **QUIET)
         assert scores.images == 2
     np.save(tmp_path / "labels.npy", np.zeros((10, 2), dtype=np.int64))
-    refused("one whole number an image", Blobs(10), "cifar10-c", tmp_path, corruptions="fog", severities=2)
+    refused("one whole number per image", Blobs(10), "cifar10-c", tmp_path, corruptions="fog", severities=2)
 
 
 def test_attacks_work_inside_inference_mode() -> None:
@@ -305,18 +306,16 @@ def test_attacks_work_inside_inference_mode() -> None:
 def test_only_the_first_process_prints(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from test_robustness_runner import run_command
-
     root, _, _ = write_imagenet(tmp_path / "data", Blobs(1000), count=2)
     run = tmp_path / "run"
     evaluate(Blobs(1000), "clean", root, out=run, **QUIET)
     for rank, speaks in (("1", False), ("0", True)):
         monkeypatch.setenv("RANK", rank)
-        assert run_command("--compare", str(run), str(run), "--json") == 0
+        assert main(["evaluate", "--compare", str(run), str(run), "--json"]) == 0
         said = capsys.readouterr().out
         assert bool(said) == speaks
     assert json.loads(said)["suite"] == "clean"
-    assert run_command("--suite", "list", "--json") == 0
+    assert main(["evaluate", "--suite", "list", "--json"]) == 0
     assert "eps" in json.loads(capsys.readouterr().out)["fgsm"]["options"]
 
 
@@ -324,8 +323,8 @@ def test_labels_are_one_class_number_an_image() -> None:
     model, (images, labels) = Blobs(10), tensors()
     rows = torch.nn.functional.one_hot(labels, 10)
     for wrong in (rows, rows.float(), labels + 0.5):
-        refused("one class number an image", model, "clean", [(images, wrong)])
-        refused("one class number an image", model, "clean", TensorDataset(images, wrong))
+        refused("one class number per image", model, "clean", [(images, wrong)])
+        refused("one class number per image", model, "clean", TensorDataset(images, wrong))
     plain = evaluate(model, "clean", [(images, labels)], **QUIET)["top1"]
     for same in (labels[:, None], labels.double()):
         assert evaluate(model, "clean", [(images, same)], **QUIET)["top1"] == plain
@@ -345,9 +344,9 @@ def test_a_finished_run_is_not_written_over_and_a_damaged_one_is_named(tmp_path:
     with pytest.raises(VitfocusError, match=r"samples.npz cannot be read"):
         load_scores(tmp_path / "run")
     before = (tmp_path / "run" / "results.json").read_bytes()
-    for suite in ("segmentation", "detection", "answers"):
-        refused("already holds a run", model, suite, "shapes:2", out=tmp_path / "run")
-        refused("cannot be kept|kept in a folder", model, suite, "shapes:2", out=tmp_path / "run" / "results.json")
+    for suite, one, given in (("occlusion", model, data), ("segmentation", nn.Conv2d(3, 11, 1), "shapes:2")):
+        refused("already holds a run", one, suite, given, out=tmp_path / "run")
+        refused("cannot be kept|kept in a folder", one, suite, given, out=tmp_path / "run" / "results.json")
     assert (tmp_path / "run" / "results.json").read_bytes() == before
 
 

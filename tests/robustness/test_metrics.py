@@ -10,17 +10,25 @@ import torch
 
 from vitfocus.core.errors import VitfocusError
 from vitfocus.corruptions import CORRUPTIONS
-from vitfocus.robustness import scores
-from vitfocus.robustness.noise import NOISES, add_noise, repeat_interval
-from vitfocus.robustness.references import ALEXNET_CLEAN_ERROR, ALEXNET_ERRORS, ALEXNET_FLIPS
-from vitfocus.robustness.stability import flip_share, top5_distance
-from vitfocus.robustness.summaries import corrupted, mce_shares, watched
+from vitfocus.robustness import intervals, metrics
+from vitfocus.robustness.intervals import repeat_interval
+from vitfocus.robustness.metrics import (
+    ALEXNET_CLEAN_ERROR,
+    ALEXNET_ERRORS,
+    ALEXNET_FLIPS,
+    corruption_summary,
+    flip_share,
+    mce_shares,
+    perturbation_summary,
+    top5_distance,
+)
+from vitfocus.robustness.suites.segmentation import NOISES, add_noise
 
 
 def test_alexnet_itself_scores_exactly_100() -> None:
-    assert scores.mean_corruption_error(ALEXNET_ERRORS) == 100
-    assert scores.mean_corruption_error(ALEXNET_ERRORS, ALEXNET_CLEAN_ERROR) == 100
-    assert scores.mean_flip_rate(ALEXNET_FLIPS) == 100
+    assert metrics.mean_corruption_error(ALEXNET_ERRORS) == 100
+    assert metrics.mean_corruption_error(ALEXNET_ERRORS, ALEXNET_CLEAN_ERROR) == 100
+    assert metrics.mean_flip_rate(ALEXNET_FLIPS) == 100
     assert len(CORRUPTIONS) == 15 and len(ALEXNET_ERRORS) == 19 and len(ALEXNET_FLIPS) == 10
 
 
@@ -37,8 +45,8 @@ def test_mce_sums_over_severities_before_it_divides() -> None:
     by_sum = np.mean([errors[name].sum() / sum(ALEXNET_ERRORS[name]) for name in CORRUPTIONS])
     by_mean = np.mean([(errors[name] / np.mean(ALEXNET_ERRORS[name])).mean() for name in CORRUPTIONS])
     by_severity = np.mean([(errors[name] / ALEXNET_ERRORS[name]).mean() for name in CORRUPTIONS])
-    assert scores.mean_corruption_error(errors) == pytest.approx(100 * by_sum) == pytest.approx(100 * by_mean)
-    assert abs(scores.mean_corruption_error(errors) - 100 * by_severity) > 0.1
+    assert metrics.mean_corruption_error(errors) == pytest.approx(100 * by_sum) == pytest.approx(100 * by_mean)
+    assert abs(metrics.mean_corruption_error(errors) - 100 * by_severity) > 0.1
 
 
 def test_mce_of_samples_is_the_mean_of_the_images_shares() -> None:
@@ -52,12 +60,12 @@ def test_mce_of_samples_is_the_mean_of_the_images_shares() -> None:
         }
         for name in names
     }
-    summary = corrupted(cells, seed=0)
+    summary = corruption_summary(cells, seed=0)
     assert 100 * mce_shares(cells).mean() == pytest.approx(summary["mce"])
     assert 100 * mce_shares(cells, relative=True).mean() == pytest.approx(summary["relative_mce"])
 
     cells["clean"] = {name: np.tile(column[:9], 5) for name, column in cells["clean"].items()}  # 45 for the 40 of each
-    other = corrupted(cells, 0)
+    other = corruption_summary(cells, 0)
     clean, names = 1 - cells["clean"]["top1"].mean(), list(CORRUPTIONS)
     errors = {name: [1 - cells[f"{name}/{s}"]["top1"].mean() for s in range(1, 6)] for name in names}
     parts = [(sum(errors[n]) - 5 * clean) / (sum(ALEXNET_ERRORS[n]) - 5 * ALEXNET_CLEAN_ERROR) for n in names]
@@ -67,7 +75,7 @@ def test_mce_of_samples_is_the_mean_of_the_images_shares() -> None:
     low, high = summary["mce_interval"]
     assert low < summary["mce"] < high
     del cells["fog/4"]
-    partial = corrupted(cells, seed=0)
+    partial = corruption_summary(cells, seed=0)
     assert "mce" not in partial and "ce" not in partial["corruptions"]["fog"] and "ce" in partial["corruptions"]["snow"]
 
 
@@ -81,15 +89,15 @@ def test_ece_equals_a_loop(bins: int) -> None:
         inside = (confidence > low) & (confidence <= low + 1 / bins)
         if inside.any():
             total += abs(confidence[inside].mean() - hit[inside].mean()) * inside.mean()
-    assert scores.calibration_error(confidence, hit, bins) == pytest.approx(total)
-    assert scores.calibration_error(np.array([0.0, 1.0]), np.array([False, True]), bins) == pytest.approx(0)
+    assert metrics.calibration_error(confidence, hit, bins) == pytest.approx(total)
+    assert metrics.calibration_error(np.array([0.0, 1.0]), np.array([False, True]), bins) == pytest.approx(0)
 
 
 @pytest.mark.parametrize(("one", "two"), [(0, 0), (1, 0), (7, 2), (40, 40), (2100, 2000), (9000, 8000)])
 def test_mcnemar_equals_scipys_binomial_test(one: int, two: int) -> None:
     first = np.array([1] * one + [0] * two + [1] * 10 + [0] * 5)
     second = np.array([0] * one + [1] * two + [1] * 10 + [0] * 5)
-    result = scores.mcnemar(first, second)
+    result = intervals.mcnemar(first, second)
     expected = scipy.stats.binomtest(one, one + two).pvalue if one + two else 1.0
     assert (result.only_first, result.only_second) == (one, two)
     assert result.p_value == pytest.approx(expected, rel=1e-6, abs=1e-14)
@@ -97,12 +105,12 @@ def test_mcnemar_equals_scipys_binomial_test(one: int, two: int) -> None:
 
 def test_bootstrap_interval_agrees_with_scipy_and_is_seeded() -> None:
     values = np.random.default_rng(1).gamma(2.0, size=300)
-    ours = scores.mean_interval(values, seed=5)
+    ours = intervals.mean_interval(values, seed=5)
     theirs = scipy.stats.bootstrap((values,), np.mean, method="percentile", n_resamples=2000, rng=0).confidence_interval
     assert np.allclose(ours, theirs, atol=0.25 * (theirs.high - theirs.low))
-    assert ours == scores.mean_interval(values, seed=5) != scores.mean_interval(values, seed=6)
+    assert ours == intervals.mean_interval(values, seed=5) != intervals.mean_interval(values, seed=6)
     shares = (np.arange(1000) < 700).astype(float)
-    low, high = scores.mean_interval(shares)
+    low, high = intervals.mean_interval(shares)
     spread = 1.96 * (0.7 * 0.3 / 1000) ** 0.5
     assert low == pytest.approx(0.7 - spread, abs=0.006) and high == pytest.approx(0.7 + spread, abs=0.006)
 
@@ -110,10 +118,10 @@ def test_bootstrap_interval_agrees_with_scipy_and_is_seeded() -> None:
 def test_paired_difference_is_sharper_than_two_intervals() -> None:
     first = np.random.default_rng(0).random(500) < 0.5
     second = first | (np.arange(500) < 20)
-    difference = scores.paired_difference(first, second)
+    difference = intervals.paired_difference(first, second)
     assert difference.low > 0 and difference.mean == pytest.approx(second.mean() - first.mean())
     with pytest.raises(VitfocusError, match="got 500 and 3"):
-        scores.paired_difference(first, [1, 2, 3])
+        intervals.paired_difference(first, [1, 2, 3])
 
 
 def naive_stability(logits: np.ndarray, noise: bool, step: int) -> tuple[float, float]:
@@ -142,10 +150,10 @@ def test_flips_and_top5_distances_equal_the_released_rule(noise: bool, stride: i
 
 def test_mfr_of_samples_and_mt5d_only_with_a_reference() -> None:
     cells = {name: {"flip": np.full(5, flip), "top5_distance": np.full(5, 2.0)} for name, flip in ALEXNET_FLIPS.items()}
-    summary = watched(cells, seed=0)
+    summary = perturbation_summary(cells, seed=0)
     assert summary["mfr"] == pytest.approx(100, abs=1e-9) and "mt5d" not in summary
-    assert watched(cells, seed=0, t5d=dict.fromkeys(ALEXNET_FLIPS, 4.0))["mt5d"] == pytest.approx(50)
-    assert "mfr" not in watched(cells, seed=0, difficulty=2)
+    assert perturbation_summary(cells, seed=0, t5d=dict.fromkeys(ALEXNET_FLIPS, 4.0))["mt5d"] == pytest.approx(50)
+    assert "mfr" not in perturbation_summary(cells, seed=0, difficulty=2)
 
 
 def test_segmentation_noise_has_the_stated_moments_and_belongs_to_the_image() -> None:

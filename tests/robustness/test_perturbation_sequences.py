@@ -157,9 +157,9 @@ def test_published_videos(tmp_path: Path) -> None:
 
 
 def test_videos_without_a_decoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vitfocus.robustness import videos
+    from vitfocus.robustness.suites import perturbations
 
-    monkeypatch.setattr(videos.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(perturbations.importlib.util, "find_spec", lambda name: None)
     (tmp_path / "rotate/a").mkdir(parents=True)
     (tmp_path / "rotate/a/0.mp4").write_bytes(b"x")
     with pytest.raises(VitfocusError, match="crop_pct is about resizing pictures, but the data is published videos"):

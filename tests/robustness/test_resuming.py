@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ import vitfocus as vf
 from vitfocus.data.shapes.layouts import write_layout
 from vitfocus.data.vqa.tokenizer import Words, attach_words
 from vitfocus.robustness import load_scores
+from vitfocus.robustness.run_folder import differences
 
 pytest.importorskip("transformers", reason="the hf extra is not installed")
 pytest.importorskip("faster_coco_eval", reason="the det extra is not installed")
@@ -93,7 +95,7 @@ def test_an_interrupted_run_goes_on_where_it_was(suite: str, tmp_path: Path) -> 
     counting = Calls(suite)
     whole = counting.run(data, tmp_path / "whole")
     assert counting.count == 8
-    for stop in (2, 5):  # in the middle of the first model, and of the second
+    for stop in (2, 5):  # between two batches, and between the two models on one
         out = tmp_path / f"stopped-{stop}"
         drawn: dict[str, Any] = {"pictures": out / "drawn"} if suite == "detection" else {}
         with pytest.raises(KeyboardInterrupt):
@@ -101,7 +103,6 @@ def test_an_interrupted_run_goes_on_where_it_was(suite: str, tmp_path: Path) -> 
         for said, where, changed in (
             ("already holds a run", data, {}),
             (r"another run.*data\.digest", other, {"resume": True}),
-            (r"another run.*options\.batch_size \(3 \| 4\)", data, {"resume": True, "batch_size": 4}),
             (r"another run.*data\.limit", data, {"resume": True, "limit": 9}),
         ):
             with pytest.raises(vf.VitfocusError, match=said):
@@ -112,7 +113,7 @@ def test_an_interrupted_run_goes_on_where_it_was(suite: str, tmp_path: Path) -> 
             strange.run(data, out, resume=True, **drawn)
         rest = Calls(suite)
         assert rest.run(data, out, resume=True, **drawn).models == whole.models
-        assert rest.count == 8 - stop
+        assert rest.count == 8 - stop // 2 * 2
         assert found(suite, out) == found(suite, tmp_path / "whole") and not (out / "parts").exists()
         assert all(len(list(out.glob(f"drawn-{number}/*.png"))) == LIMIT for number in (0, 1) if drawn)
         again = Calls(suite, 0).run(data, out, resume=True, **drawn)  # finished: nothing is asked any more
@@ -121,6 +122,22 @@ def test_an_interrupted_run_goes_on_where_it_was(suite: str, tmp_path: Path) -> 
             Calls(suite, 0).run(other, out, resume=True, **drawn)
     with pytest.raises(vf.VitfocusError, match="nothing to resume"):
         vf.evaluate(counting.models, suite, data, resume=True, progress=False)
+
+
+@pytest.mark.parametrize("suite", MODELS)
+def test_another_batch_size_measures_only_what_is_missing(suite: str, tmp_path: Path) -> None:
+    data, out = layout(suite, tmp_path / "data"), tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        Calls(suite, 4).run(data, out)  # two batches of three
+    before = [dict(np.load(part)) for part in (out / "parts").iterdir()]
+    assert sorted(int(place) for part in before for place in part["positions"]) == list(range(6))
+    rest = Calls(suite)
+    scores = rest.run(data, out, resume=True, batch_size=6)
+    assert rest.count == 2 and scores.images == LIMIT  # the last four, by both models
+    Calls(suite).run(data, tmp_path / "whole")
+    said, expected = (json.loads(found(suite, run)[0]) for run in (out, tmp_path / "whole"))
+    if suite == "answers":  # what was measured before stands, whatever batches the others come in
+        assert said[:6] == expected[:6] and len(said) == len(expected)
 
 
 def test_a_run_that_fails_at_once_leaves_its_folder_free(tmp_path: Path) -> None:
@@ -134,9 +151,9 @@ def test_a_run_that_fails_at_once_leaves_its_folder_free(tmp_path: Path) -> None
 SCRIPT = """
 import os, sys, time
 from pathlib import Path
-sys.path.insert(0, {tests!r})
-from test_robustness_turns import Calls
-from vitfocus.robustness import runfolder
+sys.path[:0] = [{tests!r}, {tests!r} + "/robustness"]
+from test_resuming import Calls
+from vitfocus.robustness import run_folder
 
 work = Path({work!r})
 for suite in ("answers", "detection"):
@@ -147,11 +164,11 @@ for suite in ("answers", "detection"):
 def die(*_):
     if calls.count > 1:  # when both processes have kept a batch
         parts, until = work / "killed" / "parts", time.monotonic() + 60
-        while len(list(parts.glob("model0.*.npz"))) < 2 and time.monotonic() < until:
+        while len(list(parts.glob("detection.*.npz"))) < 2 and time.monotonic() < until:
             time.sleep(0.01)
         os._exit(0)
 
-runfolder.KEEP_EVERY = 0.0
+run_folder.SAVE_EVERY = 0.0
 calls = Calls("detection")
 calls.models["a"].register_forward_pre_hook(die)
 calls.run(work / "detection", work / "killed")
@@ -167,10 +184,11 @@ def test_two_processes_take_turns_and_one_alone_goes_on_when_they_were_killed(tm
     for suite in MODELS:
         alone, together = Calls(suite).run(tmp_path / suite, tmp_path / "alone" / suite), f"{suite}-together"
         shared = load_scores(tmp_path / together)
-        assert shared.models == alone.models and shared.fingerprint == alone.fingerprint
+        assert shared.models == alone.models
+        assert differences(shared.fingerprint, alone.fingerprint) == ["environment.processes (2 | 1)"]
         assert found(suite, tmp_path / together) == found(suite, tmp_path / "alone" / suite)
         assert not (tmp_path / together / "parts").exists()
     rest = Calls("detection")
     rest.run(tmp_path / "detection", tmp_path / "killed", resume=True)
-    assert rest.count == 8 - 2
+    assert rest.count == 8 - 4
     assert found("detection", tmp_path / "killed") == found("detection", tmp_path / "alone" / "detection")

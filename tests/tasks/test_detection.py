@@ -15,11 +15,8 @@ from PIL import Image
 from torch import Tensor
 
 import vitfocus as vf
-from vitfocus.core.processes import Processes
 from vitfocus.data.detection.dataset import CocoDetections, ShapesDetections
 from vitfocus.data.shapes.layouts import write_layout
-from vitfocus.robustness.detection import measure
-from vitfocus.robustness.request import Request
 from vitfocus.tasks.detection.inference import draw_finding
 from vitfocus.tasks.detection.metric import coco_findings, coco_scores
 from vitfocus.train import Recipe, load_recipe
@@ -42,10 +39,6 @@ TINY = [
     "flip=0.5",
     "detect.sides=[32,64]",
 ]
-
-
-def asking(models: dict[str, Any], data: Any) -> Request:
-    return Request(models, data, "detection", Processes(0, 1, torch.device("cpu")), progress=False)
 
 
 def tiny(*overrides: str) -> Recipe:
@@ -238,7 +231,7 @@ def test_a_treated_run_resumes_bit_for_bit_and_its_model_is_scored_alike(tmp_pat
     assert {"classifier", "box_reg", "mask", "objectness", "rpn_box_reg", "adl"} <= set(rows[0])
     assert rows[0]["adl"] > 0
     assert task_of(first)["classes"] == ShapesDetections("val", 1, 32).classes
-    scores = measure(asking({"model": first}, ShapesDetections("val", 6, 32)))
+    scores = vf.evaluate(first, "detection", ShapesDetections("val", 6, 32), device="cpu", progress=False)
     assert scores["box_ap"] == pytest.approx(100 * results["last"]["box_ap"])
     assert scores["mask_ap50"] == pytest.approx(100 * results["last"]["mask_ap50"])
 
@@ -275,7 +268,7 @@ def test_the_suite_scores_a_folder_and_draws_pictures(coco: Path, tmp_path: Path
     assert scores["mask_ap"] == pytest.approx(100 * coco_scores(truth, found)["mask_ap"])
     with pytest.raises(vf.VitfocusError, match="knows 3 classes, and the data has 10"):
         other = vf.create_model("maskrcnn:vit_tiny_patch16_224", num_classes=3, **SMALL)
-        measure(asking({"a": other}, coco))
+        vf.evaluate({"a": other}, "detection", coco, device="cpu", progress=False)
 
 
 def test_a_drawing_shows_what_was_found_where_it_was_found() -> None:

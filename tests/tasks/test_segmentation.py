@@ -24,7 +24,7 @@ from vitfocus.data.shapes.layouts import write_layout
 from vitfocus.recipes.settings import Data
 from vitfocus.tasks.building import start_from
 from vitfocus.tasks.segmentation.inference import Protocol, predict, slide
-from vitfocus.tasks.segmentation.metric import confusion, scores_of
+from vitfocus.tasks.segmentation.metric import class_counts, scores_of
 from vitfocus.train import Recipe, load_recipe
 from vitfocus.train.run import train
 from vitfocus.train.schedule import TrainingSchedule
@@ -69,7 +69,7 @@ def test_scores_equal_a_naive_count() -> None:
     draw = np.random.default_rng(0)
     truth, guess = draw.integers(0, 6, (3, 20, 21)), draw.integers(0, 7, (3, 20, 21))
     truth[:, :2] = 255
-    matrix = sum(confusion(torch.from_numpy(t), torch.from_numpy(g), 7) for t, g in zip(truth, guess, strict=True))
+    counts = class_counts(torch.from_numpy(truth), torch.from_numpy(guess), 7)
     counted = truth != 255
     iou, accuracy = [], []
     for label in range(7):
@@ -78,12 +78,12 @@ def test_scores_equal_a_naive_count() -> None:
             iou.append((is_truth & is_guess).sum() / (is_truth | is_guess).sum())
         if is_truth.any():
             accuracy.append((is_truth & is_guess).sum() / is_truth.sum())
-    scores = scores_of(matrix)
+    scores = scores_of(counts.sum(0))
     assert scores["miou"] == pytest.approx(np.mean(iou)) and len(iou) == 7  # class 6 is only ever guessed
     assert scores["macc"] == pytest.approx(np.mean(accuracy)) and len(accuracy) == 6
     assert scores["aacc"] == pytest.approx((truth == guess)[counted].mean())
     with pytest.raises(VitfocusError, match="holds class 5, and the model knows 3"):
-        confusion(torch.tensor([5]), torch.tensor([0]), 3)
+        class_counts(torch.tensor([[5]]), torch.tensor([[0]]), 3)
 
 
 def test_a_window_that_covers_the_picture_changes_nothing_and_smaller_ones_are_averaged() -> None:

@@ -22,7 +22,7 @@ from vitfocus.data.augmentation import Batch
 from vitfocus.data.sample_order import Stream
 from vitfocus.data.shapes.dataset import shapes_batch
 from vitfocus.recipes.settings import Distill, Loss, Optimiser
-from vitfocus.robustness.pixels import PixelModel
+from vitfocus.robustness.pixel_model import PixelModel
 from vitfocus.tasks.building import build_model
 from vitfocus.tasks.classification.distillation import Teacher
 from vitfocus.tasks.classification.loss import Losses, cross_entropy

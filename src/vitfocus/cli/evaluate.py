@@ -10,39 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vitfocus.cli.common import add_pretrained, finish_run, model_label, open_named_model
+from vitfocus.robustness.suites import switches
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-
-#: Suite options: flag, type, several values or one, and what it is.
-OPTIONS: dict[str, tuple[Any, bool, str]] = {
-    "corruptions": (str, True, "imagenet-c, cifar-c, cityscapes-c: only these corruptions"),
-    "severities": (int, True, "imagenet-c, cifar-c, cityscapes-c: only these severities, 1 to 5"),
-    "frost": (str, False, "imagenet-c, cifar-c, cityscapes-c: the folder of the published frost overlays"),
-    "jpeg_quality": (int, False, "imagenet-c on the fly: save as JPEG after corrupting; the published files are at 85"),
-    "clean_data": (str, False, "imagenet-c as published: the clean validation set, for the relative mCE"),
-    "perturbations": (str, True, "imagenet-p: only these sequences"),
-    "difficulty": (int, False, "imagenet-p: 1, 2 or 3"),
-    "labels": (str, False, "imagenet-real: ReaL's own real.json (default: timm's copy)"),
-    "sizes": (int, True, "occlusion: sides of the hidden centre, in pixels of 224"),
-    "drops": (int, True, "occlusion: how many cells of 14x14 to hide at random"),
-    "eps": (float, True, "fgsm, pgd, autoattack: epsilons in 1/255"),
-    "norm": (str, False, "fgsm, pgd, autoattack: linf or l2"),
-    "steps": (int, False, "pgd: number of steps"),
-    "step_size": (float, False, "pgd: length of a step in 1/255 (default: 2.5 eps / steps)"),
-    "crop_pct": (float, False, "share of the resized picture that is cropped (default: 0.875)"),
-    "interpolation": (str, False, "bilinear or bicubic (default: the suite's, or the model's)"),
-    "index": (str, False, "a json that maps class folders to the model's classes"),
-    "source": (str, False, "segmentation: the folder's layout: ade20k, cityscapes, acdc, camvid, masks"),
-    "split": (str, False, "segmentation, detection, answers: the split by its folder's name (default: val)"),
-    "window": (int, False, "segmentation: side of the sliding window (default: the model's; 0: whole pictures)"),
-    "stride": (int, False, "segmentation: from one window to the next (default: two thirds of the window)"),
-    "short_side": (int, False, "segmentation: resize pictures so that this is their short side"),
-    "ignore": (int, False, "segmentation: the label that does not count, of data that is no folder (default: 255)"),
-    "repeats": (int, False, "segmentation-noise: how often random noise is drawn, 2 to 10 (default: 5)"),
-    "corrupted_data": (str, False, "cityscapes-c: the folder of stored corrupted pictures"),
-    "pictures": (str, False, "segmentation, acdc, detection: write pictures of the predictions into this folder"),
-}
 
 #: What a recipe says of its data, as far as it is read here.
 _DATA = {"source?": str, "root?": str, "val_split?": str, "val_length?": int, "size?": int}
@@ -89,29 +60,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--force", action="store_true", help="with --compare: compare even if the protocols differ")
     suites = parser.add_argument_group("options of individual suites")
-    for name, (kind, several, text) in OPTIONS.items():
-        shape: dict[str, Any] = {"nargs": "+"} if several else {}
-        suites.add_argument(f"--{name.replace('_', '-')}", type=kind, help=text, metavar="X", **shape)
-    suites.add_argument(
-        "--extra", action="store_true", default=None, help="imagenet-c, cifar-c: the 4 extra corruptions too"
-    )
-    suites.add_argument(
-        "--flip", action="store_true", default=None, help="segmentation: average with the mirrored pictures"
-    )
-    suites.add_argument(
-        "--no-resize",
-        dest="resize",
-        action="store_false",
-        default=None,
-        help="take images as they are, without resizing",
-    )
-    suites.add_argument(
-        "--no-random-start",
-        dest="random_start",
-        action="store_false",
-        default=None,
-        help="pgd: start at the image itself",
-    )
+    for name, (option, names) in switches().items():
+        flag = f"--{'no-' if option.negate else ''}{name.replace('_', '-')}"
+        text = f"{', '.join(names)}: {option.help}" if len(names) <= 6 else option.help
+        text = text.replace("%", "%%")
+        if option.type is bool:
+            action = "store_false" if option.negate else "store_true"
+            suites.add_argument(flag, dest=name, action=action, default=None, help=text)
+        else:
+            shape: dict[str, Any] = {"nargs": "+"} if option.several else {}
+            suites.add_argument(flag, type=option.type, help=text, metavar="X", **shape)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -129,11 +87,12 @@ def _compare(args: argparse.Namespace) -> int:
     from vitfocus.robustness.comparison import compare
     from vitfocus.robustness.results import load_scores
 
+    known = switches()
     usual = {"model": [], "resume": False, "pretrained": False, "precision": "float32"}
     for name, value in vars(args).items():
         if name not in ("compare", "force", "seed", "json") and value != usual.get(name):
-            flag = {"resize": "no-resize", "random_start": "no-random-start"}.get(name, name.replace("_", "-"))
-            given = "a MODEL" if name == "model" else f"--{flag}"
+            negated = "no-" if name in known and known[name][0].negate else ""
+            given = "a MODEL" if name == "model" else f"--{negated}{name.replace('_', '-')}"
             raise VitfocusError(f"--compare reads two finished runs and does not use {given}: leave it out.")
     first, second = (load_scores(folder) for folder in args.compare)
     if Path(args.compare[0]) == Path(args.compare[1]) and len(first.models) == 2:  # one run of two models
@@ -161,20 +120,22 @@ def _evaluate(args: argparse.Namespace) -> int:
     if args.model:
         _from_run(args)
     if args.suite == "list":
-        suites = {name: {"about": suite.about, "options": list(suite.options)} for name, suite in SUITES.items()}
+        suites = {
+            name: {"about": suite.description, "options": [option.name for option in suite.option_list]}
+            for name, suite in SUITES.items()
+        }
         width = max(map(len, suites))
         print(
             json.dumps(suites, indent=2)
             if args.json
-            else "\n".join(f"{n:<{width}}  {s.about}" for n, s in SUITES.items())
+            else "\n".join(f"{n:<{width}}  {s.description}" for n, s in SUITES.items())
         )
         return 0
     for flag, value in (("MODEL", args.model), ("--suite", args.suite), ("--data", args.data)):
         if not value:
             raise VitfocusError(f"{flag} is missing: vitfocus evaluate MODEL --suite NAME --data DIR.")
-    given = {name: getattr(args, name) for name in (*OPTIONS, "extra", "flip", "resize", "random_start")}
-    options = {name: value for name, value in given.items() if value is not None}
-    suite = find_suite(args.suite, options)
+    options = {name: getattr(args, name) for name in switches() if getattr(args, name) is not None}
+    suite, _ = find_suite(args.suite, options)
     data: Any = args.data
     length = shapes_named(args.data, args.limit or 2000)
     if length is None and not Path(args.data).is_dir():
@@ -185,8 +146,8 @@ def _evaluate(args: argparse.Namespace) -> int:
     from vitfocus.robustness.evaluation import evaluate
 
     models = _models(args)
-    if length is not None and suite.plan is not None:  # suites of other tasks generate Shapes themselves
-        own = (32, 32) if suite.resizes else pixels_of(next(iter(models.values()))).size
+    if length is not None and suite.task == "classify":  # suites of other tasks generate Shapes themselves
+        own = (32, 32) if suite.small_images else pixels_of(next(iter(models.values()))).size
         drawn = picture_size(getattr(args, "size", None) or own)
         data = Shapes("val", length=length, size=drawn, transform=None if drawn == own else partial(_enlarged, own))
     scores = evaluate(
@@ -222,7 +183,7 @@ def _from_run(args: argparse.Namespace) -> None:
 
     from vitfocus.core.contents import check_contents
     from vitfocus.core.errors import VitfocusError
-    from vitfocus.robustness.suites import OWN, SUITES
+    from vitfocus.robustness.suites import SUITES, TASK_SUITES
 
     folder = Path(args.model[0])
     saved = next((f for f in (folder / "config.json", folder / "model" / "config.json") if f.is_file()), None)
@@ -232,9 +193,9 @@ def _from_run(args: argparse.Namespace) -> None:
         task = str(json.loads(saved.read_text(encoding="utf-8")).get("task", {}).get("task", ""))
     except (ValueError, AttributeError):
         return  # loading the model reports it
-    args.suite = args.suite or OWN.get(task)
+    args.suite = args.suite or TASK_SUITES.get(task)
     recipe = next((f for f in (folder / "config.toml", folder.parent / "config.toml") if f.is_file()), None)
-    if args.data is None and recipe is not None and args.suite == OWN.get(task):
+    if args.data is None and recipe is not None and args.suite == TASK_SUITES.get(task):
         try:
             content = tomllib.loads(recipe.read_text(encoding="utf-8"))
         except ValueError as error:
@@ -245,7 +206,7 @@ def _from_run(args: argparse.Namespace) -> None:
         length = f":{data['val_length']}" if data.get("val_length") else ""
         args.data = f"shapes{length}" if drawn else data.get("root") or None
         args.size = data.get("size")
-        if "split" in SUITES[args.suite].options:
+        if any(option.name == "split" for option in SUITES[args.suite].option_list):
             args.split = args.split or data.get("val_split") or None
         elif not drawn and args.data is not None:
             args.data = _class_folders(recipe, data)

@@ -19,12 +19,10 @@ from vitfocus.core.statistics import wilson_interval
 from vitfocus.core.tables import counted
 from vitfocus.corruptions import CORRUPTIONS
 from vitfocus.report.runs import ReportModel
-from vitfocus.robustness.fingerprint import FREE, differences
-from vitfocus.robustness.plan import Columns
-from vitfocus.robustness.references import ALEXNET_FLIPS
+from vitfocus.robustness.intervals import Array, paired_difference
+from vitfocus.robustness.metrics import ALEXNET_FLIPS, mce_shares
 from vitfocus.robustness.results import Scores
-from vitfocus.robustness.scores import Array, paired_difference
-from vitfocus.robustness.summaries import mce_shares
+from vitfocus.robustness.run_folder import FREE, Columns, differences
 
 Interval = tuple[float, float]
 

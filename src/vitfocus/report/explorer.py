@@ -23,7 +23,7 @@ from vitfocus.corruptions import corrupt, parse
 from vitfocus.report.explorer_maps import LEFT_OUT, LEVELS, Reader, Unit, choose_maps, coarse_grids, data_url, encode
 from vitfocus.report.page import Page
 from vitfocus.report.runs import ReportModel
-from vitfocus.robustness.runfolder import read_json
+from vitfocus.robustness.run_folder import read_json
 
 EXPLORER = "explorer.json"
 #: Default limits: bytes of base64 text of all maps together, and number of images.

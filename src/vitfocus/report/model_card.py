@@ -23,8 +23,8 @@ from vitfocus.core.environment import device_name
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import write_text
 from vitfocus.core.modules import eval_mode
-from vitfocus.robustness.pixels import weights_digest
-from vitfocus.robustness.runfolder import read_json
+from vitfocus.robustness.pixel_model import weights_digest
+from vitfocus.robustness.run_folder import read_json
 from vitfocus.treatments import applied
 from vitfocus.treatments.cost import count_cost
 from vitfocus.treatments.placement import placements

@@ -25,9 +25,9 @@ from vitfocus.core.environment import default_device
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import write_text
 from vitfocus.report.model_card import CARD, Card, make_card, read_cards
-from vitfocus.robustness.pixels import tensors_digest
+from vitfocus.robustness.pixel_model import tensors_digest
 from vitfocus.robustness.results import Scores, load_scores
-from vitfocus.robustness.runfolder import RESULTS, read_json
+from vitfocus.robustness.run_folder import RESULTS, read_json
 from vitfocus.train.results import SHAPE as TRAINED
 
 DIAGNOSIS, METRICS, RECIPE, DATA = "diagnosis.json", "metrics.jsonl", "config.toml", "data.json"

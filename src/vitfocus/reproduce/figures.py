@@ -187,7 +187,7 @@ def _overlay(result: ItemResult, _: int | None) -> Figure:
 
 def _predictions(result: ItemResult, _: int | None) -> Figure:
     """Segmented images, clean and in snow, one column per model."""
-    from vitfocus.robustness.pixels import PixelModel
+    from vitfocus.robustness.pixel_model import PixelModel
     from vitfocus.tasks.segmentation.inference import Protocol, overlay, predict
 
     run = _trained(result)[0].run

@@ -1,12 +1,33 @@
 """How robust a model is, by whose protocol, on which data.
 
-`evaluate` runs a suite, `compare` tells a difference from noise. `suites/` lays out what is measured, `runner.py`
-measures it, `scores.py` says what the numbers mean, `fingerprint.py` how they came about.
+`evaluate` runs a suite, `compare` tells a difference from noise. `suites/` holds the suites, `engine.py` measures them,
+`metrics.py` says what the numbers mean. Names are imported when they are first used: listing suites needs no torch.
 """
 
-from vitfocus.robustness.comparison import Comparison, compare
-from vitfocus.robustness.evaluation import evaluate
-from vitfocus.robustness.results import Scores, load_scores
-from vitfocus.robustness.suites import SUITES
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vitfocus.robustness.comparison import Comparison, compare
+    from vitfocus.robustness.evaluation import evaluate
+    from vitfocus.robustness.results import Scores, load_scores
+    from vitfocus.robustness.suites import SUITES
+
+_HOMES = {
+    "Comparison": "comparison",
+    "compare": "comparison",
+    "evaluate": "evaluation",
+    "Scores": "results",
+    "load_scores": "results",
+    "SUITES": "suites",
+}
 
 __all__ = ["SUITES", "Comparison", "Scores", "compare", "evaluate", "load_scores"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -10,11 +10,10 @@ from vitfocus.anatomy import insertions_sentence
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.tables import Table
 from vitfocus.corruptions import CORRUPTIONS
-from vitfocus.robustness.fingerprint import FREE, differences
-from vitfocus.robustness.plan import Columns
+from vitfocus.robustness.intervals import mcnemar, paired_difference
+from vitfocus.robustness.metrics import mce_shares
 from vitfocus.robustness.results import Scores, load_scores
-from vitfocus.robustness.scores import mcnemar, paired_difference
-from vitfocus.robustness.summaries import mce_shares
+from vitfocus.robustness.run_folder import FREE, Columns, differences
 
 
 @dataclass(frozen=True)

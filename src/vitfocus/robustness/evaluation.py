@@ -1,7 +1,9 @@
-"""`evaluate`: a model, a suite, some data; scores with intervals and the fingerprint of how they came about."""
+"""`evaluate`: a model, a suite, some data; scores with intervals and the fingerprint of how they were measured."""
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,17 +15,15 @@ from torch import nn
 from vitfocus.core.arguments import whole
 from vitfocus.core.environment import device_name, versions
 from vitfocus.core.errors import VitfocusError, nearest
+from vitfocus.core.files import write_text
 from vitfocus.core.modules import eval_mode
 from vitfocus.core.processes import Processes, join_processes
-from vitfocus.data.shapes.dataset import shapes_named
-from vitfocus.robustness.pixels import PRECISIONS, PixelModel, named_models
-from vitfocus.robustness.plan import Plan, Samples
-from vitfocus.robustness.request import Request
+from vitfocus.robustness.engine import EvaluationArguments, Plan, read_digests, run_plan
+from vitfocus.robustness.folders import digest_of
+from vitfocus.robustness.pixel_model import PRECISIONS, PixelModel, named_models
 from vitfocus.robustness.results import Scores, flatten, load_scores
-from vitfocus.robustness.runfolder import RunFolder, claimed
-from vitfocus.robustness.runner import read_digests, run
-from vitfocus.robustness.sources import digest_of
-from vitfocus.robustness.suites import Context, find_suite, measured
+from vitfocus.robustness.run_folder import RunFolder, claim_folder
+from vitfocus.robustness.suites import find_suite
 
 
 def evaluate(
@@ -44,133 +44,133 @@ def evaluate(
 ) -> Scores:
     """Measure a model, or several on the same images in one pass, on a suite.
 
-    `data` is a folder (the suite's published layout, or class folders of images), a Dataset of (picture or tensor,
-    label), or batches of (images, labels). Tensors are uint8 or floats in [0, 1], (B, 3, H, W), **not normalised**: the
-    model's own mean and std are applied here, after any corruption.
+    Args:
+        model: A model, a list of models, or models by name.
+        suite: The suite's name; `vitfocus evaluate --suite list` prints all.
+        data: A folder (the suite's published layout, or class folders of images), the word "shapes" or "shapes:N", a
+            Dataset of (picture or tensor, label), or batches of (images, labels). Tensors are uint8 or floats in
+            [0, 1], (B, 3, H, W), **not normalised**: the model's mean and std are applied here, after any corruption.
+        device: Where to run; a GPU if there is one.
+        batch_size: Images at a time; the default depends on the suite and the device.
+        limit: At most this many images, evenly spread.
+        seed: The seed of all draws.
+        out: A folder for the run: `results.json`, every image's outcome and, while it runs, the parts that are done.
+        resume: Measure only what is missing in `out`, with any batch size and number of processes.
+        workers: Processes that read images.
+        precision: "float32", "bfloat16" or "float16".
+        progress: Whether to show progress on stderr.
+        options: The suite's own options.
 
-    `limit` takes that many images, evenly spread. `out` keeps the run in a folder: `results.json`, every image's
-    outcome, and, while it runs, the parts that are done, with which `resume` goes on. The remaining `options` are the
-    suite's own.
+    Returns:
+        The scores of every model; see `Scores`.
 
-    >>> import timm
-    >>> from vitfocus.data.shapes.dataset import Shapes
-    >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=1, num_classes=10)
-    >>> scores = evaluate(model, "clean", Shapes("val", length=8, size=32), progress=False)
-    >>> scores.images, 0 <= scores["top1"] <= 100
-    (8, True)
+    Raises:
+        VitfocusError: If the suite, an option, the data, a model or the folder `out` does not fit; it says why.
+
+    Example:
+        >>> import timm
+        >>> from vitfocus.data.shapes.dataset import Shapes
+        >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=1, num_classes=10)
+        >>> scores = evaluate(model, "clean", Shapes("val", length=8, size=32), progress=False)
+        >>> scores.images, 0 <= scores["top1"] <= 100
+        (8, True)
     """
-    chosen = find_suite(suite, options)
+    chosen, typed_options = find_suite(suite, options)
     if precision not in PRECISIONS:
         raise VitfocusError(f"There is no precision {precision!r}: {nearest(str(precision), PRECISIONS)}")
-    seed = whole("seed", seed, low=0)
-    batch_size = None if batch_size is None else whole("batch_size", batch_size, low=1)
-    limit = None if limit is None else whole("limit", limit, low=1)
-    workers = None if workers is None else whole("workers", workers, low=0)
     processes = join_processes(device)
     modules = named_models(model)
-    if chosen.plan is None:
-        if shapes_named(data, 1) is not None:  # drawn, not read
-            for name in ("split", "source"):
-                if options.get(name) not in (None, "", "val", "shapes"):
-                    raise VitfocusError(f"{name}={options[name]} is about a folder, but Shapes is drawn: leave it out.")
-        asked = Request(
-            models=modules,
-            data=data,
-            suite=suite,
-            processes=processes,
-            batch_size=batch_size,
-            limit=limit,
-            seed=seed,
-            out=out,
-            resume=resume,
-            workers=_workers(processes.device) if workers is None else workers,
-            precision=precision,
-            progress=progress and processes.first,
-        )
-        return measured(chosen, asked, {name: value for name, value in options.items() if value is not None})
-    models = [PixelModel(name, module, precision, chosen.resizes) for name, module in modules.items()]
+    arguments = EvaluationArguments(
+        chosen,
+        typed_options,
+        tuple(PixelModel(name, module, precision, chosen.small_images) for name, module in modules.items()),
+        data,
+        processes,
+        None if batch_size is None else whole("batch_size", batch_size, low=1),
+        None if limit is None else whole("limit", limit, low=1),
+        whole("seed", seed, low=0),
+        _default_workers(processes.device) if workers is None else whole("workers", workers, low=0),
+        progress and processes.first,
+        out,
+    )
     # attacks need gradients, even where the caller is in inference mode
     with torch.inference_mode(False), eval_mode(*modules.values(), device=processes.device):
-        context = Context(
-            suite=suite,
-            data=data,
-            models=models,
-            classes=_classes(models, processes.device),
-            size=models[0].size,
-            small=chosen.resizes,
-            device=processes.device,
-            seed=seed,
-            limit=limit,
-            workers=_workers(processes.device) if workers is None else workers,
-            show=progress and processes.first,
-            options={name: value for name, value in options.items() if value is not None},
-        )
-        plan = chosen.plan(context)
-        fingerprint = _fingerprint(context, plan, precision, processes)
+        plan = _plan(arguments)
+        fingerprint = _fingerprint(arguments, plan, precision)
         lasting = {key: value for key, value in fingerprint.items() if key != "environment"}
-        folder = claimed(out, lasting, resume, processes)
-        size = batch_size or (256 if processes.device.type == "cuda" else 32)
-        if folder is not None and folder.finished:
-            return _stored(folder, plan, processes, size)
-        title = f"{suite}, {', '.join(modules)}"
-        samples, digests = run(plan, models, context.classes, processes, size, folder, progress, title)
-    fingerprint["data"] |= {"digest": _joined(digests), "images": _images(samples)}
-    summaries = {
-        name: plan.summarise({cell: columns[name] for cell, columns in samples.items()}, seed) for name in modules
+        with claim_folder(out, lasting, resume, processes) as folder:
+            return _measure(arguments, plan, fingerprint, folder)
+
+
+def _plan(arguments: EvaluationArguments) -> Plan:
+    """Lay the suite out for this call: which conditions, on which images, by which protocol."""
+    module, _, function = arguments.suite.plan.partition(":")
+    plan: Plan = getattr(importlib.import_module(f"vitfocus.robustness.suites.{module}"), function)(arguments)
+    return plan
+
+
+def _measure(
+    arguments: EvaluationArguments, plan: Plan, fingerprint: dict[str, Any], folder: RunFolder | None
+) -> Scores:
+    """Run the plan, or read what a finished run found; write the results."""
+    processes = arguments.processes
+    size = arguments.batch_size or plan.batch_sizes[processes.device.type == "cuda"]
+    if folder is not None and processes.agree(folder.finished):
+        return _stored(folder, plan, processes, size)
+    models = [model.resizing() for model in arguments.models] if plan.resize else arguments.models
+    title = f"{arguments.suite.name}, {', '.join(model.name for model in models)}"
+    outcomes, digests, images = run_plan(plan, models, processes, size, folder, arguments.progress, title)
+    fingerprint["data"] |= {"digest": _combined(digests), "images": images}
+    reduced = {
+        model.name: plan.reduce(
+            {condition: columns[model.name] for condition, columns in outcomes.items()}, arguments.seed
+        )
+        for model in models
     }
-    scores = Scores(suite, _images(samples), summaries, plan.notes, fingerprint, samples)
+    samples = {
+        condition: {name: one.samples[condition] for name, one in reduced.items()}
+        for condition in next(iter(reduced.values())).samples
+    }
+    summaries = {name: one.summary for name, one in reduced.items()}
+    scores = Scores(arguments.suite.name, images, summaries, plan.notes, fingerprint, samples)
     if folder is not None and processes.first:
+        for number, one in enumerate(reduced.values()):
+            for name, content in one.files.items():
+                file = f"{name}-{number}.json" if len(reduced) > 1 else f"{name}.json"
+                write_text(folder.folder / file, json.dumps(content) + "\n")
         folder.finish(scores.to_dict(), flatten(samples))
     return scores
 
 
 def _stored(folder: RunFolder, plan: Plan, processes: Processes, batch_size: int) -> Scores:
-    """A finished run's scores, once it is sure that they are about the same data."""
+    """A finished run's scores, once it is certain that they are about the same data."""
     scores = load_scores(folder.folder)
-    if _joined(read_digests(plan, processes, batch_size)) != scores.fingerprint.get("data", {}).get("digest"):
+    if _combined(read_digests(plan, processes, batch_size)) != scores.fingerprint.get("data", {}).get("digest"):
         raise VitfocusError(f"{folder.folder} holds a finished run on other data: name another folder.")
     return scores
 
 
-def _classes(models: Sequence[PixelModel], device: torch.device) -> int:
-    """The number of classes, which the models of one pass share, as they share the images' size."""
-    counts = {model.name: model.classes(model.size, device) for model in models}
-    sizes = {model.name: model.size for model in models}
-    for what, found in (("classes", counts), ("image sizes", sizes)):
-        if len(set(found.values())) > 1:
-            listed = ", ".join(f"{name}: {value}" for name, value in found.items())
-            raise VitfocusError(
-                f"Models in one pass see the same images, but differ in {what} ({listed}): evaluate them apart."
-            )
-    return next(iter(counts.values()))
-
-
-def _fingerprint(context: Context, plan: Plan, precision: str, processes: Processes) -> dict[str, Any]:
+def _fingerprint(arguments: EvaluationArguments, plan: Plan, precision: str) -> dict[str, Any]:
     return {
-        "suite": context.suite,
+        "suite": arguments.suite.name,
         "protocol": {**plan.protocol, "precision": precision},
-        "cells": plan.cells,
+        "cells": plan.conditions,
         "data": {
-            "digest": _joined({group.name: group.source.digest for group in plan.groups}),
-            "limit": context.limit,
-            "images": max((group.source.count or 0 for group in plan.groups), default=0) or None,
+            "digest": _combined({group.name: group.source.digest for group in plan.groups}),
+            "limit": arguments.limit,
+            "images": plan.total(group.source.count or 0 for group in plan.groups) or None,
         },
-        "libraries": versions(),
-        "models": {model.name: model.describe() for model in context.models},
-        "environment": {"device": device_name(processes.device), "processes": processes.world},
+        "libraries": versions(*plan.libraries),
+        "models": {model.name: model.describe() for model in arguments.models},
+        "environment": {"device": device_name(arguments.device), "processes": arguments.processes.world},
     }
 
 
-def _joined(digests: Mapping[str, str | None]) -> str:
+def _combined(digests: Mapping[str, str | None]) -> str:
     """One digest of all groups' data, as far as it is known."""
     return digest_of(f"{name} {digest}" for name, digest in digests.items())
 
 
-def _images(samples: Samples) -> int:
-    """How many images a condition saw, at most."""
-    return max(len(next(iter(columns.values()))) for models in samples.values() for columns in models.values())
-
-
-def _workers(device: torch.device) -> int:
+def _default_workers(device: torch.device) -> int:
     """Processes that read images: enough for a GPU, none where they would compete with the model."""
     return min(16, os.cpu_count() or 1) if device.type == "cuda" else 0

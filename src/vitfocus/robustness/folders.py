@@ -1,12 +1,13 @@
-"""Folders of images by class: finding them, checking them before hours are spent, and reading them."""
+"""Folders of images by class: listing them, checking them before anything runs, and reading them."""
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.resources
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,6 @@ from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import PICTURES, files_below
 from vitfocus.core.statistics import evenly_spaced
 from vitfocus.data.image_files import UNREADABLE, rgb_picture
-from vitfocus.robustness.sources import digest_of, other_size
 
 _HEADERS_AT_MOST = 100_000
 
@@ -163,3 +163,17 @@ def read_index(path: str | os.PathLike[str]) -> dict[str, int]:
         return {str(v[0] if isinstance(v, list) else v): int(place) for place, v in content.items()}
     except (OSError, ValueError, AttributeError, TypeError, IndexError) as error:
         raise VitfocusError(f"The index file {path} cannot be read: {type(error).__name__}, {error}.") from None
+
+
+def other_size(name: str, found: Sequence[int], expected: Sequence[int]) -> str:
+    """The sentence about images that cannot share a batch: padding them would change them."""
+    measures, others = (f"{height}x{width}" for height, width in (found, expected))
+    return f"The images differ in size: {name} measures {measures}, others {others}; bring them to one size first."
+
+
+def digest_of(lines: Iterable[str]) -> str:
+    """A SHA-256 of some lines of text, shortened."""
+    state = hashlib.sha256()
+    for line in lines:
+        state.update(line.encode(errors="surrogateescape") + b"\n")
+    return state.hexdigest()[:32]

@@ -13,8 +13,10 @@ from vitfocus.core.contents import check_contents
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.metrics import METRICS
 from vitfocus.core.tables import Table, counted
-from vitfocus.robustness.plan import Columns, Samples, Summary
-from vitfocus.robustness.runfolder import DAMAGED, RESULTS, SAMPLES, RunFolder, read_json
+from vitfocus.robustness.run_folder import DAMAGED, RESULTS, SAMPLES, Columns, RunFolder, read_json
+
+Samples = dict[str, dict[str, Columns]]  # condition -> model -> columns
+Summary = dict[str, Any]
 
 #: The shape of results.json: numbers, by model and condition, and the fingerprint.
 _INTERVAL = {"*_interval": [float, float]}

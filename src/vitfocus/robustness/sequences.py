@@ -19,7 +19,7 @@ from vitfocus.corruptions.digital import brightness
 from vitfocus.corruptions.draws import Draws
 from vitfocus.corruptions.filters import clipped_zoom, streak, to_uint8
 from vitfocus.corruptions.noise import gaussian_noise, shot_noise
-from vitfocus.robustness.references import ALEXNET_FLIPS
+from vitfocus.robustness.metrics import ALEXNET_FLIPS
 
 VERSION = 1
 """Raised whenever any frame changes."""
@@ -65,7 +65,7 @@ def frames(
     if sizes is None:
         sizes = torch.tensor(images.shape[-2:], device=images.device).expand(len(images), 2)
     ids = torch.arange(len(images), device=images.device) if ids is None else ids
-    if images.device.type not in ("cpu", "cuda"):  # devices without float64
+    if not has_float64(images.device):
         made = frames(images.cpu(), name, crop, sizes=sizes.cpu(), difficulty=difficulty, seed=seed, ids=ids.cpu())
         return made.to(images.device)
     with torch.no_grad(), torch.autocast(images.device.type, enabled=False):
@@ -79,6 +79,11 @@ def frames(
             sequence = [_warp(images, sizes, crop, _MOTIONS[name](i, sizes)) for i in range(frame_count(name))]
             sequence = [frame.add_(0.5).to(torch.uint8) for frame in sequence]
     return torch.stack(sequence, dim=1)
+
+
+def has_float64(device: torch.device) -> bool:
+    """Whether a device computes in double precision; Apple's does not."""
+    return device.type in ("cpu", "cuda")
 
 
 def _offsets(sizes: Tensor, crop: Crop) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 from vitfocus.report.comparison import SharedTest
 from vitfocus.report.page import Cell, Page
 from vitfocus.report.runs import ReportModel, short_path
-from vitfocus.robustness.fingerprint import FREE, differences
+from vitfocus.robustness.run_folder import FREE, differences
 
 
 def add_provenance(page: Page, models: Sequence[ReportModel], tests: Sequence[SharedTest]) -> None:

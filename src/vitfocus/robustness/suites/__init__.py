@@ -1,100 +1,416 @@
-"""The suites by name: what each is, which options it takes, and the function that lays it out."""
+"""The evaluation suites: one record per suite, with its options as typed fields.
+
+Everything that lists suites (the command line, shell completion, the documentation) reads these records. This module
+imports no torch; the function that plans a suite is imported when the suite is used.
+"""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
 
 from vitfocus.core.errors import VitfocusError, nearest
-from vitfocus.robustness.plan import Plan
-from vitfocus.robustness.request import Request
-from vitfocus.robustness.results import Scores
-from vitfocus.robustness.suites import corrupted, hostile, natural, perturbed
-from vitfocus.robustness.suites.context import Context
 
-_PICTURES = ("crop_pct", "interpolation", "resize", "index")
-_CORRUPTED = ("corruptions", "severities", "extra", "frost")
-_MASKS = ("source", "split", "window", "stride", "flip", "short_side", "ignore")
-_SEGMENTATION = "vitfocus.robustness.segmentation:measure"
-#: The suite of a saved model's own task, by the task's name.
-OWN = {"classify": "clean", "segment": "segmentation", "detect": "detection", "answer": "answers"}
+
+def _option(text: str, default: Any = None, negate: bool = False) -> Any:
+    """A field of an options record: its help text, and its default; None where the data or the model decides.
+
+    With `negate`, the help text is about a switch that sets it to False.
+    """
+    return field(default=default, metadata={"help": text, "negate": negate})
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """A suite without options."""
+
+
+@dataclass(frozen=True)
+class ImageOptions(NoOptions):
+    """How pictures are resized and cropped."""
+
+    crop_pct: float | None = _option("share of the resized picture that is cropped (default: 0.875)")
+    interpolation: str | None = _option("bilinear or bicubic (default: the suite's, or the model's)")
+    resize: bool | None = _option("take images as they are, without resizing", negate=True)
+
+
+@dataclass(frozen=True)
+class ClassFolderOptions(ImageOptions):
+    """Class folders may be mapped to classes by an index file."""
+
+    index: str | None = _option("a json that maps class folders to the model's classes")
+
+
+@dataclass(frozen=True)
+class CorruptionOptions(ClassFolderOptions):
+    """Which of the common corruptions, at which severities."""
+
+    corruptions: tuple[str, ...] | None = _option("only these corruptions")
+    severities: tuple[int, ...] | None = _option("only these severities, 1 to 5")
+    extra: bool = _option("the 4 extra corruptions too", False)
+    frost: str | None = _option("the folder of the published frost overlays")
+
+
+@dataclass(frozen=True)
+class ImageNetCOptions(CorruptionOptions):
+    """ImageNet-C, published or generated."""
+
+    clean_data: str | None = _option("of published files: the clean validation set, for the relative mCE")
+    jpeg_quality: int | None = _option("generated: save as JPEG after corrupting; the published files are at 85")
+
+
+@dataclass(frozen=True)
+class PerturbationOptions(ImageOptions):
+    """ImageNet-P's sequences."""
+
+    perturbations: tuple[str, ...] | None = _option("only these sequences")
+    difficulty: int = _option("1, 2 or 3", 1)
+    t5d_reference: Mapping[str, float] | None = _option("top-5 distances of a reference model, by perturbation")
+
+
+@dataclass(frozen=True)
+class RealOptions(ImageOptions):
+    """Where ReaL's labels come from."""
+
+    labels: str | None = _option("ReaL's own real.json (default: timm's copy)")
+
+
+@dataclass(frozen=True)
+class OcclusionOptions(ClassFolderOptions):
+    """How much of the image is hidden."""
+
+    sizes: tuple[int, ...] = _option("sides of the hidden centre, in pixels of 224", (56, 112, 168))
+    drops: tuple[int, ...] = _option("how many cells of 14x14 to hide at random", (49, 98, 147))
+
+
+@dataclass(frozen=True)
+class AttackOptions(ClassFolderOptions):
+    """The ball that adversarial images stay in."""
+
+    eps: tuple[float, ...] = _option("epsilons in 1/255", (1.0,))
+    norm: str = _option("linf or l2", "linf")
+
+
+@dataclass(frozen=True)
+class PGDOptions(AttackOptions):
+    """Projected gradient descent."""
+
+    steps: int = _option("number of steps", 5)
+    step_size: float | None = _option("length of a step in 1/255 (default: 2.5 eps / steps)")
+    random_start: bool = _option("start at the image itself", True, negate=True)
+
+
+@dataclass(frozen=True)
+class MaskOptions(NoOptions):
+    """How pictures with masks are read and tested; what is left out, the model's own test settings decide."""
+
+    split: str = _option("the split by its folder's name (default: val)", "")
+    window: int | None = _option("side of the sliding window (default: the model's; 0: whole pictures)")
+    stride: int | None = _option("from one window to the next (default: two thirds of the window)")
+    flip: bool | None = _option("average with the mirrored pictures")
+    short_side: int | None = _option("resize pictures so that this is their short side")
+    ignore: int = _option("the label that does not count, of data that is not a folder (default: 255)", 255)
+
+
+@dataclass(frozen=True)
+class ACDCOptions(MaskOptions):
+    """ACDC; predictions can be drawn."""
+
+    pictures: str | None = _option("write pictures of the predictions into this folder")
+
+
+@dataclass(frozen=True)
+class LayoutOptions(MaskOptions):
+    """A folder of pictures with masks in any layout."""
+
+    source: str = _option("the folder's layout: ade20k, cityscapes, acdc, camvid, masks", "")
+
+
+@dataclass(frozen=True)
+class SegmentationOptions(LayoutOptions, ACDCOptions):
+    """Segmentation of pictures as they are."""
+
+
+@dataclass(frozen=True)
+class SegmentationNoiseOptions(LayoutOptions):
+    """Segmentation under noise."""
+
+    repeats: int = _option("how often random noise is drawn, 2 to 10 (default: 5)", 5)
+
+
+@dataclass(frozen=True)
+class CityscapesCOptions(LayoutOptions):
+    """Segmentation under the common corruptions."""
+
+    corruptions: tuple[str, ...] | None = _option("only these corruptions")
+    severities: tuple[int, ...] | None = _option("only these severities, 1 to 5")
+    frost: str | None = _option("the folder of the published frost overlays")
+    corrupted_data: str | None = _option("the folder of stored corrupted pictures")
+
+
+@dataclass(frozen=True)
+class VQAOptions(NoOptions):
+    """Visual question answering."""
+
+    split: str = _option("the split by its folder's name (default: val)", "")
+
+
+@dataclass(frozen=True)
+class DetectionOptions(VQAOptions):
+    """Detection; what is found can be drawn."""
+
+    pictures: str | None = _option("write pictures of the predictions into this folder")
+
+
+class Option(NamedTuple):
+    """One option of a suite, as a command line needs it: `several` values of `type`, or one; `negate`: --no-NAME."""
+
+    name: str
+    type: type
+    several: bool
+    default: Any
+    help: str
+    negate: bool = False
 
 
 @dataclass(frozen=True)
 class Suite:
-    """One suite: `resizes` lets the model enlarge images itself, as CIFAR's 32 pixels need."""
+    """A suite: a published protocol by name.
 
-    about: str
-    plan: Callable[[Context], Plan] | None = None
-    options: tuple[str, ...] = ()
-    resizes: bool = False
-    measure: str = ""  # "module:function" of a suite that is no plan of labels and measures by itself; see `measured`
+    `plan` names the function, "module:function" in this package, that turns the arguments of a call into an
+    `engine.Plan`. `data` says what the suite reads, `results` which numbers it gives. With `small_images` the model
+    scales the images to its own size after they were corrupted, as CIFAR's 32 pixels need.
+    """
 
+    name: str
+    description: str
+    data: str
+    results: str
+    plan: str
+    options: type[NoOptions] = NoOptions
+    task: str = "classify"
+    small_images: bool = False
+
+    @property
+    def option_list(self) -> list[Option]:
+        """The options in order, with their types.
+
+        >>> [(option.name, option.type.__name__, option.several) for option in SUITES["fgsm"].option_list][-2:]
+        [('eps', 'float', True), ('norm', 'str', False)]
+        """
+        hints = typing.get_type_hints(self.options)
+        found = []
+        for one in fields(self.options):
+            kind = hints[one.name]
+            if typing.get_origin(kind) is types.UnionType:  # "float | None"
+                kind = typing.get_args(kind)[0]
+            several = typing.get_origin(kind) is tuple
+            plain = typing.get_args(kind)[0] if several else typing.get_origin(kind) or kind
+            found.append(Option(one.name, plain, several, one.default, **one.metadata))
+        return found
+
+
+_CLASS_FOLDERS = "class folders"
+_MASKS = (
+    "pictures with masks in a published layout ([tasks](tasks.md)), `shapes`, or a data set or batches of (image, mask)"
+)
+_MIOU = "mIoU, mAcc, aAcc, every class's IoU"
 
 SUITES: dict[str, Suite] = {
-    "clean": Suite("accuracy on the images as they are", natural.clean, _PICTURES),
-    "imagenet-c": Suite(
-        "15 corruptions (19 with extra) at 5 severities: mCE; published files, or generated from clean images",
-        corrupted.imagenet_c,
-        (*_PICTURES, *_CORRUPTED, "clean_data", "jpeg_quality"),
-    ),
-    "imagenet-p": Suite(
-        "10 perturbation sequences: mFR and top-5 distance; published videos, or generated",
-        perturbed.imagenet_p,
-        ("crop_pct", "interpolation", "resize", "perturbations", "difficulty", "t5d_reference"),
-    ),
-    "imagenet-a": Suite("natural adversarial photographs, 200 classes", natural.renditions, _PICTURES[:3]),
-    "imagenet-r": Suite("renditions, 200 classes", natural.renditions, _PICTURES[:3]),
-    "imagenet-v2": Suite("three newly collected test sets", natural.version2, _PICTURES[:3]),
-    "imagenet-real": Suite(
-        "ImageNet's validation set with ReaL's labels", natural.reassessed, (*_PICTURES[:3], "labels")
-    ),
-    "imagenet-sketch": Suite("drawings of the 1,000 classes", natural.sketch, _PICTURES),
-    "cifar10-c": Suite("15 corruptions of CIFAR-10", corrupted.cifar_c, (*_PICTURES, *_CORRUPTED), resizes=True),
-    "cifar100-c": Suite("15 corruptions of CIFAR-100", corrupted.cifar_c, (*_PICTURES, *_CORRUPTED), resizes=True),
-    "occlusion": Suite("the centre, or random patches, hidden", hostile.occlusion, (*_PICTURES, "sizes", "drops")),
-    "fgsm": Suite("one gradient step, eps in 1/255", hostile.attack, (*_PICTURES, "eps", "norm")),
-    "pgd": Suite(
-        "several projected gradient steps, eps in 1/255",
-        hostile.attack,
-        (*_PICTURES, "eps", "norm", "steps", "step_size", "random_start"),
-    ),
-    "segmentation": Suite(
-        "mIoU, mAcc and aAcc on pictures with masks", options=(*_MASKS, "pictures"), measure=_SEGMENTATION
-    ),
-    "segmentation-noise": Suite(
-        "mIoU under shot noise, Gaussian noise and blur, five repeats",
-        options=(*_MASKS, "repeats"),
-        measure=_SEGMENTATION,
-    ),
-    "cityscapes-c": Suite(
-        "mIoU under 19 corruptions of any-size pictures at 5 severities; generated, or read from corrupted_data",
-        options=(*_MASKS, "corruptions", "severities", "frost", "corrupted_data"),
-        measure=_SEGMENTATION,
-    ),
-    "acdc": Suite(
-        "mIoU in fog, at night, in rain and snow, each and together",
-        options=(*_MASKS[1:], "pictures"),
-        measure=_SEGMENTATION,
-    ),
-    "detection": Suite(
-        "COCO's average precision of boxes and masks",
-        options=("split", "pictures"),
-        measure="vitfocus.robustness.detection:measure",
-    ),
-    "answers": Suite(
-        "VQAv2's official accuracy of answers to questions about pictures",
-        options=("split",),
-        measure="vitfocus.robustness.answers:measure",
-    ),
-    "autoattack": Suite("the AutoAttack ensemble, through its package", hostile.attack, (*_PICTURES, "eps", "norm")),
+    suite.name: suite
+    for suite in (
+        Suite(
+            "clean",
+            "accuracy on the images as they are",
+            _CLASS_FOLDERS,
+            "top-1, top-5, ECE",
+            "photographs:clean",
+            ClassFolderOptions,
+        ),
+        Suite(
+            "imagenet-c",
+            "15 corruptions (19 with extra) at 5 severities: mCE; published files, or generated from clean images",
+            "published `<corruption>/<severity>/<wnid>/*.JPEG` (never resized), or clean class folders, from which it "
+            "is generated; the notes say which",
+            "errors, CE, mCE, relative mCE",
+            "corruptions:imagenet_c",
+            ImageNetCOptions,
+        ),
+        Suite(
+            "imagenet-p",
+            "10 perturbation sequences: mFR and top-5 distance; published videos, or generated",
+            "published `<perturbation>/<wnid>/*.mp4` (needs `av` or OpenCV), or clean class folders",
+            "flip probability, mFR, top-5 distance",
+            "perturbations:imagenet_p",
+            PerturbationOptions,
+        ),
+        Suite(
+            "imagenet-a",
+            "natural adversarial photographs, 200 classes",
+            "200 class folders",
+            "top-1 among those 200 classes: the other 800 logits are masked, and the result says so",
+            "photographs:subset_of_classes",
+            ImageOptions,
+        ),
+        Suite(
+            "imagenet-r",
+            "renditions, 200 classes",
+            "200 class folders",
+            "top-1 among those 200 classes: the other 800 logits are masked, and the result says so",
+            "photographs:subset_of_classes",
+            ImageOptions,
+        ),
+        Suite(
+            "imagenet-v2",
+            "three newly collected test sets",
+            "the three `imagenetv2-*-format-val` folders, or one",
+            "top-1 of each",
+            "photographs:imagenet_v2",
+            ImageOptions,
+        ),
+        Suite(
+            "imagenet-real",
+            "ImageNet's validation set with ReaL's labels",
+            "ImageNet's validation photographs",
+            "top-1 by ReaL's labels",
+            "photographs:imagenet_real",
+            RealOptions,
+        ),
+        Suite(
+            "imagenet-sketch",
+            "drawings of the 1,000 classes",
+            "1,000 class folders",
+            "top-1",
+            "photographs:imagenet_sketch",
+            ClassFolderOptions,
+        ),
+        *(
+            Suite(
+                f"cifar{classes}-c",
+                f"15 corruptions of CIFAR-{classes}",
+                "published `.npy` files, or clean 32-px images",
+                "errors and their mean, not divided by AlexNet's",
+                "corruptions:cifar_c",
+                CorruptionOptions,
+                small_images=True,
+            )
+            for classes in (10, 100)
+        ),
+        Suite(
+            "occlusion",
+            "the centre, or random patches, hidden",
+            _CLASS_FOLDERS,
+            "top-1 with the centre, or random cells, black",
+            "occlusion_and_attacks:occlusion",
+            OcclusionOptions,
+        ),
+        Suite(
+            "fgsm",
+            "one gradient step, eps in 1/255",
+            _CLASS_FOLDERS,
+            "top-1 under attack",
+            "occlusion_and_attacks:attack",
+            AttackOptions,
+        ),
+        Suite(
+            "pgd",
+            "several projected gradient steps, eps in 1/255",
+            _CLASS_FOLDERS,
+            "top-1 under attack",
+            "occlusion_and_attacks:attack",
+            PGDOptions,
+        ),
+        Suite(
+            "autoattack",
+            "the AutoAttack ensemble, through its package",
+            _CLASS_FOLDERS,
+            "top-1 under the ensemble of [its own package](https://github.com/fra31/auto-attack), installed first",
+            "occlusion_and_attacks:attack",
+            AttackOptions,
+        ),
+        Suite(
+            "segmentation",
+            "mIoU, mAcc and aAcc on pictures with masks",
+            _MASKS,
+            _MIOU,
+            "segmentation:clean",
+            SegmentationOptions,
+            task="segment",
+        ),
+        Suite(
+            "segmentation-noise",
+            "mIoU under shot noise, Gaussian noise and blur, five repeats",
+            "as `segmentation`",
+            "mIoU clean, under shot noise, Gaussian noise of 5 and 10 levels (mean and 95 % interval of the repeats) "
+            "and blur of 1 and 2 pixels",
+            "segmentation:noise",
+            SegmentationNoiseOptions,
+            task="segment",
+        ),
+        Suite(
+            "cityscapes-c",
+            "mIoU under 19 corruptions of any-size pictures at 5 severities; generated, or read from corrupted_data",
+            "Cityscapes, or any pictures with masks",
+            "mIoU clean, by corruption (mean over severities), and over the 19",
+            "segmentation:corruptions",
+            CityscapesCOptions,
+            task="segment",
+        ),
+        Suite(
+            "acdc",
+            "mIoU in fog, at night, in rain and snow, each and together",
+            "ACDC",
+            "mIoU in fog, at night, in rain and snow, and together",
+            "segmentation:acdc",
+            ACDCOptions,
+            task="segment",
+        ),
+        Suite(
+            "detection",
+            "COCO's average precision of boxes and masks",
+            "COCO: `annotations/instances_NAME.json` and the folder NAME; or `shapes`",
+            "box and mask AP, AP50, AP75 and by size, as COCO counts them, crowds left out; `--out` keeps "
+            "`detections.json`",
+            "detection:detection",
+            DetectionOptions,
+            task="detect",
+        ),
+        Suite(
+            "answers",
+            "VQAv2's official accuracy of answers to questions about pictures",
+            "VQAv2's layout, or `shapes` ([tasks](tasks.md))",
+            "VQAv2's accuracy; `--out` keeps `answers.json`",
+            "vqa:answers",
+            VQAOptions,
+            task="answer",
+        ),
+    )
 }
 
+#: The suite that evaluates a saved model on its own task, by the task's name.
+TASK_SUITES = {"classify": "clean", "segment": "segmentation", "detect": "detection", "answer": "answers"}
 
-def find_suite(name: str, options: Mapping[str, Any]) -> Suite:
-    """A suite by name, its options checked.
+
+def switches() -> dict[str, tuple[Option, list[str]]]:
+    """The options that a command line can give, by name, each with the suites that take it.
+
+    >>> option, suites = switches()["repeats"]
+    >>> option.type, option.default, suites
+    (<class 'int'>, 5, ['segmentation-noise'])
+    """
+    found: dict[str, tuple[Option, list[str]]] = {}
+    for suite in SUITES.values():
+        for option in suite.option_list:
+            if option.type in (bool, int, float, str):
+                found.setdefault(option.name, (option, []))[1].append(suite.name)
+    return found
+
+
+def find_suite(name: str, options: Mapping[str, Any]) -> tuple[Suite, NoOptions]:
+    """A suite by name, and its options as a record; those that are None take their defaults.
 
     >>> find_suite("imagnet-a", {})
     Traceback (most recent call last):
@@ -103,17 +419,8 @@ def find_suite(name: str, options: Mapping[str, Any]) -> Suite:
     if not isinstance(name, str) or name not in SUITES:
         raise VitfocusError(f"There is no suite {name!r}: {nearest(str(name), SUITES)}")
     suite = SUITES[name]
+    known = [one.name for one in fields(suite.options)]
     for option in options:
-        if option not in suite.options:
-            raise VitfocusError(f"The suite {name} has no option {option!r}: {nearest(option, suite.options)}")
-    return suite
-
-
-def measured(chosen: Suite, asked: Request, options: Mapping[str, Any]) -> Scores:
-    """Let a suite that measures by itself do so."""
-    module, _, function = chosen.measure.partition(":")
-    scores: Scores = getattr(importlib.import_module(module), function)(asked, **options)
-    return scores
-
-
-__all__ = ["OWN", "SUITES", "Context", "Suite", "find_suite", "measured"]
+        if option not in known:
+            raise VitfocusError(f"The suite {name} has no option {option!r}: {nearest(option, known)}")
+    return suite, suite.options(**{option: value for option, value in options.items() if value is not None})

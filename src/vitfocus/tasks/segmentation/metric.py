@@ -1,4 +1,4 @@
-"""mIoU, mAcc and aAcc from a confusion matrix that is added up batch by batch."""
+"""mIoU, mAcc and aAcc from counts of right, true and predicted pixels per class, which add up over pictures."""
 
 from __future__ import annotations
 
@@ -11,27 +11,36 @@ from vitfocus.core.errors import VitfocusError
 from vitfocus.data.segmentation.classes import IGNORE
 
 
-def confusion(truth: Tensor, guess: Tensor, classes: int, ignore: int = IGNORE) -> Tensor:
-    """How often each class (row) was called each (column), int64 (classes, classes); `ignore` does not count.
+def class_counts(truth: Tensor, guess: Tensor, classes: int, ignore: int = IGNORE) -> Tensor:
+    """Each picture's pixels per class, int64 (B, 3, classes): right, true and predicted; `ignore` does not count.
 
-    >>> confusion(torch.tensor([0, 1, 1, 255]), torch.tensor([0, 0, 1, 1]), classes=2).tolist()
-    [[1, 0], [1, 1]]
+    Truth and guess are (B, ...).
+
+    >>> class_counts(torch.tensor([[0, 1, 1, 255]]), torch.tensor([[0, 0, 1, 1]]), classes=2).tolist()
+    [[[1, 1], [1, 2], [2, 1]]]
     """
+    truth, guess = truth.flatten(1), guess.flatten(1)
     counted = truth != ignore
+    pictures = torch.arange(len(truth), device=truth.device)[:, None].expand_as(truth)[counted]
     truth, guess = truth[counted].long(), guess[counted].long()
     if len(truth) and not 0 <= int(truth.min()) <= int(truth.max()) < classes:
         raise VitfocusError(f"A mask holds class {int(truth.max())}, and the model knows {classes} classes.")
-    return torch.bincount(truth * classes + guess, minlength=classes**2).view(classes, classes)
+    cells = (pictures * classes + truth) * classes + guess
+    confusion = torch.bincount(cells, minlength=len(counted) * classes**2).view(-1, classes, classes)
+    return torch.stack([confusion.diagonal(dim1=1, dim2=2), confusion.sum(2), confusion.sum(1)], 1)
 
 
-def scores_of(matrix: Tensor) -> dict[str, float]:
+def scores_of(counts: Tensor) -> dict[str, float]:
     """`miou` over the classes that occur in truth or prediction, `macc` over those in truth, `aacc` over all pixels.
 
-    >>> scores_of(torch.tensor([[3, 1, 0], [1, 3, 0], [0, 0, 0]]))
+    `counts` (3, classes) is the sum of some pictures' `class_counts`.
+
+    >>> scores_of(torch.tensor([[3, 3, 0], [4, 4, 0], [4, 4, 0]]))
     {'miou': 0.6, 'macc': 0.75, 'aacc': 0.75}
     """
-    hits, truth = matrix.diagonal().double(), matrix.sum(1)
-    union = truth + matrix.sum(0) - matrix.diagonal()
+    hits, truth, predicted = counts
+    union = truth + predicted - hits
+    hits = hits.double()
     return {
         "miou": _mean(hits[union > 0] / union[union > 0]),
         "macc": _mean(hits[truth > 0] / truth[truth > 0]),
@@ -39,11 +48,11 @@ def scores_of(matrix: Tensor) -> dict[str, float]:
     }
 
 
-def iou_by_class(matrix: Tensor, names: Any) -> dict[str, float | None]:
+def iou_by_class(counts: Tensor, names: Any) -> dict[str, float | None]:
     """Each class's IoU; None where it occurs nowhere."""
-    hits = matrix.diagonal().double()
-    union = matrix.sum(0) + matrix.sum(1) - matrix.diagonal()
-    values = [float(hit / whole) if whole else None for hit, whole in zip(hits, union, strict=True)]
+    hits, truth, predicted = counts
+    union = truth + predicted - hits
+    values = [float(hit / whole) if whole else None for hit, whole in zip(hits.double(), union, strict=True)]
     return dict(zip(names, values, strict=True))
 
 

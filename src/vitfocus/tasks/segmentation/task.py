@@ -24,7 +24,7 @@ from vitfocus.data.segmentation.dataset import Masks, WholePictures, largest_lab
 from vitfocus.tasks.base import DiversityTerm, Setting, Task
 from vitfocus.tasks.building import build_model, model_arguments, over_several_gpus
 from vitfocus.tasks.segmentation.inference import Protocol, predict
-from vitfocus.tasks.segmentation.metric import confusion, iou_by_class, scores_of
+from vitfocus.tasks.segmentation.metric import class_counts, iou_by_class, scores_of
 from vitfocus.treatments.origin import split_library
 from vitfocus.treatments.spec import split_spec
 
@@ -154,7 +154,7 @@ class Segment(Task):
         """mIoU, mAcc and aAcc over all validation pictures, each read once."""
         model = unwrap(model)  # pictures of many sizes would be compiled one by one
         count = len(self.classes)
-        matrix = torch.zeros(count, count, dtype=torch.int64, device=accelerator.device)
+        counts = torch.zeros(3, count, dtype=torch.int64, device=accelerator.device)
         share, protocol, device = self.setting.share, self.protocol, self.setting.device
         indices = list(evaluation_indices(len(self.val), share))
         whole = WholePictures(self.val, protocol.short_side)
@@ -165,10 +165,10 @@ class Segment(Task):
             for images, masks, _ in self.setting.until_stopped(parts):
                 with accelerator.autocast():
                     scores = predict(model, self._normalised(images), protocol, masks.shape[-2:])
-                matrix += confusion(masks.to(device), scores.argmax(1), count)
-        matrix = accelerator.reduce(matrix)
-        self.iou = iou_by_class(matrix.cpu(), self.classes)
-        return scores_of(matrix.cpu())
+                counts += class_counts(masks.to(device), scores.argmax(1), count).sum(0)
+        counts = accelerator.reduce(counts).cpu()
+        self.iou = iou_by_class(counts, self.classes)
+        return scores_of(counts)
 
     def headline(self, scores: Mapping[str, float]) -> str:
         """The three scores."""

@@ -1,9 +1,11 @@
-"""A model that takes pixels: 8-bit or in [0, 1], with its own normalisation inside, so that suites need not know it."""
+"""A model that takes pixels, 8-bit or in [0, 1]: its normalisation is inside, so suites need not know it."""
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -45,9 +47,28 @@ class PixelModel:
         if self.resize and tuple(values.shape[-2:]) != self.size:
             values = F.interpolate(values, size=self.size, mode="bicubic", antialias=True).clamp(0, 1)
         mean, std = self._statistics(values)
-        with torch.autocast(images.device.type, PRECISIONS[self.precision], enabled=self.precision != "float32"):
-            output = self.model(((values - mean) / std).to(self.dtype))
+        try:
+            with self.autocast(images.device):
+                output = self.model(((values - mean) / std).to(self.dtype))
+        except (AssertionError, RuntimeError, ValueError) as error:
+            height, width = values.shape[-2:]
+            if (height, width) == self.size or isinstance(error, VitfocusError | torch.OutOfMemoryError):
+                raise
+            raise VitfocusError(
+                f"{self.name} does not take images of {height}x{width} pixels (it was built for "
+                f"{self.size[0]}x{self.size[1]}): {_first_line(error)}"
+            ) from error
         return logits_of(output).float()
+
+    def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
+        """The precision that the model runs in."""
+        return torch.autocast(device.type, PRECISIONS[self.precision], enabled=self.precision != "float32")
+
+    def resizing(self) -> PixelModel:
+        """The same model, which scales images to its own size."""
+        other = copy.copy(self)
+        other.resize = True
+        return other
 
     def _statistics(self, values: Tensor) -> tuple[Tensor, Tensor]:
         if values.shape[1] != len(self.mean):
@@ -59,20 +80,19 @@ class PixelModel:
             self._constants[values.device] = (mean, std)
         return self._constants[values.device]
 
-    def classes(self, size: tuple[int, int], device: torch.device) -> int:
-        """How many classes there are, found by one black image of that size; says so if the model refuses it."""
+    def classes(self, device: torch.device) -> int:
+        """How many classes there are, found by one black image."""
         if getattr(unwrap(self.model), "num_classes", None) == 0:  # it gives features, which would pass for logits
             raise VitfocusError(f"{self.name} has no classifier (num_classes=0), so there is no accuracy to measure.")
+        height, width = self.size
         try:
             with torch.no_grad():
-                logits = self(torch.zeros(1, len(self.mean), *size, dtype=torch.uint8, device=device))
+                logits = self(torch.zeros(1, len(self.mean), height, width, dtype=torch.uint8, device=device))
         except VitfocusError:
             raise
         except Exception as error:
-            reason = str(error).strip().partition("\n")[0]
             raise VitfocusError(
-                f"{self.name} does not take images of {size[0]}x{size[1]} pixels "
-                f"(it was built for {self.size[0]}x{self.size[1]}): {reason}"
+                f"{self.name} does not take images of {height}x{width} pixels: {_first_line(error)}"
             ) from error
         if logits.ndim != 2:
             more = "; a segmenter is measured by --suite segmentation" if logits.ndim == 4 else ""
@@ -91,6 +111,10 @@ class PixelModel:
             "std": list(self.std),
             "parameters": sum(p.numel() for p in self.model.parameters()),
         }
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def weights_digest(model: nn.Module) -> str:

@@ -1,4 +1,8 @@
-"""A run's folder: what has been measured so far, in parts that appear whole or not at all, and the finished results."""
+"""The folder of an evaluation run: what has been measured so far, in parts written atomically, and the results.
+
+One format serves every task. A part holds some images' outcomes of one group of conditions: `positions` and one column
+per condition, model and value. Columns are numeric arrays, one entry per image, or lines of text (JSON).
+"""
 
 from __future__ import annotations
 
@@ -8,24 +12,28 @@ import shutil
 import time
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import atomic_path, write_text
 from vitfocus.core.processes import Processes
-from vitfocus.robustness.fingerprint import differences
-from vitfocus.robustness.plan import Columns
+
+Columns = dict[str, npt.NDArray[Any]]  # one entry per image, in order of position
 
 #: What numpy raises for an archive that was cut off or changed.
 DAMAGED = (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error)
 RESULTS, SAMPLES, PROTOCOL, PARTS = "results.json", "samples.npz", "protocol.json", "parts"
 
-KEEP_EVERY = 20.0
+#: Parts of the fingerprint that two comparable runs may differ in: what is being compared, and where it ran.
+FREE = ("models", "environment")
+
+SAVE_EVERY = 20.0
 """Seconds of work that a crash may cost."""
 
 
@@ -64,40 +72,27 @@ class RunFolder:
             raise VitfocusError(f"The run cannot be kept in {self.folder}: {error.strerror or error}.") from None
 
     def release(self) -> None:
-        """Give the folder up again, where nothing was kept in it: a run that failed at once is in nobody's way."""
+        """Give the folder up again where nothing was measured, so that a run that failed at once can be repeated."""
         if not self.finished and not (self.folder / PARTS).exists():
             (self.folder / PROTOCOL).unlink(missing_ok=True)
 
     def write_part(self, group: str, columns: Columns) -> None:
-        """Keep some images' outcomes of one group."""
-        first = int(columns["positions"].min())
-        with atomic_path(self.folder / PARTS / f"{_slug(group)}.{first:08d}.npz") as path:
-            np.savez(path, **columns)  # type: ignore[arg-type]
+        """Save some images' outcomes of one group."""
+        name = f"{_slug(group)}.{int(columns['positions'].min()):08d}"
+        number = len(list((self.folder / PARTS).glob(f"{name}.*")))  # a resumed run may measure an image again
+        with atomic_path(self.folder / PARTS / f"{name}.{number}.npz") as path:
+            np.savez(path, **{name: _encoded(values) for name, values in columns.items()})  # type: ignore[arg-type]
 
     def read_parts(self, group: str) -> list[Columns]:
-        """Everything kept of one group; a damaged part counts as not done."""
+        """Everything saved of one group; a damaged part counts as not done."""
         parts = []
         for path in sorted((self.folder / PARTS).glob(f"{_slug(group)}.[0-9]*.npz")):
             try:
                 with np.load(path) as content:
-                    parts.append({name: content[name] for name in content.files})
+                    parts.append({name: _decoded(content[name]) for name in content.files})
             except (*DAMAGED, KeyError):
                 path.unlink(missing_ok=True)
         return parts
-
-    def write_state(self, name: str, arrays: Columns) -> None:
-        """Keep how far a pass has come, in place of what was kept of it before."""
-        with atomic_path(self.folder / PARTS / f"{_slug(name)}.state.npz") as path:
-            np.savez(path, **arrays)  # type: ignore[arg-type]
-
-    def read_state(self, name: str) -> Columns | None:
-        """How far a pass had come; None where it had not begun, or what was kept is damaged."""
-        path = self.folder / PARTS / f"{_slug(name)}.state.npz"
-        try:
-            with np.load(path) as content:
-                return {name: content[name] for name in content.files}
-        except (*DAMAGED, KeyError):
-            return None
 
     def finish(self, results: dict[str, Any], columns: Columns) -> None:
         """Write the results, then drop the parts they were made of."""
@@ -107,14 +102,28 @@ class RunFolder:
         shutil.rmtree(self.folder / PARTS, ignore_errors=True)
 
 
-def claimed(
+def _encoded(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Text as the bytes of its lines: arrays of objects would need pickle."""
+    return np.frombuffer("\n".join(values).encode(), "S1") if values.dtype == object else values
+
+
+def _decoded(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    return np.array(values.tobytes().decode().split("\n"), object) if values.dtype.kind == "S" else values
+
+
+@contextmanager
+def claim_folder(
     out: str | Path | None, fingerprint: dict[str, Any], resume: bool, processes: Processes
-) -> RunFolder | None:
-    """The run's folder, once it is sure that it holds nothing else; the first process decides for all."""
+) -> Iterator[RunFolder | None]:
+    """The run's folder, once it is certain that it holds nothing else; the first process decides for all.
+
+    It is given up again where the run fails before anything was measured.
+    """
     if out is None:
         if resume:
             raise VitfocusError("There is nothing to resume without a run's folder: name it with out (--out).")
-        return None
+        yield None
+        return
     folder = RunFolder(out)
     problem = None
     if processes.first:
@@ -125,31 +134,36 @@ def claimed(
     problem = processes.agree(problem)
     if problem is not None:
         raise VitfocusError(problem)
-    return folder
+    try:
+        yield folder
+    except BaseException:
+        if processes.first:
+            folder.release()
+        raise
 
 
 @contextmanager
-def keeping(keep: Callable[[], None]) -> Iterator[Callable[[], None]]:
-    """Gives a function to call after every batch, which keeps what is new now and then; the end, of any kind, does too.
+def saving(save: Callable[[], None]) -> Iterator[Callable[[], None]]:
+    """Gives a function to call after every batch, which saves every 20 seconds; so does the end, even by an exception.
 
     >>> done = []
-    >>> with keeping(lambda: done.append("kept")) as now_and_then:
-    ...     now_and_then()
+    >>> with saving(lambda: done.append("saved")) as save_if_due:
+    ...     save_if_due()
     >>> done
-    ['kept']
+    ['saved']
     """
     last = time.monotonic()
 
-    def now_and_then() -> None:
+    def save_if_due() -> None:
         nonlocal last
-        if time.monotonic() - last > KEEP_EVERY:
-            keep()
+        if time.monotonic() - last > SAVE_EVERY:
+            save()
             last = time.monotonic()
 
     try:
-        yield now_and_then
+        yield save_if_due
     finally:
-        keep()
+        save()
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -163,6 +177,36 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise VitfocusError(f"{path} holds no results.")
     return content
+
+
+def differences(first: Mapping[str, Any], second: Mapping[str, Any], ignored: tuple[str, ...] = ()) -> list[str]:
+    """Where two fingerprints disagree, one short phrase each.
+
+    >>> differences({"seed": 0, "data": {"digest": "a"}}, {"seed": 1, "data": {"digest": "a"}, "limit": 5})
+    ['limit (absent | 5)', 'seed (0 | 1)']
+    """
+    one, two = dict(_flat(first, ignored)), dict(_flat(second, ignored))
+    absent = "absent"
+    return [
+        f"{key} ({_short(one.get(key, absent))} | {_short(two.get(key, absent))})"
+        for key in sorted(one.keys() | two.keys())
+        if one.get(key, absent) != two.get(key, absent)
+    ]
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _flat(content: Mapping[str, Any], ignored: tuple[str, ...], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in content.items():
+        if not prefix and key in ignored:
+            continue
+        if isinstance(value, Mapping):
+            yield from _flat(value, (), f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", list(value) if isinstance(value, tuple) else value
 
 
 def _slug(name: str) -> str:

@@ -1,0 +1,332 @@
+"""How classifiers are evaluated: images with labels from whatever the data is, and each image's outcome.
+
+Functions return what they decided, `Images` with its part of the protocol and its notes, and change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image, features
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from vitfocus.core.errors import VitfocusError
+from vitfocus.core.statistics import evenly_spaced
+from vitfocus.data.preprocessing import Preprocessing, standard_preprocessing
+from vitfocus.robustness.engine import Condition, EvaluationArguments, Group, Outcome, Plan, Reduced
+from vitfocus.robustness.folders import (
+    ClassFolders,
+    Entry,
+    ImageFiles,
+    check_readable,
+    digest_of,
+    folder_indices,
+    list_classes,
+    one_size,
+    wordnet_ids,
+)
+from vitfocus.robustness.metrics import Summary
+from vitfocus.robustness.pixel_model import PixelModel
+from vitfocus.robustness.run_folder import Columns
+from vitfocus.robustness.sources import (
+    EvaluationBatch,
+    ImageSamples,
+    ItemSource,
+    Source,
+    StreamSource,
+    collate_images,
+    picture_and_label,
+    require_one_number,
+)
+
+Labels = tuple[dict[str, int], tuple[str, ...]]  # class folder -> class, and notes
+Summarise = Callable[[Mapping[str, Columns], int], Summary]
+
+
+@dataclass(frozen=True)
+class Images:
+    """A source of images, and what its preparation adds to the protocol and the notes."""
+
+    source: Source
+    protocol: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def num_classes(arguments: EvaluationArguments) -> int:
+    """The number of classes, which models evaluated in one pass share, as they share the images' size."""
+    counts = {model.name: model.classes(arguments.device) for model in arguments.models}
+    sizes = {model.name: model.size for model in arguments.models}
+    for what, found in (("classes", counts), ("image sizes", sizes)):
+        if len(set(found.values())) > 1:
+            listed = ", ".join(f"{name}: {value}" for name, value in found.items())
+            raise VitfocusError(
+                f"Models in one pass see the same images, but differ in {what} ({listed}): evaluate them apart."
+            )
+    return next(iter(counts.values()))
+
+
+def require_imagenet(arguments: EvaluationArguments) -> int:
+    """The number of classes, which must be ImageNet's 1,000."""
+    return require_classes(arguments, num_classes(arguments), 1000, "ImageNet's 1,000 classes")
+
+
+def require_classes(arguments: EvaluationArguments, found: int, expected: int, what: str) -> int:
+    """Refuse models with another number of classes."""
+    if found != expected:
+        raise VitfocusError(f"The suite {arguments.suite.name} is for models of {what}, and this one has {found}.")
+    return found
+
+
+def classification_plan(
+    groups: Sequence[Group],
+    classes: int,
+    protocol: Mapping[str, Any],
+    summarise: Summarise,
+    notes: Iterable[str],
+    resize: bool = False,
+) -> Plan:
+    """A plan that keeps every image's outcome; a note that several sets gave is said once."""
+    return Plan(
+        tuple(groups),
+        protocol,
+        partial(_reduce, summarise),
+        tuple(dict.fromkeys(notes)),
+        partial(check_batch, classes),
+        resize=resize,
+    )
+
+
+def _reduce(summarise: Summarise, outcomes: Mapping[str, Columns], seed: int) -> Reduced:
+    return Reduced(summarise(outcomes, seed), outcomes)
+
+
+def classify(
+    model: PixelModel, images: Tensor, batch: EvaluationBatch, classes: tuple[int, ...] | None = None
+) -> Outcome:
+    """Top-1, top-5, confidence and prediction of each image; `classes` keeps only those logits.
+
+    Labels are (B,), or (B, K) where any of several is right (-1: none); with `classes` they count within them.
+    """
+    logits = model(images)
+    if classes is not None:
+        logits = logits[:, torch.tensor(classes, device=logits.device)]
+    best = top_classes(logits, 5)
+    right = (best.unsqueeze(2) == batch.labels.view(len(batch), 1, -1)).any(2)
+    return {
+        "top1": right[:, 0],
+        "top5": right.any(1),
+        "confidence": logits.softmax(1).amax(1),
+        "prediction": best[:, 0].int(),
+    }
+
+
+def top_classes(logits: Tensor, count: int) -> Tensor:
+    """The best classes in order, at most `count`."""
+    return logits.topk(min(count, logits.shape[1]), dim=1).indices
+
+
+CLEAN = Condition("clean", classify)
+
+
+def check_batch(classes: int, batch: EvaluationBatch) -> None:
+    """Refuse what only the data itself can tell: values out of range, labels the model does not know."""
+    images, labels = batch.images, batch.labels
+    if images.dtype != torch.uint8:
+        if not images.is_floating_point():
+            raise VitfocusError(f"Images have dtype {images.dtype}; expected uint8, or floats in [0, 1].")
+        low, high = (float(value) for value in images.aminmax())
+        if not (low >= -1e-3 and high <= 1 + 1e-3):  # so that NaN is refused as well
+            raise VitfocusError(
+                f"Float images lie in [{low:.3g}, {high:.3g}]; expected [0, 1]: evaluate itself normalises."
+            )
+    if labels.numel() and (int(labels.max()) >= classes or (labels.ndim == 1 and int(labels.min()) < 0)):
+        raise VitfocusError(
+            f"The data has the label {int(labels.max() if labels.max() >= classes else labels.min())}, "
+            f"but the model knows the classes 0 to {classes - 1}."
+        )
+
+
+def refuse_resizing(arguments: EvaluationArguments, data: str) -> None:
+    """Options on how pictures are resized are refused where no picture is resized."""
+    for name in ("crop_pct", "interpolation", "resize"):
+        value = getattr(arguments.options, name)
+        if value is not None and value is not False:
+            raise VitfocusError(f"{name} is about resizing pictures, but the data is {data}: leave it out.")
+
+
+def open_images(
+    arguments: EvaluationArguments,
+    classes: int,
+    interpolation: str | None = None,
+    labels: Callable[[ClassFolders], Labels] | None = None,
+    crop: bool = True,
+    size: tuple[int, int] | None = None,
+) -> Images:
+    """Images from whatever the data is: a folder of class folders, a data set, or batches.
+
+    `labels` gives the class of every folder. Without `crop`, pictures are resized but not cropped, for suites that move
+    them first. `size` (default: the models') is that of the images.
+    """
+    data = arguments.data
+    size = size or arguments.models[0].size
+    if arguments.folder is not None:
+        folders = list_classes(validation_folder(arguments.folder))
+        known, notes = labels(folders) if labels is not None else folder_labels(arguments, folders, classes)
+        targets = [known[entry.folder] for entry in folders.entries]
+        images = open_files(arguments, folders, targets, interpolation=interpolation, crop=crop, size=size)
+        return replace(images, notes=notes + images.notes)
+    if getattr(arguments.options, "index", None) is not None:
+        raise VitfocusError("index maps class folders to classes, but the data is not a folder: leave it out.")
+    if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
+        return _open_dataset(arguments, classes, interpolation, crop, size)
+    if isinstance(data, DataLoader) or (isinstance(data, Iterable) and not isinstance(data, Tensor | Mapping)):
+        refuse_resizing(arguments, "batches of tensors")
+        return Images(StreamSource(data, arguments.limit), {"preprocessing": "the loader's own"})
+    raise VitfocusError(
+        f"The data is a {type(data).__name__}; expected a folder, a Dataset of (picture, label), or batches "
+        "of (images, labels) with images in uint8 or in [0, 1]."
+    )
+
+
+def open_files(
+    arguments: EvaluationArguments,
+    folders: ClassFolders,
+    labels: Sequence[Any],
+    entries: Sequence[Entry] | None = None,
+    interpolation: str | None = None,
+    crop: bool = True,
+    size: tuple[int, int] | None = None,
+) -> Images:
+    """Image files with their labels, limited evenly and looked at first; draws are keyed by the path below the root."""
+    entries = folders.entries if entries is None else entries
+    size = size or arguments.models[0].size
+    pick = evenly_spaced(len(entries), arguments.limit)
+    sizes = check_readable(folders.root, [entries[index] for index in pick])
+    preprocessing, notes = _preprocessing(arguments, interpolation, crop, size)
+    if preprocessing.resize is None and crop:
+        one_size(sizes)
+    kept = sum(found == preprocessing.keep for found in sizes.values())
+    if kept:
+        amount = "The images" if kept == len(sizes) else f"{kept:,} of {len(sizes):,} images"
+        notes += (f"{amount} already measure {size[0]}x{size[1]} and were taken as they are.",)
+    names = [entry.name for entry in entries]
+    source = ItemSource(
+        ImageSamples(ImageFiles(folders.root, names, labels), preprocessing, names),
+        pick,
+        partial(collate_images, pad=not crop),
+        ids=names,
+        digest=digest_of(f"{entries[i].name} {entries[i].size} {labels[i]}" for i in pick),
+        uniform=crop,
+        **arguments.reading,
+    )
+    return Images(source, {"preprocessing": preprocessing.to_dict(), "decoder": image_decoder()}, notes)
+
+
+def _open_dataset(
+    arguments: EvaluationArguments, classes: int, interpolation: str | None, crop: bool, size: tuple[int, int]
+) -> Images:
+    data = arguments.data
+    notes: tuple[str, ...] = ()
+    if not len(data):
+        raise VitfocusError("The data set holds no images.")
+    sample, label = picture_and_label(data[0], "Item 0 of the data")
+    require_one_number(label, "Item 0 of the data")
+    names = getattr(data, "classes", None)  # as Shapes and torchvision's data sets have them
+    if isinstance(names, list | tuple) and len(names) != classes:
+        notes += (f"The data has {len(names):,} classes, but the model tells {classes:,} apart.",)
+    preprocessing = None
+    if isinstance(sample, Image.Image):
+        preprocessing, more = _preprocessing(arguments, interpolation, crop, size)
+        notes += more
+        if preprocessing.keep:
+            notes += (f"Pictures that already measure {size[0]}x{size[1]} were taken as they are, others resized.",)
+    else:
+        refuse_resizing(arguments, "tensors")
+    source = ItemSource(
+        ImageSamples(data, preprocessing),
+        evenly_spaced(len(data), arguments.limit),
+        partial(collate_images, pad=not crop),
+        uniform=crop,
+        **arguments.reading,
+    )
+    return Images(source, {"preprocessing": preprocessing.to_dict() if preprocessing else "the data set's own"}, notes)
+
+
+def _preprocessing(
+    arguments: EvaluationArguments, interpolation: str | None, crop: bool, size: tuple[int, int]
+) -> tuple[Preprocessing, tuple[str, ...]]:
+    """Resize and centre crop what does not fit already, by the suite's interpolation or the models' own.
+
+    With resize=True every picture is resized, with resize=False none.
+    """
+    options = arguments.options
+    if arguments.suite.small_images:
+        refuse_resizing(arguments, "small images, which the model enlarges itself")
+        return Preprocessing(None, None), ()
+    if options.resize is not None and not options.resize:
+        return Preprocessing(None, None), ("The images were taken as they are (resize=False).",)
+    chosen = interpolation if options.interpolation is None else options.interpolation
+    own = {model.name: model.interpolation for model in arguments.models}
+    if chosen is None and len(set(own.values())) > 1:
+        listed = ", ".join(f"{name}: {value}" for name, value in own.items())
+        raise VitfocusError(
+            f"Models in one pass see the same images, but differ in interpolation ({listed}): choose one."
+        )
+    chosen = arguments.models[0].interpolation if chosen is None else chosen
+    standard = standard_preprocessing(size, 0.875 if options.crop_pct is None else options.crop_pct, chosen)
+    return replace(standard, crop=size if crop else None, keep=None if options.resize else size), ()
+
+
+def folder_labels(arguments: EvaluationArguments, folders: ClassFolders, classes: int) -> Labels:
+    """The class of every folder: ImageNet's by WordNet id or index file, any other's by sorted order."""
+    index = getattr(arguments.options, "index", None)
+    if index is not None:
+        labels = folder_indices(folders, index)
+        strange = next((name for name, place in labels.items() if not 0 <= place < classes), None)
+        if strange is not None:
+            raise VitfocusError(
+                f"The index file {index} maps {strange} to {labels[strange]}, but the model knows the classes "
+                f"0 to {classes - 1}."
+            )
+    elif classes == 1000 and (len(folders.classes) != 1000 or folders.classes[0] in set(wordnet_ids())):
+        labels = folder_indices(folders)
+    else:
+        return _sorted_labels(folders, classes)
+    if len(labels) < classes:
+        whose = "ImageNet's" if classes == 1000 else "the model's"
+        return labels, (f"{len(labels)} of {whose} {classes:,} classes are present in the data.",)
+    return labels, ()
+
+
+def _sorted_labels(folders: ClassFolders, classes: int) -> Labels:
+    if len(folders.classes) != classes:
+        raise VitfocusError(
+            f"{folders.root} holds {len(folders.classes)} class folders, but the model has {classes} classes."
+        )
+    notes: tuple[str, ...] = ()
+    if all(name.isdigit() for name in folders.classes) and classes > 10:
+        notes = (
+            "Class folders are numbers, taken in the order of their text (0, 1, 10, 11...), as torchvision's "
+            "ImageFolder does; name an index to say otherwise.",
+        )
+    return {name: place for place, name in enumerate(folders.classes)}, notes
+
+
+def validation_folder(root: Path) -> Path:
+    """The folder itself, or its validation split where the data set was unpacked whole."""
+    for name in ("val", "validation"):
+        if (root / name).is_dir() and (root / "train").is_dir():
+            return root / name
+    return root
+
+
+def image_decoder() -> str:
+    """What decodes image files, for the fingerprint."""
+    turbo = features.version("libjpeg_turbo")
+    return f"Pillow, libjpeg-turbo {turbo}" if turbo else f"Pillow, libjpeg {features.version('jpg')}"

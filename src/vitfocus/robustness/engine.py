@@ -1,0 +1,303 @@
+"""The evaluation engine: one loop for every task. A decoded batch feeds every condition and every model.
+
+A suite is laid out as a `Plan` of groups. A group is a source of images and the conditions they are seen under; a
+condition changes a batch and scores a model on it. Outcomes are kept per image, keyed by position, condition and model,
+so an interrupted run resumes with any batch size and any number of processes. Nothing waits for the device until
+outcomes are saved: every twenty seconds, at the end, and when anything goes wrong.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vitfocus.core.errors import VitfocusError
+from vitfocus.core.processes import Processes
+from vitfocus.core.progress import Progress
+from vitfocus.robustness.folders import digest_of
+from vitfocus.robustness.pixel_model import PixelModel
+from vitfocus.robustness.results import Samples, Summary
+from vitfocus.robustness.run_folder import Columns, RunFolder, saving
+from vitfocus.robustness.sources import EvaluationBatch, Source, checksums
+from vitfocus.robustness.suites import Suite
+
+Outcome = dict[str, Tensor | list[str]]  # one entry per image
+
+
+@dataclass(frozen=True)
+class EvaluationArguments:
+    """One call of `evaluate`: the suite with its options, the models, the data, and how to run."""
+
+    suite: Suite
+    options: Any
+    models: tuple[PixelModel, ...]
+    data: Any
+    processes: Processes
+    batch_size: int | None = None
+    limit: int | None = None
+    seed: int = 0
+    workers: int = 0
+    progress: bool = False
+    out: str | Path | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process works."""
+        return self.processes.device
+
+    @property
+    def folder(self) -> Path | None:
+        """The data's folder, where it is one."""
+        return Path(self.data).expanduser() if isinstance(self.data, str | os.PathLike) else None
+
+    def require_folder(self, layout: str) -> Path:
+        """The data's folder, or an error that says what was expected."""
+        if self.folder is None:
+            raise VitfocusError(f"The suite {self.suite.name} reads a folder: {layout}.")
+        if not self.folder.is_dir():
+            raise VitfocusError(f"There is no folder {self.folder}; the suite {self.suite.name} reads {layout}.")
+        return self.folder
+
+    @property
+    def reading(self) -> dict[str, Any]:
+        """How an `ItemSource` reads: worker processes, and pinned memory for a GPU."""
+        return {"workers": self.workers, "pin": self.device.type == "cuda"}
+
+
+@dataclass(frozen=True)
+class Condition:
+    """One condition, such as "fog/3".
+
+    `change(batch)` gives the images that every model sees, `attack(model, batch)` those made against one model; without
+    either they are the batch's own. `score(model, images, batch)` reduces what the model answers to an outcome with one
+    entry per image.
+    """
+
+    name: str
+    score: Callable[[PixelModel, Any, EvaluationBatch], Outcome]
+    change: Callable[[EvaluationBatch], Any] | None = None
+    attack: Callable[[PixelModel, EvaluationBatch], Any] | None = None
+
+    def __call__(self, batch: EvaluationBatch, models: Sequence[PixelModel]) -> list[Outcome]:
+        """Each model's outcome on the batch under this condition."""
+        images = batch.images if self.change is None else self.change(batch)
+        outcomes = []
+        for model in models:
+            if self.attack is not None:
+                images = self.attack(model, batch)
+            with torch.no_grad():
+                outcomes.append(self.score(model, images, batch))
+        return outcomes
+
+
+@dataclass(frozen=True)
+class Group:
+    """Conditions that share their images: each batch is read once and feeds every condition."""
+
+    name: str
+    source: Source
+    conditions: tuple[Condition, ...]
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """One model's numbers: the summary, the samples worth keeping, and json files for the run's folder by name."""
+
+    summary: Summary
+    samples: Mapping[str, Columns] = field(default_factory=dict)
+    files: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A suite laid out for one call.
+
+    `protocol` goes into the fingerprint; `reduce` turns one model's outcomes by condition into its numbers; `check`
+    refuses a batch that cannot be measured; `batch_sizes` are the defaults on a CPU and on a GPU. With `resize`, models
+    scale images to their own size. `total` counts the images of all groups: the largest, or the sum.
+    """
+
+    groups: tuple[Group, ...]
+    protocol: Mapping[str, Any]
+    reduce: Callable[[Mapping[str, Columns], int], Reduced]
+    notes: tuple[str, ...] = ()
+    check: Callable[[EvaluationBatch], None] = lambda batch: None
+    resize: bool = False
+    batch_sizes: tuple[int, int] = (32, 256)
+    total: Callable[[Iterable[int]], int] = max
+    libraries: tuple[str, ...] = ()
+
+    @property
+    def conditions(self) -> list[str]:
+        """The names of all conditions, in order."""
+        return [condition.name for group in self.groups for condition in group.conditions]
+
+    @property
+    def steps(self) -> int | None:
+        """How many (image, condition) pairs there are, where that is known."""
+        counts = [group.source.count for group in self.groups]
+        if any(count is None for count in counts):
+            return None
+        return sum((group.source.count or 0) * len(group.conditions) for group in self.groups)
+
+
+def run_plan(
+    plan: Plan,
+    models: Sequence[PixelModel],
+    processes: Processes,
+    batch_size: int,
+    folder: RunFolder | None = None,
+    show: bool = True,
+    title: str = "Evaluating",
+) -> tuple[Samples, dict[str, str], int]:
+    """Measure every condition: the outcomes on every process, a digest of each group's data, the number of images."""
+    saved: dict[str, Columns] = {}
+    if folder is not None and processes.first:
+        saved = {group.name: _merge(folder.read_parts(group.name)) for group in plan.groups}
+    saved = processes.agree(saved)
+    done = sum(len(saved[g.name]["positions"]) * len(g.conditions) for g in plan.groups if saved.get(g.name))
+    outcomes: Samples = {}
+    digests: dict[str, str] = {}
+    counts: list[int] = []
+    opening = f"{title}, {plan.steps - done:,} image evaluations." if plan.steps is not None else f"{title}."
+    with Progress(title, plan.steps, done, opening=opening, show=show and processes.first) as progress:
+        for group in plan.groups:
+            part = saved.get(group.name, {})
+            columns = _run_group(group, plan.check, models, processes, batch_size, folder, part, progress)
+            counts.append(len(columns["positions"]))
+            digests[group.name] = group.source.digest or digest_of(map(str, columns["checksum"].tolist()))
+            for i, condition in enumerate(group.conditions):
+                outcomes[condition.name] = {
+                    model.name: {k.partition("|")[2]: v for k, v in columns.items() if k.startswith(f"{i}.{j}|")}
+                    for j, model in enumerate(models)
+                }
+    return outcomes, digests, plan.total(counts)
+
+
+def read_digests(plan: Plan, processes: Processes, batch_size: int) -> dict[str, str]:
+    """A digest of each group's data without measuring anything, by reading what is not known by its files."""
+    digests: dict[str, str] = {}
+    for group in plan.groups:
+        if group.source.digest is not None:
+            digests[group.name] = group.source.digest
+            continue
+        parts = [
+            {"positions": batch.positions.numpy(), "checksum": checksums(batch).numpy()}
+            for batch in group.source.batches(batch_size, rank=processes.rank, world=processes.world)
+        ]
+        columns = _merge([part for content in processes.gather(parts) for part in content])
+        digests[group.name] = digest_of(map(str, columns["checksum"].tolist() if columns else []))
+    return digests
+
+
+def _run_group(
+    group: Group,
+    check: Callable[[EvaluationBatch], None],
+    models: Sequence[PixelModel],
+    processes: Processes,
+    batch_size: int,
+    folder: RunFolder | None,
+    saved: Columns,
+    progress: Progress,
+) -> Columns:
+    """Measure what is not saved yet of a group; images that are not in files are read again and compared."""
+    known = (
+        dict(zip(saved["positions"].tolist(), saved["checksum"].tolist(), strict=True)) if "checksum" in saved else {}
+    )
+    done = frozenset(saved["positions"].tolist()) if saved and not known else frozenset[int]()
+    parts: list[Columns] = []
+    pending: list[dict[str, Any]] = []
+
+    def save() -> None:
+        if not pending:
+            return
+        part = {name: _joined([item[name] for item in pending]) for name in pending[0]}
+        pending.clear()
+        _refuse_nan(part, group, models)
+        parts.append(part)
+        if folder is not None:
+            folder.write_part(group.name, part)
+
+    with saving(save) as save_if_due:
+        for batch in group.source.batches(batch_size, done, processes.rank, processes.world):
+            check(batch)
+            item: dict[str, Any] = {"positions": batch.positions}
+            if group.source.digest is None:
+                item["checksum"] = checksums(batch)
+                if known and _all_known(item, known):
+                    continue
+            batch = batch.to(processes.device)
+            for i, condition in enumerate(group.conditions):
+                for j, outcome in enumerate(condition(batch, models)):
+                    item |= {f"{i}.{j}|{name}": values for name, values in outcome.items()}
+                progress.advance(len(batch) * processes.world, condition.name)
+            if not (parts or pending):
+                _refuse_nan({name: _joined([values]) for name, values in item.items()}, group, models)
+            pending.append(item)
+            save_if_due()
+    if known and group.source.count is not None and max(known) >= group.source.count:
+        raise VitfocusError(
+            _OTHER_DATA.format(f"there were at least {max(known) + 1} images, now {group.source.count}")
+        )
+    everything = [part for content in processes.gather(parts) for part in content]
+    columns = _merge([saved, *everything] if saved else everything)
+    _check_complete(group, columns)
+    return columns
+
+
+def _joined(parts: Sequence[Tensor | list[str]]) -> Any:
+    """One column of several batches: numbers, or lines of text."""
+    if isinstance(parts[0], Tensor):
+        return torch.cat([part for part in parts if isinstance(part, Tensor)]).cpu().numpy()
+    return np.array([line for part in parts for line in part], object)
+
+
+def _merge(parts: list[Columns]) -> Columns:
+    """Parts as one, in order of position; an image that two parts hold counts once, as it was measured first."""
+    if not parts:
+        return {}
+    columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    _, first = np.unique(columns["positions"], return_index=True)
+    return {name: values[first] for name, values in columns.items()}
+
+
+def _check_complete(group: Group, columns: Columns) -> None:
+    """Every image once, none twice."""
+    expected = group.source.count
+    found = columns["positions"].tolist() if columns else []
+    if not found:
+        raise VitfocusError("The data holds no images, so there is nothing to measure.")
+    if found != list(range(len(found) if expected is None else expected)):
+        raise RuntimeError(f"{group.name}: {len(found)} images were measured, but there are {expected}.")
+
+
+_OTHER_DATA = "The data is not what this run began with ({}), so it cannot be resumed: name another folder."
+
+
+def _all_known(item: Mapping[str, Tensor], known: Mapping[int, int]) -> bool:
+    """Whether all of a batch was measured before; an image that was must be the same as then."""
+    pairs = list(zip(item["positions"].tolist(), item["checksum"].tolist(), strict=True))
+    for position, found in pairs:
+        if known.get(position, found) != found:
+            raise VitfocusError(_OTHER_DATA.format(f"image {position} or its label differs"))
+    return all(position in known for position, _ in pairs)
+
+
+def _refuse_nan(part: Columns, group: Group, models: Sequence[PixelModel]) -> None:
+    """A model that answers with NaN has no prediction, which would pass for a wrong one."""
+    for key, values in part.items():
+        if values.dtype.kind == "f" and np.isnan(values).any():
+            place, _, _ = key.partition("|")
+            condition, model = (int(number) for number in place.split("."))
+            image = int(part["positions"][np.isnan(values).reshape(len(values), -1).any(1)][0])
+            raise VitfocusError(
+                f"{models[model].name} gave NaN for image {image} ({group.conditions[condition].name}): it cannot be "
+                "scored."
+            )

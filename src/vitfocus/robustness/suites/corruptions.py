@@ -1,0 +1,315 @@
+"""ImageNet-C and CIFAR-10/100-C: from their published files, or generated on the fly from clean images."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vitfocus.core.arguments import several, whole
+from vitfocus.core.errors import VitfocusError, nearest
+from vitfocus.core.progress import Progress
+from vitfocus.core.statistics import evenly_spaced
+from vitfocus.corruptions import CORRUPTIONS, EXTRA_CORRUPTIONS, corrupt, fingerprint
+from vitfocus.corruptions.constants import Setting
+from vitfocus.corruptions.draws import Draws
+from vitfocus.corruptions.jpeg import jpeg_compression
+from vitfocus.data.preprocessing import Preprocessing
+from vitfocus.robustness.classification import (
+    CLEAN,
+    classification_plan,
+    classify,
+    folder_labels,
+    image_decoder,
+    num_classes,
+    open_images,
+    refuse_resizing,
+    require_classes,
+)
+from vitfocus.robustness.engine import Condition, EvaluationArguments, Group, Plan
+from vitfocus.robustness.folders import (
+    ImageFiles,
+    check_readable,
+    digest_of,
+    list_classes,
+    one_size,
+)
+from vitfocus.robustness.metrics import corruption_summary
+from vitfocus.robustness.sources import EvaluationBatch, ImageSamples, ItemSource, collate_images
+
+ALL_CORRUPTIONS = (*CORRUPTIONS, *EXTRA_CORRUPTIONS)
+SEVERITIES = (1, 2, 3, 4, 5)
+_TARS = ("noise", "blur", "weather", "digital", "extra")
+_INCOMPLETE = "Not all 15 corruptions at all 5 severities were measured, so there is no mCE."
+
+
+def chosen_corruptions(
+    given: Sequence[str] | None, severities: Sequence[int] | None, usual: Sequence[str] = CORRUPTIONS
+) -> tuple[list[str], list[int]]:
+    """The corruptions and severities asked for, checked."""
+    names = several("corruptions", usual if given is None else given)
+    for name in names:
+        if name not in ALL_CORRUPTIONS:
+            raise VitfocusError(f"There is no corruption {name!r}: {nearest(str(name), ALL_CORRUPTIONS)}")
+    listed = several("severities", SEVERITIES if severities is None else severities)
+    return names, sorted(whole("A severity", severity, 1, 5) for severity in listed)
+
+
+def _chosen(arguments: EvaluationArguments) -> tuple[list[str], list[int], list[str]]:
+    """The fifteen at five severities, the extra four as well, or some by name; and a note where some are missing."""
+    options = arguments.options
+    names, severities = chosen_corruptions(options.corruptions, options.severities)
+    if options.extra:
+        names += [name for name in EXTRA_CORRUPTIONS if name not in names]
+    whole_suite = set(CORRUPTIONS) <= set(names) and severities == list(SEVERITIES)
+    return names, severities, [] if whole_suite else [_INCOMPLETE]
+
+
+def imagenet_c(arguments: EvaluationArguments) -> Plan:
+    """ImageNet-C, in whichever form the data is."""
+    classes = num_classes(arguments)
+    published = _published_folders(arguments.folder) if arguments.folder is not None else {}
+    if published:
+        _refuse(arguments, ("frost", "jpeg_quality"), "for generated corruptions, and these are published files")
+        if not arguments.options.clean_data:
+            refuse_resizing(arguments, "published files, which are never resized")
+        return _published(arguments, classes, published)
+    _refuse(arguments, ("clean_data",), "for published files, and these corruptions are generated")
+    notes = []
+    if classes != 1000:
+        notes.append("AlexNet's errors are ImageNet's: on other data, CE and mCE serve to compare models only.")
+    return _generated(arguments, classes, "imagenet", "bilinear", notes)
+
+
+def cifar_c(arguments: EvaluationArguments) -> Plan:
+    """CIFAR-10-C and CIFAR-100-C, in whichever form the data is; the mean error is not divided by AlexNet's."""
+    expected = 100 if arguments.suite.name.startswith("cifar100") else 10
+    classes = require_classes(arguments, num_classes(arguments), expected, f"{expected} classes")
+    notes = ["The mean error over the 15 corruptions is not divided by AlexNet's, as is usual for CIFAR."]
+    protocol = {}
+    height, width = arguments.models[0].size
+    if (height, width) != (32, 32):
+        notes.append(f"Corrupted at 32x32, then enlarged to the model's {height}x{width} (bicubic).")
+        protocol = {"enlarged_to": [height, width]}
+    if arguments.folder is not None and any(arguments.folder.glob("*.npy")):
+        _refuse(arguments, ("frost",), "for generated corruptions, and these are published files")
+        refuse_resizing(arguments, "published arrays")
+        plan = _arrays(arguments, classes, arguments.folder, notes)
+    else:
+        plan = _generated(arguments, classes, "cifar", None, notes)
+    return replace(plan, protocol={**plan.protocol, **protocol})
+
+
+def _refuse(arguments: EvaluationArguments, options: tuple[str, ...], why: str) -> None:
+    """Refuse an option that this form of the data has no use for."""
+    for name in options:
+        if getattr(arguments.options, name) is not None:
+            raise VitfocusError(f"{name} is {why}.")
+
+
+def _generated(
+    arguments: EvaluationArguments, classes: int, flavour: str, interpolation: str | None, notes: list[str]
+) -> Plan:
+    names, severities, incomplete = _chosen(arguments)
+    seed, frost = arguments.seed, arguments.options.frost
+    quality = getattr(arguments.options, "jpeg_quality", None)
+    if quality is not None:
+        quality = whole("jpeg_quality", quality, 1, 100)
+    conditions = [CLEAN]
+    for name in names:
+        for severity in severities:
+            change = partial(_corrupted, name, severity, seed, flavour, frost, quality)
+            conditions.append(Condition(f"{name}/{severity}", classify, change))
+    images = open_images(arguments, classes, interpolation)
+    made = fingerprint(flavour, frost)
+    protocol = {**images.protocol, "mode": "generated", "seed": seed, "corruptions": made}
+    first = "Corruptions were generated on the fly from clean images, with vitfocus's own implementation."
+    notes = [first, *notes, *incomplete, *images.notes]
+    if quality is not None:
+        protocol["jpeg_quality"] = quality
+        notes.append(f"Every corrupted image went through JPEG at quality {quality}, as the published files did (85).")
+    if "frost" in names and not made["comparable"]:
+        notes.append("Frost overlays were drawn for want of the published ones: frost and mCE are not comparable.")
+    group = Group("generated", images.source, tuple(conditions))
+    summarise = partial(corruption_summary, alexnet=flavour == "imagenet")
+    return classification_plan([group], classes, protocol, summarise, notes)
+
+
+def _corrupted(
+    name: str,
+    severity: int,
+    seed: int,
+    flavour: str,
+    frost: str | None,
+    quality: int | None,
+    batch: EvaluationBatch,
+) -> Tensor:
+    images = corrupt(batch.images, name, severity, seed=seed, ids=batch.ids, flavour=flavour, frost=frost)
+    if quality is None:
+        return images
+    pixels = images if images.dtype == torch.uint8 else images.mul(255).round().to(torch.uint8)
+    return jpeg_compression(pixels, Setting(quality), Draws(0, "", 0, batch.ids))
+
+
+def _published_folders(root: Path) -> dict[str, Path]:
+    """Corruption -> folder, for data laid out as published, inside the archives' own folders or not."""
+    places = [root, *(root / name for name in _TARS)]
+    return {name: place / name for place in places for name in ALL_CORRUPTIONS if (place / name).is_dir()}
+
+
+def _published(arguments: EvaluationArguments, classes: int, folders: dict[str, Path]) -> Plan:
+    require_classes(arguments, classes, 1000, "ImageNet's 1,000 classes")
+    names, severities, incomplete = _chosen(arguments)
+    missing = [f"{n}/{s}" for n in names for s in severities if n not in folders or not (folders[n] / str(s)).is_dir()]
+    if missing:
+        raise VitfocusError(
+            f"{arguments.folder} looks like ImageNet-C but lacks {', '.join(missing[:4])} ({len(missing)} in all): "
+            "it is only half extracted (name the ones you have with corruptions=, --corruptions)."
+        )
+    groups: list[Group] = []
+    counts: dict[str, int] = {}
+    labels: dict[str, int] = {}
+    notes = ["ImageNet-C's published files were read, without any resizing.", *incomplete]
+    lists: dict[tuple[str, ...], list[int]] = {}  # 75 folders hold the same names: one list of them, not 75
+    with Progress("Listing the files", len(names) * len(severities), show=arguments.progress) as progress:
+        for name in names:
+            for severity in severities:
+                condition = f"{name}/{severity}"
+                listed = list_classes(folders[name] / str(severity))
+                if set(listed.classes) - set(labels):
+                    found, more = folder_labels(arguments, listed, classes)
+                    labels |= found
+                    notes += more
+                files = tuple(entry.name for entry in listed.entries)
+                targets = lists.setdefault(files, [labels[entry.folder] for entry in listed.entries])
+                files = next(known for known in lists if known == files)
+                if not groups:
+                    size = one_size(check_readable(listed.root, listed.entries))
+                counts[condition] = len(files)
+                source = ItemSource(
+                    ImageSamples(ImageFiles(listed.root, files, targets), None, files),
+                    evenly_spaced(len(files), arguments.limit),
+                    collate_images,
+                    digest=listed.digest(),
+                    uniform=True,
+                    size=size,
+                    **arguments.reading,
+                )
+                groups.append(Group(condition, source, (Condition(condition, classify),)))
+                progress.advance(note=condition)
+    _same_counts(arguments.folder, counts)
+    protocol: dict[str, Any] = {
+        "mode": "published",
+        "preprocessing": Preprocessing(None, size).to_dict(),
+        "decoder": image_decoder(),
+    }
+    if size != (own := arguments.models[0].size):
+        notes.append(f"The files measure {size[0]}x{size[1]}; the model scales them to its own size (bicubic).")
+        protocol["scaled_to"] = list(own)
+    if clean_data := arguments.options.clean_data:
+        notes.append(f"The clean error, for the relative mCE, is measured on {clean_data}.")
+        # As the generator took them, whatever the model's size: to 256 pixels, bilinear, cropped to 224.
+        clean = open_images(replace(arguments, data=clean_data), classes, "bilinear", size=size)
+        protocol["clean"] = clean.protocol
+        notes += clean.notes
+        if clean.source.count != groups[0].source.count:
+            notes.append(
+                f"There are {clean.source.count:,} clean images for {groups[0].source.count:,} of each corruption: the "
+                "interval of the relative mCE takes the clean error as exact."
+            )
+        groups.insert(0, Group("clean", clean.source, (CLEAN,)))
+    else:
+        notes.append("The published files hold no clean images, so there is no relative mCE: name them as clean_data.")
+    return classification_plan(groups, classes, protocol, corruption_summary, notes, resize=size != own)
+
+
+def _same_counts(root: Path | None, counts: dict[str, int]) -> None:
+    most = max(counts.values())
+    short = [f"{name} holds {count:,}" for name, count in counts.items() if count != most]
+    if short:
+        raise VitfocusError(
+            f"{root} is only half extracted: most folders hold {most:,} images, but {', '.join(short[:3])}"
+            f"{'...' if len(short) > 3 else ''}."
+        )
+
+
+class ArrayImages:
+    """Images of one severity in a published array, (N, 32, 32, 3) uint8, with their labels."""
+
+    def __init__(self, path: Path, start: int, labels: Sequence[int]) -> None:
+        self.path, self.start, self.labels = path, start, labels
+        self._array: Any = None
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        if self._array is None:  # opened in the worker that reads it
+            self._array = np.load(self.path, mmap_mode="r")
+        pixels = np.array(self._array[self.start + index])
+        return torch.from_numpy(pixels).permute(2, 0, 1), int(self.labels[index])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_array": None}
+
+
+def _arrays(arguments: EvaluationArguments, classes: int, root: Path, notes: list[str]) -> Plan:
+    names, severities, incomplete = _chosen(arguments)
+    missing = [name for name in names if not (root / f"{name}.npy").is_file()]
+    if missing:
+        raise VitfocusError(
+            f"{root} lacks {', '.join(f'{name}.npy' for name in missing[:4])}: it is only half extracted."
+        )
+    if arguments.options.index is not None:
+        raise VitfocusError("index maps class folders to classes, but the data is published arrays: leave it out.")
+    labels = _labels(root / "labels.npy")
+    groups = []
+    for name in names:
+        array = _load(root / f"{name}.npy")
+        if array.ndim != 4 or array.shape[1:] != (32, 32, 3) or array.dtype != np.uint8 or len(array) % 5:
+            raise VitfocusError(f"{root / name}.npy is {array.dtype} {array.shape}; expected uint8 (50000, 32, 32, 3).")
+        if len(labels) != len(array):
+            raise VitfocusError(
+                f"{root / 'labels.npy'} holds {len(labels)} labels, but {name}.npy {len(array)} images."
+            )
+        each = len(array) // 5
+        for severity in severities:
+            start = (severity - 1) * each
+            targets = labels[start : start + each]
+            source = ItemSource(
+                ImageSamples(ArrayImages(root / f"{name}.npy", start, targets.tolist())),
+                evenly_spaced(each, arguments.limit),
+                collate_images,
+                digest=digest_of([f"{name} {severity} {len(array)}", str(targets.tolist()), _sums(array, start, each)]),
+            )
+            condition = Condition(f"{name}/{severity}", classify)
+            groups.append(Group(condition.name, source, (condition,)))
+    notes = [f"{arguments.suite.name}'s published arrays were read.", *notes, *incomplete]
+    protocol = {"mode": "published", "preprocessing": "none"}
+    return classification_plan(groups, classes, protocol, partial(corruption_summary, alexnet=False), notes)
+
+
+def _labels(path: Path) -> Any:
+    """The class of every image, (N,); a column (N, 1) will do."""
+    labels = _load(path)
+    if not np.issubdtype(labels.dtype, np.integer) or labels.size != len(labels):
+        raise VitfocusError(f"{path} is {labels.dtype} {labels.shape}; expected one whole number per image.")
+    return labels.reshape(-1).astype(np.int64)
+
+
+def _sums(array: Any, start: int, count: int) -> str:
+    """A cheap look at the pixels: the sum of a hundred images."""
+    return str([int(array[start + index].astype(np.int64).sum()) for index in evenly_spaced(count, 100)])
+
+
+def _load(path: Path) -> Any:
+    try:
+        return np.load(path, mmap_mode="r")
+    except (OSError, ValueError, EOFError) as error:
+        raise VitfocusError(f"{path} cannot be read as an array: {error}.") from None

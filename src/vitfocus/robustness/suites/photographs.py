@@ -1,0 +1,201 @@
+"""Photographs as they are: the clean set, ImageNet-A, -R, -V2 and -Sketch, and ImageNet with ReaL's labels."""
+
+from __future__ import annotations
+
+import functools
+import importlib.resources
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from vitfocus.core.errors import VitfocusError
+from vitfocus.core.files import PICTURES
+from vitfocus.robustness.classification import (
+    CLEAN,
+    Images,
+    Labels,
+    classification_plan,
+    classify,
+    num_classes,
+    open_files,
+    open_images,
+    require_classes,
+    require_imagenet,
+    validation_folder,
+)
+from vitfocus.robustness.engine import Condition, EvaluationArguments, Group, Plan
+from vitfocus.robustness.folders import ClassFolders, Entry, list_classes, wordnet_ids
+from vitfocus.robustness.metrics import condition_summary
+
+# Each set by its usual name, and the spellings of its published folder.
+V2_SETS = {
+    "matched-frequency": ("matched-frequency",),
+    "threshold0.7": ("threshold0.7",),
+    "topimages": ("top-images", "topimages"),
+}
+_PUBLISHED = {"imagenet-a": 7_500, "imagenet-r": 30_000, "imagenet-sketch": 50_889, "imagenet-v2": 10_000}
+_VALIDATION = 50_000
+
+
+def _plan(
+    conditions: Mapping[Condition, Images], classes: int, notes: Iterable[str] = (), protocol: Mapping[str, Any] = {}
+) -> Plan:
+    """One condition per set of images."""
+    groups = [Group(condition.name, images.source, (condition,)) for condition, images in conditions.items()]
+    for images in conditions.values():
+        protocol, notes = {**images.protocol, **protocol}, (*notes, *images.notes)
+    return classification_plan(groups, classes, protocol, condition_summary, notes)
+
+
+def clean(arguments: EvaluationArguments) -> Plan:
+    """Accuracy on the images as they are."""
+    classes = num_classes(arguments)
+    return _plan({CLEAN: open_images(arguments, classes)}, classes)
+
+
+def imagenet_sketch(arguments: EvaluationArguments) -> Plan:
+    """ImageNet-Sketch: 1,000 class folders of drawings."""
+    classes = require_imagenet(arguments)
+    images = open_images(arguments, classes)
+    return _plan({Condition("imagenet-sketch", classify): images}, classes, _subset_note(arguments, images))
+
+
+def subset_of_classes(arguments: EvaluationArguments) -> Plan:
+    """ImageNet-A and -R: 200 class folders; only the logits of those 200 classes take part."""
+    suite = arguments.suite.name
+    short = suite.replace("-", "_")
+    names = wordnet_ids(short)
+    text = importlib.resources.files("timm.data._info").joinpath(f"{short}_indices.txt").read_text("utf-8")
+    chosen: tuple[int, ...] | None = tuple(int(line) for line in text.split())
+    classes = num_classes(arguments)
+    if classes == len(names):
+        chosen = None
+        notes = [f"The model has 200 classes, taken to be {suite}'s in sorted order: none is masked."]
+    else:
+        require_classes(arguments, classes, 1000, "ImageNet's 1,000 classes")
+        notes = [f"Only the logits of {suite}'s 200 classes take part; the other 800 are masked."]
+    if arguments.folder is None:
+        notes.append("Labels are taken as places among the 200 classes, sorted by WordNet id.")
+    images = open_images(arguments, classes, labels=partial(_subset_labels, suite, names))
+    condition = Condition(suite, partial(classify, classes=chosen))
+    notes += _subset_note(arguments, images)
+    return _plan({condition: images}, classes, notes, {"masked_to": "none" if chosen is None else 200})
+
+
+def _subset_labels(suite: str, names: Sequence[str], folders: ClassFolders) -> Labels:
+    """Places among the 200 classes."""
+    places = {name: place for place, name in enumerate(names)}
+    strange = [name for name in folders.classes if name not in places]
+    if strange:
+        raise VitfocusError(
+            f"{folders.root} holds the folder {strange[0]}, which is none of {suite}'s 200 classes: "
+            "is it another data set?"
+        )
+    fewer = len(folders.classes) < len(names)
+    notes = (f"{len(folders.classes)} of the 200 classes are present in the data.",) if fewer else ()
+    return {name: places[name] for name in folders.classes}, notes
+
+
+def imagenet_v2(arguments: EvaluationArguments) -> Plan:
+    """ImageNet-V2: up to three sets, whose class folders are numbered 0 to 999."""
+    classes = require_imagenet(arguments)
+    root = arguments.require_folder("the three folders imagenetv2-*-format-val, or one of them")
+    found = {
+        name: folder
+        for name, spellings in V2_SETS.items()
+        for spelling in spellings
+        for folder in sorted(root.glob(f"*{spelling}*"))
+        if folder.is_dir()
+    }
+    notes: list[str] = []
+    if not found:
+        named = next((name for name, known in V2_SETS.items() if any(part in root.name for part in known)), "one set")
+        found = {named: root}
+    elif len(found) < len(V2_SETS):
+        absent = ", ".join(name for name in V2_SETS if name not in found)
+        notes.append(f"Not all three sets are there: {absent} is missing.")
+    conditions: dict[Condition, Images] = {}
+    for name, folder in found.items():
+        folders = list_classes(folder)
+        strange = [c for c in folders.classes if not (c.isdigit() and int(c) < 1000)]
+        if strange:
+            raise VitfocusError(f"{folder} holds the folder {strange[0]}; ImageNet-V2's are numbered 0 to 999.")
+        labels = [int(entry.folder) for entry in folders.entries]
+        conditions[Condition(name, classify)] = open_files(arguments, folders, labels)
+    notes += _subset_note(arguments, next(iter(conditions.values())))
+    return _plan(conditions, classes, notes)
+
+
+def imagenet_real(arguments: EvaluationArguments) -> Plan:
+    """ImageNet's validation set with ReaL's labels: any of an image's is right; images without one do not count."""
+    classes = require_imagenet(arguments)
+    root = validation_folder(
+        arguments.require_folder("ImageNet's validation photographs, ILSVRC2012_val_*.JPEG, in class folders or not")
+    )
+    real = read_real(arguments.options.labels)
+    files = _validation_files(root)
+    labelled = [(entry, real[_number(root, entry) - 1]) for entry in files]
+    labelled = [(entry, labels) for entry, labels in labelled if labels]
+    if not labelled:
+        raise VitfocusError(f"None of the {len(files)} images in {root} has a ReaL label.")
+    notes = [f"ReaL gives {len(files) - len(labelled)} of {len(files)} images no label: they do not count."]
+    most = max(len(labels) for _, labels in labelled)
+    filled = [labels + [-1] * (most - len(labels)) for _, labels in labelled]
+    entries = tuple(entry for entry, _ in labelled)
+    images = open_files(arguments, ClassFolders(root, (), entries), filled)
+    return _plan({Condition("imagenet-real", classify): images}, classes, notes, {"labels": "ReaL"})
+
+
+def read_real(path: str | Path | None) -> Sequence[list[int]]:
+    """ReaL's 50,000 lists of labels: from a file (the published real.json), or as timm ships them."""
+    if path is None:
+        return _timm_real()
+    try:
+        content = json.loads(Path(path).read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise VitfocusError(f"The label file {path} cannot be read: {error}.") from None
+    if not isinstance(content, list) or len(content) != _VALIDATION:
+        amount = len(content) if isinstance(content, list) else "no list of"
+        raise VitfocusError(f"The label file {path} holds {amount} entries; ReaL has {_VALIDATION:,}, one per image.")
+    known = range(1000)
+    for place, answers in enumerate(content):
+        if not isinstance(answers, list) or not all(type(label) is int and label in known for label in answers):
+            raise VitfocusError(
+                f"The label file {path} holds {str(answers)[:40]} for image {place + 1}; expected a list of classes "
+                "from 0 to 999, as ReaL's."
+            )
+    return content
+
+
+@functools.cache
+def _timm_real() -> list[list[int]]:
+    text = importlib.resources.files("timm.data._info").joinpath("imagenet_real_labels.json").read_text("utf-8")
+    return json.loads(text)
+
+
+def _validation_files(root: Path) -> list[Entry]:
+    flat = sorted(file for file in root.iterdir() if file.suffix.lower() in PICTURES)
+    if flat:
+        return [Entry(file.name, "", file.stat().st_size) for file in flat]
+    return list(list_classes(root).entries)
+
+
+def _number(root: Path, entry: Entry) -> int:
+    match = re.search(r"ILSVRC2012_val_(\d{8})\.", entry.name)
+    if match is None or not 1 <= int(match[1]) <= _VALIDATION:
+        raise VitfocusError(
+            f"{root / entry.name} is not named as a validation photograph (ILSVRC2012_val_00000001.JPEG to ..50000), "
+            "by which ReaL's labels are found."
+        )
+    return int(match[1])
+
+
+def _subset_note(arguments: EvaluationArguments, images: Images) -> list[str]:
+    suite, count = arguments.suite.name, images.source.count
+    whole = _PUBLISHED[suite]
+    if count is None or count == whole:
+        return []
+    return [f"{count:,} of {suite}'s {whole:,} images: a subset, not comparable with the whole."]

@@ -1,0 +1,164 @@
+"""Visual question answering on VQAv2's layout, scored by the official accuracy over ten people's answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from vitfocus.anatomy import pixels_of
+from vitfocus.core.errors import VitfocusError
+from vitfocus.core.statistics import evenly_spaced
+from vitfocus.data.classification.dataset import Broken
+from vitfocus.data.classification.loader import seeded
+from vitfocus.data.shapes.dataset import shapes_named
+from vitfocus.data.vqa.answers import soft_accuracy
+from vitfocus.data.vqa.batches import Look, stacked
+from vitfocus.data.vqa.dataset import ArrayPictures, Question, QuestionSet, read_vqav2, shapes_questions, splits_in
+from vitfocus.data.vqa.tokenizer import Words
+from vitfocus.robustness.engine import Condition, EvaluationArguments, Group, Outcome, Plan, Reduced
+from vitfocus.robustness.intervals import mean_interval
+from vitfocus.robustness.metrics import Summary, percent
+from vitfocus.robustness.pixel_model import PixelModel
+from vitfocus.robustness.run_folder import Columns
+from vitfocus.robustness.sources import Collated, EvaluationBatch, ItemSource
+from vitfocus.robustness.suites.detection import refuse_folder_options
+from vitfocus.tasks.vqa.model import Answerer, language_alone
+from vitfocus.treatments.save_load import task_of
+
+
+def answers(arguments: EvaluationArguments) -> Plan:
+    """The official accuracy, in percent, in all and by answer type.
+
+    The data is a folder in VQAv2's layout, of which `split` ("val2014", or several joined by "+") is taken, the word
+    "shapes", a `QuestionSet`, or a data set of (picture, {"question", "answers"}). With `out`, the answers are written
+    there as the official server takes them; of a split whose answers are withheld that is the only result.
+    """
+    split = arguments.options.split
+    refuse_folder_options(arguments)
+    asked = open_questions(arguments.data, split, _picture_size(arguments.models[0].model))
+    if not asked.annotated and arguments.out is None:
+        raise VitfocusError(
+            f"The answers of {split or 'these questions'} are withheld, so there is nothing to score: name a folder "
+            "with out (--out) to keep what the model answers."
+        )
+    answerers = {model.name: Answerer(model.model, _picture_size(model.model)) for model in arguments.models}
+    samples = QuestionItems(asked, {name: (one.words, one.look) for name, one in answerers.items()})
+    pick = evenly_spaced(len(asked), arguments.limit)
+    source = ItemSource(samples, pick, samples.collate, digest=asked.digest(), **arguments.reading)
+    questions = [asked.questions[index] for index in pick]
+    baselines = language_alone(questions) if asked.annotated else None
+    note = "The answers are withheld, so nothing is scored; answers.json holds the model's own."
+    if baselines is not None:
+        constant = baselines["constant_answer"]
+        note = f"VQAv2's official accuracy. Without looking: always {constant!r}, or by question type."
+    return Plan(
+        (Group("answers", source, (Condition("all", partial(_answer, answerers)),)),),
+        {"split": split, "limit": arguments.limit},
+        partial(_reduce, questions, baselines),
+        (note,),
+        batch_sizes=(16, 64),
+    )
+
+
+class QuestionItems:
+    """Questions with their pictures, prepared for each of several models by name; a picture is decoded once."""
+
+    def __init__(self, asked: QuestionSet, readers: Mapping[str, tuple[Words, Look]]) -> None:
+        self.asked, self.readers = asked, readers
+
+    def __getitem__(self, index: int) -> tuple[str, dict[Look, Tensor]] | Broken:
+        question = self.asked.questions[index]
+        try:
+            picture = self.asked.pictures.read(question.picture)
+            return question.text, {look: look.fitted(picture) for _, look in self.readers.values()}
+        except Exception as error:  # decoders raise anything
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            return Broken(self.asked.pictures.name(question.picture), reason)
+
+    def collate(self, items: list[tuple[str, dict[Look, Tensor]]]) -> list[Collated]:
+        """The inputs of each model: words, pictures padded to the largest, and masks."""
+        texts = [text for text, _ in items]
+        inputs = {
+            name: words(texts) | stacked([fitted[look] for _, fitted in items])
+            for name, (words, look) in self.readers.items()
+        }
+        return [Collated(range(len(items)), inputs, None)]
+
+
+def open_questions(data: Any, split: str = "", size: int = 32) -> QuestionSet:
+    """A folder in VQAv2's layout, the embedded Shapes drawn at that size, or a set as it is."""
+    if isinstance(data, QuestionSet):
+        return data
+    if (length := shapes_named(data, 1000)) is not None:
+        return shapes_questions("val", length, size)
+    if isinstance(data, Dataset):
+        return _from_dataset(data)
+    if not isinstance(data, str | Path):
+        raise VitfocusError(f"answers takes a folder in VQAv2's layout or a data set, not a {type(data).__name__}.")
+    found = splits_in(data) if Path(data).is_dir() else []
+    chosen = split or (found[0] if found else "val2014")
+    return read_vqav2(data, chosen, annotated=not chosen.startswith("test"))
+
+
+def _from_dataset(data: Any) -> QuestionSet:
+    """A data set of (picture, {"question", "answers"}), such as `Shapes(task="answer")`; pictures uint8 (3, H, W)."""
+    pictures, questions = [], []
+    for number in range(len(data)):
+        picture, target = data[number]
+        if not isinstance(target, Mapping) or not {"question", "answers"} <= set(target):
+            raise VitfocusError("answers takes items of (picture, dict with 'question' and 'answers').")
+        kind = str(target.get("answer_type", ""))
+        pictures.append(picture)
+        questions.append(Question(number, number, target["question"], tuple(target["answers"]), answer_type=kind))
+    if len({tuple(getattr(picture, "shape", ())) for picture in pictures}) != 1:
+        raise VitfocusError("answers takes a data set whose pictures are uint8 tensors (3, H, W) of one size.")
+    return QuestionSet(questions, ArrayPictures(torch.stack(pictures), "picture"))
+
+
+def _picture_size(model: nn.Module) -> int:
+    """The shorter side of the pictures that a model was trained on, or else built for."""
+    return int(task_of(model).get("size") or min(pixels_of(model).size))
+
+
+def _answer(
+    answerers: Mapping[str, Answerer],
+    model: PixelModel,
+    inputs: Mapping[str, dict[str, Tensor]],
+    batch: EvaluationBatch,
+) -> Outcome:
+    """The answer to each question, in json."""
+    answerer, device = answerers[model.name], batch.positions.device
+    with model.autocast(device), seeded(0):  # ViLT shuffles patches: a batch has its answers whenever it comes
+        logits = model.model(**answerer.look.normalised(inputs[model.name], device)).logits
+    return {"answer": [json.dumps(answerer.answers[number]) for number in logits.argmax(1).tolist()]}
+
+
+def _reduce(
+    questions: Sequence[Question], baselines: Mapping[str, Any] | None, outcomes: Mapping[str, Columns], seed: int
+) -> Reduced:
+    given = [json.loads(line) for line in outcomes["all"]["answer"]]
+    pairs = list(zip(questions, given, strict=True))
+    files = {"answers": [{"question_id": question.number, "answer": answer} for question, answer in pairs]}
+    if baselines is None:
+        return Reduced({"cells": {}}, files=files)
+    scores = np.array([soft_accuracy(answer, question.answers) for question, answer in pairs])
+    kinds = np.array([question.answer_type for question in questions])
+    summary = {
+        **_accuracy(scores, seed),
+        "constant_accuracy": 100 * baselines["constant_accuracy"],
+        "question_type_accuracy": 100 * baselines["question_type_accuracy"],
+        "cells": {str(kind): _accuracy(scores[kinds == kind], seed) for kind in sorted(set(kinds.tolist()))},
+    }
+    return Reduced(summary, {"all": {"accuracy": scores}}, files)
+
+
+def _accuracy(scores: Any, seed: int) -> Summary:
+    return {"accuracy": 100 * float(scores.mean()), "accuracy_interval": percent(mean_interval(scores, seed))}
