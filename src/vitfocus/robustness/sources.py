@@ -198,9 +198,10 @@ class ImageSamples:
             kind = f"tensor of shape {tuple(image.shape)}" if isinstance(image, Tensor) else type(image).__name__
             raise VitfocusError(f"{what} is a {kind}; expected a picture or a tensor (3, H, W).")
         try:
-            return image, class_numbers(torch.as_tensor(label), what), self.name(index)
+            label = torch.as_tensor(label)
         except (TypeError, ValueError, RuntimeError):
             raise VitfocusError(f"{what} has the label {label!r}; expected a class number.") from None
+        return image, class_numbers(label, what), self.name(index)
 
 
 def collate_images(items: list[tuple[Tensor, Tensor, str]], pad: bool = False) -> list[Collated]:
