@@ -12,7 +12,7 @@ import reprlib
 import stat
 import sys
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 import msgspec
 from msgspec import inspect
@@ -28,10 +28,59 @@ FINITE = sys.float_info.max
 
 Record = TypeVar("Record")
 
+_INNER = "inside: "  # begins what an `OpenDict` finds, to which the place is still to be added
 _MOST_BYTES = 256 * 2**20
 _MOST_DIGITS = 20  # of an integer: those of an unsigned one of 64 bits
 _MOST_LEVELS = 64
 _MOST_KEYS = 1000  # of an object in which the wrong key is searched for
+
+
+class OpenDict(dict[str, Any]):
+    """A dict of which some keys have a known type; the others are kept as they are.
+
+    Subclasses set `fields`, a struct of the known keys. With `numbers`, all other keys must hold numbers, or a pair of
+    them under NAME_interval, as tables of metrics do.
+
+    Example:
+        >>> class Named(msgspec.Struct):
+        ...     layer: Count
+        >>> class Row(OpenDict):
+        ...     fields, numbers = Named, True
+        >>> convert({"layer": 3, "entropy": 4.2}, Row)
+        {'layer': 3, 'entropy': 4.2}
+        >>> convert([{"layer": 3, "entropy": "high"}], list[Row])
+        Traceback (most recent call last):
+        vitfocus.core.errors.VitfocusError: [0].entropy is 'high'; expected a number.
+    """
+
+    fields: ClassVar[type[msgspec.Struct]]
+    numbers: ClassVar[bool] = False
+
+    @classmethod
+    def checked(cls, value: Any) -> Self:
+        """The value as such a dict; what is wrong is a `ValueError`, which `convert` completes with the place."""
+        if not isinstance(value, dict):
+            raise ValueError(f"{_INNER}It is {reprlib.repr(value)}; expected a table of keys and values.")
+        known = cls.fields.__struct_encode_fields__
+        parts = [({key: value[key] for key in known if key in value}, cls.fields)]
+        if cls.numbers:
+            rest = {key: one for key, one in value.items() if key not in known}
+            pairs = {key: one for key, one in rest.items() if key.endswith("_interval")}
+            parts.append((pairs, dict[str, tuple[float, float]]))
+            parts.append(({key: one for key, one in rest.items() if key not in pairs}, dict[str, float]))
+        for part, kind in parts:
+            try:
+                msgspec.convert(part, kind, str_keys=True, dec_hook=_custom)
+            except msgspec.ValidationError as error:
+                raise ValueError(f"{_INNER}{_sentence(str(error), part, kind)}") from None
+        return cls(value)
+
+
+def _custom(kind: type[Any], value: Any) -> Any:
+    """How msgspec makes what it does not know."""
+    if issubclass(kind, OpenDict):
+        return kind.checked(value)
+    raise NotImplementedError(f"no JSON is read as {kind.__name__}")
 
 
 def read_json(
@@ -136,7 +185,7 @@ def convert(
 [1].batch is []; expected a whole number.
     """
     try:
-        return msgspec.convert(content, kind, str_keys=True)
+        return msgspec.convert(content, kind, str_keys=True, dec_hook=_custom)
     except msgspec.ValidationError as error:
         said = _sentence(str(error), content, kind)
     if not source:
@@ -165,6 +214,10 @@ def _sentence(message: str, content: Any, kind: Any) -> str:
     keys = _located(content, kind, steps)
     value, expected = _follow(content, inspect.type_info(kind), keys)
     place = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys).removeprefix(".")
+    if said.startswith(_INNER):  # of an `OpenDict` at that place
+        inner = said.removeprefix(_INNER)
+        joint = "" if inner[0] == "[" or not place else "."
+        return place + inner.removeprefix("It") if inner.startswith("It ") and place else f"{place}{joint}{inner}"
     if found := re.match("Object contains unknown field `(.*)`", said):
         known = [field.encode_name for field in getattr(expected, "fields", ())]
         return f"{f'[{place}] has' if place else 'There is'} no key {found[1]!r}: {nearest(found[1], known)}"
@@ -197,7 +250,7 @@ def _located(content: Any, kind: Any, steps: list[tuple[str, str, str]]) -> list
 def _wrong(content: Any, kind: Any, keys: list[Any]) -> bool:
     """Whether the content is still wrong if the mapping at the end of the keys keeps that key alone."""
     try:
-        msgspec.convert(_narrowed(content, keys), kind, str_keys=True)
+        msgspec.convert(_narrowed(content, keys), kind, str_keys=True, dec_hook=_custom)
     except msgspec.ValidationError:
         return True
     return False
