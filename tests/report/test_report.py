@@ -21,7 +21,7 @@ from vitfocus.core.errors import VitfocusError
 from vitfocus.data.shapes.dataset import Shapes, shapes_batch
 from vitfocus.report import model_card
 from vitfocus.report.comparison import Difference, Estimate, MetricRow, _contradicted_by_mce
-from vitfocus.report.model_card import measure_cost, multiply_adds
+from vitfocus.report.model_card import TreatedPlace, measure_cost, multiply_adds
 from vitfocus.report.runs import collect_models
 from vitfocus.report.sections.attention import overfocus_references
 from vitfocus.robustness.results import load_scores
@@ -121,12 +121,11 @@ def test_models_are_known_by_their_weights(runs: Path) -> None:
     assert (plain.name, treated.name) == ("plain", "a-treated")
     for subject in (plain, treated):
         assert len(subject.scores) == len(subject.diagnoses) == 1 and subject.training is not None
-    assert [block["treated"] for block in (treated.card or {})["blocks"]] == [
-        [{"treatment": "adl", "spec": "adl", "place": "attention.map"}],
-        [
-            {"treatment": "cb", "spec": "cbs(layers=[1])", "place": "mlp.end"},
-            {"treatment": "adl", "spec": "adl", "place": "attention.map"},
-        ],
+    assert treated.card is not None
+    diversified = TreatedPlace("adl", "adl", "attention.map")
+    assert [block.treated for block in treated.card.blocks] == [
+        [diversified],
+        [TreatedPlace("cb", "cbs(layers=[1])", "mlp.end"), diversified],
     ]
 
 
@@ -391,7 +390,8 @@ def test_costs_are_counted_and_leave_the_model_alone(capfd: pytest.CaptureFixtur
     random = torch.get_rng_state()
     cost = measure_cost(model, batch=2)
     assert capfd.readouterr().err == ""  # torch's profiler has nothing to tell the user
-    assert {"device", "forward_seconds", "step_seconds", "memory_bytes"} <= set(cost) and cost["memory_bytes"] > 0
+    assert cost is not None and cost.memory_bytes > 0 and cost.device
+    assert 0 < cost.forward_seconds.median <= cost.forward_seconds.range[1]
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert modes == [module.training for module in model.modules()] and torch.equal(random, torch.get_rng_state())
     plain = vf.untreat_(model)
@@ -402,7 +402,7 @@ def test_costs_are_counted_and_leave_the_model_alone(capfd: pytest.CaptureFixtur
 
 def test_a_model_without_anatomy_has_a_short_card() -> None:
     made = model_card.make_card(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 3)))
-    assert made["parameters"] == 39 and "blocks" not in made and "cost" not in made
+    assert made.parameters == 39 and not made.blocks and made.cost is None
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 from torch import nn
 
@@ -23,9 +24,9 @@ from vitfocus.attention.stream import LayerStream, geometry_of
 from vitfocus.attention.stream import rows as rows_of
 from vitfocus.attention.table import diagnosis_table
 from vitfocus.attention.text_inputs import text_length, with_text, without_padding
-from vitfocus.core.contents import check_contents
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import write_bytes
+from vitfocus.core.records import Count, OpenDict, convert, read_json
 from vitfocus.core.tables import Table
 
 if TYPE_CHECKING:
@@ -44,16 +45,29 @@ PLOTS = {
     "scaling": "scaling_mean",
 }
 
-#: The shape of diagnosis.json.
-SHAPE = {
-    "model": str,
-    "images": int,
-    "size": [int, int],
-    "against": (str, None),
-    "rows": [{"layer": int, "name": str, "attention_kind?": str, "*": float}],
-    "stability_values?": {"#": [[float]]},
-    "inserted?": str,
-}
+
+class _RowFields(msgspec.Struct):
+    layer: Count
+    name: str
+    attention_kind: str = ""
+
+
+class Row(OpenDict):
+    """The numbers of one layer."""
+
+    fields, numbers = _RowFields, True
+
+
+class DiagnosisRecord(msgspec.Struct):
+    """diagnosis.json, without what follows from the rows."""
+
+    model: str
+    images: Count
+    size: tuple[Count, Count]
+    against: str | None
+    rows: list[Row]
+    stability_values: dict[int, list[list[float]]] = msgspec.field(default_factory=dict)
+    inserted: str = ""
 
 
 @dataclass
@@ -102,17 +116,12 @@ class Diagnosis:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Diagnosis:
         """The opposite of `to_dict`."""
-        values = {int(layer): values for layer, values in data.get("stability_values", {}).items()}
-        height, width = data["size"]
-        return cls(
-            data["rows"],
-            data["model"],
-            data["images"],
-            (height, width),
-            data["against"],
-            values,
-            data.get("inserted", ""),
-        )
+        return cls._from(convert(data, DiagnosisRecord, "The dict", writer="Diagnosis.to_dict"))
+
+    @classmethod
+    def _from(cls, found: DiagnosisRecord) -> Diagnosis:
+        rows: list[dict[str, Any]] = [*found.rows]
+        return cls(rows, found.model, found.images, found.size, found.against, found.stability_values, found.inserted)
 
     @classmethod
     def load(cls, folder: str | Path) -> Diagnosis:
@@ -120,12 +129,7 @@ class Diagnosis:
         file = Path(folder) / "diagnosis.json"
         if not file.is_file():
             raise VitfocusError(f"{folder} holds no diagnosis.json; save a diagnosis there first.")
-        try:
-            content = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise VitfocusError(f"{file} cannot be read: {error}.") from None
-        check_contents(file, content, SHAPE, "vitfocus diagnose")
-        return cls.from_dict(content)
+        return cls._from(read_json(file, DiagnosisRecord, writer="vitfocus diagnose"))
 
     def to_pandas(self) -> Any:
         """The rows as a pandas DataFrame."""

@@ -7,16 +7,28 @@ import json
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from vitfocus.cli.common import add_pretrained, finish_run, model_label, open_named_model
+from vitfocus.core.records import Count, convert
 from vitfocus.robustness.suites import switches
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-#: What a recipe says of its data, as far as it is read here.
-_DATA = {"source?": str, "root?": str, "val_split?": str, "val_length?": int, "size?": int}
+
+class _DataSection(TypedDict, total=False):
+    """What is read of a run's recipe."""
+
+    source: str
+    root: str
+    val_split: str
+    val_length: Count
+    size: Count
+
+
+class _RunRecipe(TypedDict, total=False):
+    data: _DataSection
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -181,7 +193,6 @@ def _from_run(args: argparse.Namespace) -> None:
     """Fill in what a run's folder says: the suite of the model's task, and the data of its recipe."""
     import tomllib
 
-    from vitfocus.core.contents import check_contents
     from vitfocus.core.errors import VitfocusError
     from vitfocus.robustness.suites import SUITES, TASK_SUITES
 
@@ -200,8 +211,8 @@ def _from_run(args: argparse.Namespace) -> None:
             content = tomllib.loads(recipe.read_text(encoding="utf-8"))
         except ValueError as error:
             raise VitfocusError(f"{recipe} cannot be read: {error}; give --data instead.") from None
-        check_contents(recipe, content, {"data?": _DATA}, "vitfocus train", "give --data instead")
-        data = content.get("data", {})
+        kept = convert(content, _RunRecipe, recipe, writer="vitfocus train", hint="give --data instead")
+        data = kept.get("data", {})
         drawn = data.get("source") == "shapes"
         length = f":{data['val_length']}" if data.get("val_length") else ""
         args.data = f"shapes{length}" if drawn else data.get("root") or None
@@ -212,7 +223,7 @@ def _from_run(args: argparse.Namespace) -> None:
             args.data = _class_folders(recipe, data)
 
 
-def _class_folders(recipe: Path, data: dict[str, Any]) -> str:
+def _class_folders(recipe: Path, data: _DataSection) -> str:
     """The class folders that a classifier was validated on; an error for other kinds of data."""
     from vitfocus.core.errors import VitfocusError
 

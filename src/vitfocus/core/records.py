@@ -62,7 +62,7 @@ class OpenDict(dict[str, Any]):
         if not isinstance(value, dict):
             raise ValueError(f"{_INNER}It is {reprlib.repr(value)}; expected a table of keys and values.")
         known = cls.fields.__struct_encode_fields__
-        parts = [({key: value[key] for key in known if key in value}, cls.fields)]
+        parts: list[tuple[dict[str, Any], Any]] = [({key: value[key] for key in known if key in value}, cls.fields)]
         if cls.numbers:
             rest = {key: one for key, one in value.items() if key not in known}
             pairs = {key: one for key, one in rest.items() if key.endswith("_interval")}

@@ -9,21 +9,20 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
 
 from vitfocus.attention.session import model_name
-from vitfocus.core.contents import check_contents
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import write_text
+from vitfocus.core.records import Count, read_json
 from vitfocus.core.statistics import evenly_spaced
 from vitfocus.corruptions import corrupt, parse
 from vitfocus.report.explorer_maps import LEFT_OUT, LEVELS, Reader, Unit, choose_maps, coarse_grids, data_url, encode
 from vitfocus.report.page import Page
 from vitfocus.report.runs import ReportModel
-from vitfocus.robustness.run_folder import read_json
 
 EXPLORER = "explorer.json"
 #: Default limits: bytes of base64 text of all maps together, and number of images.
@@ -34,23 +33,56 @@ _OPTION, _SHOWN = "--limit N, or limit=N", "Shown here:"
 
 Data = dict[str, Any]
 
-#: The shape of explorer.json.
-_VIEW = {"d": str, "m": [float], "o": [float]}
-_LAYER: Data = {
-    **dict.fromkeys(("depth", "prefix", "heads"), int),
-    **dict.fromkeys(("class", "each"), bool),
-    "name": str,
-}
-_LAYER |= {"queries": [int, int], "keys": [int, int], "maps": [[_VIEW]]}
-SHAPE = {
-    "images": [{"name": str, "views": [str]}],
-    "asked": int,
-    "size": [int, int],
-    "against": (str, None),
-    "levels": int,
-    "models": [{"name": str, "blocks": int, "layers": [_LAYER]}],
-    "notes": [str],
-}
+
+class View(TypedDict):
+    """The maps of one view of an image: digits, and the scale and offset of each head."""
+
+    d: str
+    m: list[float]
+    o: list[float]
+
+
+Layer = TypedDict(
+    "Layer",
+    {
+        "name": str,
+        "depth": Count,
+        "prefix": Count,
+        "heads": Count,
+        "class": bool,
+        "each": bool,
+        "queries": tuple[Count, Count],
+        "keys": tuple[Count, Count],
+        "maps": list[list[View]],
+    },
+)
+
+
+class ExplorerImage(TypedDict):
+    """An image, clean and corrupted, as data URLs."""
+
+    name: str
+    views: list[str]
+
+
+class ExplorerModel(TypedDict):
+    """A model's layers that are shown."""
+
+    name: str
+    blocks: Count
+    layers: list[Layer]
+
+
+class ExplorerData(TypedDict):
+    """explorer.json."""
+
+    images: list[ExplorerImage]
+    asked: Count
+    size: tuple[Count, Count]
+    against: str | None
+    levels: Count
+    models: list[ExplorerModel]
+    notes: list[str]
 
 
 def explorer_data(
@@ -146,8 +178,7 @@ def load_explorer(models: Sequence[ReportModel], budget: int = BUDGET) -> Data |
         for folder in model.folders:
             if not (folder / EXPLORER).is_file():
                 continue
-            data = read_json(folder / EXPLORER)
-            check_contents(folder / EXPLORER, data, SHAPE, "vitfocus", "remove it, or write it again")
+            data: Data = {**read_json(folder / EXPLORER, ExplorerData, hint="remove it, or write it again")}
             if len(data["models"]) == 1:
                 data["models"][0]["name"] = model.name
             joined = data if joined is None else _joined(joined, data, budget)

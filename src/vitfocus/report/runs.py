@@ -16,19 +16,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from vitfocus.attention.diagnosis import Diagnosis
-from vitfocus.core.contents import check_contents
 from vitfocus.core.environment import default_device
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import write_text
-from vitfocus.report.model_card import CARD, Card, make_card, read_cards
+from vitfocus.core.records import Count, OpenDict, convert, parse_json, read_json, write_json
+from vitfocus.report.model_card import CARD, Card, Cards, make_card, read_cards
 from vitfocus.robustness.pixel_model import tensors_digest
 from vitfocus.robustness.results import Scores, load_scores
-from vitfocus.robustness.run_folder import RESULTS, read_json
-from vitfocus.train.results import SHAPE as TRAINED
+from vitfocus.robustness.run_folder import RESULTS
+from vitfocus.train.results import TrainingResults
 
 DIAGNOSIS, METRICS, RECIPE, DATA = "diagnosis.json", "metrics.jsonl", "config.toml", "data.json"
 WEIGHTS = "model.safetensors"
@@ -36,6 +37,44 @@ WEIGHTS = "model.safetensors"
 #: Folders inside a run that hold weights and unfinished work, never another run.
 _NEVER_RUNS = frozenset({"model", "best", "checkpoints", "parts", "tensorboard"})
 _MAX_DEPTH = 4
+
+
+class _RowFields(msgspec.Struct):
+    step: Count
+    epoch: float = 0.0
+    kind: str = ""
+
+
+class MetricsRow(OpenDict):
+    """A row of metrics.jsonl."""
+
+    fields = _RowFields
+
+
+class _ModelFields(msgspec.Struct):
+    spec: str = ""
+
+
+class _ModelSection(OpenDict):
+    fields = _ModelFields
+
+
+class _RecipeFields(msgspec.Struct):
+    name: str = ""
+    model: _ModelSection = msgspec.field(default_factory=_ModelSection)
+    data: dict[str, Any] = {}
+    engine: dict[str, Any] = {}
+
+
+class _RecipeDict(OpenDict):
+    fields = _RecipeFields
+
+
+class DiagnosedData(msgspec.Struct):
+    """data.json: which images a diagnosis was made on."""
+
+    source: str | None = None
+    digest: str | None = None
 
 
 @dataclass(frozen=True)
@@ -70,7 +109,7 @@ class RunContents:
     scores: Scores | None = None
     diagnosis: Diagnosis | None = None
     cards: dict[str, Card] = field(default_factory=dict)
-    data: dict[str, Any] = field(default_factory=dict)
+    data: DiagnosedData = field(default_factory=DiagnosedData)
     parent: Path | None = None
 
 
@@ -94,7 +133,7 @@ class ReportModel:
     scores: list[Scores] = field(default_factory=list)
     diagnoses: list[Diagnosis] = field(default_factory=list)
     card: Card | None = None
-    data: list[dict[str, Any]] = field(default_factory=list)
+    data: list[DiagnosedData] = field(default_factory=list)
     folders: list[Path] = field(default_factory=list)
     full_name: str = ""
 
@@ -108,7 +147,7 @@ class ReportModel:
     def treatments(self) -> list[str] | None:
         """The specs of its treatments; None if no file says."""
         if self.card is not None:
-            return list(self.card["treatments"])
+            return list(self.card.treatments)
         if self.training is not None and self.training.spec:
             from vitfocus.treatments.spec import split_spec
 
@@ -124,7 +163,8 @@ class ReportModel:
     @property
     def inserted(self) -> str:
         """The treatments inserted after the weights were last trained, according to any of its files."""
-        said = [one.get("inserted", "") for one in (self.card or {}, *self._fingerprints())]
+        said = [self.card.inserted if self.card is not None else ""]
+        said += [one.get("inserted", "") for one in self._fingerprints()]
         return next(filter(None, (*said, *(diagnosis.inserted for diagnosis in self.diagnoses))), "")
 
     def _fingerprints(self) -> list[dict[str, Any]]:
@@ -175,10 +215,10 @@ def _walk(folder: Path, parent: Path | None, depth: int) -> Iterator[RunContents
 
 
 def _read(folder: Path, parent: Path | None) -> RunContents | None:
-    results = read_json(folder / RESULTS) if (folder / RESULTS).is_file() else {}
+    results = read_json(folder / RESULTS, dict[str, Any]) if (folder / RESULTS).is_file() else {}
     scores = load_scores(folder) if not results.keys().isdisjoint(("suite", "models", "fingerprint")) else None
     if scores is None:
-        check_contents(folder / RESULTS, results, TRAINED, "vitfocus train")
+        results = convert(results, TrainingResults, folder / RESULTS, writer="vitfocus train")
     training = None
     if (folder / METRICS).is_file() or (results and scores is None and (folder / RECIPE).is_file()):
         training = Training(folder, _read_recipe(folder), read_metrics(folder), results if scores is None else {})
@@ -187,8 +227,9 @@ def _read(folder: Path, parent: Path | None) -> RunContents | None:
     diagnosis = Diagnosis.load(folder) if (folder / DIAGNOSIS).is_file() else None
     if training is None and scores is None and diagnosis is None:
         return None
-    data = read_json(folder / DATA) if (folder / DATA).is_file() else {}
-    check_contents(folder / DATA, data, {"source?": (str, None), "digest?": (str, None)}, "vitfocus diagnose")
+    data = DiagnosedData()
+    if (folder / DATA).is_file():
+        data = read_json(folder / DATA, DiagnosedData, writer="vitfocus diagnose")
     return RunContents(folder, training, scores, diagnosis, read_cards(folder), data, parent)
 
 
@@ -197,9 +238,7 @@ def _read_recipe(folder: Path) -> dict[str, Any]:
         recipe = tomllib.loads((folder / RECIPE).read_text("utf-8")) if (folder / RECIPE).is_file() else {}
     except (OSError, ValueError) as error:
         raise VitfocusError(f"{folder / RECIPE} cannot be read: {error}.") from None
-    shape = {"name?": str, "model?": {"spec?": str}, "data?": dict, "engine?": dict}
-    check_contents(folder / RECIPE, recipe, shape, "vitfocus train")
-    return recipe
+    return convert(recipe, _RecipeDict, folder / RECIPE, writer="vitfocus train")
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -209,12 +248,11 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
         return []
     try:
         text = path.read_text("utf-8")
-        rows = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines() if line.strip()]
     except (OSError, ValueError) as error:
         raise VitfocusError(f"{path} cannot be read: {error}.") from None
+    rows = [parse_json(line, path) for line in text[: text.rfind("\n") + 1].splitlines() if line.strip()]
     kept = [row for row in rows if isinstance(row, dict) and "step" in row]
-    check_contents(path, kept, [{"step": int, "epoch?": float, "kind?": str}], "vitfocus train")
-    return kept
+    return [*convert(kept, list[MetricsRow], path, writer="vitfocus train")]
 
 
 def collect_models(runs: Iterable[str | Path], make_cards: bool = True) -> list[ReportModel]:
@@ -320,7 +358,7 @@ def saved_identity(folder: Path) -> Identity | None:
 
 
 def _card_identity(card: Card) -> Identity | None:
-    return _identity(card.get("digest"), "+".join(card.get("treatments", ())))
+    return _identity(card.digest, "+".join(card.treatments))
 
 
 def _identity(digest: str | None, treatments: str) -> Identity | None:
@@ -337,7 +375,7 @@ def _make_missing_card(model: ReportModel) -> None:
     except (VitfocusError, RuntimeError, ImportError):
         return  # a model that cannot be built here has no card, and the report omits what the card would say
     with contextlib.suppress(OSError):  # a read-only folder can be reported on too
-        write_text(model.model_folder.parent / CARD, json.dumps({"models": {model.name: model.card}}, indent=1))
+        write_json(model.model_folder.parent / CARD, Cards({model.name: model.card}), indent=1)
 
 
 def _make_names_unique(models: Sequence[ReportModel]) -> None:

@@ -6,31 +6,92 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from vitfocus.anatomy import insertion_sentence, insertions_sentence
-from vitfocus.core.contents import check_contents
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.metrics import METRICS
+from vitfocus.core.records import Count, OpenDict, read_json
 from vitfocus.core.tables import Table, counted
-from vitfocus.robustness.run_folder import DAMAGED, RESULTS, SAMPLES, Columns, RunFolder, read_json
+from vitfocus.robustness.run_folder import DAMAGED, RESULTS, SAMPLES, Columns, RunFolder
 
 Samples = dict[str, dict[str, Columns]]  # condition -> model -> columns
 Summary = dict[str, Any]
 
-#: The shape of results.json: numbers, by model and condition, and the fingerprint.
-_INTERVAL = {"*_interval": [float, float]}
-_CELL = {**_INTERVAL, "severities?": {"#": float}, "repeats?": [float], "*": float}
-_SUMMARY = {
-    **_INTERVAL,
-    "cells": {"*": _CELL},
-    "corruptions?": {"*": {"error": float, "*": float}},
-    "classes?": {"*": (float, None)},
-    "*": float,
-}
-_MODEL = {"digest?": (str, None), "treatments?": str, "inserted?": str, "parameters?": int}
-_FINGERPRINT = {"models?": {"*": _MODEL}, "data?": {"digest?": (str, None)}, "protocol?": dict}
-SHAPE = {"suite": str, "images": int, "models": {"*": _SUMMARY}, "notes": [str], "fingerprint": _FINGERPRINT}
+
+class _ConditionFields(msgspec.Struct):
+    severities: dict[int, float] = {}
+    repeats: list[float] = []
+
+
+class Condition(OpenDict):
+    """The numbers of one condition, with their intervals."""
+
+    fields, numbers = _ConditionFields, True
+
+
+class _CorruptionFields(msgspec.Struct):
+    error: float
+
+
+class Corruption(OpenDict):
+    """The numbers of one corruption, over its severities."""
+
+    fields, numbers = _CorruptionFields, True
+
+
+class _SummaryFields(msgspec.Struct):
+    cells: dict[str, Condition]
+    corruptions: dict[str, Corruption] = {}
+    classes: dict[str, float | None] = {}
+
+
+class ModelSummary(OpenDict):
+    """What results.json holds of one model."""
+
+    fields, numbers = _SummaryFields, True
+
+
+class _ModelFields(msgspec.Struct):
+    digest: str | None = None
+    treatments: str = ""
+    inserted: str = ""
+    parameters: Count = 0
+
+
+class _ModelFingerprint(OpenDict):
+    fields = _ModelFields
+
+
+class _DataFields(msgspec.Struct):
+    digest: str | None = None
+
+
+class _DataFingerprint(OpenDict):
+    fields = _DataFields
+
+
+class _FingerprintFields(msgspec.Struct):
+    models: dict[str, _ModelFingerprint] = {}
+    data: _DataFingerprint = msgspec.field(default_factory=_DataFingerprint)
+    protocol: dict[str, Any] = {}
+
+
+class Fingerprint(OpenDict):
+    """How the numbers were measured."""
+
+    fields = _FingerprintFields
+
+
+class Results(msgspec.Struct):
+    """results.json."""
+
+    suite: str
+    images: Count
+    models: dict[str, ModelSummary]
+    notes: list[str]
+    fingerprint: Fingerprint
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,9 +185,9 @@ class Scores:
 def load_scores(folder: str | Path) -> Scores:
     """Read a finished run back; without the outcomes of single images where only results.json was kept."""
     folder = Path(folder)
-    content = read_json(folder / RESULTS)
-    check_contents(folder / RESULTS, content, SHAPE, "vitfocus evaluate")
-    if not content["models"]:
+    missing = f"{folder} is not a finished run"
+    results = read_json(folder / RESULTS, Results, writer="vitfocus evaluate", missing=missing)
+    if not results.models:
         raise VitfocusError(f"{folder / RESULTS} holds the results of no model.")
     samples: Samples = {}
     if (folder / SAMPLES).exists():
@@ -135,9 +196,8 @@ def load_scores(folder: str | Path) -> Scores:
                 samples = unflatten({name: stored[name] for name in stored.files})
         except DAMAGED as error:
             raise VitfocusError(f"{folder / SAMPLES} cannot be read: {error}.") from None
-    return Scores(
-        content["suite"], content["images"], content["models"], tuple(content["notes"]), content["fingerprint"], samples
-    )
+    models: dict[str, Summary] = {**results.models}
+    return Scores(results.suite, results.images, models, tuple(results.notes), results.fingerprint, samples)
 
 
 def flatten(samples: Samples) -> Columns:

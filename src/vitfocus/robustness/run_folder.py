@@ -23,6 +23,7 @@ import numpy.typing as npt
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import atomic_path, write_text
 from vitfocus.core.processes import Processes
+from vitfocus.core.records import read_json
 
 Columns = dict[str, npt.NDArray[Any]]  # one entry per image, in order of position
 
@@ -58,7 +59,7 @@ class RunFolder:
                 raise VitfocusError(
                     f"{self.folder} already holds a run: resume it (resume=True, --resume), or name another folder."
                 )
-            changed = differences(read_json(known), fingerprint)
+            changed = differences(read_json(known, dict[str, Any]), fingerprint)
             if changed:
                 raise VitfocusError(
                     f"{self.folder} holds another run, which cannot be resumed; these differ: {'; '.join(changed)}."
@@ -164,19 +165,6 @@ def saving(save: Callable[[], None]) -> Iterator[Callable[[], None]]:
         yield save_if_due
     finally:
         save()
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A json file's content, or a sentence."""
-    try:
-        content = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
-        raise VitfocusError(f"There is no {path}: {path.parent} is not a finished run.") from None
-    except (OSError, ValueError) as error:
-        raise VitfocusError(f"{path} cannot be read: {error}.") from None
-    if not isinstance(content, dict):
-        raise VitfocusError(f"{path} holds no results.")
-    return content
 
 
 def differences(first: Mapping[str, Any], second: Mapping[str, Any], ignored: tuple[str, ...] = ()) -> list[str]:

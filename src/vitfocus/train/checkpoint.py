@@ -16,10 +16,10 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from msgspec import Meta, Struct, field, structs, to_builtins
+from msgspec import Struct, field, structs, to_builtins
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -33,10 +33,9 @@ from torch.optim import Optimizer
 
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import digest
-from vitfocus.core.records import convert
+from vitfocus.core.records import Count, read_json
 
 _TENSORS, _STATE = "state.safetensors", "state.json"
-Count = Annotated[int, Meta(ge=0)]
 
 
 class RunRecord(Struct):
@@ -121,18 +120,10 @@ def read_checkpoint(folder: str | Path) -> Checkpoint:
         found = next((one for one in sorted(near, reverse=True) if (one / _STATE).is_file()), None)
         hint = f"; {found} is one" if found else ""
         raise VitfocusError(f"{folder} is not a checkpoint, which is a folder with {_TENSORS} and {_STATE}{hint}.")
+    state = read_json(path, RunState, writer="vitfocus train")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        sha256 = digest(folder / _TENSORS)
-    except (OSError, ValueError, RecursionError) as error:
-        raise VitfocusError(f"The checkpoint {folder} cannot be read ({error!r}).") from None
-    try:
-        state = convert(content, RunState)
-    except VitfocusError as error:
-        raise VitfocusError(f"{path} was not written by vitfocus train, or was changed since: {error}") from None
-    if sha256 != state.sha256:
-        raise VitfocusError(f"The checkpoint {folder} is damaged: its SHA-256 differs.")
-    try:
+        if digest(folder / _TENSORS) != state.sha256:
+            raise VitfocusError(f"The checkpoint {folder} is damaged: its SHA-256 differs.")
         return Checkpoint(state, load_file(folder / _TENSORS))
     except (OSError, SafetensorError) as error:
         raise VitfocusError(f"The checkpoint {folder} cannot be read ({error!r}).") from None

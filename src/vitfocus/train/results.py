@@ -4,22 +4,52 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from vitfocus.core.environment import device_name, versions
+from vitfocus.core.records import Count, OpenDict
 
 if TYPE_CHECKING:
     from vitfocus.train.trainer import Trainer
 
-#: The shape of results.json, as far as anyone reads it.
-SHAPE = {
-    **dict.fromkeys(("recipe?", "spec?", "headline?", "device?", "precision?", "task?"), str),
-    **dict.fromkeys(("steps?", "parameters?", "processes?", "train_images?", "val_images?"), int),
-    **dict.fromkeys(("epochs?", "seconds?", "images_per_second?", "peak_memory_bytes?"), float),
-    "finished?": bool,
-    "last?": {"kind?": str, "*": float},
-    "best?": {"kind?": str, "*": float},
-    "versions?": {"*": str},
-    "data_sha256?": {"*": str},
-}
+
+class _RowFields(msgspec.Struct):
+    kind: str = ""
+
+
+class EvaluationRow(OpenDict):
+    """One evaluation: step, epoch and scores."""
+
+    fields, numbers = _RowFields, True
+
+
+class _ResultFields(msgspec.Struct):
+    recipe: str = ""
+    spec: str = ""
+    headline: str = ""
+    device: str = ""
+    precision: str = ""
+    task: str = ""
+    steps: Count = 0
+    parameters: Count = 0
+    processes: Count = 0
+    train_images: Count = 0
+    val_images: Count = 0
+    epochs: float = 0.0
+    seconds: float = 0.0
+    images_per_second: float = 0.0
+    peak_memory_bytes: float = 0.0
+    finished: bool = False
+    last: EvaluationRow = msgspec.field(default_factory=EvaluationRow)
+    best: EvaluationRow = msgspec.field(default_factory=EvaluationRow)
+    versions: dict[str, str] = {}
+    data_sha256: dict[str, str] = {}
+
+
+class TrainingResults(OpenDict):
+    """results.json of a training run."""
+
+    fields = _ResultFields
 
 
 def describe(trainer: Trainer) -> dict[str, Any]:

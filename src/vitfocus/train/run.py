@@ -17,11 +17,11 @@ from timm.utils import ModelEmaV3
 from torch import nn
 
 from vitfocus.anatomy import mark_inserted
-from vitfocus.core.contents import check_contents
 from vitfocus.core.environment import device_name, usable_device
 from vitfocus.core.errors import VitfocusError, VitfocusWarning
 from vitfocus.core.files import write_text
 from vitfocus.core.progress import Progress
+from vitfocus.core.records import convert, parse_json, read_json
 from vitfocus.data.classification.loader import Share
 from vitfocus.recipes.settings import Recipe
 from vitfocus.tasks import find_task
@@ -31,10 +31,10 @@ from vitfocus.train.compile import compile_blocks, compile_mode
 from vitfocus.train.metrics import Metrics
 from vitfocus.train.optimiser import choose_trained, create_optimiser
 from vitfocus.train.recipe import build_recipe, difference, load_recipe, refuse_foreign
-from vitfocus.train.results import SHAPE, describe
+from vitfocus.train.results import TrainingResults, describe
 from vitfocus.train.schedule import TrainingSchedule
 from vitfocus.train.trainer import StopRequest, Trainer
-from vitfocus.treatments.save_load import remember_task, save
+from vitfocus.treatments.save_load import SavedConfig, remember_task, save
 from vitfocus.treatments.spec import split_spec
 
 
@@ -105,7 +105,7 @@ def train(
         _export(trainer, folder / "model")
         if accelerator.is_main_process:
             results["data_sha256"] = trainer.task.digests()
-            results["model_sha256"] = json.loads((folder / "model" / "config.json").read_text())["sha256"]
+            results["model_sha256"] = read_json(folder / "model" / "config.json", SavedConfig).sha256
             write_text(folder / "results.json", json.dumps(results, indent=1) + "\n")
     accelerator.wait_for_everyone()
     return results
@@ -169,10 +169,10 @@ def _finished(folder: Path, checkpoint: Checkpoint | None) -> dict[str, Any] | N
     """The results of a finished run, whose checkpoints may have been removed."""
     path = folder / "results.json"
     try:
-        results: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+        content = parse_json(path.read_text(encoding="utf-8"), path) if path.is_file() else {}
     except ValueError:  # damaged: it will be written again
-        results = {}
-    check_contents(path, results, SHAPE, "vitfocus train")
+        content = {}
+    results = convert(content, TrainingResults, path, writer="vitfocus train")
     if checkpoint is None:
         whole = (folder / "config.toml").is_file() and (folder / "model" / "config.json").is_file()
         return results if whole and results.get("finished") else None

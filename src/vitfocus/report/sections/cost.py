@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from vitfocus.report.model_card import Times
 from vitfocus.report.page import Cell, Page
 from vitfocus.report.runs import ReportModel
 
@@ -66,7 +67,7 @@ def _measures(models: Sequence[ReportModel]) -> list[tuple[str, str, Measure]]:
 
 
 def _parameters(model: ReportModel) -> tuple[str, float] | None:
-    count = (model.card or {}).get("parameters")
+    count = model.card.parameters if model.card is not None else None
     if count is None and model.training is not None:
         count = model.training.results.get("parameters")
     for scores in model.scores if count is None else ():
@@ -76,33 +77,33 @@ def _parameters(model: ReportModel) -> tuple[str, float] | None:
 
 
 def _multiply_adds(model: ReportModel) -> tuple[str, float] | None:
-    count = (model.card or {}).get("multiply_adds")
+    count = model.card.multiply_adds if model.card is not None else None
     return (f"{count / 1e9:.4g}", count / 1e9) if count else None
 
 
 def _circumstances(model: ReportModel) -> str | None:
-    cost = (model.card or {}).get("cost")
-    if not cost:
+    cost = model.card.cost if model.card is not None else None
+    if cost is None:
         return None
-    return f"batch {cost['batch']}, {cost['dtype']}, {cost['device']}, torch {cost['torch']}, timed separately"
+    return f"batch {cost.batch}, {cost.dtype}, {cost.device}, torch {cost.torch}, timed separately"
 
 
 def _time(key: str, place: str) -> Measure:
     def measure(model: ReportModel) -> tuple[str, float] | None:
-        if _circumstances(model) != place:
+        if model.card is None or model.card.cost is None or _circumstances(model) != place:
             return None
-        taken = model.card["cost"][key]  # type: ignore[index]
-        low, high = (1e3 * end for end in taken["range"])
-        return f"{_shown(1e3 * taken['median'])} [{_shown(low)} to {_shown(high)}]", 1e3 * taken["median"]
+        taken: Times = getattr(model.card.cost, key)
+        low, high = (1e3 * end for end in taken.range)
+        return f"{_shown(1e3 * taken.median)} [{_shown(low)} to {_shown(high)}]", 1e3 * taken.median
 
     return measure
 
 
 def _memory(place: str) -> Measure:
     def measure(model: ReportModel) -> tuple[str, float] | None:
-        if _circumstances(model) != place:
+        if model.card is None or model.card.cost is None or _circumstances(model) != place:
             return None
-        mib = model.card["cost"]["memory_bytes"] / 2**20  # type: ignore[index]
+        mib = model.card.cost.memory_bytes / 2**20
         return _shown(mib), mib
 
     return measure

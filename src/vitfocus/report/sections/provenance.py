@@ -73,7 +73,7 @@ def _diagnosed(models: Sequence[ReportModel]) -> list[list[Any]]:
     groups: dict[tuple[Any, ...], list[str]] = {}
     for model in models:
         for diagnosis, data in zip(model.diagnoses, model.data, strict=True):
-            asked = (diagnosis.images, diagnosis.size, diagnosis.against, data.get("source"), data.get("digest"))
+            asked = (diagnosis.images, diagnosis.size, diagnosis.against, data.source, data.digest)
             groups.setdefault(asked, []).append(model.name)
     lines: list[list[Any]] = []
     for (images, size, against, source, digest), names in groups.items():

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
+from vitfocus.report.model_card import BlockCard, Card
 from vitfocus.report.page import Page
 from vitfocus.report.runs import ReportModel
 from vitfocus.report.svg import drawing, element, text
@@ -30,15 +31,15 @@ def add_treatments(page: Page, models: Sequence[ReportModel]) -> None:
     """One diagram per treated model, and a table of all treated places."""
     drawn, lines, used = [], [], []
     for model in models:
-        card = model.card or {}
-        places = [(block, treated) for block in card.get("blocks", ()) for treated in block["treated"]]
+        card = model.card or Card([])
+        places = [(block, treated) for block in card.blocks for treated in block.treated]
         if not places:
             continue
-        specs = " + ".join(card.get("treatments", ()))
-        diagram = block_diagram(model.name, card["blocks"])
+        specs = " + ".join(card.treatments)
+        diagram = block_diagram(model.name, card.blocks)
         drawn.append((f"treatments of {model.name}", diagram, f"{model.name}: {specs}."))
-        lines += [[model.name, block["depth"], block["name"], t["spec"], t["place"]] for block, t in places]
-        used += [treated["treatment"] for _, treated in places]
+        lines += [[model.name, block.depth, block.name, t.spec, t.place] for block, t in places]
+        used += [treated.treatment for _, treated in places]
     if not drawn:
         return
     page.section("Treatments")
@@ -48,9 +49,9 @@ def add_treatments(page: Page, models: Sequence[ReportModel]) -> None:
     page.table("treated places", ["model", "block", "name", "treatment", "place"], lines, folded=True)
 
 
-def block_diagram(title: str, blocks: Sequence[dict[str, Any]]) -> str:
+def block_diagram(title: str, blocks: Sequence[BlockCard]) -> str:
     """The blocks of a card as SVG text, at most twelve per line, stages separated."""
-    used = {treated["place"] for block in blocks for treated in block["treated"]}
+    used = {treated.place for block in blocks for treated in block.treated}
     layout = [row for row in _LAYOUT if row[0] == "part" or used & set(row[1])]
     tall = sum(PART if row[0] == "part" else SLOT for row in layout)
     lines = [blocks[start : start + PER_ROW] for start in range(0, len(blocks), PER_ROW)]
@@ -58,12 +59,12 @@ def block_diagram(title: str, blocks: Sequence[dict[str, Any]]) -> str:
     y, right = 8.0, 0.0
     for line in lines:
         parts += _names(layout, y)
-        x, stage = LEFT, line[0]["stage"]
+        x, stage = LEFT, line[0].stage
         for block in line:
-            if block["stage"] != stage:
-                x, stage = x + GAP, block["stage"]
+            if block.stage != stage:
+                x, stage = x + GAP, block.stage
             parts += _block(block, layout, x, y)
-            parts.append(text(x + COLUMN / 2 - 2, y + tall + 15, str(block["depth"]), "middle", "quiet"))
+            parts.append(text(x + COLUMN / 2 - 2, y + tall + 15, str(block.depth), "middle", "quiet"))
             x += COLUMN
         parts.append(text(LEFT - 10, y + tall + 15, "block", "end", "quiet"))
         right = max(right, x)
@@ -84,20 +85,20 @@ def _names(layout: Sequence[Any], y: float) -> list[str]:
     return parts
 
 
-def _block(block: dict[str, Any], layout: Sequence[Any], x: float, y: float) -> list[str]:
-    rows, columns = block["grid"]
-    hint = f"{block['name']}: {block['kind']} attention, grid {rows}×{columns}, width {block['width']}"
-    hint += "".join(f"; {treated['spec']} at {treated['place']}" for treated in block["treated"])
+def _block(block: BlockCard, layout: Sequence[Any], x: float, y: float) -> list[str]:
+    rows, columns = block.grid
+    hint = f"{block.name}: {block.kind} attention, grid {rows}×{columns}, width {block.width}"
+    hint += "".join(f"; {treated.spec} at {treated.place}" for treated in block.treated)
     parts = [element("title", escape(hint))]
     for row in layout:
-        here = [t for t in block["treated"] if t["place"] in (row[2] if row[0] == "part" else row[1])]
+        here = [t for t in block.treated if t.place in (row[2] if row[0] == "part" else row[1])]
         height = PART if row[0] == "part" else SLOT
         if row[0] == "part":
-            absent = (row[1] == "MLP" and not block["mlp"]) or (row[1] == "attention" and block["kind"] == "none")
+            absent = (row[1] == "MLP" and not block.mlp) or (row[1] == "attention" and block.kind == "none")
             kind = "part absent" if absent else "part"
             parts.append(element("rect", x=x, y=y + 1, width=COLUMN - 5, height=height - 2, rx=4, kind=kind))
         for index, treated in enumerate(here):
-            parts.append(_badge(treated["treatment"], x + 4, y + (height - 13) / 2, (COLUMN - 13) / len(here), index))
+            parts.append(_badge(treated.treatment, x + 4, y + (height - 13) / 2, (COLUMN - 13) / len(here), index))
         y += height
     return [element("g", "".join(parts))]
 

@@ -16,7 +16,6 @@ from train_tools import tiny
 import vitfocus as vf
 from vitfocus.attention.diagnosis import Diagnosis
 from vitfocus.cli import main
-from vitfocus.core.contents import check_contents
 from vitfocus.data.shapes.dataset import Shapes, shapes_batch
 from vitfocus.report.build import build_page
 from vitfocus.report.explorer import explorer_data, load_explorer, write_explorer
@@ -28,35 +27,6 @@ from vitfocus.train import train
 
 GONE = object()
 WRONG = ["x", 3.5, -1, [], {}, None, True, ["a"], {"a": "b"}, GONE]
-
-
-@pytest.mark.parametrize(
-    ("content", "shape", "said"),
-    [
-        ({"a": 1}, {"a": float, "b?": str}, None),
-        ({"a": float("nan"), "other": {}}, {"a": float}, None),
-        ({"a": True}, {"a": float}, '"a" should be a number, but is true'),
-        ({"a": "1"}, {"a": int}, '"a" should be a whole number of at least 0, but is "1"'),
-        ({"a": 10**400}, {"a": float}, '"a" should be a number, but is a whole number beyond measure'),
-        ({}, {"a": float}, 'it lacks "a"'),
-        ({"a": {"b": [0, {}]}}, {"a": {"b": [{"c": int}]}}, '"a.b[0]" should be an object, but is 0'),
-        ({"a": {"b": [{}]}}, {"a": {"b": [{"c": int}]}}, '"a.b[0]" lacks "c"'),
-        ({"top1_interval": [1, 2], "top1": 3}, {"*_interval": [float, float], "*": float}, None),
-        ({"top1_interval": [1]}, {"*_interval": [float, float]}, '"top1_interval" should have 2 entries, but has 1'),
-        ({"a": None}, {"a": (str, None)}, None),
-        ({"a": 1}, {"a": (str, None)}, '"a" should be text or null, but is 1'),
-        ({"a": [1]}, {"a": ([str], None)}, '"a[0]" should be text, but is 1'),
-        ({"s": {"1": 2, "two": 2}}, {"s": {"#": float}}, '"s" should be by number, but has "two"'),
-        ([], {}, "it should be an object, but is a list"),
-    ],
-)
-def test_what_is_wrong_is_said_with_its_place(content: Any, shape: Any, said: str | None) -> None:
-    if said is None:
-        check_contents("f.json", content, shape, "someone")
-        return
-    with pytest.raises(vf.VitfocusError) as caught:
-        check_contents("f.json", content, shape, "someone")
-    assert str(caught.value) == f"f.json was not written by someone, or was changed since: {said}."
 
 
 @pytest.fixture(scope="module")
@@ -141,11 +111,15 @@ def test_no_wrong_value_is_a_traceback(runs: Path, tmp_path: Path, name: str) ->
 @pytest.mark.parametrize(
     ("name", "change", "said"),
     [
-        ("run/config.toml", lambda text: "model = 3\n", '"model" should be an object, but is 3'),
+        ("run/config.toml", lambda text: "model = 3\n", "model is 3; expected a table"),
         ("run/config.toml", lambda text: "model = \n", "config.toml cannot be read"),
         ("run/metrics.jsonl", lambda text: text.replace('"epoch": ', '"epoch": "x", "e": '), "[0].epoch"),
-        ("run/metrics.jsonl", lambda text: text.replace('"step": 1', '"step": "1"'), '"[0].step" should be a whole'),
-        ("clean/results.json", lambda text: text.replace('"suite":', '"suit":'), 'it lacks "suite"'),
+        (
+            "run/metrics.jsonl",
+            lambda text: text.replace('"step": 1', '"step": "1"'),
+            "[0].step is '1'; expected",
+        ),
+        ("clean/results.json", lambda text: text.replace('"suite":', '"suit":'), "It lacks the key 'suite'"),
     ],
 )
 def test_the_command_says_which_file_is_wrong(
@@ -164,7 +138,7 @@ def test_a_run_goes_on_from_no_recipe_or_results_that_were_spoilt(runs: Path, tm
     shutil.copytree(runs / "run", folder)
     recipe, results = tiny("epochs=0.4", "warmup_epochs=0.1"), (folder / "results.json").read_text()
     (folder / "results.json").write_text(results.replace('"steps": ', '"steps": "many", "s": '))
-    with pytest.raises(vf.VitfocusError, match=r'results\.json .*"steps" should be a whole number'):
+    with pytest.raises(vf.VitfocusError, match=r"results\.json .*steps is 'many'; expected a whole number"):
         train(recipe, folder, resume="auto")
     (folder / "results.json").write_text(results)
     shutil.rmtree(folder / "checkpoints")
