@@ -115,7 +115,10 @@ def test_no_module_imports_itself_through_others() -> None:
     "statement",
     [
         "import vitfocus",
-        "import vitfocus as vf; vf.treat_; vf.anatomy; vf.diagnose; vf.create_model; vf.ContextBroadcasting",
+        # The package vitfocus.anatomy does not hide the function of the same name.
+        "import vitfocus.anatomy.registry, importlib, vitfocus as vf; assert callable(vf.anatomy); "
+        "assert importlib.import_module('vitfocus.anatomy').anatomy is vf.anatomy; "
+        "vf.treat_; vf.diagnose; vf.create_model; vf.ContextBroadcasting",
     ],
 )
 def test_importing_is_lean(statement: str) -> None:
@@ -133,19 +136,10 @@ def test_importing_is_lean(statement: str) -> None:
 def test_help_needs_no_torch() -> None:
     check = (
         "import sys; from vitfocus.cli import main; assert main(['--help']) == 0; assert main([]) == 0\n"
-        "assert 'torch' not in sys.modules and 'rich' not in sys.modules\n"
+        "assert not {'torch', 'numpy', 'rich'} & {*sys.modules}\n"
     )
     shown = subprocess.run([sys.executable, "-c", check], check=True, capture_output=True, text=True).stdout
     assert "vitfocus COMMAND --help" in shown
-
-
-def test_the_verb_survives_the_room_of_the_same_name() -> None:
-    check = (
-        "import vitfocus.anatomy.registry, vitfocus as vf, importlib\n"
-        "assert callable(vf.anatomy)\n"
-        "assert importlib.import_module('vitfocus.anatomy').anatomy is vf.anatomy\n"
-    )
-    subprocess.run([sys.executable, "-c", check], check=True)
 
 
 def test_files_stay_readable() -> None:

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
-import os
-import sys
-import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from two_processes import what_each_is_told
+from two_processes import Started, what_each_is_told
+from two_processes import start as start_process
 
 from vitfocus.train import Recipe, load_recipe
 
@@ -36,49 +31,13 @@ def tiny(*overrides: str) -> Recipe:
     return load_recipe("shapes", [*TINY, *overrides])
 
 
-@dataclass
-class Started:
-    """A process and the files its output goes to."""
-
-    process: Any
-    output: Path
-
-    def wait(self) -> int:
-        self.process.join(60)
-        if self.process.exitcode is None:
-            self.process.kill()
-            raise TimeoutError(f"still running after 60 s: {self.error}")
-        return int(self.process.exitcode)
-
-    @property
-    def error(self) -> str:
-        return self.output.with_suffix(".err").read_text()
-
-    def results(self) -> dict[str, Any]:
-        """Its JSON, provided that it ended well."""
-        assert self.wait() == 0, self.error
-        text = self.output.with_suffix(".out").read_text()
-        return json.loads(text) if text.strip() else {}
-
-
 def start(folder: Path, *overrides: str, code: str = "", **environment: str) -> Started:
-    """`vitfocus train --resume auto` in its own process, forked from one that has imported torch; `code` runs first."""
-    output = Path(tempfile.mkdtemp()) / "child"
+    """`vitfocus train --resume auto` in a process of its own; `code` runs in it first."""
     arguments = ["shapes", *TINY, *overrides, "--out", str(folder), "--json", "--resume", "auto"]
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["vitfocus.train.run"])
-    process = context.Process(target=_child, args=(output, arguments, code, environment))
-    process.start()
-    return Started(process, output)
+    return start_process(_train, arguments, code, **environment)
 
 
-def _child(output: Path, arguments: list[str], code: str, environment: dict[str, str]) -> None:
-    for stream, suffix in ((1, ".out"), (2, ".err")):
-        os.dup2(os.open(output.with_suffix(suffix), os.O_CREAT | os.O_WRONLY), stream)
-    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
-    os.environ.update(environment)
-    multiprocessing.set_start_method("fork", force=True)  # for data loaders, as in a program of its own
-    torch.set_num_threads(1)
+def _train(arguments: list[str], code: str) -> int | str:
     exec(code, {})
     from vitfocus.cli.train import add_arguments, run
     from vitfocus.core.errors import VitfocusError
@@ -86,9 +45,9 @@ def _child(output: Path, arguments: list[str], code: str, environment: dict[str,
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     try:
-        sys.exit(run(parser.parse_args(arguments)))
+        return run(parser.parse_args(arguments))
     except VitfocusError as error:
-        sys.exit(f"refused: {error}")
+        return f"refused: {error}"
 
 
 def start_many(folder: Path, *overrides: str, codes: tuple[str, str] = ("", ""), **more: str) -> list[Started]:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from tiny import build
 from torch import nn
+from two_processes import start
 
 import vitfocus as vf
 
@@ -92,7 +92,6 @@ def test_onnx(family: str, tmp_path: Path) -> None:
 
 
 def _train_on_one_of_two(rank: int, folder: str, sharded: bool) -> None:
-    torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     model, images = build("vit")
     vf.treat_(model, "cbs+adl(variant=paper,threshold=1.0)").train()
@@ -119,7 +118,8 @@ def _train_on_one_of_two(rank: int, folder: str, sharded: bool) -> None:
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
 def test_two_processes_give_the_gradient_of_one(sharded: bool, tmp_path: Path) -> None:
-    mp.spawn(_train_on_one_of_two, (str(tmp_path), sharded), nprocs=2)
+    started = [start(_train_on_one_of_two, rank, str(tmp_path), sharded) for rank in (0, 1)]
+    assert [one.wait() for one in started] == [0, 0], [one.error for one in started]
     model, images = build("vit")
     vf.treat_(model, "cbs+adl(variant=paper,threshold=1.0)").train()
     for image in images.split(1):
