@@ -9,84 +9,63 @@ at every step, so a captured run draws the same numbers as an eager one.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from vitfocus.tasks.base import RecordableBatches
 from vitfocus.treatments.attention_diversification import forget_losses
-
-if TYPE_CHECKING:
-    from vitfocus.train.trainer import Trainer
 
 #: Eager steps before one is captured.
 WARM_UP = 3
 
 
-class CapturedStep:
-    """The inner part of `Trainer.train_step`; returns the loss terms."""
+def can_capture(optimiser: Optimizer) -> bool:
+    """Whether an optimiser's step does not wait for the host."""
+    return all(group.get("fused") or "capturable" in group for group in optimiser.param_groups)
 
-    def __init__(self, trainer: Trainer, batches: RecordableBatches) -> None:
-        self.trainer, self.batches = trainer, batches
+
+class CapturedStep:
+    """A step of `model`: `body(inputs, epoch)` is forward, backward and update, and returns the loss terms."""
+
+    def __init__(
+        self,
+        body: Callable[[tuple[Tensor, ...], float], Tensor],
+        model: nn.Module,
+        optimiser: Optimizer,
+        device: torch.device,
+    ) -> None:
+        self.body, self.model = body, model
         self.taken = 0
         self.inputs: tuple[Tensor, ...] = ()
         self.terms = torch.empty(0)
         self.graph: torch.cuda.CUDAGraph | None = None
-        for group in trainer.optimiser.optimizer.param_groups:
+        for group in optimiser.param_groups:
             group["capturable"] = True
-            for state in (trainer.optimiser.optimizer.state.get(parameter, {}) for parameter in group["params"]):
-                if isinstance(state.get("step"), Tensor):  # a checkpoint puts the count on the CPU for most optimisers
-                    state["step"] = state["step"].to(trainer.accelerator.device, torch.float32)
-            group["lr"] = torch.tensor(float(group["lr"]), dtype=torch.float32, device=trainer.accelerator.device)
+            for state in (optimiser.state.get(parameter, {}) for parameter in group["params"]):
+                if isinstance(state.get("step"), Tensor):  # most optimisers restore the count on the CPU
+                    state["step"] = state["step"].to(device, torch.float32)
+            group["lr"] = torch.tensor(float(group["lr"]), dtype=torch.float32, device=device)
 
-    @staticmethod
-    def of(trainer: Trainer) -> CapturedStep | None:
-        """A captured step where possible: one process, one part, one device, nothing that waits for the host."""
-        recipe, accelerator = trainer.recipe, trainer.accelerator
-        batches = trainer.task.recordable()
-        groups: list[dict[str, Any]] = trainer.optimiser.optimizer.param_groups
-        if (
-            recipe.engine.record == "no"
-            or batches is None
-            or accelerator.device.type != "cuda"
-            or accelerator.num_processes > 1
-            or accelerator.scaler is not None
-            or recipe.engine.accumulate > 1
-            or not all(group.get("fused") or "capturable" in group for group in groups)
-        ):
-            return None
-        return CapturedStep(trainer, batches)
+    def __call__(self, inputs: tuple[Tensor, ...], epoch: float, settled: bool) -> Tensor:
+        """Take one step; nothing is captured before the loss is `settled`, so that its weights no longer change.
 
-    def __call__(self, step: int) -> Tensor:
-        """Take one step; the learning rate and the generators are set already."""
-        given = self.batches.inputs(step)
+        The learning rate and the generators are set already.
+        """
         if self.graph is not None:
-            for place, value in zip(self.inputs, given, strict=True):
+            for place, value in zip(self.inputs, inputs, strict=True):
                 place.copy_(value)
             self.graph.replay()
             return self.terms
-        epoch = self.trainer.schedule.epoch(step)
-        settled = epoch >= self.trainer.recipe.loss.adl_warmup_epochs  # a rising weight is a number on the host
         if self.taken < WARM_UP or not settled:
             self.taken += 1
-            return self._body(given, epoch)
-        self.inputs = tuple(value.clone() for value in given)
-        forget_losses(self.trainer.unwrapped)
+            return self.body(inputs, epoch)
+        self.inputs = tuple(value.clone() for value in inputs)
+        forget_losses(self.model)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            self.terms = self._body(self.inputs, epoch)
+            self.terms = self.body(self.inputs, epoch)
         self.graph = graph
         graph.replay()
         return self.terms
-
-    def _body(self, inputs: tuple[Tensor, ...], epoch: float) -> Tensor:
-        trainer, clip = self.trainer, self.trainer.recipe.optimiser.clip
-        optimiser = trainer.optimiser.optimizer
-        terms = torch.stack(trainer.task.terms(trainer.model, self.batches.make(*inputs), epoch))
-        terms.sum().backward()
-        if clip:
-            torch.nn.utils.clip_grad_norm_(trainer.unwrapped.parameters(), clip)
-        optimiser.step()
-        optimiser.zero_grad()
-        return terms.detach()

@@ -25,7 +25,7 @@ from vitfocus.core.errors import VitfocusError
 from vitfocus.core.progress import Progress
 from vitfocus.data.sample_order import STEP, seed_for
 from vitfocus.recipes.settings import Recipe
-from vitfocus.tasks.base import Task
+from vitfocus.tasks.base import RecordableBatches, Task
 from vitfocus.train.checkpoint import (
     Checkpoint,
     Checkpoints,
@@ -35,7 +35,7 @@ from vitfocus.train.checkpoint import (
     gather_tensors,
     restore,
 )
-from vitfocus.train.cuda_graph import CapturedStep
+from vitfocus.train.cuda_graph import CapturedStep, can_capture
 from vitfocus.train.metrics import Metrics, row_text
 from vitfocus.train.schedule import TrainingSchedule, set_learning_rate
 
@@ -160,7 +160,7 @@ class Trainer:
         self._loss_sums = self._new_window()
         self._counted_until, self._saved_at, self._logged_at = (time.perf_counter(),) * 3
         self._logged_step = self.step
-        self._captured = CapturedStep.of(self)
+        self._device_batches, self._captured = self._capture()
         self.progress.done = self.step
         self.progress.start()
         return self.task.iterate(self.step, stop)
@@ -183,11 +183,43 @@ class Trainer:
             torch.compiler.cudagraph_mark_step_begin()  # memory of the last step's CUDA graph may be reused
         torch.manual_seed(seed_for(self.recipe.engine.seed, STEP, step, accelerator.process_index))
         set_learning_rate(self.optimiser, self.schedule.learning_rate(step))
-        self._loss_sums += self._captured(step) if self._captured is not None else self._eager_step(batches)
+        if self._captured is not None and self._device_batches is not None:
+            epoch = self.schedule.epoch(step)
+            settled = epoch >= self.recipe.loss.adl_warmup_epochs  # a rising weight is a number on the host
+            self._loss_sums += self._captured(self._device_batches.inputs(step), epoch, settled)
+        else:
+            self._loss_sums += self._eager_step(batches)
         if self.ema is not None:
             self.ema.update(self.unwrapped)
         self.step += 1
         self.record.window_steps += 1
+
+    def _capture(self) -> tuple[RecordableBatches | None, CapturedStep | None]:
+        """A step to be captured as a CUDA graph: on one process and one CUDA device, in one part, without a scaler."""
+        engine, accelerator, optimiser = self.recipe.engine, self.accelerator, self.optimiser.optimizer
+        batches = self.task.recordable()
+        if (
+            batches is None
+            or engine.record == "no"
+            or engine.accumulate > 1
+            or accelerator.device.type != "cuda"
+            or accelerator.num_processes > 1
+            or accelerator.scaler is not None
+            or not can_capture(optimiser)
+        ):
+            return None, None
+        return batches, CapturedStep(self._step_on_device, self.unwrapped, optimiser, accelerator.device)
+
+    def _step_on_device(self, inputs: tuple[torch.Tensor, ...], epoch: float) -> torch.Tensor:
+        assert self._device_batches is not None
+        optimiser, clip = self.optimiser.optimizer, self.recipe.optimiser.clip
+        terms = torch.stack(self.task.terms(self.model, self._device_batches.make(*inputs), epoch))
+        terms.sum().backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(self.unwrapped.parameters(), clip)
+        optimiser.step()
+        optimiser.zero_grad()
+        return terms.detach()
 
     def _eager_step(self, batches: Iterator[Any]) -> torch.Tensor:
         accelerator, parts = self.accelerator, self.recipe.engine.accumulate
