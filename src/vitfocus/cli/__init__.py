@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import NoReturn
 
+from vitfocus.cli.common import refuse_unused
 from vitfocus.core import __version__
 from vitfocus.core.errors import VitfocusError, VitfocusWarning, nearest
 
@@ -121,7 +122,9 @@ def _run(words: list[str]) -> int:
     if command not in COMMANDS:
         return _refuse(f"There is no command {command!r}: {nearest(command, COMMANDS)}")
     parser, module = build_parser(command)
-    return int(module.run(parser.parse_intermixed_args(rest)) or 0)
+    args = parser.parse_intermixed_args(rest)
+    refuse_unused(parser, args)
+    return int(module.run(args) or 0)
 
 
 def _help() -> str:

@@ -8,6 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vitfocus.core.errors import VitfocusError
+from vitfocus.core.only_with import OnlyWith
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -24,10 +27,24 @@ def add_pretrained(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def only_with(action: argparse.Action, condition: OnlyWith) -> None:
+    """Declare that an option has an effect only under a condition on the parsed arguments."""
+    action.condition = condition  # type: ignore[attr-defined]
+
+
+def refuse_unused(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuse the first option that was given where it has no effect."""
+    for action in parser._actions:
+        condition = getattr(action, "condition", None)
+        if condition is None or getattr(args, action.dest) in (action.default, None, []):
+            continue
+        name = action.option_strings[-1] if action.option_strings else str(action.metavar)
+        if why := condition.refusal(name, args):
+            raise VitfocusError(why)
+
+
 def require_positive(args: argparse.Namespace, *names: str) -> None:
     """Refuse values below 1 in options that count something; None means that an option was not given."""
-    from vitfocus.core.errors import VitfocusError
-
     for name in names:
         value = getattr(args, name)
         if value is not None and value < 1:
@@ -38,7 +55,6 @@ def open_named_model(
     name: str, weights: str | None = None, treat: str | None = None, *, pretrained: bool = False, quiet: bool = False
 ) -> nn.Module:
     """Open a model by name or folder, in eval mode; unless `quiet`, say so when its weights are random."""
-    from vitfocus.core.errors import VitfocusError
     from vitfocus.treatments.save_load import is_pushed, open_model
 
     if pretrained and weights is not None:

@@ -10,8 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vitfocus.cli.common import add_pretrained, finish_run, model_label, open_named_model, require_positive
+from vitfocus.cli.common import add_pretrained, finish_run, model_label, only_with, open_named_model, require_positive
 from vitfocus.core.files import PICTURES, files_below
+from vitfocus.core.only_with import OnlyWith
 from vitfocus.core.statistics import evenly_spaced
 
 if TYPE_CHECKING:
@@ -45,22 +46,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", metavar="DIR", help="folder for diagnosis.json, the table, the figures and report.html"
     )
-    parser.add_argument(
+    explore = parser.add_argument(
         "--explore",
         action="store_true",
         help="with --out: add the interactive attention explorer to the report",
     )
+    only_with(explore, OnlyWith(lambda args: bool(args.out), "adds to the report, which needs a folder: add --out DIR"))
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
 def run(args: argparse.Namespace) -> int:
     """Diagnose, print the table, and save everything if --out is given."""
-    from vitfocus.core.errors import VitfocusError
     from vitfocus.core.files import writable_folder
 
     require_positive(args, "limit", "batch_size")
-    if args.explore and not args.out:
-        raise VitfocusError("--explore adds the explorer to the report, which needs a folder: give --out DIR.")
     files = image_files(Path(args.images), args.limit) if args.images else None  # before any slow import
     if args.out:
         writable_folder(args.out)  # before any slow work

@@ -9,7 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from vitfocus.cli.common import add_pretrained, finish_run, model_label, open_named_model
+from vitfocus.cli.common import add_pretrained, finish_run, model_label, only_with, open_named_model
+from vitfocus.core.only_with import OnlyWith
 from vitfocus.core.records import Count, convert
 from vitfocus.robustness.suites import switches
 
@@ -82,6 +83,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         else:
             shape: dict[str, Any] = {"nargs": "+"} if option.several else {}
             suites.add_argument(flag, type=option.type, help=text, metavar="X", **shape)
+    evaluating = OnlyWith(
+        lambda args: not args.compare, "has no effect with --compare, which reads finished runs: leave --compare out"
+    )
+    comparing = OnlyWith(lambda args: bool(args.compare), "is for --compare RUN_A RUN_B: add that")
+    for declared in parser._actions:
+        if declared.dest not in ("help", "compare", "seed", "json"):
+            only_with(declared, comparing if declared.dest == "force" else evaluating)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -95,17 +103,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    from vitfocus.core.errors import VitfocusError
     from vitfocus.robustness.comparison import compare
     from vitfocus.robustness.results import load_scores
 
-    known = switches()
-    usual = {"model": [], "resume": False, "pretrained": False, "precision": "float32"}
-    for name, value in vars(args).items():
-        if name not in ("compare", "force", "seed", "json") and value != usual.get(name):
-            negated = "no-" if name in known and known[name][0].negate else ""
-            given = "a MODEL" if name == "model" else f"--{negated}{name.replace('_', '-')}"
-            raise VitfocusError(f"--compare reads two finished runs and does not use {given}: leave it out.")
     first, second = (load_scores(folder) for folder in args.compare)
     if Path(args.compare[0]) == Path(args.compare[1]) and len(first.models) == 2:  # one run of two models
         first, second = (first.only(name) for name in first.models)
@@ -127,8 +127,6 @@ def _evaluate(args: argparse.Namespace) -> int:
     from vitfocus.data.shapes.dataset import Shapes, picture_size, shapes_named
     from vitfocus.robustness.suites import SUITES, find_suite
 
-    if args.force:
-        raise VitfocusError("--force is only used with --compare RUN_A RUN_B: leave it out.")
     if args.model:
         _from_run(args)
     if args.suite == "list":

@@ -9,6 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vitfocus.cli.common import only_with
+from vitfocus.core.only_with import OnlyWith
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -36,15 +39,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     explorer.add_argument(
         "--explore", action="store_true", help="load the trained models and add the interactive attention explorer"
     )
-    explorer.add_argument(
-        "--images", metavar="DIR", help="folder of images to explore (default: the run's validation data)"
-    )
-    explorer.add_argument("--limit", type=int, metavar="N", help=f"use at most N images (default: {_IMAGES})")
-    explorer.add_argument(
-        "--against",
-        metavar="NAME/SEVERITY",
-        help=f"corruption shown beside the clean images, or 'none' (default: {_CORRUPTION})",
-    )
+    explored = [
+        explorer.add_argument(
+            "--images", metavar="DIR", help="folder of images to explore (default: the run's validation data)"
+        ),
+        explorer.add_argument("--limit", type=int, metavar="N", help=f"use at most N images (default: {_IMAGES})"),
+        explorer.add_argument(
+            "--against",
+            metavar="NAME/SEVERITY",
+            help=f"corruption shown beside the clean images, or 'none' (default: {_CORRUPTION})",
+        ),
+    ]
+    for action in explored:
+        only_with(action, OnlyWith(lambda args: args.explore, "is for the attention explorer: add --explore"))
     parser.add_argument("--json", action="store_true", help="print JSON instead of the path of the page")
 
 
@@ -54,9 +61,6 @@ def run(args: argparse.Namespace) -> int:
     from vitfocus.core.errors import VitfocusError
     from vitfocus.report import report
 
-    for name in ("images", "limit", "against"):
-        if getattr(args, name) is not None and not args.explore:
-            raise VitfocusError(f"--{name} is only used with the attention explorer: add --explore, or leave it out.")
     args.limit = _IMAGES if args.limit is None else args.limit
     args.against = _CORRUPTION if args.against is None else args.against
     if args.limit < 1:

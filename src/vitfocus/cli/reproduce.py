@@ -6,6 +6,9 @@ import argparse
 import json
 import sys
 
+from vitfocus.cli.common import only_with
+from vitfocus.core.only_with import OnlyWith
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
@@ -26,8 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rows", type=_numbers, default=[], metavar="N,N", help="only these rows, counted from 1, such as 1,3"
     )
-    parser.add_argument(
+    images = parser.add_argument(
         "--images", type=int, metavar="N", help="evaluate and diagnose trained models on at most N images"
+    )
+    only_with(
+        images,
+        OnlyWith(lambda args: not args.count, "has no effect with --count, which evaluates nothing: leave --count out"),
     )
     parser.add_argument("--count", action="store_true", help="only count parameters and FLOPs, without training")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -48,8 +55,6 @@ def run(args: argparse.Namespace) -> int:
 
     if args.images is not None and args.images < 1:
         raise VitfocusError(f"--images must be at least 1, but is {args.images}.")
-    if args.images is not None and args.count:
-        raise VitfocusError("--count evaluates nothing, so --images has no effect: leave one of them out.")
     try:
         outcomes = reproduce(
             args.item,

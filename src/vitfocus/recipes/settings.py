@@ -12,9 +12,8 @@ from typing import Annotated, Any, ClassVar, Literal, get_type_hints
 from msgspec import Meta, Struct, structs, to_builtins
 
 from vitfocus.core.only_with import OnlyWith, conditions, only_with
-from vitfocus.core.records import FINITE
+from vitfocus.core.records import FINITE, Count
 
-Count = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
 Amount = Annotated[float, Meta(ge=0, le=FINITE)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from vitfocus.anatomy import Block
+from vitfocus.core import only_with
 from vitfocus.core.errors import VitfocusError, nearest
 
 #: Every treatment by its keyword. A record class enters itself when it is defined.
@@ -21,13 +22,12 @@ TREATMENTS: dict[str, type[Treatment]] = {}
 Layers = str | Sequence[int]
 
 
-def option(default: Any, *choices: Any, only: Mapping[str, Sequence[Any]] | None = None) -> Any:
+def option(default: Any, *choices: Any) -> Any:
     """A dataclass field whose value must be one of the choices, if there are any.
 
-    `only` maps other options to those of their values with which this option has an effect.
+    One that has an effect only with some values of another option is annotated with `core.only_with`.
     """
-    metadata: dict[str, Any] = {"choices": choices} if choices else {}
-    return dataclasses.field(default=default, metadata=metadata | ({"only": only} if only else {}))
+    return dataclasses.field(default=default, metadata={"choices": choices} if choices else {})
 
 
 def layers_option(*names: str) -> Any:
@@ -134,17 +134,12 @@ def keywords() -> dict[str, tuple[type[Treatment], Mapping[str, Any]]]:
 
 
 def refuse_unused(config: Treatment) -> None:
-    """Refuse an option that has no effect beside the others. A default that is spelled out passes."""
-    for field in dataclasses.fields(config):
-        if getattr(config, field.name) == field.default:
-            continue
-        for other, values in field.metadata.get("only", {}).items():
-            if (given := getattr(config, other)) not in values:
-                instead = " or ".join(f"{other}={value}" for value in values)
-                raise VitfocusError(
-                    f"{config} says {field.name}, which {other}={given} does not use: leave {field.name} out, or take "
-                    f"{instead}."
-                )
+    """Refuse an option that has no effect beside the others (`only_with`). A default that is spelled out passes."""
+    given = [field.name for field in dataclasses.fields(config) if getattr(config, field.name) != field.default]
+    try:
+        only_with.refuse_unused(given, only_with.conditions(type(config)), config)
+    except VitfocusError as error:
+        raise VitfocusError(f"{config}: {error}") from None
 
 
 def choose_blocks(layers: Layers, blocks: Sequence[Block]) -> list[Block]:

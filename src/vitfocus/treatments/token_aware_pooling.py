@@ -10,13 +10,14 @@ Table 1 are here as baselines.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from vitfocus.anatomy import Anatomy, Block, GridRule
 from vitfocus.core.errors import VitfocusError
+from vitfocus.core.only_with import only_with
 from vitfocus.kernels.backends import chosen, exporting
 from vitfocus.kernels.pooling.op import box_mean, dilated_mean, mix_dilated, mix_poolings, predict_scores
 from vitfocus.treatments.base import Layers, Treatment, choose_blocks, layers_option, option
@@ -59,9 +60,9 @@ class TokenAwarePooling(Treatment):
     about: ClassVar[str] = "Token-aware Average Pooling averages each token's neighbourhood before attention"
 
     mode: str = option("dilation", "dilation", "kernel", "average3", "average5", "conv3", "conv5")
-    branches: int = option(4, only={"mode": _MIXING})
+    branches: Annotated[int, only_with("mode", *_MIXING)] = 4
     layers: Layers = layers_option("shallow", "deep")
-    init: str = option("default", "default", "near_identity", only={"mode": _LEARNED})
+    init: Annotated[str, only_with("mode", *_LEARNED)] = option("default", "default", "near_identity")
 
     def check(self) -> None:
         """At least one branch."""
