@@ -6,7 +6,7 @@ and memory that grows linearly from N = 1025 to 4097.
 
 - `forward`: the plain model, fused attention.
 - `diagnose`: `vitfocus.diagnose`.
-- `materialised`: every map stored (`attention_maps`), then the readings' pure functions on it.
+- `materialised`: every map stored (`attention_maps`), then the readings' definitions on it.
 - `output_attentions`: transformers' ViT with eager attention and `output_attentions=True`; no reading is computed.
 
 Time is measured in one process a size, the four taking turns: the least wall-clock and the least CPU time of the turns.
@@ -77,14 +77,19 @@ def build_transformers(model, side: int):
 
 
 def explicit_readings(maps, grid: tuple[int, int]) -> dict[str, float]:
-    from vitfocus.attention.distance import relative_distance
-    from vitfocus.attention.entropy import Pool, row_entropy
-    from vitfocus.attention.head_similarity import head_similarity
-    from vitfocus.attention.overfocus import effective_tokens, overfocus, received
-    from vitfocus.attention.row_diversity import row_diversity
-    from vitfocus.attention.softmax_gradient import softmax_gradient
+    from vitfocus.attention.layer import Quantiles
+    from vitfocus.kernels.statistics.reference import (
+        effective_tokens,
+        head_similarity,
+        overfocus,
+        received,
+        relative_distance,
+        row_diversity,
+        row_entropy,
+        softmax_gradient,
+    )
 
-    entropy, got, pool = row_entropy(maps), received(maps), Pool()
+    entropy, got, pool = row_entropy(maps), received(maps), Quantiles()
     pool.add(entropy)
     p15, p85 = pool.quantiles(0.15, 0.85)
     values = {

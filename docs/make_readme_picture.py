@@ -21,8 +21,8 @@ from torch import Tensor
 
 import vitfocus as vf
 from vitfocus.attention.maps import enlarged, on_grid
-from vitfocus.attention.overfocus import overfocus, received
 from vitfocus.core.files import atomic_path
+from vitfocus.kernels.statistics.reference import overfocus, received
 
 LAYER, QUERY, NOISE = 11, (5, 5), "gaussian_noise"
 INK, ACCENT, SECOND = "#24292f", "#D55E00", "#0072B2"

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitfocus.kernels.context.op import broadcast_mean, broadcast_scaled, share_mean, token_mean
-from vitfocus.kernels.diversity.op import diversity, row_similarity
-from vitfocus.kernels.pooling.op import dilated_mean, mix_poolings
+from vitfocus.kernels.context.op import share_mean
+from vitfocus.kernels.context.reference import broadcast_mean, broadcast_scaled, token_mean
+from vitfocus.kernels.diversity.op import diversity
+from vitfocus.kernels.diversity.reference import row_similarity
+from vitfocus.kernels.pooling.reference import dilated_mean, mix_poolings
 
 #: Greatest relative error of (loss or output, gradients), by the dtype of the inputs. Sums run in float32 everywhere;
 #: what is multiplied by matrices, and what is written, has the inputs' precision.

@@ -34,7 +34,7 @@ def naive_row(maps: np.ndarray, geometry: Any) -> dict[str, float]:
         row["head_similarity"] = np.mean(
             [cosine(image[a], image[b]) for image in maps for a in range(heads) for b in range(heads) if a != b]
         )
-    if geometry.placed:
+    if geometry.grids is not None:
         row["distance"] = naive_distance(maps, geometry)
     average = maps.mean(axis=1)
     row["diversity_official"] = np.mean([official(image) for image in average])

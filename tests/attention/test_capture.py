@@ -11,11 +11,11 @@ from torch.nn import functional as F
 
 import vitfocus as vf
 from vitfocus.attention.capture import Watched, observing
-from vitfocus.attention.observation import Observation
-from vitfocus.attention.reading import Geometry
-from vitfocus.attention.stream import LayerStream
+from vitfocus.attention.layer import Geometry, LayerReadings, layer_rows
+from vitfocus.kernels.attention import Observation
 from vitfocus.kernels.backends import backend
-from vitfocus.kernels.diversity.op import diversity, row_similarity
+from vitfocus.kernels.diversity.op import diversity
+from vitfocus.kernels.diversity.reference import row_similarity
 
 
 def differential() -> tuple[nn.Module, torch.Tensor]:
@@ -65,6 +65,18 @@ def test_maps_are_the_models_own(family: str, fused: bool) -> None:
         assert torch.equal(model(images), plain)
 
 
+class Collector:
+    """A sink that keeps everything."""
+
+    wants_attention = True
+
+    def __init__(self, seen: list[Observation]) -> None:
+        self.seen = seen
+
+    def __call__(self, seen: Observation) -> None:
+        self.seen.append(seen)
+
+
 class SharedKeys(nn.Module):
     """Attention whose heads share one head of keys and values."""
 
@@ -83,17 +95,17 @@ def test_heads_that_share_their_keys() -> None:
     """Every head's map is seen, and tiles and whole maps give the same readings."""
     torch.manual_seed(0)
     module, tokens, seen = SharedKeys(32, 4), torch.randn(2, 9, 32), []
-    output = Watched(module, "attention", seen.append)(tokens)
+    output = Watched(module, "attention", Collector(seen))(tokens)
     query = module.query(tokens).unflatten(2, (4, 8)).transpose(1, 2)
     expected = (query @ module.key(tokens)[:, None].mT * 8**-0.5).softmax(-1)
     torch.testing.assert_close(output, (expected @ module.key(tokens)[:, None]).transpose(1, 2).flatten(2))
     (one,) = seen
     torch.testing.assert_close(one.attention(), expected)
-    streams = [LayerStream(token_attention=True, budget=40), LayerStream(token_attention=True)]
+    layers = [LayerReadings(token_attention=True, budget=40), LayerReadings(token_attention=True)]
     square = Geometry(9, 9, query_grid=(3, 3), key_grid=(3, 3))
-    streams[0].observe(one, square)
-    streams[1].observe(Observation(map=expected.detach()), square)
-    rows = [stream.row() for stream in streams]
+    layers[0].observe(one, square)
+    layers[1].observe(Observation(map=expected.detach()), square)
+    rows = layer_rows(layers)
     assert rows[0] == pytest.approx(rows[1], rel=1e-4)
     with backend("chunked"):
         losses = [diversity(one.query, one.key, scale=one.scale), row_similarity(expected)]

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import vitfocus as vf
 from vitfocus.anatomy import anatomy
 from vitfocus.attention.diagnosis import Diagnosis, diagnose
-from vitfocus.attention.reading import Geometry
+from vitfocus.attention.layer import Geometry
 from vitfocus.cli import diagnose as command
 from vitfocus.core.errors import VitfocusError
 from vitfocus.data.preprocessing import read_image
@@ -149,7 +149,7 @@ def test_rows_equal_an_independent_computation(family: str) -> None:
     assert len(diagnosis.rows) == len(maps) == len(grids)
     for row, layer, noisy, (queries, keys, prefix) in zip(diagnosis.rows, maps, corrupted, grids, strict=True):
         geometry = Geometry(layer.shape[2], layer.shape[3], prefix, bool(prefix), queries, keys)
-        assert geometry.placed
+        assert geometry.grids is not None
         expected = naive_row(layer, geometry)
         expected["stability"] = np.mean(
             [cosine(a, b) for image, twin in zip(layer, noisy, strict=True) for a, b in zip(image, twin, strict=True)]
@@ -270,8 +270,8 @@ def test_outputs_are_bit_identical_while_being_read() -> None:
         body = anatomy(model)
         with torch.no_grad():
             plain = model(images)
-        with reading(model, body, body.blocks, lambda block, seen, size: None) as run:
-            read = run(Batch(images))
+        with reading(model, body, body.blocks, lambda block, seen, size: None) as session:
+            read = session.run(Batch(images))
         first, second = (getattr(out, "last_hidden_state", out) for out in (plain, read))
         assert torch.equal(first, second), family
 
@@ -309,9 +309,9 @@ def test_half_precision_is_kept_and_read() -> None:
 @pytest.mark.parametrize(
     ("name", "kinds", "sentence"),
     [
-        ("mixer_s32_224", {"none"}, "no attention at all"),
+        ("mixer_s32_224", {"none"}, "no attention (an MLP or pooling"),
         ("xcit_nano_12_p16_224", {"channel", "class"}, "attention between channels"),
-        ("cait_xxs24_224", {"global", "class"}, "class attention: only the class token looks"),
+        ("cait_xxs24_224", {"global", "class"}, "class attention: only the class token attends"),
     ],
 )
 def test_what_has_no_token_attention_is_reported_as_such(name: str, kinds: set[str], sentence: str) -> None:

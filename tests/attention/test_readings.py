@@ -1,4 +1,4 @@
-"""Every reading against a naive computation in numpy, and its streaming form against the explicit one."""
+"""Every reading against a naive computation in numpy, and in tiles against its definition on whole maps."""
 
 from __future__ import annotations
 
@@ -12,18 +12,21 @@ from naive_readings import naive_row
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import vitfocus.attention.stream as stream_module
-from vitfocus.attention.distance import relative_distance
-from vitfocus.attention.entropy import Pool, row_entropy
-from vitfocus.attention.head_similarity import head_similarity
-from vitfocus.attention.observation import Observation
-from vitfocus.attention.overfocus import effective_tokens, overfocus, received
-from vitfocus.attention.reading import Geometry, Mean, arrived
-from vitfocus.attention.row_diversity import row_diversity
-from vitfocus.attention.softmax_gradient import softmax_gradient
-from vitfocus.attention.stability import stability
-from vitfocus.attention.stream import LayerStream
+import vitfocus.attention.layer as layer_module
+from vitfocus.attention.layer import Geometry, LayerReadings, Quantiles, layer_rows
+from vitfocus.kernels.attention import Observation
 from vitfocus.kernels.backends import backend
+from vitfocus.kernels.statistics.reference import (
+    effective_tokens,
+    head_similarity,
+    overfocus,
+    received,
+    relative_distance,
+    row_diversity,
+    row_entropy,
+    softmax_gradient,
+    stability,
+)
 
 
 def random_maps(*shape: int, sharpness: float = 3.0, seed: int = 0) -> torch.Tensor:
@@ -48,7 +51,7 @@ def explicit_row(maps: torch.Tensor, geometry: Geometry) -> dict[str, float]:
         row["head_similarity"] = head_similarity(maps).mean()
     if geometry.class_token:
         row["entropy_cls"] = entropy[..., 0].mean()
-    if geometry.placed:
+    if geometry.grids is not None:
         row["distance"] = relative_distance(maps, geometry.query_grid, geometry.key_grid, geometry.prefix_tokens).mean()
     return {key: float(value) for key, value in row.items()}
 
@@ -78,14 +81,16 @@ def test_streaming_equals_explicit(name: str, budget: int) -> None:
     geometry = GEOMETRIES[name]
     maps = random_maps(5, 3, geometry.queries, geometry.keys)
     other = random_maps(5, 3, geometry.queries, geometry.keys, seed=1)
-    stream = LayerStream(token_attention=True, against=True, budget=budget)
-    for images in (slice(0, 2), slice(2, 5)):  # two batches, each clean then corrupted
-        stream.observe(Observation(logits=torch.cat([maps[images], other[images]]).log()), geometry)
-    row = stream.row()
+    layer = LayerReadings(token_attention=True, against=True, budget=budget)
+    stabilities = [
+        layer.observe(Observation(logits=torch.cat([maps[images], other[images]]).log()), geometry)
+        for images in (slice(0, 2), slice(2, 5))  # two batches, each clean then corrupted
+    ]
+    row = layer_rows([layer])[0]
     assert row.pop("entropy_bound") == pytest.approx(np.log(geometry.keys))
     assert row.pop("stability") == pytest.approx(float(stability(maps, other).mean()), rel=1e-5)
     assert row == pytest.approx(explicit_row(maps, geometry), rel=1e-4)
-    torch.testing.assert_close(stream.stability.take(), stability(maps, other))
+    torch.testing.assert_close(torch.cat(stabilities), stability(maps, other))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -99,9 +104,9 @@ def test_streaming_from_queries_and_keys(dtype: torch.dtype, bias_shape: tuple[i
         bias = torch.randn(bias_shape, generator=generator).to(dtype)
         bias[..., -3:] = float("-inf")  # a padding mask
     logits = query.double() * 0.35 @ key.double().mT + (0 if bias is None else bias.double())
-    stream = LayerStream(token_attention=True, budget=100)
-    stream.observe(Observation(query=query, key=key, scale=0.35, bias=bias), geometry)
-    row = stream.row()
+    layer = LayerReadings(token_attention=True, budget=100)
+    layer.observe(Observation(query=query, key=key, scale=0.35, bias=bias), geometry)
+    row = layer_rows([layer])[0]
     del row["entropy_bound"]
     assert row == pytest.approx(explicit_row(logits.softmax(dim=-1), geometry), rel=1e-4)
 
@@ -110,9 +115,9 @@ def test_streaming_from_queries_and_keys(dtype: torch.dtype, bias_shape: tuple[i
 def test_streaming_from_what_the_model_made(given: str) -> None:
     geometry = GEOMETRIES["class token"]
     maps = random_maps(2, 3, 13, 13)
-    stream = LayerStream(token_attention=True)
-    stream.observe(Observation(**{given: maps.log() if given == "logits" else maps}), geometry)
-    row = stream.row()
+    layer = LayerReadings(token_attention=True)
+    layer.observe(Observation(**{given: maps.log() if given == "logits" else maps}), geometry)
+    row = layer_rows([layer])[0]
     del row["entropy_bound"]
     assert row == pytest.approx(explicit_row(maps, geometry), rel=1e-4)
 
@@ -122,28 +127,28 @@ def test_large_logits_keep_their_precision() -> None:
     query = torch.zeros(1, 1, 1, 2)
     query[..., 0] = 3000.0
     key = torch.tensor([[[[1.0, 0.0], [1.0, 0.0], [0.999, 0.0], [0.5, 0.0]]]])
-    stream = LayerStream(token_attention=False)
-    stream.observe(Observation(query=query, key=key), Geometry(1, 4))
+    layer = LayerReadings(token_attention=False)
+    layer.observe(Observation(query=query, key=key), Geometry(1, 4))
     exact = row_entropy((query.double() @ key.double().mT).softmax(dim=-1))
-    assert stream.row()["entropy"] == pytest.approx(float(exact), rel=1e-3)
+    assert layer_rows([layer])[0]["entropy"] == pytest.approx(float(exact), rel=1e-3)
 
 
 def test_entries_at_the_threshold_count_in_the_papers_form_only() -> None:
     maps = torch.tensor([[0.5, 0.25, 0.25, 0.0]]).expand(1, 1, 4, 4)  # 2/K is 0.5
-    stream = LayerStream(token_attention=True)
-    stream.observe(Observation(map=maps), Geometry(4, 4, query_grid=(2, 2), key_grid=(2, 2)))
-    row = stream.row()
+    layer = LayerReadings(token_attention=True)
+    layer.observe(Observation(map=maps), Geometry(4, 4, query_grid=(2, 2), key_grid=(2, 2)))
+    row = layer_rows([layer])[0]
     assert (row["diversity_official"], row["diversity_paper"]) == (0.0, 1.0)
     assert (float(row_diversity(maps, "official")), float(row_diversity(maps, "paper"))) == (0.0, 1.0)
 
 
 def test_uniform_attention_has_the_values_theory_says() -> None:
-    stream = LayerStream(token_attention=True)
-    stream.observe(
+    layer = LayerReadings(token_attention=True)
+    layer.observe(
         Observation(query=torch.zeros(2, 3, 40, 4), key=torch.randn(2, 3, 40, 4)),
         Geometry(40, 40, query_grid=(5, 8), key_grid=(5, 8)),
     )
-    row = stream.row()
+    row = layer_rows([layer])[0]
     along = {n: np.mean([abs(i - j) / (n - 1) for i, j in itertools.product(range(n), repeat=2)]) for n in (5, 8)}
     expected = {
         "entropy": np.log(40),
@@ -159,7 +164,7 @@ def test_uniform_attention_has_the_values_theory_says() -> None:
 
 def test_quantiles_stay_close_once_folded_into_a_histogram() -> None:
     values = torch.rand(50_000, generator=torch.Generator().manual_seed(0)) * 5
-    exact, folded = Pool(), Pool(exact=1000)
+    exact, folded = Quantiles(), Quantiles(exact=1000)
     for part in values.split(7000):
         exact.add(part)
         folded.add(part)
@@ -168,14 +173,14 @@ def test_quantiles_stay_close_once_folded_into_a_histogram() -> None:
 
 
 def test_quantiles_of_zeros_below_zero_by_rounding() -> None:
-    folded = Pool(exact=10)
+    folded = Quantiles(exact=10)
     folded.add(torch.full((1000,), -1e-7))
     assert folded.histogram is not None
     assert folded.quantiles(0.15, 0.85).tolist() == [0.0, 0.0]
 
 
 def test_a_histogram_counts_beyond_what_single_precision_counts() -> None:
-    folded = Pool(exact=1)
+    folded = Quantiles(exact=1)
     folded.EXACT_COUNTS = 3000
     values = torch.tensor([1.0, 2.0, 3.0]).repeat(1000)
     folded.add(values)
@@ -184,21 +189,6 @@ def test_a_histogram_counts_beyond_what_single_precision_counts() -> None:
     folded.count = 3 * 2**24
     folded.add(values[:1].expand(1))
     assert int(folded.histogram.sum()) == folded.count == 3 * 2**24 + 1
-
-
-def test_means_of_long_streams_keep_little() -> None:
-    generator = torch.Generator().manual_seed(0)
-    mean, ratio, exact, exact_ratio = Mean(), Mean(torch.div), [], []
-    for step in range(200):
-        values = torch.rand(2, 300, generator=generator)
-        weight = 1 / (1 + step // 70)  # as if the number of tokens changed twice
-        mean.add(values, weight=weight)
-        ratio.add(values, values + 1)
-        exact.append(values.double() * weight)
-        exact_ratio.append(values.double() / (values.double() + 1))
-        assert sum(one.numel() for part in (*mean.parts, *ratio.parts) for one in part) <= 4 * Mean.MOST
-    found = arrived([mean.value, ratio.value])
-    assert found == pytest.approx([float(torch.stack(all_).mean()) for all_ in (exact, exact_ratio)], rel=1e-7)
 
 
 class LargestTensor(TorchDispatchMode):
@@ -220,9 +210,9 @@ def test_no_tensor_grows_with_the_square_of_the_tokens(against: bool) -> None:
     for side in (16, 32, 48):
         tokens = side * side
         query = torch.randn(2, 2, tokens, 8)
-        stream = LayerStream(token_attention=True, against=against, budget=1 << 14)
+        layer = LayerReadings(token_attention=True, against=against, budget=1 << 14)
         with LargestTensor() as watch:
-            stream.observe(
+            layer.observe(
                 Observation(query=query, key=query),
                 Geometry(tokens, tokens, query_grid=(side, side), key_grid=(side, side)),
             )
@@ -241,7 +231,7 @@ class Launches(TorchDispatchMode):
 
 
 def kept_by(thing: object, seen: dict[int, int]) -> dict[int, int]:
-    """The memory of every tensor that is reachable from a stream: address to bytes."""
+    """The memory of every tensor that is reachable from an object: address to bytes."""
     if isinstance(thing, torch.Tensor):
         seen[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
     elif isinstance(thing, list | tuple):
@@ -260,28 +250,28 @@ def test_readings_of_finished_sums_launch_little_and_keep_little(monkeypatch: py
     tokens = side * side + 1
     query, key = torch.randn(2, images, heads, tokens, 8, generator=torch.Generator().manual_seed(0)).unbind()
     seen, geometry = Observation(query=query, key=key), Geometry(tokens, tokens, 1, True, (side, side), (side, side))
-    stream = LayerStream(token_attention=True)
+    layer = LayerReadings(token_attention=True)
     with backend("reference"):
-        made = stream_module.statistics(query, key, scale=1.0)
-        monkeypatch.setattr(stream_module, "statistics", lambda *args, **kwargs: made)
+        made = layer_module.statistics(seen)
+        monkeypatch.setattr(layer_module, "statistics", lambda *args, **kwargs: made)
         with Launches() as launches:
-            stream.observe(seen, geometry)
-        assert launches.count <= 14
+            layer.observe(seen, geometry)
+        assert launches.count <= 4
         # One number a row, for the quantiles; and a few for each head of each image.
         by_row, by_head = 4 * images * heads * tokens, 4 * images * heads
-        assert sum(kept_by(stream, {}).values()) <= by_row + 12 * by_head
-        stream.readings[0].pool.exact = 1
+        assert sum(kept_by(layer, {}).values()) <= by_row + 12 * by_head
+        layer.entropies.exact = 1
         for _ in range(100):
-            stream.observe(seen, geometry)
-    histogram = 4 * Pool.BINS
-    assert sum(kept_by(stream, {}).values()) <= histogram + 12 * 4 * 2 * Mean.MOST
+            layer.observe(seen, geometry)
+    histogram = 4 * Quantiles.BINS
+    assert sum(kept_by(layer, {}).values()) <= histogram + 12 * 8
 
 
 def test_adl_official_equals_the_released_code(shared: Path) -> None:
     golden = load_file(shared / "golden/attention/adl.safetensors")
     values = []
-    for layer in (0, 1):
-        stream = LayerStream(token_attention=True, budget=500)
-        stream.observe(Observation(query=golden[f"q{layer}"], key=golden[f"k{layer}"], scale=0.25), Geometry(37, 37))
-        values.append(stream.row()["diversity_official"])
+    for depth in (0, 1):
+        layer = LayerReadings(token_attention=True, budget=500)
+        layer.observe(Observation(query=golden[f"q{depth}"], key=golden[f"k{depth}"], scale=0.25), Geometry(37, 37))
+        values.append(layer_rows([layer])[0]["diversity_official"])
     assert sum(values) / (2 + 1e-6) == pytest.approx(float(golden["official.tau2.loss"]), rel=1e-5)

@@ -82,15 +82,16 @@ class Compiler:
 def compiler(request: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[Compiler]:
     from triton.runtime.jit import JITFunction
 
-    from vitfocus.kernels.diversity import launch as diversity_launch
-    from vitfocus.kernels.statistics import launch as statistics_launch
+    from vitfocus.kernels import tiles
+    from vitfocus.kernels.diversity import op as diversity_op
+    from vitfocus.kernels.statistics import triton as statistics_kernels
 
     made = Compiler(request.param)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(JITFunction, "run", lambda self, *args, **keywords: made.run(self, *args, **keywords))
-    monkeypatch.setattr(diversity_launch, "_hopper", lambda device: request.param == 90)
-    for launch in (diversity_launch, statistics_launch):
-        monkeypatch.setattr(launch, "room", lambda device: made.shared)
+    monkeypatch.setattr(diversity_op, "_hopper", lambda device: request.param == 90)
+    for launch in (diversity_op, statistics_kernels, tiles):
+        monkeypatch.setattr(launch, "available", lambda device: made.shared)
     yield made
 
 
@@ -135,12 +136,12 @@ def context(dtype: torch.dtype) -> None:
 
 
 def statistics(dtype: torch.dtype, biased: bool, size: tuple[int, int] | None = None) -> None:
-    from vitfocus.kernels.statistics import launch as statistics_launch
+    from vitfocus.kernels.statistics import triton as statistics_kernels
 
     query, key, bias = attention(dtype, biased, size)
     sides = [] if biased else [3, 23, 3, 23, 1]
-    statistics_launch.statistics(query, key, bias, None, 0.125, sides, 2.0, 3)
-    statistics_launch.pair_products((query, key, bias, None), (query, key, bias, None), 0.125)
+    statistics_kernels.statistics(query, key, bias, None, 0.125, sides, 2.0, 3)
+    statistics_kernels.pair_products((query, key, bias, None), (query, key, bias, None), 0.125)
 
 
 HALF, SINGLE = torch.bfloat16, torch.float32

@@ -154,11 +154,11 @@ def test_operators_keep_the_rules_of_custom_operators(fused: str) -> None:
 @pytest.mark.parametrize("heads", ["mean", "each"])
 def test_columns_in_parts(heads: str, rows: int | None, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many blocks of rows, and columns shared out among more programs than have any."""
-    from vitfocus.kernels.diversity import launch as diversity_launch
+    from vitfocus.kernels.diversity import op as diversity_op
 
-    monkeypatch.setattr(diversity_launch, "block_sizes", lambda *_: (16, 16, 4))
-    monkeypatch.setattr(diversity_launch, "MANY_BLOCKS", 2)
-    monkeypatch.setattr(diversity_launch._Shape, "parts", lambda *_: 3)
+    monkeypatch.setattr(diversity_op, "block_sizes", lambda *_: (16, 16, 4))
+    monkeypatch.setattr(diversity_op, "MANY_BLOCKS", 2)
+    monkeypatch.setattr(diversity_op._Shape, "parts", lambda *_: 3)
     check_attention(Attention("parts", (2, 2, 50, 16), heads=heads, rows=rows, first=first, bias=(2, 2, 50, 50)))
 
 

@@ -208,11 +208,11 @@ def test_a_whole_step_is_captured_and_replayed() -> None:
 
 
 def test_kernels_are_chosen_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vitfocus.kernels.diversity import launch as diversity_launch
+    from vitfocus.kernels.diversity import op as diversity_op
     from vitfocus.kernels.pooling import triton as pooling
 
     calls = []
-    for module, name in ((diversity_launch, "forward"), (diversity_launch, "backward"), (pooling, "forward")):
+    for module, name in ((diversity_op, "launch_forward"), (diversity_op, "launch_backward"), (pooling, "forward")):
         original = getattr(module, name)
 
         def spy(*args: Any, _original: Any = original, _label: Any = (module.__name__, name)) -> Any:

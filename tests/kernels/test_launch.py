@@ -27,8 +27,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     """Every launch, in place of being made: the kernel's name, its grid and the current device."""
     from triton.runtime.jit import JITFunction
 
-    from vitfocus.kernels.diversity import launch as diversity_launch
-    from vitfocus.kernels.statistics import launch as statistics_launch
+    from vitfocus.kernels import tiles
+    from vitfocus.kernels.diversity import op as diversity_op
+    from vitfocus.kernels.statistics import triton as statistics_kernels
 
     seen: list[Launch] = []
     current = [0]
@@ -44,19 +45,19 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     monkeypatch.setattr(JITFunction, "run", run)
     monkeypatch.setattr(torch.cuda, "_exchange_device", exchange)
     monkeypatch.setattr(torch.cuda, "_maybe_exchange_device", exchange)
-    monkeypatch.setattr(diversity_launch, "_hopper", lambda device: True)
-    for launch in (diversity_launch, statistics_launch):
-        monkeypatch.setattr(launch, "room", lambda device: 227 * 1024)
+    monkeypatch.setattr(diversity_op, "_hopper", lambda device: True)
+    for launch in (diversity_op, statistics_kernels, tiles):
+        monkeypatch.setattr(launch, "available", lambda device: 227 * 1024)
     return seen
 
 
 def launch_all(images: int, device: str) -> None:
     """Every launcher there is, for so many images of few tokens."""
     from vitfocus.kernels.context import triton as context
-    from vitfocus.kernels.diversity import launch as diversity_launch
+    from vitfocus.kernels.diversity import op as diversity_op
     from vitfocus.kernels.diversity.chunked import Place
     from vitfocus.kernels.pooling import triton as pooling
-    from vitfocus.kernels.statistics import launch as statistics_launch
+    from vitfocus.kernels.statistics import triton as statistics_kernels
 
     half: dict[str, Any] = {"dtype": torch.float16, "device": device}
     for count in (4, 513):  # at once, and in blocks
@@ -69,11 +70,11 @@ def launch_all(images: int, device: str) -> None:
         torch.empty(1, 2, 4, 4, **half),
         Place(1, 0, True, True, 2),
     )
-    _, norms, *rest = diversity_launch.forward(query, query, bias, None, None, place)
-    saved = diversity_launch.Saved(norms, *rest)
-    diversity_launch.backward(torch.ones((), device=device), query, query, bias, None, place, saved, True)
-    statistics_launch.statistics(query, query, None, None, 1.0, [], 2.0, 1)
-    statistics_launch.pair_products((query, query, None, None), (query, query, None, None), 1.0)
+    _, norms, *rest = diversity_op.launch_forward(query, query, bias, None, None, place)
+    saved = diversity_op.Saved(norms, *rest)
+    diversity_op.launch_backward(torch.ones((), device=device), query, query, bias, None, place, saved, True)
+    statistics_kernels.statistics(query, query, None, None, 1.0, [], 2.0, 1)
+    statistics_kernels.pair_products((query, query, None, None), (query, query, None, None), 1.0)
 
 
 #: All kernels, those that only others call left out.

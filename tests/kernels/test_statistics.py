@@ -1,4 +1,4 @@
-"""Statistics from queries and keys: the reference, in chunks, by Triton's kernels, and the readings that use them.
+"""Statistics of attention: the reference, in tiles, by Triton's kernels, and the readings that use them.
 
 Triton's interpreter must be chosen before triton is imported, so one test runs the others again in a process where it
 is. It multiplies matrices of bfloat16 as if they were integers, so those are left to the GPU.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,12 @@ from tiny import build
 from torch import Tensor
 
 import vitfocus as vf
-from vitfocus.attention.observation import Observation
-from vitfocus.attention.reading import Geometry
-from vitfocus.attention.stability import stability
-from vitfocus.attention.stream import LayerStream
+from vitfocus.attention.layer import Geometry, LayerReadings, layer_rows
+from vitfocus.kernels.attention import Observation
 from vitfocus.kernels.backends import backend, has_triton, interpreting
 from vitfocus.kernels.statistics import op as module
-from vitfocus.kernels.statistics.op import Grids, Numbers, Statistics, map_statistics, pair_products, statistics
+from vitfocus.kernels.statistics.op import statistics
+from vitfocus.kernels.statistics.reference import Grids, Numbers, Statistics, map_statistics, stability
 
 interpreted = pytest.mark.skipif(not interpreting(), reason="needs TRITON_INTERPRET=1 from the start")
 
@@ -63,6 +62,10 @@ class Case:
         made = (self.spread * query, key, bias)
         return tuple(one.to(device, self.dtype) if one is not None else None for one in made)  # type: ignore[return-value]
 
+    def observation(self, seed: int = 0, device: str = "cpu") -> Observation:
+        query, key, bias = self.inputs(seed, device)
+        return Observation(query=query, key=key, scale=self.scale, bias=bias)
+
     @property
     def scale(self) -> float:
         return self.shape[3] ** -0.5
@@ -88,9 +91,10 @@ CASES = [
 by_name = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
-def exact_maps(query: Tensor, key: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    scores = query.double() @ key.double().mT * scale
-    return (scores if bias is None else scores + bias.double()).softmax(dim=-1)
+def exact_maps(seen: Observation) -> Tensor:
+    assert seen.query is not None and seen.key is not None
+    scores = seen.query.double() @ seen.key.double().mT * seen.scale
+    return (scores if seen.bias is None else scores + seen.bias.double()).softmax(dim=-1)
 
 
 def assert_near(found: Statistics, exact: Statistics, tolerance: float) -> None:
@@ -101,26 +105,29 @@ def assert_near(found: Statistics, exact: Statistics, tolerance: float) -> None:
         assert error <= tolerance, (name, float(error))
 
 
-def check(case: Case, device: str = "cpu") -> None:
-    """The chosen backend's sums against those of exact maps."""
-    query, key, bias = case.inputs(device=device)
-    other_query, other_key, other_bias = case.inputs(seed=1, device=device)
-    maps = exact_maps(query, key, bias, case.scale)
-    for top in (1, 1 + key.shape[2] // 4, key.shape[2]):
-        found = statistics(query, key, scale=case.scale, bias=bias, grids=case.grids, top=top)
-        assert_near(found, map_statistics(maps, case.grids, top=top), case.tolerance)
-    others = exact_maps(other_query, other_key, other_bias, case.scale)
-    both, one, two = pair_products(
-        (query, key, bias, None), (other_query, other_key, other_bias, None), scale=case.scale
-    )
+def check(case: Case, device: str = "cpu", budget: int | None = None) -> None:
+    """The chosen backend against the definitions on exact maps."""
+    seen, other = case.observation(device=device), case.observation(seed=1, device=device)
+    maps, others = exact_maps(seen), exact_maps(other)
+    for top in (1, 1 + seen.shape[3] // 4, seen.shape[3]):
+        found = statistics(seen, grids=case.grids, top=top, budget=budget)
+        assert_near(found, map_statistics(maps, grids=case.grids, top=top), case.tolerance)
+    products = statistics(seen, other, budget=budget).products
+    assert products is not None
+    both, one, two = products
     cosines = (both / (one * two).sqrt()).double()
     torch.testing.assert_close(cosines, stability(maps, others), rtol=0, atol=10 * case.tolerance)
 
 
 @by_name
-def test_in_chunks(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CHUNK", 200)
+def test_in_tiles(case: Case) -> None:
     with backend("chunked"):
+        check(case, budget=200)
+
+
+@by_name
+def test_by_the_reference(case: Case) -> None:
+    with backend("reference"):
         check(case)
 
 
@@ -134,18 +141,18 @@ def test_interpreted_kernels(case: Case) -> None:
 @interpreted
 def test_interpreted_normalisers_may_be_given() -> None:
     case = CASES[3]
-    query, key, _ = case.inputs()
-    lse = (query @ key.mT * case.scale).logsumexp(dim=-1)
+    seen = case.observation()
+    given = replace(seen, lse=seen.scores().logsumexp(dim=-1))
     with backend("triton"):
-        found = statistics(query, key, scale=case.scale, grids=case.grids, lse=lse)
-        other = pair_products((query, key, None, lse), (query, key, None, lse), scale=case.scale)
-    assert_near(found, map_statistics(exact_maps(query, key, None, case.scale), case.grids), case.tolerance)
-    torch.testing.assert_close(other[0], Numbers(*found.numbers).squares)
+        found = statistics(given, given, grids=case.grids)
+    assert_near(found, map_statistics(exact_maps(seen), grids=case.grids), case.tolerance)
+    assert found.products is not None
+    torch.testing.assert_close(found.products[0], Numbers(*found.numbers).squares)
 
 
 @interpreted
-def test_interpreted_many_heads_are_left_to_the_pass_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_launch", None)
+def test_interpreted_many_heads_are_computed_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_launch", None)  # calling it would raise
     with backend("triton"):
         check(Case("", (1, 17, 5, 8)))
         check(Case("", (1, 16, 5, 65)))
@@ -168,14 +175,11 @@ GEOMETRIES = {
 
 def layer(geometry: Geometry, name: str, device: str = "cpu") -> tuple[dict[str, float], Tensor]:
     """A layer's row and stabilities from two batches, by that backend."""
-    stream = LayerStream(token_attention=True, against=True)
+    readings = LayerReadings(token_attention=True, against=True)
     case = Case("", (6, 3, geometry.queries, 8), geometry.keys, bias=(1, 3, geometry.queries, geometry.keys))
-    for seed in (0, 1):
-        query, key, bias = case.inputs(seed, device)
-        with backend(name):
-            stream.observe(Observation(query=query, key=key, scale=case.scale, bias=bias), geometry)
-    assert stream.stability is not None
-    return stream.row(), stream.stability.take().cpu()
+    with backend(name):
+        stabilities = [readings.observe(case.observation(seed, device), geometry) for seed in (0, 1)]
+    return layer_rows([readings])[0], torch.cat([one.cpu() for one in stabilities if one is not None])
 
 
 def check_layer(name: str, backend_name: str, device: str = "cpu") -> None:
@@ -185,19 +189,19 @@ def check_layer(name: str, backend_name: str, device: str = "cpu") -> None:
     assert row == pytest.approx(expected, rel=2e-5)
     torch.testing.assert_close(stabilities, expected_stabilities)
     case = Case("", (6, 3, geometry.queries, 8), geometry.keys, bias=(1, 3, geometry.queries, geometry.keys))
-    maps = torch.cat([exact_maps(*case.inputs(seed), case.scale)[:3] for seed in (0, 1)])
+    maps = torch.cat([exact_maps(case.observation(seed))[:3] for seed in (0, 1)])
     naive = naive_row(maps.numpy(), geometry)
     assert {key: row[key] for key in naive} == pytest.approx(naive, rel=2e-5)
 
 
 @pytest.mark.parametrize("name", GEOMETRIES)
-def test_readings_by_the_reference_equal_the_tile_pass(name: str) -> None:
+def test_readings_by_the_reference_equal_the_tiles(name: str) -> None:
     check_layer(name, "reference")
 
 
 @interpreted
 @pytest.mark.parametrize("name", GEOMETRIES)
-def test_interpreted_readings_equal_the_tile_pass(name: str) -> None:
+def test_interpreted_readings_equal_the_tiles(name: str) -> None:
     check_layer(name, "triton")
 
 
@@ -207,7 +211,7 @@ def test_interpreted_entries_at_the_threshold_count_in_the_papers_form_only() ->
     query, key = torch.zeros(1, 1, 4, 16), torch.zeros(1, 1, 4, 16)
     bias = torch.tensor([0.0, 0.0, -torch.inf, -torch.inf]).expand(1, 1, 4, 4)
     with backend("triton"):
-        found = statistics(query, key, scale=1.0, bias=bias)
+        found = statistics(Observation(query=query, key=key, bias=bias))
     numbers = Numbers(*found.numbers)
     assert numbers.official.item() == 0.0
     assert numbers.paper.item() == pytest.approx(1.0) and numbers.effective.item() == pytest.approx(2.0)
@@ -261,19 +265,18 @@ def test_gpu_readings_equal_the_tile_pass(name: str) -> None:
 @on_a_gpu
 def test_gpu_repeats_bit_by_bit_and_waits_for_nothing() -> None:
     case = Case("", (4, 6, 1025, 64), None, Grids((32, 32), (32, 32), 1), dtype=torch.bfloat16)
-    query, key, _ = case.inputs(device="cuda")
-    one, two = (statistics(query, key, scale=case.scale, grids=case.grids) for _ in range(2))
+    seen = case.observation(device="cuda")
+    one, two = (statistics(seen, seen, grids=case.grids) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
-    stream = LayerStream(token_attention=True, against=True)
+    readings = LayerReadings(token_attention=True, against=True)
     geometry = Geometry(1025, 1025, 1, True, (32, 32), (32, 32))
-    seen = Observation(query=query, key=key, scale=case.scale)
-    stream.observe(seen, geometry)
+    readings.observe(seen, geometry)
     torch.cuda.synchronize()
     before = torch.cuda.max_memory_allocated()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        stream.observe(seen, geometry)
-        stream.numbers()
+        readings.observe(seen, geometry)
+        readings.totals()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.max_memory_allocated() - before < 4 * 6 * 1025 * 1025  # nothing of a map's size

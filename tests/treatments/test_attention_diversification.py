@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import vitfocus as vf
 from vitfocus.attention.capture import observing
-from vitfocus.kernels.diversity.op import row_similarity
+from vitfocus.kernels.diversity.reference import row_similarity
 from vitfocus.treatments.attention_diversification import RowChoice
 
 

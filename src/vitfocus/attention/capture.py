@@ -1,18 +1,17 @@
-"""The probe: sees an attention's queries and keys at the moment they meet, and changes nothing.
+"""The probe: observes an attention's queries and keys while the model runs, and changes nothing.
 
-It replaces the `forward` of the attention module, on that instance alone, by one that runs the original under a
-`TorchFunctionMode`. The mode watches for `scaled_dot_product_attention`, or the softmax of a model that does without
-it, and hands what it saw to a sink; where torch's own kernel can tell its normalisers, it is asked to. Nothing global
-is patched; outside the module's own forward nothing is watched, and `torch.compile(fullgraph=True)` traces straight
-through it.
+It replaces the `forward` of one attention module instance by one that runs the original under a `TorchFunctionMode`.
+The mode watches for `scaled_dot_product_attention`, or for the softmax of a model that does not use it, and passes what
+it saw to a sink. Where torch's fused kernel can return its softmax normalisers, they are observed too. Nothing global
+is patched; nothing is watched outside the module's own forward, and `torch.compile(fullgraph=True)` traces through it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +19,19 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from vitfocus.anatomy import Block
-from vitfocus.attention.observation import Observation, join_heads
-from vitfocus.kernels.attention import attention_with_normalisers, matched
+from vitfocus.kernels.attention import Observation, attention_with_normalisers, join_heads, matched
 from vitfocus.kernels.backends import chosen, exporting, outside_autocast
 
-Sink = Callable[[Observation], None]
+
+class Sink(Protocol):
+    """Receives each observed attention of one module, while it wants any."""
+
+    @property
+    def wants_attention(self) -> bool:
+        """Whether the next forward is to be observed."""
+
+    def __call__(self, seen: Observation) -> Any:
+        """Take one observed attention."""
 
 
 class _Watch(TorchFunctionMode):
@@ -44,7 +51,8 @@ class _Watch(TorchFunctionMode):
         elif func is F.scaled_dot_product_attention:
             seen, value = _from_call(self.heads, *args, **kwargs)
             made = None
-            if value is not None and seen.query is not None and seen.key is not None and triton_reads(seen.query):
+            wants_normalisers = value is not None and chosen(seen.source) == "triton" and not exporting()
+            if wants_normalisers and seen.query is not None and seen.key is not None and value is not None:
                 made = attention_with_normalisers(seen.query, seen.key, value, scale=seen.scale)
             if made is not None:
                 self.seen.append(replace(seen, lse=made[1]))
@@ -73,7 +81,7 @@ def _from_call(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> tuple[Observation, Tensor | None]:
-    """An observation from the arguments of `scaled_dot_product_attention`, and the values where these are all."""
+    """An observation from the arguments of `scaled_dot_product_attention`; the values if nothing masks it."""
     plain = attn_mask is None and dropout_p == 0.0 and not is_causal and not enable_gqa and query.ndim == 4
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if is_causal:
@@ -93,15 +101,10 @@ def _from_call(
     return Observation(query=query, key=key, scale=scale, bias=attn_mask), value if plain else None
 
 
-def triton_reads(query: Tensor) -> bool:
-    """Whether what was seen goes to the kernels, which profit from knowing the normalisers."""
-    return not exporting() and chosen(query) == "triton"
-
-
 def _from_multihead(module: nn.MultiheadAttention, tokens: Tensor) -> Observation:
     """Queries and keys of an `nn.MultiheadAttention`, projected as it projects them.
 
-    Its eval-mode fast path never leaves C++, so they are computed here beside it rather than caught inside.
+    Its fast path in eval mode never leaves C++, so they are computed here a second time.
     """
     if not module.batch_first:
         tokens = tokens.transpose(0, 1)
@@ -113,9 +116,9 @@ def _from_multihead(module: nn.MultiheadAttention, tokens: Tensor) -> Observatio
 
 
 class Watched:
-    """Stands in for an attention module's `forward`: the original, watched.
+    """Replaces an attention module's `forward` by the original under observation.
 
-    It is an object rather than a closure so that the module can still be copied and pickled.
+    An object and not a closure, so that the module can still be copied and pickled.
     """
 
     def __init__(self, module: nn.Module, reader: str, sink: Sink) -> None:
@@ -125,7 +128,7 @@ class Watched:
         self.inner = module.__dict__.get("forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not getattr(self.sink, "wants_attention", True):
+        if not self.sink.wants_attention:
             return self._original(*args, **kwargs)
         if self.reader == "multihead":
             tokens = args[0] if args else kwargs["query"]
@@ -136,7 +139,7 @@ class Watched:
         with _Watch(seen, self.reader == "dropout", _heads(self.module)):
             output = self._original(*args, **kwargs)
         if seen:
-            self.sink(join_heads(seen))
+            self.sink(seen[0] if len(seen) == 1 else join_heads(seen))
         return output
 
     def _original(self, *args: Any, **kwargs: Any) -> Any:
@@ -146,44 +149,64 @@ class Watched:
 
 
 def _heads(module: nn.Module) -> int | None:
-    """How many heads an attention module says it has."""
+    """The number of heads by an attention module's own attribute."""
     for name in ("num_heads", "num_attention_heads", "n_heads"):
         if isinstance(heads := getattr(module, name, None), int):
             return heads
     return None
 
 
+_readers = 0
+
+
+def only_reading() -> bool:
+    """Whether a model runs now only to have its attention read: training state must then be left alone."""
+    return _readers > 0
+
+
+@contextmanager
+def reading_only() -> Iterator[None]:
+    """Within the context, `only_reading` is true."""
+    global _readers
+    _readers += 1
+    try:
+        yield
+    finally:
+        _readers -= 1
+
+
 @contextmanager
 def observing(blocks: Sequence[Block], sink: Callable[[Block, Observation], None]) -> Iterator[None]:
-    """Within the context, every attention of these blocks is handed to `sink(block, observation)`.
+    """Within the context, every attention of these blocks is passed to `sink(block, observation)`.
 
-    Compiled models run eagerly meanwhile, so that they can be read too. On the way out, exceptions included, every
-    module is as it was.
+    Compiled models run eagerly meanwhile, so that they can be observed too. On exit, also by an exception, every module
+    is restored.
     """
     watched: list[tuple[nn.Module, Watched]] = []
     try:
         for block in blocks:
             if block.attention is None or block.reader is None:
                 continue
-            stand_in = Watched(block.attention, block.reader, _BlockSink(block, sink))
-            block.attention.__dict__["forward"] = stand_in
-            watched.append((block.attention, stand_in))
+            replacement = Watched(block.attention, block.reader, _BlockSink(block, sink))
+            block.attention.__dict__["forward"] = replacement
+            watched.append((block.attention, replacement))
         with torch.compiler.set_stance("force_eager"):
             yield
     finally:
-        for module, stand_in in reversed(watched):
-            if stand_in.inner is None:
+        for module, replacement in reversed(watched):
+            if replacement.inner is None:
                 del module.__dict__["forward"]
             else:
-                module.__dict__["forward"] = stand_in.inner
+                module.__dict__["forward"] = replacement.inner
 
 
+@dataclass(frozen=True)
 class _BlockSink:
-    """Tells the sink which block an observation came from, and has it compute with the precision that it asks for."""
+    """Passes on which block an observation came from, and disables autocast for the sink."""
 
-    def __init__(self, block: Block, sink: Callable[[Block, Observation], None]) -> None:
-        self.block = block
-        self.sink = sink
+    block: Block
+    sink: Callable[[Block, Observation], None]
+    wants_attention: ClassVar[bool] = True
 
     def __call__(self, seen: Observation) -> None:
         with outside_autocast(seen.device):

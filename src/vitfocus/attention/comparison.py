@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vitfocus.anatomy import insertion_sentence
-from vitfocus.attention.table import COLUMNS, cell
+from vitfocus.attention.readings import READINGS, cell, columns
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.tables import Table
 
@@ -16,18 +16,10 @@ if TYPE_CHECKING:
 
     from vitfocus.attention.diagnosis import Diagnosis
 
-#: What is compared, and how a sentence calls it.
-COMPARED = {
-    "entropy": "mean entropy in nats",
-    "entropy_cls": "the class token's entropy in nats",
-    "distance": "relative distance",
-    "gradient": "softmax gradient",
-    "overfocus": "overfocus",
-    "effective_tokens": "the number of effective tokens",
-    "head_similarity": "similarity of heads",
-    "diversity_official": "similarity of rows",
-    "stability": "stability",
-}
+
+def _compared() -> dict[str, str]:
+    """What is compared, and what a sentence calls it."""
+    return {key: reading.label for key, reading in READINGS.items() if reading.label}
 
 
 @dataclass(frozen=True)
@@ -44,20 +36,20 @@ class Comparison:
         pairs = zip(self.first.rows, self.second.rows, strict=True)
         return [
             {"layer": a["layer"], "name": b["name"]}
-            | {key: b[key] - a[key] for key in COMPARED if key in a and key in b}
+            | {key: b[key] - a[key] for key in _compared() if key in a and key in b}
             for a, b in pairs
         ]
 
     @property
     def findings(self) -> list[str]:
-        """How the mean over the layers changes, one sentence a number."""
+        """How the mean over the layers changes, one sentence per number."""
         sentences = []
-        for key, what in COMPARED.items():
+        for key, what in _compared().items():
             means = [_mean(diagnosis, key) for diagnosis in (self.first, self.second)]
             before, after = means
             if before is None or after is None:
                 continue
-            low, high = (cell({key: value}, key) if key in COLUMNS else f"{value:.2f}" for value in (before, after))
+            low, high = (format(value, READINGS[key].format) for value in (before, after))
             verb = "stays at" if low == high else "rises" if after > before else "falls"
             change = f"{verb} {low}" if low == high else f"{verb} from {low} to {high}"
             sentences.append(f"From {self.labels[0]} to {self.labels[1]}, {what} {change}, averaged over the layers.")
@@ -65,15 +57,15 @@ class Comparison:
 
     def table(self) -> Table:
         """Both values of every number, first → second."""
-        keys = [key for key in COMPARED if any(key in row for row in self.rows)]
+        keys = [key for key in _compared() if any(key in row for row in self.rows)]
         rows = [
             [str(a["layer"]), *(f"{cell(a, key)} → {cell(b, key)}" for key in keys)]
             for a, b in zip(self.first.rows, self.second.rows, strict=True)
         ]
-        title = f"{self.labels[0]} → {self.labels[1]}"
+        title, headings = f"{self.labels[0]} → {self.labels[1]}", columns()
         pairs = zip((self.first, self.second), self.labels, strict=True)
         caption = " ".join(insertion_sentence(one.inserted, label) for one, label in pairs if one.inserted)
-        return Table(title, ["layer", *(COLUMNS[key][0] for key in keys)], rows, caption)
+        return Table(title, ["layer", *(headings[key][0] for key in keys)], rows, caption)
 
     def to_dict(self) -> dict[str, Any]:
         """Both diagnoses and the differences, as plain data."""

@@ -1,9 +1,11 @@
-"""`diagnose`: one row of numbers for every attention layer of a model, and what stands out in plain words."""
+"""`diagnose`: one row of numbers for each attention layer of a model, and what stands out in plain sentences."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,39 +13,26 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from vitfocus.anatomy import Block, anatomy, inserted
+from vitfocus.anatomy import Anatomy, Block, anatomy, inserted, insertion_sentence
 from vitfocus.anatomy.block import Size
-from vitfocus.attention.findings import SECOND, Thresholds, findings
+from vitfocus.attention.findings import SECOND, default_thresholds, findings
 from vitfocus.attention.images import Batch, Images, batches, paired
-from vitfocus.attention.observation import Observation
-from vitfocus.attention.scaling_profile import context_scale, scaling_profile
+from vitfocus.attention.layer import LayerReadings, geometry_of, layer_rows
+from vitfocus.attention.readings import READINGS, cell, columns, context_scale, figures
 from vitfocus.attention.session import can_be_read, model_name, pick_blocks, reading
-from vitfocus.attention.stream import LayerStream, geometry_of
-from vitfocus.attention.stream import rows as rows_of
-from vitfocus.attention.table import diagnosis_table
 from vitfocus.attention.text_inputs import text_length, with_text, without_padding
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import write_bytes
 from vitfocus.core.records import Count, OpenDict, convert, read_json
-from vitfocus.core.tables import Table
+from vitfocus.core.tables import Table, counted
+from vitfocus.kernels.attention import Observation
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from vitfocus.attention.comparison import Comparison
-
-#: What `plot` draws, and the key a row must have for it.
-PLOTS = {
-    "entropy": "entropy",
-    "distance": "distance",
-    "overfocus": "overfocus",
-    "heads": "head_similarity",
-    "diversity": "diversity_official",
-    "stability": "stability",
-    "scaling": "scaling_mean",
-}
 
 
 class _RowFields(msgspec.Struct):
@@ -72,10 +61,16 @@ class DiagnosisRecord(msgspec.Struct):
 
 @dataclass
 class Diagnosis:
-    """What `diagnose` found: `rows`, one dict a layer, and what they were taken from.
+    """What `diagnose` measured.
 
-    `stability_values` holds, for each layer, the cosine of every image and head (a list of lists), for the box plots.
-    `inserted` names treatments that were inserted after the model's weights were last trained.
+    Attributes:
+        rows: one dict per layer; `vitfocus.attention.readings.READINGS` describes its keys.
+        model: the model's name.
+        images: how many images were read.
+        size: their height and width.
+        against: the corruption or images that stability was measured against.
+        stability_values: for each layer, the cosine of each image and head (a list of lists), for the box plots.
+        inserted: treatments that were inserted after the model's weights were last trained.
     """
 
     rows: list[dict[str, Any]]
@@ -88,15 +83,20 @@ class Diagnosis:
 
     @property
     def findings(self) -> list[str]:
-        """What stands out, in sentences, by the default `Thresholds`."""
+        """What stands out, in sentences, by the default thresholds of `vitfocus.attention.findings`."""
         return findings(self.rows, self.against)
 
     def table(self) -> Table:
-        """The rows as a table: print it, or give it to rich."""
-        return diagnosis_table(self)
+        """The rows as a table, with the columns for which any layer has a number: print it, or pass it to rich."""
+        keys = {key: heading for key, (heading, _) in columns().items() if any(key in row for row in self.rows)}
+        title = f"{self.model}: {counted(self.images, 'image')} of {self.size[0]}x{self.size[1]}"
+        title += f", against {self.against}" if self.against else ""
+        units = "Entropy in nats; distance in sides of the image, or of the window." if "entropy" in keys else ""
+        caption = " ".join(filter(None, (units, insertion_sentence(self.inserted))))
+        return Table(title, list(keys.values()), [[cell(row, key) for key in keys] for row in self.rows], caption)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as plain data."""
+        """Everything as plain data, which JSON can hold."""
         return {
             "model": self.model,
             "images": self.images,
@@ -105,7 +105,7 @@ class Diagnosis:
             "inserted": self.inserted,
             "rows": [dict(row) for row in self.rows],
             "findings": self.findings,
-            "thresholds": Thresholds().to_dict(),
+            "thresholds": default_thresholds(),
             "stability_values": {str(layer): values for layer, values in self.stability_values.items()},
         }
 
@@ -115,7 +115,7 @@ class Diagnosis:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Diagnosis:
-        """The opposite of `to_dict`."""
+        """A diagnosis from what `to_dict` returned."""
         return cls._from(convert(data, DiagnosisRecord, "The dict", writer="Diagnosis.to_dict"))
 
     @classmethod
@@ -146,8 +146,8 @@ class Diagnosis:
         return plot({self.model: self}, kind)
 
     def plots(self) -> list[str]:
-        """The kinds of figure there are numbers for."""
-        return [kind for kind, key in PLOTS.items() if any(key in row for row in self.rows)]
+        """The kinds of figure that there are numbers for."""
+        return [kind for kind, key in figures().items() if any(key in row for row in self.rows)]
 
     def save(self, folder: str | Path) -> list[Path]:
         """Write diagnosis.json, the table as text, and every figure if matplotlib is installed; return the files."""
@@ -182,24 +182,35 @@ def diagnose(
     seed: int = 0,
     name: str | None = None,
 ) -> Diagnosis:
-    """Read what every attention layer of a vision transformer does with these images.
-
-    `images` is a batch as the model takes it (normalised floats), or uint8, which is then normalised; or an iterable of
-    batches, such as a DataLoader. `against` is a second set to compare the maps with, or a corruption such as
-    "gaussian_noise/3", drawn from `seed`. `layers` picks layers by index or name, `batch_size` cuts up a large tensor,
-    and `name` is what tables and figures call the model.
-
-    A model that reads text takes dicts of "pixel_values" and "input_ids", as its Hugging Face processor makes them, or,
-    loaded with its word pieces, of "pixel_values" and "question"; what pads a text or an image is not read.
+    """Measure what each attention layer of a vision transformer does with these images.
 
     The model keeps its fused attention, its device, its mode and its outputs; no map is stored.
 
-    >>> import timm
-    >>> from vitfocus.data.shapes.dataset import shapes_batch
-    >>> model = timm.create_model("vit_tiny_patch16_224", depth=2, img_size=64)
-    >>> diagnosis = diagnose(model, shapes_batch(range(2), size=64)[0], against="gaussian_noise/3")
-    >>> [row["layer"] for row in diagnosis.rows], diagnosis.rows[0]["entropy_bound"] >= diagnosis.rows[0]["entropy"]
-    ([0, 1], True)
+    Args:
+        model: a timm, transformers, torchvision or vitfocus model.
+        images: a batch as the model takes it (normalised floats), or uint8, which is normalised; or an iterable of
+            batches, such as a DataLoader. A model that reads text takes dicts of "pixel_values" and "input_ids", as its
+            Hugging Face processor makes them, or, loaded with its tokenizer, of "pixel_values" and "question". Padding
+            of a text or an image is excluded.
+        against: a second set of images to compare the maps with, or a corruption such as "gaussian_noise/3".
+        layers: layers to read, by index or name; all by default.
+        batch_size: how many images of a tensor or data set to read at once.
+        seed: the seed of the corruption.
+        name: what tables and figures call the model.
+
+    Returns:
+        The diagnosis, with one row per layer.
+
+    Raises:
+        VitfocusError: if there are no images, or the model, the images or a layer are not what is expected.
+
+    Example:
+        >>> import timm
+        >>> from vitfocus.data.shapes.dataset import shapes_batch
+        >>> model = timm.create_model("vit_tiny_patch16_224", depth=2, img_size=64)
+        >>> diagnosis = diagnose(model, shapes_batch(range(2), size=64)[0], against="gaussian_noise/3")
+        >>> [row["layer"] for row in diagnosis.rows], diagnosis.rows[0]["entropy_bound"] >= diagnosis.rows[0]["entropy"]
+        ([0, 1], True)
     """
     body = anatomy(model)
     blocks = list(dict.fromkeys(pick_blocks(body, layers)))
@@ -207,46 +218,72 @@ def diagnose(
         from vitfocus.corruptions import parse
 
         against = "{}/{}".format(*parse(against))
-    streams = {
-        block.name: LayerStream(block.mixes_tokens_by_attention, against is not None)
-        for block in blocks
-        if can_be_read(block)
-    }
-    values: dict[str, list[torch.Tensor]] = {block: [] for block in streams}
-    pairs = 1 if against is None else 2
-    count, size, batch_images, text_tokens = 0, body.build_size, 0, 0
-
-    def sink(block: Block, seen: Observation, seen_size: Size) -> None:
-        nonlocal size
-        size = seen_size
-        stream = streams[block.name]
-        stream.observe(seen, geometry_of(block, seen, seen_size, text_tokens))
-        if stream.stability is not None:
-            # Windows are averaged into the image they belong to.
-            values[block.name].append(stream.stability.take().unflatten(0, (batch_images, -1)).mean(dim=1))
-
-    source: Iterator[Batch] = (with_text(batch, model, body) for batch in batches(images, batch_size))
+    source = batches(images, batch_size)
+    if body.text is not None:
+        source = _with_text(source, model, body)
     if against is not None:
         source = paired(source, against, body, batch_size, seed)
-    with reading(model, body, [block for block in blocks if block.name in streams], sink) as run:
-        for piece in (piece for batch in source for piece in without_padding(batch, pairs)):
-            batch_images, text_tokens = len(piece.pixels) // pairs, text_length(piece)
-            run(piece)
-            count += batch_images
+    reader = _Reader([block for block in blocks if can_be_read(block)], 1 if against is None else 2)
+    count = 0
+    with reading(model, body, reader.blocks, reader) as session:
+        for batch in source:
+            for piece in [batch] if body.text is None else reader.without_padding(batch):
+                reader.images = len(piece.pixels) // reader.pairs
+                session.run(piece)
+                count += reader.images
     if count == 0:
         raise VitfocusError("There are no images to diagnose with: the iterable was empty.")
-    read = [name for name, stream in streams.items() if stream.maps]
-    numbers = dict(zip(read, rows_of(streams[name] for name in read), strict=True))
+    numbers = reader.rows()
     rows = [_row(block, numbers.get(block.name, {})) for block in blocks]
-    for row in rows:
-        if row.get("entropy", 0.0) != row.get("entropy", 0.0):
-            raise VitfocusError(f"The attention of {row['name']} is not a number: look for NaN in images and weights.")
-    stability = {block.depth: torch.cat(values[block.name]).tolist() for block in blocks if values.get(block.name)}
     described = against if isinstance(against, str) or against is None else SECOND
-    return Diagnosis(rows, name or model_name(model), count, size, described, stability, "+".join(inserted(model)))
+    stability = {block.depth: torch.cat(found).tolist() for block in blocks if (found := reader.stability[block.name])}
+    name, late = name or model_name(model), "+".join(inserted(model))
+    return Diagnosis(rows, name, count, session.size, described, stability, late)
+
+
+class _Reader:
+    """Receives each observed attention and keeps the readings of its layer.
+
+    `images` and `text_tokens` describe the batch that is running; `pairs` is 2 if its second half is corrupted.
+    """
+
+    def __init__(self, blocks: Sequence[Block], pairs: int) -> None:
+        self.blocks, self.pairs = blocks, pairs
+        self.layers = {block.name: LayerReadings(block.mixes_tokens_by_attention, pairs == 2) for block in blocks}
+        self.stability: dict[str, list[Tensor]] = defaultdict(list)
+        self.images = self.text_tokens = 0
+
+    def __call__(self, block: Block, seen: Observation, size: Size) -> None:
+        geometry = geometry_of(block, seen, size, self.text_tokens)
+        cosines = self.layers[block.name].observe(seen, geometry)
+        if cosines is not None:
+            # Windows are averaged into the image they belong to.
+            self.stability[block.name].append(cosines.unflatten(0, (self.images, -1)).mean(dim=1))
+
+    def without_padding(self, batch: Batch) -> Iterator[Batch]:
+        """The batch in pieces without padding, for a model that reads text."""
+        for piece in without_padding(batch, self.pairs):
+            self.text_tokens = text_length(piece)
+            yield piece
+
+    def rows(self) -> dict[str, dict[str, float]]:
+        """The numbers of each layer that was observed, by its name."""
+        read = [name for name, layer in self.layers.items() if layer.sums is not None]
+        rows = dict(zip(read, layer_rows([self.layers[name] for name in read]), strict=True))
+        for name, row in rows.items():
+            if math.isnan(row["entropy"]):
+                raise VitfocusError(f"The attention of {name} is not a number: look for NaN in images and weights.")
+        return rows
+
+
+def _with_text(source: Iterator[Batch], model: nn.Module, body: Anatomy) -> Iterator[Batch]:
+    return (with_text(batch, model, body) for batch in source)
 
 
 def _row(block: Block, numbers: dict[str, float]) -> dict[str, Any]:
     row: dict[str, Any] = {"layer": block.depth, "name": block.name, "attention_kind": block.attention_kind, **numbers}
     scale = context_scale(block.host)
-    return row | (scaling_profile(scale) if scale is not None else {})
+    if scale is not None:
+        values = {key: one.scale(scale) for key, one in READINGS.items() if one.scale is not None}
+        row |= {key: value for key, value in values.items() if value is not None}
+    return row

@@ -1,7 +1,7 @@
-"""`attention_maps`: explicit maps, for those who want to look at them, of the layers, heads and queries asked for.
+"""`attention_maps`: explicit maps of the layers, heads and queries asked for.
 
-Two things come on top: `rollout`, which follows attention through all layers, and `normalise_together`, which makes the
-maps of two models comparable in a picture.
+`rollout` follows attention through all layers; `normalise_together` makes the maps of two models comparable in a
+picture.
 """
 
 from __future__ import annotations
@@ -18,19 +18,22 @@ from torch.nn import functional as F
 from vitfocus.anatomy import Block, anatomy
 from vitfocus.anatomy.block import Size
 from vitfocus.attention.images import Images, batches
-from vitfocus.attention.observation import Observation
 from vitfocus.attention.session import can_be_read, pick_blocks, reading
-from vitfocus.attention.stream import part
 from vitfocus.core.errors import VitfocusError
+from vitfocus.kernels.attention import Observation
 
-#: Bytes from which on `attention_maps` says how much it is about to store, and beyond which it wants to be asked twice.
+Indices = int | Sequence[int] | slice | None
+
+#: Bytes above which `attention_maps` warns, and above which it refuses unless `limit` is raised.
 WARN_BYTES, LIMIT_BYTES = 1 << 29, 1 << 32
 
 
 class AttentionMaps(list[Tensor]):
-    """One tensor (B, heads, queries, K) for each layer asked for, in that order; B counts windows where there are any.
+    """A list of one tensor (B, heads, queries, K) per layer, in the order asked for; B counts windows if there are any.
 
-    `blocks` are the layers' records and `size` is that of the images, so that a picture knows which token lies where.
+    Attributes:
+        blocks: the layers' records, which say where each token lies.
+        size: the height and width of the images.
     """
 
     def __init__(self, maps: Sequence[Tensor], blocks: Sequence[Block], size: Size) -> None:
@@ -49,16 +52,29 @@ def attention_maps(
     batch_size: int | None = None,
     limit: int = LIMIT_BYTES,
 ) -> AttentionMaps:
-    """The attention maps of the layers asked for (the last by default; None for all), as float32 tensors on the CPU.
+    """The attention maps of some layers, as float32 tensors on the CPU.
 
-    `heads` and `queries` pick heads and query rows, all by default. What would take more than `limit` bytes is refused
-    with the number of bytes it takes, and anything above half a gigabyte is announced by a warning.
+    Args:
+        model: a timm, transformers, torchvision or vitfocus model.
+        images: the images, in any form that `diagnose` takes.
+        layers: layers by index or name; the last by default, None for all.
+        heads: heads by index; all by default.
+        queries: query rows by index; all by default.
+        batch_size: how many images of a tensor or data set to run at once.
+        limit: the most bytes that the maps may take. Above half a gigabyte a warning says how much they take.
 
-    >>> import timm
-    >>> model = timm.create_model("vit_tiny_patch16_224", depth=2, img_size=64)
-    >>> maps = attention_maps(model, torch.zeros(2, 3, 64, 64), layers=[0, -1], heads=[2], queries=[0])
-    >>> [tuple(layer.shape) for layer in maps]
-    [(2, 1, 1, 17), (2, 1, 1, 17)]
+    Returns:
+        One tensor (B, heads, queries, K) per layer.
+
+    Raises:
+        VitfocusError: if a layer has no token-to-token map, an index does not exist, or the maps exceed `limit`.
+
+    Example:
+        >>> import timm
+        >>> model = timm.create_model("vit_tiny_patch16_224", depth=2, img_size=64)
+        >>> maps = attention_maps(model, torch.zeros(2, 3, 64, 64), layers=[0, -1], heads=[2], queries=[0])
+        >>> [tuple(layer.shape) for layer in maps]
+        [(2, 1, 1, 17), (2, 1, 1, 17)]
     """
     body = anatomy(model)
     wanted = pick_blocks(body, layers)
@@ -66,40 +82,39 @@ def attention_maps(
     if not blocks or (layers is not None and len(blocks) < len(wanted)):
         missing = next(block for block in wanted if not can_be_read(block))
         raise VitfocusError(f"{missing.name} has no token-to-token map: its tokens mix by {_mixing(missing)}.")
-    collected: dict[str, list[Tensor]] = {block.name: [] for block in blocks}
-    size: Size = body.build_size
-    stored, announced = 0, False
-
-    def sink(block: Block, seen: Observation, seen_size: Size) -> None:
-        nonlocal size, stored, announced
-        size = seen_size
-        head_indices, rows = _indices(heads, seen.shape[1], "head"), _indices(queries, seen.shape[2], "query")
-        if not announced:
-            announced = True
-            left = [other for other in blocks if other.depth > block.depth]
-            _announce(_size(seen, head_indices, rows), block, left, seen_size, limit, queries)
-        stored += _size(seen, head_indices, rows)
-        if stored > limit:
-            raise VitfocusError(f"The maps so far take {_bytes(stored)}, more than limit={_bytes(limit)}: {_ADVICE}")
-        chosen = part(seen.detach(), heads=head_indices if heads is not None else slice(None))
-        maps = chosen.attention(None if queries is None else rows)
-        collected[block.name].append(maps.float().cpu())
-
-    with reading(model, body, list(dict.fromkeys(blocks)), sink) as run:
+    collector = _Collector(blocks, heads, queries, limit)
+    with reading(model, body, list(dict.fromkeys(blocks)), collector) as session:
         for batch in batches(images, batch_size):
-            run(batch)
-    unseen = [name for name, maps in collected.items() if not maps]
+            session.run(batch)
+    unseen = [name for name, maps in collector.maps.items() if not maps]
     if unseen:
-        raise VitfocusError(f"The attention of {', '.join(unseen)} could not be seen as it ran; were there any images?")
-    return AttentionMaps([torch.cat(collected[block.name]) for block in blocks], blocks, size)
+        raise VitfocusError(f"The attention of {', '.join(unseen)} could not be observed; were there any images?")
+    return AttentionMaps([torch.cat(collector.maps[block.name]) for block in blocks], blocks, session.size)
+
+
+class _Collector:
+    """Receives each observed attention and stores the chosen part of its map, up to `limit` bytes."""
+
+    def __init__(self, blocks: Sequence[Block], heads: Indices, queries: Indices, limit: int) -> None:
+        self.blocks, self.heads, self.queries, self.limit = blocks, heads, queries, limit
+        self.maps: dict[str, list[Tensor]] = {block.name: [] for block in blocks}
+        self.stored = 0
+
+    def __call__(self, block: Block, seen: Observation, size: Size) -> None:
+        images, heads, queries, keys = seen.shape
+        chosen, rows = _indices(self.heads, heads, "head"), _indices(self.queries, queries, "query")
+        added = 4 * images * len(chosen) * len(rows) * keys
+        if not self.stored:
+            _announce(added, block, [b for b in self.blocks if b.depth > block.depth], size, self.limit, self.queries)
+        self.stored += added
+        if self.stored > self.limit:
+            taken = f"The maps so far take {_bytes(self.stored)}, more than limit={_bytes(self.limit)}"
+            raise VitfocusError(f"{taken}: {_ADVICE}")
+        part = seen.detach().select(heads=chosen if self.heads is not None else slice(None))
+        self.maps[block.name].append(part.attention(None if self.queries is None else rows).float().cpu())
 
 
 _ADVICE = "ask for fewer layers, heads or queries, or raise `limit` (bytes)."
-
-
-def _size(seen: Observation, heads: Tensor, rows: Tensor) -> int:
-    """Bytes of that part of an observed map as float32."""
-    return 4 * seen.shape[0] * len(heads) * len(rows) * seen.shape[3]
 
 
 def _announce(first: int, block: Block, left: Sequence[Block], size: Size, limit: int, queries: object) -> None:
@@ -128,7 +143,7 @@ def _bytes(number: int) -> str:
     return f"{number / 2**30:.1f} GB" if number >= 1 << 30 else f"{number / 2**20:.1f} MB"
 
 
-def _indices(chosen: int | Sequence[int] | slice | None, length: int, what: str) -> Tensor:
+def _indices(chosen: Indices, length: int, what: str) -> Tensor:
     every = torch.arange(length)
     if chosen is None:
         return every
@@ -147,7 +162,7 @@ def _indices(chosen: int | Sequence[int] | slice | None, length: int, what: str)
 
 def _mixing(block: Block) -> str:
     said = {"none": "an MLP or pooling", "channel": "attention between channels", "outlook": "outlook attention"}
-    return said.get(block.attention_kind, "an attention that cannot be seen as it runs")
+    return said.get(block.attention_kind, "an attention that cannot be observed")
 
 
 def rollout(maps: Sequence[Tensor], residual: float = 0.5) -> Tensor:

@@ -1,10 +1,11 @@
-"""Running a model in order to read it: in eval mode, without gradients, on its own device, and back as it was."""
+"""Run a model to read its attention: in eval mode, without gradients, on its own device, and restored afterwards."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,71 +13,79 @@ from torch import Tensor, nn
 
 from vitfocus.anatomy import Anatomy, Block, unwrap
 from vitfocus.anatomy.block import Size
-from vitfocus.attention.capture import observing
+from vitfocus.attention.capture import observing, reading_only
 from vitfocus.attention.images import Batch, normalised
-from vitfocus.attention.observation import Observation
 from vitfocus.attention.text_inputs import PatchesInOrder, with_text
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.modules import eval_mode
+from vitfocus.kernels.attention import Observation
 
-#: Called with the block, what was seen of its attention, and the size of the images as its stem received them.
+#: Called with the block, its observed attention, and the size of the images as the stem received them.
 SizedSink = Callable[[Block, Observation, Size], None]
 
 
-@contextmanager
-def reading(
-    model: nn.Module, body: Anatomy, blocks: Sequence[Block], sink: SizedSink
-) -> Iterator[Callable[[Batch], Any]]:
-    """Within the context, the yielded function runs a batch, and every attention of `blocks` goes to the sink."""
-    sizes: list[Size] = [body.build_size]
+@dataclass
+class Session:
+    """A model that is being read. `run` runs one batch; `size` is the image size that the stem received last."""
 
-    def note_size(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    model: nn.Module
+    body: Anatomy
+    sink: SizedSink
+    size: Size
+
+    def run(self, batch: Batch) -> Any:
+        """The model's output for a batch, which is normalised and moved to the model's device first."""
+        model, body = self.model, self.body
+        if body.text is not None:
+            batch = with_text(batch, model, body)
+        weight = next((p for p in body.root.parameters() if p.is_floating_point()), torch.empty(0))
+        pixels = normalised(batch.pixels, body).to(weight.device, weight.dtype)
+        extras = {key: value.to(weight.device) for key, value in batch.extras.items()}
+        try:
+            if extras or "pixel_values" in inspect.signature(unwrap(model).forward).parameters:
+                return model(pixel_values=pixels, **extras)
+            return model(pixels)
+        except (AssertionError, RuntimeError, ValueError) as error:
+            _explain(error, pixels, model, body)
+            raise
+
+    def note_size(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A forward pre-hook of the stem: remember the size of its images."""
         for value in (*args, *kwargs.values()):
             if isinstance(value, Tensor) and value.ndim == 4:
-                sizes[0] = (int(value.shape[-2]), int(value.shape[-1]))
+                self.size = (int(value.shape[-2]), int(value.shape[-1]))
                 return
 
-    modules = list(model.modules())
-    # A loss that a training step has yet to ask for is not forgotten over a reading in between.
-    pending: list[tuple[Any, Any]] = [(module, module.loss) for module in modules if hasattr(type(module), "forget")]
-    handle = body.stem.register_forward_pre_hook(note_size, with_kwargs=True)
+    def observe(self, block: Block, seen: Observation) -> None:
+        """Pass an observed attention on with the image size."""
+        self.sink(block, seen, self.size)
+
+
+@contextmanager
+def reading(model: nn.Module, body: Anatomy, blocks: Sequence[Block], sink: SizedSink) -> Iterator[Session]:
+    """Within the context, each attention of `blocks` in a session's run is passed to the sink."""
+    session = Session(model, body, sink, body.build_size)
+    handle = body.stem.register_forward_pre_hook(session.note_size, with_kwargs=True)
     try:
-        order = PatchesInOrder() if body.text is not None else nullcontext()
-        with (
-            eval_mode(model),
-            torch.no_grad(),
-            order,
-            observing(blocks, lambda block, seen: sink(block, seen, sizes[0])),
-        ):
-            yield lambda batch: _forward(model, body, batch)
+        order = nullcontext() if body.text is None else PatchesInOrder()
+        with eval_mode(model), torch.no_grad(), reading_only(), order, observing(blocks, session.observe):
+            yield session
     finally:
         handle.remove()
-        for meter, loss in pending:
-            meter.loss = loss
 
 
-def _forward(model: nn.Module, body: Anatomy, batch: Batch) -> Any:
-    batch = with_text(batch, model, body)
-    weight = next((p for p in body.root.parameters() if p.is_floating_point()), torch.empty(0))
-    pixels = normalised(batch.pixels, body).to(weight.device, weight.dtype)
-    extras = {key: value.to(weight.device) for key, value in batch.extras.items()}
-    size = (int(pixels.shape[-2]), int(pixels.shape[-1]))
-    try:
-        if extras or "pixel_values" in inspect.signature(unwrap(model).forward).parameters:
-            return model(pixel_values=pixels, **extras)
-        return model(pixels)
-    except (AssertionError, RuntimeError, ValueError) as error:
-        if f"{pixels.shape[1]} channels instead" in str(error):  # torch's words about the stem
-            raise VitfocusError(
-                f"{type(unwrap(model)).__name__} does not take images of {pixels.shape[1]} channels: {error}."
-            ) from error
-        if isinstance(error, VitfocusError) or size == body.build_size or "out of memory" in str(error):
-            raise
-        built, given = ("x".join(map(str, one)) for one in (body.build_size, size))
-        raise VitfocusError(
-            f"{type(unwrap(model)).__name__} was built for {built} images and does not take {given} ({error}); resize "
-            f"the images, or build the model for that size (timm: img_size=, or dynamic_img_size=True)."
-        ) from error
+def _explain(error: Exception, pixels: Tensor, model: nn.Module, body: Anatomy) -> None:
+    """Raise a clear error if the images have a size or a number of channels that the model does not take."""
+    name, size = type(unwrap(model)).__name__, (int(pixels.shape[-2]), int(pixels.shape[-1]))
+    if f"{pixels.shape[1]} channels instead" in str(error):  # torch's message about the stem
+        raise VitfocusError(f"{name} does not take images of {pixels.shape[1]} channels: {error}.") from error
+    if isinstance(error, VitfocusError) or size == body.build_size or "out of memory" in str(error):
+        return
+    built, given = ("x".join(map(str, one)) for one in (body.build_size, size))
+    raise VitfocusError(
+        f"{name} was built for {built} images and does not take {given} ({error}); resize the images, or build the "
+        f"model for that size (timm: img_size=, or dynamic_img_size=True)."
+    ) from error
 
 
 def pick_blocks(body: Anatomy, layers: int | str | Sequence[int | str] | None) -> list[Block]:
@@ -103,12 +112,12 @@ def _pick(body: Anatomy, layer: int | str) -> Block:
 
 
 def can_be_read(block: Block) -> bool:
-    """Whether the block has a map from tokens to tokens, or from the class token to them, and it can be seen."""
+    """Whether the block has a map from tokens (or the class token) to tokens, and it can be observed."""
     return (block.mixes_tokens_by_attention or block.attention_kind == "class") and block.reader is not None
 
 
 def model_name(model: nn.Module) -> str:
-    """What to call a model: its registered name where it has one, else its class."""
+    """A model's registered name if it has one, else the name of its class."""
     inner = unwrap(model)
     config: Any = getattr(inner, "pretrained_cfg", None) or {}
     named = config.get("architecture") if isinstance(config, dict) else None

@@ -8,6 +8,7 @@ import platform
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.tables import counted
@@ -49,6 +50,11 @@ def usable_device(name: str | torch.device | None = None) -> torch.device:
         reason = str(error).strip().partition("\n")[0].partition(". ")[0].rstrip(".")
         raise VitfocusError(f"There is no device {str(name)!r} here ({reason}): expected {_present()}.") from None
     return device
+
+
+def float64_capable(values: Tensor) -> Tensor:
+    """The values on a device that has double precision: unchanged on the CPU and CUDA, else (MPS) copied to the CPU."""
+    return values if values.device.type in ("cpu", "cuda") else values.cpu()
 
 
 def device_name(device: torch.device, *, threads: bool = True) -> str:

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +25,9 @@ from vitfocus.core.errors import VitfocusError, nearest
 
 #: reference: as the equations say, with whole maps; chunked: plain torch, memory linear in N; triton: the kernels.
 BACKENDS = ("auto", "reference", "chunked", "triton")
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 _INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -49,12 +53,13 @@ def backend(name: str) -> Iterator[None]:
         torch._dynamo.reset()
 
 
-def chosen(*tensors: Tensor | None) -> str:
+def chosen(first: Tensor, *others: Tensor | None) -> str:
     """The backend for an operation on these tensors."""
-    given = [tensor for tensor in tensors if tensor is not None]
-    name = forced()
-    fits = all(tensor.dtype in (torch.float32, torch.bfloat16, torch.float16) for tensor in given)
-    on_gpu = all(tensor.device.type == "cuda" for tensor in given)
+    name, fits, on_gpu = forced(), True, True
+    for tensor in (first, *others):
+        if tensor is not None:
+            fits = fits and tensor.dtype in (torch.float32, torch.bfloat16, torch.float16)
+            on_gpu = on_gpu and tensor.device.type == "cuda"
     if name == "triton":
         if not fits:
             raise VitfocusError("The Triton kernels take float32, bfloat16 and float16; use backend('chunked').")
@@ -62,7 +67,7 @@ def chosen(*tensors: Tensor | None) -> str:
             raise VitfocusError("The Triton kernels need tensors on a CUDA device; use backend('chunked').")
     if name != "auto":
         return name
-    return "triton" if on_gpu and fits and has_triton() and _compiles_for(given[0].device) else "chunked"
+    return "triton" if on_gpu and fits and has_triton() and _compiles_for(first.device) else "chunked"
 
 
 @torch.compiler.assume_constant_result
@@ -103,3 +108,19 @@ def outside_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """
     # The meta device has no autocast to leave.
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
+
+
+def on_device_of_first(launch: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Run the function with its first tensor's GPU as the current device: Triton launches on the current one.
+
+    The first argument is that tensor, or a tuple that begins with it. On a CPU, for the interpreter, nothing changes.
+    """
+
+    @wraps(launch)
+    def launch_there(*args: Arguments.args, **keywords: Arguments.kwargs) -> Result:
+        first = args[0][0] if isinstance(args[0], tuple) else args[0]
+        assert isinstance(first, Tensor)
+        with torch.cuda.device_of(first):
+            return launch(*args, **keywords)
+
+    return launch_there

@@ -1,9 +1,9 @@
-"""Shared memory: what a program that holds every head's queries and keys takes of it, and what a GPU has.
+"""GPU shared memory: how much a program needs that holds the queries and keys of every head, and how much there is.
 
-A *row* here is one token of all heads of a map: `group` heads of `width` channels. What the compiler makes of a kernel
-was measured for compute capabilities 8.0 and 9.0 (tests/kernels/test_compile.py asks it again): in half precision a
-program holds its rows and columns once, and once more what the gradients multiply with another tile; float32 is
-multiplied in parts, which are held beside it, one head's at a time of what changes.
+A *row* here is one token of all heads of a map: `group` heads of `width` channels. The formulas were fitted to what the
+compiler reports for compute capabilities 8.0 and 9.0 (tests/kernels/test_compile.py checks them). In half precision a
+program holds its rows and columns once, and a second copy of what the gradients multiply with another tile. float32 is
+multiplied in parts, which are held beside the original, one head at a time.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ MOST_HEADS = 32
 
 
 @torch.compiler.assume_constant_result
-def room(device: torch.device) -> int:
+def available(device: torch.device) -> int:
     """Bytes of shared memory that a program on this device may have.
 
-    >>> room(torch.device("cpu"))
+    >>> available(torch.device("cpu"))
     232448
     """
     if device.type != "cuda":
@@ -72,7 +72,13 @@ def padded(width: int) -> int:
     >>> padded(8), padded(80)
     (16, 128)
     """
-    size = LEAST
-    while size < width:
-        size *= 2
-    return size
+    return max(LEAST, power_of_two(width))
+
+
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is at least this number.
+
+    >>> power_of_two(1), power_of_two(48)
+    (1, 64)
+    """
+    return 1 << (number - 1).bit_length()

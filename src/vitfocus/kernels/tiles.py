@@ -1,14 +1,17 @@
-"""A tile of attention, made again from queries and keys: the piece that all attention kernels share.
+"""Tiles of attention, recomputed from queries and keys: the Triton functions that all attention kernels share.
 
 A *map* is what the diversification loss compares rows of: an image's attention averaged over its G = H heads, or one
-head's own (G = 1). The heads of a map are unrolled, so that all their tiles stay in registers while the average is
-made.
+head's own (G = 1). The heads of a map are unrolled, so that all their tiles stay in registers while they are averaged.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from vitfocus.kernels.shared_memory import available, padded, shrink
 
 LOG2E = 1.4426950408889634
 
@@ -138,3 +141,18 @@ def log_sum_exp(
         most = now
     result = tl.where(total > 0, (most + tl.log2(total)) / 1.4426950408889634, 0.0)
     tl.store(out + pair.to(tl.int64) * queries + rows, result, mask=row_ok)
+
+
+def normalisers(query: Tensor, key: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    """log Σ exp of every row's logits, (B, H, Q)."""
+    batch, heads, queries, width = query.shape
+    out = torch.empty(batch, heads, queries, dtype=torch.float32, device=query.device)
+    spread = bias.expand(batch, heads, queries, key.shape[2]).stride() if bias is not None else (0, 0, 0, 0)
+    item = query.element_size()
+    rows, columns = shrink("row", 1, width, item, 64 if queries > 32 else 16, 64, available(query.device))
+    log_sum_exp[batch * heads, triton.cdiv(queries, rows)](
+        query, key, bias if bias is not None else query, out, scale, heads, queries, key.shape[2], query.stride(),
+        key.stride(), spread, D=width, DP=padded(width), BM=rows, BN=columns, HAS_BIAS=bias is not None,
+        num_warps=4, num_stages=1 if item == 4 else 3,
+    )  # fmt: skip
+    return out

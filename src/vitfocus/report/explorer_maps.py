@@ -21,9 +21,9 @@ from torch.nn import functional as F
 from vitfocus.anatomy import Block, anatomy
 from vitfocus.anatomy.block import Size
 from vitfocus.attention.maps import attention_maps
-from vitfocus.attention.overfocus import overfocus, received
 from vitfocus.attention.session import can_be_read
 from vitfocus.core.errors import VitfocusError
+from vitfocus.kernels.statistics.reference import overfocus, received
 
 LEVELS = 63
 #: Maps with more entries are made coarser: neighbouring patches are merged.

@@ -10,9 +10,10 @@ import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from vitfocus.attention.diagnosis import PLOTS, Diagnosis
-from vitfocus.attention.overfocus import TOP
+from vitfocus.attention.diagnosis import Diagnosis
+from vitfocus.attention.readings import Chart, charts, figures
 from vitfocus.core.errors import VitfocusError, nearest
+from vitfocus.kernels.statistics.reference import TOP
 from vitfocus.report.sections.attention import overfocus_references
 
 if TYPE_CHECKING:
@@ -28,14 +29,15 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 def plot(diagnoses: Diagnoses, kind: str = "entropy") -> Figure:
     """A figure of that kind with one line, bar or box per diagnosis; the keys of the mapping are the legend."""
-    if kind not in _DRAWINGS:
-        raise VitfocusError(f"There is no figure {kind!r}: {nearest(kind, _DRAWINGS)}")
-    key = PLOTS[kind]
+    known = figures()
+    if kind not in known:
+        raise VitfocusError(f"There is no figure {kind!r}: {nearest(kind, known)}")
+    key = known[kind]
     if not any(key in row for diagnosis in diagnoses.values() for row in diagnosis.rows):
         hint = " Pass `against=` to diagnose to measure it." if kind == "stability" else ""
         hint = " The model has no scaled Context Broadcasting (cbs)." if kind == "scaling" else hint
         raise VitfocusError(f"No layer has a number for the figure {kind!r}.{hint}")
-    return _DRAWINGS[kind](diagnoses)
+    return _DRAWINGS[kind](diagnoses) if kind in _DRAWINGS else _lines(diagnoses, key, charts()[key])
 
 
 def new_figure(width: float, height: float, rows: int = 1, columns: int = 1, **options: Any) -> tuple[Figure, Any]:
@@ -76,13 +78,17 @@ def _entropy(diagnoses: Diagnoses) -> Figure:
     return _finished(figure, axes)
 
 
-def _distance(diagnoses: Diagnoses) -> Figure:
-    """Context Broadcasting's Figure 7b."""
-    figure, axes = _by_depth(diagnoses, "relative distance (sides of the image or window, L1)")
+def _lines(diagnoses: Diagnoses, key: str, chart: Chart) -> Figure:
+    """One line per diagnosis, for a reading without a drawing of its own (distance: Context Broadcasting's 7b)."""
+    figure, axes = _by_depth(diagnoses, chart.axis)
     for index, (label, diagnosis) in enumerate(diagnoses.items()):
-        _line(axes, _series(diagnosis, "distance"), index, label)
-    axes.set_ylim(bottom=0)
-    axes.set_title("How far attention reaches across the image")
+        depth, values = _series(diagnosis, key)
+        _line(axes, (depth, [chart.factor * value for value in values]), index, label)
+    if chart.high == 1.0:
+        axes.set_ylim(0, 1.02)
+    elif chart.low is not None:
+        axes.set_ylim(bottom=chart.low)
+    axes.set_title(f"{chart.title} by depth")
     return _finished(figure, axes)
 
 
@@ -98,15 +104,6 @@ def _overfocus(diagnoses: Diagnoses) -> Figure:
         else:
             axes.plot(*zip(*reference.points, strict=True), color=BOUND, linestyle="--", label=reference.name)
     axes.set_title("How much attention the most attended tokens receive")
-    return _finished(figure, axes)
-
-
-def _heads(diagnoses: Diagnoses) -> Figure:
-    figure, axes = _by_depth(diagnoses, "mean cosine between heads' maps")
-    for index, (label, diagnosis) in enumerate(diagnoses.items()):
-        _line(axes, _series(diagnosis, "head_similarity"), index, label)
-    axes.set_ylim(0, 1.02)
-    axes.set_title("How similar the heads of a layer are")
     return _finished(figure, axes)
 
 
@@ -169,11 +166,10 @@ def _scaling(diagnoses: Diagnoses) -> Figure:
     return figure
 
 
+#: Figures that draw more than one line per diagnosis.
 _DRAWINGS: dict[str, Callable[[Diagnoses], Figure]] = {
     "entropy": _entropy,
-    "distance": _distance,
     "overfocus": _overfocus,
-    "heads": _heads,
     "diversity": _diversity,
     "stability": _stability,
     "scaling": _scaling,

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from vitfocus.anatomy import Anatomy
-from vitfocus.attention.capture import Watched
-from vitfocus.attention.observation import Observation
+from vitfocus.attention.capture import Watched, only_reading
 from vitfocus.core.errors import VitfocusError
+from vitfocus.kernels.attention import Observation
 from vitfocus.kernels.backends import outside_autocast
-from vitfocus.kernels.diversity.op import diversity, row_similarity
+from vitfocus.kernels.diversity.op import diversity
+from vitfocus.kernels.diversity.reference import row_similarity
 from vitfocus.treatments.base import Layers, Treatment, choose_blocks, layers_option, option
 from vitfocus.treatments.forward_context import ForwardContext, track_sequence
 from vitfocus.treatments.operations import AddHook, Override, Surgeon
@@ -203,6 +204,8 @@ class ForgetLosses:
         self.meters = meters
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if only_reading():  # a diagnosis between a training step's forward and its loss
+            return
         for meter in self.meters:
             meter.forget()
 

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from vitfocus.anatomy import Anatomy, Block, Port
 from vitfocus.core.errors import VitfocusError
 from vitfocus.kernels.backends import chosen, exporting
-from vitfocus.kernels.context import op as arithmetic
+from vitfocus.kernels.context import reference as arithmetic
+from vitfocus.kernels.context.op import share_mean
 from vitfocus.treatments.base import Layers, Treatment, choose_blocks, layers_option, option
 from vitfocus.treatments.forward_context import ForwardContext, track_sequence
 from vitfocus.treatments.operations import Surgeon
@@ -123,7 +124,7 @@ class ContextBroadcast(nn.Module):
             return arithmetic.broadcast_gate(tokens, tokens[:, :1])
         if self.variant != "hybrid" and valid is None and fits_kernel(tokens, self.layout):
             flat = tokens.flatten(1, -2) if self.layout == "BHWC" else tokens
-            return arithmetic.share_mean(flat, self.context_scale).view(tokens.shape)
+            return share_mean(flat, self.context_scale).view(tokens.shape)
         mean = arithmetic.token_mean(tokens, self.axes, valid)
         if self.variant == "hybrid":
             return arithmetic.broadcast_hybrid(tokens, mean, tokens[:, :1])

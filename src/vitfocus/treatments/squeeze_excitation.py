@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from vitfocus.anatomy import Anatomy
 from vitfocus.core.errors import VitfocusError
-from vitfocus.kernels.context.op import TOKEN_AXES, token_mean
+from vitfocus.kernels.context.reference import TOKEN_AXES, token_mean
 from vitfocus.treatments.base import Layers, Treatment, choose_blocks, layers_option
 from vitfocus.treatments.forward_context import ForwardContext, track_sequence
 from vitfocus.treatments.operations import Surgeon

@@ -19,7 +19,8 @@ from vitfocus.anatomy import Anatomy, Block, GridRule
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.only_with import only_with
 from vitfocus.kernels.backends import chosen, exporting
-from vitfocus.kernels.pooling.op import box_mean, dilated_mean, mix_dilated, mix_poolings, predict_scores
+from vitfocus.kernels.pooling.op import mix_dilated, predict_scores
+from vitfocus.kernels.pooling.reference import box_mean, dilated_mean, mix_poolings
 from vitfocus.treatments.base import Layers, Treatment, choose_blocks, layers_option, option
 from vitfocus.treatments.forward_context import ForwardContext, track_image_size
 from vitfocus.treatments.operations import Surgeon

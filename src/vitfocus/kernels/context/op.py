@@ -1,10 +1,8 @@
-"""Context Broadcasting's arithmetic: give every token a share of the mean of all tokens.
+"""Context Broadcasting as one operator, `vitfocus::share_mean`, with its gradient.
 
-"Scratching Visual Transformer's Back with Uniform Attention" (Hyeon-Woo et al., ICCV 2023), equation (1) and the
-supplement's section 2.7. Uniform attention is a mean, so the densest interaction of all costs one reduction.
-
-`share_mean` is the mean and the scaled form as one operation that is its own transpose. On a GPU it is one kernel each
-way; in compiled code the forward half stays plain, so that it melts into the residual add behind it.
+`share_mean` covers the mean and the scaled form; the operation is its own transpose. On a GPU it is one kernel launch
+forward and one backward. Compiled code computes the forward pass in plain torch, so that it fuses with the residual
+addition that follows.
 """
 
 from __future__ import annotations
@@ -13,45 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-#: The axes of the tokens, by layout.
-TOKEN_AXES = {"BNC": (1,), "BHWC": (1, 2), "BCHW": (2, 3)}
-
-
-def token_mean(tokens: Tensor, axes: tuple[int, ...], valid: Tensor | None = None) -> Tensor:
-    """The mean over the token axes, kept as axes of length one; over the valid tokens alone where a mask is given.
-
-    `tokens` (B, N, C), (B, H, W, C) or (B, C, H, W) with their token axes; `valid` (B, N) boolean, for (B, N, C) only.
-
-    >>> import torch
-    >>> tokens = torch.tensor([[[1.0], [3.0], [100.0]]])
-    >>> token_mean(tokens, (1,)).item(), token_mean(tokens, (1,), torch.tensor([[True, True, False]])).item()
-    (34.66666793823242, 2.0)
-    """
-    if valid is None:
-        return tokens.mean(dim=axes, keepdim=True)
-    weight = valid.to(tokens.dtype).unsqueeze(-1)
-    return (tokens * weight).sum(dim=1, keepdim=True) / weight.sum(dim=1, keepdim=True).clamp(min=1)
-
-
-def broadcast_mean(tokens: Tensor, mean: Tensor) -> Tensor:
-    """CB, equation (1): half the token, half the mean."""
-    return 0.5 * tokens + 0.5 * mean
-
-
-def broadcast_scaled(tokens: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
-    """CB_S: the token plus the mean, scaled by one learned value a channel."""
-    return tokens + scale * mean
-
-
-def broadcast_gate(tokens: Tensor, class_token: Tensor) -> Tensor:
-    """CB_gate, supplement 2.7: every token times (class token + 1)."""
-    return tokens * (class_token + 1)
-
-
-def broadcast_hybrid(tokens: Tensor, mean: Tensor, class_token: Tensor) -> Tensor:
-    """CB_hybrid, supplement 2.7: every token times the class token, plus CB."""
-    return tokens * class_token + broadcast_mean(tokens, mean)
 
 
 def share_mean(tokens: Tensor, scale: Tensor | None = None) -> Tensor:

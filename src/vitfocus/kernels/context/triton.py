@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vitfocus.kernels.launch_device import on_its_device
+from vitfocus.kernels.backends import on_device_of_first
 
 #: Channels of a program, and the numbers that it can keep.
 CHANNELS, MOST = 32, 16384
@@ -64,7 +64,7 @@ def block_sums(values, sums, count, C, BT: tl.constexpr, BC: tl.constexpr):
     tl.store(sums + (batch * blocks + block) * C + channels, tl.sum(tile, 0), mask=channels < C)
 
 
-@on_its_device
+@on_device_of_first
 def share_mean(values: Tensor, scale: Tensor | None, kept: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(B, N, C) to the same in that dtype, and the means (B, C) in float32."""
     values, scale = values.contiguous(), scale.contiguous() if scale is not None else None

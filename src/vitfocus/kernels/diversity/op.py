@@ -1,71 +1,28 @@
-"""The Attention Diversification Loss's arithmetic: how alike are the rows of an attention map?
+"""The Attention Diversification Loss from queries and keys, without a map: `vitfocus::diversity` and its gradient.
 
-"Robustifying Token Attention for Vision Transformers" (Guo et al., ICCV 2023), section 3.3. Two forms exist. `paper`
-is equations (1) and (2): threshold each row with ≥ τ/N, then compare it with the mean of the thresholded rows.
-`official` is what the authors' released code computes: the mean of the rows before thresholding, thresholded itself,
-with a strict >. There a batch of one silently lost its batch axis and gave a loss of zero; here it does not.
-
-`row_similarity` is the reference, on whole maps. `diversity` takes queries and keys and never makes a map: on a GPU by
-the operator `vitfocus::diversity`, whose backward pass makes tiles again, elsewhere in chunks. docs/kernels.md derives
-both.
+`diversity` chooses the backend: Triton on a GPU, chunks elsewhere, the reference on whole maps that fit a cache. The
+operator's backward pass recomputes tiles. docs/kernels.md derives both passes.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from vitfocus.kernels.attention import matched
-from vitfocus.kernels.backends import chosen, forced
+from vitfocus.kernels.backends import chosen, forced, on_device_of_first
 from vitfocus.kernels.diversity.chunked import Place, diversity_in_chunks, empty_like_tokens
-from vitfocus.kernels.shared_memory import fits, room
-
-Variant = Literal["official", "paper"]
-Heads = Literal["mean", "each"]
-
-_EPS = 1e-8
+from vitfocus.kernels.diversity.reference import Heads, Variant, row_similarity
+from vitfocus.kernels.shared_memory import available, fits, padded, power_of_two, shrink
 
 #: Numbers in maps so small that they stay in a core's caches: there, chunks win nothing over whole maps.
 SMALL = 1 << 19
-
-
-def row_similarity(
-    attention: Tensor, *, variant: Variant = "official", heads: Heads = "mean", threshold: float = 2.0
-) -> Tensor:
-    """The mean cosine between the rows of attention maps (B, H, Q, K) and their mean row: a scalar in [0, 1].
-
-    A row with nothing above the threshold contributes 0 and receives no gradient.
-
-    >>> uniform, diagonal = torch.full((1, 1, 4, 4), 0.25), torch.eye(4).expand(1, 1, 4, 4)
-    >>> row_similarity(uniform, threshold=1.0, variant="paper").item()
-    1.0
-    >>> round(row_similarity(diagonal, threshold=1.0, variant="paper").item(), 3)
-    0.5
-    """
-    maps = attention.mean(dim=1) if heads == "mean" else attention.flatten(0, 1)
-    bound = threshold / maps.shape[-1]
-    if variant == "official":
-        mean = maps.mean(dim=-2, keepdim=True)
-        rows, mean = _keep(maps, maps > bound), _keep(mean, mean > bound)
-    else:
-        rows = _keep(maps, maps >= bound)
-        mean = rows.mean(dim=-2, keepdim=True)
-    dots = (rows * mean).sum(dim=-1)
-    return (dots * _inverse_norm(rows) * _inverse_norm(mean)).mean()
-
-
-def _keep(values: Tensor, where: Tensor) -> Tensor:
-    return torch.where(where, values, torch.zeros_like(values))
-
-
-def _inverse_norm(vectors: Tensor) -> Tensor:
-    """1 / max(‖v‖, ε), and 0 with a gradient of 0 for the zero vector."""
-    squares = vectors.square().sum(dim=-1)
-    empty = squares == 0
-    inverse = torch.where(empty, torch.ones_like(squares), squares).rsqrt().clamp(max=1 / _EPS)
-    return torch.where(empty, torch.zeros_like(inverse), inverse)
+#: Programs that keep a large GPU busy, and partial sums that one program adds up by itself.
+BUSY, MANY_BLOCKS = 264, 32
+#: Heads of a map whose tiles stay in registers in full precision, as the compiler reports for an H200.
+FEW_HEADS = 8
 
 
 def diversity(
@@ -96,7 +53,7 @@ def diversity(
     query, key = matched(query, key)
     name = chosen(query, key, bias)
     group = query.shape[1] if heads == "mean" else 1
-    if name == "triton" and not fits(group, query.shape[3], query.element_size(), room(query.device)):
+    if name == "triton" and not fits(group, query.shape[3], query.element_size(), available(query.device)):
         name = "chunked"
     if not query.numel():  # no images: nothing to launch
         name = "reference"
@@ -134,10 +91,8 @@ def _diversity(
     threshold: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The loss, and what its backward pass needs: normalisers unless given, column averages and slopes, three a row."""
-    from vitfocus.kernels.diversity import launch as diversity_launch
-
     where = Place(scale, first, average_heads, paper, threshold)
-    return diversity_launch.forward(query, key, bias, rows, lse, where)
+    return launch_forward(query, key, bias, rows, lse, where)
 
 
 @_diversity.register_fake
@@ -184,11 +139,9 @@ def _diversity_backward(
     wants_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and bias (empty where it wants none)."""
-    from vitfocus.kernels.diversity import launch as diversity_launch
-
     where = Place(scale, first, average_heads, paper, threshold)
-    saved = diversity_launch.Saved(lse, average, slopes, towards, along, inner)
-    return diversity_launch.backward(gradient, query, key, bias, rows, where, saved, wants_bias)
+    saved = Saved(lse, average, slopes, towards, along, inner)
+    return launch_backward(gradient, query, key, bias, rows, where, saved, wants_bias)
 
 
 @_diversity_backward.register_fake
@@ -214,3 +167,230 @@ def _gradient(ctx: Any, gradient: Tensor | None, *_: Any) -> tuple[Any, ...]:
 
 
 _diversity.register_autograd(_gradient, setup_context=_setup)
+
+
+class Saved(NamedTuple):
+    """What the forward pass leaves for the backward pass."""
+
+    lse: Tensor
+    average: Tensor
+    slopes: Tensor
+    towards: Tensor
+    along: Tensor
+    inner: Tensor
+
+
+@on_device_of_first
+def launch_forward(
+    query: Tensor, key: Tensor, bias: Tensor | None, rows: Tensor | None, lse: Tensor | None, where: Place
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The loss and what the backward pass needs, as the operator returns them; normalisers only if none are given."""
+    from vitfocus.kernels.diversity import triton as kernels
+    from vitfocus.kernels.tiles import normalisers
+
+    shape = _Shape(query, key, bias, rows, where)
+    norms = normalisers(query, key, bias, where.scale) if lse is None else lse.contiguous()
+    inputs = (query, key, norms, shape.bias, shape.rows)
+    maps, group, count, keys = shape.maps, shape.group, shape.count, shape.keys
+    floats: Any = {"dtype": torch.float32, "device": query.device}
+    blocks, settings = shape.row_blocks("row")
+    parts = shape.parts(blocks, settings)
+    sums = torch.empty(maps, blocks, keys, **floats)
+    squares, overlaps = torch.empty(parts, maps, count, **floats), torch.empty(parts, maps, group, count, **floats)
+    kernels.row_pass[blocks * parts * maps,](
+        *inputs, sums, squares, overlaps, where.scale, shape.bound, *shape.sizes, maps, parts, *shape.strides,
+        **settings,
+    )  # fmt: skip
+    squares, overlaps, sums = _added(squares, 0), _added(overlaps, 0), _added(sums, 1, MANY_BLOCKS)
+    average, column_slopes = torch.empty(maps, keys, **floats), torch.empty(maps, keys, **floats)
+    weights, slopes = torch.empty(2, maps, keys, **floats).unbind()
+    kept = torch.empty(maps, keys, dtype=torch.int32, device=query.device)
+    counts = torch.empty(maps, dtype=torch.int32, device=query.device)
+    lengths, losses = torch.empty(2, maps, **floats).unbind()
+    width = min(1024, power_of_two(keys))
+    kernels.column_pass[maps,](
+        sums, average, column_slopes, kept, weights, counts, lengths, shape.bound, sums.shape[1], keys, count, BK=width,
+        PAPER=where.paper,
+    )  # fmt: skip
+    dots, towards, along = (torch.empty(maps, count, **floats) for _ in range(3))
+    head_dots, inner = torch.empty(maps, group, count, **floats), torch.empty(maps, group, count, **floats)
+    units = torch.empty(maps, blocks, keys, **floats)
+    kernels.dot_pass[blocks * maps,](
+        *inputs, kept, weights, counts, squares, dots, head_dots, units, where.scale, shape.bound, *shape.sizes,
+        *shape.strides, **settings,
+    )  # fmt: skip
+    units = _added(units, 1, MANY_BLOCKS)
+    kernels.slope_column_pass[maps,](
+        units, kept, weights, counts, lengths, slopes, column_slopes, losses, units.shape[1], keys, count, BK=width
+    )
+    kernels.slope_pass[blocks * maps,](
+        *inputs, kept, slopes, counts, lengths, squares, dots, overlaps, head_dots, towards, along, inner, where.scale,
+        shape.bound, *shape.sizes, *shape.strides, **settings,
+    )  # fmt: skip
+    own_norms = norms if lse is None else norms.new_empty(0)
+    return losses.mean(), own_norms, average, column_slopes, towards, along, inner
+
+
+def _added(parts: Tensor, axis: int, most: int = 1) -> Tensor:
+    """Partial sums added up where they are more than so many; the axis stays, with a length of one, if `most` > 1."""
+    if parts.shape[axis] > most:
+        return parts.sum(dim=axis, keepdim=most > 1)
+    return parts if most > 1 else parts.squeeze(axis)
+
+
+@on_device_of_first
+def launch_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    bias: Tensor | None,
+    rows: Tensor | None,
+    where: Place,
+    saved: Saved,
+    wants_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and bias."""
+    from vitfocus.kernels.diversity import triton as kernels
+
+    shape = _Shape(query, key, bias, rows, where)
+    vectors = (saved.average, saved.slopes, saved.towards, saved.along, saved.inner, gradient)
+    inputs = (query, key, saved.lse.contiguous(), shape.bias, shape.rows, *vectors)
+    share = 1 / (shape.maps * shape.count)
+    key_gradient = empty_like_tokens(key)
+    settings = shape.settings("key")
+    kernels.key_gradient[_ceil_div(shape.keys, settings["BN"]) * shape.maps,](
+        *inputs, key_gradient, share, where.scale, shape.bound, *shape.sizes, *shape.strides, key_gradient.stride(),
+        **settings, NARROW=shape.narrow,
+    )  # fmt: skip
+    query_gradient = _query_gradient(shape, inputs, query, rows, where, share)
+    if bias is None or not wants_bias:
+        return query_gradient, key_gradient, query.new_empty(0)
+    return query_gradient, key_gradient, _bias_gradient(shape, inputs, bias, where, share)
+
+
+def _query_gradient(
+    shape: _Shape, inputs: tuple[Any, ...], query: Tensor, rows: Tensor | None, where: Place, share: float
+) -> Tensor:
+    """Straight into its place; or where there are few rows, parts of the columns side by side, and then their sum."""
+    from vitfocus.kernels.diversity import triton as kernels
+
+    made = empty_like_tokens(query)
+    if shape.count != query.shape[2]:
+        made.zero_()
+    blocks, settings = shape.row_blocks("query")
+    parts = shape.parts(blocks, settings)
+    out = made
+    if parts > 1:
+        out = torch.empty(parts * shape.batch, shape.heads, shape.count, shape.width, device=query.device)
+    kernels.query_gradient[blocks * parts * shape.maps,](
+        *inputs, out, share, where.scale, shape.bound, *shape.sizes, parts, *shape.strides, out.stride(), **settings,
+        PARTS=parts > 1, NARROW=shape.narrow, TURNED=shape.turned,
+    )  # fmt: skip
+    if parts > 1:
+        summed = out.unflatten(0, (parts, shape.batch)).sum(dim=0).to(query.dtype)
+        if rows is None:
+            made[:, :, where.first :] = summed
+        else:
+            made.index_copy_(2, rows, summed)
+    return made
+
+
+def _bias_gradient(shape: _Shape, inputs: tuple[Any, ...], bias: Tensor, where: Place, share: float) -> Tensor:
+    """By image where the bias has images of its own; else summed, some images at a time so that many cores work."""
+    from vitfocus.kernels.diversity import triton as kernels
+
+    batch, heads, queries, keys = shape.batch, shape.heads, shape.queries, shape.keys
+    at_once = 1 if bias.shape[0] > 1 else max(1, _ceil_div(batch, 64))
+    chunks = _ceil_div(batch, at_once)
+    partial = torch.zeros(chunks, heads, queries, keys, dtype=torch.float32, device=bias.device)
+    blocks, settings = shape.row_blocks("row")
+    grid = (blocks * _ceil_div(keys, settings["BN"]) * chunks * (heads // shape.group),)
+    kernels.bias_gradient[grid](
+        *inputs, partial, share, where.scale, shape.bound, *shape.sizes, batch, at_once, *shape.strides,
+        partial.stride(), **settings, NARROW=shape.narrow,
+    )  # fmt: skip
+    for axis in range(4):
+        if bias.shape[axis] == 1 and partial.shape[axis] > 1:
+            partial = partial.sum(dim=axis, keepdim=True)
+    return partial.to(bias.dtype)
+
+
+class _Shape:
+    """The sizes of a call, and the block sizes that fit them."""
+
+    def __init__(self, query: Tensor, key: Tensor, bias: Tensor | None, rows: Tensor | None, where: Place) -> None:
+        self.batch, self.heads, self.queries, self.width = query.shape
+        self.keys = key.shape[2]
+        self.count = self.queries - where.first if rows is None else len(rows)
+        self.group = self.heads if where.average_heads else 1
+        self.maps = self.batch * self.heads // self.group
+        self.bound = where.bound(self.keys)
+        self.paper, self.has_bias, self.has_rows = where.paper, bias is not None, rows is not None
+        self.bias: Tensor = bias if bias is not None else query
+        self.rows: Tensor = rows.contiguous() if rows is not None else query
+        spread = (self.batch, self.heads, self.queries, self.keys)
+        bias_strides = bias.expand(spread).stride() if bias is not None else (0, 0, 0, 0)
+        self.strides = (query.stride(), key.stride(), bias_strides)
+        self.sizes = (self.heads, self.queries, self.keys, self.count, where.first)
+        self.item, self.shared_memory = query.element_size(), available(query.device)
+        self.narrow = self.group > FEW_HEADS  # the tiles of more would not stay in registers
+        few = self.group > 1 and self.group * self.width <= FEW_HEADS * 64
+        self.turned = few and self.width > 32 and query.element_size() == 2 and _hopper(query.device)
+
+    def row_blocks(self, kind: str) -> tuple[int, dict[str, Any]]:
+        """How many blocks of rows there are, and the kernel's settings."""
+        settings = self.settings(kind)
+        return _ceil_div(self.count, settings["BM"]), settings
+
+    def parts(self, blocks: int, settings: dict[str, Any]) -> int:
+        """Parts of the columns that go to programs of their own, where blocks of rows alone are too few."""
+        programs = blocks * self.maps
+        if 2 * programs > BUSY:
+            return 1
+        return max(1, min(_ceil_div(self.keys, 4 * settings["BN"]), BUSY // programs))
+
+    def settings(self, kind: str) -> dict[str, Any]:
+        """Block sizes: the tiles of all heads, and their gradients, are to stay in registers."""
+        wide = padded(self.width)
+        rows, columns, warps = block_sizes(kind, self.group, wide, self.count, self.keys, self.turned)
+        rows, columns = shrink(kind, self.group, self.width, self.item, rows, columns, self.shared_memory)
+        return {
+            "G": self.group,
+            "D": self.width,
+            "DP": wide,
+            "BM": rows,
+            "BN": columns,
+            "HAS_BIAS": self.has_bias,
+            "HAS_ROWS": self.has_rows,
+            "PAPER": self.paper,
+            "num_warps": warps,
+            "num_stages": 1 if self.item == 4 else 2,  # float32 leaves no shared memory to read ahead
+        }
+
+
+def _hopper(device: torch.device) -> bool:
+    """Whether this is the kind of GPU whose matrix units take turned tiles; the interpreter tries them as well."""
+    return device.type == "cpu" or torch.cuda.get_device_capability(device)[0] == 9
+
+
+def block_sizes(kind: str, group: int, width: int, rows: int, keys: int, turned: bool) -> tuple[int, int, int]:
+    """Rows, columns and warps of a program, as measured on an H200 for 6 heads of 64 channels, and so on from there."""
+    high, wide = ((16, 64) if turned else (32, 32)) if kind == "query" else (64, 32)
+    if group == 1:
+        high, wide = 64, 64
+    kept = group * width * (wide if kind == "key" else high)
+    while kind in ("query", "key") and kept > 16384 and max(high, wide) > 16:  # gradients stay in registers
+        high, wide = (max(16, high // 2), wide) if kind == "query" else (high, max(16, wide // 2))
+        if (kind == "query" and high == 16) or (kind == "key" and wide == 16):
+            break
+        kept //= 2
+    while group * high * wide > 16384 and high > 16:  # and so do the heads' tiles
+        high //= 2
+    high = min(high, padded(rows))
+    wide = min(wide, padded(keys))
+    warps = 4 if group * (high * wide + (width * max(high, wide) if kind in ("query", "key") else 0)) <= 40960 else 8
+    return high, wide, warps
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vitfocus.kernels.launch_device import on_its_device
+from vitfocus.kernels.backends import on_device_of_first
 
 #: A program owns a square of so many patches a side.
 SIDE = 8
@@ -234,7 +234,7 @@ def mix_backward(tokens, weights, gradient, token_gradient, score_gradient, coun
                         width, C, PRECISION, K, SIDE, SPAN, BN, BC, NC)  # fmt: skip
 
 
-@on_its_device
+@on_device_of_first
 def forward(tokens: Tensor, scores: Tensor, grid: tuple[int, int], prefix: int) -> tuple[Tensor, Tensor]:
     """Mixed tokens (B, N, C) and the weights (B, H·W, K) in float32."""
     tokens, scores = tokens.contiguous(), scores.contiguous()
@@ -246,7 +246,7 @@ def forward(tokens: Tensor, scores: Tensor, grid: tuple[int, int], prefix: int) 
     return out, weights
 
 
-@on_its_device
+@on_device_of_first
 def backward(
     gradient: Tensor, tokens: Tensor, weights: Tensor, grid: tuple[int, int], prefix: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:

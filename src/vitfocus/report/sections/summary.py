@@ -7,13 +7,14 @@ from statistics import fmean
 
 from vitfocus.anatomy import insertion_sentence, insertions_sentence
 from vitfocus.attention.diagnosis import Diagnosis
+from vitfocus.attention.readings import Chart, charts
 from vitfocus.core.metrics import METRICS
 from vitfocus.core.tables import counted
 from vitfocus.report.charts import dot_chart
 from vitfocus.report.comparison import Estimate, MetricRow, SharedTest, key_rows
 from vitfocus.report.page import Page
 from vitfocus.report.runs import ReportModel, short_path
-from vitfocus.report.sections.attention import READINGS, ReadingChart, group_diagnoses, reading_chart
+from vitfocus.report.sections.attention import group_diagnoses, reading_chart
 from vitfocus.report.sections.robustness import difference_chart, severity_chart
 from vitfocus.report.sections.training import training_charts
 
@@ -88,10 +89,10 @@ def _attention(models: Sequence[ReportModel]) -> str:
     """The means over the layers of the main readings, in one sentence."""
     said = []
     for diagnoses in list(group_diagnoses(models).values())[:1]:
-        for reading in _summary_readings(diagnoses):
+        for key, reading in _summary_charts(diagnoses).items():
             means = []
             for name, diagnosis in diagnoses.items():
-                values = [reading.factor * row[reading.key] for row in diagnosis.rows if reading.key in row]
+                values = [reading.factor * row[key] for row in diagnosis.rows if key in row]
                 if values:
                     number = f"{fmean(values):.3g} {reading.unit}".rstrip()
                     means.append(f"{number} ({name})" if len(models) > 1 else number)
@@ -99,9 +100,9 @@ def _attention(models: Sequence[ReportModel]) -> str:
     return f"Attention, mean over the layers: {'; '.join(said)}." if said else ""
 
 
-def _summary_readings(diagnoses: Mapping[str, Diagnosis]) -> list[ReadingChart]:
+def _summary_charts(diagnoses: Mapping[str, Diagnosis]) -> dict[str, Chart]:
     keys = {key for diagnosis in diagnoses.values() for row in diagnosis.rows for key in row}
-    return [one for key in _READINGS for one in READINGS if one.key == key and key in keys]
+    return {key: charts()[key] for key in _READINGS if key in keys}
 
 
 def _figures(
@@ -119,8 +120,8 @@ def _figures(
             )
             break
     for diagnoses in list(group_diagnoses(models).values())[:1]:
-        for reading in _summary_readings(diagnoses):
-            chart = reading_chart(reading, diagnoses, colours)
+        for key, reading in _summary_charts(diagnoses).items():
+            chart = reading_chart(key, diagnoses, colours)
             yield f"{reading.title} by depth, summary", chart, reading.meaning.partition(". ")[0].rstrip(".") + "."
     for test in tests:
         for name in list(test.scores)[1:2]:

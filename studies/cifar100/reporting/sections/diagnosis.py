@@ -9,8 +9,8 @@ from typing import Any
 
 from reporting.gathered import Study
 from reporting.outcomes import at, by_layer
-from vitfocus.attention.overfocus import uniform_overfocus
-from vitfocus.attention.table import COLUMNS
+from vitfocus.attention.readings import columns as table_columns
+from vitfocus.kernels.statistics.reference import uniform_overfocus
 from vitfocus.report.charts import Line, Reference, dot_chart, line_chart
 from vitfocus.report.comparison import Estimate
 from vitfocus.report.page import Cell, Page
@@ -187,10 +187,11 @@ def _corruptions(page: Page, found: Mapping[str, Any]) -> None:
 
 
 def _layers(page: Page, found: Mapping[str, Any]) -> None:
-    keys = [*(key for key in COLUMNS if by_layer(found, "reading", key)), "diagonal"]
+    shown = table_columns()
+    keys = [*(key for key in shown if by_layer(found, "reading", key)), "diagonal"]
     columns = {key: by_layer(found, "reading", key) for key in keys if by_layer(found, "reading", key)}
     if columns:
         depth = min(len(values) for values in columns.values())
-        headings = ["layer", *(COLUMNS[key][0] if key in COLUMNS else key for key in columns)]
+        headings = ["layer", *(shown[key][0] if key in shown else key for key in columns)]
         rows = [[i, *(Cell(f"{values[i]:.3f}", values[i]) for values in columns.values())] for i in range(depth)]
         page.table("DeiT-Ti: every layer", headings, rows, folded=True)

@@ -1,0 +1,210 @@
+"""Every reading of one layer, summed over any number of batches, with memory linear in the number of tokens.
+
+The statistics of each batch (`vitfocus.kernels.statistics`) are added up where they are, on the CPU or a GPU. The
+numbers of all layers are copied to the host once, when the last batch has been read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vitfocus.anatomy.block import Block, Size
+from vitfocus.attention.readings import READINGS
+from vitfocus.core.environment import float64_capable
+from vitfocus.kernels.attention import Observation
+from vitfocus.kernels.statistics.chunked import row_sums
+from vitfocus.kernels.statistics.op import statistics
+from vitfocus.kernels.statistics.reference import Grids, Numbers
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What the rows and columns of a map stand for.
+
+    The first `prefix_tokens` of queries and keys lie on no grid, the rest on the grids, row by row; a grid is None
+    where the tokens fit none (text, for instance). `class_token` says whether query 0 is the class token.
+    """
+
+    queries: int
+    keys: int
+    prefix_tokens: int = 0
+    class_token: bool = False
+    query_grid: Size | None = None
+    key_grid: Size | None = None
+
+    @property
+    def grids(self) -> Grids | None:
+        """The grids, if every token but the prefix has a position in the image."""
+        if self.query_grid is None or self.key_grid is None:
+            return None
+        fits = math.prod(self.query_grid) == self.queries - self.prefix_tokens
+        fits = fits and math.prod(self.key_grid) == self.keys - self.prefix_tokens
+        return Grids(self.query_grid, self.key_grid, self.prefix_tokens) if fits else None
+
+
+def geometry_of(block: Block, seen: Observation, size: Size, text_tokens: int = 0) -> Geometry:
+    """The geometry of an observed map of a block, for images of this size after so many tokens of text."""
+    query_grid, key_grid = block.attention_grids(size)
+    _, _, queries, keys = seen.shape
+    return Geometry(queries, keys, block.prefix_tokens + text_tokens, block.class_token, query_grid, key_grid)
+
+
+class LayerReadings:
+    """Every reading of one layer.
+
+    Args:
+        token_attention: whether tokens attend to tokens; if only the class token attends, distance and row similarity
+            have no meaning.
+        against: whether the second half of each batch holds the images of the first half, corrupted.
+        budget: the numbers in a tile, where the statistics are computed in tiles.
+
+    Example:
+        >>> layer = LayerReadings(token_attention=True)
+        >>> square = Geometry(4, 4, query_grid=(2, 2), key_grid=(2, 2))
+        >>> layer.observe(Observation(map=torch.full((1, 2, 4, 4), 0.25)), square)
+        >>> (row,) = layer_rows([layer])
+        >>> round(row["entropy"], 4), row["distance"], round(row["effective_tokens"], 4)
+        (1.3863, 1.0, 4.0)
+    """
+
+    def __init__(self, token_attention: bool, against: bool = False, budget: int | None = None) -> None:
+        self.token_attention, self.against, self.budget = token_attention, against, budget
+        self.rows = {key: reading.rows for key, reading in READINGS.items() if reading.rows is not None}
+        self.names = [*Numbers._fields, *(["stability"] if against else []), *self.rows]
+        self.sums: Tensor | None = None
+        self.bound = 0.0
+        self.counts: Counter[str] = Counter()
+        self.entropies = Quantiles()
+        self.heads = 0
+
+    def observe(self, seen: Observation, geometry: Geometry) -> Tensor | None:
+        """Add one batch; with `against`, return the stability (maps, heads) of each clean map."""
+        seen, other = seen.detach() if torch.is_grad_enabled() else seen, None
+        if self.against:
+            half = seen.shape[0] // 2
+            seen, other = seen.select(slice(0, half)), seen.select(slice(half, 2 * half))
+        grids = geometry.grids if self.token_attention else None
+        made = statistics(seen, other, grids=grids, budget=self.budget)
+        self.entropies.add(made.entropy)
+        sums, cosines = [float64_capable(made.numbers).sum(dim=(1, 2), dtype=torch.float64)], None
+        if made.products is not None:
+            both, clean, corrupted = made.products
+            cosines = (both / (clean * corrupted).sqrt_()).clamp_(max=1)
+            sums.append(float64_capable(cosines).sum(dtype=torch.float64)[None])
+        if self.rows:
+            extra = row_sums(seen, list(self.rows.values()), self.budget)
+            sums.append(float64_capable(torch.stack(extra)).double())
+        added = torch.cat(sums) if len(sums) > 1 else sums[0]
+        self.sums = added if self.sums is None else self.sums.add_(added)
+        self._count(seen, geometry, grids)
+        return cosines
+
+    def _count(self, seen: Observation, geometry: Geometry, grids: Grids | None) -> None:
+        images, self.heads, queries, keys = seen.shape
+        maps = images * self.heads
+        self.bound += images * queries * math.log(keys)
+        self.counts["images"] += images
+        self.counts["maps"] += maps
+        self.counts["queries"] += images * queries
+        self.counts["rows"] += maps * queries
+        self.counts["class_token_maps"] += maps * geometry.class_token
+        self.counts["placed_images"] += images * (grids is not None)
+        self.counts["images_of_many_heads"] += images * (self.heads > 1)
+        self.counts["token_images"] += images * self.token_attention
+        self.counts["paired_maps"] += maps * self.against
+
+    def totals(self) -> Tensor:
+        """What was added up, and two quantiles, in double precision on the layer's device."""
+        assert self.sums is not None
+        return torch.cat([self.sums, self.entropies.quantiles(0.15, 0.85)])
+
+    def row(self, totals: Sequence[float]) -> dict[str, float]:
+        """The layer's numbers by key, from `totals` on the host."""
+        named = dict(zip([*self.names, "p15", "p85"], totals, strict=True)) | {"bound": self.bound}
+        row = {}
+        for key, reading in READINGS.items():
+            count = self.counts[reading.per] if reading.per else 1
+            if count and reading.scale is None:
+                mean = named[reading.total or key] / count
+                row[key] = mean if reading.finish is None else reading.finish(mean, self.heads)
+        return row
+
+
+def layer_rows(layers: Sequence[LayerReadings]) -> list[dict[str, float]]:
+    """The rows of several layers, copied to the host at once."""
+    if not layers:
+        return []
+    totals = [layer.totals() for layer in layers]
+    values = torch.cat([one.to(totals[0].device) for one in totals]).cpu()
+    pieces = values.split([len(one) for one in totals])
+    return [layer.row(piece.tolist()) for layer, piece in zip(layers, pieces, strict=True)]
+
+
+class Quantiles:
+    """Quantiles of a stream of values: exact up to `exact` values, then from a fine histogram in bounded memory.
+
+    >>> values = Quantiles()
+    >>> values.add(torch.tensor([3.0, 1.0])); values.add(torch.tensor([2.0]))
+    >>> values.quantiles(0.5, 0.75).tolist()
+    [2.0, 2.5]
+    """
+
+    #: Entropies lie in [0, log K], up to rounding; 15 nats cover three million keys, in steps of 6e-5.
+    LOW, HIGH, BINS = -1.0, 15.0, 1 << 18
+
+    #: Single precision counts one by one up to here.
+    EXACT_COUNTS = 1 << 24
+
+    def __init__(self, exact: int = 1 << 19) -> None:
+        self.exact = exact
+        self.parts: list[Tensor] = []
+        self.count = 0
+        self.histogram: Tensor | None = None
+
+    def add(self, values: Tensor) -> None:
+        """Add every value of a tensor."""
+        self.count += values.numel()
+        values = float64_capable(values).float().flatten()
+        if self.count > self.exact:
+            self._add_to_histogram(torch.cat([*self.parts, values]) if self.parts else values)
+            self.parts = []
+        else:
+            self.parts.append(values)
+
+    def quantiles(self, *probabilities: float) -> Tensor:
+        """Quantiles with linear interpolation, in double precision, on the values' device."""
+        if self.histogram is not None:
+            return self._from_histogram(self.histogram, probabilities)
+        # torch.quantile would wait for the GPU, and takes at most 2²⁴ values.
+        ordered = torch.cat(self.parts).sort().values.double()
+        found = []
+        for probability in probabilities:
+            place = probability * (len(ordered) - 1)
+            low, high = int(place), min(int(place) + 1, len(ordered) - 1)
+            found.append(torch.lerp(ordered[low], ordered[high], place - low))
+        return torch.stack(found)
+
+    def _from_histogram(self, histogram: Tensor, probabilities: Sequence[float]) -> Tensor:
+        """The values below which so many lie; within a bin, values are taken as evenly spread."""
+        below = histogram.cumsum(0, dtype=torch.float64)
+        wanted = torch.tensor([probability * self.count for probability in probabilities], dtype=torch.float64)
+        wanted = wanted.to(below.device, non_blocking=True)
+        bins = torch.searchsorted(below, wanted).clamp_(max=self.BINS - 1)
+        inside = histogram[bins].double()
+        share = (wanted - (below[bins] - inside)) / inside.clamp_min(1)
+        return (self.LOW + (bins + share) * ((self.HIGH - self.LOW) / self.BINS)).clamp_min(0)
+
+    def _add_to_histogram(self, values: Tensor) -> None:
+        counts = torch.histc(values, self.BINS, self.LOW, self.HIGH)
+        if self.histogram is None:
+            self.histogram = counts
+            return
+        if self.count > self.EXACT_COUNTS:
+            self.histogram = self.histogram.double()
+        self.histogram += counts
