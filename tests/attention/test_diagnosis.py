@@ -425,7 +425,7 @@ def test_tables_are_plain_when_piped(diagnosis: Diagnosis) -> None:
 
 def test_missing_extras_are_named(diagnosis: Diagnosis, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(VitfocusError, match=r"the extra vitfocus\[plot\]"):
+    with pytest.raises(VitfocusError, match=r"pip install vitfocus\[plot\]"):
         diagnosis.plot("entropy")
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(VitfocusError, match="pip install pandas"):

@@ -14,11 +14,13 @@ import torch
 from kernel_cases import Attention, Pooling, check_attention, check_context, check_pooling, compare, explicit
 
 import vitfocus as vf
+from vitfocus.kernels.attention import Observation
 from vitfocus.kernels.backends import backend, has_triton
 from vitfocus.kernels.context.op import share_mean
 from vitfocus.kernels.diversity.op import diversity
 from vitfocus.kernels.pooling.op import mix_dilated
-from vitfocus.kernels.statistics.op import map_statistics, statistics
+from vitfocus.kernels.statistics.op import statistics
+from vitfocus.kernels.statistics.reference import map_statistics
 
 pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1"),
@@ -180,7 +182,7 @@ def test_keys_may_be_shared_and_of_another_type(shared: str, dtypes: tuple[torch
     exact = [one.detach().double().requires_grad_() for one in given]
     with backend("triton"):
         got = diversity(*given, scale=0.3, **options)
-        numbers = statistics(given[0].detach(), given[1].detach(), scale=0.3).numbers
+        numbers = statistics(Observation(query=given[0].detach(), key=given[1].detach(), scale=0.3)).numbers
     maps = (exact[0] * 0.3 @ exact[1].mT).softmax(-1)
     expected = explicit(exact[0], exact[1].expand(2, 3, -1, -1), None, 0.3, options)
     compare("loss", got, expected, 2e-5)
