@@ -471,7 +471,7 @@ def test_the_command_reads_a_folder(tmp_path: Path, capsys) -> None:
 def test_the_command_falls_back_to_shapes_and_says_so(capsys) -> None:
     assert run_command("pit_ti_224", "--limit", "1") == 0
     out, err = capsys.readouterr()
-    assert "embedded Shapes" in err and "random weights" in err and "entropy" in out
+    assert "built-in data set Shapes" in err and "random weights" in err and "entropy" in out
 
 
 def test_the_command_names_what_is_wrong(tmp_path: Path) -> None:
@@ -480,7 +480,7 @@ def test_the_command_names_what_is_wrong(tmp_path: Path) -> None:
     (tmp_path / "bad/torn.jpg").write_bytes(b"\xff\xd8 not a jpeg")
     for arguments, message in (
         (("--images", str(tmp_path / "nowhere")), "There is no folder"),
-        (("--images", str(tmp_path / "empty")), "holds no image"),
+        (("--images", str(tmp_path / "empty")), "contain no image"),
         (("--images", str(tmp_path / "bad")), r"torn\.jpg cannot be read as an image"),
         (("--against", "fogg/2"), "did you mean 'fog'"),
         (("--limit", "0"), "--limit must be at least 1"),
