@@ -115,15 +115,23 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def anatomy(model: nn.Module) -> Anatomy:
-    """The blocks of a vision transformer in order of depth, with handles to their parts.
+    """Find the blocks of a vision transformer and describe their parts.
 
-    A model that contains exactly one vision transformer (a segmenter, a detector, a Hugging Face task model) is
-    dissected there, with names counted from the outermost module.
+    Args:
+        model: A vision transformer of a registered family, or a module that contains exactly one (a segmenter, a
+            detector, a Hugging Face task model).
 
-    >>> import timm
-    >>> blocks = anatomy(timm.create_model("pit_ti_distilled_224"))
-    >>> blocks[0].name, blocks[0].prefix_tokens, blocks[-1].stage, blocks[-1].grid((224, 320))
-    ('transformers.0.blocks.0', 2, 2, (7, 10))
+    Returns:
+        The blocks in order of depth, with their names relative to `model`, stages, token grids and prefix tokens.
+
+    Raises:
+        VitfocusError: If the model contains no known vision transformer, or more than one.
+
+    Example:
+        >>> import timm
+        >>> blocks = anatomy(timm.create_model("pit_ti_distilled_224"))
+        >>> blocks[0].name, blocks[0].prefix_tokens, blocks[-1].stage, blocks[-1].grid((224, 320))
+        ('transformers.0.blocks.0', 2, 2, (7, 10))
     """
     model = unwrap(model)
     found = list(_outermost(model, ""))

@@ -61,7 +61,7 @@ def build_full_parser(shell: str) -> argparse.ArgumentParser:
                 action.choices = names[action.dest]
             if action.dest in ("recipe", "model"):
                 action.complete = _names_and_files(action.dest, _names(action))  # type: ignore[attr-defined]
-            elif action.choices is None and action.metavar in _PATHS:
+            elif action.choices is None and (action.metavar in _PATHS or (action.metavar, action.type) == ("X", str)):
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
     return parser
 

@@ -1,4 +1,4 @@
-"""Errors written for the person who meets them: what was given, what was expected, the nearest thing that exists."""
+"""Errors and warnings for users: one sentence with what was given, what was expected, and the nearest valid choice."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from collections.abc import Iterable
 
 
 class VitfocusError(ValueError):
-    """Anything a user can mend: the message is one sentence that says how.
+    """An error that the user can fix, such as an invalid argument; the message is one sentence that says how.
 
-    >>> raise VitfocusError("No such corruption.")
-    Traceback (most recent call last):
-    vitfocus.core.errors.VitfocusError: No such corruption.
+    Example:
+        >>> raise VitfocusError("No such corruption.")
+        Traceback (most recent call last):
+        vitfocus.core.errors.VitfocusError: No such corruption.
     """
 
 
 class VitfocusWarning(UserWarning):
-    """Something that a user should know and that is no error: one sentence that says what to do about it."""
+    """A warning in one sentence that says what to do about it."""
 
 
 def warn(sentence: str) -> None:
-    """Warn whoever called into vitfocus: the line named is theirs."""
+    """Issue a VitfocusWarning that points to the caller's line outside vitfocus."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == "vitfocus":
         frame, level = frame.f_back, level + 1
@@ -30,9 +31,9 @@ def warn(sentence: str) -> None:
 
 
 def nearest(given: str, choices: Iterable[str], prefix: str = "") -> str:
-    """End a sentence with the closest valid choice, or with all of them where none is close.
+    """End a sentence with the closest valid choice, or with all of them if none is close.
 
-    A `prefix` that all of them share makes none of them close.
+    A `prefix` that all choices share does not count towards closeness.
 
     >>> nearest("gausian_noise", ["gaussian_noise", "shot_noise"])
     "did you mean 'gaussian_noise'?"

@@ -75,24 +75,33 @@ def corrupt(
     flavour: str = "imagenet",
     frost: str | os.PathLike[str] | None = None,
 ) -> Tensor:
-    """Corrupt images as ImageNet-C, CIFAR-C or the any-size benchmarks do.
+    """Corrupt images as in ImageNet-C, CIFAR-C or the benchmarks for images of any size.
 
-    `images` is (B, 3, H, W) or (3, H, W), uint8 or float in [0, 1]; the result has the same shape, dtype and device.
-    The reference works on 8-bit images: floats are rounded to 8 bits first, and return as 8-bit values / 255.
+    Random draws depend only on `seed`, the id of the image, `name` and `severity`, so an image is corrupted identically
+    in any batch, order or process.
 
-    Each draw is a function of (`seed`, the image's id, `name`, `severity`) and of nothing else. `ids` are integers or
-    strings, one per image (0, 1, 2... by default): pass dataset indices or file names, and an image is corrupted
-    alike in any batch, order or process.
+    Args:
+        images: (B, 3, H, W) or (3, H, W), uint8 or float in [0, 1]. Floats are rounded to 8 bits first.
+        name: One of the 19 common corruptions, such as "gaussian_noise".
+        severity: 1 to 5.
+        seed: Seed of the random draws.
+        ids: One integer or string per image, such as dataset indices or file names (default: 0, 1, 2, ...).
+        flavour: "imagenet", "cifar" (constants for 32 pixels) or "any" (as in Cityscapes-C and COCO-C).
+        frost: Folder of the published frost overlays (see `fingerprint`).
 
-    `flavour` is "imagenet", "cifar" (constants for 32 px) or "any" (as used for Cityscapes-C and COCO-C). `frost` names
-    the folder of frost overlays (see `fingerprint`).
+    Returns:
+        The corrupted images, with the shape, dtype and device of `images`; floats are 8-bit values / 255.
 
-    >>> images = torch.randint(256, (2, 3, 64, 48), dtype=torch.uint8)
-    >>> corrupt(images, "glass_blur", severity=5).shape
-    torch.Size([2, 3, 64, 48])
-    >>> both = corrupt(images, "fog", ids=["a", "b"])
-    >>> bool((both[1] == corrupt(images[1], "fog", ids=["b"])).all())
-    True
+    Raises:
+        VitfocusError: If an argument is invalid; the message names the nearest valid choice.
+
+    Example:
+        >>> images = torch.randint(256, (2, 3, 64, 48), dtype=torch.uint8)
+        >>> corrupt(images, "glass_blur", severity=5).shape
+        torch.Size([2, 3, 64, 48])
+        >>> both = corrupt(images, "fog", ids=["a", "b"])
+        >>> bool((both[1] == corrupt(images[1], "fog", ids=["b"])).all())
+        True
     """
     _check_name(name)
     severity = _check_severity(severity)

@@ -139,14 +139,29 @@ def explore(
     title: str = "Attention explorer",
     **options: Any,
 ) -> Path:
-    """Write a page with the explorer alone; `options` are those of `explorer_data`.
+    """Write an HTML page with the attention explorer.
 
-    >>> import tempfile, timm
-    >>> from vitfocus.data.shapes.dataset import shapes_batch
-    >>> model = timm.create_model("vit_tiny_patch16_224", depth=2, img_size=64)
-    >>> page = explore(model, shapes_batch(range(2), size=64)[0], out=Path(tempfile.mkdtemp()) / "explorer.html")
-    >>> "explorer-data" in page.read_text()
-    True
+    Args:
+        models: One model, or models by name, shown side by side.
+        images: uint8 images (B, 3, H, W); each model sees them at its own size.
+        against: Corruption shown beside the clean images, such as "gaussian_noise/3"; None for none.
+        out: The file to write.
+        title: Title of the page.
+        **options: Further options of `explorer_data`, such as `names`, `limit` and `budget`.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        VitfocusError: If the images are not uint8, or no layer of a model attends to the whole image.
+
+    Example:
+        >>> import tempfile, timm
+        >>> from vitfocus.data.shapes.dataset import shapes_batch
+        >>> model = timm.create_model("vit_tiny_patch16_224", depth=2, img_size=64)
+        >>> page = explore(model, shapes_batch(range(2), size=64)[0], out=Path(tempfile.mkdtemp()) / "explorer.html")
+        >>> "explorer-data" in page.read_text()
+        True
     """
     page = Page(title)
     add_explorer(page, explorer_data(models, images, against, **options))
