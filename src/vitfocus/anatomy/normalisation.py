@@ -6,12 +6,14 @@ note on it says so, or the image processor that Hugging Face keeps beside a chec
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import nn
+
+from vitfocus.core.errors import VitfocusError
+from vitfocus.core.records import read_json
 
 _NOTE = "_vitfocus_normalising"
 _FILES = ("preprocessor_config.json", "processor_config.json")
@@ -48,10 +50,10 @@ def _processors(module: nn.Module) -> Iterator[dict[str, Any]]:
     for file in _FILES:
         path = _beside(name, file)
         try:
-            content = json.loads(path.read_text(encoding="utf-8")) if path is not None else None
-        except (OSError, ValueError):
-            continue  # the model can do without
-        if isinstance(content, dict):
+            content = read_json(path, dict[str, Any]) if path is not None else None
+        except VitfocusError:
+            continue  # the model works without it
+        if content is not None:
             inner = content.get("image_processor")
             yield inner if isinstance(inner, dict) else content
 

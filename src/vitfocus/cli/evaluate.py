@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from vitfocus.cli.common import add_pretrained, finish_run, model_label, only_with, open_named_model
 from vitfocus.core.only_with import OnlyWith
-from vitfocus.core.records import Count, convert
+from vitfocus.core.records import Count, convert, read_json
 from vitfocus.robustness.suites import switches
 
 if TYPE_CHECKING:
@@ -26,6 +26,14 @@ class _DataSection(TypedDict, total=False):
     val_split: str
     val_length: Count
     size: Count
+
+
+class _SavedTask(TypedDict, total=False):
+    task: str
+
+
+class _SavedModel(TypedDict, total=False):
+    task: _SavedTask
 
 
 class _RunRecipe(TypedDict, total=False):
@@ -199,8 +207,8 @@ def _from_run(args: argparse.Namespace) -> None:
     if saved is None:
         return
     try:
-        task = str(json.loads(saved.read_text(encoding="utf-8")).get("task", {}).get("task", ""))
-    except (ValueError, AttributeError):
+        task = read_json(saved, _SavedModel).get("task", {}).get("task", "")
+    except VitfocusError:
         return  # loading the model reports it
     args.suite = args.suite or TASK_SUITES.get(task)
     recipe = next((f for f in (folder / "config.toml", folder.parent / "config.toml") if f.is_file()), None)

@@ -30,6 +30,7 @@ from vitfocus.robustness.pixel_model import tensors_digest
 from vitfocus.robustness.results import Scores, load_scores
 from vitfocus.robustness.run_folder import RESULTS
 from vitfocus.train.results import TrainingResults
+from vitfocus.treatments.save_load import SavedConfig
 
 DIAGNOSIS, METRICS, RECIPE, DATA = "diagnosis.json", "metrics.jsonl", "config.toml", "data.json"
 WEIGHTS = "model.safetensors"
@@ -351,9 +352,9 @@ def saved_identity(folder: Path) -> Identity | None:
     if not (folder / WEIGHTS).is_file():
         return None
     try:
-        treatments = json.loads((folder / "config.json").read_text("utf-8"))["treatments"]
+        treatments = read_json(folder / "config.json", SavedConfig).treatments
         return Identity(tensors_digest(load_file(folder / WEIGHTS)), "+".join(treatments))
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError):
+    except (SafetensorError, OSError, VitfocusError):
         return None
 
 

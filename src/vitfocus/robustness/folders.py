@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.resources
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +16,7 @@ from PIL import Image
 
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import PICTURES, files_below
+from vitfocus.core.records import Count, read_json
 from vitfocus.core.statistics import evenly_spaced
 from vitfocus.data.image_files import UNREADABLE, rgb_picture
 
@@ -154,15 +154,18 @@ def folder_indices(folders: ClassFolders, index: str | os.PathLike[str] | None =
 
 def read_index(path: str | os.PathLike[str]) -> dict[str, int]:
     """A json of {"0": ["n01440764", "tench"], ...}, {"n01440764": 0, ...} or ["n01440764", ...] as folder -> class."""
+    content: Any = read_json(Path(path), list[str] | dict[str, str | Count | list[str]])  # type: ignore[arg-type]
+    if isinstance(content, list):
+        return {name: place for place, name in enumerate(content)}
+    if all(isinstance(value, int) for value in content.values()):
+        return content
     try:
-        content = json.loads(Path(path).read_text("utf-8"))
-        if isinstance(content, list):
-            return {str(name): place for place, name in enumerate(content)}
-        if all(isinstance(value, int) for value in content.values()):
-            return {str(name): value for name, value in content.items()}
         return {str(v[0] if isinstance(v, list) else v): int(place) for place, v in content.items()}
-    except (OSError, ValueError, AttributeError, TypeError, IndexError) as error:
-        raise VitfocusError(f"The index file {path} cannot be read: {type(error).__name__}, {error}.") from None
+    except (ValueError, IndexError):
+        raise VitfocusError(
+            f"The index file {path} maps neither folders to numbers nor numbers to folders: expected entries such "
+            'as "n01440764": 0 or "0": ["n01440764", "tench"].'
+        ) from None
 
 
 def other_size(name: str, found: Sequence[int], expected: Sequence[int]) -> str:

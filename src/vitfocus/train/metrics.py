@@ -10,6 +10,7 @@ from typing import Any
 
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import Appender, write_text
+from vitfocus.core.records import parse_json
 
 
 class Metrics:
@@ -112,7 +113,7 @@ def row_text(row: dict[str, Any], score: str = "") -> str:
 
 def _row(line: str) -> dict[str, Any] | None:
     try:
-        row = json.loads(line)
-    except ValueError:
+        row = parse_json(line, "metrics.jsonl")
+    except VitfocusError:
         return None
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None

@@ -9,10 +9,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import PICTURES
+from vitfocus.core.records import read_json
 from vitfocus.robustness.classification import (
     CLEAN,
     Images,
@@ -153,20 +156,11 @@ def read_real(path: str | Path | None) -> Sequence[list[int]]:
     """ReaL's 50,000 lists of labels: from a file (the published real.json), or as timm ships them."""
     if path is None:
         return _timm_real()
-    try:
-        content = json.loads(Path(path).read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise VitfocusError(f"The label file {path} cannot be read: {error}.") from None
-    if not isinstance(content, list) or len(content) != _VALIDATION:
-        amount = len(content) if isinstance(content, list) else "no list of"
-        raise VitfocusError(f"The label file {path} holds {amount} entries; ReaL has {_VALIDATION:,}, one per image.")
-    known = range(1000)
-    for place, answers in enumerate(content):
-        if not isinstance(answers, list) or not all(type(label) is int and label in known for label in answers):
-            raise VitfocusError(
-                f"The label file {path} holds {str(answers)[:40]} for image {place + 1}; expected a list of classes "
-                "from 0 to 999, as ReaL's."
-            )
+    content = read_json(path, list[list[Annotated[int, msgspec.Meta(ge=0, le=999)]]], writer="the authors of ReaL")
+    if len(content) != _VALIDATION:
+        raise VitfocusError(
+            f"The label file {path} holds {len(content)} entries; ReaL has {_VALIDATION:,}, one per image."
+        )
     return content
 
 
