@@ -8,10 +8,11 @@ import scipy.ndimage
 import scipy.stats
 import torch
 
+from vitfocus.core import statistics
 from vitfocus.core.errors import VitfocusError
+from vitfocus.core.statistics import repeat_interval
 from vitfocus.corruptions import CORRUPTIONS
-from vitfocus.robustness import intervals, metrics
-from vitfocus.robustness.intervals import repeat_interval
+from vitfocus.robustness import metrics
 from vitfocus.robustness.metrics import (
     ALEXNET_CLEAN_ERROR,
     ALEXNET_ERRORS,
@@ -97,7 +98,7 @@ def test_ece_equals_a_loop(bins: int) -> None:
 def test_mcnemar_equals_scipys_binomial_test(one: int, two: int) -> None:
     first = np.array([1] * one + [0] * two + [1] * 10 + [0] * 5)
     second = np.array([0] * one + [1] * two + [1] * 10 + [0] * 5)
-    result = intervals.mcnemar(first, second)
+    result = statistics.mcnemar(first, second)
     expected = scipy.stats.binomtest(one, one + two).pvalue if one + two else 1.0
     assert (result.only_first, result.only_second) == (one, two)
     assert result.p_value == pytest.approx(expected, rel=1e-6, abs=1e-14)
@@ -105,12 +106,12 @@ def test_mcnemar_equals_scipys_binomial_test(one: int, two: int) -> None:
 
 def test_bootstrap_interval_agrees_with_scipy_and_is_seeded() -> None:
     values = np.random.default_rng(1).gamma(2.0, size=300)
-    ours = intervals.mean_interval(values, seed=5)
+    ours = statistics.mean_interval(values, seed=5)
     theirs = scipy.stats.bootstrap((values,), np.mean, method="percentile", n_resamples=2000, rng=0).confidence_interval
     assert np.allclose(ours, theirs, atol=0.25 * (theirs.high - theirs.low))
-    assert ours == intervals.mean_interval(values, seed=5) != intervals.mean_interval(values, seed=6)
+    assert ours == statistics.mean_interval(values, seed=5) != statistics.mean_interval(values, seed=6)
     shares = (np.arange(1000) < 700).astype(float)
-    low, high = intervals.mean_interval(shares)
+    low, high = statistics.mean_interval(shares)
     spread = 1.96 * (0.7 * 0.3 / 1000) ** 0.5
     assert low == pytest.approx(0.7 - spread, abs=0.006) and high == pytest.approx(0.7 + spread, abs=0.006)
 
@@ -118,10 +119,10 @@ def test_bootstrap_interval_agrees_with_scipy_and_is_seeded() -> None:
 def test_paired_difference_is_sharper_than_two_intervals() -> None:
     first = np.random.default_rng(0).random(500) < 0.5
     second = first | (np.arange(500) < 20)
-    difference = intervals.paired_difference(first, second)
+    difference = statistics.paired_difference(first, second)
     assert difference.low > 0 and difference.mean == pytest.approx(second.mean() - first.mean())
     with pytest.raises(VitfocusError, match="got 500 and 3"):
-        intervals.paired_difference(first, [1, 2, 3])
+        statistics.paired_difference(first, [1, 2, 3])
 
 
 def naive_stability(logits: np.ndarray, noise: bool, step: int) -> tuple[float, float]:

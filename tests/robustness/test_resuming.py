@@ -153,7 +153,7 @@ import os, sys, time
 from pathlib import Path
 sys.path[:0] = [{tests!r}, {tests!r} + "/robustness"]
 from test_resuming import Calls
-from vitfocus.robustness import run_folder
+from vitfocus.robustness import engine
 
 work = Path({work!r})
 for suite in ("answers", "detection"):
@@ -168,7 +168,7 @@ def die(*_):
             time.sleep(0.01)
         os._exit(0)
 
-run_folder.SAVE_EVERY = 0.0
+engine.SAVE_EVERY = 0.0
 calls = Calls("detection")
 calls.models["a"].register_forward_pre_hook(die)
 calls.run(work / "detection", work / "killed")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -130,27 +130,31 @@ def corrupt(
     return result.reshape(images.shape)
 
 
-def fingerprint(flavour: str = "imagenet", frost: str | os.PathLike[str] | None = None) -> dict[str, Any]:
-    """What a published number should say of the corruptions it was made with.
+def fingerprint(
+    flavour: str = "imagenet",
+    frost: str | os.PathLike[str] | None = None,
+    names: Sequence[str] = (*CORRUPTIONS, *EXTRA_CORRUPTIONS),
+) -> dict[str, Any]:
+    """The facts that the output of these corruptions depends on, to publish with a number.
 
-    `comparable` is False where the frost overlays are drawn for want of the published ones; `frost` then names what
-    to do. Codec and versions matter to JPEG.
+    The JPEG codec and the frost overlays are among them where `names` include the corruptions that use them.
+    `comparable` is False where frost is drawn because the published overlays are missing.
 
-    >>> fingerprint("cifar")["flavour"]
-    'cifar'
+    Example:
+        >>> fingerprint("cifar")["flavour"], "jpeg" in fingerprint(names=["fog"])
+        ('cifar', False)
     """
     _check_flavour(flavour)
-    folder = overlays.locate(frost)
-    drawn = folder == overlays.DRAWN
-    return {
-        "implementation": "vitfocus.corruptions",
-        "version": VERSION,
-        "flavour": flavour,
-        "jpeg": jpeg.codec(),
-        "torch": torch.__version__,
-        "frost": "drawn, not the published overlays" if drawn else f"sha256:{overlays.digest(folder)}",
-        "comparable": not drawn,
-    }
+    facts = {"implementation": "vitfocus.corruptions", "version": VERSION, "flavour": flavour}
+    facts |= {"torch": torch.__version__, "comparable": True}
+    if "jpeg_compression" in names:
+        facts["jpeg"] = jpeg.codec()
+    if "frost" in names:
+        folder = overlays.locate(frost)
+        drawn = folder == overlays.DRAWN
+        facts["frost"] = "drawn, not the published overlays" if drawn else f"sha256:{overlays.digest(folder)}"
+        facts["comparable"] = not drawn
+    return facts
 
 
 def _check_name(name: str) -> None:

@@ -15,11 +15,10 @@ from typing import Any
 import numpy as np
 
 from vitfocus.core.metrics import METRICS, Metric
-from vitfocus.core.statistics import wilson_interval
+from vitfocus.core.statistics import Array, paired_difference, wilson_interval
 from vitfocus.core.tables import counted
 from vitfocus.corruptions import CORRUPTIONS
 from vitfocus.report.runs import ReportModel
-from vitfocus.robustness.intervals import Array, paired_difference
 from vitfocus.robustness.metrics import ALEXNET_FLIPS, mce_shares
 from vitfocus.robustness.results import Scores
 from vitfocus.robustness.run_folder import FREE, Columns, differences

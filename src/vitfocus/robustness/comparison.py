@@ -8,9 +8,9 @@ from typing import Any
 
 from vitfocus.anatomy import insertions_sentence
 from vitfocus.core.errors import VitfocusError
+from vitfocus.core.statistics import mcnemar, paired_difference
 from vitfocus.core.tables import Table
 from vitfocus.corruptions import CORRUPTIONS
-from vitfocus.robustness.intervals import mcnemar, paired_difference
 from vitfocus.robustness.metrics import mce_shares
 from vitfocus.robustness.results import Scores, load_scores
 from vitfocus.robustness.run_folder import FREE, Columns, differences

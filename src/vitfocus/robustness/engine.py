@@ -9,7 +9,9 @@ outcomes are saved: every twenty seconds, at the end, and when anything goes wro
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,11 +26,14 @@ from vitfocus.core.progress import Progress
 from vitfocus.robustness.folders import digest_of
 from vitfocus.robustness.pixel_model import PixelModel
 from vitfocus.robustness.results import Samples, Summary
-from vitfocus.robustness.run_folder import Columns, RunFolder, saving
+from vitfocus.robustness.run_folder import Columns, RunFolder
 from vitfocus.robustness.sources import EvaluationBatch, Source, checksums
 from vitfocus.robustness.suites import Suite
 
 Outcome = dict[str, Tensor | list[str]]  # one entry per image
+
+SAVE_EVERY = 20.0
+"""Seconds of work that a crash may cost."""
 
 
 @dataclass(frozen=True)
@@ -250,6 +255,30 @@ def _run_group(
     columns = _merge([saved, *everything] if saved else everything)
     _check_complete(group, columns)
     return columns
+
+
+@contextmanager
+def saving(save: Callable[[], None]) -> Iterator[Callable[[], None]]:
+    """Gives a function to call after every batch, which saves every 20 seconds; so does the end, even by an exception.
+
+    >>> done = []
+    >>> with saving(lambda: done.append("saved")) as save_if_due:
+    ...     save_if_due()
+    >>> done
+    ['saved']
+    """
+    last = time.monotonic()
+
+    def save_if_due() -> None:
+        nonlocal last
+        if time.monotonic() - last > SAVE_EVERY:
+            save()
+            last = time.monotonic()
+
+    try:
+        yield save_if_due
+    finally:
+        save()
 
 
 def _joined(parts: Sequence[Tensor | list[str]]) -> Any:

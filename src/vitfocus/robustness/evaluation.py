@@ -78,6 +78,8 @@ def evaluate(
     chosen, typed_options = find_suite(suite, options)
     if precision not in PRECISIONS:
         raise VitfocusError(f"There is no precision {precision!r}: {nearest(str(precision), PRECISIONS)}")
+    if resume and out is None:
+        raise VitfocusError("There is nothing to resume without a run's folder: name it with out (--out).")
     processes = join_processes(device)
     modules = named_models(model)
     arguments = EvaluationArguments(
@@ -98,6 +100,8 @@ def evaluate(
         plan = _plan(arguments)
         fingerprint = _fingerprint(arguments, plan, precision)
         lasting = {key: value for key, value in fingerprint.items() if key != "environment"}
+        if out is None:
+            return _measure(arguments, plan, fingerprint, None)
         with claim_folder(out, lasting, resume, processes) as folder:
             return _measure(arguments, plan, fingerprint, folder)
 
@@ -162,7 +166,7 @@ def _fingerprint(arguments: EvaluationArguments, plan: Plan, precision: str) -> 
         },
         "libraries": versions(*plan.libraries),
         "models": {model.name: model.describe() for model in arguments.models},
-        "environment": {"device": device_name(arguments.device), "processes": arguments.processes.world},
+        "environment": {"device": device_name(arguments.device, threads=False), "processes": arguments.processes.world},
     }
 
 

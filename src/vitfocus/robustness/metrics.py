@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from vitfocus.core.errors import VitfocusError
+from vitfocus.core.statistics import Array, mean_interval
 from vitfocus.corruptions import CORRUPTIONS
-from vitfocus.robustness.intervals import Array, mean_interval
 from vitfocus.robustness.results import Summary
 from vitfocus.robustness.run_folder import Columns
 

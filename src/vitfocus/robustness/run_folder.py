@@ -9,10 +9,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import time
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,9 +32,6 @@ RESULTS, SAMPLES, PROTOCOL, PARTS = "results.json", "samples.npz", "protocol.jso
 
 #: Parts of the fingerprint that two comparable runs may differ in: what is being compared, and where it ran.
 FREE = ("models", "environment")
-
-SAVE_EVERY = 20.0
-"""Seconds of work that a crash may cost."""
 
 
 class RunFolder:
@@ -114,17 +110,12 @@ def _decoded(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 @contextmanager
 def claim_folder(
-    out: str | Path | None, fingerprint: dict[str, Any], resume: bool, processes: Processes
-) -> Iterator[RunFolder | None]:
+    out: str | Path, fingerprint: dict[str, Any], resume: bool, processes: Processes
+) -> Iterator[RunFolder]:
     """The run's folder, once it is certain that it holds nothing else; the first process decides for all.
 
     It is given up again where the run fails before anything was measured.
     """
-    if out is None:
-        if resume:
-            raise VitfocusError("There is nothing to resume without a run's folder: name it with out (--out).")
-        yield None
-        return
     folder = RunFolder(out)
     problem = None
     if processes.first:
@@ -141,30 +132,6 @@ def claim_folder(
         if processes.first:
             folder.release()
         raise
-
-
-@contextmanager
-def saving(save: Callable[[], None]) -> Iterator[Callable[[], None]]:
-    """Gives a function to call after every batch, which saves every 20 seconds; so does the end, even by an exception.
-
-    >>> done = []
-    >>> with saving(lambda: done.append("saved")) as save_if_due:
-    ...     save_if_due()
-    >>> done
-    ['saved']
-    """
-    last = time.monotonic()
-
-    def save_if_due() -> None:
-        nonlocal last
-        if time.monotonic() - last > SAVE_EVERY:
-            save()
-            last = time.monotonic()
-
-    try:
-        yield save_if_due
-    finally:
-        save()
 
 
 def differences(first: Mapping[str, Any], second: Mapping[str, Any], ignored: tuple[str, ...] = ()) -> list[str]:

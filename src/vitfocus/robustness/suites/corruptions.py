@@ -127,7 +127,7 @@ def _generated(
             change = partial(_corrupted, name, severity, seed, flavour, frost, quality)
             conditions.append(Condition(f"{name}/{severity}", classify, change))
     images = open_images(arguments, classes, interpolation)
-    made = fingerprint(flavour, frost)
+    made = fingerprint(flavour, frost, names if quality is None else [*names, "jpeg_compression"])
     protocol = {**images.protocol, "mode": "generated", "seed": seed, "corruptions": made}
     first = "Corruptions were generated on the fly from clean images, with vitfocus's own implementation."
     notes = [first, *notes, *incomplete, *images.notes]

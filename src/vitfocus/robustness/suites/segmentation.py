@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from vitfocus.anatomy import unwrap
 from vitfocus.anatomy.registry import family_of
 from vitfocus.core.errors import VitfocusError, nearest
-from vitfocus.core.statistics import evenly_spaced
+from vitfocus.core.statistics import evenly_spaced, repeat_interval
 from vitfocus.corruptions import corrupt, fingerprint
 from vitfocus.corruptions.constants import Setting
 from vitfocus.corruptions.draws import Draws, as_ids
@@ -32,7 +32,6 @@ from vitfocus.data.segmentation.layouts import acdc as acdc_layout
 from vitfocus.data.shapes.dataset import shapes_named
 from vitfocus.recipes.settings import Data
 from vitfocus.robustness.engine import Condition, EvaluationArguments, Group, Outcome, Plan, Reduced
-from vitfocus.robustness.intervals import repeat_interval
 from vitfocus.robustness.metrics import Summary
 from vitfocus.robustness.pixel_model import PixelModel
 from vitfocus.robustness.run_folder import Columns
@@ -105,7 +104,7 @@ def corruptions(arguments: EvaluationArguments) -> Plan:
                 change = partial(_corrupted, name, severity, arguments.seed, options.frost)
                 conditions.append(_condition(arguments, test, pictures, f"{name}/{severity}", change))
         groups = [Group("generated", pictures.source, tuple(conditions))]
-        how: dict[str, Any] = {"corruptions": fingerprint("any", options.frost)}
+        how: dict[str, Any] = {"corruptions": fingerprint("any", options.frost, names)}
         note = "Corruptions were generated here, by the any-size flavour."
     else:
         groups = [Group("clean", pictures.source, tuple(conditions))]

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from vitfocus.anatomy import pixels_of
 from vitfocus.core.errors import VitfocusError
-from vitfocus.core.statistics import evenly_spaced
+from vitfocus.core.statistics import evenly_spaced, mean_interval
 from vitfocus.data.classification.dataset import Broken
 from vitfocus.data.classification.loader import seeded
 from vitfocus.data.shapes.dataset import shapes_named
@@ -24,7 +24,6 @@ from vitfocus.data.vqa.batches import Look, stacked
 from vitfocus.data.vqa.dataset import ArrayPictures, Question, QuestionSet, read_vqav2, shapes_questions, splits_in
 from vitfocus.data.vqa.tokenizer import Words
 from vitfocus.robustness.engine import Condition, EvaluationArguments, Group, Outcome, Plan, Reduced
-from vitfocus.robustness.intervals import mean_interval
 from vitfocus.robustness.metrics import Summary, percent
 from vitfocus.robustness.pixel_model import PixelModel
 from vitfocus.robustness.run_folder import Columns
