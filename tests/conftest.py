@@ -8,6 +8,11 @@ from pathlib import Path
 import pytest
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the longest tests first, so that no worker is left with one of them at the end."""
+    items.sort(key=lambda item: "in_the_interpreter" not in item.name)
+
+
 @pytest.fixture(scope="session")
 def shared() -> Path:
     """The folder of golden outputs and sample data: $VITFOCUS_TEST_DATA, or `shared` beside the checkout."""

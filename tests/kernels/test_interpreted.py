@@ -176,7 +176,7 @@ def test_more_heads_than_fit_are_left_to_the_pass_in_chunks(monkeypatch: pytest.
 @pytest.mark.parametrize("dtypes", [(HALF, torch.float32), (torch.float32, HALF)], ids=["half-query", "half-key"])
 def test_keys_may_be_shared_and_of_another_type(shared: str, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     """As attention itself takes them: heads that share keys have one head of them, and autocast evens out types."""
-    query, key, _, options = Attention("shared", (2, 3, 23, 16)).inputs(1)
+    query, key, _, options = Attention("shared", (2, 3, 7, 16)).inputs(1)
     few = {"heads": key[:, :1], "images": key[:1], "none": key}[shared].detach()
     given = [query.detach().to(dtypes[0]).requires_grad_(), few.to(dtypes[1]).requires_grad_()]
     exact = [one.detach().double().requires_grad_() for one in given]
@@ -230,7 +230,7 @@ def test_given_normalisers_change_nothing() -> None:
 def test_a_model_by_kernels_is_the_model_by_equations(spec: str, compiled: bool) -> None:
     """Output, loss and gradients; compiled code takes its own way through Context Broadcasting."""
     torch.manual_seed(0)
-    options = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 3}
+    options = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 1, "num_heads": 2, "num_classes": 3}
     model = vf.treat_(timm.create_model("vit_tiny_patch16_224", **options), spec).train()
     with torch.no_grad():
         for name, weight in model.named_parameters():
