@@ -120,7 +120,7 @@ def test_an_index_file_serves_any_model(tmp_path: Path) -> None:
     assert evaluate(model, "clean", tmp_path / "data", index=index, **QUIET)["top1"] == 100
     refused("There is no .*nowhere.json", model, "clean", tmp_path / "data", index=tmp_path / "nowhere.json")
     refused("knows the classes 0 to 2", Blobs(3), "clean", tmp_path / "data", index=index)
-    refused("the data is not a folder", model, "clean", [tensors()], index=index)
+    refused("maps class folders to classes, and the data has none", model, "clean", [tensors()], index=index)
 
 
 def test_v2_knows_the_published_spelling(tmp_path: Path) -> None:
@@ -358,7 +358,7 @@ def test_no_option_is_passed_over_in_silence(tmp_path: Path) -> None:
             assert evaluate(Blobs(10), "clean", data, resize=False, **QUIET).images == 6
         refused("is about resizing pictures", Blobs(10), "cifar10-c", TensorDataset(images, labels), **option)
     for suite in ("segmentation", "detection", "answers"):
-        refused("split=test is about a folder", Blobs(10), suite, "shapes:2", split="test")
+        refused("split is about a folder", Blobs(10), suite, "shapes:2", split="test")
     some = {"corruptions": ["fog", "spatter"], "severities": [1], "extra": True}
     scores = evaluate(Blobs(10), "imagenet-c", [(images, labels)], **some, **QUIET)
     assert list(scores["corruptions"]) == ["fog", "spatter", "speckle_noise", "gaussian_blur", "saturate"]

@@ -44,6 +44,7 @@ from vitfocus.robustness.sources import (
     picture_and_label,
     require_one_number,
 )
+from vitfocus.robustness.suites import DataForm, refuse_unused
 
 Labels = tuple[dict[str, int], tuple[str, ...]]  # class folder -> class, and notes
 Summarise = Callable[[Mapping[str, Columns], int], Summary]
@@ -152,14 +153,6 @@ def check_batch(classes: int, batch: EvaluationBatch) -> None:
         )
 
 
-def refuse_resizing(arguments: EvaluationArguments, data: str) -> None:
-    """Options on how pictures are resized are refused where no picture is resized."""
-    for name in ("crop_pct", "interpolation", "resize"):
-        value = getattr(arguments.options, name)
-        if value is not None and value is not False:
-            raise VitfocusError(f"{name} is about resizing pictures, but the data is {data}: leave it out.")
-
-
 def open_images(
     arguments: EvaluationArguments,
     classes: int,
@@ -181,12 +174,11 @@ def open_images(
         targets = [known[entry.folder] for entry in folders.entries]
         images = open_files(arguments, folders, targets, interpolation=interpolation, crop=crop, size=size)
         return replace(images, notes=notes + images.notes)
-    if getattr(arguments.options, "index", None) is not None:
-        raise VitfocusError("index maps class folders to classes, but the data is not a folder: leave it out.")
+    refuse_unused(arguments.options, DataForm(class_folders=False))
     if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
         return _open_dataset(arguments, classes, interpolation, crop, size)
     if isinstance(data, DataLoader) or (isinstance(data, Iterable) and not isinstance(data, Tensor | Mapping)):
-        refuse_resizing(arguments, "batches of tensors")
+        refuse_unused(arguments.options, DataForm(resized=False))
         return Images(StreamSource(data, arguments.limit), {"preprocessing": "the loader's own"})
     raise VitfocusError(
         f"The data is a {type(data).__name__}; expected a folder, a Dataset of (picture, label), or batches "
@@ -247,7 +239,7 @@ def _open_dataset(
         if preprocessing.keep:
             notes += (f"Pictures that already measure {size[0]}x{size[1]} were taken as they are, others resized.",)
     else:
-        refuse_resizing(arguments, "tensors")
+        refuse_unused(arguments.options, DataForm(resized=False))
     source = ItemSource(
         ImageSamples(data, preprocessing),
         evenly_spaced(len(data), arguments.limit),
@@ -267,7 +259,7 @@ def _preprocessing(
     """
     options = arguments.options
     if arguments.suite.small_images:
-        refuse_resizing(arguments, "small images, which the model enlarges itself")
+        refuse_unused(arguments.options, DataForm(resized=False))
         return Preprocessing(None, None), ()
     if options.resize is not None and not options.resize:
         return Preprocessing(None, None), ("The images were taken as they are (resize=False).",)

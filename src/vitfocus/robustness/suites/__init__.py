@@ -10,9 +10,11 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+from vitfocus.core import only_with
 from vitfocus.core.errors import VitfocusError, nearest
+from vitfocus.core.only_with import OnlyWith
 
 
 def _option(text: str, default: Any = None, negate: bool = False) -> Any:
@@ -24,6 +26,43 @@ def _option(text: str, default: Any = None, negate: bool = False) -> Any:
 
 
 @dataclass(frozen=True)
+class DataForm:
+    """What options depend on in the data that a suite was given."""
+
+    resized: bool = True  # pictures, which are resized where they do not fit
+    class_folders: bool = True
+    published: bool = False  # the suite's own files; corruptions are generated from other data
+    drawn: bool = False  # Shapes
+
+
+_RESIZED = OnlyWith(
+    lambda form: form.resized, "is about resizing pictures, and this data is not resized: give pictures"
+)
+_FOLDERS = OnlyWith(
+    lambda form: form.class_folders, "maps class folders to classes, and the data has none: give such a folder"
+)
+_GENERATED = OnlyWith(
+    lambda form: not form.published, "is for generated corruptions, and these files are published: give clean images"
+)
+_PUBLISHED = OnlyWith(
+    lambda form: form.published, "is for published files, and these corruptions are generated: give published files"
+)
+_READ = OnlyWith(lambda form: not form.drawn, "is about a folder, and Shapes is drawn: give a folder")
+
+
+def refuse_unused(options: NoOptions, form: DataForm) -> None:
+    """Refuse options that have no effect on data of this form; "val" and "shapes" are what Shapes is anyway."""
+    declared = only_with.conditions(type(options))
+    values = {one.name: (getattr(options, one.name), one.default) for one in fields(options) if one.name in declared}
+    given = [
+        name
+        for name, (value, default) in values.items()
+        if value is not False and value not in (default, "val", "shapes")
+    ]
+    only_with.refuse_unused(given, declared, form)
+
+
+@dataclass(frozen=True)
 class NoOptions:
     """A suite without options."""
 
@@ -32,16 +71,20 @@ class NoOptions:
 class ImageOptions(NoOptions):
     """How pictures are resized and cropped."""
 
-    crop_pct: float | None = _option("share of the resized picture that is cropped (default: 0.875)")
-    interpolation: str | None = _option("bilinear or bicubic (default: the suite's, or the model's)")
-    resize: bool | None = _option("take images as they are, without resizing", negate=True)
+    crop_pct: Annotated[float | None, _RESIZED] = _option(
+        "share of the resized picture that is cropped (default: 0.875)"
+    )
+    interpolation: Annotated[str | None, _RESIZED] = _option(
+        "bilinear or bicubic (default: the suite's, or the model's)"
+    )
+    resize: Annotated[bool | None, _RESIZED] = _option("take images as they are, without resizing", negate=True)
 
 
 @dataclass(frozen=True)
 class ClassFolderOptions(ImageOptions):
     """Class folders may be mapped to classes by an index file."""
 
-    index: str | None = _option("a json that maps class folders to the model's classes")
+    index: Annotated[str | None, _FOLDERS] = _option("a json that maps class folders to the model's classes")
 
 
 @dataclass(frozen=True)
@@ -51,15 +94,19 @@ class CorruptionOptions(ClassFolderOptions):
     corruptions: tuple[str, ...] | None = _option("only these corruptions")
     severities: tuple[int, ...] | None = _option("only these severities, 1 to 5")
     extra: bool = _option("the 4 extra corruptions too", False)
-    frost: str | None = _option("the folder of the published frost overlays")
+    frost: Annotated[str | None, _GENERATED] = _option("the folder of the published frost overlays")
 
 
 @dataclass(frozen=True)
 class ImageNetCOptions(CorruptionOptions):
     """ImageNet-C, published or generated."""
 
-    clean_data: str | None = _option("of published files: the clean validation set, for the relative mCE")
-    jpeg_quality: int | None = _option("generated: save as JPEG after corrupting; the published files are at 85")
+    clean_data: Annotated[str | None, _PUBLISHED] = _option(
+        "of published files: the clean validation set, for the relative mCE"
+    )
+    jpeg_quality: Annotated[int | None, _GENERATED] = _option(
+        "generated: save as JPEG after corrupting; the published files are at 85"
+    )
 
 
 @dataclass(frozen=True)
@@ -107,7 +154,7 @@ class PGDOptions(AttackOptions):
 class MaskOptions(NoOptions):
     """How pictures with masks are read and tested; what is left out, the model's own test settings decide."""
 
-    split: str = _option("the split by its folder's name (default: val)", "")
+    split: Annotated[str, _READ] = _option("the split by its folder's name (default: val)", "")
     window: int | None = _option("side of the sliding window (default: the model's; 0: whole pictures)")
     stride: int | None = _option("from one window to the next (default: two thirds of the window)")
     flip: bool | None = _option("average with the mirrored pictures")
@@ -126,7 +173,7 @@ class ACDCOptions(MaskOptions):
 class LayoutOptions(MaskOptions):
     """A folder of pictures with masks in any layout."""
 
-    source: str = _option("the folder's layout: ade20k, cityscapes, acdc, camvid, masks", "")
+    source: Annotated[str, _READ] = _option("the folder's layout: ade20k, cityscapes, acdc, camvid, masks", "")
 
 
 @dataclass(frozen=True)
@@ -155,7 +202,7 @@ class CityscapesCOptions(LayoutOptions):
 class VQAOptions(NoOptions):
     """Visual question answering."""
 
-    split: str = _option("the split by its folder's name (default: val)", "")
+    split: Annotated[str, _READ] = _option("the split by its folder's name (default: val)", "")
 
 
 @dataclass(frozen=True)

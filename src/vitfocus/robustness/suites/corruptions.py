@@ -29,7 +29,6 @@ from vitfocus.robustness.classification import (
     image_decoder,
     num_classes,
     open_images,
-    refuse_resizing,
     require_classes,
 )
 from vitfocus.robustness.engine import Condition, EvaluationArguments, Group, Plan
@@ -42,6 +41,7 @@ from vitfocus.robustness.folders import (
 )
 from vitfocus.robustness.metrics import corruption_summary
 from vitfocus.robustness.sources import EvaluationBatch, ImageSamples, ItemSource, collate_images
+from vitfocus.robustness.suites import DataForm, refuse_unused
 
 ALL_CORRUPTIONS = (*CORRUPTIONS, *EXTRA_CORRUPTIONS)
 SEVERITIES = (1, 2, 3, 4, 5)
@@ -76,11 +76,10 @@ def imagenet_c(arguments: EvaluationArguments) -> Plan:
     classes = num_classes(arguments)
     published = _published_folders(arguments.folder) if arguments.folder is not None else {}
     if published:
-        _refuse(arguments, ("frost", "jpeg_quality"), "for generated corruptions, and these are published files")
-        if not arguments.options.clean_data:
-            refuse_resizing(arguments, "published files, which are never resized")
+        # Published files are never resized, but the clean ones beside them are.
+        refuse_unused(arguments.options, DataForm(published=True, resized=bool(arguments.options.clean_data)))
         return _published(arguments, classes, published)
-    _refuse(arguments, ("clean_data",), "for published files, and these corruptions are generated")
+    refuse_unused(arguments.options, DataForm())
     notes = []
     if classes != 1000:
         notes.append("AlexNet's errors are ImageNet's: on other data, CE and mCE serve to compare models only.")
@@ -98,19 +97,11 @@ def cifar_c(arguments: EvaluationArguments) -> Plan:
         notes.append(f"Corrupted at 32x32, then enlarged to the model's {height}x{width} (bicubic).")
         protocol = {"enlarged_to": [height, width]}
     if arguments.folder is not None and any(arguments.folder.glob("*.npy")):
-        _refuse(arguments, ("frost",), "for generated corruptions, and these are published files")
-        refuse_resizing(arguments, "published arrays")
+        refuse_unused(arguments.options, DataForm(published=True, resized=False, class_folders=False))
         plan = _arrays(arguments, classes, arguments.folder, notes)
     else:
         plan = _generated(arguments, classes, "cifar", None, notes)
     return replace(plan, protocol={**plan.protocol, **protocol})
-
-
-def _refuse(arguments: EvaluationArguments, options: tuple[str, ...], why: str) -> None:
-    """Refuse an option that this form of the data has no use for."""
-    for name in options:
-        if getattr(arguments.options, name) is not None:
-            raise VitfocusError(f"{name} is {why}.")
 
 
 def _generated(
@@ -266,8 +257,6 @@ def _arrays(arguments: EvaluationArguments, classes: int, root: Path, notes: lis
         raise VitfocusError(
             f"{root} lacks {', '.join(f'{name}.npy' for name in missing[:4])}: it is only half extracted."
         )
-    if arguments.options.index is not None:
-        raise VitfocusError("index maps class folders to classes, but the data is published arrays: leave it out.")
     labels = _labels(root / "labels.npy")
     groups = []
     for name in names:

@@ -19,6 +19,7 @@ from vitfocus.robustness.engine import Condition, EvaluationArguments, Group, Ou
 from vitfocus.robustness.pixel_model import PixelModel
 from vitfocus.robustness.run_folder import Columns
 from vitfocus.robustness.sources import Collated, EvaluationBatch, ItemSource
+from vitfocus.robustness.suites import DataForm, refuse_unused
 from vitfocus.tasks.detection.inference import Normalise, PictureWriter
 from vitfocus.tasks.detection.metric import coco_findings, coco_scores
 from vitfocus.treatments.save_load import task_of
@@ -35,7 +36,7 @@ def detection(arguments: EvaluationArguments) -> Plan:
     """
     mask_tools()  # says what to install where it is missing
     options = arguments.options
-    refuse_folder_options(arguments)
+    refuse_unused(arguments.options, DataForm(drawn=shapes_named(arguments.data, 1) is not None))
     images = open_detections(arguments.data, options.split, arguments.models[0].model)
     for model in arguments.models:
         _check_classes(model.name, model.model, images)
@@ -52,16 +53,6 @@ def detection(arguments: EvaluationArguments) -> Plan:
         batch_sizes=(4, 4),
         libraries=("faster_coco_eval",),
     )
-
-
-def refuse_folder_options(arguments: EvaluationArguments) -> None:
-    """Options about a folder are refused where Shapes is drawn."""
-    if shapes_named(arguments.data, 1) is None:
-        return
-    for name in ("split", "source"):
-        value = getattr(arguments.options, name, "")
-        if value not in ("", "val", "shapes"):
-            raise VitfocusError(f"{name}={value} is about a folder, but Shapes is drawn: leave it out.")
 
 
 def open_detections(data: Any, split: str, model: nn.Module) -> Detections:

@@ -20,7 +20,6 @@ from vitfocus.robustness.classification import (
     classification_plan,
     num_classes,
     open_images,
-    refuse_resizing,
     top_classes,
 )
 from vitfocus.robustness.engine import Condition, EvaluationArguments, Group, Outcome, Plan
@@ -29,6 +28,7 @@ from vitfocus.robustness.metrics import flip_share, perturbation_summary, top5_d
 from vitfocus.robustness.pixel_model import PixelModel
 from vitfocus.robustness.sequences import NOISE, PERTURBATIONS, VERSION, frame_count, frames, has_float64
 from vitfocus.robustness.sources import EvaluationBatch, ImageSamples, ItemSource, collate_images
+from vitfocus.robustness.suites import DataForm, refuse_unused
 
 _VIDEOS = frozenset({".mp4", ".avi", ".mkv"})
 _FRAMES_AT_ONCE = 128
@@ -89,7 +89,7 @@ def _from_videos(arguments: EvaluationArguments, classes: int, names: list[str],
             f"{root} looks like ImageNet-P but lacks {', '.join(missing)}: it is only half extracted "
             "(name the ones you have with perturbations=, --perturbations)."
         )
-    refuse_resizing(arguments, "published videos, which are never resized")
+    refuse_unused(arguments.options, DataForm(published=True, resized=False))
     groups, counts = [], {}
     for name in names:
         folders = list_classes(root / _folder(name, difficulty), _VIDEOS)

@@ -36,8 +36,8 @@ from vitfocus.robustness.metrics import Summary
 from vitfocus.robustness.pixel_model import PixelModel
 from vitfocus.robustness.run_folder import Columns
 from vitfocus.robustness.sources import Collated, EvaluationBatch, ItemSource, Source, StreamSource
+from vitfocus.robustness.suites import DataForm, refuse_unused
 from vitfocus.robustness.suites.corruptions import ALL_CORRUPTIONS, chosen_corruptions
-from vitfocus.robustness.suites.detection import refuse_folder_options
 from vitfocus.tasks.segmentation.inference import Protocol, predict, write_pictures
 from vitfocus.tasks.segmentation.metric import class_counts, iou_by_class, scores_of
 from vitfocus.treatments.save_load import task_of
@@ -147,7 +147,7 @@ def _test_protocol(arguments: EvaluationArguments) -> Protocol:
     """How pictures are tested: the options, and what they leave open as the first model was trained to be tested."""
     for model in arguments.models:
         _refuse_other_tasks(model, arguments.suite.name)
-    refuse_folder_options(arguments)
+    refuse_unused(arguments.options, DataForm(drawn=shapes_named(arguments.data, 1) is not None))
     options = arguments.options
     given = {name: getattr(options, name) for name in ("window", "stride", "flip", "short_side")}
     test = {**task_of(arguments.models[0].model).get("test", {}), **{k: v for k, v in given.items() if v is not None}}

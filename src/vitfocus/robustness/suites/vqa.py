@@ -28,7 +28,7 @@ from vitfocus.robustness.metrics import Summary, percent
 from vitfocus.robustness.pixel_model import PixelModel
 from vitfocus.robustness.run_folder import Columns
 from vitfocus.robustness.sources import Collated, EvaluationBatch, ItemSource
-from vitfocus.robustness.suites.detection import refuse_folder_options
+from vitfocus.robustness.suites import DataForm, refuse_unused
 from vitfocus.tasks.vqa.model import Answerer, language_alone
 from vitfocus.treatments.save_load import task_of
 
@@ -41,7 +41,7 @@ def answers(arguments: EvaluationArguments) -> Plan:
     there as the official server takes them; of a split whose answers are withheld that is the only result.
     """
     split = arguments.options.split
-    refuse_folder_options(arguments)
+    refuse_unused(arguments.options, DataForm(drawn=shapes_named(arguments.data, 1) is not None))
     asked = open_questions(arguments.data, split, _picture_size(arguments.models[0].model))
     if not asked.annotated and arguments.out is None:
         raise VitfocusError(
