@@ -5,10 +5,10 @@ import torch
 
 import vitfocus as vf
 from vitfocus.attention.maps import rollout
+from vitfocus.attention.plots import png
 from vitfocus.core.files import write_bytes
 from vitfocus.data.shapes.dataset import shapes_batch
 from vitfocus.report.map_plots import map_matrices, query_overlay
-from vitfocus.report.plots import png
 
 torch.manual_seed(0)
 model = timm.create_model("vit_tiny_patch16_224", img_size=64, patch_size=8, depth=3)

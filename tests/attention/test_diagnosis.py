@@ -21,13 +21,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import vitfocus as vf
 from vitfocus.anatomy import anatomy
+from vitfocus.attention import plots
 from vitfocus.attention.diagnosis import Diagnosis, diagnose
 from vitfocus.attention.layer import Geometry
 from vitfocus.cli import diagnose as command
 from vitfocus.core.errors import VitfocusError
 from vitfocus.data.preprocessing import read_image
 from vitfocus.data.shapes.dataset import shapes_batch
-from vitfocus.report import plots
 
 
 def tiny_vit(**options) -> nn.Module:
@@ -261,7 +261,7 @@ def test_the_model_is_left_as_it_was_after_an_exception() -> None:
 
 
 def test_outputs_are_bit_identical_while_being_read() -> None:
-    from vitfocus.attention.images import Batch
+    from vitfocus.attention.images import ImageBatch
     from vitfocus.attention.session import reading
 
     for family in ("timm Swin", "Hugging Face ViT", "torchvision ViT"):
@@ -271,7 +271,7 @@ def test_outputs_are_bit_identical_while_being_read() -> None:
         with torch.no_grad():
             plain = model(images)
         with reading(model, body, body.blocks, lambda block, seen, size: None) as session:
-            read = session.run(Batch(images))
+            read = session.run(ImageBatch(images))
         first, second = (getattr(out, "last_hidden_state", out) for out in (plain, read))
         assert torch.equal(first, second), family
 
@@ -340,7 +340,7 @@ def test_layers_are_picked_by_index_or_name_and_misses_are_helped() -> None:
 @pytest.mark.parametrize(
     ("images", "against", "message"),
     [
-        ("photos/", None, "'photos/' is no set of images"),
+        ("photos/", None, "'photos/' is not a set of images"),
         (torch.zeros(2, 3), None, r"float32 tensor of shape \(2, 3\)"),
         (torch.zeros(2, 64, 64, 3), None, "channels come second"),
         ([{"pixels": torch.zeros(1, 3, 64, 64)}], None, "holds no images"),

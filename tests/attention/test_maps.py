@@ -10,9 +10,9 @@ from torch import nn
 
 from vitfocus.attention import maps as maps_module
 from vitfocus.attention.maps import attention_maps, normalise_together, on_grid, rollout
+from vitfocus.attention.plots import png
 from vitfocus.core.errors import VitfocusError
 from vitfocus.report import map_plots
-from vitfocus.report.plots import png
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,15 @@ import pytest
 import torch
 from naive_readings import naive_row
 from safetensors.torch import load_file
+from tiny import build
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import vitfocus as vf
 import vitfocus.attention.layer as layer_module
+import vitfocus.attention.readings as readings_module
+from vitfocus.attention.findings import findings
 from vitfocus.attention.layer import Geometry, LayerReadings, Quantiles, layer_rows
+from vitfocus.attention.readings import Chart, Finding, Reading
 from vitfocus.kernels.attention import Observation
 from vitfocus.kernels.backends import backend
 from vitfocus.kernels.statistics.reference import (
@@ -27,6 +32,7 @@ from vitfocus.kernels.statistics.reference import (
     softmax_gradient,
     stability,
 )
+from vitfocus.report.sections.attention import reading_chart
 
 
 def random_maps(*shape: int, sharpness: float = 3.0, seed: int = 0) -> torch.Tensor:
@@ -275,3 +281,32 @@ def test_adl_official_equals_the_released_code(shared: Path) -> None:
         layer.observe(Observation(query=golden[f"q{depth}"], key=golden[f"k{depth}"], scale=0.25), Geometry(37, 37))
         values.append(layer_rows([layer])[0]["diversity_official"])
     assert sum(values) / (2 + 1e-6) == pytest.approx(float(golden["official.tau2.loss"]), rel=1e-5)
+
+
+def test_a_new_reading_is_one_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its number, table column, comparison, finding, figure and report chart follow from the record."""
+    peak = Reading(
+        "peak",
+        heading="peak",
+        format=".3f",
+        label="the largest weight of a row",
+        rows=lambda attention: attention.amax(dim=-1),
+        findings=(Finding("peaked", 0.5, "the largest weight of a row is {} on average."),),
+        chart=Chart("Peak", "largest weight of a row", "How much one token receives.", low=0.0, figure="peak"),
+    )
+    monkeypatch.setitem(readings_module.READINGS, "peak", peak)
+    model, images = build("vit")
+    for name in ("chunked", "reference"):
+        with backend(name):
+            found = vf.diagnose(model, images, against=images.flip(-1))
+        maps = vf.attention_maps(model, images, layers=None)
+        for row, layer in zip(found.rows, maps, strict=True):
+            assert row["peak"] == pytest.approx(float(layer.amax(dim=-1).mean()), rel=1e-5)
+    assert "peak" in found.table().columns and "peak" in found.plots()
+    assert found.plot("peak").axes[0].get_ylabel() == "largest weight of a row"
+    assert any("the largest weight of a row" in sentence for sentence in found.compare(found).findings)
+    assert "peak" in found.compare(found).table().columns
+    sharp = [row | {"peak": 0.9} for row in found.rows]
+    assert any("the largest weight of a row is 0.90" in sentence for sentence in findings(sharp))
+    assert found.to_dict()["thresholds"]["peaked"] == 0.5
+    assert "largest weight of a row" in reading_chart("peak", {"model": found}, {"model": 0})

@@ -1,6 +1,6 @@
-"""From whatever a user calls images to batches that a model takes.
+"""Batches for a model from any form of images.
 
-A tensor, a list, a DataLoader, a data set, dicts from a Hugging Face processor: each becomes a stream of `Batch`.
+A tensor, a list, a DataLoader, a data set, dicts from a Hugging Face processor: each becomes a series of `ImageBatch`.
 Floats are taken as already normalised; uint8 is normalised as the model expects.
 """
 
@@ -22,10 +22,10 @@ Images = Tensor | Iterable[Any] | Mapping[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
-class Batch:
-    """Images as given, (B, 3, H, W) in uint8 or normalised floats, and what else the model takes (a text, a mask).
+class ImageBatch:
+    """Images as given, (B, 3, H, W) in uint8 or normalised floats, and the model's other inputs (a text, a mask).
 
-    `questions` are texts not yet cut into word pieces, one for each image.
+    `questions` are texts that are not tokenized yet, one for each image.
     """
 
     pixels: Tensor
@@ -33,8 +33,8 @@ class Batch:
     questions: list[str] | None = None
 
 
-def batches(images: Images, batch_size: int | None = None) -> Iterator[Batch]:
-    """The images batch by batch; `batch_size` cuts up a tensor or a data set.
+def batches(images: Images, batch_size: int | None = None) -> Iterator[ImageBatch]:
+    """The images in batches; `batch_size` is the number of images from a tensor or a data set.
 
     >>> pictures = torch.zeros(5, 3, 8, 8)
     >>> [len(b.pixels) for b in batches(pictures, batch_size=2)], [len(b.pixels) for b in batches(list(pictures))]
@@ -45,7 +45,7 @@ def batches(images: Images, batch_size: int | None = None) -> Iterator[Batch]:
         if batch_size is not None and batch_size < 1:
             raise VitfocusError(f"batch_size is at least 1, not {batch_size}.")
         for piece in whole.split(batch_size or max(len(whole), 1)):
-            yield Batch(_checked(piece))
+            yield ImageBatch(_checked(piece))
         return
     if isinstance(images, Mapping) or _is_pair(images):
         yield _batch(images)
@@ -56,7 +56,7 @@ def batches(images: Images, batch_size: int | None = None) -> Iterator[Batch]:
     if isinstance(images, Dataset):
         images = DataLoader(images, batch_size=batch_size or 16)
     if isinstance(images, str | bytes | Tensor) or not isinstance(images, Iterable):
-        raise VitfocusError(f"{_described(images)} is no set of images: {_EXPECTED}")
+        raise VitfocusError(f"{_described(images)} is not a set of images: {_EXPECTED}")
     for item in images:
         yield _batch(item)
 
@@ -67,19 +67,19 @@ _EXPECTED = (
 )
 
 
-def _batch(item: Any) -> Batch:
+def _batch(item: Any) -> ImageBatch:
     if isinstance(item, Mapping):
         if not isinstance(item.get("pixel_values"), Tensor):
             raise VitfocusError(f"A batch with the keys {', '.join(map(str, item))} holds no images: {_EXPECTED}")
         extras = {k: v for k, v in item.items() if isinstance(v, Tensor) and k not in ("pixel_values", "labels")}
-        return Batch(_checked(item["pixel_values"]), extras, _questions(item))
+        return ImageBatch(_checked(item["pixel_values"]), extras, _questions(item))
     asked = None
     if isinstance(item, list | tuple) and item:
         asked = next((_questions(other) for other in item[1:] if isinstance(other, Mapping)), None)
         item = item[0]
     if not isinstance(item, Tensor):
         raise VitfocusError(f"A batch is {_described(item)}: {_EXPECTED}")
-    return Batch(_checked(item if item.ndim == 4 else item[None]), questions=asked)
+    return ImageBatch(_checked(item if item.ndim == 4 else item[None]), questions=asked)
 
 
 def _questions(item: Mapping[str, Any]) -> list[str] | None:
@@ -147,8 +147,8 @@ def corrupted(pixels: Tensor, body: Anatomy, corruption: str, seed: int, first: 
 
 
 def paired(
-    images: Iterator[Batch], against: Images | str, body: Anatomy, size: int | None, seed: int
-) -> Iterator[Batch]:
+    images: Iterator[ImageBatch], against: Images | str, body: Anatomy, size: int | None, seed: int
+) -> Iterator[ImageBatch]:
     """Every batch twice as long: the images, normalised, then the same corrupted, or those of the second set."""
     others = None if isinstance(against, str) else batches(against, size)
     done = 0
@@ -167,7 +167,7 @@ def paired(
     for batch in images:
         extras = {key: torch.cat([value, value]) for key, value in batch.extras.items()}
         # Neither half has a name here: it would keep them in memory while the model runs.
-        yield Batch(_joined(normalised(batch.pixels, body), partners(batch.pixels)), extras)
+        yield ImageBatch(_joined(normalised(batch.pixels, body), partners(batch.pixels)), extras)
         done += len(batch.pixels)
     if others is not None and next(others, None) is not None:
         raise VitfocusError(f"`against` holds more images than `images`, which ended after {done}.")

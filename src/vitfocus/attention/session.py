@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from vitfocus.anatomy import Anatomy, Block, unwrap
 from vitfocus.anatomy.block import Size
 from vitfocus.attention.capture import observing, reading_only
-from vitfocus.attention.images import Batch, normalised
+from vitfocus.attention.images import ImageBatch, normalised
 from vitfocus.attention.text_inputs import PatchesInOrder, with_text
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.modules import eval_mode
@@ -33,7 +33,7 @@ class Session:
     sink: SizedSink
     size: Size
 
-    def run(self, batch: Batch) -> Any:
+    def run(self, batch: ImageBatch) -> Any:
         """The model's output for a batch, which is normalised and moved to the model's device first."""
         model, body = self.model, self.body
         if body.text is not None:

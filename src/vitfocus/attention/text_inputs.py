@@ -1,8 +1,8 @@
-"""What a vision-language model needs to be read: a text with every picture, no padding, and patches in order.
+"""Inputs of a vision-language model: a text with each image, no padding, and patches in order.
 
-Padding is nobody's attention: a batch is cut into pieces in which all texts have one length and all pictures one size,
-so that every row and column of a map is a real token. And ViLT shuffles a picture's patches, which changes nothing for
-the model but hides where a token lies and makes two maps of one picture incomparable.
+Padding tokens are excluded: a batch is split into pieces in which all texts have one length and all images one size, so
+that every row and column of a map is a real token. ViLT shuffles the patches of an image, which does not change its
+output but hides where a token lies, and makes two maps of one image incomparable; here they stay in order.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from vitfocus.anatomy import Anatomy, unwrap
-from vitfocus.attention.images import Batch
+from vitfocus.attention.images import ImageBatch
 from vitfocus.core.errors import VitfocusError
 from vitfocus.data.vqa.tokenizer import words_of
 
 _OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "inputs_embeds")
 
 
-def with_text(batch: Batch, model: nn.Module, body: Anatomy) -> Batch:
-    """The batch with its questions as word pieces, for a model that reads text; an empty one where none was asked."""
+def with_text(batch: ImageBatch, model: nn.Module, body: Anatomy) -> ImageBatch:
+    """The batch with its questions tokenized, for a model that reads text; an empty question if there is none."""
     if body.text is None or "input_ids" in batch.extras or "inputs_embeds" in batch.extras:
         return batch
     words = words_of(unwrap(model))
@@ -40,22 +40,22 @@ def with_text(batch: Batch, model: nn.Module, body: Anatomy) -> Batch:
     return replace(batch, extras=batch.extras | words(questions))
 
 
-def text_length(batch: Batch) -> int:
-    """How many tokens of the sequence are text."""
+def text_length(batch: ImageBatch) -> int:
+    """The number of text tokens in the sequence."""
     text = batch.extras.get("input_ids", batch.extras.get("inputs_embeds"))
     return 0 if text is None else int(text.shape[1])
 
 
-def without_padding(batch: Batch, pairs: int = 1) -> Iterator[Batch]:
-    """The batch in pieces without padding; with `pairs` of 2, a piece's second half stays the partner of its first.
+def without_padding(batch: ImageBatch, pairs: int = 1) -> Iterator[ImageBatch]:
+    """The batch in pieces without padding; if `pairs` is 2, the second half of a piece corresponds to its first half.
 
     >>> ids, mask = torch.tensor([[2, 7, 3], [2, 3, 0]]), torch.tensor([[1, 1, 1], [1, 1, 0]])
-    >>> batch = Batch(torch.zeros(2, 3, 8, 8), {"input_ids": ids, "attention_mask": mask})
+    >>> batch = ImageBatch(torch.zeros(2, 3, 8, 8), {"input_ids": ids, "attention_mask": mask})
     >>> [piece.extras["input_ids"].tolist() for piece in without_padding(batch)]
     [[[2, 7, 3]], [[2, 3]]]
     """
     shapes = _real_shapes(batch)
-    # Where all rows have the whole size the batch stays as it is: a piece is a copy.
+    # If all rows have the full size, the batch stays as it is: a piece would be a copy.
     if shapes is None or set(shapes) == {(text_length(batch), *batch.pixels.shape[-2:])}:
         yield batch
         return
@@ -66,8 +66,8 @@ def without_padding(batch: Batch, pairs: int = 1) -> Iterator[Batch]:
         yield _piece(batch, index, *shape)
 
 
-def _real_shapes(batch: Batch) -> list[tuple[int, int, int]] | None:
-    """Each row's number of word pieces, height and width; None where the padding is not all at the end."""
+def _real_shapes(batch: ImageBatch) -> list[tuple[int, int, int]] | None:
+    """Each row's number of text tokens, height and width; None if the padding is not all at the end."""
     count, (height, width) = len(batch.pixels), batch.pixels.shape[-2:]
     mask, pixel_mask = batch.extras.get("attention_mask"), batch.extras.get("pixel_mask")
     lengths, heights, widths = [text_length(batch)] * count, [height] * count, [width] * count
@@ -84,7 +84,7 @@ def _real_shapes(batch: Batch) -> list[tuple[int, int, int]] | None:
     return list(zip(lengths, heights, widths, strict=True))
 
 
-def _piece(batch: Batch, index: Tensor, length: int, height: int, width: int) -> Batch:
+def _piece(batch: ImageBatch, index: Tensor, length: int, height: int, width: int) -> ImageBatch:
     def cut(name: str, value: Tensor) -> Tensor:
         rows = value[index.to(value.device)]
         if name in _OF_TEXT:
@@ -92,11 +92,11 @@ def _piece(batch: Batch, index: Tensor, length: int, height: int, width: int) ->
         return rows[:, :height, :width] if name == "pixel_mask" else rows
 
     pixels = batch.pixels[index.to(batch.pixels.device)][..., :height, :width]
-    return Batch(pixels, {name: cut(name, value) for name, value in batch.extras.items()})
+    return ImageBatch(pixels, {name: cut(name, value) for name, value in batch.extras.items()})
 
 
 class PatchesInOrder(TorchFunctionMode):
-    """Within it, a random order of all of some things, which is how ViLT asks for its patches, is their own order.
+    """Within the context, the random permutation that ViLT draws for its patches (`torch.multinomial`) is the identity.
 
     >>> with PatchesInOrder():
     ...     torch.multinomial(torch.ones(4), 4)

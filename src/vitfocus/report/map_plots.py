@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from vitfocus.anatomy import Anatomy, Block, anatomy
 from vitfocus.attention.images import normalised
 from vitfocus.attention.maps import AttentionMaps, attention_maps, enlarged, normalise_together, on_grid, rollout
+from vitfocus.attention.plots import new_figure
 from vitfocus.attention.session import model_name
 from vitfocus.core.errors import VitfocusError
 from vitfocus.kernels.statistics.reference import overfocus, received
-from vitfocus.report.plots import new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

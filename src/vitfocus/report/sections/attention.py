@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean, quantiles
 
 from vitfocus.attention.diagnosis import Diagnosis
+from vitfocus.attention.plots import uniform_levels
 from vitfocus.attention.readings import Chart, cell, charts, columns
 from vitfocus.core.tables import counted
-from vitfocus.kernels.statistics.reference import uniform_overfocus
 from vitfocus.report.charts import Line, Reference, line_chart
 from vitfocus.report.page import Cell, Page, minus
 from vitfocus.report.runs import ReportModel
@@ -83,34 +82,10 @@ def reading_chart(key: str, diagnoses: Diagnoses, colours: Mapping[str, int]) ->
 
 
 def overfocus_references(diagnoses: Diagnoses) -> list[Reference]:
-    """The overfocus of uniform attention, which depends on the number of tokens; one line if all models agree."""
-    by_model = {name: points for name, diagnosis in diagnoses.items() if (points := _uniform(diagnosis))}
-    levels = {level for points in by_model.values() for _, level in points}
-    if len(levels) == 1:
-        return [_uniform_reference("", next(iter(by_model.values())))]
-    distinct: dict[tuple[tuple[float, float], ...], list[str]] = {}
-    for name, points in by_model.items():
-        distinct.setdefault(tuple(points), []).append(name)
+    """The overfocus of uniform attention: one level if all layers have the same, else a line by layer."""
     return [
-        _uniform_reference(f"{', '.join(names)}: " if len(distinct) > 1 else "", points)
-        for points, names in distinct.items()
-    ]
-
-
-def _uniform_reference(whose: str, points: Sequence[tuple[float, float]]) -> Reference:
-    """One level if all layers have the same, else a line by layer."""
-    low, high = min(level for _, level in points), max(level for _, level in points)
-    if low == high:
-        return Reference(f"{whose}uniform attention ({low:.3g} %)", level=low)
-    return Reference(f"{whose}uniform attention ({low:.3g} to {high:.3g} %)", points)
-
-
-def _uniform(diagnosis: Diagnosis) -> list[tuple[float, float]]:
-    """The uniform level by layer in percent; the bound of the entropy gives the number of keys."""
-    return [
-        (float(row["layer"]), 100 * uniform_overfocus(round(math.exp(row["entropy_bound"]))))
-        for row in diagnosis.rows
-        if "overfocus" in row and 0 <= row.get("entropy_bound", -1) < 100
+        Reference(name, level=points[0][1]) if len({y for _, y in points}) == 1 else Reference(name, points)
+        for name, points in uniform_levels(diagnoses)
     ]
 
 

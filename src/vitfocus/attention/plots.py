@@ -7,20 +7,28 @@ Colours are Okabe and Ito's, which are colour-blind safe; lines also differ by m
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from vitfocus.attention.diagnosis import Diagnosis
 from vitfocus.attention.readings import Chart, charts, figures
 from vitfocus.core.errors import VitfocusError, nearest
-from vitfocus.kernels.statistics.reference import TOP
-from vitfocus.report.sections.attention import overfocus_references
+from vitfocus.kernels.statistics.reference import TOP, uniform_overfocus
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Diagnoses = Mapping[str, Diagnosis]
+
+class Plotted(Protocol):
+    """What the figures need of a `Diagnosis`."""
+
+    rows: list[dict[str, Any]]
+    against: str | None
+    stability_values: dict[int, list[list[float]]]
+
+
+Diagnoses = Mapping[str, Plotted]
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 BOUND = "#B22222"
@@ -98,13 +106,38 @@ def _overfocus(diagnoses: Diagnoses) -> Figure:
         depth, shares = _series(diagnosis, "overfocus")
         places, width = _beside(depth, index, len(diagnoses))
         axes.bar(places, [100 * share for share in shares], width, color=COLOURS[index], label=label)
-    for reference in overfocus_references(dict(diagnoses)):
-        if reference.level is not None:
-            axes.axhline(reference.level, color=BOUND, linestyle="--", label=reference.name)
+    for name, points in uniform_levels(diagnoses):
+        if len({level for _, level in points}) == 1:
+            axes.axhline(points[0][1], color=BOUND, linestyle="--", label=name)
         else:
-            axes.plot(*zip(*reference.points, strict=True), color=BOUND, linestyle="--", label=reference.name)
+            axes.plot(*zip(*points, strict=True), color=BOUND, linestyle="--", label=name)
     axes.set_title("How much attention the most attended tokens receive")
     return _finished(figure, axes)
+
+
+def uniform_levels(diagnoses: Diagnoses) -> list[tuple[str, list[tuple[float, float]]]]:
+    """The overfocus of uniform attention by layer in percent, with a name; one line for models that agree.
+
+    It depends on the number of keys, which the bound of the entropy gives.
+    """
+    lines: dict[tuple[tuple[float, float], ...], list[str]] = {}
+    for name, diagnosis in diagnoses.items():
+        points = tuple(
+            (float(row["layer"]), 100 * uniform_overfocus(round(math.exp(row["entropy_bound"]))))
+            for row in diagnosis.rows
+            if "overfocus" in row and 0 <= row.get("entropy_bound", -1) < 100
+        )
+        if points:
+            lines.setdefault(points, []).append(name)
+    if len({level for points in lines for _, level in points}) == 1:
+        lines = dict([next(iter(lines.items()))])
+    found = []
+    for points, names in lines.items():
+        low, high = min(level for _, level in points), max(level for _, level in points)
+        share = f"{low:.3g} %" if low == high else f"{low:.3g} to {high:.3g} %"
+        whose = f"{', '.join(names)}: " if len(lines) > 1 else ""
+        found.append((f"{whose}uniform attention ({share})", list(points)))
+    return found
 
 
 def _diversity(diagnoses: Diagnoses) -> Figure:
@@ -205,7 +238,7 @@ def _finished(figure: Figure, axes: Axes) -> Figure:
     return figure
 
 
-def _series(diagnosis: Diagnosis, *keys: str) -> tuple[list[Any], ...]:
+def _series(diagnosis: Plotted, *keys: str) -> tuple[list[Any], ...]:
     """The depths of the layers that have all keys, and the values of each key."""
     rows = [row for row in diagnosis.rows if all(key in row for key in keys)]
     return ([row["layer"] for row in rows], *([row[key] for row in rows] for key in keys))
