@@ -20,9 +20,10 @@ import torch
 import torch.nn.functional as F
 
 from vitfocus.core.environment import device_name, versions
-from vitfocus.data.augmentation import Augmenter
-from vitfocus.data.classification.loader import ResidentBatches, Share
-from vitfocus.data.sample_order import Stream
+from vitfocus.data.classification.augmentation import Augmenter
+from vitfocus.data.classification.batches import ResidentBatches
+from vitfocus.data.loader import BatchPartition
+from vitfocus.data.sample_order import SampleOrder
 from vitfocus.data.shapes.dataset import shapes_batch
 from vitfocus.tasks.building import build_model
 from vitfocus.train import Recipe, load_recipe
@@ -76,9 +77,9 @@ def by_hand(recipe: Recipe) -> Callable[[], None]:
     model = build_model(recipe, 10).train()
     optimiser = create_optimiser(model, recipe.optimiser, torch.device("cpu"))
     pixels, labels = shapes_batch(range(recipe.data.train_length), size=recipe.data.size)
-    stream = Stream(len(labels), recipe.data.batch)
+    order = SampleOrder(len(labels), recipe.data.batch)
     augmenter = Augmenter(recipe.augment, (0.5,) * 3, (0.5,) * 3, "cpu", True)
-    batches = ResidentBatches(pixels, labels, stream, augmenter, Share(recipe.data.batch)).iterate(0, 10**9)
+    batches = ResidentBatches(pixels, labels, order, augmenter, BatchPartition(recipe.data.batch)).iterate(0, 10**9)
 
     def step() -> None:
         batch = next(batches)

@@ -32,9 +32,10 @@ from timm.loss import SoftTargetCrossEntropy
 from torch.utils.data import Dataset
 
 from vitfocus.core.environment import device_name, versions
-from vitfocus.data.augmentation import Batch
-from vitfocus.data.classification.arrays import shapes_arrays
-from vitfocus.data.classification.loader import mend_posterize
+from vitfocus.data.classification.augmentation import ClassificationBatch
+from vitfocus.data.classification.batches import fix_posterize
+from vitfocus.data.classification.dataset import open_images
+from vitfocus.recipes.settings import Data
 from vitfocus.tasks.building import build_model
 from vitfocus.tasks.classification.loss import Losses
 from vitfocus.train import Recipe, load_recipe
@@ -162,7 +163,7 @@ def synthetic_step(recipe: Recipe, device: torch.device, total: int, folder: str
     losses = Losses(recipe.loss, model)
     size, count = recipe.data.size, recipe.data.batch
     labels = torch.randint(100, (count,), device=device)
-    batch = Batch(
+    batch = ClassificationBatch(
         torch.randn(count, 3, size, size, device=device),
         labels,
         labels.flip(0),
@@ -195,7 +196,7 @@ class Pictures(Dataset[Any]):
     """The images as timm's loader takes them: Pillow's, through the transform that the loader sets."""
 
     def __init__(self, length: int, size: int) -> None:
-        self.images = shapes_arrays("train", length, size)
+        self.images = open_images(Data(source="shapes", train_length=length, size=size), "train")
         self.transform: Callable[[Any], Any] | None = None
 
     def __len__(self) -> int:
@@ -225,7 +226,7 @@ def timm_step(recipe: Recipe, device: torch.device, total: int, folder: str) -> 
         device=device,
         persistent_workers=data.workers > 0,
     )
-    mend_posterize(loader.dataset.transform)
+    fix_posterize(loader.dataset.transform)
     criterion = SoftTargetCrossEntropy()
 
     def batches() -> Iterator[Any]:

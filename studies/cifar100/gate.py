@@ -20,6 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import mosaics
+
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "gate"
 #: The paper's accuracy of the plain model (CB supplement, Table S4).
@@ -38,7 +40,7 @@ CANDIDATES: dict[str, tuple[str, ...]] = {
 }
 
 
-def overrides(name: str, kind: str, epochs: float, seed: int, data: Path) -> list[str]:
+def overrides(name: str, kind: str, epochs: float, seed: int, data: Path, work: Path) -> list[str]:
     """The recipe's keys of one run."""
     holdout = HOLDOUT if kind == "pilot" else 0
     return [
@@ -47,8 +49,7 @@ def overrides(name: str, kind: str, epochs: float, seed: int, data: Path) -> lis
         f"epochs={epochs}",
         f"seed={seed}",
         f"holdout={holdout}",
-        "source=cifar-mosaic",
-        f"root={data}",
+        *mosaics.data_keys(data, work),
     ]
 
 
@@ -57,7 +58,7 @@ def run_one(name: str, kind: str, epochs: float, seed: int, data: Path, work: Pa
     from vitfocus.core.files import write_text
     from vitfocus.train import load_recipe, train
 
-    keys = overrides(name, kind, epochs, seed, data)
+    keys = overrides(name, kind, epochs, seed, data, work)
     place = f"{kind}-{name}-{epochs:g}-seed{seed}"
     results = train(load_recipe("cifar100", keys), work / place, resume="auto")
     if not results["finished"]:

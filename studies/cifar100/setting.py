@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import mosaics
 from arms import CANDIDATES, EPOCHS, FINETUNE_EPOCHS, HOLDOUT, SEEDS, WARMUP_EPOCHS
 
-from vitfocus.core.errors import VitfocusError
 from vitfocus.core.statistics import evenly_spaced
 from vitfocus.corruptions import CORRUPTIONS
 
@@ -110,13 +110,7 @@ class Setting:
         """The recipe's keys that name the data, chosen by what the folder holds."""
         if self.data is None:
             return ["source=shapes"]
-        if (self.data / "index.json").is_file():
-            return ["source=cifar-mosaic", f"root={self.data}"]
-        if (self.data / "cifar-100-python").is_dir():
-            return ["source=cifar100", f"root={self.data}"]
-        raise VitfocusError(
-            f"{self.data} holds no CIFAR-100: expected torchvision's cifar-100-python, or mosaics and index.json."
-        )
+        return mosaics.data_keys(self.data, self.work)
 
     def result(self, place: str) -> Path:
         """The file of a finished run."""
@@ -132,7 +126,7 @@ def evenly(images: Any, labels: Any, count: int) -> tuple[Any, Any]:
 @functools.lru_cache(maxsize=1)
 def test_images(setting: Setting) -> tuple[Any, Any]:
     """The test set, uint8 (N, 3, 32, 32) and labels (N,), read once a process."""
-    from vitfocus.data.classification.sources import open_images
+    from vitfocus.data.classification.dataset import open_images
     from vitfocus.train import load_recipe
 
     recipe = load_recipe("cifar100", [*setting.data_keys(), *setting.scale.recipe])

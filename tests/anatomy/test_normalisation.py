@@ -14,7 +14,7 @@ from torch import nn
 import vitfocus as vf
 from vitfocus.anatomy import pixels_of, remember_normalising
 from vitfocus.attention.images import corrupted, normalised
-from vitfocus.tasks.detection.inference import Normalise
+from vitfocus.data.image_files import Normalise
 from vitfocus.treatments.save_load import open_model
 
 MEAN, STD = (0.1, 0.2, 0.3), (0.5, 0.6, 0.7)
@@ -99,6 +99,7 @@ def test_what_is_no_model_is_said() -> None:
 
 
 def test_a_detector_may_stand_on_what_has_no_anatomy() -> None:
-    wanted = Normalise(timm.create_model("resnet18"), torch.device("cpu"))
+    seen = pixels_of(timm.create_model("resnet18"))
+    wanted = Normalise(seen.mean, seen.std, torch.device("cpu"))
     white = wanted(torch.full((3, 2, 2), 255, dtype=torch.uint8))
     torch.testing.assert_close(white[:, 0, 0], (1 - torch.tensor([0.485, 0.456, 0.406])) / wanted.std.flatten() * 255)

@@ -9,8 +9,8 @@ from msgspec.structs import asdict
 from PIL import Image
 from timm.data import auto_augment
 
-from vitfocus.data.augmentation import Augmenter, Batch, draw_uniform, mix
-from vitfocus.data.randaugment import OPERATIONS, apply_operations, parse_policy, rand_augment
+from vitfocus.data.classification.augmentation import Augmenter, ClassificationBatch, draw_uniform, mix
+from vitfocus.data.classification.randaugment import OPERATIONS, apply_operations, parse_policy, rand_augment
 from vitfocus.data.shapes.dataset import shapes_batch
 from vitfocus.recipes.settings import Augment
 
@@ -84,15 +84,16 @@ def test_mixing_is_the_same_for_a_divided_batch_and_its_labels_follow_the_pixels
     kinds = set()
     for step in range(30):
         section = Augment(**{**asdict(NOTHING), "mixup": 0.8, "cutmix": 1.0, "mix_probability": 0.9})
-        whole = mix(Batch(images, labels, labels), section, 3, step)
+        whole = mix(ClassificationBatch(images, labels, labels), section, 3, step)
         halves = [
-            mix(Batch(images[half], labels[half], labels[half]), section, 3, step) for half in (slice(8), slice(8, 16))
+            mix(ClassificationBatch(images[half], labels[half], labels[half]), section, 3, step)
+            for half in (slice(8), slice(8, 16))
         ]
         assert torch.equal(whole.images, torch.cat([half.images for half in halves]))
-        assert torch.equal(whole.others, torch.cat([half.others for half in halves]))
-        target = whole.share * whole.labels + whole.rest * whole.others
+        assert torch.equal(whole.other_labels, torch.cat([half.other_labels for half in halves]))
+        target = whole.weight * whole.labels + whole.other_weight * whole.other_labels
         assert torch.allclose(whole.images.mean((1, 2, 3)), target.float(), atol=1e-5)
-        kinds.add("none" if whole.share == 1 else "cut" if torch.equal(whole.images, whole.images.round()) else "mix")
+        kinds.add("none" if whole.weight == 1 else "cut" if torch.equal(whole.images, whole.images.round()) else "mix")
     assert kinds == {"none", "cut", "mix"}
-    odd = mix(Batch(images[:5], labels[:5], labels[:5]), section, 3, 0)
-    assert torch.equal(odd.images[4], images[4]) and odd.others[4] == labels[4]
+    odd = mix(ClassificationBatch(images[:5], labels[:5], labels[:5]), section, 3, 0)
+    assert torch.equal(odd.images[4], images[4]) and odd.other_labels[4] == labels[4]

@@ -8,6 +8,7 @@ import os
 import pickle
 import random
 import tarfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,15 @@ from train_tools import AUGMENTED, start, tiny
 from vitfocus.cli import main
 from vitfocus.cli.diagnose import image_files
 from vitfocus.core.errors import VitfocusError
-from vitfocus.data.augmentation import Augmenter
-from vitfocus.data.classification.dataset import Broken, BrokenLog
-from vitfocus.data.classification.evaluation_batches import EvaluationBatches
-from vitfocus.data.classification.folders import FolderImages
-from vitfocus.data.classification.loader import LoaderBatches, ResidentBatches, Share, train_transform
+from vitfocus.data.classification.augmentation import Augmenter
+from vitfocus.data.classification.batches import EvaluationBatches, LoaderBatches, ResidentBatches, train_transform
+from vitfocus.data.classification.dataset import FolderImages, open_images
 from vitfocus.data.classification.shards import _index
-from vitfocus.data.classification.sources import open_images
-from vitfocus.data.sample_order import Stream
+from vitfocus.data.image_files import list_classes
+from vitfocus.data.loader import BatchPartition, Broken, BrokenLog
+from vitfocus.data.sample_order import SampleOrder
 from vitfocus.data.shapes.dataset import shapes_batch
 from vitfocus.recipes.settings import Augment, Data
-from vitfocus.robustness.folders import list_classes
 from vitfocus.train.run import train
 
 ZERO, ONE = (0.0,) * 3, (1 / 255,) * 3
@@ -90,33 +89,22 @@ def write_cifar100(root: Path) -> Path:
     return root
 
 
-def write_mosaic(root: Path) -> Path:
-    import hashlib
-
+def write_arrays(root: Path) -> Path:
     root.mkdir()
-    index: dict[str, Any] = {"classes": ["class0", "class1", "class2"]}
     for split, count, name in (("train", 30, "train"), ("val", 12, "test")):
         images, labels = pictures(split, count)
-        pixels = np.ascontiguousarray(images.permute(0, 2, 3, 1).numpy())
-        rows = pixels.reshape(count // 6, 6, 32, 32, 3).transpose(0, 2, 1, 3, 4).reshape(count // 6 * 32, 192, 3)
-        Image.fromarray(rows).save(root / f"{name}.webp", lossless=True, exact=True)
-        entry = {
-            "labels": labels.tolist(),
-            "mosaics": [f"{name}.webp"],
-            "sha256": hashlib.sha256(pixels.data).hexdigest(),
-        }
-        index[name] = entry
-    (root / "index.json").write_text(json.dumps(index))
+        pixels = images.permute(0, 2, 3, 1).numpy()
+        np.savez(root / f"{name}.npz", images=pixels, labels=labels.numpy(), classes=["class0", "class1", "class2"])
     return root
 
 
-@pytest.mark.parametrize("layout", ["folder", "timm:folder", "shards", "cifar100", "cifar100 folder", "cifar-mosaic"])
+@pytest.mark.parametrize("layout", ["folder", "timm:folder", "shards", "cifar100", "cifar100 folder", "arrays"])
 def test_every_layout_gives_the_same_images(layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torchvision.datasets import CIFAR100
 
     monkeypatch.setattr(CIFAR100, "_check_integrity", lambda self: True)
     monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *_: True)
-    writers: dict[str, Any] = {"shards": write_shards, "cifar100": write_cifar100, "cifar-mosaic": write_mosaic}
+    writers: dict[str, Any] = {"shards": write_shards, "cifar100": write_cifar100, "arrays": write_arrays}
     root = writers.get(layout, write_folder)(tmp_path / "data")
     for split, count in (("train", 30), ("val", 12)):
         images = open_images(Data(source=layout.split()[0], root=str(root), size=32), split)
@@ -135,9 +123,9 @@ def test_every_layout_gives_the_same_images(layout: str, tmp_path: Path, monkeyp
         )
 
 
-@pytest.mark.parametrize("layout", ["folder", "cifar-mosaic"])
+@pytest.mark.parametrize("layout", ["folder", "arrays"])
 def test_a_holdout_divides_the_training_set_and_leaves_the_test_set_alone(layout: str, tmp_path: Path) -> None:
-    root = {"folder": write_folder, "cifar-mosaic": write_mosaic}[layout](tmp_path / "data")
+    root = {"folder": write_folder, "arrays": write_arrays}[layout](tmp_path / "data")
     plain = Data(source=layout, root=str(root), size=32)
     divided = replace(plain, holdout=8)
 
@@ -171,9 +159,24 @@ def test_fashion_mnist_is_padded_and_coloured(tmp_path: Path) -> None:
     )
 
 
-def test_the_shared_mosaics_are_cifar100(shared: Path) -> None:
-    images = open_images(Data(source="cifar100", root=str(shared / "data" / "cifar100"), size=32), "val")
-    assert len(images) == 10_000 and len(images.classes) == 100
+def test_arrays_that_are_not_images_and_labels_are_refused(tmp_path: Path) -> None:
+    good = {"images": np.zeros((4, 8, 8), np.uint8), "labels": np.arange(4)}
+    for changed, message in (
+        ({}, None),
+        ({"images": np.zeros((4, 8, 8))}, "type float64; expected uint8"),
+        ({"images": np.zeros((4, 8, 8, 4), np.uint8)}, "expected uint8"),
+        ({"labels": np.arange(3)}, "one class number per image"),
+        ({"labels": np.arange(4) - 1}, "one class number per image"),
+        ({"labels": np.array([{}] * 4)}, "cannot be read as arrays"),
+        ({"classes": np.array(["a", "b"])}, "has the label 3 and only 2 classes"),
+    ):
+        np.savez(tmp_path / "train.npz", **{**good, **changed})
+        with nullcontext() if message is None else pytest.raises(VitfocusError, match=message):
+            images: Any = open_images(Data(source="arrays", root=str(tmp_path), size=10), "train")
+            assert images.pixels.shape == (4, 3, 10, 10) and list(images.classes) == ["0", "1", "2", "3"]
+    (tmp_path / "train.npz").write_bytes((tmp_path / "train.npz").read_bytes()[:200])
+    with pytest.raises(VitfocusError, match="cannot be read as arrays"):
+        open_images(Data(source="arrays", root=str(tmp_path)), "train")
 
 
 def test_missing_data_says_what_to_set(tmp_path: Path) -> None:
@@ -182,7 +185,7 @@ def test_missing_data_says_what_to_set(tmp_path: Path) -> None:
         ("fashion-mnist", "FashionMNIST/raw"),
         ("folder", "no folder train or training"),
         ("shards", r"No shard matches train\*.tar"),
-        ("cifar-mosaic", "no index.json"),
+        ("arrays", r"no file train.npz or training.npz"),
         ("fodler", "did you mean 'folder'"),
         ("timm:folder", "timm cannot open"),
     ):
@@ -194,50 +197,64 @@ def test_missing_data_says_what_to_set(tmp_path: Path) -> None:
 def test_each_image_once_an_epoch_over_all_processes(groups: tuple[int, ...]) -> None:
     """23 images, batches of 6 over 3 processes: epochs do not end with a batch, and none is lost or repeated."""
     seen = [-1] * 138
-    streams = [Stream(23, 6, seed=5, groups=groups, window=2) for _ in range(3)]
+    orders = [SampleOrder(23, 6, seed=5, groups=groups, window=2) for _ in range(3)]
     for step in range(23):
         for rank in random.Random(step).sample(range(3), 3):
-            first, last = Share(6, rank, 3).rows(0)
-            part = streams[rank].indices(step * 6 + first, step * 6 + last).tolist()
+            first, last = BatchPartition(6, rank, 3).rows(0)
+            part = orders[rank].indices(step * 6 + first, step * 6 + last).tolist()
             seen[step * 6 + first : step * 6 + last] = part
-    whole = Stream(23, 6, seed=5, groups=groups, window=2).indices(0, 138).tolist()
+    whole = SampleOrder(23, 6, seed=5, groups=groups, window=2).indices(0, 138).tolist()
     assert seen == whole
     epochs = [whole[start : start + 23] for start in range(0, 138, 23)]
     assert all(sorted(epoch) == list(range(23)) for epoch in epochs) and len(set(map(tuple, epochs))) == 6
 
 
 def test_repeated_augmentation_repeats_within_a_batch() -> None:
-    order = Stream(90, 9, repeats=3).indices(0, 90).tolist()
+    order = SampleOrder(90, 9, repeats=3).indices(0, 90).tolist()
     assert all(sorted(order.count(one) for one in set(order[s : s + 9])) == [3, 3, 3] for s in range(0, 90, 9))
     assert len(set(order)) == 30
 
 
-def loader(root: Path, share: Share, workers: int, section: Augment, log: BrokenLog | None = None) -> LoaderBatches:
-    data = Data(source="folder", root=str(root), size=32, batch=share.batch, workers=workers)
+def loader(
+    root: Path, partition: BatchPartition, workers: int, section: Augment, log: BrokenLog | None = None
+) -> LoaderBatches:
+    data = Data(source="folder", root=str(root), size=32, batch=partition.batch, workers=workers)
     images = open_images(data, "train")
     augmenter = Augmenter(section, ZERO, ONE, "cpu", device_crop=False)
     return LoaderBatches(
-        images, data, Stream(len(images), share.batch), augmenter, share, log or BrokenLog(True), lambda _: None
+        images,
+        data,
+        SampleOrder(len(images), partition.batch),
+        augmenter,
+        partition,
+        log or BrokenLog(True),
+        lambda _: None,
     )
 
 
 def test_batches_do_not_depend_on_workers_processes_or_where_one_begins(tmp_path: Path) -> None:
     root = write_folder(tmp_path)
-    whole = [batch.images for batch in loader(root, Share(8), 0, PLAIN).iterate(0, 5)]
-    later = [batch.images for batch in loader(root, Share(8), 2, PLAIN).iterate(3, 5)]
+    whole = [batch.images for batch in loader(root, BatchPartition(8), 0, PLAIN).iterate(0, 5)]
+    later = [batch.images for batch in loader(root, BatchPartition(8), 2, PLAIN).iterate(3, 5)]
     assert all(torch.equal(one, other) for one, other in zip(whole[3:], later, strict=True))
-    parts = [list(loader(root, Share(8, rank, 2, 2), 0, PLAIN).iterate(2, 4)) for rank in (0, 1)]
+    parts = [list(loader(root, BatchPartition(8, rank, 2, 2), 0, PLAIN).iterate(2, 4)) for rank in (0, 1)]
     for step in (0, 1):
         joined = [parts[rank][2 * step + part].images for rank in (0, 1) for part in (0, 1)]
         assert torch.equal(torch.cat(joined), whole[2 + step])
     resident = [
-        ResidentBatches(*pictures("train", 30), Stream(30, 8), Augmenter(PLAIN, ZERO, ONE, "cpu", True), Share(8, r, 2))
+        ResidentBatches(
+            *pictures("train", 30),
+            SampleOrder(30, 8),
+            Augmenter(PLAIN, ZERO, ONE, "cpu", True),
+            BatchPartition(8, r, 2),
+        )
         for r in (0, 1)
     ]
     alone = ResidentBatches(
-        *pictures("train", 30), Stream(30, 8), Augmenter(PLAIN, ZERO, ONE, "cpu", True), Share(8)
-    ).part(7, 0)
-    assert torch.equal(torch.cat([one.part(7, 0).images for one in resident]), alone.images)
+        *pictures("train", 30), SampleOrder(30, 8), Augmenter(PLAIN, ZERO, ONE, "cpu", True), BatchPartition(8)
+    )
+    alone = alone.make(*alone.inputs(7))
+    assert torch.equal(torch.cat([one.make(*one.inputs(7)).images for one in resident]), alone.images)
 
 
 def test_the_strongest_posterizing_is_black_and_no_error() -> None:
@@ -255,7 +272,7 @@ def test_evaluation_counts_every_image_once(tmp_path: Path) -> None:
         lengths = set()
         for rank in range(processes):
             batches = EvaluationBatches(
-                Data(size=32), Share(batch, rank, processes), ZERO, ONE, "cpu", (pixels, torch.arange(11))
+                Data(size=32), BatchPartition(batch, rank, processes), ZERO, ONE, "cpu", (pixels, torch.arange(11))
             )
             rows = list(batches)
             lengths.add(len(rows))
@@ -326,7 +343,7 @@ def test_a_shard_that_is_cut_or_replaced_is_noticed(tmp_path: Path) -> None:
     os.utime(shard, ns=(1, 1))
     assert len(_index(shard)) == 4
     shard.write_bytes(shard.read_bytes()[:4096])  # between two samples, where tarfile sees nothing wrong
-    with pytest.raises(VitfocusError, match="cut short"):
+    with pytest.raises(VitfocusError, match="is truncated"):
         _index(shard)
 
 
@@ -339,7 +356,7 @@ def test_training_and_evaluation_find_the_same_files_of_a_folder(tmp_path: Path)
     (tmp_path / "a" / "notes.txt").write_text("no picture")
     trained, measured = FolderImages(tmp_path), list_classes(tmp_path)
     wanted = ["a/0.png", "a/1.GIF", "a/deep/er/2.pgm", "b/x.Tiff"]
-    assert sorted(Path(file).relative_to(tmp_path).as_posix() for file, _ in trained.samples) == wanted
+    assert sorted(file for file, *_ in trained.samples) == wanted
     assert [entry.name for entry in measured.entries] == wanted and [e.folder for e in measured.entries] == [*"aaab"]
     assert list(trained.classes) == list(measured.classes) == ["a", "b"]
     assert len(image_files(tmp_path, 9)) == 4
@@ -372,7 +389,7 @@ def test_a_run_is_evaluated_on_the_images_it_was_validated_on(
     config = tmp_path / "run" / "config.toml"
     config.write_text(config.read_text().replace('source = "folder"', 'source = "shards"'))
     assert main(["evaluate", str(tmp_path / "run")]) == 2
-    assert "by data.source=shards, and this suite reads folders" in capsys.readouterr().err
+    assert "data.source=shards, but this suite reads one folder per class" in capsys.readouterr().err
 
 
 def test_links_are_followed_once_and_a_dead_one_is_named(tmp_path: Path) -> None:
@@ -382,5 +399,5 @@ def test_links_are_followed_once_and_a_dead_one_is_named(tmp_path: Path) -> None
     assert [entry.name for entry in list_classes(tmp_path).entries] == ["cat/young/one.png"]
     assert len(FolderImages(tmp_path)) == 1
     (tmp_path / "cat" / "gone.png").symlink_to(tmp_path / "nowhere.png")
-    with pytest.raises(VitfocusError, match=r"gone\.png is a link to a file that is not there"):
+    with pytest.raises(VitfocusError, match=r"gone\.png is a link to a file that does not exist"):
         list_classes(tmp_path)

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from vitfocus.core.errors import VitfocusError
-from vitfocus.data.classification.loader import Share
 from vitfocus.data.detection.batches import DetectionAugment, DetectionSamples, collate
 from vitfocus.data.detection.dataset import CocoDetections, ShapesDetections, open_detections
-from vitfocus.data.sample_loader import SampleBatches
-from vitfocus.data.sample_order import Stream
+from vitfocus.data.loader import BatchPartition, SampleBatches
+from vitfocus.data.sample_order import SampleOrder
 from vitfocus.data.shapes.layouts import write_layout
 from vitfocus.recipes.settings import Data
 
@@ -164,8 +163,8 @@ def test_a_step_is_the_same_however_it_is_divided_and_wherever_it_starts() -> No
     samples = DetectionSamples(images, DetectionAugment((32, 96), 96), seed=3)
 
     def parts(start: int, rank: int = 0, processes: int = 1, accumulate: int = 1) -> list[Tensor]:
-        share = Share(4, rank, processes, accumulate)
-        batches = SampleBatches(samples, Stream(10, 4, seed=3), share, collate)
+        partition = BatchPartition(4, rank, processes, accumulate)
+        batches = SampleBatches(samples, SampleOrder(10, 4, seed=3), partition, collate)
         return [image for batch in batches.iterate(start, 4) for image in batch.images]
 
     whole = parts(0)

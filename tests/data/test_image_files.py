@@ -16,7 +16,7 @@ from torchvision.transforms import functional as T
 from vitfocus.cli import main
 from vitfocus.cli.diagnose import image_files
 from vitfocus.core.errors import VitfocusError
-from vitfocus.data.classification.folders import FolderImages
+from vitfocus.data.classification.dataset import FolderImages
 from vitfocus.data.image_files import cut_centre, rgb_picture
 from vitfocus.data.preprocessing import Preprocessing, read_image
 from vitfocus.robustness import evaluate

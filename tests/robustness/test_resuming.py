@@ -14,7 +14,7 @@ from two_processes import run_in_two_processes
 
 import vitfocus as vf
 from vitfocus.data.shapes.layouts import write_layout
-from vitfocus.data.vqa.tokenizer import Words, attach_words
+from vitfocus.data.vqa.tokenizer import QuestionTokenizer, attach_tokenizer
 from vitfocus.robustness import load_scores
 from vitfocus.robustness.run_folder import differences
 
@@ -33,13 +33,15 @@ def detector(seed: int, classes: int = 10) -> nn.Module:
 
 def answerer(seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    words = Words.train(["Is there a star?", "How many rings are there?", "What is left of the red cross?"], size=90)
+    words = QuestionTokenizer.train(
+        ["Is there a star?", "How many rings are there?", "What is left of the red cross?"], size=90
+    )
     names = ["no", "yes", *map(str, range(10)), "red", "blue", "star", "ring"]
     labels = {"id2label": dict(enumerate(names)), "label2id": {name: place for place, name in enumerate(names)}}
     small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     sizes = {"image_size": 32, "patch_size": 8, "vocab_size": len(words), "initializer_range": 1.0}
     model = vf.create_model("transformers:ViltForQuestionAnswering", **labels, **small, **sizes)
-    attach_words(model, words)
+    attach_tokenizer(model, words)
     return model
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import doctest
+import hashlib
 import json
 import os
 import random
@@ -17,11 +18,15 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from study_jobs import die, fail, share, succeed
 from torch import nn
 
 import vitfocus as vf
 from vitfocus.core.errors import VitfocusError
+from vitfocus.data.classification.dataset import open_images
+from vitfocus.data.shapes.dataset import shapes_batch
+from vitfocus.recipes.settings import Data
 
 STUDY = Path(__file__).parents[2] / "studies" / "cifar100"
 sys.path[:0] = [] if str(STUDY) in sys.path else [str(STUDY)]
@@ -338,8 +343,26 @@ def test_the_data_is_known_by_what_its_folder_holds(tmp_path: Path) -> None:
     setting = dataclasses.replace(setting_in(tmp_path), data=tmp_path)
     (tmp_path / "cifar-100-python").mkdir()
     assert setting.data_keys() == ["source=cifar100", f"root={tmp_path}"]
-    (tmp_path / "index.json").touch()
-    assert setting.data_keys()[0] == "source=cifar-mosaic"
+    (tmp_path / "cifar-100-python").rmdir()
+    images, labels = shapes_batch(range(12), "val", 32)
+    pixels = images.permute(0, 2, 3, 1).contiguous().numpy()
+    index: dict[str, Any] = {"classes": [f"class{number}" for number in range(10)]}
+    for split in ("train", "test"):
+        rows = pixels.reshape(2, 6, 32, 32, 3).transpose(0, 2, 1, 3, 4).reshape(64, 192, 3)
+        Image.fromarray(rows).save(tmp_path / f"{split}.webp", lossless=True, exact=True)
+        digest = hashlib.sha256(pixels.data).hexdigest()
+        index[split] = {"labels": labels.tolist(), "mosaics": [f"{split}.webp"], "sha256": digest}
+    (tmp_path / "index.json").write_text(json.dumps(index))
+    source, root = setting.data_keys()
+    assert (source, Path(root.removeprefix("root="))) == ("source=arrays", setting.work / "cifar100-arrays")
+    opened: Any = open_images(Data(source="arrays", root=root.removeprefix("root="), size=32), "val")
+    assert torch.equal(opened.pixels, images) and torch.equal(opened.labels, labels)
+    assert list(opened.classes) == index["classes"]
+    (tmp_path / "index.json").write_text(json.dumps({**index, "test": {**index["test"], "sha256": "0"}}))
+    setting.data_keys()  # converted once
+    (setting.work / "cifar100-arrays" / "test.npz").unlink()
+    with pytest.raises(VitfocusError, match="differ from the hash"):
+        setting.data_keys()
 
 
 def test_wrong_use_is_told_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -368,14 +391,16 @@ def test_wrong_use_is_told_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureF
         pytest.param(10_000, None, id="all images", marks=pytest.mark.slow),
     ],
 )
-def test_the_committed_checkpoint_has_the_reported_accuracy(count: int, expected: float | None, shared: Path) -> None:
+def test_the_committed_checkpoint_has_the_reported_accuracy(
+    count: int, expected: float | None, shared: Path, tmp_path: Path
+) -> None:
     folder = STUDY / "results" / "checkpoint"
     if not (shared / "data" / "cifar100").is_dir():
         pytest.skip(f"no CIFAR-100 in {shared / 'data'}")
     import keep
 
     place = json.loads((folder / "run.json").read_text())["run"]
-    setting = Setting(shared / "data" / "cifar100", STUDY / "results", folder)
+    setting = Setting(shared / "data" / "cifar100", STUDY / "results", tmp_path)
     assert (folder / "model.safetensors").stat().st_size < 25_000_000
     reported = json.loads((STUDY / "results" / f"{place}.json").read_text())["clean"]["accuracy"]
     images, labels = (one[:count] for one in test_images(setting))

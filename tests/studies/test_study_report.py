@@ -55,7 +55,7 @@ def drawn_run(group: str, arm: str, seed: int, rng: np.random.Generator) -> dict
         "parameters": 5_400_000,
         "recipe": {
             "model": {"spec": arm, "arguments": {"patch_size": 4}},
-            "data": {"source": "cifar-mosaic", "size": 32, "root": "cifar100"},
+            "data": {"source": "arrays", "size": 32, "root": "cifar100"},
             "optimiser": {"lr": 0.001},
             "engine": {"seed": seed},
         },

@@ -17,8 +17,8 @@ from torch import Tensor
 import vitfocus as vf
 from vitfocus.data.detection.dataset import CocoDetections, ShapesDetections
 from vitfocus.data.shapes.layouts import write_layout
-from vitfocus.tasks.detection.inference import draw_finding
-from vitfocus.tasks.detection.metric import coco_findings, coco_scores
+from vitfocus.tasks.detection.inference import draw_detections
+from vitfocus.tasks.detection.metric import coco_results, coco_scores
 from vitfocus.train import Recipe, load_recipe
 from vitfocus.train.run import assemble_run, train
 from vitfocus.treatments.save_load import task_of
@@ -83,7 +83,7 @@ def test_average_precision_is_that_of_pycocotools(coco: Path, capsys: pytest.Cap
 
     images = CocoDetections(coco, "val")
     assert any(a["iscrowd"] for a in images.truth()["annotations"])
-    found = coco_findings(disturbed(images, 0), map(images.image_id, range(len(images))), images.category_ids)
+    found = coco_results(disturbed(images, 0), map(images.image_id, range(len(images))), images.category_ids)
     scores = coco_scores(images.truth(), json.loads(json.dumps(found)))
     known = COCO(str(images.file))
     for kind, measure_, left_out in (("box", "bbox", "segmentation"), ("mask", "segm", "bbox")):
@@ -204,9 +204,9 @@ def test_regions_are_cut_at_the_true_scale_whatever_is_padding() -> None:
         ("maskrcnn:vit_tiny_patch16_22", {}, "did you mean 'vit_tiny_patch16_224'"),
         ("maskrcnn:vit_tiny_patch16_224", {"box_nms_tresh": 0.4}, "did you mean 'box_nms_thresh'"),
         ("maskrcnn:vit_tiny_patch16_224", {"dept": 2}, "dept"),
-        ("maskrcnn:vit_tiny_patch16_224", {"indices": [1, 2]}, "do not choose 4"),
+        ("maskrcnn:vit_tiny_patch16_224", {"indices": [1, 2]}, "are not 4"),
         ("maskrcnn:vit_small_patch14_reg4_dinov2", {"depth": 4}, "strides of 14, 14, 14, 14"),
-        ("maskrcnn:convit_tiny", {}, "gives no features"),
+        ("maskrcnn:convit_tiny", {}, "returns no features"),
         ("maskrcnn:vit_tiny_patch16_224", {"num_classes": 0}, "at least one class"),
     ],
 )
@@ -276,7 +276,7 @@ def test_a_drawing_shows_what_was_found_where_it_was_found() -> None:
     mask = torch.zeros(2, 1, 80, 120)
     mask[0, 0, 50:70, 60:100] = 1
     finding = {"boxes": torch.tensor([[60.0, 50, 100, 70], [0, 0, 40, 40]]), "labels": torch.tensor([2, 1])}
-    drawn = draw_finding(picture, finding | {"scores": torch.tensor([0.9, 0.2]), "masks": mask}, ["cup", "ring"])
+    drawn = draw_detections(picture, finding | {"scores": torch.tensor([0.9, 0.2]), "masks": mask}, ["cup", "ring"])
     assert isinstance(drawn, Image.Image) and drawn.size == (480, 320)
     changed = (np.asarray(drawn) != 255).any(axis=2)
     assert changed[220:270, 260:390].all() and not changed[:150, :].any()

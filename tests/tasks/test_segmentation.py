@@ -17,13 +17,13 @@ from torch import nn
 import vitfocus as vf
 from vitfocus.cli.evaluate import add_arguments, run
 from vitfocus.core.errors import VitfocusError
-from vitfocus.data.classification.dataset import Broken
-from vitfocus.data.segmentation.augmentation import TrainingCrops
+from vitfocus.data.loader import Broken
+from vitfocus.data.segmentation.batches import TrainingCrops
 from vitfocus.data.segmentation.dataset import open_masks
 from vitfocus.data.shapes.layouts import write_layout
 from vitfocus.recipes.settings import Data
 from vitfocus.tasks.building import start_from
-from vitfocus.tasks.segmentation.inference import Protocol, predict, slide
+from vitfocus.tasks.segmentation.inference import InferenceSettings, predict, slide
 from vitfocus.tasks.segmentation.metric import class_counts, scores_of
 from vitfocus.train import Recipe, load_recipe
 from vitfocus.train.run import train
@@ -82,7 +82,7 @@ def test_scores_equal_a_naive_count() -> None:
     assert scores["miou"] == pytest.approx(np.mean(iou)) and len(iou) == 7  # class 6 is only ever guessed
     assert scores["macc"] == pytest.approx(np.mean(accuracy)) and len(accuracy) == 6
     assert scores["aacc"] == pytest.approx((truth == guess)[counted].mean())
-    with pytest.raises(VitfocusError, match="holds class 5, and the model knows 3"):
+    with pytest.raises(VitfocusError, match="has the class 5, but the model has 3"):
         class_counts(torch.tensor([[5]]), torch.tensor([[0]]), 3)
 
 
@@ -99,12 +99,12 @@ def test_a_window_that_covers_the_picture_changes_nothing_and_smaller_ones_are_a
                 count[top : top + 32, left : left + 32] += 1
         torch.testing.assert_close(slide(model, images, 32, 20), expected / count)
         both = model(images).softmax(1) + model(images.flip(3)).softmax(1).flip(3)
-        torch.testing.assert_close(predict(model, images, Protocol(flip=True)), both)
-        assert predict(model, images, Protocol(), (80, 112)).shape == (2, 5, 80, 112)
+        torch.testing.assert_close(predict(model, images, InferenceSettings(flip=True)), both)
+        assert predict(model, images, InferenceSettings(), (80, 112)).shape == (2, 5, 80, 112)
     with pytest.raises(VitfocusError, match="leaves gaps"):
-        Protocol(window=32, stride=40)
-    with pytest.raises(VitfocusError, match="there is no window"):
-        Protocol(stride=8)
+        InferenceSettings(window=32, stride=40)
+    with pytest.raises(VitfocusError, match="no effect without a window"):
+        InferenceSettings(stride=8)
 
 
 @pytest.mark.parametrize("spec", ["upernet:vit_tiny_patch16_224", "segformer:vit_tiny_patch16_224"])
@@ -257,7 +257,7 @@ def test_layouts_are_read_as_published(tmp_path: Path) -> None:
     assert np.array_equal(own.read(2)[1], second) and own.digest() != digest
     next((tmp_path / "ade20k" / "annotations" / "training").glob("*.png")).unlink()
     for source, root, said in (
-        ("ade20k", "ade20k", "1 of 3 pictures have no mask"),
+        ("ade20k", "ade20k", "1 of 3 images have no mask"),
         ("ade20k", "cityscapes", r"keeps files in images/train or images/training, and .* only: gtFine, leftImg8bit"),
         ("acdc", "cityscapes", "keeps files in rgb_anon/fog/train"),
         ("camvid", "nowhere", "no data folder"),
@@ -324,7 +324,7 @@ def test_training_crops_move_picture_and_mask_alike(tmp_path: Path) -> None:
     (tmp_path / "classes.txt").write_text("w\nx\ny\nz\n")
     masks = open_masks(Data(source="masks", root=str(tmp_path)), "train")
     assert masks.classes == ("w", "x", "y", "z")
-    for wrong, said in (("{", "cannot be read"), ("3", "is no list of the classes' names")):
+    for wrong, said in (("{", "cannot be read"), ("3", "is not a list of class names")):
         (tmp_path / "classes.json").write_text(wrong)
         with pytest.raises(vf.VitfocusError, match=rf"classes\.json {said}"):
             open_masks(Data(source="masks", root=str(tmp_path)), "train")
@@ -404,4 +404,4 @@ def test_what_cannot_be_segmented_with_is_said(tmp_path: Path, overrides: list[s
 
 def test_a_protocol_of_negative_pixels_is_refused() -> None:
     with pytest.raises(VitfocusError, match="0 or more"):
-        Protocol(window=32, stride=-5)
+        InferenceSettings(window=32, stride=-5)

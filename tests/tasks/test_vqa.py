@@ -15,11 +15,18 @@ from PIL import Image
 import vitfocus as vf
 from vitfocus.data.shapes.dataset import Shapes
 from vitfocus.data.shapes.layouts import write_layout
-from vitfocus.data.vqa.answers import AnswerVocabulary, best_constant, normalise, soft_accuracy, soft_targets
-from vitfocus.data.vqa.batches import Look, fitted_size
-from vitfocus.data.vqa.dataset import QuestionSet, read_vqav2, shapes_questions
-from vitfocus.data.vqa.tokenizer import Words, attach_words, words_of
-from vitfocus.tasks.vqa.model import Answerer, language_alone
+from vitfocus.data.vqa.batches import VqaPreprocessing, fitted_size
+from vitfocus.data.vqa.dataset import VqaDataset, read_vqav2, shapes_questions
+from vitfocus.data.vqa.tokenizer import QuestionTokenizer, attach_tokenizer, tokenizer_of
+from vitfocus.tasks.vqa.inference import Answerer
+from vitfocus.tasks.vqa.metric import (
+    AnswerVocabulary,
+    best_constant,
+    language_alone,
+    normalise,
+    soft_accuracy,
+    soft_targets,
+)
 from vitfocus.train import load_recipe, train
 from vitfocus.train.schedule import TrainingSchedule
 from vitfocus.treatments.spec import split_spec
@@ -123,23 +130,23 @@ def test_what_can_be_had_without_looking() -> None:
 def test_the_written_layout_reads_as_what_it_was_written_from(vqav2: Path) -> None:
     for split, count in (("train", 24), ("val", 10)):
         read, drawn = read_vqav2(vqav2, f"{split}2014"), shapes_questions(split, count, 32)
-        assert len(read.pictures) == count
+        assert len(read.images) == count
         wide = shapes_questions(split, count, (32, 48))
         for one, other in zip(read.questions, wide.questions, strict=True):
-            assert (one.picture, one.text, one.answers, one.agreed) == (
-                other.picture,
+            assert (one.image, one.text, one.answers, one.agreed) == (
+                other.image,
                 other.text,
                 other.answers,
                 other.agreed,
             )
             assert (one.answer_type, one.question_type) == (other.answer_type, other.question_type)
-        picture = np.asarray(read.pictures.read(3), np.int64)
-        exact = wide.pictures.read(3).permute(1, 2, 0).numpy().astype(np.int64)
+        picture = np.asarray(read.images.read(3), np.int64)
+        exact = wide.images.read(3).permute(1, 2, 0).numpy().astype(np.int64)
         assert picture.shape == (32, 48, 3) and np.abs(picture - exact).mean() < 4
         assert read.digest() != drawn.digest()
     both = read_vqav2(vqav2, "train2014+val2014")
-    assert len(both.pictures) == 34 and len(both) == 102 and both.questions[-1].picture == 33
-    assert {question.picture for question in both.first(5).questions} == set(range(5))
+    assert len(both.images) == 34 and len(both) == 102 and both.questions[-1].image == 33
+    assert {question.image for question in both.first(5).questions} == set(range(5))
 
 
 def test_the_folders_of_the_official_tools_are_found(vqav2: Path, tmp_path: Path) -> None:
@@ -161,9 +168,9 @@ def test_the_folders_of_the_official_tools_are_found(vqav2: Path, tmp_path: Path
         ("v2_mscoco_val2014_annotations.json", "lacks VQAv2's annotations of val2014"),
         (
             "val2014/COCO_val2014_000000500003.jpg",
-            "lacks 1 of the 10 pictures .* such as COCO_val2014_000000500003.jpg",
+            "lacks 1 of the 10 images .* such as COCO_val2014_000000500003.jpg",
         ),
-        ("val2014", "lacks the COCO pictures of val2014"),
+        ("val2014", "lacks the COCO images of val2014"),
     ],
 )
 def test_what_is_missing_is_said_before_training(vqav2: Path, tmp_path: Path, remove: str, said: str) -> None:
@@ -198,31 +205,31 @@ def test_files_of_another_kind_are_refused(vqav2: Path, tmp_path: Path) -> None:
 def test_word_pieces_are_those_of_bert(tmp_path: Path) -> None:
     """The same vocabulary in BERT's own tokenizer cuts questions alike."""
     questions = [question.text for question in shapes_questions("train", 40, 32).questions]
-    words = Words.train(questions, size=90)
+    words = QuestionTokenizer.train(questions, size=90)
     (tmp_path / "vocab.txt").write_text(
         "\n".join(sorted(words.tokenizer.get_vocab(), key=words.tokenizer.get_vocab().get)), encoding="utf-8"
     )
     asked = [*questions[:20], "Is the ZEBRA red, or isn't it?", "Où est l'étoile?", ""]
     bert = transformers.BertTokenizerFast(str(tmp_path / "vocab.txt"))
-    rows, again = words(asked), Words.read(tmp_path)
+    rows, again = words(asked), QuestionTokenizer.read(tmp_path)
     assert again is not None and torch.equal(again(asked)["input_ids"], rows["input_ids"])
     expected = bert(asked, padding=True, return_tensors="pt")
     assert torch.equal(expected["input_ids"], rows["input_ids"])
     assert torch.equal(expected["attention_mask"], rows["attention_mask"])
-    assert Words.train(questions, size=90).to_json() == words.to_json()
-    assert Words(words.tokenizer, longest=5)(asked)["input_ids"].shape[1] == 5
+    assert QuestionTokenizer.train(questions, size=90).to_json() == words.to_json()
+    assert QuestionTokenizer(words.tokenizer, longest=5)(asked)["input_ids"].shape[1] == 5
 
 
 def test_pictures_are_prepared_as_vilt_prepares_them() -> None:
     processor = transformers.ViltImageProcessor(size={"shortest_edge": 96}, size_divisor=16)
-    look = Look(96, 16, (0.5,) * 3, (0.5,) * 3)
+    look = VqaPreprocessing(96, 16, (0.5,) * 3, (0.5,) * 3)
     draw = np.random.default_rng(0)
     for height, width in ((60, 80), (200, 90), (64, 300), (96, 96), (31, 47)):
         picture = Image.fromarray(draw.integers(0, 256, (height // 8 + 1, width // 8 + 1, 3), np.uint8)).resize(
             (width, height)
         )
         theirs = processor(picture, return_tensors="pt")["pixel_values"][0]
-        ours = look.fitted(picture)
+        ours = look.resize(picture)
         assert tuple(ours.shape[1:]) == tuple(theirs.shape[1:]) == fitted_size(height, width, 96, 16)
         assert (ours.float() / 127.5 - 1 - theirs).abs().mean() < 0.02
 
@@ -240,7 +247,7 @@ def test_a_treated_run_resumes_loads_and_answers_again(vqav2: Path, tmp_path: Pa
     assert [str(one) for one in vf.applied(model)] == ["cbs(tokens=text)", "adl"]
     asked = read_vqav2(vqav2, "val2014")
     answerer = Answerer(model, size=16)
-    pictures = [asked.pictures.read(question.picture) for question in asked.questions]
+    pictures = [asked.images.read(question.image) for question in asked.questions]
     given = answerer(pictures, [question.text for question in asked.questions])
     official = np.mean([soft_accuracy(a, question.answers) for a, question in zip(given, asked.questions, strict=True)])
     assert official == pytest.approx(whole["last"]["accuracy"])
@@ -249,8 +256,8 @@ def test_a_treated_run_resumes_loads_and_answers_again(vqav2: Path, tmp_path: Pa
     assert scores["accuracy"] == pytest.approx(100 * official)
     shapes = Shapes("val", length=12, size=16, task="answer")
     drawn = shapes_questions("val", 12, 16)
-    firsts = [next(one for one in drawn.questions if one.picture == item) for item in range(12)]
-    subset = QuestionSet(firsts, drawn.pictures)
+    firsts = [next(one for one in drawn.questions if one.image == item) for item in range(12)]
+    subset = VqaDataset(firsts, drawn.images)
     by_item, by_set = (vf.evaluate(model, "answers", data, progress=False) for data in (shapes, subset))
     assert by_item["accuracy"] == pytest.approx(by_set["accuracy"]) and by_item.images == 12
     written = json.loads((tmp_path / "scores" / "answers.json").read_text())
@@ -265,7 +272,7 @@ def test_a_treated_run_resumes_loads_and_answers_again(vqav2: Path, tmp_path: Pa
 def test_a_checkpoint_brings_its_words_and_answers(
     vqav2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = Words.train(["is there a star", "how many are there"], size=120)
+    words = QuestionTokenizer.train(["is there a star", "how many are there"], size=120)
     config = transformers.ViltConfig(
         vocab_size=len(words),
         hidden_size=16,
@@ -293,12 +300,12 @@ def test_a_checkpoint_brings_its_words_and_answers(
     results = train(recipe, out=tmp_path / "run")
     assert (results["answers"], results["words_from"]) == (3, "the checkpoint")
     said = capsys.readouterr().err
-    assert "brings its own: answer.words=200 is not used" in said and "answer.answers" not in said
+    assert "has its own, so answer.words=200 is not used" in said and "answer.answers" not in said
     (tmp_path / "vilt").rename(tmp_path / "moved")  # a saved model stands on its own
     model: Any = vf.load(tmp_path / "run" / "model")
     assert model.config.id2label == {0: "no", 1: "yes", 2: "blue"}
     assert (
-        words_of(model)(["how many are there"])["input_ids"].tolist()
+        tokenizer_of(model)(["how many are there"])["input_ids"].tolist()
         == words(["how many are there"])["input_ids"].tolist()
     )
     with vf.untreated(model):
@@ -340,16 +347,16 @@ def test_other_models_and_keys_are_refused() -> None:
 def test_withheld_answers_are_not_scored_but_answered(vqav2: Path, tmp_path: Path) -> None:
     asked = read_vqav2(vqav2, "val2014")
     assert asked.annotated
-    bare = QuestionSet([type(one)(one.number, one.picture, one.text) for one in asked.questions], asked.pictures)
+    bare = VqaDataset([type(one)(one.number, one.image, one.text) for one in asked.questions], asked.images)
     assert not bare.annotated
-    words = Words.train([question.text for question in asked.questions], size=80)
+    words = QuestionTokenizer.train([question.text for question in asked.questions], size=80)
     names = {"id2label": {0: "no", 1: "yes"}, "label2id": {"no": 0, "yes": 1}}
     small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
     sizes = {"image_size": 32, "patch_size": 16, "vocab_size": len(words)}
     model = vf.create_model("transformers:ViltForQuestionAnswering", **names, **small, **sizes)
     with pytest.raises(vf.VitfocusError, match=r"tokenizer\.json or vocab\.txt"):
         vf.evaluate(model, "answers", asked, progress=False)
-    attach_words(model, words)
+    attach_tokenizer(model, words)
     with pytest.raises(vf.VitfocusError, match="withheld"):
         vf.evaluate(model, "answers", bare, progress=False)
     scores = vf.evaluate(model, "answers", bare, out=tmp_path, progress=False)

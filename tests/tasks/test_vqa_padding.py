@@ -11,7 +11,7 @@ from torch import Tensor
 
 import vitfocus as vf
 from vitfocus.attention.text_inputs import PatchesInOrder
-from vitfocus.data.vqa.batches import stacked
+from vitfocus.data.vqa.batches import pad_images
 
 transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
 
@@ -55,7 +55,7 @@ def together(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """The same as one padded batch; what pads it is noise, which must not matter."""
     ids = torch.randint(5, 50, (len(parts), max(LENGTHS)))
     mask = torch.zeros_like(ids)
-    masks = stacked([torch.zeros(3, *size, dtype=torch.uint8) for size in SIZES])
+    masks = pad_images([torch.zeros(3, *size, dtype=torch.uint8) for size in SIZES])
     pixels = torch.randn(len(parts), 3, *masks["pixel_mask"].shape[1:])
     for row, part in enumerate(parts):
         ids[row, : LENGTHS[row]], mask[row, : LENGTHS[row]] = part["input_ids"][0], 1

@@ -18,14 +18,13 @@ from train_tools import AUGMENTED, rows, tiny
 
 import vitfocus as vf
 from vitfocus.core.errors import VitfocusError
-from vitfocus.data.augmentation import Batch
-from vitfocus.data.sample_order import Stream
+from vitfocus.data.classification.augmentation import ClassificationBatch
+from vitfocus.data.sample_order import SampleOrder
 from vitfocus.data.shapes.dataset import shapes_batch
 from vitfocus.recipes.settings import Distill, Loss, Optimiser
 from vitfocus.robustness.pixel_model import PixelModel
 from vitfocus.tasks.building import build_model
-from vitfocus.tasks.classification.distillation import Teacher
-from vitfocus.tasks.classification.loss import Losses, cross_entropy
+from vitfocus.tasks.classification.loss import Losses, Teacher, cross_entropy
 from vitfocus.train.optimiser import create_optimiser
 from vitfocus.train.recipe import load_recipe
 from vitfocus.train.run import assemble_run, train
@@ -57,7 +56,7 @@ def test_the_engine_ends_where_a_loop_by_hand_ends(tmp_path: Path) -> None:
     )
     average = {name: value.clone() for name, value in model.state_dict().items()}
     images, labels = shapes_batch(range(88), size=16)
-    stream = Stream(88, 16)
+    stream = SampleOrder(88, 16)
     for step in range(11):
         schedule.step_update(step)
         index = stream.indices(16 * step, 16 * step + 16)
@@ -84,7 +83,7 @@ def test_small_images_are_enlarged_when_augmented_and_mixed(tmp_path: Path) -> N
     before, after = (next(task.iterate(3, 4)) for task in (small, large))
     expected = F.interpolate(before.images, size=(32, 32), mode="bicubic", antialias=True)
     torch.testing.assert_close(after.images, expected)
-    assert torch.equal(after.others, before.others) and before.images.shape[-1] == 16
+    assert torch.equal(after.other_labels, before.other_labels) and before.images.shape[-1] == 16
     model = vf.load(tmp_path / "run" / "model")
     images, labels = shapes_batch(range(20), "val", size=16)
     with torch.no_grad():
@@ -132,7 +131,7 @@ def test_hard_distillation_is_deits(tmp_path: Path) -> None:
     student = timm.create_model("deit_tiny_distilled_patch16_224", num_classes=10, **arguments).train()
     student.set_distilled_training(True)
     images, labels = torch.randn(6, 3, 16, 16), torch.arange(6)
-    batch = Batch(images, labels, labels.flip(0), torch.tensor(0.7), torch.tensor(0.3))
+    batch = ClassificationBatch(images, labels, labels.flip(0), torch.tensor(0.7), torch.tensor(0.3))
     first, second = student(images)
     terms = Losses(Loss(smoothing=0.1), student, teacher)((first, second), batch, 0.0)
     target = 0.7 * F.one_hot(labels, 10) + 0.3 * F.one_hot(labels.flip(0), 10)
@@ -188,7 +187,8 @@ def test_mixed_labels_need_no_dense_target() -> None:
     dense = 0.25 * F.one_hot(labels, 5) + 0.75 * F.one_hot(others, 5)
     expected = F.cross_entropy(logits, dense, label_smoothing=0.2)
     torch.testing.assert_close(
-        cross_entropy(logits, Batch(logits, labels, others, torch.tensor(0.25), torch.tensor(0.75)), 0.2), expected
+        cross_entropy(logits, ClassificationBatch(logits, labels, others, torch.tensor(0.25), torch.tensor(0.75)), 0.2),
+        expected,
     )
 
 

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from vitfocus.anatomy import Anatomy, unwrap
 from vitfocus.attention.images import ImageBatch
 from vitfocus.core.errors import VitfocusError
-from vitfocus.data.vqa.tokenizer import words_of
+from vitfocus.data.vqa.tokenizer import tokenizer_of
 
 _OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "inputs_embeds")
 
@@ -27,7 +27,7 @@ def with_text(batch: ImageBatch, model: nn.Module, body: Anatomy) -> ImageBatch:
     """The batch with its questions tokenized, for a model that reads text; an empty question if there is none."""
     if body.text is None or "input_ids" in batch.extras or "inputs_embeds" in batch.extras:
         return batch
-    words = words_of(unwrap(model))
+    words = tokenizer_of(unwrap(model))
     if words is None:
         raise VitfocusError(
             f"{type(unwrap(model)).__name__} reads a text with every image: pass dicts with 'pixel_values' and "

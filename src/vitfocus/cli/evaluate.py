@@ -234,7 +234,7 @@ def _class_folders(recipe: Path, data: _DataSection) -> str:
     from vitfocus.core.errors import VitfocusError
 
     root, source = Path(data["root"]), data.get("source", "folder")
-    if source in ("shards", "cifar-mosaic", "fashion-mnist") or (
+    if source in ("shards", "arrays", "fashion-mnist") or (
         source.startswith("cifar") and not (root / "train").is_dir()
     ):
         raise VitfocusError(

@@ -128,7 +128,7 @@ def _validation(subject: ReportModel, limit: int, size: tuple[int, int]) -> tupl
     from timm.data import create_transform
 
     from vitfocus.core.errors import VitfocusError
-    from vitfocus.data.classification.sources import open_images
+    from vitfocus.data.classification.dataset import open_images
     from vitfocus.train.recipe import build_recipe, refuse_downloads
 
     assert subject.training is not None

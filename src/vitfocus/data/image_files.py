@@ -1,21 +1,41 @@
-"""Pictures as people have them, of any mode and shape: as 8-bit RGB, and the centre cut out of a resized one."""
+"""Images in files and tensors: class folders, any mode as 8-bit RGB, EXIF orientation, centre crops, normalisation."""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
 import numpy as np
+import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
+from torch import Tensor
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as T
 
-#: What Pillow raises for a file that is no picture, or half of one, or one that would fill the memory.
+from vitfocus.core.errors import VitfocusError
+from vitfocus.core.files import PICTURES, files_below
+
+#: What Pillow raises for a file that is not an image, is truncated, or would not fit into memory.
 UNREADABLE = (UnidentifiedImageError, Image.DecompressionBombError, OSError, SyntaxError, ValueError)
 
-# A resized picture with so many times the pixels of what is cut out of it is never made as a whole.
-_MUCH = 16
+#: Usual names of the folders or files of a split.
+SPLITS = {"train": ("train", "training"), "val": ("val", "validation", "test")}
+
+# A resized image with more than this many times the pixels of its crop is not computed as a whole.
+_LARGE = 16
+
+
+def read_rgb(path: str | Path) -> Image.Image:
+    """Open and decode an image file as 8-bit RGB."""
+    with Image.open(path) as image:
+        return rgb_picture(image)
 
 
 def rgb_picture(picture: Image.Image) -> Image.Image:
-    """The picture in 8-bit RGB; greys of 16 or 32 bits are scaled, where Pillow by itself would clip them to white.
+    """Convert to 8-bit RGB; 16-bit and 32-bit greyscale values are scaled, where Pillow would clip them to white.
 
     >>> deep = Image.fromarray(np.array([[0, 32896, 65535]], np.uint16))
     >>> np.asarray(rgb_picture(deep))[0, :, 0].tolist()
@@ -33,30 +53,132 @@ def rgb_picture(picture: Image.Image) -> Image.Image:
 
 
 def upright(picture: Image.Image) -> Image.Image:
-    """The picture as its owner sees it: turned as its EXIF data asks, where that can be read."""
+    """Rotate or flip an image as its EXIF orientation says, if that can be read."""
     try:
         return ImageOps.exif_transpose(picture)
     except UNREADABLE:
         raise
-    except Exception:  # Pillow's readers of EXIF raise what they like, and the pixels may be sound
+    except Exception:  # Pillow raises many types for bad EXIF data; the pixels may be fine
         return picture
 
 
 def cut_centre(
     picture: Image.Image, resized: tuple[int, int], crop: tuple[int, int], interpolation: InterpolationMode
 ) -> Image.Image:
-    """The central `crop` = (height, width) of the picture resized to `resized`.
+    """Resize an image to `resized` = (height, width) and return its central `crop`.
 
-    Of a picture that is far longer than wide only the part that is cut out is computed.
+    For an image that is far longer than wide, only the cropped part is computed.
 
     >>> cut_centre(Image.new("RGB", (60000, 1)), (256, 15_360_000), (224, 224), InterpolationMode.BICUBIC).size
     (224, 224)
     """
     height, width = crop
-    if resized[0] * resized[1] <= _MUCH * height * width:
+    if resized[0] * resized[1] <= _LARGE * height * width:
         return T.center_crop(T.resize(picture, list(resized), interpolation), [height, width])
     down, across = picture.height / resized[0], picture.width / resized[1]
     top, left = round((resized[0] - height) / 2), round((resized[1] - width) / 2)
     box = (left * across, top * down, (left + width) * across, (top + height) * down)
     mode = Image.Resampling.BILINEAR if interpolation is InterpolationMode.BILINEAR else Image.Resampling.BICUBIC
     return picture.resize((width, height), mode, box=box)
+
+
+def to_tensor(image: Image.Image) -> Tensor:
+    """An RGB image as a uint8 tensor (3, height, width)."""
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
+
+
+def to_image(pixels: Tensor) -> Image.Image:
+    """A uint8 tensor (3, height, width) as an RGB image.
+
+    >>> to_image(torch.zeros(3, 4, 6, dtype=torch.uint8)).size
+    (6, 4)
+    """
+    return Image.fromarray(pixels.cpu().permute(1, 2, 0).contiguous().numpy())
+
+
+class Normalise:
+    """Moves uint8 images (..., 3, H, W) to a device and normalises them: (pixels / 255 - mean) / std."""
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float], device: torch.device | str) -> None:
+        self.device = device
+        self.mean = torch.tensor(mean, device=device)[:, None, None] * 255
+        self.std = torch.tensor(std, device=device)[:, None, None] * 255
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        return (pixels.to(self.device, non_blocking=True).float() - self.mean) / self.std
+
+
+class Entry(NamedTuple):
+    """A file in a class folder: its path below the root, the class folder, its size in bytes."""
+
+    name: str
+    folder: str
+    size: int
+
+
+@dataclass(frozen=True)
+class ClassFolders:
+    """The sorted files of a folder that holds one folder per class."""
+
+    root: Path
+    classes: tuple[str, ...]
+    entries: tuple[Entry, ...]
+
+    def digest(self) -> str:
+        """A hash of names and sizes, which identifies the data without reading it."""
+        listing = "".join(f"{entry.name} {entry.size}\n" for entry in self.entries)
+        return hashlib.sha256(listing.encode(errors="surrogateescape")).hexdigest()[:32]
+
+
+def list_classes(root: Path, suffixes: frozenset[str] = PICTURES, complete: bool = True) -> ClassFolders:
+    """List a folder that holds one folder per class; subfolders of these are included, hidden files are not.
+
+    Args:
+        root: The folder of class folders.
+        suffixes: Extensions of the files to list, in lower case.
+        complete: Whether empty files and broken links are errors; otherwise they are listed with size 0.
+
+    Raises:
+        VitfocusError: There is no class folder, or a class has no file.
+    """
+    if not root.is_dir():
+        raise VitfocusError(f"There is no folder {root}; expected a folder that holds one folder per class.")
+    classes = sorted(path.name for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
+    if not classes:
+        raise VitfocusError(f"{root} holds no class folders; expected {root}/CLASS/IMAGE, one folder per class.")
+    entries: list[Entry] = []
+    for folder in classes:
+        found = sorted(
+            Entry(file.relative_to(root).as_posix(), folder, _size(file, complete))
+            for file in files_below(root / folder, suffixes)
+        )
+        if not found:
+            what = "image" if suffixes is PICTURES else "file"
+            kinds = ", ".join(sorted(suffix.lstrip(".") for suffix in suffixes))
+            raise VitfocusError(f"{root / folder} holds no {what} ({kinds}): the data set is only half extracted.")
+        entries += found
+    return ClassFolders(root, tuple(classes), tuple(entries))
+
+
+def find_split(root: Path, split: str, given: str = "", suffix: str = "") -> Path:
+    """The folder (or with a suffix the file) of a split: the given name, or the first usual name that exists."""
+    if not root.is_dir():
+        raise VitfocusError(f"There is no data folder {str(root)!r}: set data.root to the folder of the images.")
+    names = [name + suffix for name in ((given.removesuffix(suffix),) if given else SPLITS[split])]
+    for name in names:
+        if (root / name).is_file() if suffix else (root / name).is_dir():
+            return root / name
+    kind = "file" if suffix else "folder"
+    raise VitfocusError(f"{root} has no {kind} {' or '.join(names)} for {split}: set data.{split}_split to its name.")
+
+
+def _size(file: Path, complete: bool) -> int:
+    try:
+        size = file.stat().st_size
+    except FileNotFoundError:
+        if complete:
+            raise VitfocusError(f"{file} is a link to a file that does not exist.") from None
+        return 0
+    if complete and not size:
+        raise VitfocusError(f"{file} is empty: the data set is only half extracted.")
+    return size

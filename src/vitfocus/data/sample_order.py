@@ -1,23 +1,25 @@
-"""The order of training images, as arithmetic: what stands at position p depends on the seed and p alone.
+"""The order of training samples: the sample at a position depends on the seed and the position only.
 
-A run reads one endless stream. Every stretch of `length` positions is one epoch, in which each image occurs once; step
-s takes the positions from s·batch to (s+1)·batch, across the border of an epoch too, so no image is dropped or read
-twice. Because nothing depends on what was read before, a run continues anywhere, with any number of processes.
+A run reads an endless sequence of positions. Each `length` positions are one epoch, in which every sample occurs once.
+Step s takes the positions from s·batch to (s+1)·batch, across the end of an epoch too, so no sample is dropped or read
+twice. Since nothing depends on what was read before, a run can resume at any step with any number of processes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 from torch import Tensor
 
-ORDER, DRAWS, MIX, SAMPLE, STEP = range(5)  # what a seed is used for
+ORDER, DRAWS, MIX, SAMPLE, STEP = range(5)  # purposes of a seed, so that they use different random numbers
 
 
 def seed_for(*keys: int) -> int:
-    """One 63-bit seed out of several numbers, well mixed.
+    """Mix several numbers into one 63-bit seed.
 
     >>> seed_for(0, 1) == seed_for(0, 1), seed_for(0, 1) == seed_for(1, 0)
     (True, False)
@@ -25,16 +27,39 @@ def seed_for(*keys: int) -> int:
     return int(np.random.SeedSequence([key % 2**63 for key in keys]).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
-class Stream:
-    """Which image stands at which position.
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed the global generators of Python, numpy and torch, which timm's transforms use, and restore them later."""
+    before = random.getstate(), np.random.get_state(), torch.default_generator.get_state()  # noqa: NPY002
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])  # noqa: NPY002
+        torch.default_generator.set_state(before[2])
 
-    `repeats` > 1 is repeated augmentation: an epoch is still `length` positions, but holds fewer images, each so many
-    times, in one batch but for those that a batch's border cuts. `groups` (sizes that add up to `length`) keeps images
-    of a group, such as a shard, near each other: groups are shuffled, then the images of every `window` of them.
 
-    >>> stream = Stream(10, batch=4)
-    >>> sorted(torch.cat([stream.indices(0, 4), stream.indices(4, 10)]).tolist())
-    [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+class SampleOrder:
+    """Which sample is at which position.
+
+    Args:
+        length: Number of samples, and of positions per epoch.
+        batch: Size of the global batch.
+        seed: Seed of the order.
+        repeats: Repeated augmentation if above 1: an epoch holds fewer samples, each this many times, in one batch
+            unless the end of a batch separates them.
+        groups: Sizes of groups such as shards, which add up to `length`. Groups are shuffled, then the samples of each
+            `window` groups, so that reading stays nearly sequential.
+        window: Number of groups that are shuffled together.
+        device: Where indices are returned.
+
+    Example:
+        >>> order = SampleOrder(10, batch=4)
+        >>> sorted(torch.cat([order.indices(0, 4), order.indices(4, 10)]).tolist())
+        [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
     """
 
     def __init__(
@@ -52,7 +77,7 @@ class Stream:
         self._orders: dict[int, Tensor] = {}
 
     def indices(self, start: int, stop: int) -> Tensor:
-        """The images at positions start to stop, int64 on the stream's device."""
+        """The samples at positions start to stop, int64 on the order's device."""
         parts = []
         while start < stop:
             epoch, offset = divmod(start, self.length)
@@ -81,7 +106,7 @@ class Stream:
         return np.concatenate(parts)
 
     def _repeated(self, order: np.ndarray, epoch: int, draw: np.random.Generator) -> np.ndarray:
-        """Each of the first images several times, shuffled within every batch so that copies do not stand in a row."""
+        """Repeat the first samples; each batch is shuffled so that copies are not neighbours."""
         order = np.repeat(order[: -(-self.length // self.repeats)], self.repeats)[: self.length]
         first = -(epoch * self.length) % self.batch
         for start in range(first, self.length, self.batch):

@@ -31,11 +31,11 @@ def _library(recipe: "Recipe") -> str:
 def _kept_on_device(recipe: "Recipe") -> bool:
     """Whether images are certainly kept on the device; of some sources it depends on what the folder holds."""
     data = recipe.data
-    return data.resident == "yes" or (data.resident == "auto" and data.source in ("shapes", "cifar-mosaic"))
+    return data.resident == "yes" or (data.resident == "auto" and data.source in ("shapes", "arrays"))
 
 
 def _has_splits(recipe: "Recipe") -> bool:
-    return recipe.data.source not in ("shapes", "cifar-mosaic")
+    return recipe.data.source != "shapes"
 
 
 def _mixes(recipe: "Recipe", share: float, other: float) -> bool:
@@ -103,7 +103,7 @@ class Model(Section, frozen=True):
 class Data(Section, frozen=True):
     """Which images, how many at a time, and where they are kept."""
 
-    source: str = "folder"  # shapes, cifar10, cifar100, fashion-mnist, cifar-mosaic, folder, shards, or timm:NAME
+    source: str = "folder"  # shapes, cifar10, cifar100, fashion-mnist, arrays, folder, shards, or timm:NAME
     root: Annotated[str, _FROM_FILES] = ""
     train_split: Annotated[str, OnlyWith(_has_splits, "is for splits that have a name: name another data.source")] = (
         ""  # a folder's or shards' name of the split; found by the usual names when empty

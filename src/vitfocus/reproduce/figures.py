@@ -188,12 +188,12 @@ def _overlay(result: ItemResult, _: int | None) -> Figure:
 def _predictions(result: ItemResult, _: int | None) -> Figure:
     """Segmented images, clean and in snow, one column per model."""
     from vitfocus.robustness.pixel_model import PixelModel
-    from vitfocus.tasks.segmentation.inference import Protocol, overlay, predict
+    from vitfocus.tasks.segmentation.inference import InferenceSettings, overlay, predict
 
     run = _trained(result)[0].run
     assert run is not None and run.recipe is not None
     section = run.recipe.segment
-    protocol = Protocol(section.window, section.stride, section.test_flip, section.short_side)
+    protocol = InferenceSettings(section.window, section.stride, section.test_flip, section.short_side)
     clean = validation_images(run, 2)
     shown = torch.stack([clean, corrupt(clean, "snow", severity=3, flavour="any")], 1).flatten(0, 1)
     models = {name: PixelModel(name, model.eval()) for name, model in _models(result).items()}

@@ -25,8 +25,7 @@ from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.files import write_text
 from vitfocus.core.statistics import evenly_spaced
 from vitfocus.core.tables import counted
-from vitfocus.data.classification.dataset import ArrayImages
-from vitfocus.data.classification.sources import open_images
+from vitfocus.data.classification.dataset import ArrayImages, open_images
 from vitfocus.recipes.settings import SECTIONS, Recipe, changed, is_harmless
 from vitfocus.report.runs import read_metrics
 from vitfocus.reproduce.items import SCALES, Item, ModelSetup, Row, model_setups

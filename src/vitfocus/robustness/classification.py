@@ -18,19 +18,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.statistics import evenly_spaced
+from vitfocus.data.image_files import ClassFolders, Entry, list_classes
 from vitfocus.data.preprocessing import Preprocessing, standard_preprocessing
 from vitfocus.robustness.engine import Condition, EvaluationArguments, Group, Outcome, Plan, Reduced
-from vitfocus.robustness.folders import (
-    ClassFolders,
-    Entry,
-    ImageFiles,
-    check_readable,
-    digest_of,
-    folder_indices,
-    list_classes,
-    one_size,
-    wordnet_ids,
-)
+from vitfocus.robustness.folders import ImageFiles, check_readable, digest_of, folder_indices, one_size, wordnet_ids
 from vitfocus.robustness.metrics import Summary
 from vitfocus.robustness.pixel_model import PixelModel
 from vitfocus.robustness.run_folder import Columns

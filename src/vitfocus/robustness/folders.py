@@ -1,4 +1,4 @@
-"""Folders of images by class: listing them, checking them before anything runs, and reading them."""
+"""Files of class folders: checking that they are readable, reading them, and the class number of each folder."""
 
 from __future__ import annotations
 
@@ -8,75 +8,17 @@ import importlib.resources
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
 from vitfocus.core.errors import VitfocusError
-from vitfocus.core.files import PICTURES, files_below
 from vitfocus.core.records import Count, read_json
 from vitfocus.core.statistics import evenly_spaced
-from vitfocus.data.image_files import UNREADABLE, rgb_picture
+from vitfocus.data.image_files import UNREADABLE, ClassFolders, Entry, read_rgb
 
 _HEADERS_AT_MOST = 100_000
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One file: its path below the root, its class folder, its size in bytes."""
-
-    name: str
-    folder: str
-    size: int
-
-
-@dataclass(frozen=True)
-class ClassFolders:
-    """A folder with one folder per class, listed and sorted."""
-
-    root: Path
-    classes: tuple[str, ...]
-    entries: tuple[Entry, ...]
-
-    def digest(self) -> str:
-        """What identifies the data without reading it all: names and sizes."""
-        return digest_of(f"{entry.name} {entry.size}" for entry in self.entries)
-
-
-def list_classes(root: Path, suffixes: frozenset[str] = PICTURES) -> ClassFolders:
-    """List a folder of class folders; say what is missing, empty or half-extracted."""
-    if not root.is_dir():
-        raise VitfocusError(f"There is no folder {root}; --data wants a folder that holds one folder per class.")
-    folders = sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith("."))
-    if not folders:
-        raise VitfocusError(f"{root} holds no class folders; expected {root}/CLASS/IMAGE, one folder per class.")
-    entries: list[Entry] = []
-    for folder in folders:
-        before = len(entries)
-        entries.extend(_files(root, folder, suffixes))
-        if len(entries) == before:
-            raise VitfocusError(f"{root / folder} holds no {_kind(suffixes)}: the data set is only half extracted.")
-    for item in entries:
-        if item.size == 0:
-            raise VitfocusError(f"{root / item.name} is empty: the data set is only half extracted.")
-    return ClassFolders(root, tuple(folders), tuple(entries))
-
-
-def _files(root: Path, folder: str, suffixes: frozenset[str]) -> list[Entry]:
-    """The files of a class, those in folders inside its own included, as training reads them; hidden ones are not."""
-    entries = []
-    for file in files_below(root / folder, suffixes):
-        try:
-            entries.append(Entry(file.relative_to(root).as_posix(), folder, file.stat().st_size))
-        except FileNotFoundError:
-            raise VitfocusError(f"{file} is a link to a file that is not there.") from None
-    return sorted(entries, key=lambda entry: entry.name)
-
-
-def _kind(suffixes: frozenset[str]) -> str:
-    return "image" if suffixes is PICTURES else f"file ending in {', '.join(sorted(suffixes))}"
 
 
 def check_readable(root: Path, entries: Sequence[Entry]) -> dict[str, tuple[int, int]]:
@@ -125,8 +67,7 @@ class ImageFiles:
     def __getitem__(self, index: int) -> tuple[Image.Image, Any]:
         path = Path(self.root, self.names[index])
         try:
-            with Image.open(path) as picture:
-                return rgb_picture(picture), self.labels[index]
+            return read_rgb(path), self.labels[index]
         except UNREADABLE as error:
             raise VitfocusError(unreadable(path, error)) from None
 

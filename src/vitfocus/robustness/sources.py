@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from vitfocus.core.errors import VitfocusError
 from vitfocus.corruptions.draws import as_ids
-from vitfocus.data.classification.dataset import Broken
+from vitfocus.data.loader import Broken
 from vitfocus.data.preprocessing import Preprocessing
 from vitfocus.robustness.folders import other_size
 

@@ -1,4 +1,4 @@
-"""Tasks: what is learnt and how it is scored. A run asks its task for data, model, losses and scores (`base.py`)."""
+"""Tasks: data, model, losses and scores of a training run, behind one interface (`base.py`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vitfocus.core.registry import COMPOSED_MODELS
 if TYPE_CHECKING:
     from vitfocus.tasks.base import Task
 
-#: Where each task lives; it is imported when a recipe or a saved model asks for it.
+#: The class of each task, imported when a recipe or a saved model needs it.
 TASKS = {
     "classify": "vitfocus.tasks.classification.task:Classify",
     "segment": "vitfocus.tasks.segmentation.task:Segment",
@@ -18,13 +18,13 @@ TASKS = {
     "answer": "vitfocus.tasks.vqa.task:Answer",
 }
 
-for _prefix, _module in {
-    "upernet": "segmentation.upernet",
-    "segformer": "segmentation.segformer",
-    "smp": "segmentation.smp",
-    "maskrcnn": "detection.model",
+for _prefix, _builder in {
+    "upernet": "segmentation.model:build_upernet",
+    "segformer": "segmentation.model:build_segformer",
+    "smp": "segmentation.smp:build_smp",
+    "maskrcnn": "detection.model:build_mask_rcnn",
 }.items():
-    COMPOSED_MODELS.register(_prefix, f"vitfocus.tasks.{_module}:build")
+    COMPOSED_MODELS.register(_prefix, f"vitfocus.tasks.{_builder}")
 
 
 def find_task(name: str) -> type[Task]:

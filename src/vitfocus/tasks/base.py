@@ -1,6 +1,6 @@
-"""What a run asks of its task: data, model, batches, loss terms, scores. The engine knows nothing else about it.
+"""The interface between the training engine and a task: data, model, batches, loss terms and scores.
 
-The order of calls is `open_data`, `build_model`, `start`, and then, step by step, `iterate`, `terms` and `evaluate`.
+The engine calls `open_data`, `build_model` and `start`, and then `iterate`, `terms` and `evaluate` at every step.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from vitfocus.anatomy import anatomy
 from vitfocus.core.errors import VitfocusError, reason
 from vitfocus.core.modules import eval_mode
-from vitfocus.data.classification.dataset import BrokenLog
-from vitfocus.data.classification.loader import Share
+from vitfocus.data.loader import BatchPartition, BrokenLog
 from vitfocus.treatments import AttentionDiversification, applied, auxiliary_loss
 
 if TYPE_CHECKING:
@@ -27,36 +26,36 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Setting:
-    """Where a run takes place: its device, the rows of a batch that are this process's, whether it is compiled.
+class RunContext:
+    """Where a run takes place: its device, this process's rows of a batch, and whether the model is compiled.
 
-    `until_stopped` passes the batches of an evaluation on and raises when the run was asked to stop.
+    `until_stopped` passes the batches of an evaluation on and raises an error if the run was asked to stop.
     """
 
     device: torch.device
-    share: Share
+    partition: BatchPartition
     compiled: bool = False
     say: Callable[[str], None] = print
     until_stopped: Callable[[Iterable[Any]], Iterator[Any]] = iter
 
 
 class RecordableBatches(Protocol):
-    """Batches in two halves: what distinguishes a step, small, and the making, the same for every step."""
+    """Batches whose making can be captured in a CUDA graph: inputs that differ by step, and operations that do not."""
 
     def inputs(self, step: int) -> tuple[Tensor, ...]:
-        """Tensors on the device, of the same shapes for every step."""
+        """Tensors on the device, with the same shapes for every step."""
 
     @property
     def make(self) -> Callable[..., Any]:
-        """From those tensors, the batch, without a look at any value on the host."""
+        """Makes the batch from the inputs without reading any value on the host."""
 
 
 class Task(ABC):
-    """One task of one recipe. Subclasses fill `train_images`, `val_images` and `names` by the time `start` is done."""
+    """One task of one recipe. `start` must set `train_images`, `val_images` and `names`."""
 
     name: ClassVar[str]
-    best: ClassVar[str]  # the score whose rise makes a model the best so far
-    #: Keys of a recipe's shared sections that this task reads; a section not named here is read wholly.
+    best: ClassVar[str]  # the score by which the best model is chosen; higher is better
+    #: Keys of a recipe's shared sections that this task reads; sections that are missing here are read completely.
     reads: ClassVar[Mapping[str, frozenset[str]]] = {}
     compiles: ClassVar[bool] = True  # whether engine.compile=auto compiles the model on a GPU
 
@@ -69,48 +68,48 @@ class Task(ABC):
 
     @abstractmethod
     def open_data(self) -> None:
-        """Open the training and validation data, or say what is missing from their folder; set `classes`."""
+        """Open the training and validation data and set `classes`; an error says what is missing."""
 
     @abstractmethod
     def build_model(self) -> nn.Module:
-        """The model, its random weights drawn from the recipe's seed, started from `model.weights` where given."""
+        """The model, initialised from the recipe's seed, and from `model.weights` if given."""
 
     @abstractmethod
     def arguments(self) -> dict[str, Any]:
-        """What the constructor named in `model.spec` is given, so that the model can be saved and built again."""
+        """Arguments of the constructor in `model.spec`, from which a saved model is built again."""
 
     @abstractmethod
-    def start(self, model: nn.Module, setting: Setting) -> None:
-        """Make ready to train `model` (on the device already, not wrapped): batches, losses, evaluation data."""
+    def start(self, model: nn.Module, context: RunContext) -> None:
+        """Prepare batches, losses and evaluation data; `model` is on the device and not wrapped."""
 
     @abstractmethod
     def iterate(self, start: int, stop: int) -> Generator[Any, None, None]:
-        """This process's parts of the steps from start to stop, each a function of (seed, step) alone."""
+        """This process's parts of the steps from start to stop; each depends on (seed, step) only."""
 
     def recordable(self) -> RecordableBatches | None:
-        """The batches, where their making is work on the device alone, so that a whole step can be recorded."""
+        """The batches, if a whole step can be captured in a CUDA graph."""
         return None
 
     @abstractmethod
     def terms(self, model: nn.Module, batch: Any, epoch: float) -> list[Tensor]:
-        """Call the (wrapped) model on one part; the loss terms in the order of `names`; their sum is the loss."""
+        """Run the (wrapped) model on one part; the loss terms in the order of `names`; their sum is the loss."""
 
     @abstractmethod
     def evaluate(self, model: nn.Module, accelerator: Accelerator) -> dict[str, float]:
-        """Scores on the validation data over all processes; shares lie in [0, 1]. The model's mode is left as it was.
+        """Scores on the validation data over all processes, accuracies in [0, 1]; every process returns the same.
 
-        Every process must come out with the same scores. Batches go through `Setting.until_stopped`.
+        The model's mode is restored. Batches go through `RunContext.until_stopped`.
         """
 
     @abstractmethod
     def headline(self, scores: Mapping[str, float]) -> str:
-        """The scores in a few words, for a person."""
+        """The scores in one line, for people."""
 
     @torch.no_grad()
     def try_model(self, model: nn.Module, size: int, call: Callable[[Tensor], Any]) -> None:
-        """Show the model one black image of the recipe's size, so that a misfit is said before anything is read.
+        """Run the model on one black image of the recipe's size, so that a misfit is an error before training.
 
-        `call` gives it a (1, 3, size, size) tensor; the model is in eval mode meanwhile.
+        `call` runs it on a (1, 3, size, size) tensor, in eval mode.
         """
         if any(parameter.is_meta for parameter in model.parameters()):
             return
@@ -119,9 +118,9 @@ class Task(ABC):
                 call(torch.zeros(1, 3, size, size))
         except VitfocusError:
             raise
-        except Exception as error:  # whatever the library raises for images that it does not expect
+        except Exception as error:  # libraries raise many types for unexpected images
             raise VitfocusError(
-                f"{self.recipe.model.spec} does not take this recipe's images, (3, {size}, {size}): {reason(error)}; "
+                f"{self.recipe.model.spec} does not accept this recipe's images, (3, {size}, {size}): {reason(error)}; "
                 "change data.size or model.arguments."
             ) from None
 
@@ -130,28 +129,28 @@ class Task(ABC):
         return {}
 
     def card(self) -> dict[str, Any]:
-        """What a saved model must remember of its task, as JSON; `treatments.save_load.task_of` reads it.
+        """What a saved model records about its task, for JSON; `treatments.save_load.task_of` reads it.
 
         The training run calls it after `build_model`.
         """
         return {"task": self.name, "classes": list(self.classes)}
 
     def facts(self) -> dict[str, Any]:
-        """More for results.json."""
+        """More entries of results.json."""
         return {}
 
     def head_names(self, model: nn.Module) -> set[str]:
-        """Parameters that `optimiser.head_lr` is about: by default all outside the vision transformer."""
+        """Parameters with the learning rate `optimiser.head_lr`: by default all outside the vision transformer."""
         try:
             inside: nn.Module = anatomy(model).root
-        except VitfocusError:  # a backbone that is no transformer
+        except VitfocusError:  # the backbone is not a transformer
             inside = next((module for module in model.modules() if getattr(module, "pretrained_cfg", None)), model)
         inner = {id(parameter) for parameter in inside.parameters()}
         return {name for name, parameter in model.named_parameters() if id(parameter) not in inner}
 
     @classmethod
     def uses(cls, section: str, key: str) -> bool:
-        """Whether this task reads that key of a recipe."""
+        """Whether this task reads a key of a recipe."""
         if section == cls.name:
             return True
         keys = {**_FOREIGN, **cls.reads}.get(section)
@@ -163,7 +162,7 @@ _FOREIGN: dict[str, frozenset[str]] = {name: frozenset() for name in ("segment",
 
 @dataclass
 class DiversityTerm:
-    """The loss term of Attention Diversification where the model carries it, rising over the recipe's warm-up."""
+    """The loss term of Attention Diversification if the model has it, with a linear warm-up."""
 
     model: nn.Module
     warmup_epochs: float = 0.0
@@ -173,7 +172,7 @@ class DiversityTerm:
         self.names = ["adl"] * any(isinstance(one, AttentionDiversification) for one in applied(self.model))
 
     def __call__(self, epoch: float) -> list[Tensor]:
-        """The term of the last forward pass, or none where the model is not diversified."""
+        """The term of the last forward pass, or an empty list."""
         if not self.names:
             return []
         rise = self.warmup_epochs

@@ -1,4 +1,4 @@
-"""From a recipe to the model that is trained: its constructor's arguments, its first weights."""
+"""Builds the model of a recipe: constructor arguments and initial weights."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from vitfocus.treatments.weights import load_weights, note_treatments, read_weig
 if TYPE_CHECKING:
     from vitfocus.recipes.settings import Recipe
 
-#: What the libraries call a model's classifier.
+#: Names of a model's classifier in the libraries.
 HEADS = ("head", "head_dist", "fc", "classifier", "heads", "cls_classifier", "distillation_classifier")
 
 
 def over_several_gpus(recipe: Recipe) -> bool:
-    """Whether several processes train, each on a GPU: normalisations can see the whole batch there, and only there."""
+    """Whether several processes train on GPUs, the only case in which SyncBatchNorm works."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     on_gpus = recipe.engine.device != "cpu" and torch.cuda.is_available()
     return on_gpus and distributed and torch.distributed.get_world_size() > 1
 
 
 def build_model(recipe: Recipe, classes: int) -> nn.Module:
-    """The model of a recipe that knows so many classes."""
+    """The model of a recipe with a number of classes."""
     return build_with(recipe, model_arguments(recipe, classes))
 
 
 def build_with(recipe: Recipe, arguments: dict[str, Any]) -> nn.Module:
-    """The model of a recipe, built with these arguments, its random weights drawn from the recipe's seed."""
+    """The model of a recipe with these arguments, initialised from the seed, and from `model.weights` if given."""
     model = create_seeded(recipe, arguments)
     if recipe.model.weights:
         start_from(model, recipe.model.weights)
@@ -45,7 +45,7 @@ def build_with(recipe: Recipe, arguments: dict[str, Any]) -> nn.Module:
 
 
 def create_seeded(recipe: Recipe, arguments: dict[str, Any]) -> nn.Module:
-    """The model of a recipe, whose own arguments pass the allow-list, before any other weights are loaded."""
+    """The model of a recipe before `model.weights` are loaded; the recipe's own arguments must be on the allow-list."""
     if recipe.model.spec.strip():
         base = split_library(split_spec(recipe.model.spec)[0])
         file_arguments(*base, recipe.model.arguments, "model.arguments")
@@ -55,9 +55,9 @@ def create_seeded(recipe: Recipe, arguments: dict[str, Any]) -> nn.Module:
 
 
 def model_arguments(recipe: Recipe, classes: int) -> dict[str, Any]:
-    """What the model's constructor is given: the number of classes, the image size where it is not the usual one.
+    """Arguments of the model's constructor: the number of classes, and the image size if it is not the default.
 
-    A composed model, such as a segmenter, takes pictures of any size and is told none.
+    Composed models, such as segmenters, accept images of any size and get no image size.
     """
     library, name = split_library(split_spec(recipe.model.spec)[0])
     given = dict(recipe.model.arguments)
@@ -72,15 +72,15 @@ def model_arguments(recipe: Recipe, classes: int) -> dict[str, Any]:
         usual = timm.get_pretrained_cfg(name) if timm.is_model(name.partition(".")[0]) else None
         side = recipe.data.enlarge or recipe.data.size
         unusual = library == "timm" and usual is not None and usual.input_size[-1] != side
-        if unusual and _is_told_its_size(name, usual):
+        if unusual and _takes_image_size(name, usual):
             arguments["img_size"] = side
         if recipe.model.drop_path:
             arguments["drop_path_rate"] = recipe.model.drop_path
     return {**arguments, **given}
 
 
-def _is_told_its_size(name: str, usual: Any) -> bool:
-    """Whether a timm model's constructor takes the image size: models of timm that see any size, as PVTv2, do not."""
+def _takes_image_size(name: str, usual: Any) -> bool:
+    """Whether the constructor of a timm model takes an image size; models for any size, such as PVTv2, do not."""
     import timm
 
     ours = timm.model_entrypoint(name).__module__.startswith("vitfocus.")
@@ -88,10 +88,10 @@ def _is_told_its_size(name: str, usual: Any) -> bool:
 
 
 def start_from(model: nn.Module, source: str) -> None:
-    """Load weights from a file or a saved folder; a classifier of another number of classes is left as it is.
+    """Load weights from a file or a saved folder; a classifier with another number of classes is not loaded.
 
-    Into a model that stands on a vision transformer, such as a segmenter, weights of the transformer alone load too:
-    its classifier is left out, and its position embedding is resized as its library does.
+    A model with a vision transformer inside, such as a segmenter, also accepts the weights of that transformer: its
+    classifier is left out, and its position embedding is resized as its library does.
     """
     known: list[str] = []
     if Path(source).is_dir():
@@ -126,7 +126,7 @@ def _transformer_inside(model: nn.Module) -> nn.Module | None:
 
 
 def _start_backbone(model: nn.Module, root: nn.Module, tensors: dict[str, Any], source: str, known: list[str]) -> None:
-    """Load the weights of the transformer inside; parts it was relieved of, such as a classifier, may be left over."""
+    """Load the weights of the transformer inside; those of removed parts, such as a classifier, are ignored."""
     prefix = next(name for name, module in model.named_modules() if module is root)
     added = {name.removeprefix(f"{prefix}.") for name in added_names(model)}
     report = load_weights(root, tensors, strict=False)

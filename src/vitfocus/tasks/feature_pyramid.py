@@ -1,8 +1,8 @@
-"""Four feature maps at doubling strides from any timm model that gives features.
+"""Four feature maps at doubling strides from any timm model that returns features.
 
-A plain ViT works at one stride, so its maps, taken from four depths, are brought to a quarter, half, the same and twice
-that stride, as XCiT and BEiT do for dense prediction: transposed convolutions below, max-pooling above. A backbone that
-has stages of its own (Swin, PVT) is used as it is.
+A plain ViT has one stride, so maps from four depths are resampled to a quarter, half, once and twice that stride by
+transposed convolutions and max-pooling, as XCiT and BEiT do for dense prediction. The stages of hierarchical backbones
+(Swin, PVT) are used directly.
 """
 
 from __future__ import annotations
@@ -16,23 +16,32 @@ from vitfocus.core.errors import VitfocusError
 from vitfocus.treatments.origin import Origin
 
 LEVELS = 4
-_EFFORT = {4.0: 2, 2.0: 1, 1.0: 0, 0.5: 1}  # a map's stride over the wanted one, and how far apart they are
+_EFFORT = {4.0: 2, 2.0: 1, 1.0: 0, 0.5: 1}  # stride of a map divided by the wanted stride, and the cost of resampling
 _ANY_SIZE: tuple[dict[str, Any], ...] = ({"strict_img_size": False}, {"dynamic_img_size": True}, {})
 
 
 class PyramidFeatures(nn.Module):
-    """A timm backbone and what brings its maps to doubling strides.
+    """A timm backbone whose feature maps are resampled to doubling strides.
 
-    `indices` choose four of the backbone's features (default: at a third, half, two thirds and all of the depth, or
-    the end of each stage). `widths` and `strides` describe the maps. `feeding` names the backbone's modules whose
-    output leaves it, by which a treatment with layers=inner knows what to leave out.
+    Args:
+        name: The timm model.
+        pretrained: Whether it starts from timm's weights.
+        indices: Four of the backbone's features; by default at a third, half, two thirds and all of the depth, or the
+            end of each stage.
+        arguments: Passed to timm.
 
-    >>> import torch
-    >>> features = PyramidFeatures("vit_tiny_patch16_224", depth=4, embed_dim=48, num_heads=3)
-    >>> [tuple(level.shape) for level in features(torch.zeros(1, 3, 64, 96))]
-    [(1, 48, 16, 24), (1, 48, 8, 12), (1, 48, 4, 6), (1, 48, 2, 3)]
-    >>> features.strides, features.feeding
-    ((4, 8, 16, 32), ('blocks.0', 'blocks.1', 'blocks.3'))
+    Attributes:
+        widths: Channels of the maps.
+        strides: Strides of the maps.
+        feeding: Names of the backbone's modules whose output is used, which treatments with layers=inner leave out.
+
+    Example:
+        >>> import torch
+        >>> features = PyramidFeatures("vit_tiny_patch16_224", depth=4, embed_dim=48, num_heads=3)
+        >>> [tuple(level.shape) for level in features(torch.zeros(1, 3, 64, 96))]
+        [(1, 48, 16, 24), (1, 48, 8, 12), (1, 48, 4, 6), (1, 48, 2, 3)]
+        >>> features.strides, features.feeding
+        ((4, 8, 16, 32), ('blocks.0', 'blocks.1', 'blocks.3'))
     """
 
     def __init__(
@@ -56,11 +65,11 @@ class PyramidFeatures(nn.Module):
 
     @property
     def feeding(self) -> tuple[str, ...]:
-        """The backbone's modules whose output leaves it."""
+        """Names of the backbone's modules whose output is used."""
         return tuple(dict.fromkeys(self._sources))
 
     def keep_finest(self, levels: int) -> None:
-        """Go without the coarser maps, and without what of the backbone no gradient would then reach."""
+        """Drop the coarser maps, and the parts of the backbone that only they use."""
         self.indices, self._sources = self.indices[:levels], self._sources[:levels]
         self.widths, self.strides = self.widths[:levels], self.strides[:levels]
         self.resample = self.resample[:levels]
@@ -68,7 +77,7 @@ class PyramidFeatures(nn.Module):
             self.body.prune_intermediate_layers(sorted(set(self.indices)), prune_norm=True, prune_head=True)
 
     def forward(self, images: Tensor) -> list[Tensor]:
-        """Images (B, 3, H, W), both sides multiples of the last stride, to four maps (B, width, H/stride, W/stride)."""
+        """Maps (B, width, H/stride, W/stride) of images (B, 3, H, W) whose sides are multiples of the last stride."""
         wanted = sorted(set(self.indices))
         maps = self.body.forward_intermediates(images, indices=wanted, intermediates_only=True)
         by_index = dict(zip(wanted, maps, strict=True))
@@ -76,7 +85,7 @@ class PyramidFeatures(nn.Module):
 
 
 def _build(name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
-    """The backbone, told to take images of any size where its family can be told."""
+    """The backbone, built to accept images of any size if its family can."""
     for extra in _ANY_SIZE:
         try:
             return Origin("timm", name, {"num_classes": 0, **extra, **arguments}).build(pretrained)
@@ -89,7 +98,7 @@ def _build(name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
 def _feature_info(body: Any, name: str) -> list[dict[str, Any]]:
     info = getattr(body, "feature_info", None)
     if not info or not hasattr(body, "forward_intermediates"):
-        raise VitfocusError(f"{name} gives no features at several depths, so no pyramid can be made of it.")
+        raise VitfocusError(f"{name} returns no features at several depths, which a feature pyramid needs.")
     return list(info)
 
 
@@ -99,19 +108,17 @@ def _indices(given: Sequence[int] | None, reductions: Sequence[int], name: str) 
         ends = [i for i in range(count) if i + 1 == count or reductions[i + 1] != reductions[i]]
         if len(ends) >= LEVELS:
             return tuple(ends[-LEVELS:])
-        # A third, half, two thirds and all of the depth; a hybrid's convolutional stages take the first levels.
+        # A third, half, two thirds and all of the depth; the convolutional stages of a hybrid are the first levels.
         depths = [max(0, count * (level + 2) // 6 - 1) for level in range(LEVELS - 1)] + [count - 1]
         return (*ends[:2], *depths[2:]) if len(ends) == LEVELS - 1 else tuple(depths)
     indices = tuple(index + count if index < 0 else index for index in given)
     if len(indices) != LEVELS or any(not 0 <= index < count for index in indices) or list(indices) != sorted(indices):
-        raise VitfocusError(
-            f"indices={list(given)} do not choose {LEVELS} of {name}'s {count} features in order of depth."
-        )
+        raise VitfocusError(f"indices={list(given)} are not {LEVELS} of {name}'s {count} features in order of depth.")
     return indices
 
 
 def _strides(own: Sequence[int], name: str) -> tuple[int, ...]:
-    """Doubling strides that the maps can be brought to with the least resampling."""
+    """The doubling strides that need the least resampling."""
     best: tuple[int, tuple[int, ...]] | None = None
     for first in (own[0], own[0] // 2, own[0] // 4):
         wanted = tuple(first << level for level in range(LEVELS))
@@ -121,8 +128,8 @@ def _strides(own: Sequence[int], name: str) -> tuple[int, ...]:
             best = min(best, (effort, wanted)) if best else (effort, wanted)
     if best is None:
         raise VitfocusError(
-            f"{name}'s features have strides of {', '.join(map(str, own))} pixels, of which no pyramid of doubling "
-            "powers of two can be made: use a model with patches of 4, 8, 16 or 32."
+            f"{name}'s features have strides of {', '.join(map(str, own))} pixels, which cannot be resampled to "
+            "doubling powers of two: use a model with a patch size of 4, 8, 16 or 32."
         )
     return best[1]
 

@@ -22,10 +22,10 @@ from vitfocus.core.errors import VitfocusError, VitfocusWarning
 from vitfocus.core.files import write_text
 from vitfocus.core.progress import Progress
 from vitfocus.core.records import convert, parse_json, read_json
-from vitfocus.data.classification.loader import Share
+from vitfocus.data.loader import BatchPartition
 from vitfocus.recipes.settings import Recipe
 from vitfocus.tasks import find_task
-from vitfocus.tasks.base import Setting, Task
+from vitfocus.tasks.base import RunContext, Task
 from vitfocus.train.checkpoint import Checkpoint, Checkpoints, model_tensors, read_checkpoint, replace_folder
 from vitfocus.train.compile import compile_blocks, compile_mode
 from vitfocus.train.metrics import Metrics
@@ -204,9 +204,11 @@ def _assemble(
     if compiled == "blocks":
         compile_blocks(model)
     prepared, prepared_optimiser = accelerator.prepare(model, optimiser)
-    share = Share(data.batch, accelerator.process_index, accelerator.num_processes, recipe.engine.accumulate)
+    partition = BatchPartition(
+        data.batch, accelerator.process_index, accelerator.num_processes, recipe.engine.accumulate
+    )
     stop = StopRequest(accelerator)
-    task.start(model, Setting(device, share, compiled is not None, progress.say, stop.until_stopped))
+    task.start(model, RunContext(device, partition, compiled is not None, progress.say, stop.until_stopped))
     schedule = TrainingSchedule.of(recipe, task.train_images)
     progress.total = schedule.steps
     progress.say(

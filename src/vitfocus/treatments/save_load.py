@@ -21,8 +21,8 @@ from vitfocus.core import __version__
 from vitfocus.core.errors import VitfocusError, nearest, reason
 from vitfocus.core.files import atomic_path, digest, write_text
 from vitfocus.core.records import Count, convert, read_json, write_json
-from vitfocus.data.vqa.tokenizer import FILE as WORDS
-from vitfocus.data.vqa.tokenizer import Words, attach_words, words_of
+from vitfocus.data.vqa.tokenizer import FILE as TOKENIZER_FILE
+from vitfocus.data.vqa.tokenizer import QuestionTokenizer, attach_tokenizer, tokenizer_of
 from vitfocus.treatments.arguments import file_arguments, require_named
 from vitfocus.treatments.origin import Origin, build_timm_folder, full_name, origin_of, remember, split_library
 from vitfocus.treatments.spec import parse_treatments, split_spec, write_spec
@@ -91,7 +91,7 @@ def create_model(spec: str, pretrained: bool = False, **arguments: Any) -> nn.Mo
     library, name = split_library(base)
     model = Origin(library, name, arguments).build(pretrained)
     if library == "transformers" and Path(name).is_dir():
-        _attach_words(model, Path(name))
+        _attach_tokenizer(model, Path(name))
     return treat_(model, *treatments) if treatments else model
 
 
@@ -144,8 +144,8 @@ def save(
         **({"task": task_of(model)} if task_of(model) else {}),
         "sha256": digest(weights),
     }
-    if (words := words_of(model)) is not None:
-        write_text(folder / WORDS, words.to_json())
+    if (tokenizer := tokenizer_of(model)) is not None:
+        write_text(folder / TOKENIZER_FILE, tokenizer.to_json())
     write_json(folder / "config.json", config)
     return folder
 
@@ -190,7 +190,7 @@ def load(folder: str | Path, *, onto: nn.Module | None = None, pretrained: bool 
         remember(model, origin)
         _restore_preprocessing(model, config.preprocessing)
         remember_task(model, config.task)
-        _attach_words(model, folder)
+        _attach_tokenizer(model, folder)
     return model.eval()
 
 
@@ -245,7 +245,7 @@ def open_model(name: str, weights: str | Path | None = None, treat: str | None =
             model = load(folder)
         elif "model_type" in config:
             model = Origin("transformers", str(folder), arguments).build(pretrained=True)
-            _attach_words(model, folder)
+            _attach_tokenizer(model, folder)
         elif "architecture" in config:
             try:
                 model = build_timm_folder(folder, arguments)
@@ -282,12 +282,12 @@ def push(model: nn.Module, repository: str, **options: Any) -> str:
         return str(hub.upload_folder(repo_id=repository, folder_path=folder, **options))
 
 
-def _attach_words(model: nn.Module, folder: Path) -> None:
+def _attach_tokenizer(model: nn.Module, folder: Path) -> None:
     """Let a model that reads text carry the word pieces that lie beside its weights."""
     config: Any = getattr(model, "config", None)
     longest = getattr(config, "max_position_embeddings", None)
-    if longest and (words := Words.read(folder, int(longest))) is not None:
-        attach_words(model, words)
+    if longest and (tokenizer := QuestionTokenizer.read(folder, int(longest))) is not None:
+        attach_tokenizer(model, tokenizer)
 
 
 def _fetch(name: str) -> Path:

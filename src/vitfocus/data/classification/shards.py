@@ -1,8 +1,8 @@
-"""WebDataset shards: tar files of samples, each a few files of one stem (`0001.jpg`, `0001.cls`).
+"""WebDataset shards: tar files in which the files of one sample share a stem (`0001.jpg`, `0001.cls`).
 
-The tar headers are read once and kept as an index beside the shards, so every sample can be read by its place in the
-file. Then an epoch is a permutation like any other: each sample once over all processes, and a run can stop anywhere.
-The order keeps a few shards open at a time (see `Stream`), so reading stays nearly sequential.
+The tar headers are read once and stored as an index beside the shards, so samples can be read by their offsets. An
+epoch is then a permutation as for any other data set: each sample occurs once over all processes, and a run can resume
+at any step. `SampleOrder` shuffles a few shards at a time, so reading stays nearly sequential.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _OPEN_FILES = 32
 
 
 class ShardImages:
-    """The samples of some shards. Labels are `.cls` (a number) or the "label" of `.json`."""
+    """The samples of some shards. A label is a number in a `.cls` file, or the key "label" of a `.json` file."""
 
     def __init__(self, shards: Sequence[Path], classes: Sequence[str] = ()) -> None:
         self.shards = sorted(shards)
@@ -48,7 +48,7 @@ class ShardImages:
         return len(self._keys)
 
     def read(self, index: int) -> tuple[Image.Image, int]:
-        """Read one sample by its place in its shard."""
+        """Decode one sample."""
         start, size, label_start, label_size = self._places[index].tolist()
         shard = self._shard(index)
         picture = Image.open(io.BytesIO(self._bytes(shard, start, size)))
@@ -56,25 +56,25 @@ class ShardImages:
         return rgb_picture(picture), int(json.loads(text)["label"] if self._json[index] else text)
 
     def name(self, index: int) -> str:
-        """Shard and key."""
+        """The shard and the sample's key."""
         return f"{self.shards[self._shard(index)]}:{self._keys[index]}"
 
     def digest(self) -> str:
-        """Of the shards' names and the samples' keys, places and sizes."""
+        """SHA-256 of the shards' names and the samples' keys, offsets and sizes."""
         listing = hashlib.sha256(" ".join(shard.name for shard in self.shards).encode(errors="surrogateescape"))
         listing.update("\n".join(self._keys).encode(errors="surrogateescape"))
         listing.update(self._places.tobytes())
         return listing.hexdigest()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Another process opens the files for itself."""
+        """Each process opens the files itself."""
         return {**self.__dict__, "_open": {}}
 
     def _shard(self, index: int) -> int:
         return int(np.searchsorted(self._ends, index, side="right"))
 
     def _bytes(self, shard: int, start: int, size: int) -> bytes:
-        """`pread` moves no file position, so processes may share an open file."""
+        """Read at an offset; `pread` does not move the file position, so processes can share an open file."""
         if shard not in self._open:
             if len(self._open) >= _OPEN_FILES:
                 os.close(self._open.pop(next(iter(self._open))))
@@ -86,9 +86,9 @@ class ShardImages:
 
 
 def find_shards(root: str, split: str, given: str = "") -> list[Path]:
-    """Shards by a pattern below the root: the one given, or every .tar whose name begins with the split's.
+    """Find shards by a pattern below the root: the given one, or every .tar file whose name starts with the split.
 
-    Braces as WebDataset writes them are understood: "train-{0000..1023}.tar".
+    WebDataset's braces are expanded: "train-{0000..1023}.tar".
     """
     usual = ("train",) if split == "train" else ("val", "validation", "test")
     patterns = [given] if given else [f"{name}*.tar" for name in usual] + [f"{name}/*.tar" for name in usual]
@@ -100,7 +100,7 @@ def find_shards(root: str, split: str, given: str = "") -> list[Path]:
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """Spell a range out.
+    """Expand ranges in braces.
 
     >>> expand_braces("train-{08..10}.tar")
     ['train-08.tar', 'train-09.tar', 'train-10.tar']
@@ -115,7 +115,7 @@ def expand_braces(pattern: str) -> list[str]:
 
 
 def _index(shard: Path) -> list[tuple[str, list[int], list[int], str]]:
-    """Key, image's place, label's place and kind of every sample; kept beside the shard while that stays as it is."""
+    """Key, offsets of image and label, and kind of label of each sample; cached beside the shard until it changes."""
     cache, state = shard.with_suffix(".index.json"), shard.stat()
     file = [state.st_size, state.st_mtime_ns]
     try:
@@ -137,10 +137,10 @@ def _index(shard: Path) -> list[tuple[str, list[int], list[int], str]]:
                     parts[extension.lower()] = [member.offset_data, member.size]
     except tarfile.TarError as error:
         raise VitfocusError(f"{shard} cannot be read as a shard: {error}.") from None
-    with shard.open("rb") as stream:  # tarfile takes a cut for the end; the end is a block of zeros
+    with shard.open("rb") as stream:  # tarfile does not notice a truncated file; an archive ends with a block of zeros
         stream.seek(end)
         if stream.read(512) != bytes(512):
-            raise VitfocusError(f"{shard} is cut short: it lacks the mark at the end of an archive.")
+            raise VitfocusError(f"{shard} is truncated: the end marker of the archive is missing.")
     rows = []
     for key, parts in samples.items():
         image = next((parts[kind] for kind in _IMAGES if kind in parts), None)
@@ -148,12 +148,12 @@ def _index(shard: Path) -> list[tuple[str, list[int], list[int], str]]:
         if image is None or label is None:
             raise VitfocusError(f"{shard}:{key} lacks an image or a label (.cls or .json): it has {', '.join(parts)}.")
         rows.append((key, image, parts[label], label))
-    with contextlib.suppress(OSError):  # a read-only place: the index is made again next time
+    with contextlib.suppress(OSError):  # read-only folder: the index is built again next time
         write_text(cache, json.dumps({"file": file, "samples": rows}))
     return rows
 
 
 def _class_names(folder: Path) -> list[str]:
-    """The names in classes.txt beside the shards, one a line, where there is such a file."""
+    """The names in classes.txt beside the shards, one per line, if the file exists."""
     file = folder / "classes.txt"
     return file.read_text(encoding="utf-8").split("\n")[:-1] if file.is_file() else []

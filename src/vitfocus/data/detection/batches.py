@@ -1,4 +1,4 @@
-"""Training pictures with their objects: flipped, resized, cropped; each by draws that its position alone decides."""
+"""Batches for detection: random flip, resize and crop for training; random numbers depend on (seed, position) only."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from vitfocus.core.errors import VitfocusError
-from vitfocus.data.classification.dataset import Broken
-from vitfocus.data.detection.dataset import Detections, Target
-from vitfocus.data.sample_loader import Key
+from vitfocus.data.detection.dataset import DetectionDataset, Target
+from vitfocus.data.loader import Broken, Key, read_or_broken
 from vitfocus.data.sample_order import SAMPLE, seed_for
 
-_STEP = 32  # pixels between one shortest side and the next
+_STEP = 32  # pixels between two choices of the short side
 
 
 @dataclass
 class DetectionBatch:
-    """Pictures (3, H, W), each of its own size, and their targets."""
+    """Images (3, H, W), each of its own size, and their targets."""
 
     images: list[Tensor]
     targets: list[Target]
@@ -32,11 +31,14 @@ class DetectionBatch:
 
 @dataclass(frozen=True)
 class DetectionAugment:
-    """What happens to training pictures.
+    """Augmentation of training images.
 
-    `sides` bounds the shortest side, drawn in steps of 32; the longest is at most `longest`. With `jitter` other than
-    (1, 1), a large-scale jitter takes the place of both: the picture fills a square of the greater side times a factor
-    drawn between the two, of which at most that square is cut out.
+    Args:
+        sides: Range of the short side, which is drawn in steps of 32.
+        longest: The long side is at most this.
+        flip: Probability of a horizontal flip.
+        jitter: Range of large-scale jitter; (1, 1) is off. It replaces `sides` and `longest`: the long side is resized
+            to a random factor times `sides[1]`, and at most a square of that side is cropped.
     """
 
     sides: tuple[int, int]
@@ -47,13 +49,15 @@ class DetectionAugment:
     def __post_init__(self) -> None:
         if not 1 <= self.sides[0] <= self.sides[1]:
             raise VitfocusError(
-                f"detect.sides go from the least to the greatest, not {self.sides[0]} to {self.sides[1]}."
+                f"detect.sides={list(self.sides)} is not a range; expected the smallest side, then the largest."
             )
         if not 0 < self.jitter[0] <= self.jitter[1]:
-            raise VitfocusError(f"detect.jitter goes from a least factor above 0 to a greatest, not {self.jitter}.")
+            raise VitfocusError(
+                f"detect.jitter={list(self.jitter)} is not a range of factors above 0; expected the smallest first."
+            )
 
     def __call__(self, image: Tensor, target: Target, draw: np.random.Generator) -> tuple[Tensor, Target]:
-        """Carry it out on one picture, uint8 (3, H, W)."""
+        """Augment one image, uint8 (3, H, W), and its target."""
         if draw.random() < self.flip:
             image, target = flipped(image, target)
         height, width = image.shape[1:]
@@ -68,40 +72,38 @@ class DetectionAugment:
 
 
 class DetectionSamples(Dataset[Any]):
-    """A picture and its target by (index, position): the position names its draws, whichever worker makes them."""
+    """Augmented images and targets by (index, position); the position seeds the augmentation in any worker process."""
 
-    def __init__(self, images: Detections, augment: DetectionAugment, seed: int) -> None:
+    def __init__(self, images: DetectionDataset, augment: DetectionAugment, seed: int) -> None:
         self.images, self.augment, self.seed = images, augment, seed
 
     def __getitem__(self, key: Key) -> tuple[Tensor, Target] | Broken:
         index, position = key
-        try:
-            image, target = self.images.read(index)
-        except Exception as error:  # decoders raise what they like
-            return _broken(self.images, index, error)
+        item = read_or_broken(self.images, index)
+        if isinstance(item, Broken):
+            return item
+        image, target = item
         return self.augment(image, target, np.random.default_rng(seed_for(self.seed, SAMPLE, position)))
 
 
 class EvaluationSamples(Dataset[Any]):
-    """A picture by its index, as it is, with that index."""
+    """Unchanged images with their indices."""
 
-    def __init__(self, images: Detections) -> None:
+    def __init__(self, images: DetectionDataset) -> None:
         self.images = images
 
     def __getitem__(self, index: int) -> tuple[Tensor, int] | Broken:
-        try:
-            return self.images.picture(index), index
-        except Exception as error:
-            return _broken(self.images, index, error)
+        image = read_or_broken(self.images, index, self.images.picture)
+        return image if isinstance(image, Broken) else (image, index)
 
 
 def collate(items: Sequence[tuple[Tensor, Target]]) -> DetectionBatch:
-    """Pictures of different sizes stay apart."""
+    """A batch of images of different sizes."""
     return DetectionBatch([image for image, _ in items], [target for _, target in items])
 
 
 def fitting_scale(height: int, width: int, shortest: int, longest: int) -> float:
-    """The factor that makes the shorter side `shortest`, or the longer one `longest` where that is less.
+    """The factor that makes the short side `shortest`, but the long side at most `longest`.
 
     >>> fitting_scale(480, 640, 800, 1333), fitting_scale(100, 1000, 800, 1333)
     (1.6666666666666667, 1.333)
@@ -110,7 +112,7 @@ def fitting_scale(height: int, width: int, shortest: int, longest: int) -> float
 
 
 def resized(image: Tensor, target: Target, scale: float) -> tuple[Tensor, Target]:
-    """Picture and objects at another size, as torchvision's detectors resize at test time; tiny ones are dropped."""
+    """Resize an image and its objects as torchvision's detectors do at test time; objects below a pixel are dropped."""
     height, width = image.shape[1:]
     rows, columns = (max(1, math.floor(side * scale)) for side in (height, width))
     if (rows, columns) == (height, width):
@@ -126,7 +128,7 @@ def resized(image: Tensor, target: Target, scale: float) -> tuple[Tensor, Target
 
 
 def flipped(image: Tensor, target: Target) -> tuple[Tensor, Target]:
-    """Left and right exchanged.
+    """Flip an image and its objects horizontally.
 
     >>> image, target = torch.zeros(3, 4, 10), {"boxes": torch.tensor([[1.0, 0.0, 3.0, 2.0]])}
     >>> target |= {"labels": torch.ones(1), "masks": torch.zeros(1, 4, 10)}
@@ -139,7 +141,7 @@ def flipped(image: Tensor, target: Target) -> tuple[Tensor, Target]:
 
 
 def cropped(image: Tensor, target: Target, corner: tuple[int, int], side: int) -> tuple[Tensor, Target]:
-    """At most a square from that corner (row, column) on; objects outside are dropped, others cut."""
+    """Crop at most a square at a corner (row, column); objects are cut, and dropped if nothing is left."""
     (top, left), (height, width) = corner, image.shape[1:]
     bottom, right = min(height, top + side), min(width, left + side)
     boxes = target["boxes"] - torch.tensor([left, top, left, top], dtype=torch.float32)
@@ -152,7 +154,3 @@ def cropped(image: Tensor, target: Target, corner: tuple[int, int], side: int) -
 def _large_enough(boxes: Tensor, labels: Tensor, masks: Tensor) -> Target:
     kept = ((boxes[:, 2:] - boxes[:, :2]) >= 1).all(dim=1)
     return {"boxes": boxes[kept], "labels": labels[kept], "masks": masks[kept]}
-
-
-def _broken(images: Detections, index: int, error: Exception) -> Broken:
-    return Broken(images.name(index), str(error).splitlines()[0] if str(error) else type(error).__name__)

@@ -1,8 +1,8 @@
-"""Pictures with objects: COCO's layout on disk, and the embedded Shapes.
+"""Detection data sets: COCO's layout on disk, and Shapes.
 
-A target is what torchvision's detectors take: `boxes` (n, 4) as x0, y0, x1, y1, `labels` (n,) counted from 1 in the
-order of `classes`, `masks` (n, height, width) uint8. Crowds are no targets, as COCO has it, but they stay in `truth`,
-by which COCO's evaluation leaves detections inside them out of account.
+A target has the form that torchvision's detectors take: `boxes` (n, 4) as x0, y0, x1, y1, `labels` (n,) counted from 1
+in the order of `classes`, `masks` (n, height, width) uint8. As in COCO, crowds are not targets, but they are part of
+`truth`, so that COCO's evaluation ignores detections inside them.
 """
 
 from __future__ import annotations
@@ -18,22 +18,21 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from vitfocus.core.errors import VitfocusError, nearest
-from vitfocus.data.image_files import rgb_picture
+from vitfocus.data.image_files import read_rgb, to_tensor
 from vitfocus.data.shapes.dataset import CLASSES, VERSION, Shapes, drawn_scenes, instances
 from vitfocus.recipes.settings import Data
 
 Target = dict[str, Tensor]
 SOURCES = ("shapes", "coco")
-_DRAWN_AT_ONCE = 1 << 28  # pixels of Shapes that are drawn beforehand, at four bytes each
+_DRAWN_AT_ONCE = 1 << 28  # pixels of Shapes that are drawn in advance, at four bytes each
 _SHAPES_LENGTHS = {"train": 20_000, "val": 2_000}
 
 
-class Detections(Protocol):
-    """A numbered set of pictures with objects. `category_ids` are COCO's ids of the labels 1, 2, ..."""
+class DetectionDataset(Protocol):
+    """Images with objects that are read by index. `category_ids` are COCO's ids of the labels 1, 2, ..."""
 
     classes: list[str]
     category_ids: list[int]
@@ -41,38 +40,44 @@ class Detections(Protocol):
     def __len__(self) -> int: ...
 
     def picture(self, index: int) -> Tensor:
-        """The picture, uint8 (3, H, W); any exception means that it is broken."""
+        """The image, uint8 (3, H, W); any exception means that it is broken."""
 
     def read(self, index: int) -> tuple[Tensor, Target]:
-        """The picture and its target."""
+        """The image and its target."""
 
     def image_id(self, index: int) -> int:
-        """The picture's id in `truth`."""
+        """The image's id in `truth`."""
 
     def name(self, index: int) -> str:
-        """What to call it in a message."""
+        """The image's name in messages."""
 
     def digest(self) -> str:
-        """A SHA-256 that changes when the set does."""
+        """A SHA-256 that changes when the data set does."""
 
     def truth(self) -> dict[str, Any]:
-        """All that is known about the pictures, as COCO's json has it: what detections are scored against."""
+        """The ground truth in the form of COCO's JSON, against which detections are scored."""
 
 
 def open_detections(
     data: Data, split: str, keep_empty: bool = True, classes: Sequence[str] | None = None
-) -> Detections:
-    """The pictures of a split ("train" or "val"), after a look at whether everything is there.
+) -> DetectionDataset:
+    """Open a split of the data set that `data.source` names, and check that its files are complete.
 
-    Pictures without an object to learn from are left out unless `keep_empty`. `classes`, the training set's, are
-    compared.
+    Args:
+        data: The [data] section of a recipe.
+        split: "train" or "val".
+        keep_empty: Whether to keep images without an object to learn from.
+        classes: The training set's classes, with which those of the split are compared.
+
+    Raises:
+        VitfocusError: The source is unknown, or its files are missing or wrong.
     """
     given, length = (data.train_split, data.train_length) if split == "train" else (data.val_split, data.val_length)
     if data.source not in SOURCES:
         raise VitfocusError(f"Detection has no data source {data.source!r}: {nearest(data.source, SOURCES)}")
     if data.source == "shapes":
         drawn = ShapesDetections(split, length or _SHAPES_LENGTHS[split], data.size)
-        drawn.read(0)  # draws them all where they are small, before worker processes would each do so
+        drawn.read(0)  # draws all small scenes once, before worker processes would each do so
         return drawn
     found = CocoDetections(data.root, split, given, keep_empty, length)
     if classes is not None and list(classes) != found.classes:
@@ -82,7 +87,7 @@ def open_detections(
 
 
 class CocoDetections:
-    """COCO's layout: `annotations/instances_NAME.json` and a folder NAME (or images/NAME) of pictures below a root."""
+    """COCO's layout: `annotations/instances_NAME.json`, and the images in a folder NAME or images/NAME."""
 
     def __init__(self, root: str | Path, split: str, given: str = "", keep_empty: bool = True, length: int = 0) -> None:
         self.file, self.folder = find_coco(Path(root), split, given)
@@ -109,10 +114,9 @@ class CocoDetections:
         return len(self.images)
 
     def picture(self, index: int) -> Tensor:
-        """Decode one picture."""
+        """Decode one image."""
         image = self.images[index]
-        with Image.open(self.folder / image["file_name"]) as file:
-            pixels = torch.from_numpy(np.array(rgb_picture(file))).permute(2, 0, 1).contiguous()
+        pixels = to_tensor(read_rgb(self.folder / image["file_name"]))
         height, width = pixels.shape[1:]
         if (height, width) != (image["height"], image["width"]):
             raise VitfocusError(
@@ -122,7 +126,7 @@ class CocoDetections:
         return pixels
 
     def read(self, index: int) -> tuple[Tensor, Target]:
-        """Decode one picture and the outlines in it."""
+        """Decode one image and the masks of its objects."""
         image, pixels = self.images[index], self.picture(index)
         height, width = pixels.shape[1:]
         objects = [one for one in self.annotations[image["id"]] if _teaches(one)]
@@ -139,7 +143,7 @@ class CocoDetections:
         return pixels, {"boxes": boxes[kept], "labels": labels, "masks": torch.from_numpy(masks)}
 
     def image_id(self, index: int) -> int:
-        """As the json has it."""
+        """The id in the JSON file."""
         return int(self.images[index]["id"])
 
     def name(self, index: int) -> str:
@@ -147,14 +151,14 @@ class CocoDetections:
         return str(self.folder / self.images[index]["file_name"])
 
     def digest(self) -> str:
-        """Of the annotations, and the pictures' names and sizes in bytes."""
+        """SHA-256 of the annotations, and of the images' names and sizes in bytes."""
         listing = hashlib.sha256(json.dumps(self.truth(), sort_keys=True).encode())
         for image in self.images:
             listing.update(f"{image['file_name']} {(self.folder / image['file_name']).stat().st_size}\n".encode())
         return listing.hexdigest()
 
     def truth(self) -> dict[str, Any]:
-        """The json's content as far as it is about these pictures, crowds included."""
+        """The part of the JSON file about these images, crowds included."""
         annotations = [one for image in self.images for one in self.annotations[image["id"]]]
         return {"info": {}, "images": self.images, "annotations": annotations, "categories": self._categories}
 
@@ -199,7 +203,7 @@ class CocoDetections:
 
 
 class ShapesDetections:
-    """The embedded data set; its objects are never crowds."""
+    """Shapes; it has no crowds."""
 
     def __init__(self, split: str, length: int, size: int, seed: int = 0) -> None:
         self.inner = Shapes(split, length, size, seed, task="detect")
@@ -210,11 +214,11 @@ class ShapesDetections:
         return len(self.inner)
 
     def picture(self, index: int) -> Tensor:
-        """One scene without its objects."""
+        """One scene without its target."""
         return self.read(index)[0]
 
     def read(self, index: int) -> tuple[Tensor, Target]:
-        """One scene; a few thousand small ones are drawn together at the first, which is several times faster."""
+        """One scene; small data sets are drawn at once at the first call, which is several times faster."""
         if self._drawn is None:
             pixels, target = self.inner[index]
             return pixels, {key: target[key] for key in ("boxes", "labels", "masks")}
@@ -224,21 +228,21 @@ class ShapesDetections:
         return torch.from_numpy(images[index]), {**target, "masks": torch.from_numpy(masks.astype(np.uint8))}
 
     def image_id(self, index: int) -> int:
-        """Counted from 1."""
+        """The index, counted from 1."""
         return index + 1
 
     def name(self, index: int) -> str:
-        """Its number."""
+        """The split and the index."""
         return f"Shapes {self.inner.split} {index}"
 
     def digest(self) -> str:
-        """Of what the scenes depend on."""
+        """SHA-256 of everything that the scenes depend on."""
         inner = self.inner
         facts = f"shapes {VERSION} detect {inner.split} {inner.length} {inner.size} {inner.seed}"
         return hashlib.sha256(facts.encode()).hexdigest()
 
     def truth(self) -> dict[str, Any]:
-        """Boxes and run lengths of every object."""
+        """Boxes and run-length encoded masks of all objects."""
         height, width = self.inner.size
         annotations: list[dict[str, Any]] = []
         for index in range(len(self)):
@@ -279,7 +283,7 @@ class ShapesDetections:
 
 
 def find_coco(root: Path, split: str, given: str = "") -> tuple[Path, Path]:
-    """The annotations and the folder of pictures of a split: the one named, or the newest year that is there."""
+    """The annotations and the image folder of a split: the given name, or the latest year that exists."""
     if not root.is_dir():
         raise VitfocusError(f"There is no data folder {str(root)!r}: set data.root to COCO's.")
     notes = root / "annotations"
@@ -300,10 +304,10 @@ def find_coco(root: Path, split: str, given: str = "") -> tuple[Path, Path]:
 
 
 def decode_outline(outline: Any, height: int, width: int) -> np.ndarray:
-    """A mask uint8 (height, width) from COCO's polygons or run lengths, compressed or not."""
+    """Decode COCO's polygons or run lengths, compressed or not, to a mask uint8 (height, width)."""
     coco = mask_tools()
     if isinstance(outline, list):
-        lists = [polygon for polygon in outline if len(polygon) >= 6]  # four numbers would be taken for a box
+        lists = [polygon for polygon in outline if len(polygon) >= 6]  # COCO's tools would read four numbers as a box
         if not lists:
             return np.zeros((height, width), np.uint8)
         outline = coco.merge(coco.frPyObjects(lists, height, width))
@@ -314,14 +318,14 @@ def decode_outline(outline: Any, height: int, width: int) -> np.ndarray:
 
 
 def encode_masks(masks: Any) -> list[dict[str, Any]]:
-    """COCO's compressed run lengths of masks (n, height, width), with counts as text, so that json takes them."""
+    """Encode masks (n, height, width) as COCO's compressed run lengths, with counts as text for JSON."""
     stacked = np.asfortranarray(np.asarray(masks, np.uint8).transpose(1, 2, 0))
     encoded = mask_tools().encode(stacked) if stacked.shape[2] else []
     return [{"size": list(one["size"]), "counts": _text(one["counts"])} for one in encoded]
 
 
 def mask_tools() -> Any:
-    """The module that packs and unpacks masks, or a word on how to get it."""
+    """The module that encodes and decodes masks, or an error that says how to install it."""
     try:
         from faster_coco_eval import mask
     except ImportError:

@@ -1,7 +1,7 @@
-"""Where the segmentation data sets keep their pictures and masks: one small function a layout.
+"""The folder layouts of segmentation data sets (one function per layout), their classes and their colours.
 
-Each finds the pairs of a split and says what is missing where the folder is not laid out so. Samples of a data set that
-lie in one folder, without splits, are read as any split.
+Each function finds the pairs of image and mask of a split, or raises an error that says what is missing. A few samples
+of a data set in one folder, without splits, are read as any split.
 """
 
 from __future__ import annotations
@@ -17,17 +17,50 @@ import numpy.typing as npt
 
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import PICTURES
-from vitfocus.data.classification.folders import SPLITS
-from vitfocus.data.segmentation.classes import ADE20K, CAMVID, CITYSCAPES, CITYSCAPES_IDS, IGNORE
+from vitfocus.data.image_files import SPLITS
+
+IGNORE = 255  # the label of pixels that are not trained on or scored
+
+CITYSCAPES = (
+    *("road", "sidewalk", "building", "wall", "fence", "pole", "traffic light", "traffic sign", "vegetation"),
+    *("terrain", "sky", "person", "rider", "car", "truck", "bus", "train", "motorcycle", "bicycle"),
+)
+#: Cityscapes' ids of the 19 classes that are trained on; all other ids are ignored.
+CITYSCAPES_IDS = (7, 8, 11, 12, 13, 17, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 31, 32, 33)
+_CITYSCAPES_COLOURS = (
+    *((128, 64, 128), (244, 35, 232), (70, 70, 70), (102, 102, 156), (190, 153, 153), (153, 153, 153)),
+    *((250, 170, 30), (220, 220, 0), (107, 142, 35), (152, 251, 152), (70, 130, 180), (220, 20, 60), (255, 0, 0)),
+    *((0, 0, 142), (0, 0, 70), (0, 60, 100), (0, 80, 100), (0, 0, 230), (119, 11, 32)),
+)
+CAMVID = (
+    *("sky", "building", "pole", "road", "pavement", "tree", "sign symbol", "fence", "car", "pedestrian"),
+    "bicyclist",
+)
+_CAMVID_COLOURS = (
+    *((128, 128, 128), (128, 0, 0), (192, 192, 128), (128, 64, 128), (60, 40, 222), (128, 128, 0)),
+    *((192, 128, 128), (64, 64, 128), (64, 0, 128), (64, 64, 0), (0, 128, 192)),
+)
+ADE20K = tuple(
+    """wall;building;sky;floor;tree;ceiling;road;bed;windowpane;grass;cabinet;sidewalk;person;earth;door;table;mountain;
+plant;curtain;chair;car;water;painting;sofa;shelf;house;sea;mirror;rug;field;armchair;seat;fence;desk;rock;wardrobe;
+lamp;bathtub;railing;cushion;base;box;column;signboard;chest of drawers;counter;sand;sink;skyscraper;fireplace;
+refrigerator;grandstand;path;stairs;runway;case;pool table;pillow;screen door;stairway;river;bridge;bookcase;blind;
+coffee table;toilet;flower;book;hill;bench;countertop;stove;palm;kitchen island;computer;swivel chair;boat;bar;
+arcade machine;hovel;bus;towel;light;truck;tower;chandelier;awning;streetlight;booth;television receiver;airplane;
+dirt track;apparel;pole;land;bannister;escalator;ottoman;bottle;buffet;poster;stage;van;ship;fountain;conveyer belt;
+canopy;washer;plaything;swimming pool;stool;barrel;basket;waterfall;tent;bag;minibike;cradle;oven;ball;food;step;tank;
+trade name;microwave;pot;animal;bicycle;lake;dishwasher;screen;blanket;sculpture;hood;sconce;vase;traffic light;tray;
+ashcan;fan;pier;crt screen;plate;monitor;bulletin board;shower;radiator;glass;clock;flag""".replace("\n", "").split(";")
+)
+CONDITIONS = ("fog", "night", "rain", "snow")  # of ACDC
 
 Pair = tuple[Path, Path]
 Table = npt.NDArray[np.uint8]  # (256,): the class that each stored value means
-CONDITIONS = ("fog", "night", "rain", "snow")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The pairs of one split; `table` translates stored values to classes."""
+    """Image and mask files of one split; `table` (256,) maps stored mask values to classes."""
 
     pairs: list[Pair]
     classes: tuple[str, ...]
@@ -35,7 +68,7 @@ class Layout:
 
 
 def ade20k(root: Path, split: str, given: str) -> Layout:
-    """ADEChallengeData2016: stored values count from 1, and 0 is unlabelled."""
+    """ADEChallengeData2016: classes are stored from 1, and 0 is unlabelled."""
     pictures, masks = _two_folders(root, split, given, "ADE20K", ("images",), ("annotations",))
     table = np.full(256, IGNORE, np.uint8)
     table[1:151] = np.arange(150)
@@ -43,7 +76,7 @@ def ade20k(root: Path, split: str, given: str) -> Layout:
 
 
 def cityscapes(root: Path, split: str, given: str) -> Layout:
-    """Pictures in leftImg8bit, masks in gtFine: the ids trained on where they are there, else Cityscapes' own."""
+    """Images in leftImg8bit, masks in gtFine: labelTrainIds if there are any, otherwise labelIds."""
     name = given or split
     pictures, masks = root / "leftImg8bit" / name, root / "gtFine" / name
     if not pictures.is_dir() and any(root.glob("*_leftImg8bit.png")):
@@ -53,7 +86,7 @@ def cityscapes(root: Path, split: str, given: str) -> Layout:
 
 
 def acdc(root: Path, split: str, given: str, condition: str = "") -> Layout:
-    """Cityscapes' classes in fog, at night, in rain and snow: rgb_anon/CONDITION/SPLIT and gt/CONDITION/SPLIT."""
+    """ACDC, with the classes of Cityscapes: rgb_anon/CONDITION/SPLIT and gt/CONDITION/SPLIT."""
     name, pairs = given or split, []
     for one in (condition,) if condition else CONDITIONS:
         pictures, masks = root / "rgb_anon" / one / name, root / "gt" / one / name
@@ -64,7 +97,7 @@ def acdc(root: Path, split: str, given: str, condition: str = "") -> Layout:
 
 
 def camvid(root: Path, split: str, given: str) -> Layout:
-    """Eleven classes, 11 is void: train and trainannot, or images/train and annotations/train."""
+    """CamVid's eleven classes (11 is void): train and trainannot, or images/train and annotations/train."""
     name = given or split
     if (root / f"{name}annot").is_dir():
         _need(root, "CamVid", root / name)
@@ -77,9 +110,9 @@ def camvid(root: Path, split: str, given: str) -> Layout:
 
 
 def masks(root: Path, split: str, given: str) -> Layout:
-    """Any pictures and masks: images/train and masks/train; classes count from 0, 255 does not count.
+    """Any images and masks: images/train and masks/train; classes are counted from 0, and 255 is ignored.
 
-    classes.txt (a name a line) or classes.json (a list) says what the classes are.
+    The names of the classes are read from classes.txt (one per line) or classes.json (a list).
     """
     folders = _two_folders(root, split, given, "A folder of masks", ("images",), ("masks", "annotations", "labels"))
     return Layout(_by_stem(*folders), _class_names(root), np.arange(256, dtype=np.uint8))
@@ -97,13 +130,13 @@ LAYOUTS: dict[str, Callable[[Path, str, str], Layout]] = {
 def _street(pictures: Path, folder: Path, ending: str, mark: str, what: str) -> Layout:
     files = sorted(pictures.rglob(f"*{ending}"))
     if not files:
-        raise VitfocusError(f"{pictures} holds no *{ending}, as {what} names its pictures.")
+        raise VitfocusError(f"{pictures} has no file *{ending}, which is how {what} names its images.")
     places = {file: folder / file.parent.relative_to(pictures) / file.name.removesuffix(ending) for file in files}
     for suffix, table in ((f"{mark}_labelTrainIds.png", _train_ids()), (f"{mark}_labelIds.png", _own_ids())):
         found = {file: place.with_name(place.name + suffix) for file, place in places.items()}
         if any(mask.is_file() for mask in found.values()):
             return Layout(_present(found.items()), CITYSCAPES, table)
-    raise VitfocusError(f"{folder} holds neither *{mark}_labelTrainIds.png nor *{mark}_labelIds.png.")
+    raise VitfocusError(f"{folder} has neither *{mark}_labelTrainIds.png nor *{mark}_labelIds.png.")
 
 
 def _train_ids() -> Table:
@@ -121,7 +154,7 @@ def _own_ids() -> Table:
 def _two_folders(
     root: Path, split: str, given: str, what: str, pictures: tuple[str, ...], others: tuple[str, ...]
 ) -> tuple[Path, Path]:
-    """Folders of pictures and of masks for a split, or, where they hold files alone, for all splits."""
+    """The folders of images and masks of a split, or of all splits if they have no subfolders."""
     names = (given,) if given else SPLITS[split]
     wanted = [tuple(root / kind / name for name in names for kind in kinds) for kinds in (pictures, others)]
     found = [next((folder for folder in folders if folder.is_dir()), None) for folders in wanted]
@@ -143,12 +176,12 @@ def _need(root: Path, what: str, *folders: Path) -> None:
 
 
 def _missing(root: Path, what: str, *folders: Path) -> NoReturn:
-    """Say which folder is missing, any of several that would do, and what is there instead."""
+    """Raise an error that names the missing folder (any of `folders` would do) and what is there instead."""
     if not root.is_dir():
-        raise VitfocusError(f"There is no data folder {str(root)!r}: set data.root to where the pictures are.")
+        raise VitfocusError(f"There is no data folder {str(root)!r}: set data.root to the folder of the images.")
     wanted = " or ".join(str(folder.relative_to(root)) for folder in folders)
     there = ", ".join(sorted(path.name for path in root.iterdir())[:8]) or "nothing"
-    raise VitfocusError(f"{what} keeps files in {wanted}, and {root} has only: {there}.")
+    raise VitfocusError(f"{what} keeps its files in {wanted}, but {root} has only: {there}.")
 
 
 def _has_pictures(folder: Path) -> bool:
@@ -156,11 +189,11 @@ def _has_pictures(folder: Path) -> bool:
 
 
 def _by_stem(pictures: Path, folder: Path) -> list[Pair]:
-    """Pair files of the same name, whatever their endings, below both folders."""
+    """Pair files of the same name in both folders, whatever their extensions."""
     known = {path.relative_to(folder).with_suffix(""): path for path in folder.rglob("*") if _is_picture(path)}
     files = sorted(path for path in pictures.rglob("*") if _is_picture(path))
     if not files:
-        raise VitfocusError(f"{pictures} holds no picture.")
+        raise VitfocusError(f"{pictures} has no image.")
     return _present((file, known.get(file.relative_to(pictures).with_suffix(""))) for file in files)
 
 
@@ -176,7 +209,7 @@ def _present(pairs: Iterable[tuple[Path, Path | None]]) -> list[Pair]:
         else:
             lone.append(picture)
     if lone:
-        raise VitfocusError(f"{len(lone)} of {len(lone) + len(whole)} pictures have no mask; the first is {lone[0]}.")
+        raise VitfocusError(f"{len(lone)} of {len(lone) + len(whole)} images have no mask; the first is {lone[0]}.")
     return whole
 
 
@@ -187,9 +220,32 @@ def _class_names(root: Path) -> tuple[str, ...]:
         except ValueError as error:
             raise VitfocusError(f"{root / 'classes.json'} cannot be read: {error}.") from None
         if not isinstance(names, list):
-            raise VitfocusError(f"{root / 'classes.json'} is no list of the classes' names.")
+            raise VitfocusError(f"{root / 'classes.json'} is not a list of class names.")
         return tuple(map(str, names))
     if (root / "classes.txt").is_file():
         lines = (root / "classes.txt").read_text(encoding="utf-8").splitlines()
         return tuple(line.strip() for line in lines if line.strip())
     return ()
+
+
+def palette(classes: int, source: str = "") -> npt.NDArray[np.uint8]:
+    """Colours of the classes, (256, 3): the data set's own if it has some; ignored pixels are black.
+
+    >>> palette(19, "cityscapes")[0].tolist(), palette(3)[:3].tolist()
+    ([128, 64, 128], [[128, 0, 0], [0, 128, 0], [128, 128, 0]])
+    """
+    own = {"cityscapes": _CITYSCAPES_COLOURS, "acdc": _CITYSCAPES_COLOURS, "camvid": _CAMVID_COLOURS}.get(source)
+    colours = np.array([_spread(number + 1) for number in range(256)], np.uint8)
+    if own is not None and len(own) == classes:
+        colours[:classes] = own
+    colours[IGNORE] = 0
+    return colours
+
+
+def _spread(number: int) -> list[int]:
+    """A colour for a class number, as in PASCAL VOC: its bits become the highest bits of the channels in turn."""
+    channels = [0, 0, 0]
+    for place in range(8):
+        for channel in range(3):
+            channels[channel] |= ((number >> (3 * place + channel)) & 1) << (7 - place)
+    return channels

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from vitfocus.core.errors import VitfocusError, nearest
-from vitfocus.data.segmentation.classes import CITYSCAPES_IDS, IGNORE
+from vitfocus.data.segmentation.layouts import CITYSCAPES_IDS, IGNORE
 from vitfocus.data.shapes.dataset import CLASSES, VERSION, Size, drawn_scenes, instances, picture_size, semantic_mask
 from vitfocus.data.shapes.outlines import polygons, run_lengths
 from vitfocus.data.shapes.questions import Question, ask

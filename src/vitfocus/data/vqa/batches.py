@@ -1,7 +1,7 @@
-"""Batches of questions and pictures as ViLT takes them: resized, padded, masked, the words as numbers.
+"""Batches of questions and images for ViLT: images resized, padded and masked, questions tokenized.
 
-A picture's shorter side becomes `size` and its longer one at most 1333/800 of that; both are multiples of the patch.
-Pictures of a batch are padded to the largest, questions to the longest.
+The short side of an image becomes `size` and the long side at most 1333/800 of that; both are multiples of the patch
+size. The images of a batch are padded to the largest, the questions to the longest.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -18,46 +17,52 @@ from torch.utils.data import Dataset
 
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.statistics import evenly_spaced
-from vitfocus.data.classification.dataset import Broken, BrokenLog
-from vitfocus.data.classification.loader import Share, mend_posterize, seeded
-from vitfocus.data.sample_loader import Key, read_ahead
-from vitfocus.data.sample_order import SAMPLE, seed_for
-from vitfocus.data.vqa.dataset import QuestionSet
-from vitfocus.data.vqa.tokenizer import Words
+from vitfocus.data.classification.randaugment import fix_posterize
+from vitfocus.data.image_files import Normalise, to_image, to_tensor
+from vitfocus.data.loader import (
+    BatchPartition,
+    Broken,
+    BrokenLog,
+    Key,
+    equal_batches,
+    evaluation_batches,
+    read_or_broken,
+)
+from vitfocus.data.sample_order import SAMPLE, seed_for, seeded
+from vitfocus.data.vqa.dataset import VqaDataset
+from vitfocus.data.vqa.tokenizer import QuestionTokenizer
 
-LONGEST_SIDE = 1333 / 800  # as a multiple of the shorter side, in ViLT and what it was compared with
+LONGEST_SIDE = 1333 / 800  # as a multiple of the short side, as in ViLT
 
 
 @dataclass(frozen=True)
-class Look:
-    """How pictures are prepared: the shorter side, the patch that both sides are multiples of, the normalisation."""
+class VqaPreprocessing:
+    """How images are prepared: the short side, the patch size that both sides are multiples of, the normalisation."""
 
     size: int
     patch: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
-    def fitted(self, picture: Image.Image | Tensor) -> Tensor:
-        """A picture at its size, uint8 (3, H, W)."""
-        if isinstance(picture, Tensor):
-            height, width = int(picture.shape[-2]), int(picture.shape[-1])
+    def resize(self, image: Image.Image | Tensor) -> Tensor:
+        """An image at the model's size, uint8 (3, H, W)."""
+        if isinstance(image, Tensor):
+            height, width = int(image.shape[-2]), int(image.shape[-1])
             if (height, width) == fitted_size(height, width, self.size, self.patch):
-                return picture
-            picture = _as_image(picture)
-        height, width = fitted_size(picture.height, picture.width, self.size, self.patch)
-        resized = picture.convert("RGB").resize((width, height), Image.Resampling.BICUBIC)
-        return torch.from_numpy(np.array(resized)).permute(2, 0, 1)
+                return image
+            image = to_image(image)
+        height, width = fitted_size(image.height, image.width, self.size, self.patch)
+        return to_tensor(image.convert("RGB").resize((width, height), Image.Resampling.BICUBIC))
 
-    def normalised(self, inputs: dict[str, Tensor], device: torch.device | str) -> dict[str, Tensor]:
-        """A batch's inputs on the device, pixels as floats; where there is no picture they are 0."""
+    def normalise(self, inputs: dict[str, Tensor], device: torch.device | str) -> dict[str, Tensor]:
+        """A batch's inputs on the device, pixels normalised; padding is 0."""
         moved = {name: value.to(device, non_blocking=True) for name, value in inputs.items()}
-        mean, std = (torch.tensor(values, device=device)[:, None, None] * 255 for values in (self.mean, self.std))
-        moved["pixel_values"] = (moved["pixel_values"].float() - mean) / std * moved["pixel_mask"][:, None]
-        return moved
+        pixels = Normalise(self.mean, self.std, device)(moved["pixel_values"])
+        return {**moved, "pixel_values": pixels * moved["pixel_mask"][:, None]}
 
 
 def fitted_size(height: int, width: int, size: int, patch: int) -> tuple[int, int]:
-    """The size a picture is given: its shorter side `size`, unless the longer one were over 1333/800 of that.
+    """The size of a resized image: its short side is `size`, unless the long side would exceed 1333/800 of that.
 
     >>> fitted_size(480, 640, 384, 32), fitted_size(1000, 200, 384, 32)
     ((384, 512), (608, 128))
@@ -70,102 +75,103 @@ def fitted_size(height: int, width: int, size: int, patch: int) -> tuple[int, in
 
 @dataclass
 class QuestionBatch:
-    """`inputs` are the model's arguments; `places` (B,) name the questions; `counted` (B,) says which rows count.
+    """A batch of questions.
 
-    `targets` (B, answers) holds the soft scores, where they are wanted.
+    Attributes:
+        inputs: The model's arguments.
+        indices: Indices of the questions (B,).
+        counted: Which rows count (B,); the others only fill the batch.
+        targets: Soft scores of the answers (B, answers), in training.
     """
 
     inputs: dict[str, Tensor]
-    places: Tensor
+    indices: Tensor
     counted: Tensor
     targets: Tensor | None = None
 
 
 class QuestionSamples(Dataset[Any]):
-    """A question by its place and its position in the run, which names the draws of its augmentation.
+    """Questions and images by (index, position); the position seeds the augmentation.
 
-    A position below 0 marks a row that only fills a batch up.
+    A position below 0 marks a row that only fills a batch.
     """
 
-    def __init__(self, asked: QuestionSet, words: Words, look: Look, randaugment: str = "", seed: int = 0) -> None:
-        self.asked, self.words, self.look, self.seed = asked, words, look, seed
+    def __init__(
+        self,
+        questions: VqaDataset,
+        tokenizer: QuestionTokenizer,
+        preprocessing: VqaPreprocessing,
+        randaugment: str = "",
+        seed: int = 0,
+    ) -> None:
+        self.questions, self.tokenizer, self.preprocessing, self.seed = questions, tokenizer, preprocessing, seed
         self.augment = _randaugment(randaugment) if randaugment else None
 
     def __getitem__(self, key: Key) -> tuple[Tensor, str, int, bool] | Broken:
-        place, position = key
-        question = self.asked.questions[place]
-        try:
-            picture = self.asked.pictures.read(question.picture)
-            if self.augment is not None:
-                picture = _as_image(picture) if isinstance(picture, Tensor) else picture
-                with seeded(seed_for(self.seed, SAMPLE, position)):
-                    picture = self.augment(picture)
-            return self.look.fitted(picture), question.text, place, position >= 0
-        except Exception as error:  # decoders raise what they like
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            return Broken(self.asked.pictures.name(question.picture), reason)
+        index, position = key
+        question = self.questions.questions[index]
+        image = read_or_broken(self.questions.images, question.image)
+        if isinstance(image, Broken):
+            return image
+        if self.augment is not None:
+            with seeded(seed_for(self.seed, SAMPLE, position)):
+                image = self.augment(to_image(image) if isinstance(image, Tensor) else image)
+        return self.preprocessing.resize(image), question.text, index, position >= 0
 
     def collate(self, items: list[Any]) -> QuestionBatch:
-        """Items as padded tensors."""
-        pictures, texts, places, counted = zip(*items, strict=True)
-        inputs = self.words(texts) | stacked(pictures)
-        return QuestionBatch(inputs, torch.tensor(places), torch.tensor(counted))
+        """Padded tensors of a list of samples."""
+        images, texts, indices, counted = zip(*items, strict=True)
+        inputs = self.tokenizer(texts) | pad_images(images)
+        return QuestionBatch(inputs, torch.tensor(indices), torch.tensor(counted))
 
 
-def stacked(pictures: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Pictures uint8 (3, h, w) as `pixel_values` (B, 3, H, W), zero where there is none, and `pixel_mask` (B, H, W)."""
-    height, width = (max(picture.shape[axis] for picture in pictures) for axis in (1, 2))
-    pixels = torch.zeros(len(pictures), 3, height, width, dtype=torch.uint8)
-    mask = torch.zeros(len(pictures), height, width, dtype=torch.int64)
-    for place, picture in enumerate(pictures):
-        pixels[place, :, : picture.shape[1], : picture.shape[2]] = picture
-        mask[place, : picture.shape[1], : picture.shape[2]] = 1
+def pad_images(images: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Images uint8 (3, h, w) as `pixel_values` (B, 3, H, W), padded with zeros, and `pixel_mask` (B, H, W)."""
+    height, width = (max(image.shape[axis] for image in images) for axis in (1, 2))
+    pixels = torch.zeros(len(images), 3, height, width, dtype=torch.uint8)
+    mask = torch.zeros(len(images), height, width, dtype=torch.int64)
+    for row, image in enumerate(images):
+        pixels[row, :, : image.shape[1], : image.shape[2]] = image
+        mask[row, : image.shape[1], : image.shape[2]] = 1
     return {"pixel_values": pixels, "pixel_mask": mask}
 
 
 def every_question(
     samples: QuestionSamples,
-    share: Share,
+    partition: BatchPartition,
     workers: int,
     device: torch.device,
     log: BrokenLog,
     say: Callable[[str], None],
-    places: Sequence[int] | None = None,
+    indices: Sequence[int] | None = None,
 ) -> Generator[QuestionBatch, None, None]:
-    """Every question once over all processes (or those at `places`), on the device.
+    """Batches on the device in which every question (or those at `indices`) counts once over all processes.
 
-    Each process has as many batches as every other, so the last ones are filled up with rows that do not count.
+    All processes have the same number of batches of the same size; the last ones have rows that do not count.
     """
-    places = range(len(samples.asked)) if places is None else places
-    mine = -(-len(places) // share.processes)
-    begin, end = share.rank * mine, min((share.rank + 1) * mine, len(places))
+    indices = range(len(samples.questions)) if indices is None else indices
     keys = [
-        [(places[p], 0) if p < end else (places[-1], -1) for p in range(start, start + share.size)]
-        for start in range(begin, begin + mine, share.size)
+        [(indices[place], 0 if counts else -1) for place, counts in batch]
+        for batch in equal_batches(len(indices), partition)
     ]
-    for batch, broken in read_ahead(samples, keys, samples.collate, workers, device):
-        for one in log.add(broken):
-            say(f"Left out of the evaluation, unreadable: {one}")
-        if batch is not None:
-            batch.inputs = samples.look.normalised(batch.inputs, device)
-            yield batch
+    for batch, _, _ in evaluation_batches(samples, keys, samples.collate, workers, device, log, say):
+        batch.inputs = samples.preprocessing.normalise(batch.inputs, device)
+        yield batch
 
 
-def reading_batches(asked: QuestionSet, look: Look, limit: int, batch_size: int) -> Iterator[dict[str, Any]]:
-    """At most `limit` questions, evenly picked, as `vitfocus.diagnose` takes them: uint8 pixels, texts as they are."""
-    places = evenly_spaced(len(asked), limit)
-    for start in range(0, len(places), batch_size):
-        some = [asked.questions[place] for place in places[start : start + batch_size]]
-        pictures = [look.fitted(asked.pictures.read(question.picture)) for question in some]
-        yield {**stacked(pictures), "question": [question.text for question in some]}
-
-
-def _as_image(picture: Tensor) -> Image.Image:
-    return Image.fromarray(picture.permute(1, 2, 0).contiguous().numpy())
+def reading_batches(
+    questions: VqaDataset, preprocessing: VqaPreprocessing, limit: int, batch_size: int
+) -> Iterator[dict[str, Any]]:
+    """At most `limit` questions, evenly spaced, as inputs of `vitfocus.diagnose`: uint8 pixels, questions as text."""
+    indices = evenly_spaced(len(questions), limit)
+    for start in range(0, len(indices), batch_size):
+        some = [questions.questions[index] for index in indices[start : start + batch_size]]
+        images = [preprocessing.resize(questions.images.read(question.image)) for question in some]
+        yield {**pad_images(images), "question": [question.text for question in some]}
 
 
 def _randaugment(policy: str) -> Callable[[Any], Any]:
-    """timm's RandAugment without the inversion of colours, which questions ask about."""
+    """timm's RandAugment without inversion, since questions ask about colours."""
     from timm.data.auto_augment import rand_augment_transform
     from torchvision.transforms import Compose
 
@@ -174,5 +180,5 @@ def _randaugment(policy: str) -> Callable[[Any], Any]:
     except (AssertionError, ValueError) as error:
         raise VitfocusError(f"timm does not know the policy augment.randaugment={policy!r}: {error}") from None
     transform.ops = [operation for operation in transform.ops if operation.name != "Invert"]
-    mended: Callable[[Any], Any] = mend_posterize(Compose([transform]))
-    return mended
+    fixed: Callable[[Any], Any] = fix_posterize(Compose([transform]))
+    return fixed

@@ -1,8 +1,8 @@
-"""Questions about pictures: VQAv2's published files, and the embedded Shapes.
+"""Data sets for visual question answering: VQAv2's published files, and Shapes.
 
-A folder of VQAv2 holds, for each split, a json of questions, a json of annotations (ten people's answers to each; there
-is none for the test splits) and the COCO pictures. They may lie side by side or in the folders of the official tools
-(Questions, Annotations, Images/mscoco). All of it is checked before anything is trained.
+A VQAv2 folder has for each split a JSON file of questions, a JSON file of annotations (ten answers per question; none
+for the test splits) and the COCO images. They can be in one folder or in the folders of the official tools (Questions,
+Annotations, Images/mscoco). Everything is checked before training starts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from PIL import Image
 from torch import Tensor
 
 from vitfocus.core.errors import VitfocusError, nearest
-from vitfocus.data.image_files import rgb_picture
+from vitfocus.data.image_files import read_rgb
+from vitfocus.data.shapes.dataset import drawn_scenes
+from vitfocus.data.shapes.layouts import QUESTIONS_A_PICTURE
+from vitfocus.data.shapes.questions import ask
 from vitfocus.recipes.settings import Data
 
 SOURCES = ("shapes", "vqav2")
@@ -32,10 +35,10 @@ _PICTURES = ("", "images", "Images", "Images/mscoco", "coco", "mscoco")
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One question: `picture` is its picture's place in the set; `answers` is empty where they are withheld."""
+    """One question: `image` is the index of its image; `answers` is empty if they are not published."""
 
     number: int
-    picture: int
+    image: int
     text: str
     answers: tuple[str, ...] = ()
     agreed: str = ""
@@ -43,27 +46,27 @@ class Question:
     question_type: str = ""
 
 
-class Pictures(Protocol):
-    """Numbered pictures."""
+class VqaImages(Protocol):
+    """Images that are read by index."""
 
     def __len__(self) -> int: ...
 
     def read(self, index: int) -> Image.Image | Tensor:
-        """One of them, RGB: as Pillow has it, or uint8 (3, H, W); any exception means that it is broken."""
+        """An RGB image, or uint8 (3, H, W); any exception means that it is broken."""
 
     def name(self, index: int) -> str:
-        """What to call it in a message."""
+        """The image's name in messages."""
 
     def listing(self) -> Iterable[str]:
-        """A line for each that changes when it does."""
+        """Lines that change when the images do."""
 
 
 @dataclass
-class QuestionSet:
-    """The questions of a split, and their pictures."""
+class VqaDataset:
+    """The questions of a split, and their images."""
 
     questions: Sequence[Question]
-    pictures: Pictures
+    images: VqaImages
 
     def __len__(self) -> int:
         return len(self.questions)
@@ -73,29 +76,32 @@ class QuestionSet:
         """Whether the answers are known."""
         return bool(self.questions) and bool(self.questions[0].answers)
 
-    def first(self, count: int) -> QuestionSet:
-        """The questions about the first so many pictures."""
-        kept = [question for question in self.questions if question.picture < count]
-        return QuestionSet(kept, self.pictures)
+    def first(self, count: int) -> VqaDataset:
+        """The questions about the first `count` images."""
+        return VqaDataset([question for question in self.questions if question.image < count], self.images)
 
     def digest(self) -> str:
-        """A SHA-256 of the questions, the answers and the pictures' listing."""
+        """SHA-256 of the questions, the answers and the images' listing."""
         state = hashlib.sha256()
         for question in self.questions:
-            state.update(f"{question.number} {question.picture} {question.text} {question.answers}\n".encode())
-        for line in self.pictures.listing():
+            state.update(f"{question.number} {question.image} {question.text} {question.answers}\n".encode())
+        for line in self.images.listing():
             state.update(f"{line}\n".encode(errors="surrogateescape"))
         return state.hexdigest()
 
 
-def open_questions(data: Data, split: str, annotated: bool = True) -> QuestionSet:
-    """The questions of a split ("train" or "val") of `data.source`; `annotated` says whether answers are needed.
+def open_questions(data: Data, split: str, annotated: bool = True) -> VqaDataset:
+    """Open a split of the data set that `data.source` names.
 
-    `data.train_split` and `data.val_split` name VQAv2's own splits, several joined by "+": "train2014+val2014".
+    Args:
+        data: The [data] section of a recipe; `train_split` and `val_split` name VQAv2's splits, several joined by "+".
+        split: "train" or "val".
+        annotated: Whether the answers are required.
 
-    >>> found = open_questions(Data(source="shapes", size=32, train_length=2), "train")
-    >>> len(found), len(found.questions[0].answers)
-    (6, 10)
+    Example:
+        >>> found = open_questions(Data(source="shapes", size=32, train_length=2), "train")
+        >>> len(found), len(found.questions[0].answers)
+        (6, 10)
     """
     length = data.train_length if split == "train" else data.val_length
     if data.source == "shapes":
@@ -108,7 +114,7 @@ def open_questions(data: Data, split: str, annotated: bool = True) -> QuestionSe
 
 
 def splits_in(root: str | Path) -> list[str]:
-    """VQAv2's splits whose questions lie in a folder, validation first."""
+    """The VQAv2 splits with questions in a folder, validation first."""
     found = {
         file.name.removeprefix("v2_").removeprefix("OpenEnded_mscoco_").removesuffix("_questions.json")
         for folder in _BESIDE
@@ -117,11 +123,11 @@ def splits_in(root: str | Path) -> list[str]:
     return sorted(found, key=lambda split: (not split.startswith("val"), split))
 
 
-def read_vqav2(root: str | Path, split: str, annotated: bool = True) -> QuestionSet:
-    """Read and check a split of VQAv2's layout, or several joined by "+"; says what is missing."""
+def read_vqav2(root: str | Path, split: str, annotated: bool = True) -> VqaDataset:
+    """Read and check a split of VQAv2, or several joined by "+"."""
     root = Path(root)
     if not root.is_dir():
-        raise VitfocusError(f"There is no data folder {str(root)!r}: set data.root to where VQAv2's files are.")
+        raise VitfocusError(f"There is no data folder {str(root)!r}: set data.root to the folder of VQAv2's files.")
     questions: list[Question] = []
     files: list[Path] = []
     for one in split.split("+"):
@@ -129,16 +135,12 @@ def read_vqav2(root: str | Path, split: str, annotated: bool = True) -> Question
         questions += more
         files += pictures
     if not questions:
-        raise VitfocusError(f"The split {split} in {root} holds no question.")
-    return QuestionSet(questions, FilePictures(files))
+        raise VitfocusError(f"The split {split} in {root} has no questions.")
+    return VqaDataset(questions, FileImages(files))
 
 
-def shapes_questions(split: str, count: int, size: int | tuple[int, int], seed: int = 0) -> QuestionSet:
-    """The embedded Shapes: `count` scenes with three questions each, as their written layout "vqav2" holds them."""
-    from vitfocus.data.shapes.dataset import drawn_scenes
-    from vitfocus.data.shapes.layouts import QUESTIONS_A_PICTURE
-    from vitfocus.data.shapes.questions import ask
-
+def shapes_questions(split: str, count: int, size: int | tuple[int, int], seed: int = 0) -> VqaDataset:
+    """Shapes: `count` scenes with three questions each, the same ones as in its written layout "vqav2"."""
     pixels: list[Tensor] = []
     questions: list[Question] = []
     item = 0
@@ -149,12 +151,12 @@ def shapes_questions(split: str, count: int, size: int | tuple[int, int], seed: 
                 number = item * QUESTIONS_A_PICTURE + place
                 questions.append(Question(number, item, one.text, one.answers, one.answer, one.answer_type, one.kind))
             item += 1
-    return QuestionSet(questions, ArrayPictures(torch.cat(pixels), f"Shapes {split}"))
+    return VqaDataset(questions, TensorImages(torch.cat(pixels), f"Shapes {split}"))
 
 
 @dataclass
-class ArrayPictures:
-    """Pictures in memory: uint8 (N, 3, H, W)."""
+class TensorImages:
+    """Images in memory: uint8 (N, 3, H, W)."""
 
     pixels: Tensor
     title: str
@@ -163,21 +165,21 @@ class ArrayPictures:
         return len(self.pixels)
 
     def read(self, index: int) -> Tensor:
-        """One of them, uint8 (3, H, W)."""
+        """One image, uint8 (3, H, W)."""
         return self.pixels[index]
 
     def name(self, index: int) -> str:
-        """Its number."""
+        """The data set's name and the index."""
         return f"{self.title} {index}"
 
     def listing(self) -> list[str]:
-        """One line for all."""
+        """One line for all pixels."""
         return [hashlib.sha256(self.pixels.contiguous().numpy().data).hexdigest()]
 
 
 @dataclass
-class FilePictures:
-    """Pictures in files."""
+class FileImages:
+    """Images in files."""
 
     files: Sequence[Path]
 
@@ -185,16 +187,15 @@ class FilePictures:
         return len(self.files)
 
     def read(self, index: int) -> Image.Image:
-        """Open and decode one file."""
-        with Image.open(self.files[index]) as picture:
-            return rgb_picture(picture)
+        """Decode one file."""
+        return read_rgb(self.files[index])
 
     def name(self, index: int) -> str:
         """The file's path."""
         return str(self.files[index])
 
     def listing(self) -> Iterable[str]:
-        """Names and sizes; the bytes are not read."""
+        """Names and sizes; the contents are not read."""
         return (f"{file.name} {file.stat().st_size}" for file in self.files)
 
 
@@ -218,7 +219,7 @@ def _read_split(root: Path, split: str, annotated: bool, first: int) -> tuple[li
 
 def _question(asked: dict[str, Any], places: dict[int, int], answered: dict[str, Any]) -> Question:
     answers = tuple(sys.intern(str(one["answer"])) for one in answered.get("answers", ()))
-    # The agreed answer is in the file; where it is not, it is the most frequent one, as VQAv2 defines it.
+    # The agreed answer is in the file; if it is missing, it is the most frequent one, by VQAv2's definition.
     common = Counter(answers).most_common(1)[0][0] if answers else ""
     agreed = str(answered.get("multiple_choice_answer") or common)
     kinds = (sys.intern(str(answered.get(key, ""))) for key in ("answer_type", "question_type"))
@@ -263,18 +264,18 @@ def _records(file: Path, key: str, fields: Sequence[str]) -> list[dict[str, Any]
 
 
 def _usable(field: str, value: Any) -> bool:
-    """Whether a field is of the kind that VQAv2 has there: numbers, a sentence, a list of answers that has one."""
+    """Whether a field has the type that VQAv2 has there: a number, a sentence, or a non-empty list of answers."""
     if field == "answers":
         return isinstance(value, list) and bool(value) and all(isinstance(o, dict) and "answer" in o for o in value)
     return isinstance(value, str if field == "question" else int)
 
 
 def _find_pictures(root: Path, split: str, numbers: Sequence[int]) -> list[Path]:
-    """The COCO pictures with these numbers; the test-dev questions are about the test pictures."""
+    """The COCO images with these numbers; the test-dev questions are about the test images."""
     name = split.replace("test-dev", "test")
     folder = next((root / beside / name for beside in _PICTURES if (root / beside / name).is_dir()), None)
     if folder is None:
-        raise VitfocusError(f"{root} lacks the COCO pictures of {split}: there is no folder {name} or images/{name}.")
+        raise VitfocusError(f"{root} lacks the COCO images of {split}: there is no folder {name} or images/{name}.")
     there = {file.name for file in folder.iterdir()}
     found, lost = [], []
     for number in numbers:
@@ -286,6 +287,6 @@ def _find_pictures(root: Path, split: str, numbers: Sequence[int]) -> list[Path]
             found.append(folder / file)
     if lost:
         raise VitfocusError(
-            f"{folder} lacks {len(lost)} of the {len(numbers)} pictures asked about, such as {lost[0]}."
+            f"{folder} lacks {len(lost)} of the {len(numbers)} images that the questions are about, such as {lost[0]}."
         )
     return found

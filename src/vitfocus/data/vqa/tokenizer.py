@@ -1,7 +1,7 @@
-"""Questions as numbers: a word-piece vocabulary, trained from the questions at hand or read from a model's folder.
+"""The tokenizer of questions: a WordPiece vocabulary, trained on questions or read from a model's folder.
 
-A model that reads text carries its `Words` with it (`attach_words`), so that saving it saves them, and a loaded model
-reads the next question as it read those it was trained on. Built on the tokenizers library (the extra `hf`).
+A model carries its tokenizer (`attach_tokenizer`), so that it is saved and loaded with the model. Built on the
+tokenizers library (the extra `hf`).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from vitfocus.core.errors import VitfocusError
 
 FILE = "tokenizer.json"  # Hugging Face's own name and format
 _SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-_KEY = "_vitfocus_words"
+_KEY = "_vitfocus_tokenizer"
 
 
-class Words:
-    """Turns questions into padded token numbers and a mask of what is not padding.
+class QuestionTokenizer:
+    """Turns questions into padded token ids and an attention mask.
 
-    >>> words = Words.train(["Is there a red star?", "How many stars are there?"], size=60)
-    >>> rows = words(["Is there a star?", "How many?"])
+    >>> tokenizer = QuestionTokenizer.train(["Is there a red star?", "How many stars are there?"], size=60)
+    >>> rows = tokenizer(["Is there a star?", "How many?"])
     >>> rows["input_ids"].shape == rows["attention_mask"].shape, rows["attention_mask"].sum(1).tolist()
     (True, [7, 5])
     """
@@ -37,16 +37,16 @@ class Words:
         tokenizer.enable_truncation(longest)
 
     @classmethod
-    def train(cls, questions: Iterable[str], size: int = 30522, longest: int = 40) -> Words:
-        """A lower-case vocabulary of at most `size` word pieces, as BERT has it, made from these questions alone.
+    def train(cls, questions: Iterable[str], size: int = 30522, longest: int = 40) -> QuestionTokenizer:
+        """Train a lower-case WordPiece vocabulary of at most `size` tokens, as BERT has it.
 
-        The same questions always give the same vocabulary, so that a run which is resumed reads as it did before.
+        The same questions always give the same vocabulary, so a resumed run has the same tokens.
         """
         tokenizers = _library()
         texts = list(questions)
         drafted = _bert(tokenizers.models.WordPiece(unk_token="[UNK]"))
-        # The library numbers the pieces that continue a word as a hash map hands them out, and settles ties by these
-        # numbers. Named in advance they keep their order; the vocabulary alone is then taken over.
+        # The library numbers continuation pieces in the order of a hash map and breaks ties by these numbers. Passed
+        # as special tokens they keep a fixed order; only the vocabulary is used afterwards.
         letters = sorted({letter for text in texts for letter in drafted.normalizer.normalize_str(text)} - {" "})
         trainer = tokenizers.trainers.WordPieceTrainer(
             vocab_size=max(size, len(_SPECIAL) + len(letters)),
@@ -58,8 +58,8 @@ class Words:
         return cls(_framed(_bert(pieces)), longest)
 
     @classmethod
-    def read(cls, folder: str | Path, longest: int = 40) -> Words | None:
-        """Those of a model's folder: its tokenizer.json, or BERT's older vocab.txt; None where it has neither."""
+    def read(cls, folder: str | Path, longest: int = 40) -> QuestionTokenizer | None:
+        """Read tokenizer.json, or BERT's older vocab.txt, from a model's folder; None if it has neither."""
         folder = Path(folder)
         try:
             if (folder / FILE).is_file():
@@ -70,7 +70,7 @@ class Words:
         except VitfocusError:
             raise
         except Exception as error:  # the library raises plain Exception
-            raise VitfocusError(f"The word pieces in {folder} cannot be read: {error}.") from None
+            raise VitfocusError(f"The tokenizer in {folder} cannot be read: {error}.") from None
         return None
 
     def __len__(self) -> int:
@@ -82,11 +82,11 @@ class Words:
         return padded(rows, self.padding)
 
     def to_json(self) -> str:
-        """What `read` reads."""
+        """The content of tokenizer.json."""
         text: str = self.tokenizer.to_str(pretty=False)
         return text
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Words:
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuestionTokenizer:
         return self  # nothing in it changes
 
     def __getstate__(self) -> dict[str, Any]:
@@ -97,7 +97,7 @@ class Words:
 
 
 def padded(rows: Sequence[Sequence[int]], padding: int) -> dict[str, Tensor]:
-    """Rows of different lengths as `input_ids` and `attention_mask` (B, L)."""
+    """Pad rows of token ids to `input_ids` and `attention_mask` (B, L)."""
     longest = max(map(len, rows), default=0)
     ids = torch.full((len(rows), longest), padding, dtype=torch.int64)
     mask = torch.zeros_like(ids)
@@ -107,19 +107,19 @@ def padded(rows: Sequence[Sequence[int]], padding: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def attach_words(model: nn.Module, words: Words) -> None:
-    """Let a model carry its words."""
-    model.__dict__[_KEY] = words
+def attach_tokenizer(model: nn.Module, tokenizer: QuestionTokenizer) -> None:
+    """Make a model carry its tokenizer."""
+    model.__dict__[_KEY] = tokenizer
 
 
-def words_of(model: nn.Module) -> Words | None:
-    """Those that a model carries."""
-    found: Words | None = model.__dict__.get(_KEY)
+def tokenizer_of(model: nn.Module) -> QuestionTokenizer | None:
+    """The tokenizer that a model carries, if it has one."""
+    found: QuestionTokenizer | None = model.__dict__.get(_KEY)
     return found
 
 
 def _bert(model: Any) -> Any:
-    """A tokenizer that lowers and splits text as BERT does, on top of word pieces."""
+    """A tokenizer that normalises and splits text as BERT does."""
     tokenizers = _library()
     made = tokenizers.Tokenizer(model)
     made.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=True)
@@ -129,7 +129,7 @@ def _bert(model: Any) -> Any:
 
 
 def _framed(tokenizer: Any) -> Any:
-    """The question between [CLS] and [SEP], as BERT and ViLT expect it; both stay whole where a question has them."""
+    """Put questions between [CLS] and [SEP], as BERT and ViLT expect; these are not split in a question."""
     tokenizer.add_special_tokens([name for name in _SPECIAL if tokenizer.token_to_id(name) is not None])
     cls, sep = (tokenizer.token_to_id(name) for name in ("[CLS]", "[SEP]"))
     tokenizer.post_processor = _library().processors.BertProcessing(("[SEP]", sep), ("[CLS]", cls))
@@ -140,5 +140,7 @@ def _library() -> Any:
     try:
         import tokenizers
     except ImportError:
-        raise VitfocusError("Questions are read by the tokenizers library: it needs the extra vitfocus[hf].") from None
+        raise VitfocusError(
+            "Tokenizing questions needs the tokenizers library: install the extra vitfocus[hf]."
+        ) from None
     return tokenizers

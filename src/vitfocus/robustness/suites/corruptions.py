@@ -20,6 +20,7 @@ from vitfocus.corruptions import CORRUPTIONS, EXTRA_CORRUPTIONS, corrupt, finger
 from vitfocus.corruptions.constants import Setting
 from vitfocus.corruptions.draws import Draws
 from vitfocus.corruptions.jpeg import jpeg_compression
+from vitfocus.data.image_files import list_classes
 from vitfocus.data.preprocessing import Preprocessing
 from vitfocus.robustness.classification import (
     CLEAN,
@@ -32,13 +33,7 @@ from vitfocus.robustness.classification import (
     require_classes,
 )
 from vitfocus.robustness.engine import Condition, EvaluationArguments, Group, Plan
-from vitfocus.robustness.folders import (
-    ImageFiles,
-    check_readable,
-    digest_of,
-    list_classes,
-    one_size,
-)
+from vitfocus.robustness.folders import ImageFiles, check_readable, digest_of, one_size
 from vitfocus.robustness.metrics import corruption_summary
 from vitfocus.robustness.sources import EvaluationBatch, ImageSamples, ItemSource, collate_images
 from vitfocus.robustness.suites import DataForm, refuse_unused

@@ -10,18 +10,20 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from vitfocus.anatomy import pixels_of
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.statistics import evenly_spaced
 from vitfocus.data.detection.batches import EvaluationSamples
-from vitfocus.data.detection.dataset import CocoDetections, Detections, ShapesDetections, mask_tools
+from vitfocus.data.detection.dataset import CocoDetections, DetectionDataset, ShapesDetections, mask_tools
+from vitfocus.data.image_files import Normalise
 from vitfocus.data.shapes.dataset import shapes_named
 from vitfocus.robustness.engine import Condition, EvaluationArguments, Group, Outcome, Plan, Reduced
 from vitfocus.robustness.pixel_model import PixelModel
 from vitfocus.robustness.run_folder import Columns
 from vitfocus.robustness.sources import Collated, EvaluationBatch, ItemSource
 from vitfocus.robustness.suites import DataForm, refuse_unused
-from vitfocus.tasks.detection.inference import Normalise, PictureWriter
-from vitfocus.tasks.detection.metric import coco_findings, coco_scores
+from vitfocus.tasks.detection.inference import DetectionWriter
+from vitfocus.tasks.detection.metric import coco_results, coco_scores
 from vitfocus.treatments.save_load import task_of
 
 _SHAPES = 1000  # pictures, unless the data names a number
@@ -42,7 +44,8 @@ def detection(arguments: EvaluationArguments) -> Plan:
         _check_classes(model.name, model.model, images)
     pick = evenly_spaced(len(images), arguments.limit)
     source = ItemSource(EvaluationSamples(images), pick, _collate, digest=images.digest(), **arguments.reading)
-    normalise = {model.name: Normalise(model.model, arguments.device) for model in arguments.models}
+    pixels = {model.name: pixels_of(model.model) for model in arguments.models}
+    normalise = {name: Normalise(one.mean, one.std, arguments.device) for name, one in pixels.items()}
     writers = _writers(options.pictures, arguments.models, images)
     condition = Condition("clean", partial(_detect, images, pick, normalise, writers))
     return Plan(
@@ -55,7 +58,7 @@ def detection(arguments: EvaluationArguments) -> Plan:
     )
 
 
-def open_detections(data: Any, split: str, model: nn.Module) -> Detections:
+def open_detections(data: Any, split: str, model: nn.Module) -> DetectionDataset:
     """A folder in COCO's layout, Shapes at the size that the model takes, or a set as it is."""
     if (length := shapes_named(data, _SHAPES)) is not None:
         sides: Any = getattr(getattr(model, "transform", None), "min_size", (64,))
@@ -64,11 +67,11 @@ def open_detections(data: Any, split: str, model: nn.Module) -> Detections:
         return CocoDetections(data, "val", split)
     if not hasattr(data, "truth"):
         raise VitfocusError(f"detection takes a folder in COCO's layout, not a {type(data).__name__}.")
-    found: Detections = data
+    found: DetectionDataset = data
     return found
 
 
-def _check_classes(name: str, model: nn.Module, images: Detections) -> None:
+def _check_classes(name: str, model: nn.Module, images: DetectionDataset) -> None:
     """Refuse a model whose labels are not the data's."""
     if not hasattr(model, "roi_heads"):
         raise VitfocusError(f"{name} is a {type(model).__name__}, and detection measures detectors (maskrcnn:NAME).")
@@ -83,13 +86,13 @@ def _check_classes(name: str, model: nn.Module, images: Detections) -> None:
 
 
 def _writers(
-    folder: str | Path | None, models: Sequence[PixelModel], images: Detections
-) -> Mapping[str, PictureWriter]:
+    folder: str | Path | None, models: Sequence[PixelModel], images: DetectionDataset
+) -> Mapping[str, DetectionWriter]:
     if folder is None:
         return {}
     endings = [f"-{number}" if len(models) > 1 else "" for number in range(len(models))]
     return {
-        model.name: PictureWriter(f"{folder}{ending}", images) for model, ending in zip(models, endings, strict=True)
+        model.name: DetectionWriter(f"{folder}{ending}", images) for model, ending in zip(models, endings, strict=True)
     }
 
 
@@ -99,10 +102,10 @@ def _collate(items: list[tuple[Tensor, int]]) -> list[Collated]:
 
 
 def _detect(
-    images: Detections,
+    images: DetectionDataset,
     pick: Sequence[int],
     normalise: Mapping[str, Normalise],
-    writers: Mapping[str, PictureWriter],
+    writers: Mapping[str, DetectionWriter],
     model: PixelModel,
     pictures: list[Tensor],
     batch: EvaluationBatch,
@@ -113,13 +116,13 @@ def _detect(
     lines = []
     for position, picture, finding in zip(batch.positions.tolist(), pictures, findings, strict=True):
         index = pick[position]
-        lines.append(json.dumps(coco_findings([finding], [images.image_id(index)], images.category_ids)))
+        lines.append(json.dumps(coco_results([finding], [images.image_id(index)], images.category_ids)))
         if model.name in writers:
             writers[model.name](index, picture, finding)
     return {"detections": lines}
 
 
-def _reduce(images: Detections, pick: Sequence[int], outcomes: Mapping[str, Columns], seed: int) -> Reduced:
+def _reduce(images: DetectionDataset, pick: Sequence[int], outcomes: Mapping[str, Columns], seed: int) -> Reduced:
     found = [one for line in outcomes["clean"]["detections"] for one in json.loads(line)]
     truth, ids = images.truth(), {images.image_id(index) for index in pick}
     truth = {

@@ -16,6 +16,7 @@ from torch import Tensor
 from vitfocus.core.arguments import several, whole
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.statistics import evenly_spaced
+from vitfocus.data.image_files import ClassFolders, Entry, list_classes
 from vitfocus.robustness.classification import (
     classification_plan,
     num_classes,
@@ -23,7 +24,7 @@ from vitfocus.robustness.classification import (
     top_classes,
 )
 from vitfocus.robustness.engine import Condition, EvaluationArguments, Group, Outcome, Plan
-from vitfocus.robustness.folders import ClassFolders, Entry, digest_of, list_classes
+from vitfocus.robustness.folders import digest_of
 from vitfocus.robustness.metrics import flip_share, perturbation_summary, top5_distance
 from vitfocus.robustness.pixel_model import PixelModel
 from vitfocus.robustness.sequences import NOISE, PERTURBATIONS, VERSION, frame_count, frames, has_float64

@@ -16,6 +16,7 @@ import msgspec
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import PICTURES
 from vitfocus.core.records import read_json
+from vitfocus.data.image_files import ClassFolders, Entry, list_classes
 from vitfocus.robustness.classification import (
     CLEAN,
     Images,
@@ -30,7 +31,7 @@ from vitfocus.robustness.classification import (
     validation_folder,
 )
 from vitfocus.robustness.engine import Condition, EvaluationArguments, Group, Plan
-from vitfocus.robustness.folders import ClassFolders, Entry, list_classes, wordnet_ids
+from vitfocus.robustness.folders import wordnet_ids
 from vitfocus.robustness.metrics import condition_summary
 
 # Each set by its usual name, and the spellings of its published folder.

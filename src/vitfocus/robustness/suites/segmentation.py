@@ -26,7 +26,8 @@ from vitfocus.corruptions.constants import Setting
 from vitfocus.corruptions.draws import Draws, as_ids
 from vitfocus.corruptions.filters import gaussian, to_uint8
 from vitfocus.corruptions.noise import shot_noise
-from vitfocus.data.segmentation.dataset import MaskFiles, Masks, WholePictures, guess_source, open_masks
+from vitfocus.data.segmentation.batches import WholeImages
+from vitfocus.data.segmentation.dataset import MaskFiles, SegmentationDataset, guess_source, open_masks
 from vitfocus.data.segmentation.layouts import CONDITIONS, LAYOUTS, Layout, Pair
 from vitfocus.data.segmentation.layouts import acdc as acdc_layout
 from vitfocus.data.shapes.dataset import shapes_named
@@ -38,7 +39,7 @@ from vitfocus.robustness.run_folder import Columns
 from vitfocus.robustness.sources import Collated, EvaluationBatch, ItemSource, Source, StreamSource
 from vitfocus.robustness.suites import DataForm, refuse_unused
 from vitfocus.robustness.suites.corruptions import ALL_CORRUPTIONS, chosen_corruptions
-from vitfocus.tasks.segmentation.inference import Protocol, predict, write_pictures
+from vitfocus.tasks.segmentation.inference import InferenceSettings, predict, write_pictures
 from vitfocus.tasks.segmentation.metric import class_counts, iou_by_class, scores_of
 from vitfocus.treatments.save_load import task_of
 
@@ -53,7 +54,7 @@ class MaskedPictures:
     classes: tuple[str, ...] = ()
     layout: str = ""
     names: tuple[str, ...] = ()
-    masks: Masks | None = None
+    masks: SegmentationDataset | None = None
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ def acdc(arguments: EvaluationArguments) -> Plan:
 
 def _plan(
     arguments: EvaluationArguments,
-    test: Protocol,
+    test: InferenceSettings,
     groups: Sequence[Group],
     reduce: Any,
     notes: Iterable[str] = (),
@@ -143,7 +144,7 @@ def _plan(
     return Plan(tuple(groups), protocol, reduce, tuple(notes), batch_sizes=(batch, 8))
 
 
-def _test_protocol(arguments: EvaluationArguments) -> Protocol:
+def _test_protocol(arguments: EvaluationArguments) -> InferenceSettings:
     """How pictures are tested: the options, and what they leave open as the first model was trained to be tested."""
     for model in arguments.models:
         _refuse_other_tasks(model, arguments.suite.name)
@@ -153,7 +154,7 @@ def _test_protocol(arguments: EvaluationArguments) -> Protocol:
     test = {**task_of(arguments.models[0].model).get("test", {}), **{k: v for k, v in given.items() if v is not None}}
     if options.window is not None and options.stride is None:
         test["stride"] = 0
-    return Protocol(**test)
+    return InferenceSettings(**test)
 
 
 def _refuse_other_tasks(model: PixelModel, suite: str) -> None:
@@ -187,19 +188,21 @@ def open_pictures(arguments: EvaluationArguments, weather: str = "") -> MaskedPi
         raise VitfocusError(f"There is no layout {source!r}: {nearest(source, LAYOUTS)}")
     layout = source or guess_source(root) or (trained_on if trained_on in LAYOUTS else "masks")
     if layout == "acdc":
-        masks: Masks = MaskFiles(root, acdc_layout(root, "val", options.split, weather))
+        masks: SegmentationDataset = MaskFiles(root, acdc_layout(root, "val", options.split, weather))
     else:
         masks = open_masks(Data(source=layout, root=str(root), val_split=options.split), "val")
     return _file_source(arguments, masks, short_side, layout)
 
 
-def _file_source(arguments: EvaluationArguments, masks: Masks, short_side: int, layout: str = "") -> MaskedPictures:
+def _file_source(
+    arguments: EvaluationArguments, masks: SegmentationDataset, short_side: int, layout: str = ""
+) -> MaskedPictures:
     """A numbered set; draws belong to a file's path below the root, or to its number."""
     pick = evenly_spaced(len(masks), arguments.limit)
     ids: list[Any] = list(range(len(masks)))
     if isinstance(masks, MaskFiles):
         ids = [picture.relative_to(masks.root).as_posix() for picture, _ in masks.pairs]
-    samples = WholePictures(masks, short_side)
+    samples = WholeImages(masks, short_side)
     source = ItemSource(samples, pick, _collate_by_size, ids=ids, digest=masks.digest(), **arguments.reading)
     names = tuple(ids[i].rpartition(".")[0].replace("/", "_") for i in pick) if isinstance(masks, MaskFiles) else ()
     return MaskedPictures(source, tuple(masks.classes), layout, names, masks)
@@ -253,7 +256,7 @@ def _collate_by_size(items: list[tuple[Tensor, Tensor]]) -> list[Collated]:
 
 def _condition(
     arguments: EvaluationArguments,
-    test: Protocol,
+    test: InferenceSettings,
     pictures: MaskedPictures,
     name: str,
     change: Any = None,
@@ -265,7 +268,12 @@ def _condition(
 
 
 def _segment(
-    test: Protocol, ignore: int, drawing: _Drawing | None, model: PixelModel, images: Tensor, batch: EvaluationBatch
+    test: InferenceSettings,
+    ignore: int,
+    drawing: _Drawing | None,
+    model: PixelModel,
+    images: Tensor,
+    batch: EvaluationBatch,
 ) -> Outcome:
     """Each picture's pixels per class: right, true and predicted, (B, 3, classes)."""
     masks = batch.labels
@@ -398,7 +406,7 @@ def _stored(
     return {f"{name}/{severity}": stored[name, severity] for name in names for severity in severities}
 
 
-def stored_corruptions(folder: str | Path, clean: Masks | None) -> dict[tuple[str, int], MaskFiles]:
+def stored_corruptions(folder: str | Path, clean: SegmentationDataset | None) -> dict[tuple[str, int], MaskFiles]:
     """Sets of pictures by (corruption, severity), each with the masks of the clean pictures of the same names.
 
     Both "gaussian_noise/3/..." and "gaussian_noise_3/..." are understood, wherever they stand in a path.

@@ -16,20 +16,20 @@ from torch.utils.data import Dataset
 from vitfocus.anatomy import pixels_of
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.statistics import evenly_spaced, mean_interval
-from vitfocus.data.classification.dataset import Broken
-from vitfocus.data.classification.loader import seeded
+from vitfocus.data.loader import Broken, read_or_broken
+from vitfocus.data.sample_order import seeded
 from vitfocus.data.shapes.dataset import shapes_named
-from vitfocus.data.vqa.answers import soft_accuracy
-from vitfocus.data.vqa.batches import Look, stacked
-from vitfocus.data.vqa.dataset import ArrayPictures, Question, QuestionSet, read_vqav2, shapes_questions, splits_in
-from vitfocus.data.vqa.tokenizer import Words
+from vitfocus.data.vqa.batches import VqaPreprocessing, pad_images
+from vitfocus.data.vqa.dataset import Question, TensorImages, VqaDataset, read_vqav2, shapes_questions, splits_in
+from vitfocus.data.vqa.tokenizer import QuestionTokenizer
 from vitfocus.robustness.engine import Condition, EvaluationArguments, Group, Outcome, Plan, Reduced
 from vitfocus.robustness.metrics import Summary, percent
 from vitfocus.robustness.pixel_model import PixelModel
 from vitfocus.robustness.run_folder import Columns
 from vitfocus.robustness.sources import Collated, EvaluationBatch, ItemSource
 from vitfocus.robustness.suites import DataForm, refuse_unused
-from vitfocus.tasks.vqa.model import Answerer, language_alone
+from vitfocus.tasks.vqa.inference import Answerer
+from vitfocus.tasks.vqa.metric import language_alone, soft_accuracy
 from vitfocus.treatments.save_load import task_of
 
 
@@ -37,7 +37,7 @@ def answers(arguments: EvaluationArguments) -> Plan:
     """The official accuracy, in percent, in all and by answer type.
 
     The data is a folder in VQAv2's layout, of which `split` ("val2014", or several joined by "+") is taken, the word
-    "shapes", a `QuestionSet`, or a data set of (picture, {"question", "answers"}). With `out`, the answers are written
+    "shapes", a `VqaDataset`, or a data set of (picture, {"question", "answers"}). With `out`, the answers are written
     there as the official server takes them; of a split whose answers are withheld that is the only result.
     """
     split = arguments.options.split
@@ -49,7 +49,7 @@ def answers(arguments: EvaluationArguments) -> Plan:
             "with out (--out) to keep what the model answers."
         )
     answerers = {model.name: Answerer(model.model, _picture_size(model.model)) for model in arguments.models}
-    samples = QuestionItems(asked, {name: (one.words, one.look) for name, one in answerers.items()})
+    samples = QuestionItems(asked, {name: (one.tokenizer, one.preprocessing) for name, one in answerers.items()})
     pick = evenly_spaced(len(asked), arguments.limit)
     source = ItemSource(samples, pick, samples.collate, digest=asked.digest(), **arguments.reading)
     questions = [asked.questions[index] for index in pick]
@@ -70,31 +70,29 @@ def answers(arguments: EvaluationArguments) -> Plan:
 class QuestionItems:
     """Questions with their pictures, prepared for each of several models by name; a picture is decoded once."""
 
-    def __init__(self, asked: QuestionSet, readers: Mapping[str, tuple[Words, Look]]) -> None:
+    def __init__(self, asked: VqaDataset, readers: Mapping[str, tuple[QuestionTokenizer, VqaPreprocessing]]) -> None:
         self.asked, self.readers = asked, readers
 
-    def __getitem__(self, index: int) -> tuple[str, dict[Look, Tensor]] | Broken:
+    def __getitem__(self, index: int) -> tuple[str, dict[VqaPreprocessing, Tensor]] | Broken:
         question = self.asked.questions[index]
-        try:
-            picture = self.asked.pictures.read(question.picture)
-            return question.text, {look: look.fitted(picture) for _, look in self.readers.values()}
-        except Exception as error:  # decoders raise anything
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            return Broken(self.asked.pictures.name(question.picture), reason)
+        image = read_or_broken(self.asked.images, question.image)
+        if isinstance(image, Broken):
+            return image
+        return question.text, {prepare: prepare.resize(image) for _, prepare in self.readers.values()}
 
-    def collate(self, items: list[tuple[str, dict[Look, Tensor]]]) -> list[Collated]:
+    def collate(self, items: list[tuple[str, dict[VqaPreprocessing, Tensor]]]) -> list[Collated]:
         """The inputs of each model: words, pictures padded to the largest, and masks."""
         texts = [text for text, _ in items]
         inputs = {
-            name: words(texts) | stacked([fitted[look] for _, fitted in items])
-            for name, (words, look) in self.readers.items()
+            name: tokenizer(texts) | pad_images([resized[prepare] for _, resized in items])
+            for name, (tokenizer, prepare) in self.readers.items()
         }
         return [Collated(range(len(items)), inputs, None)]
 
 
-def open_questions(data: Any, split: str = "", size: int = 32) -> QuestionSet:
+def open_questions(data: Any, split: str = "", size: int = 32) -> VqaDataset:
     """A folder in VQAv2's layout, the embedded Shapes drawn at that size, or a set as it is."""
-    if isinstance(data, QuestionSet):
+    if isinstance(data, VqaDataset):
         return data
     if (length := shapes_named(data, 1000)) is not None:
         return shapes_questions("val", length, size)
@@ -107,7 +105,7 @@ def open_questions(data: Any, split: str = "", size: int = 32) -> QuestionSet:
     return read_vqav2(data, chosen, annotated=not chosen.startswith("test"))
 
 
-def _from_dataset(data: Any) -> QuestionSet:
+def _from_dataset(data: Any) -> VqaDataset:
     """A data set of (picture, {"question", "answers"}), such as `Shapes(task="answer")`; pictures uint8 (3, H, W)."""
     pictures, questions = [], []
     for number in range(len(data)):
@@ -119,7 +117,7 @@ def _from_dataset(data: Any) -> QuestionSet:
         questions.append(Question(number, number, target["question"], tuple(target["answers"]), answer_type=kind))
     if len({tuple(getattr(picture, "shape", ())) for picture in pictures}) != 1:
         raise VitfocusError("answers takes a data set whose pictures are uint8 tensors (3, H, W) of one size.")
-    return QuestionSet(questions, ArrayPictures(torch.stack(pictures), "picture"))
+    return VqaDataset(questions, TensorImages(torch.stack(pictures), "picture"))
 
 
 def _picture_size(model: nn.Module) -> int:
@@ -136,7 +134,7 @@ def _answer(
     """The answer to each question, in json."""
     answerer, device = answerers[model.name], batch.positions.device
     with model.autocast(device), seeded(0):  # ViLT shuffles patches: a batch has its answers whenever it comes
-        logits = model.model(**answerer.look.normalised(inputs[model.name], device)).logits
+        logits = model.model(**answerer.preprocessing.normalise(inputs[model.name], device)).logits
     return {"answer": [json.dumps(answerer.answers[number]) for number in logits.argmax(1).tolist()]}
 
 

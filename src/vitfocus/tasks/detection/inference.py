@@ -1,4 +1,4 @@
-"""A detector on a set of pictures: everything it finds as COCO writes it, and pictures of that for people."""
+"""Runs a detector over a data set: results in COCO's format, and images with the detections drawn on them."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from torch import Tensor, nn
 from vitfocus.anatomy import pixels_of, unwrap
 from vitfocus.core.files import atomic_path
 from vitfocus.core.modules import eval_mode
-from vitfocus.data.classification.dataset import BrokenLog
 from vitfocus.data.detection.batches import EvaluationSamples
-from vitfocus.data.detection.dataset import Detections
-from vitfocus.data.sample_loader import read_ahead
-from vitfocus.tasks.detection.metric import coco_findings
+from vitfocus.data.detection.dataset import DetectionDataset
+from vitfocus.data.image_files import Normalise
+from vitfocus.data.loader import BrokenLog, evaluation_batches
+from vitfocus.tasks.detection.metric import coco_results
 
-Finding = dict[str, Tensor]
-_SMALLEST_PICTURE = 320  # pixels of the shorter side; smaller ones are enlarged, or their captions would hide them
+Prediction = dict[str, Tensor]
+_SMALLEST_PICTURE = 320  # pixels of the short side; smaller images are enlarged, or captions would cover them
 
 
 @dataclass
-class Searcher:
-    """Runs a detector over pictures by index; `watch(index, picture, finding)` sees every one of them."""
+class DetectorInference:
+    """Runs a detector over the images of a data set; `watch(index, image, prediction)` is called for each of them."""
 
-    images: Detections
+    images: DetectionDataset
     device: torch.device
     batch: int = 1
     workers: int = 0
     log: BrokenLog = field(default_factory=lambda: BrokenLog(fatal=True))
     say: Callable[[str], None] = print
-    watch: Callable[[int, Tensor, Finding], None] = lambda index, picture, finding: None
+    watch: Callable[[int, Tensor, Prediction], None] = lambda index, picture, prediction: None
 
     def __call__(
         self,
@@ -44,7 +44,7 @@ class Searcher:
         indices: Sequence[int],
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> list[dict[str, Any]]:
-        """What the model, which is left in the mode it was in, finds on these pictures, as COCO's results have it."""
+        """The detections on these images as COCO's results; the model runs in eval mode."""
         model = unwrap(model)
         with eval_mode(model):
             return [one for batch in self.each(model, indices, autocast) for some in batch.values() for one in some]
@@ -56,42 +56,28 @@ class Searcher:
         indices: Sequence[int],
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> Iterator[dict[int, list[dict[str, Any]]]]:
-        """The same by the pictures' indices, a batch at a time; the caller sees to eval mode."""
-        model = unwrap(model)  # processes may have different numbers of batches, and DDP's forward waits for the others
-        normalise = Normalise(model, self.device)
+        """The same by batches, as a dict by image index; the caller sets eval mode."""
+        model = unwrap(model)  # DDP's forward pass would wait for processes with fewer batches
+        wanted = pixels_of(model)
+        normalise = Normalise(wanted.mean, wanted.std, self.device)
         keys = [list(indices[first : first + self.batch]) for first in range(0, len(indices), self.batch)]
-        for items, broken in read_ahead(EvaluationSamples(self.images), keys, list, self.workers, self.device):
-            for one in self.log.add(broken):
-                self.say(f"Left out of the evaluation, unreadable: {one}")
-            if not items:
-                continue
+        samples = EvaluationSamples(self.images)
+        for items, _, _ in evaluation_batches(samples, keys, list, self.workers, self.device, self.log, self.say):
             with autocast():
-                findings = model([normalise(picture) for picture, _ in items])
+                predictions = model([normalise(picture) for picture, _ in items])
             found = {}
-            for (picture, index), finding in zip(items, findings, strict=True):
-                found[index] = coco_findings([finding], [self.images.image_id(index)], self.images.category_ids)
-                self.watch(index, picture, finding)
+            for (picture, index), prediction in zip(items, predictions, strict=True):
+                found[index] = coco_results([prediction], [self.images.image_id(index)], self.images.category_ids)
+                self.watch(index, picture, prediction)
             yield found
 
 
-class Normalise:
-    """Pictures, uint8 (3, H, W), on the device as the model wants them."""
+def draw_detections(picture: Tensor, prediction: Prediction, classes: Sequence[str], least: float = 0.5) -> Image.Image:
+    """Draw boxes, masks, names and scores of the detections with at least a score on an image, uint8 (3, H, W).
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        wanted, self.device = pixels_of(model), device
-        self.mean = torch.tensor(wanted.mean, device=device)[:, None, None] * 255
-        self.std = torch.tensor(wanted.std, device=device)[:, None, None] * 255
-
-    def __call__(self, picture: Tensor) -> Tensor:
-        return (picture.to(self.device, non_blocking=True).float() - self.mean) / self.std
-
-
-def draw_finding(picture: Tensor, finding: Finding, classes: Sequence[str], least: float = 0.5) -> Image.Image:
-    """The picture, uint8 (3, H, W), with the boxes, masks, names and scores of what was found with at least that score.
-
-    >>> finding = {"boxes": torch.tensor([[8.0, 8.0, 40.0, 40.0]]), "labels": torch.tensor([1])}
-    >>> finding |= {"scores": torch.tensor([0.9]), "masks": torch.ones(1, 1, 64, 64)}
-    >>> draw_finding(torch.zeros(3, 64, 64, dtype=torch.uint8), finding, ["ring"]).size
+    >>> prediction = {"boxes": torch.tensor([[8.0, 8.0, 40.0, 40.0]]), "labels": torch.tensor([1])}
+    >>> prediction |= {"scores": torch.tensor([0.9]), "masks": torch.ones(1, 1, 64, 64)}
+    >>> draw_detections(torch.zeros(3, 64, 64, dtype=torch.uint8), prediction, ["ring"]).size
     (320, 320)
     """
     from torchvision.transforms.functional import to_pil_image
@@ -99,17 +85,17 @@ def draw_finding(picture: Tensor, finding: Finding, classes: Sequence[str], leas
 
     times = -(-_SMALLEST_PICTURE // min(picture.shape[1:]))
     picture = picture.cpu().repeat_interleave(times, 1).repeat_interleave(times, 2)
-    kept = finding["scores"].cpu() >= least
+    kept = prediction["scores"].cpu() >= least
     if kept.any():
-        labels = finding["labels"].cpu()[kept].tolist()
-        scores = finding["scores"].cpu()[kept].tolist()
+        labels = prediction["labels"].cpu()[kept].tolist()
+        scores = prediction["scores"].cpu()[kept].tolist()
         colours = [_colour(label) for label in labels]
-        masks = finding["masks"][:, 0].cpu()[kept] > 0.5
+        masks = prediction["masks"][:, 0].cpu()[kept] > 0.5
         masks = masks.repeat_interleave(times, 1).repeat_interleave(times, 2)
         captions = [f"{classes[label - 1]} {score:.2f}" for label, score in zip(labels, scores, strict=True)]
-        for mask, colour in zip(masks, colours, strict=True):  # all at once, torchvision blackens where they overlap
+        for mask, colour in zip(masks, colours, strict=True):  # at once, torchvision would make overlaps black
             picture = draw_segmentation_masks(picture, mask, alpha=0.45, colors=[colour])
-        boxes = finding["boxes"].float().cpu()[kept] * times
+        boxes = prediction["boxes"].float().cpu()[kept] * times
         picture = draw_bounding_boxes(
             picture,
             boxes,
@@ -124,18 +110,18 @@ def draw_finding(picture: Tensor, finding: Finding, classes: Sequence[str], leas
     return drawn
 
 
-class PictureWriter:
-    """Writes the pictures of a search into a folder, as NUMBER.png, NUMBER being COCO's."""
+class DetectionWriter:
+    """A `watch` function that writes images with their detections to a folder, as COCO_ID.png."""
 
-    def __init__(self, folder: str | Path, images: Detections, least: float = 0.5) -> None:
+    def __init__(self, folder: str | Path, images: DetectionDataset, least: float = 0.5) -> None:
         self.folder, self.images, self.least = Path(folder), images, least
 
-    def __call__(self, index: int, picture: Tensor, finding: Finding) -> None:
+    def __call__(self, index: int, picture: Tensor, prediction: Prediction) -> None:
         with atomic_path(self.folder / f"{self.images.image_id(index):012d}.png") as path:
-            draw_finding(picture, finding, self.images.classes, self.least).save(path, "PNG")
+            draw_detections(picture, prediction, self.images.classes, self.least).save(path, "PNG")
 
 
 def _colour(label: int) -> tuple[int, int, int]:
-    """A bright colour, unlike those of the labels next to it: hues a golden section apart."""
+    """A bright colour; the hues of neighbouring labels differ by the golden ratio."""
     red, green, blue = colorsys.hsv_to_rgb(label * 0.618034 % 1, 0.8, 0.95)
     return round(255 * red), round(255 * green), round(255 * blue)

@@ -1,4 +1,4 @@
-"""Detections as COCO writes them, and COCO's scores of them: average precision of boxes and of masks."""
+"""Detections in COCO's format, and COCO's average precision of boxes and masks."""
 
 from __future__ import annotations
 
@@ -21,15 +21,19 @@ _NAMES = {
 }
 
 
-def coco_findings(
-    findings: Iterable[dict[str, Tensor]], image_ids: Iterable[int], category_ids: Sequence[int]
+def coco_results(
+    predictions: Iterable[dict[str, Tensor]], image_ids: Iterable[int], category_ids: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """What a detector found on some pictures, as COCO's results have it, one record an object, fit for json.
+    """Convert predictions to COCO's results: one dict per object, ready for JSON.
 
-    A finding has `boxes` (n, 4), `labels` (n,), counted from 1, `scores` (n,) and `masks` (n, 1, H, W) as shares.
+    Args:
+        predictions: Per image `boxes` (n, 4), `labels` (n,) counted from 1, `scores` (n,) and `masks` (n, 1, H, W) as
+            probabilities, as torchvision's detectors return them.
+        image_ids: COCO's ids of the images.
+        category_ids: COCO's ids of the labels 1, 2, ...
     """
     results = []
-    for one, image_id in zip(findings, image_ids, strict=True):
+    for one, image_id in zip(predictions, image_ids, strict=True):
         boxes = box_convert(one["boxes"].float(), "xyxy", "xywh")
         outlines = encode_masks((one["masks"][:, 0] > 0.5).cpu().numpy())
         rows = zip(boxes.tolist(), one["labels"].tolist(), one["scores"].tolist(), outlines, strict=True)
@@ -41,25 +45,30 @@ def coco_findings(
 
 
 def coco_scores(truth: dict[str, Any], found: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """COCO's average precisions, in [0, 1]: box_ap, box_ap50, box_ap75, box_ap_small ..., mask_ap ...
+    """COCO's average precision.
 
-    `truth` is COCO's json of instances; detections that fall into its crowds do not count. A size of which no object
-    occurs has no score.
+    Args:
+        truth: The content of COCO's JSON of instances; detections inside crowds are ignored.
+        found: Detections as `coco_results` returns them.
 
-    >>> outline = encode_masks([[[1, 1], [0, 0]]])[0]
-    >>> thing = {"image_id": 1, "category_id": 5, "bbox": [0, 0, 2, 1], "segmentation": outline}
-    >>> truth = {"images": [{"id": 1, "height": 2, "width": 2}], "categories": [{"id": 5, "name": "cup"}]}
-    >>> truth["annotations"] = [{**thing, "id": 1, "area": 2, "iscrowd": 0}]
-    >>> coco_scores(truth, [{**thing, "score": 0.9}])["box_ap"]
-    1.0
+    Returns:
+        Scores in [0, 1]: box_ap, box_ap50, box_ap75, box_ap_small ..., mask_ap ... A size without objects has no score.
+
+    Example:
+        >>> outline = encode_masks([[[1, 1], [0, 0]]])[0]
+        >>> thing = {"image_id": 1, "category_id": 5, "bbox": [0, 0, 2, 1], "segmentation": outline}
+        >>> truth = {"images": [{"id": 1, "height": 2, "width": 2}], "categories": [{"id": 5, "name": "cup"}]}
+        >>> truth["annotations"] = [{**thing, "id": 1, "area": 2, "iscrowd": 0}]
+        >>> coco_scores(truth, [{**thing, "score": 0.9}])["box_ap"]
+        1.0
     """
-    mask_tools()  # says what to install where it is missing
+    mask_tools()  # an error that says what to install, if it is missing
     from faster_coco_eval import COCO, COCOeval_faster
 
     known = COCO({"info": {}, **truth}, use_deepcopy=True)
     scores: dict[str, float] = {}
     for kind, measure in KINDS.items():
-        # Without the box, an object's size is its mask's area, as COCO has it for masks.
+        # Without the box the size of an object is the area of its mask, as COCO defines it for masks.
         left_out = "segmentation" if kind == "box" else "bbox"
         results = [{key: value for key, value in one.items() if key != left_out} for one in found]
         judge = COCOeval_faster(known, known.loadRes(results), measure, print_function=lambda *_: None)

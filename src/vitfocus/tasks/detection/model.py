@@ -1,8 +1,8 @@
-"""Mask R-CNN on a vision transformer: torchvision's detector, fed by a pyramid of ours.
+"""Mask R-CNN on a vision transformer: torchvision's detector on the feature pyramid of a timm model.
 
-Images are given normalised, as every model here takes them, singly of any size. In training they come resized and with
-their targets, and losses come out; otherwise the detector resizes them (shortest side `min_size`, longest at most
-`max_size`) and gives boxes and masks in the coordinates of the images it was given.
+The model takes a list of normalised images of any size. In training the images are already resized and come with
+targets, and the model returns losses. Otherwise it resizes them (short side `min_size`, long side at most `max_size`)
+and returns boxes and masks in the coordinates of the given images.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.tasks.feature_pyramid import LEVELS, PyramidFeatures
 
 _RATIOS = (0.5, 1.0, 2.0)
-#: torchvision's numbers that can be set; unknown ones it would pass over in silence.
+#: Options of torchvision's MaskRCNN; it ignores unknown ones silently.
 _OPTIONS = tuple(
     name
     for name in inspect.signature(MaskRCNN).parameters
@@ -35,9 +35,9 @@ _OPTIONS = tuple(
 
 
 class DetectorBackbone(nn.Module):
-    """The pyramid of a transformer and a feature pyramid network on top: five maps of `out_channels` channels.
+    """The features of a transformer and a feature pyramid network: five maps of `out_channels` channels.
 
-    The maps are 32-bit floats whatever autocast does, since torchvision makes the anchors in their type.
+    The maps are float32 even under autocast, since torchvision makes the anchors in their dtype.
     """
 
     def __init__(self, features: PyramidFeatures, channels: int) -> None:
@@ -47,14 +47,14 @@ class DetectorBackbone(nn.Module):
         self.out_channels = channels
 
     def forward(self, images: Tensor) -> Mapping[str, Tensor]:
-        """Images (B, 3, H, W) to maps named "0" to "3" and "pool", each half as large as the one before."""
+        """Maps named "0" to "3" and "pool" of images (B, 3, H, W), each half as large as the one before."""
         maps = self.features(images)
         result: Mapping[str, Tensor] = self.fpn(OrderedDict((str(level), one) for level, one in enumerate(maps)))
         return OrderedDict((level, one.float()) for level, one in result.items())
 
 
 class _Proposals(RPNHead):
-    """In 32 bits: torchvision adds the offsets to coordinates in the type they come in, and bfloat16 has 8 bits."""
+    """A region proposal head in float32: torchvision adds its offsets to coordinates, and bfloat16 has 8 bits."""
 
     def forward(self, maps: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         logits, offsets = super().forward(maps)
@@ -62,7 +62,7 @@ class _Proposals(RPNHead):
 
 
 class _Boxes(FastRCNNPredictor):
-    """In 32 bits, for the same reason."""
+    """A box predictor in float32, for the same reason."""
 
     def forward(self, regions: Tensor) -> tuple[Tensor, Tensor]:
         logits, offsets = super().forward(regions)
@@ -70,17 +70,17 @@ class _Boxes(FastRCNNPredictor):
 
 
 class VisionMaskRCNN(MaskRCNN):
-    """torchvision's Mask R-CNN on a vision transformer. Its arguments are those of `mask_rcnn`."""
+    """torchvision's Mask R-CNN on a vision transformer; see `mask_rcnn` for its arguments."""
 
     def no_weight_decay(self) -> set[str]:
-        """What the transformer wants undecayed, under its names here."""
+        """Parameters of the transformer without weight decay."""
         body: Any = self.backbone.features.body
         names = body.no_weight_decay() if hasattr(body, "no_weight_decay") else ()
         return {f"backbone.features.body.{name}" for name in names}
 
 
-def build(name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
-    """The model of a spec "maskrcnn:NAME"."""
+def build_mask_rcnn(name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
+    """The model of the spec "maskrcnn:NAME"."""
     return mask_rcnn(name, pretrained, **arguments)
 
 
@@ -98,21 +98,33 @@ def mask_rcnn(
     anchor_scale: int = 8,
     **options: Any,
 ) -> VisionMaskRCNN:
-    """Mask R-CNN with a feature pyramid on a timm backbone; `pretrained` is about the backbone.
+    """Mask R-CNN with a feature pyramid on a timm backbone.
 
-    `num_classes` counts the objects' classes; the ground is one more, label 0. `indices` are the backbone's features
-    that feed the pyramid, `channels` its width and the mask head's, `box_width` the box head's. Anchors are
-    `anchor_scale` strides large. Options that begin with rpn_ or box_ go to torchvision's MaskRCNN, all others to the
-    backbone.
+    Args:
+        backbone: The timm model.
+        pretrained: Whether the backbone starts from timm's weights.
+        num_classes: Number of classes of objects, without the background, which is label 0.
+        min_size: Short side of the images at test time.
+        max_size: Largest long side at test time.
+        indices: Features of the backbone that feed the pyramid.
+        channels: Width of the pyramid and of the mask head.
+        box_width: Width of the box head.
+        mask_layers: Convolutions of the mask head.
+        anchor_scale: Size of the anchors in strides.
+        options: Options that begin with rpn_ or box_ are passed to torchvision's MaskRCNN, others to the backbone.
 
-    >>> import torch
-    >>> small = {"depth": 4, "embed_dim": 48, "num_heads": 3, "channels": 16, "box_width": 32, "mask_layers": 1}
-    >>> model = mask_rcnn("vit_tiny_patch16_224", num_classes=3, min_size=64, **small).eval()
-    >>> sorted(model([torch.zeros(3, 60, 90)])[0])
-    ['boxes', 'labels', 'masks', 'scores']
+    Raises:
+        VitfocusError: An option is unknown, or the backbone has no usable features.
+
+    Example:
+        >>> import torch
+        >>> small = {"depth": 4, "embed_dim": 48, "num_heads": 3, "channels": 16, "box_width": 32, "mask_layers": 1}
+        >>> model = mask_rcnn("vit_tiny_patch16_224", num_classes=3, min_size=64, **small).eval()
+        >>> sorted(model([torch.zeros(3, 60, 90)])[0])
+        ['boxes', 'labels', 'masks', 'scores']
     """
     if num_classes < 1:
-        raise VitfocusError(f"A detector knows at least one class of objects, and num_classes={num_classes}.")
+        raise VitfocusError(f"A detector needs at least one class of objects, not num_classes={num_classes}.")
     own = {key: value for key, value in options.items() if key.startswith(("rpn_", "box_"))}
     for key in own:
         if key not in _OPTIONS:
@@ -129,7 +141,7 @@ def mask_rcnn(
         image_mean=[0.0, 0.0, 0.0],
         image_std=[1.0, 1.0, 1.0],
         size_divisible=features.strides[-1],
-        _skip_resize=True,  # in training: the data come resized, each image by its own draw
+        _skip_resize=True,  # in training the data are resized already, each image by a random factor
         rpn_anchor_generator=AnchorGenerator(
             tuple((anchor_scale * stride,) for stride in strides), (_RATIOS,) * len(strides)
         ),
@@ -145,7 +157,7 @@ def mask_rcnn(
 
 
 def _pooler(size: int, strides: Sequence[int]) -> MultiScaleRoIAlign:
-    """RoIAlign told the strides: torchvision would guess them from the first batch, wrongly where much is padding."""
+    """RoIAlign with given strides: torchvision would infer them from the first batch, wrongly if much is padding."""
     pooler = MultiScaleRoIAlign([str(level) for level in range(LEVELS)], output_size=size, sampling_ratio=2)
     pooler.scales = [1.0 / stride for stride in strides]
     exponents = [stride.bit_length() - 1 for stride in (strides[0], strides[-1])]

@@ -1,4 +1,4 @@
-"""From pictures to classes: whole or by a sliding window, with or without the mirror image, and pictures of it."""
+"""Segmentation of images, whole or by a sliding window, with optional flip averaging; coloured predictions."""
 
 from __future__ import annotations
 
@@ -13,15 +13,24 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
+from vitfocus.anatomy import pixels_of
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import atomic_path
 from vitfocus.core.modules import eval_mode, logits_of
-from vitfocus.data.segmentation.classes import palette
+from vitfocus.data.image_files import Normalise, to_image
+from vitfocus.data.segmentation.layouts import palette
 
 
 @dataclass(frozen=True)
-class Protocol:
-    """How a picture is tested. `window` 0: the whole picture at once; `stride` 0: two thirds of the window."""
+class InferenceSettings:
+    """How an image is segmented.
+
+    Args:
+        window: Side of the sliding window; 0 takes the whole image at once.
+        stride: Step of the sliding window; 0 is two thirds of the window.
+        flip: Whether to average with the prediction for the flipped image.
+        short_side: Images are resized to this short side; 0 keeps their size.
+    """
 
     window: int = 0
     stride: int = 0
@@ -33,35 +42,37 @@ class Protocol:
             if getattr(self, name) < 0:
                 raise VitfocusError(f"{name} is a number of pixels, 0 or more, not {getattr(self, name)}.")
         if self.stride and not self.window:
-            raise VitfocusError(
-                f"A stride of {self.stride} leads from window to window, and there is no window: name it."
-            )
+            raise VitfocusError(f"A stride of {self.stride} has no effect without a window: set the window too.")
         if self.stride > self.window:
             raise VitfocusError(
-                f"A stride of {self.stride} leaves gaps between windows of {self.window}: it must not be larger."
+                f"A stride of {self.stride} leaves gaps between windows of {self.window}: make it no larger."
             )
 
     @property
     def step(self) -> int:
-        """From one window to the next."""
+        """Pixels from one window to the next."""
         return self.stride or max(1, self.window * 2 // 3)
 
 
-def predict(model: Any, images: Tensor, protocol: Protocol, size: Sequence[int] | None = None) -> Tensor:
-    """A score for each class, (B, classes, *size), for pictures (B, 3, H, W); `size` (default: theirs) is the masks'.
+def predict(model: Any, images: Tensor, settings: InferenceSettings, size: Sequence[int] | None = None) -> Tensor:
+    """Scores of the classes, (B, classes, *size), for normalised images (B, 3, H, W).
 
-    `model` takes the pictures as they are given and returns logits (B, classes, h, w), at any size.
+    Args:
+        model: Returns logits (B, classes, h, w) at any size.
+        images: The images, as the model takes them.
+        settings: Sliding window and flip.
+        size: Size of the scores; by default that of the images.
     """
-    scores = _probabilities(model, images, protocol)
-    if protocol.flip:
-        scores = scores + _probabilities(model, images.flip(3), protocol).flip(3)
+    scores = _probabilities(model, images, settings)
+    if settings.flip:
+        scores = scores + _probabilities(model, images.flip(3), settings).flip(3)
     if size is not None and tuple(scores.shape[-2:]) != tuple(size):
         scores = F.interpolate(scores, size=tuple(size), mode="bilinear", align_corners=False)
     return scores
 
 
 def slide(model: Any, images: Tensor, window: int, stride: int) -> Tensor:
-    """Logits (B, classes, H, W), averaged where windows overlap; the last ones end at the picture's edges."""
+    """Logits (B, classes, H, W), averaged where windows overlap; the last windows end at the image's border."""
     height, width = images.shape[-2:]
     total = count = None
     for top in _starts(height, window, stride):
@@ -77,13 +88,13 @@ def slide(model: Any, images: Tensor, window: int, stride: int) -> Tensor:
     return total / count
 
 
-def _probabilities(model: Any, images: Tensor, protocol: Protocol) -> Tensor:
-    logits = slide(model, images, protocol.window, protocol.step) if protocol.window else _at_size(model, images)
-    return logits.softmax(1) if protocol.flip else logits
+def _probabilities(model: Any, images: Tensor, settings: InferenceSettings) -> Tensor:
+    logits = slide(model, images, settings.window, settings.step) if settings.window else _at_size(model, images)
+    return logits.softmax(1) if settings.flip else logits
 
 
 def _starts(length: int, window: int, stride: int) -> list[int]:
-    """Where windows begin along an axis.
+    """Starts of the windows along an axis.
 
     >>> _starts(10, 4, 3), _starts(11, 4, 3), _starts(3, 4, 3)
     ([0, 3, 6], [0, 3, 6, 7], [0])
@@ -104,32 +115,38 @@ def _at_size(model: Any, images: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def segment(model: nn.Module, images: Tensor, protocol: Protocol | None = None) -> Tensor:
-    """Classes (B, H, W) for uint8 pictures (B, 3, H, W), normalised as the model's backbone expects.
+def segment(model: nn.Module, images: Tensor, settings: InferenceSettings | None = None) -> Tensor:
+    """Segment uint8 images; they are normalised as the model's backbone expects.
 
-    >>> import vitfocus as vf
-    >>> arguments = {"depth": 4, "embed_dim": 48, "num_heads": 3, "channels": 16}
-    >>> model = vf.create_model("upernet:vit_tiny_patch16_224", num_classes=11, **arguments)
-    >>> segment(model, torch.zeros(1, 3, 32, 48, dtype=torch.uint8)).shape
-    torch.Size([1, 32, 48])
+    Args:
+        model: A segmentation model.
+        images: uint8 (B, 3, H, W).
+        settings: Sliding window and flip; by default the whole image at once.
+
+    Returns:
+        The classes (B, H, W).
+
+    Example:
+        >>> import vitfocus as vf
+        >>> arguments = {"depth": 4, "embed_dim": 48, "num_heads": 3, "channels": 16}
+        >>> model = vf.create_model("upernet:vit_tiny_patch16_224", num_classes=11, **arguments)
+        >>> segment(model, torch.zeros(1, 3, 32, 48, dtype=torch.uint8)).shape
+        torch.Size([1, 32, 48])
     """
-    from vitfocus.anatomy import pixels_of
-
     seen = pixels_of(model)
-    device = next(model.parameters()).device
-    mean, std = (torch.tensor(values, device=device)[:, None, None] for values in (seen.mean, seen.std))
+    normalise = Normalise(seen.mean, seen.std, next(model.parameters()).device)
     with eval_mode(model):
-        return predict(model, (images.to(device).float() / 255 - mean) / std, protocol or Protocol()).argmax(1)
+        return predict(model, normalise(images), settings or InferenceSettings()).argmax(1)
 
 
 def coloured(classes: Tensor, count: int, source: str = "") -> Image.Image:
-    """A map of classes (H, W) as a picture, in the data set's colours where it has some."""
+    """A class map (H, W) as an image, in the data set's colours if it has some."""
     return Image.fromarray(palette(count, source)[classes.cpu().numpy().astype(np.uint8)])
 
 
 def overlay(image: Tensor, classes: Tensor, count: int, source: str = "", strength: float = 0.55) -> Image.Image:
-    """The classes' colours laid over the picture, uint8 (3, H, W)."""
-    picture = Image.fromarray(image.cpu().permute(1, 2, 0).contiguous().numpy())
+    """The colours of a class map blended with the image, uint8 (3, H, W)."""
+    picture = to_image(image)
     colours = coloured(classes, count, source).resize(picture.size, Image.Resampling.NEAREST)
     return Image.blend(picture, colours, strength)
 
@@ -137,12 +154,12 @@ def overlay(image: Tensor, classes: Tensor, count: int, source: str = "", streng
 def write_pictures(
     folder: str | Path, name: str, image: Tensor, guess: Tensor, truth: Tensor | None, count: int, source: str = ""
 ) -> Path:
-    """Write NAME.png (the coloured prediction) and NAME_overlay.png: picture, truth where known, prediction."""
+    """Write NAME.png (the coloured prediction) and NAME_overlay.png (image, ground truth if given, prediction)."""
     folder = Path(folder)
     with atomic_path(folder / f"{name}.png") as path:
         coloured(guess, count, source).save(path, "PNG")
     shown = [overlay(image, one, count, source) for one in (truth, guess) if one is not None]
-    panels = [Image.fromarray(image.cpu().permute(1, 2, 0).contiguous().numpy()), *shown]
+    panels = [to_image(image), *shown]
     strip = Image.new("RGB", (sum(panel.width for panel in panels) + 4 * (len(panels) - 1), panels[0].height), "white")
     left = 0
     for panel in panels:

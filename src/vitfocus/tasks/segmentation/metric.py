@@ -1,4 +1,4 @@
-"""mIoU, mAcc and aAcc from counts of right, true and predicted pixels per class, which add up over pictures."""
+"""mIoU, mAcc and aAcc from the numbers of correct, true and predicted pixels per class, summed over images."""
 
 from __future__ import annotations
 
@@ -8,35 +8,48 @@ import torch
 from torch import Tensor
 
 from vitfocus.core.errors import VitfocusError
-from vitfocus.data.segmentation.classes import IGNORE
+from vitfocus.data.segmentation.layouts import IGNORE
 
 
 def class_counts(truth: Tensor, guess: Tensor, classes: int, ignore: int = IGNORE) -> Tensor:
-    """Each picture's pixels per class, int64 (B, 3, classes): right, true and predicted; `ignore` does not count.
+    """Count the pixels of each image and class.
 
-    Truth and guess are (B, ...).
+    Args:
+        truth: True classes (B, ...).
+        guess: Predicted classes (B, ...).
+        classes: Number of classes.
+        ignore: Pixels with this true class are left out.
 
-    >>> class_counts(torch.tensor([[0, 1, 1, 255]]), torch.tensor([[0, 0, 1, 1]]), classes=2).tolist()
-    [[[1, 1], [1, 2], [2, 1]]]
+    Returns:
+        The numbers of correct, true and predicted pixels, int64 (B, 3, classes).
+
+    Raises:
+        VitfocusError: `truth` has a class outside the range.
+
+    Example:
+        >>> class_counts(torch.tensor([[0, 1, 1, 255]]), torch.tensor([[0, 0, 1, 1]]), classes=2).tolist()
+        [[[1, 1], [1, 2], [2, 1]]]
     """
     truth, guess = truth.flatten(1), guess.flatten(1)
     counted = truth != ignore
     pictures = torch.arange(len(truth), device=truth.device)[:, None].expand_as(truth)[counted]
     truth, guess = truth[counted].long(), guess[counted].long()
     if len(truth) and not 0 <= int(truth.min()) <= int(truth.max()) < classes:
-        raise VitfocusError(f"A mask holds class {int(truth.max())}, and the model knows {classes} classes.")
+        raise VitfocusError(f"A mask has the class {int(truth.max())}, but the model has {classes} classes.")
     cells = (pictures * classes + truth) * classes + guess
     confusion = torch.bincount(cells, minlength=len(counted) * classes**2).view(-1, classes, classes)
     return torch.stack([confusion.diagonal(dim1=1, dim2=2), confusion.sum(2), confusion.sum(1)], 1)
 
 
 def scores_of(counts: Tensor) -> dict[str, float]:
-    """`miou` over the classes that occur in truth or prediction, `macc` over those in truth, `aacc` over all pixels.
+    """Scores in [0, 1] from counts (3, classes), a sum of `class_counts` over images.
 
-    `counts` (3, classes) is the sum of some pictures' `class_counts`.
+    Returns:
+        `miou` over the classes that occur in truth or prediction, `macc` over those in truth, `aacc` over all pixels.
 
-    >>> scores_of(torch.tensor([[3, 3, 0], [4, 4, 0], [4, 4, 0]]))
-    {'miou': 0.6, 'macc': 0.75, 'aacc': 0.75}
+    Example:
+        >>> scores_of(torch.tensor([[3, 3, 0], [4, 4, 0], [4, 4, 0]]))
+        {'miou': 0.6, 'macc': 0.75, 'aacc': 0.75}
     """
     hits, truth, predicted = counts
     union = truth + predicted - hits
@@ -49,7 +62,7 @@ def scores_of(counts: Tensor) -> dict[str, float]:
 
 
 def iou_by_class(counts: Tensor, names: Any) -> dict[str, float | None]:
-    """Each class's IoU; None where it occurs nowhere."""
+    """The IoU of each class; None for a class that does not occur."""
     hits, truth, predicted = counts
     union = truth + predicted - hits
     values = [float(hit / whole) if whole else None for hit, whole in zip(hits.double(), union, strict=True)]

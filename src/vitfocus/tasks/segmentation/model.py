@@ -1,23 +1,80 @@
-"""What every segmenter here shares: a pyramid of features, logits at the picture's own size, parts named for training.
+"""UperNet and SegFormer on any timm model that returns features: a plain ViT, Swin, PVT, FAN.
 
-A segmenter gives logits (B, classes, H, W) for pictures (B, 3, H, W) of any size: what is not a multiple of the
-coarsest stride is padded, and cut off again. While training it gives {"out": logits} and, where it has an auxiliary
-head, {"aux": logits} too, as torchvision's segmenters do.
+A segmenter returns logits (B, classes, H, W) for images (B, 3, H, W) of any size: images are padded to a multiple of
+the coarsest stride, and the logits are cropped. In training it returns {"out": logits}, and {"aux": logits} too if it
+has an auxiliary head, as torchvision's segmenters do.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitfocus.core.errors import VitfocusError
 from vitfocus.tasks.feature_pyramid import PyramidFeatures
 
+_POOLS = (1, 2, 3, 6)
+
+
+def build_upernet(name: str, pretrained: bool, arguments: dict[str, Any]) -> Segmenter:
+    """UperNet (arXiv:1807.10221) on a timm model, for the spec "upernet:NAME".
+
+    With 512 channels, an auxiliary head of 256 and ADE20K's 150 classes it has 34.06, 53.55 and 127.02 million
+    parameters on ViT-Ti, S and B, as in the Context Broadcasting paper.
+
+    Args:
+        name: The timm model.
+        pretrained: Whether the backbone starts from timm's weights.
+        arguments: `num_classes`, `channels`, `auxiliary_channels` (0: no auxiliary head), `dropout` and `indices` (of
+            the four features) are the head's; the others are passed to timm.
+
+    Example:
+        >>> import vitfocus as vf
+        >>> arguments = {"img_size": 64, "depth": 4, "embed_dim": 48, "num_heads": 3, "channels": 32}
+        >>> model = vf.create_model("upernet:vit_tiny_patch16_224+cb(layers=upper)", num_classes=11, **arguments)
+        >>> model.eval()(torch.zeros(1, 3, 50, 75)).shape
+        torch.Size([1, 11, 50, 75])
+    """
+    head = take(arguments, channels=512, auxiliary_channels=256, dropout=0.1, indices=None)
+    classes, auxiliary = head["num_classes"], None
+    features = PyramidFeatures(name, pretrained, head["indices"], **arguments)
+    if head["auxiliary_channels"]:
+        auxiliary = PlainHead(features.widths[-2], head["auxiliary_channels"], classes, head["dropout"])
+    decoder = UperDecoder(features.widths, head["channels"], classes, head["dropout"])
+    return Segmenter(features, decoder, classes, auxiliary)
+
+
+def build_segformer(name: str, pretrained: bool, arguments: dict[str, Any]) -> Segmenter:
+    """SegFormer's all-MLP head (arXiv:2105.15203) on a timm model, for the spec "segformer:NAME".
+
+    On FAN-B-Hybrid the maps have 128, 256, 448 and 448 channels at strides 4, 8, 16 and 32: the two stages of the stem,
+    a block at two thirds of the depth, and the last block, pooled.
+
+    Args:
+        name: The timm model.
+        pretrained: Whether the backbone starts from timm's weights.
+        arguments: `num_classes`, `embed_channels` (the common width), `dropout` and `indices` (of the four features)
+            are the head's; the others are passed to timm.
+
+    Example:
+        >>> import vitfocus as vf
+        >>> spec = "segformer:fan_tiny_8_p4_hybrid+tap+adl"
+        >>> model = vf.create_model(spec, num_classes=19, embed_channels=32, depth=3, img_size=64)
+        >>> model.eval()(torch.zeros(1, 3, 64, 96)).shape
+        torch.Size([1, 19, 64, 96])
+    """
+    head = take(arguments, embed_channels=768, dropout=0.1, indices=None)
+    features = PyramidFeatures(name, pretrained, head["indices"], **arguments)
+    decoder = MLPDecoder(features.widths, head["embed_channels"], head["num_classes"], head["dropout"])
+    return Segmenter(features, decoder, head["num_classes"])
+
 
 class Segmenter(nn.Module):
-    """A pyramid, a decoder that makes logits of its four maps, and an auxiliary head on one of them."""
+    """A feature pyramid, a decoder that turns its four maps into logits, and an optional auxiliary head."""
 
     def __init__(
         self, features: PyramidFeatures, decoder: nn.Module, classes: int, auxiliary: nn.Module | None = None
@@ -27,7 +84,7 @@ class Segmenter(nn.Module):
         self.features, self.decoder, self.auxiliary = features, decoder, auxiliary
 
     def forward(self, images: Tensor) -> Tensor | dict[str, Tensor]:
-        """Logits for every pixel."""
+        """Logits for images (B, 3, H, W)."""
         padded = pad_to(images, self.features.strides[-1])
         maps = self.features(padded)
         logits = enlarged(self.decoder(maps), images, padded)
@@ -39,21 +96,21 @@ class Segmenter(nn.Module):
         return outputs
 
     def no_weight_decay(self) -> set[str]:
-        """The backbone's parameters that are not to be decayed."""
+        """Parameters of the backbone without weight decay."""
         return undecayed(self)
 
 
 class ConvNorm(nn.Sequential):
-    """Convolution, normalisation, ReLU."""
+    """Convolution, batch normalisation and ReLU."""
 
     def __init__(self, inputs: int, outputs: int, kernel: int = 1) -> None:
         super().__init__(
-            nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, bias=False), LoneNorm(outputs), nn.ReLU()
+            nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, bias=False), SafeBatchNorm(outputs), nn.ReLU()
         )
 
 
-class LoneNorm(nn.BatchNorm2d):
-    """Batch normalisation that falls back on its running statistics where a channel has one value, at batch size 1."""
+class SafeBatchNorm(nn.BatchNorm2d):
+    """Batch normalisation that uses running statistics if a channel has a single value (batch size 1, 1 × 1 map)."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise, (B, C, H, W)."""
@@ -63,27 +120,72 @@ class LoneNorm(nn.BatchNorm2d):
 
 
 class PlainHead(nn.Sequential):
-    """One convolution and a classifier, the auxiliary head of the field."""
+    """One convolution and a classifier: the usual auxiliary head."""
 
     def __init__(self, inputs: int, channels: int, classes: int, dropout: float = 0.1) -> None:
         super().__init__(ConvNorm(inputs, channels, 3), nn.Dropout2d(dropout), nn.Conv2d(channels, classes, 1))
 
 
+class UperDecoder(nn.Module):
+    """Pyramid pooling of the coarsest map, a top-down path over the others, and fusion at the finest."""
+
+    def __init__(self, widths: Sequence[int], channels: int, classes: int, dropout: float) -> None:
+        super().__init__()
+        self.pooled = nn.ModuleList(ConvNorm(widths[-1], channels) for _ in _POOLS)
+        self.bottleneck = ConvNorm(widths[-1] + len(_POOLS) * channels, channels, 3)
+        self.lateral = nn.ModuleList(ConvNorm(width, channels) for width in widths[:-1])
+        self.smooth = nn.ModuleList(ConvNorm(channels, channels, 3) for _ in widths[:-1])
+        self.fuse = ConvNorm(len(widths) * channels, channels, 3)
+        self.classify = nn.Sequential(nn.Dropout2d(dropout), nn.Conv2d(channels, classes, 1))
+
+    def forward(self, maps: list[Tensor]) -> Tensor:
+        """Four maps, fine to coarse, to logits at the finest."""
+        last = maps[-1]
+        pools = [
+            _resize_to(layer(F.adaptive_avg_pool2d(last, n)), last)
+            for n, layer in zip(_POOLS, self.pooled, strict=True)
+        ]
+        levels = [layer(one) for layer, one in zip(self.lateral, maps[:-1], strict=True)]
+        levels.append(self.bottleneck(torch.cat([last, *pools], 1)))
+        for place in range(len(levels) - 1, 0, -1):
+            levels[place - 1] = levels[place - 1] + _resize_to(levels[place], levels[place - 1])
+        smooth = [layer(one) for layer, one in zip(self.smooth, levels[:-1], strict=True)]
+        joined = [_resize_to(one, smooth[0]) for one in (*smooth, levels[-1])]
+        logits: Tensor = self.classify(self.fuse(torch.cat(joined, 1)))
+        return logits
+
+
+class MLPDecoder(nn.Module):
+    """A linear layer per map, resized to the finest map and fused by another linear layer."""
+
+    def __init__(self, widths: Sequence[int], channels: int, classes: int, dropout: float) -> None:
+        super().__init__()
+        self.embed = nn.ModuleList(nn.Conv2d(width, channels, 1) for width in widths)
+        self.fuse = ConvNorm(len(widths) * channels, channels)
+        self.classify = nn.Sequential(nn.Dropout2d(dropout), nn.Conv2d(channels, classes, 1))
+
+    def forward(self, maps: list[Tensor]) -> Tensor:
+        """Four maps, fine to coarse, to logits at the finest."""
+        joined = [_resize_to(layer(one), maps[0]) for layer, one in zip(self.embed, maps, strict=True)]
+        logits: Tensor = self.classify(self.fuse(torch.cat(joined[::-1], 1)))
+        return logits
+
+
 def pad_to(images: Tensor, multiple: int) -> Tensor:
-    """Zeros below and to the right, until both sides are multiples."""
+    """Pad with zeros at the bottom and the right to a multiple."""
     down, across = -images.shape[-2] % multiple, -images.shape[-1] % multiple
     return F.pad(images, (0, across, 0, down)) if down or across else images
 
 
 def enlarged(logits: Tensor, images: Tensor, padded: Tensor) -> Tensor:
-    """Logits at the size of the pictures, without what was padded."""
+    """Resize logits to the padded images and crop the padding."""
     if logits.shape[-2:] != padded.shape[-2:]:
         logits = F.interpolate(logits, size=padded.shape[-2:], mode="bilinear", align_corners=False)
     return logits[..., : images.shape[-2], : images.shape[-1]]
 
 
 def undecayed(model: nn.Module) -> set[str]:
-    """The names of parameters that the modules inside ask not to decay."""
+    """Names of the parameters for which a submodule wants no weight decay."""
     return {
         f"{place}.{name}"
         for place, module in model.named_modules()
@@ -93,9 +195,13 @@ def undecayed(model: nn.Module) -> set[str]:
 
 
 def take(arguments: dict[str, Any], **defaults: Any) -> dict[str, Any]:
-    """The head's own arguments, taken out of those that go to the backbone; `num_classes` is required."""
+    """Remove the head's arguments from those of the backbone and return them; `num_classes` is required."""
     if "num_classes" not in arguments:
-        raise VitfocusError("A segmenter needs num_classes, the number of classes that its masks tell apart.")
+        raise VitfocusError("A segmenter needs num_classes, the number of classes in its masks.")
     if not isinstance(arguments["num_classes"], int) or arguments["num_classes"] < 1:
         raise VitfocusError(f"A segmenter needs num_classes of at least 1, not {arguments['num_classes']!r}.")
     return {key: arguments.pop(key, value) for key, value in {"num_classes": 0, **defaults}.items()}
+
+
+def _resize_to(x: Tensor, other: Tensor) -> Tensor:
+    return F.interpolate(x, size=other.shape[-2:], mode="bilinear", align_corners=False)

@@ -1,7 +1,7 @@
-"""segmentation-models-pytorch's decoders on any timm model that gives features: "smp:unet:pvt_v2_b1".
+"""Decoders of segmentation-models-pytorch on any timm model that returns features: "smp:unet:pvt_v2_b1".
 
-Its own encoders take timm models apart, so that no transformer is found in them; here the backbone stays whole inside a
-pyramid of four maps, to which the decoders of that library are attached where they fit.
+That library's encoders take timm models apart, so their transformer blocks would not be found. Here the backbone stays
+whole inside a pyramid of four maps, to which the decoders are attached.
 """
 
 from __future__ import annotations
@@ -21,15 +21,21 @@ _KEY = "vitfocus"
 _STRIDES = (4, 8, 16, 32)
 
 
-def build(name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
-    """The decoder and the timm model in "unet:pvt_v2_b1".
+def build_smp(name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
+    """A decoder on a timm model, for the spec "smp:DECODER:NAME".
 
-    `num_classes` and `indices` are ours, arguments that the decoder's class has go to it, all others to timm.
+    Args:
+        name: The decoder and the timm model, such as "unet:pvt_v2_b1".
+        pretrained: Whether the backbone starts from timm's weights.
+        arguments: `num_classes` and `indices` (of the four features) are used here, arguments that the decoder's class
+            has are passed to it, all others to timm.
 
-    >>> import torch, vitfocus as vf
-    >>> model = vf.create_model("smp:fpn:pvt_v2_b0+cb", num_classes=5, depths=(1, 1, 1, 1), decoder_pyramid_channels=32)
-    >>> model.eval()(torch.zeros(1, 3, 64, 96)).shape
-    torch.Size([1, 5, 64, 96])
+    Example:
+        >>> import vitfocus as vf
+        >>> arguments = {"depths": (1, 1, 1, 1), "decoder_pyramid_channels": 32}
+        >>> model = vf.create_model("smp:fpn:pvt_v2_b0+cb", num_classes=5, **arguments)
+        >>> model.eval()(torch.zeros(1, 3, 64, 96)).shape
+        torch.Size([1, 5, 64, 96])
     """
     try:
         import segmentation_models_pytorch as library
@@ -48,14 +54,14 @@ def build(name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
     if features.strides != _STRIDES:
         given = ", ".join(map(str, features.strides))
         raise VitfocusError(
-            f"{decoder} wants maps at strides 4, 8, 16 and 32, and {backbone} gives {given}; UperNet and SegFormer "
-            "(upernet:, segformer:) take those."
+            f"{decoder} needs maps at strides 4, 8, 16 and 32, but {backbone} has {given}; UperNet and SegFormer "
+            "(upernet:, segformer:) accept those."
         )
     return LibrarySegmenter(features, decoder, head["num_classes"], options)
 
 
 class LibrarySegmenter(nn.Module):
-    """A model of that library, for pictures of any size."""
+    """A model of segmentation-models-pytorch for images of any size."""
 
     def __init__(self, features: PyramidFeatures, decoder: str, classes: int, options: dict[str, Any]) -> None:
         super().__init__()
@@ -70,11 +76,11 @@ class LibrarySegmenter(nn.Module):
             raise VitfocusError(f"{decoder} does not fit this backbone: {error}.") from None
         finally:
             del registry[_KEY]
-        self._rest_what_no_gradient_reaches()
+        self._freeze_unused_parameters()
 
     @torch.enable_grad()
-    def _rest_what_no_gradient_reaches(self) -> None:
-        """Some decoders read only some of the maps; DDP would wait for the gradients of what makes the others."""
+    def _freeze_unused_parameters(self) -> None:
+        """Freeze parameters without a gradient, for which DDP would wait: some decoders use only some of the maps."""
         place = next(self.parameters()).device
         with eval_mode(self):
             reached, left = set(), [self(torch.zeros(1, 3, 64, 64, device=place)).grad_fn]
@@ -90,17 +96,17 @@ class LibrarySegmenter(nn.Module):
             parameter.requires_grad_(False)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits (B, classes, H, W) for pictures (B, 3, H, W)."""
+        """Logits (B, classes, H, W) for images (B, 3, H, W)."""
         padded = pad_to(images, _STRIDES[-1])
         return enlarged(self.network(padded), images, padded)
 
     def no_weight_decay(self) -> set[str]:
-        """The backbone's parameters that are not to be decayed."""
+        """Parameters of the backbone without weight decay."""
         return undecayed(self)
 
 
 class PyramidEncoder(nn.Module):
-    """A pyramid as that library's decoders see it: the picture, nothing at stride 2, then the maps."""
+    """A pyramid with the interface of that library's encoders: the image, an empty map at stride 2, then the maps."""
 
     output_stride = _STRIDES[-1]
 
@@ -111,18 +117,18 @@ class PyramidEncoder(nn.Module):
         self.out_channels = [3, 0, *features.widths]
 
     def set_in_channels(self, channels: int, pretrained: bool = True) -> None:
-        """Pictures have three channels."""
+        """Images have three channels."""
         if channels != 3:
-            raise VitfocusError(f"Pictures have 3 channels here, not {channels}.")
+            raise VitfocusError(f"Images have 3 channels here, not {channels}.")
 
     def make_dilated(self, output_stride: int) -> None:
-        """A transformer's stride is its patches'."""
+        """Not possible: the stride of a transformer is its patch size."""
         raise NotImplementedError(
-            f"it asks for a dilated backbone of stride {output_stride}, which transformers are not"
+            f"it needs a dilated backbone of stride {output_stride}, which a transformer cannot be"
         )
 
     def forward(self, images: Tensor) -> list[Tensor]:
-        """The picture and its maps, fine to coarse."""
+        """The image and its maps, from fine to coarse."""
         batch, _, height, width = images.shape
         nothing = images.new_empty(batch, 0, height // 2, width // 2)
         return [images, nothing, *self.features(images)]

@@ -16,8 +16,8 @@ from vitfocus.report.page import Page
 #: Groups and their arms as planned, and how many seeds each arm is to have.
 Plan = Mapping[str, Sequence[str]]
 
-#: vitfocus's names of CIFAR-100, and the number of its test images.
-SOURCES, TEST_IMAGES = frozenset({"cifar100", "cifar-mosaic"}), 10_000
+#: Values of data.source for CIFAR-100 ("cifar-mosaic" in older results), and the number of its test images.
+SOURCES, TEST_IMAGES = frozenset({"cifar100", "arrays", "cifar-mosaic"}), 10_000
 
 
 def add_progress(page: Page, study: Study, plan: Plan, seeds: int, judged: Sequence[Judged]) -> None:

@@ -1,7 +1,7 @@
-"""Augmentation on the device, a batch at a time: crop, flip, RandAugment, erasing, mixup and cutmix.
+"""Augmentation of whole batches on the device: crop, flip, RandAugment, random erasing, mixup and cutmix.
 
-Every image's draws are one row of uniform numbers, made on the CPU from (seed, step) for the whole batch of all
-processes, of which each process takes its rows. So a step sees the same images however it is divided, on any device.
+The random numbers of an image are one row of uniform numbers, drawn on the CPU from (seed, step) for the global batch.
+Each process takes its rows, so a step sees the same images on any device and any number of processes.
 """
 
 from __future__ import annotations
@@ -14,36 +14,45 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitfocus.data import randaugment
+from vitfocus.data.classification import randaugment
+from vitfocus.data.image_files import Normalise
 from vitfocus.data.sample_order import DRAWS, MIX, seed_for
 from vitfocus.recipes.settings import Augment
 
-_PLACE, _ERASE = 5, 7  # uniform numbers an image takes for its crop and flip, and for its erasing
-_FIELD = 512  # side of the noise field that erasing cuts from
+_CROP, _ERASE = 5, 7  # uniform numbers per image: for crop and flip, and for erasing
+_NOISE = 512  # side of the noise image that erasing copies from
 
 
 @dataclass
-class Batch:
-    """Normalised images, their labels, and the labels mixed in: the target is `share`·labels + `rest`·others.
+class ClassificationBatch:
+    """Normalised images and their labels, mixed: the target is `weight`·labels + `other_weight`·other_labels.
 
-    A batch that was never mixed has `share` None; else the two are scalars on the device.
+    The weights are scalars on the device; None in a batch that was not mixed.
     """
 
     images: Tensor
     labels: Tensor
-    others: Tensor
-    share: Tensor | None = None
-    rest: Tensor | None = None
+    other_labels: Tensor
+    weight: Tensor | None = None
+    other_weight: Tensor | None = None
 
 
 def draw_uniform(seed: int, step: int, batch: int, columns: int) -> Tensor:
-    """The whole batch's uniform numbers, (batch, columns) on the CPU."""
+    """The uniform numbers of the global batch, (batch, columns) on the CPU."""
     generator = torch.Generator().manual_seed(seed_for(seed, DRAWS, step))
     return torch.rand(batch, columns, generator=generator)
 
 
 class Augmenter:
-    """Carries an `Augment` section out. `device_crop`: images come whole and are cropped and changed here."""
+    """Applies the [augment] section of a recipe to batches on a device.
+
+    Args:
+        section: What to apply.
+        mean: Mean of each channel, in [0, 1], for the normalisation.
+        std: Standard deviation of each channel.
+        device: Where the batches are.
+        device_crop: Whether crop, flip and RandAugment happen here too; otherwise timm's transform did them already.
+    """
 
     def __init__(
         self,
@@ -54,17 +63,16 @@ class Augmenter:
         device_crop: bool,
     ) -> None:
         self.section, self.device_crop = section, device_crop
-        self.mean = torch.tensor(mean, device=device)[:, None, None] * 255
-        self.std = torch.tensor(std, device=device)[:, None, None] * 255
+        self.normalise = Normalise(mean, std, device)
         wanted = section.randaugment if device_crop else ""
         self.policy = randaugment.parse_policy(wanted) if wanted else None
         layers = self.policy.layers if self.policy else 0
-        self.columns = _PLACE + _ERASE + layers * randaugment.DRAWS
+        self.columns = _CROP + _ERASE + layers * randaugment.DRAWS
         generator = torch.Generator().manual_seed(0)
-        self.field = torch.randn(3, _FIELD, _FIELD, generator=generator).to(device) if section.erase else None
+        self.noise = torch.randn(3, _NOISE, _NOISE, generator=generator).to(device) if section.erase else None
 
     def __call__(self, images: Tensor, uniform: Tensor) -> Tensor:
-        """Images uint8 (B, C, H, W) become normalised floats; `uniform` (B, columns) holds their draws."""
+        """Augment uint8 images (B, C, H, W) into normalised floats; `uniform` is (B, columns)."""
         images, section = images.float(), self.section
         if self.device_crop:
             if section.crop == "pad":
@@ -74,28 +82,28 @@ class Augmenter:
             if section.flip:
                 images = torch.where((uniform[:, 4] < section.flip)[:, None, None, None], images.flip(3), images)
             if self.policy is not None:
-                images = randaugment.rand_augment(images, uniform[:, _PLACE + _ERASE :], self.policy)
-        images = (images - self.mean) / self.std
-        if self.field is not None:
-            images = _erase(images, uniform[:, _PLACE : _PLACE + _ERASE], section.erase, self.field)
+                images = randaugment.rand_augment(images, uniform[:, _CROP + _ERASE :], self.policy)
+        images = self.normalise(images)
+        if self.noise is not None:
+            images = _erase(images, uniform[:, _CROP : _CROP + _ERASE], section.erase, self.noise)
         return images
 
 
-def mix(batch: Batch, section: Augment, seed: int, step: int) -> Batch:
-    """Mixup or cutmix between neighbours 2k and 2k+1, with one share for the step; the last of an odd batch stays.
+def mix(batch: ClassificationBatch, section: Augment, seed: int, step: int) -> ClassificationBatch:
+    """Mixup or cutmix of images 2k and 2k+1, with one weight per step; the last image of an odd batch is not mixed.
 
-    Neighbours, and not the reversed batch, so that a batch divided over processes is mixed as one.
+    timm mixes a batch with its reverse; neighbours give the same result when the batch is divided over processes.
     """
     numbers = draw_mix(section, seed, step, (int(batch.images.shape[-2]), int(batch.images.shape[-1])))
     return batch if numbers is None else apply_mix(batch, numbers.to(batch.images.device))
 
 
 def draw_mix(section: Augment, seed: int, step: int, size: tuple[int, int]) -> Tensor | None:
-    """What a step is mixed by, eight numbers, or None where a recipe never mixes.
+    """The eight numbers by which a step is mixed, or None if the recipe never mixes.
 
-    They are: how much of each image and of its neighbour is blended, then top, bottom, left and right of the box that
-    is the neighbour's, then what the image's label and the neighbour's count. A step that is not mixed is one whose
-    neighbour counts 0: as numbers, so that one recording of a step's work serves every step.
+    They are the blending weights of each image and its neighbour, the top, bottom, left and right of the box taken from
+    the neighbour, and the weights of the image's label and the neighbour's. In a step that is not mixed the neighbour
+    has weight 0, so the same operations, and the same CUDA graph, serve every step.
     """
     mixup, cutmix = section.mixup, section.cutmix
     if not (mixup or cutmix) or not section.mix_probability:
@@ -105,33 +113,33 @@ def draw_mix(section: Augment, seed: int, step: int, size: tuple[int, int]) -> T
     if skip >= section.mix_probability:
         return torch.tensor([1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0])
     use_cutmix = bool(cutmix) and (not mixup or kind < section.cutmix_share)
-    share = float(draw.beta(cutmix, cutmix) if use_cutmix else draw.beta(mixup, mixup))
+    weight = float(draw.beta(cutmix, cutmix) if use_cutmix else draw.beta(mixup, mixup))
     if not use_cutmix:
-        return torch.tensor([share, 1 - share, 0.0, 0.0, 0.0, 0.0, share, 1 - share])
+        return torch.tensor([weight, 1 - weight, 0.0, 0.0, 0.0, 0.0, weight, 1 - weight])
     height, width = size
-    side = math.sqrt(1 - share)
+    side = math.sqrt(1 - weight)
     top, bottom = _span(draw, height, side)
     left, right = _span(draw, width, side)
-    share = 1 - (bottom - top) * (right - left) / (height * width)
-    return torch.tensor([1.0, 0.0, top, bottom, left, right, share, 1 - share])
+    weight = 1 - (bottom - top) * (right - left) / (height * width)
+    return torch.tensor([1.0, 0.0, top, bottom, left, right, weight, 1 - weight])
 
 
-def apply_mix(batch: Batch, numbers: Tensor) -> Batch:
-    """Mix by `draw_mix`'s numbers, which lie on the images' device."""
+def apply_mix(batch: ClassificationBatch, numbers: Tensor) -> ClassificationBatch:
+    """Mix a batch by the numbers of `draw_mix`, which are on the images' device."""
     images, labels, even = batch.images, batch.labels, len(batch.images) // 2 * 2
     swapped = torch.cat([images[:even].unflatten(0, (-1, 2)).flip(1).flatten(0, 1), images[even:]])
-    others = torch.cat([labels[:even].view(-1, 2).flip(1).flatten(), labels[even:]])
-    own, other, top, bottom, left, right, share, rest = numbers.unbind()
+    other_labels = torch.cat([labels[:even].view(-1, 2).flip(1).flatten(), labels[even:]])
+    blend, other_blend, top, bottom, left, right, weight, other_weight = numbers.unbind()
     rows = torch.arange(images.shape[-2], device=images.device)
     columns = torch.arange(images.shape[-1], device=images.device)
     inside = ((rows >= top) & (rows < bottom))[:, None] & ((columns >= left) & (columns < right))
-    blended = own * images + other * swapped
+    blended = blend * images + other_blend * swapped
     blended[even:] = images[even:]
-    return Batch(torch.where(inside, swapped, blended), labels, others, share, rest)
+    return ClassificationBatch(torch.where(inside, swapped, blended), labels, other_labels, weight, other_weight)
 
 
 def enlarge(images: Tensor, side: int) -> Tensor:
-    """Images (B, C, H, W) at `side` × `side` pixels, bicubic, as the suites enlarge them; 0: as they are."""
+    """Resize images (B, C, H, W) to `side` × `side` pixels, bicubic as in the robustness suites; 0 does nothing."""
     return F.interpolate(images, size=(side, side), mode="bicubic", antialias=True) if side else images
 
 
@@ -141,7 +149,7 @@ def _span(draw: np.random.Generator, size: int, part: float) -> tuple[int, int]:
 
 
 def _pad_crop(images: Tensor, uniform: Tensor, padding: int) -> Tensor:
-    """A crop of the image's own size out of the image with zeros around it."""
+    """Pad with zeros and crop to the original size at a random place."""
     batch, channels, height, width = images.shape
     padded = F.pad(images, (padding,) * 4)
     offset = (uniform[:, :2] * (2 * padding + 1)).long()
@@ -152,7 +160,7 @@ def _pad_crop(images: Tensor, uniform: Tensor, padding: int) -> Tensor:
 
 
 def _resized_crop(images: Tensor, uniform: Tensor, scale: tuple[float, float]) -> Tensor:
-    """A random part of the area, aspect 3/4 to 4/3, resized to the image's own size, bilinear."""
+    """Crop a random share of the area with an aspect ratio of 3/4 to 4/3, and resize it back, bilinear."""
     area = scale[0] + (scale[1] - scale[0]) * uniform[:, 2]
     ratio = torch.exp((2 * uniform[:, 3] - 1) * math.log(4 / 3))
     high, wide = (area / ratio).sqrt().clamp(max=1), (area * ratio).sqrt().clamp(max=1)
@@ -163,10 +171,10 @@ def _resized_crop(images: Tensor, uniform: Tensor, scale: tuple[float, float]) -
     return F.grid_sample(images, grid, mode="bilinear", padding_mode="border", align_corners=False).round()
 
 
-def _erase(images: Tensor, uniform: Tensor, probability: float, field: Tensor) -> Tensor:
-    """Noise in one rectangle of 2 % to a third of the area, aspect 0.3 to 3.3, as in timm's "pixel" mode.
+def _erase(images: Tensor, uniform: Tensor, probability: float, noise: Tensor) -> Tensor:
+    """Fill one rectangle of 2 % to 33 % of the area, aspect ratio 0.3 to 3.3, with noise, as timm's "pixel" mode.
 
-    The noise is cut out of a fixed field at a random place: it needs no draw of its own for every pixel.
+    The noise comes from a random place of a fixed noise image, so no random number per pixel is needed.
     """
     height, width = images.shape[-2:]
     acts, size, aspect, down, across, row, column = uniform.unbind(1)
@@ -179,7 +187,7 @@ def _erase(images: Tensor, uniform: Tensor, probability: float, field: Tensor) -
     inside_rows = (y >= top[:, None]) & (y < (top + high)[:, None])
     inside_columns = (x >= left[:, None]) & (x < (left + wide)[:, None])
     inside = (acts < probability)[:, None, None] & inside_rows[:, :, None] & inside_columns[:, None, :]
-    rows = ((row * _FIELD).long()[:, None] + y) % _FIELD
-    columns = ((column * _FIELD).long()[:, None] + x) % _FIELD
-    noise = field[:, rows[:, :, None], columns[:, None, :]].transpose(0, 1)
-    return torch.where(inside[:, None], noise.to(images.dtype), images)
+    rows = ((row * _NOISE).long()[:, None] + y) % _NOISE
+    columns = ((column * _NOISE).long()[:, None] + x) % _NOISE
+    fill = noise[:, rows[:, :, None], columns[:, None, :]].transpose(0, 1)
+    return torch.where(inside[:, None], fill.to(images.dtype), images)

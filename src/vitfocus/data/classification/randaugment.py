@@ -1,8 +1,8 @@
-"""RandAugment for a whole batch at once, on the device: timm's operations, magnitudes and probabilities.
+"""RandAugment for a whole batch on the device, with timm's operations, magnitudes and probabilities.
 
-Images are float (B, C, H, W) with values 0..255. Per layer, each image draws one of fifteen operations. The five
-geometric ones are one affine map and the four blends one blend, so a layer costs a few passes over the batch, not
-fifteen. Interpolation is bilinear (timm draws bilinear or bicubic), the fill is 128.
+Images are float (B, C, H, W) with values 0..255. In each layer every image gets one of fifteen operations. The five
+geometric operations are one affine map and the four enhancements one blend, so a layer takes a few passes over the
+batch instead of fifteen. Interpolation is bilinear (timm draws bilinear or bicubic), the fill value is 128.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from PIL import Image, ImageOps
 from torch import Tensor
 
 from vitfocus.core.errors import VitfocusError
@@ -21,14 +23,14 @@ OPERATIONS = (
     "AutoContrast", "Equalize", "Invert", "Rotate", "Posterize", "Solarize", "SolarizeAdd", "Color", "Contrast",
     "Brightness", "Sharpness", "ShearX", "ShearY", "TranslateX", "TranslateY",
 )  # fmt: skip
-DRAWS = 4  # uniform numbers that one layer takes for an image: apply?, operation, magnitude, sign
+DRAWS = 4  # uniform numbers per image and layer: whether to apply, operation, magnitude, sign
 FILL = 128.0
 _CODE = {name: index for index, name in enumerate(OPERATIONS)}
 
 
 @dataclass(frozen=True)
 class Policy:
-    """Magnitude 0..10, its spread, layers, and the probability that a layer acts; `increasing` as in timm's "inc1"."""
+    """Magnitude (0..10), its standard deviation, layers and their probability; `increasing` is timm's inc1."""
 
     magnitude: float = 9.0
     spread: float = 0.5
@@ -38,7 +40,7 @@ class Policy:
 
 
 def parse_policy(text: str) -> Policy:
-    """Read timm's spelling.
+    """Parse a policy in timm's notation.
 
     >>> parse_policy("rand-m9-mstd0.5-inc1")
     Policy(magnitude=9.0, spread=0.5, layers=2, probability=0.5, increasing=True)
@@ -49,16 +51,16 @@ def parse_policy(text: str) -> Policy:
         match = re.fullmatch(r"([a-z]+)(\d+(?:\.\d*)?)", part)
         if match is None or match[1] not in found:
             raise VitfocusError(
-                f"{part!r} in {text!r} is no option of RandAugment: m9, mstd0.5, n2, p0.5 and inc1 are."
+                f"{part!r} in {text!r} is not an option of RandAugment; expected m9, mstd0.5, n2, p0.5 or inc1."
             )
         found[match[1]] = float(match[2])
     if head != "rand":
-        raise VitfocusError(f"augment.randaugment is written as rand-m9-mstd0.5-inc1, not {text!r}.")
+        raise VitfocusError(f"augment.randaugment={text!r} is not a policy; expected the form rand-m9-mstd0.5-inc1.")
     return Policy(found["m"], found["mstd"], int(found["n"]), found["p"], bool(found["inc"]))
 
 
 def rand_augment(images: Tensor, uniform: Tensor, policy: Policy) -> Tensor:
-    """Apply the policy; `uniform` (B, layers · DRAWS) in [0, 1) holds every image's own draws."""
+    """Apply the policy; `uniform` (B, layers · DRAWS) holds random numbers in [0, 1)."""
     for layer in range(policy.layers):
         acts, which, level, sign = uniform[:, layer * DRAWS : (layer + 1) * DRAWS].unbind(1)
         noise = torch.erfinv((2 * level - 1).clamp(-0.9999, 0.9999)) * math.sqrt(2)
@@ -70,7 +72,7 @@ def rand_augment(images: Tensor, uniform: Tensor, policy: Policy) -> Tensor:
 
 
 def apply_operations(images: Tensor, code: Tensor, magnitude: Tensor, sign: Tensor, increasing: bool = True) -> Tensor:
-    """One operation an image: `code` indexes OPERATIONS (-1: none), `magnitude` is in [0, 1], `sign` is -1 or 1."""
+    """Apply one operation per image: `code` indexes OPERATIONS (-1: none), `magnitude` is in [0, 1], `sign` -1 or 1."""
 
     def chosen(*names: str) -> Tensor:
         return torch.stack([code == _CODE[name] for name in names]).any(0)[:, None, None, None]
@@ -96,14 +98,14 @@ def apply_operations(images: Tensor, code: Tensor, magnitude: Tensor, sign: Tens
 
 
 def auto_contrast(images: Tensor) -> Tensor:
-    """Stretch every channel to 0..255; a flat one stays."""
+    """Stretch each channel to 0..255; a constant channel is unchanged."""
     low, high = images.amin((2, 3), keepdim=True), images.amax((2, 3), keepdim=True)
     scale = 255 / (high - low).clamp(min=1)
     return torch.where(high > low, ((images - low) * scale).floor().clamp(0, 255), images)
 
 
 def equalize(images: Tensor) -> Tensor:
-    """Flatten every channel's histogram, in Pillow's arithmetic."""
+    """Equalise the histogram of each channel, with Pillow's arithmetic."""
     batch, channels, height, width = images.shape
     values = images.long().view(batch * channels, -1)
     counts = torch.zeros(batch * channels, 256, dtype=torch.long, device=images.device)
@@ -117,7 +119,7 @@ def equalize(images: Tensor) -> Tensor:
 
 
 def _blend(images: Tensor, code: Tensor, factor: Tensor) -> Tensor:
-    """Towards grey, the mean grey, black or a smoothed copy, or away from it, as in Pillow's ImageEnhance."""
+    """Interpolate with grey, the mean grey, black or a smoothed copy, as Pillow's ImageEnhance does."""
     weights = images.new_tensor([0.299, 0.587, 0.114])
     grey = (images * weights[:, None, None]).sum(1, keepdim=True).round() if images.shape[1] == 3 else images
     code = code[:, None, None, None]
@@ -128,7 +130,7 @@ def _blend(images: Tensor, code: Tensor, factor: Tensor) -> Tensor:
 
 
 def _smooth(images: Tensor) -> Tensor:
-    """Pillow's SMOOTH filter: ones around a five, over thirteen; the border is left as it is."""
+    """Pillow's SMOOTH filter: weights of 1 around a 5, divided by 13; the border is unchanged."""
     inner = (F.avg_pool2d(images, 3, 1) * 9 + 4 * images[..., 1:-1, 1:-1]) / 13
     smooth = images.clone()
     smooth[..., 1:-1, 1:-1] = inner.round()
@@ -136,7 +138,7 @@ def _smooth(images: Tensor) -> Tensor:
 
 
 def _affine(images: Tensor, code: Tensor, signed: Tensor) -> Tensor:
-    """Where each output pixel comes from: Pillow's conventions, shears and shifts about the top left corner."""
+    """Rotate, shear and translate with Pillow's conventions: shears and shifts are relative to the top left corner."""
     height, width = images.shape[-2:]
     zero, one = torch.zeros_like(signed), torch.ones_like(signed)
     angle = torch.where(code == _CODE["Rotate"], -signed * math.radians(30), zero)
@@ -156,3 +158,20 @@ def _affine(images: Tensor, code: Tensor, signed: Tensor) -> Tensor:
     )
     grid = F.affine_grid(rows, list(images.shape), align_corners=False)
     return F.grid_sample(images - FILL, grid, mode="bilinear", padding_mode="zeros", align_corners=False) + FILL
+
+
+def fix_posterize(transform: Any) -> Any:
+    """Make posterize of timm's RandAugment return black for 0 bits, which Pillow 13 refuses."""
+    from timm.data.auto_augment import posterize
+
+    for step in transform.transforms:
+        for operation in getattr(step, "ops", ()):
+            if getattr(operation, "aug_fn", None) is posterize:
+                operation.aug_fn = _posterise
+    return transform
+
+
+def _posterise(image: Any, bits: int, **_: Any) -> Any:
+    if bits >= 8:
+        return image
+    return ImageOps.posterize(image, bits) if bits > 0 else Image.new(image.mode, image.size)

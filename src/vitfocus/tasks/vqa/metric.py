@@ -1,7 +1,7 @@
-"""Answers as VQAv2 judges them: the official normalisation and soft accuracy, and the vocabulary a model answers from.
+"""VQAv2's metric: the official answer normalisation and soft accuracy, soft targets, and the answer vocabulary.
 
-Ten people answered each question. An answer's accuracy is min(1, matches / 3), averaged over the ten ways to leave one
-person out, so that a person could be measured in the same way: 0.3 for one match of ten, 0.6, 0.9, then 1.
+Ten people answered each question. The accuracy of an answer is min(1, matches / 3), averaged over the ten ways to leave
+one person out, so that people can be scored in the same way: 0.3 for one match of ten, then 0.6, 0.9 and 1.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from vitfocus.core.errors import VitfocusError
+from vitfocus.data.vqa.dataset import Question
 
 ARTICLES = frozenset({"a", "an", "the"})
 NUMBERS = {
@@ -21,7 +23,7 @@ NUMBERS = {
 } | {"none": "0"}
 PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'
 
-#: What the official evaluation mends: each of these, written with one of its apostrophes left out.
+#: Contractions that the official evaluation repairs if one apostrophe is missing.
 _CONTRACTED = """
 ain't aren't can't could've couldn't couldn't've didn't doesn't don't hadn't hadn't've hasn't haven't he'd he'd've
 he's how'd how'll how's isn't it'd it'd've it'll ma'am mightn't mightn't've might've mustn't must've needn't not've
@@ -36,16 +38,16 @@ CONTRACTIONS = {
     for word in _CONTRACTED.split()
     for place, letter in enumerate(word)
     if letter == "'"
-} | {"somebody'd": "somebodyd"}  # the official list has this one the wrong way round
+} | {"somebody'd": "somebodyd"}  # reversed in the official list
 
 _FULL_STOP = re.compile(r"\.(?!\d)")
 _THOUSANDS = re.compile(r"\d,\d")
-_FULL_STOPS_REMOVED = 32  # the official code passes a flag where the number of replacements belongs
+_FULL_STOPS_REMOVED = 32  # the official code passes a regex flag as the number of replacements
 
 
 @lru_cache(maxsize=1 << 17)
 def normalise(answer: str) -> str:
-    """An answer as the official evaluation compares it.
+    """Normalise an answer as the official evaluation does.
 
     >>> normalise("The two dogs."), normalise("dont know"), normalise("1,000"), normalise("black/white")
     ('2 dogs', "don't know", '1000', 'black white')
@@ -60,29 +62,34 @@ def normalise(answer: str) -> str:
 
 
 def stripped(answer: str) -> str:
-    """Without line breaks, tabs and outer spaces: all that is mended where every person gave the same answer."""
+    """Remove line breaks, tabs and outer spaces: the only normalisation if all people gave the same answer."""
     return answer.replace("\n", " ").replace("\t", " ").strip()
 
 
 def consensus(matches: int, people: int = 10) -> float:
-    """The soft accuracy of an answer that so many of the people gave.
+    """The soft accuracy of an answer that `matches` of the people gave.
 
     >>> [round(consensus(n), 3) for n in (0, 1, 2, 3, 4, 10)]
     [0.0, 0.3, 0.6, 0.9, 1.0, 1.0]
     """
     if people < 1:
-        raise VitfocusError("An answer's accuracy needs the answers of at least one person.")
+        raise VitfocusError("The accuracy of an answer needs at least one person's answer.")
     left_out_one_of_them, left_out_another = min(1.0, max(0, matches - 1) / 3), min(1.0, matches / 3)
     return (matches * left_out_one_of_them + (people - matches) * left_out_another) / people
 
 
 def soft_accuracy(answer: str, answers: Sequence[str]) -> float:
-    """The official accuracy, 0 to 1, of an answer among those of the people who were asked.
+    """The official accuracy of an answer, in [0, 1].
 
-    Where they all agree to the letter, nothing is normalised, as in the official evaluation.
+    If all people gave exactly the same answer, nothing is normalised, as in the official evaluation.
 
-    >>> soft_accuracy("two", ["2"] * 3 + ["3"] * 7), soft_accuracy("two", ["2"] * 10)
-    (0.9, 0.0)
+    Args:
+        answer: The model's answer.
+        answers: The answers that people gave.
+
+    Example:
+        >>> soft_accuracy("two", ["2"] * 3 + ["3"] * 7), soft_accuracy("two", ["2"] * 10)
+        (0.9, 0.0)
     """
     given, people = stripped(answer), [stripped(one) for one in answers]
     if len(set(people)) > 1:
@@ -98,9 +105,9 @@ class AnswerVocabulary:
 
     @classmethod
     def build(cls, agreed: Iterable[str], size: int = 3129, least: int = 1) -> AnswerVocabulary:
-        """From every training question's agreed answer: the `size` most frequent that occur at least `least` times.
+        """The `size` most frequent agreed answers of the training questions that occur at least `least` times.
 
-        VQAv2's usual 3,129 are those that occur nine times or more in training and validation together.
+        VQAv2's usual 3,129 answers are those that occur nine times or more in training and validation together.
 
         >>> AnswerVocabulary.build(["yes", "Yes.", "no", "two"], size=2).answers
         ('yes', '2')
@@ -113,7 +120,7 @@ class AnswerVocabulary:
 
     @property
     def numbers(self) -> dict[str, int]:
-        """The place of each answer."""
+        """The index of each answer."""
         return {answer: place for place, answer in enumerate(self.answers)}
 
     def __len__(self) -> int:
@@ -121,7 +128,7 @@ class AnswerVocabulary:
 
 
 def soft_targets(answers: Sequence[str], numbers: Mapping[str, int]) -> dict[int, float]:
-    """What a model is trained towards: the accuracy of every answer that the vocabulary (its `numbers`) knows.
+    """Training targets: the accuracy of every answer in the vocabulary, by its number.
 
     >>> soft_targets(["yes"] * 8 + ["no"] * 2, {"no": 0, "yes": 1})
     {1: 1.0, 0: 0.6}
@@ -131,7 +138,7 @@ def soft_targets(answers: Sequence[str], numbers: Mapping[str, int]) -> dict[int
 
 
 def best_constant(answers: Iterable[Sequence[str]]) -> tuple[str, float]:
-    """The one answer that scores most if given to every question, and its mean accuracy: what looking must beat.
+    """The answer with the highest accuracy if given to every question, and that accuracy: a lower bound for models.
 
     >>> best_constant([["yes"] * 10, ["no"] * 9 + ["yes"]])
     ('yes', 0.65)
@@ -144,9 +151,34 @@ def best_constant(answers: Iterable[Sequence[str]]) -> tuple[str, float]:
         if len(counts) > 1:
             counts = Counter(map(normalise, people))
         for word, count in counts.items():
-            if word == normalise(word):  # as every answer of a vocabulary is
+            if word == normalise(word):  # like every answer of a vocabulary
                 sums[word] += consensus(count, len(people))
     if not sums:
-        raise VitfocusError("There are no answers to choose the best from.")
+        raise VitfocusError("There are no answers to choose from.")
     best = min(sums, key=lambda word: (-sums[word], word))
     return best, sums[best] / asked
+
+
+def by_answer_type(questions: Iterable[Question], answers: Iterable[str]) -> dict[str, tuple[float, int]]:
+    """The summed accuracy and the number of questions, by answer type, and for all questions under ""."""
+    sums: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0])
+    for question, answer in zip(questions, answers, strict=True):
+        score = soft_accuracy(answer, question.answers)
+        for name in {"", question.answer_type}:
+            sums[name][0] += score
+            sums[name][1] += 1
+    return {name: (total, int(count)) for name, (total, count) in sums.items()}
+
+
+def language_alone(questions: Sequence[Question]) -> dict[str, Any]:
+    """Accuracies without looking at the image: of the best single answer, and of the best answer per question type."""
+    answer, accuracy = best_constant(question.answers for question in questions)
+    kinds: defaultdict[str, list[Question]] = defaultdict(list)
+    for question in questions:
+        kinds[question.question_type].append(question)
+    gained = sum(best_constant(one.answers for one in some)[1] * len(some) for some in kinds.values())
+    return {
+        "constant_answer": answer,
+        "constant_accuracy": accuracy,
+        "question_type_accuracy": gained / len(questions),
+    }
