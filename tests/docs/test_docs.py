@@ -98,4 +98,4 @@ def test_the_site_builds_without_warnings_and_reads_offline(tmp_path: Path) -> N
     included = re.findall(r'^--8<-- "(.+)"$', (ROOT / "docs" / "examples.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert included and all((ROOT / name).read_text(encoding="utf-8").strip() in shown for name in included)
     verbs = (tmp_path / "reference" / "index.html").read_text(encoding="utf-8")
-    assert "Read what every attention layer" in verbs and "&gt;&gt;&gt;" in verbs
+    assert "Measure what each attention layer" in verbs and "&gt;&gt;&gt;" in verbs
