@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,16 +65,17 @@ def running(spec: str, batch: int, *keys: str) -> tuple[Any, Any, tempfile.Tempo
 
 
 def prepare(spec: str, batch: int, compiled: str) -> tuple[None, Callable[[int], float]]:
-    """A run whose step is compiled and recorded, and how to time it."""
+    """A run whose step is compiled and captured, and how to time it."""
+    from vitfocus.treatments.step_cost import seconds_per_call
+
     trainer, batches, folder = running(spec, batch, f"compile={compiled}")
 
+    def step() -> None:
+        trainer.train_step(batches)
+        trainer.after_step(0)
+
     def seconds(steps: int, held: Any = folder) -> float:
-        begin = time.perf_counter()
-        for _ in range(steps):
-            trainer.train_step(batches)
-            trainer.after_step(0)
-        torch.cuda.synchronize()
-        return (time.perf_counter() - begin) / steps
+        return seconds_per_call(step, "cuda", steps)
 
     return None, seconds
 

@@ -21,7 +21,6 @@ import argparse
 import json
 import os
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -42,6 +41,7 @@ from vitfocus.train import Recipe, load_recipe
 from vitfocus.train.compile import compile_mode
 from vitfocus.train.optimiser import create_optimiser
 from vitfocus.train.run import assemble_run
+from vitfocus.treatments.step_cost import seconds_per_call
 
 TINY = ["model.arguments={patch_size=8,embed_dim=24,depth=2,num_heads=2}", "batch=32", "train_length=512"]
 
@@ -137,18 +137,8 @@ def measure(step: Callable[[], None], batch: int, steps: int, rounds: int, devic
     for _ in range(min(20, steps)):
         step()
     for _ in range(rounds):
-        synchronise(device)
-        begin = time.perf_counter()
-        for _ in range(steps):
-            step()
-        synchronise(device)
-        best = max(best, steps * batch / (time.perf_counter() - begin))
+        best = max(best, batch / seconds_per_call(step, device, steps))
     return best
-
-
-def synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def prepare(recipe: Recipe, device: torch.device) -> tuple[Any, torch.optim.Optimizer, Any]:

@@ -23,6 +23,7 @@ from vitfocus.core.environment import default_device, device_name, versions
 from vitfocus.core.files import write_text
 from vitfocus.train.cuda_graph import WARM_UP
 from vitfocus.train.run import assemble_run
+from vitfocus.treatments.step_cost import seconds_per_call
 
 GROUPS = ("vit-ti", "vit-s")
 
@@ -34,9 +35,7 @@ class Step:
         cuda = default_device().type == "cuda"
         self.trainer = assemble_run(recipe_of(Run(arm, 0), setting, chosen), folder)
         self.batches = self.trainer.start(1 << 30)
-        for _ in range(WARM_UP + 3 if cuda else 1):
-            self()
-        wait()
+        seconds_per_call(self, default_device(), WARM_UP + 3 if cuda else 1)
         # Once recorded a step is replayed and never compiled again: the next arm begins with an empty compiler.
         torch._dynamo.reset()
 
@@ -92,11 +91,11 @@ def measure_arms(
             steps[name] = Step(ARMS[group][name], setting, chosen, f"{folder}/{name}")
             slowest = max(slowest, time.monotonic() - began)
             say(f"{group}/{name} is ready after {time.monotonic() - began:.0f} s")
-        repeats = max(1, round(setting.scale.cost_seconds / timed(steps["plain"], 5)))
+        repeats = max(1, round(setting.scale.cost_seconds / seconds_per_call(steps["plain"], default_device(), 5)))
         rounds: dict[str, list[float]] = {name: [] for name in steps}
         for _ in range(setting.scale.cost_rounds):
             for name, step in steps.items():
-                rounds[name].append(timed(step, repeats))
+                rounds[name].append(seconds_per_call(step, default_device(), repeats))
     return {
         name: {
             "ms": 1e3 * statistics.median(rounds[name]),
@@ -104,19 +103,3 @@ def measure_arms(
         }
         for name in steps
     }
-
-
-def timed(step: Step, repeats: int) -> float:
-    """Seconds of one step."""
-    wait()
-    began = time.perf_counter()
-    for _ in range(repeats):
-        step()
-    wait()
-    return (time.perf_counter() - began) / repeats
-
-
-def wait() -> None:
-    """Until the device is done."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

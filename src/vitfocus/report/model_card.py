@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import statistics
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from vitfocus.robustness.pixel_model import weights_digest
 from vitfocus.treatments import applied
 from vitfocus.treatments.cost import count_cost
 from vitfocus.treatments.placement import placements
-from vitfocus.treatments.step_cost import Step, memory, timed
+from vitfocus.treatments.step_cost import Step, memory, repeat_timed
 
 CARD = "card.json"
 
@@ -206,9 +205,5 @@ def _images(model: nn.Module, batch: int) -> Tensor:
 
 def _times(step: Step) -> Times:
     """Median, minimum and maximum seconds of some steps, after one warm-up step."""
-    step()
-    seconds: list[float] = []
-    began = time.perf_counter()
-    while len(seconds) < _REPEATS and (not seconds or time.perf_counter() - began < _SECONDS):
-        seconds.append(timed(step))
+    seconds = repeat_timed(step, step.images.device, _REPEATS, _SECONDS)
     return Times(statistics.median(seconds), (min(seconds), max(seconds)), len(seconds))

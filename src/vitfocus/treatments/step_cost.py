@@ -1,13 +1,14 @@
-"""What a treatment costs in practice: the time and the memory of a step, beside the untreated model's in the same run.
+"""The time and memory of a training step or a forward pass, and what a treatment adds to them.
 
-Models take turns, one step each a round, so that a machine that slows down or speeds up meanwhile does so for all, and
-the fastest step counts, which other programs disturbed least. Memory is what was really allocated: by the caching
-allocator on CUDA, by torch's own record of every allocation on the CPU.
+`compare_steps` alternates between the models, so that a machine that slows down does so for all, and takes the fastest
+step, which other programs disturbed least. Memory is what was really allocated: by the caching allocator on CUDA, by
+torch's profiler on the CPU. Everything that times a step (`vitfocus bench`, reports, benchmarks) uses `seconds_per_call`.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import statistics
 import time
@@ -34,17 +35,31 @@ def compare_steps(
     warmup: int = 2,
     on_step: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
-    """Measure a step of every model on the same images (B, 3, H, W), and compare it with the first's.
+    """Measure a step of every model on the same images, and compare it with the first model's.
 
-    `train` is a forward, a loss with the treatments' own terms, a backward and an AdamW step; `infer` a forward without
-    gradients. One dict a model: `milliseconds` (the fastest step), `milliseconds_median`, `time_ratio` (of the fastest
-    steps), `megabytes` (weights, the optimiser's state, and a step's peak on top of them), `memory_ratio` and
-    `parameters`. `on_step` is called after every step.
+    Args:
+        models: The models by name.
+        images: (B, 3, H, W), on the models' device.
+        mode: "train" is a forward pass, a loss with the treatments' own terms, a backward pass and an AdamW step;
+            "infer" is a forward pass without gradients.
+        autocast: The dtype of autocast, or None for none.
+        rounds: Timed steps of each model.
+        warmup: Steps of each model before.
+        on_step: Called after every step.
 
-    >>> tiny = nn.Linear(4, 4)
-    >>> rows = compare_steps({"plain": tiny}, torch.randn(2, 4), mode="infer", rounds=1, warmup=0)
-    >>> rows[0]["time_ratio"], rows[0]["memory_ratio"], rows[0]["parameters"]
-    (1.0, 1.0, 20)
+    Returns:
+        One dict per model: `milliseconds` (the fastest step), `milliseconds_median`, `time_ratio` (of the fastest
+        steps), `megabytes` (weights, the optimiser's state, and the peak of a step on top of them), `memory_ratio` and
+        `parameters`.
+
+    Raises:
+        VitfocusError: The mode is unknown, a model does not take such images, or a step does not fit into memory.
+
+    Example:
+        >>> tiny = nn.Linear(4, 4)
+        >>> rows = compare_steps({"plain": tiny}, torch.randn(2, 4), mode="infer", rounds=1, warmup=0)
+        >>> rows[0]["time_ratio"], rows[0]["memory_ratio"], rows[0]["parameters"]
+        (1.0, 1.0, 20)
     """
     if mode not in MODES:
         raise VitfocusError(f"There is no mode {mode!r}: expected train or infer.")
@@ -58,7 +73,7 @@ def compare_steps(
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
         for name, step in steps.items():
-            seconds[name].append(timed(step))
+            seconds[name].append(seconds_per_call(step, images.device))
             on_step()
     taken = {}
     for name, step in steps.items():
@@ -137,17 +152,34 @@ def _differentiable(output: Any) -> Iterator[Tensor]:
             yield from _differentiable(value)
 
 
-def timed(step: Step) -> float:
-    """Seconds of a step."""
-    device = step.images.device
-    _wait(device)
+def seconds_per_call(function: Callable[[], object], device: torch.device | str, calls: int = 1) -> float:
+    """The mean time of some calls in a row, including all work that they start on the device.
+
+    >>> seconds_per_call(lambda: torch.ones(10), "cpu", calls=3) > 0
+    True
+    """
+    device = torch.device(device)
+    _synchronize(device)
     start = time.perf_counter()
-    step()
-    _wait(device)
-    return time.perf_counter() - start
+    for _ in range(calls):
+        function()
+    _synchronize(device)
+    return (time.perf_counter() - start) / calls
 
 
-def _wait(device: torch.device) -> None:
+def repeat_timed(
+    function: Callable[[], object], device: torch.device | str, most: int, seconds: float = math.inf
+) -> list[float]:
+    """The times of single calls after one warm-up call: at most so many, and no new one after so many seconds."""
+    function()
+    times: list[float] = []
+    began = time.perf_counter()
+    while len(times) < most and (not times or time.perf_counter() - began < seconds):
+        times.append(seconds_per_call(function, device))
+    return times
+
+
+def _synchronize(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
@@ -160,11 +192,11 @@ def memory(step: Step) -> int:
 def _peak(step: Step, device: torch.device) -> int:
     """Bytes that a step allocates beyond what was there before it, at its highest."""
     if device.type == "cuda":
-        _wait(device)
+        _synchronize(device)
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         step()
-        _wait(device)
+        _synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would tell the user about GPUs that are not there
     from torch.profiler import ProfilerActivity, profile
