@@ -220,7 +220,7 @@ def test_a_file_that_is_no_weights_is_not_offered_to_be_run(tmp_path: Path, caps
     (tmp_path / "notes.txt").write_text("not weights")
     assert main(["diagnose", MODEL, "--weights", str(tmp_path / "notes.txt")]) == 2
     error = capsys.readouterr().err
-    assert "no file of weights" in error and "weights_only" not in error
+    assert "not a file of weights" in error and "weights_only" not in error
 
 
 @pytest.mark.parametrize("sizes", [["size=24"], ["size=16", "enlarge=24"]])

@@ -16,6 +16,7 @@ from vitfocus.anatomy import inserted, pixels_of, unwrap
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.modules import logits_of
 from vitfocus.treatments import applied
+from vitfocus.treatments.state_record import is_record
 
 PRECISIONS: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -126,7 +127,7 @@ def tensors_digest(tensors: Mapping[str, Any]) -> str:
     """The same of a state dict that was read from a file."""
     state = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
-        if isinstance(tensor, Tensor):
+        if isinstance(tensor, Tensor) and not is_record(name):
             state.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             state.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return state.hexdigest()[:32]

@@ -14,6 +14,7 @@ from vitfocus.treatments.arguments import file_arguments
 from vitfocus.treatments.origin import split_library
 from vitfocus.treatments.save_load import create_model, load
 from vitfocus.treatments.spec import split_spec
+from vitfocus.treatments.state_record import is_record, recorded_treatments
 from vitfocus.treatments.surgery import added_names, applied
 from vitfocus.treatments.weights import load_weights, note_treatments, read_weights
 
@@ -103,6 +104,9 @@ def start_from(model: nn.Module, source: str) -> None:
     for key in ("state_dict_ema", "state_dict", "model_ema", "model"):
         if isinstance(tensors.get(key), dict):
             tensors = tensors[key]
+    if not Path(source).is_dir():
+        known = [str(treatment) for treatment in recorded_treatments(tensors, source)]
+    tensors = {name: tensor for name, tensor in tensors.items() if not is_record(name)}
     own = model.state_dict()
     root = _transformer_inside(model) if not set(tensors) & set(own) else None
     if root is not None:

@@ -26,6 +26,7 @@ from vitfocus.data.vqa.tokenizer import QuestionTokenizer, attach_tokenizer, tok
 from vitfocus.treatments.arguments import file_arguments, require_named
 from vitfocus.treatments.origin import Origin, build_timm_folder, full_name, origin_of, remember, split_library
 from vitfocus.treatments.spec import parse_treatments, split_spec, write_spec
+from vitfocus.treatments.state_record import is_record, recorded_treatments
 from vitfocus.treatments.surgery import added_names, applied, insert_all, treat_, untreat_, untreated
 from vitfocus.treatments.weights import copy_into, load_weights, read_weights, require
 
@@ -177,7 +178,13 @@ def load(folder: str | Path, *, onto: nn.Module | None = None, pretrained: bool 
         insert_all(model, treatments)
     try:
         wanted = added_names(model) if config.only == "treatments" else set(model.state_dict())
-        require(str(folder), wanted - set(tensors), set(tensors) - wanted)
+        missing = {name for name in wanted - set(tensors) if not is_record(name)}  # older folders have no record
+        require(str(folder), missing, set(tensors) - wanted)
+        if (recorded := recorded_treatments(tensors, str(folder))) and recorded != treatments:
+            raise VitfocusError(
+                f"{folder} was changed: its weights were saved with {'+'.join(map(str, recorded))}, and config.json "
+                f"names {'+'.join(config.treatments) or 'no treatment'}."
+            )
         if onto is None and config.only == "all":
             _take_dtypes(model, {name: tensor.dtype for name, tensor in tensors.items()} | _precisions(config, folder))
         copy_into(model, tensors, str(folder))
@@ -267,7 +274,7 @@ def open_model(name: str, weights: str | Path | None = None, treat: str | None =
     elif treat:
         insert_all(model, parse_treatments(treat))
     if weights is not None:
-        load_weights(model, weights)  # which tells whether they were trained with the treatments
+        load_weights(model, weights, treat=True)
     return model.eval()
 
 

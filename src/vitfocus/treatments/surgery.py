@@ -19,6 +19,7 @@ from vitfocus.core.errors import VitfocusError, warn
 from vitfocus.treatments.base import Treatment, refuse_unused
 from vitfocus.treatments.operations import AddModule, Surgeon, SwapModule
 from vitfocus.treatments.spec import parse_treatments
+from vitfocus.treatments.state_record import is_record, write_record
 
 _RECORD = "_vitfocus_treatments"
 _PAUSED = "_vitfocus_paused"
@@ -97,6 +98,7 @@ def insert_all(model: nn.Module, configs: Sequence[Treatment]) -> None:
         *root.__dict__.get(_RECORD, []),
         *sorted(done, key=lambda surgeon: order[id(surgeon.treatment)]),
     ]
+    write_record(root, [surgeon.treatment for surgeon in root.__dict__[_RECORD]])
     _forget_compiled_code()
 
 
@@ -144,6 +146,7 @@ def untreat_(model: Model) -> Model:
     for root in _treated_roots(model):
         for surgeon in _in_undo_order(root.__dict__.pop(_RECORD)):
             surgeon.undo()
+        write_record(root, ())
     mark_inserted(model, ())
     _forget_compiled_code()
     return model
@@ -169,6 +172,7 @@ def untreated(model: nn.Module) -> Iterator[nn.Module]:
     roots = [(root, root.__dict__.pop(_RECORD), root.__dict__.pop(MARK, None)) for root in _treated_roots(model)]
     for root, record, _ in roots:
         root.__dict__[_PAUSED] = True
+        write_record(root, ())
         for surgeon in _in_undo_order(record):
             surgeon.undo()
     _forget_compiled_code()
@@ -179,6 +183,7 @@ def untreated(model: nn.Module) -> Iterator[nn.Module]:
             for surgeon in reversed(_in_undo_order(record)):
                 surgeon.redo()
             root.__dict__[_RECORD] = record
+            write_record(root, [surgeon.treatment for surgeon in record])
             root.__dict__ |= {MARK: mark} if mark is not None else {}
             del root.__dict__[_PAUSED]
         _forget_compiled_code()
@@ -207,7 +212,7 @@ def surgeons(model: nn.Module) -> list[Surgeon]:
 
 
 def added_names(model: nn.Module, by: Surgeon | None = None) -> set[str]:
-    """The state-dict names that all treatments, or one of them, added or changed in shape."""
+    """The state-dict names that all treatments, or one of them, added or changed in shape; with all, the record too."""
     owners = {module: name for name, module in unwrap(model).named_modules()}
     names = set()
     for surgeon in surgeons(model) if by is None else [by]:
@@ -215,7 +220,7 @@ def added_names(model: nn.Module, by: Surgeon | None = None) -> set[str]:
             if isinstance(operation, AddModule | SwapModule):
                 prefix = owners[operation.module]
                 names |= {f"{prefix}.{key}" for key in operation.module.state_dict()}
-    return names
+    return names | ({name for name in unwrap(model).state_dict() if is_record(name)} if by is None else set())
 
 
 def _refuse_while_paused(model: nn.Module) -> None:

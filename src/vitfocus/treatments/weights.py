@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from vitfocus.anatomy import mark_inserted, unwrap
 from vitfocus.core.errors import VitfocusError, reason
 from vitfocus.core.files import digest
-from vitfocus.treatments.surgery import added_names, note_insertion, surgeons
+from vitfocus.treatments.state_record import is_record, recorded_treatments
+from vitfocus.treatments.surgery import added_names, applied, insert_all, note_insertion, surgeons, untreat_
 
 _WRAPPERS = ("state_dict_ema", "state_dict", "model_ema", "model", "module")
 
 
 class LoadReport(NamedTuple):
-    """What became of each name; `new` ones were added by treatments and are absent from the file."""
+    """What became of each name. Those in `new` belong to treatments and are not in the checkpoint."""
 
     loaded: list[str]
     new: list[str]
@@ -30,19 +31,63 @@ class LoadReport(NamedTuple):
 
 
 def load_weights(
-    model: nn.Module, source: str | Path | Mapping[str, Any], *, strict: bool = True, trained_with: Sequence[str] = ()
+    model: nn.Module,
+    source: str | Path | Mapping[str, Any],
+    *,
+    strict: bool = True,
+    trained_with: Sequence[str] = (),
+    treat: bool = False,
 ) -> LoadReport:
-    """Load a plain checkpoint (a file, or a state dict) into a model, treated or not, and report name by name.
+    """Load a checkpoint into a model and report what became of each name.
 
-    Names that treatments added and the checkpoint lacks are `new` and stay as they are; where such a treatment changes
-    what the weights compute, a `VitfocusWarning` says so. A treatment without parameters leaves no trace in a
-    checkpoint: it counts as part of it if another's parameters are there, or if `trained_with` names its spec. With
-    `strict`, any other name missing or unexpected is an error, and the model is left untouched.
+    A plain checkpoint loads into a treated model: the parameters of the treatments keep their values. If such a
+    treatment changes what the weights compute, a `VitfocusWarning` says so. If the checkpoint does not fit, the model
+    is left unchanged.
+
+    Args:
+        model: The model, treated or not.
+        source: A file (safetensors, or a torch file without code) or a state dict.
+        strict: Whether names that are missing or unexpected are an error; those of treatments may be missing.
+        trained_with: Specs of treatments that the weights were trained with. Needed only for checkpoints without a
+            record of their treatments, if a treatment has no parameters.
+        treat: Whether a model without treatments receives those that the checkpoint records.
+
+    Returns:
+        The names that were `loaded`, those of treatments that are `new`, and those `missing` and `unexpected`.
+
+    Raises:
+        VitfocusError: The file cannot be read, or the checkpoint does not fit the model.
+
+    Example:
+        >>> import timm, vitfocus as vf
+        >>> model = timm.create_model("vit_tiny_patch16_224", depth=1)
+        >>> treated = vf.treat_(timm.create_model("vit_tiny_patch16_224", depth=1), "cbs")
+        >>> load_weights(treated, model.state_dict()).new
+        ['vitfocus_treatments', 'blocks.0.context_mlp.context_scale']
+        >>> _ = load_weights(model, treated.state_dict(), treat=True)
+        >>> [str(treatment) for treatment in vf.applied(model)]
+        ['cbs']
     """
     model = unwrap(model)
     label = "the state dict" if isinstance(source, Mapping) else str(source)
     tensors = _unnest(source if isinstance(source, Mapping) else read_weights(Path(source)))
-    own, added = model.state_dict(), added_names(model)
+    recorded = recorded_treatments(tensors, label)
+    trained_with = [*trained_with, *map(str, recorded)]
+    if recorded and not applied(model):
+        if treat:
+            insert_all(model, recorded)
+            try:
+                return load_weights(model, tensors, strict=strict, trained_with=trained_with)
+            except VitfocusError as error:
+                untreat_(model)
+                raise VitfocusError(str(error).replace("the state dict", label)) from None
+        if strict:
+            raise VitfocusError(
+                f"{label} was saved with {'+'.join(map(str, recorded))}, and the model has no treatment: pass "
+                "treat=True, or treat the model first; nothing was loaded."
+            )
+    own = model.state_dict()
+    added = added_names(model)
     if set(tensors) != set(own) - added and set(tensors) != set(own):
         tensors = _library_names(model, tensors)
     found = [name for name in own if name in tensors]
@@ -58,9 +103,9 @@ def load_weights(
 
 
 def note_treatments(model: nn.Module, loaded: Collection[str], trained_with: Sequence[str] = ()) -> None:
-    """Note which of a model's treatments the weights that were just loaded, given by name, were not trained with.
+    """Mark the treatments that the weights just loaded, given by their names, were not trained with.
 
-    A treatment without parameters is taken to be part of them if another's parameters are.
+    A treatment without parameters counts as trained if the parameters of another one were loaded.
     """
     mark_inserted(model, ())
     names = [(surgeon.treatment, added_names(model, surgeon)) for surgeon in surgeons(model)]
@@ -70,7 +115,7 @@ def note_treatments(model: nn.Module, loaded: Collection[str], trained_with: Seq
 
 
 def read_weights(path: Path, sha256: str | None = None) -> dict[str, Any]:
-    """The content of a weights file, checked against its digest where one is given."""
+    """The content of a weights file, checked against its digest if one is given."""
     if not path.is_file():
         raise VitfocusError(f"There is no weights file {path}.")
     if sha256 is not None and digest(path) != sha256:
@@ -84,14 +129,16 @@ def read_weights(path: Path, sha256: str | None = None) -> dict[str, Any]:
     except (SafetensorError, RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
         raise VitfocusError(f"{path} cannot be read as weights: {reason(error)}.") from None
     except Exception:  # the unpickler's own errors, whose text advises to run whatever code the file holds
-        raise VitfocusError(f"{path} is no file of weights, or holds more than tensors, and was not loaded.") from None
+        raise VitfocusError(
+            f"{path} is not a file of weights or holds more than tensors; nothing was loaded."
+        ) from None
     if not isinstance(content, Mapping):
         raise VitfocusError(f"{path} holds a {type(content).__name__}, not a state dict.")
     return dict(content)
 
 
 def _unnest(tensors: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The state dict inside a training checkpoint, without the prefixes that wrappers leave on names."""
+    """The state dict inside a training checkpoint, without the prefixes that wrappers add to names."""
     while (inner := next((k for k in _WRAPPERS if isinstance(tensors.get(k), Mapping)), None)) is not None:
         tensors = tensors[inner]
     result = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
@@ -102,7 +149,7 @@ def _unnest(tensors: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _library_names(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Names as the model's own library translates them from the checkpoints its authors published."""
+    """Names translated by the model's library from those of published checkpoints."""
     translate = getattr(sys.modules.get(type(model).__module__), "checkpoint_filter_fn", None)
     if translate is None:
         return tensors
@@ -128,7 +175,7 @@ def copy_into(model: nn.Module, tensors: Mapping[str, Tensor], label: str) -> No
     """Copy tensors into a model by name, after checking every shape."""
     own = model.state_dict()
     for name, tensor in tensors.items():
-        if own[name].shape != tensor.shape:
+        if own[name].shape != tensor.shape and not is_record(name):
             raise VitfocusError(
                 f"{label} does not fit the model: {name} is {tuple(tensor.shape)} there and {tuple(own[name].shape)} "
                 "in the model; nothing was loaded."
