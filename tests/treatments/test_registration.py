@@ -76,7 +76,7 @@ def test_a_new_treatment_is_one_file_and_one_export(
 
         assert {place.place for place in placements(model)} == {"mlp.end"}
         card = make_card(model, timed=False)
-        drawn = block_diagram("model", card["blocks"])
+        drawn = block_diagram("model", card.blocks)
         assert "badge c3" in drawn and ">Sh<" in drawn
 
         with vf.untreated(model):
