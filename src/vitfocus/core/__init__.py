@@ -1,3 +1,3 @@
-"""The basics that every room uses: errors, files, tables, progress, devices."""
+"""The basics that every package uses: errors, files, records, tables, progress, devices, processes."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""Arguments as people give them, from Python, NumPy or torch: turned into plain values, or refused in one sentence."""
+"""Checking arguments: values from Python, NumPy or torch become plain values, or are refused in one sentence."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vitfocus.core.errors import VitfocusError
 
 
 def whole(name: str, value: Any, low: int | None = None, high: int | None = None) -> int:
-    """A whole number of any library as Python's, from `low` to `high`.
+    """A whole number of any library as a Python int, from `low` to `high`.
 
     >>> import numpy as np
     >>> whole("limit", np.int64(3), low=1)
@@ -47,7 +47,7 @@ def real(name: str, value: Any, expected: str) -> float:
 
 
 def several(name: str, value: Any, empty: bool = False) -> list[Any]:
-    """One value or some of them as a list without repetition; an empty one is refused unless `empty` says otherwise.
+    """One value or several as a list without duplicates; an empty one is refused unless `empty` is set.
 
     >>> import numpy as np
     >>> several("corruptions", "fog"), several("severities", np.array([1, 3, 3]))

@@ -1,4 +1,4 @@
-"""Writing files so that a crash leaves the old one or the new one, never half of either; finding pictures."""
+"""Writing files atomically (a crash leaves the old or the new file, never a part), and finding image files."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-#: How files are named that are read as pictures, in small letters.
+#: File name endings of images, in lower case.
 PICTURES = frozenset(
     {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"},
 )
 
 
 def files_below(folder: str | Path, suffixes: Collection[str] = PICTURES) -> Iterator[Path]:
-    """Files whose names end so, in any case, hidden ones left out; folders are entered through links too, but once."""
+    """Files with these suffixes, in any case, below a folder; hidden ones are skipped, links are followed once."""
     entered = set()
     for place, folders, files in os.walk(folder, followlinks=True):
         real = os.path.realpath(place)
@@ -31,7 +31,7 @@ def files_below(folder: str | Path, suffixes: Collection[str] = PICTURES) -> Ite
 
 @contextmanager
 def atomic_path(target: str | Path) -> Iterator[Path]:
-    """A temporary path beside the target that takes its place when the block ends well, and vanishes when it does not.
+    """A temporary path that replaces the target when the block succeeds, and is removed when it fails.
 
     >>> folder = Path(tempfile.mkdtemp())
     >>> with atomic_path(folder / "a.txt") as path:
@@ -42,7 +42,7 @@ def atomic_path(target: str | Path) -> Iterator[Path]:
     target = Path(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
-        # A long name is shortened, so that what is added to it fits as well.
+        # A long name is shortened to leave room for the random part.
         handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name[:40]}.", suffix=target.suffix[:20])
     except OSError as error:  # which names the temporary file
         raise type(error)(error.errno, error.strerror, str(target)) from None
@@ -59,24 +59,24 @@ def atomic_path(target: str | Path) -> Iterator[Path]:
 
 
 def writable_folder(folder: str | Path) -> Path:
-    """The folder, made where it is missing, once it is sure that files can be written there.
+    """Create the folder if it is missing, and check that files can be written there.
 
     >>> writable_folder(Path(tempfile.mkdtemp()) / "runs" / "a").is_dir()
     True
     """
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, "This is a file, and a folder is wanted", str(folder))
+        raise NotADirectoryError(errno.ENOTDIR, "This is a file; expected a folder", str(folder))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return folder
     except OSError as error:
-        raise type(error)(error.errno, f"Nothing can be written here ({error.strerror})", str(folder)) from None
+        raise type(error)(error.errno, f"The folder is not writable ({error.strerror})", str(folder)) from None
 
 
 def write_text(target: str | Path, text: str) -> None:
-    """Write a text file atomically; what UTF-8 cannot say (file names may hold any bytes) is spelled out."""
+    """Write a text file atomically; characters that UTF-8 cannot encode (file names may hold any bytes) are escaped."""
     with atomic_path(target) as path:
         path.write_text(text, encoding="utf-8", errors="backslashreplace")
 

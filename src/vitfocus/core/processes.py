@@ -1,4 +1,4 @@
-"""One process or many: accelerate is asked only where a launcher has started several."""
+"""Working in one process or several; accelerate is imported only if a launcher has started several."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Processes:
 
     @property
     def first(self) -> bool:
-        """Whether this is the process that writes and speaks."""
+        """Whether this is the process that prints and writes files."""
         return self.rank == 0
 
     def gather(self, content: Content) -> list[Content]:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
-#: So many columns a line may have: a table is as wide as its cells, since a cut number is no number.
+#: The maximum line length: tables are as wide as their cells, so that numbers are never cut.
 _WIDTH = 2000
-#: A caption is wrapped at so many columns, or at the table's width where that is more.
+#: Captions are wrapped at this many columns, or at the table's width if that is larger.
 _PROSE = 88
 
 
@@ -58,7 +58,7 @@ class Table:
         return self.text(styled=sys.stdout.isatty())
 
     def text(self, *, styled: bool = False) -> str:
-        """The table as lines, `styled` with a terminal's escapes or plain, as files want it.
+        """The table as lines, `styled` with terminal escapes or plain, for files.
 
         Title and caption are not squeezed to the width of a narrow table.
         """
@@ -88,7 +88,7 @@ class Table:
 
 
 def counted(number: float, what: str, form: str = ",") -> str:
-    """A number of things in words, one of them without the s.
+    """A number and a noun, with a plural s unless the number is 1.
 
     >>> counted(1, "image"), counted(1200, "image"), counted(0.5, "epoch", ".4g")
     ('1 image', '1,200 images', '0.5 epochs')

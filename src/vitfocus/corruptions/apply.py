@@ -12,13 +12,13 @@ from torch import Tensor
 
 from vitfocus.core.arguments import whole
 from vitfocus.core.errors import VitfocusError, nearest
-from vitfocus.corruptions import blur, digital, elastic, jpeg, noise, spatter, weather
+from vitfocus.corruptions import blur, digital, jpeg, noise, weather
 from vitfocus.corruptions import frost as overlays
 from vitfocus.corruptions.constants import CONSTANTS, CORRUPTIONS, EXTRA_CORRUPTIONS, FLAVOURS, Setting
 from vitfocus.corruptions.draws import Draws, as_ids
 
 VERSION = 1
-"""Raised whenever any output changes."""
+"""Incremented whenever any output changes."""
 
 _EFFECTS: dict[str, Callable[[Tensor, Setting, Draws], Tensor]] = {
     "gaussian_noise": noise.gaussian_noise,
@@ -33,16 +33,16 @@ _EFFECTS: dict[str, Callable[[Tensor, Setting, Draws], Tensor]] = {
     "fog": weather.fog,
     "brightness": digital.brightness,
     "contrast": digital.contrast,
-    "elastic_transform": elastic.elastic_transform,
+    "elastic_transform": digital.elastic_transform,
     "pixelate": digital.pixelate,
     "jpeg_compression": jpeg.jpeg_compression,
     "speckle_noise": noise.speckle_noise,
     "gaussian_blur": blur.gaussian_blur,
-    "spatter": spatter.spatter,
+    "spatter": weather.spatter,
     "saturate": digital.saturate,
 }
 
-# Pixels worked on at once: what stays in a CPU's cache, what keeps a GPU busy without filling it.
+# Pixels processed at once: few enough for a CPU's cache, enough to keep a GPU busy.
 _CHUNK = {"cpu": 1 << 18, "cuda": 1 << 23}
 
 
@@ -177,7 +177,7 @@ def _check_flavour(flavour: str) -> None:
 
 
 def _as_bytes(images: Tensor) -> Tensor:
-    """The images as a (B, 3, H, W) uint8 batch, or a sentence that says what is wrong with them."""
+    """The images as a (B, 3, H, W) uint8 batch; anything else is refused."""
     if not isinstance(images, Tensor):
         raise VitfocusError(
             f"Images are a {type(images).__name__}; expected a tensor of shape (B, 3, H, W) or (3, H, W)."
@@ -189,7 +189,7 @@ def _as_bytes(images: Tensor) -> Tensor:
         return batch
     if not images.is_floating_point():
         raise VitfocusError(f"Images have dtype {images.dtype}; expected uint8, or floats in [0, 1].")
-    # Looking at the values of a GPU's tensor would make it wait, so there they are only clipped.
+    # Reading values from a GPU would synchronise with it, so there they are only clipped.
     if images.device.type == "cpu" and images.numel():
         low, high = (float(v) for v in images.aminmax())
         if not (low >= -1e-3 and high <= 1 + 1e-3):

@@ -23,7 +23,7 @@ def gaussian_blur(x: Tensor, setting: Setting, draws: Draws) -> Tensor:
 
 @functools.lru_cache(maxsize=16)
 def disk(radius: float, alias_sigma: float) -> tuple[tuple[float, ...], ...]:
-    """The antialiased disk of the reference, in float32 as there, so that its sum misses 1 by as much.
+    """The antialiased disk of the reference, in float32 as there, so that its sum differs from 1 by the same amount.
 
     A radius that touches the edge of its grid (8 and 10) gains up to 1 % there, by the mirrored border of the
     antialiasing blur: a quirk that brightens, and is kept.
@@ -76,7 +76,7 @@ _JUMPS = 6
 
 
 def _glass_sources(height: int, width: int, reach: int, draws: Draws, stream: int) -> Tensor:
-    """Where each pixel's new value comes from in one pass of the glass: flat indices, (B, H*W).
+    """Where each pixel's new value comes from in one pass of the glass blur: flat indices, (B, H*W).
 
     The reference scans from the bottom right and "swaps" each pixel with a neighbour at an offset in [-reach, reach-1];
     because the two sides are views of one array, the swap only copies: pixel <- neighbour. A neighbour later in raster
@@ -101,7 +101,7 @@ def _glass_sources(height: int, width: int, reach: int, draws: Draws, stream: in
     visited = torch.zeros(height, width, dtype=torch.bool, device=device)
     visited[inner[1:]] = True
     forward = (target > position) & visited.flatten()[target]
-    # A chain's end points to itself while we jump; its own target is looked up last.
+    # The end of a chain points to itself during pointer jumping; its own target is looked up last.
     follow = torch.where(forward, target, position)
     for _ in range(_JUMPS):
         follow = follow.gather(1, follow)

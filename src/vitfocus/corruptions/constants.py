@@ -54,7 +54,7 @@ _IMAGENET: dict[str, tuple[Any, ...]] = {
     "saturate": ((0.3, 0), (0.1, 0), (2, 0), (5, 0.1), (20, 0.2)),  # S times a plus b
     "jpeg_compression": (25, 18, 15, 10, 7),  # quality
     "pixelate": (0.6, 0.5, 0.4, 0.3, 0.25),  # scale
-    # amplitude, sigma and affine jitter in pixels; 244 is the reference's own slip for 224
+    # amplitude, sigma and affine jitter in pixels; 244 is a typo for 224 in the reference, kept here
     "elastic_transform": (
         (244 * 2, 244 * 0.7, 244 * 0.1),
         (244 * 2, 244 * 0.08, 244 * 0.2),
@@ -120,7 +120,7 @@ CONSTANTS: dict[str, dict[str, tuple[Any, ...]]] = {"imagenet": _IMAGENET, "cifa
 
 @dataclass(frozen=True)
 class Setting:
-    """What a corruption is told besides the pixels: its constants at this severity, the flavour, the frost folder."""
+    """The inputs of a corruption besides the pixels: its constants at this severity, the flavour, the frost folder."""
 
     constants: Any
     flavour: str = "imagenet"

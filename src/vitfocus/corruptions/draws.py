@@ -1,8 +1,8 @@
 """Random numbers that belong to an image, not to a batch.
 
 Every number is a hash of (seed, corruption, severity, image id, stream, position): a counter-based generator in plain
-torch integer arithmetic. So a draw does not depend on batch size, order, device or the number of processes, and no
-global generator is read or moved.
+torch integer arithmetic. A draw does not depend on batch size, order, device or the number of processes, and no global
+generator is read or advanced.
 
 A 64-bit splitmix turns the names into one key per image; two rounds of a 32-bit avalanche hash, one per half of the
 key, turn positions into bits. 32-bit arithmetic wraps identically on CPU and GPU and vectorises well on both.
@@ -53,7 +53,7 @@ def _splitmix_tensor(value: Tensor) -> Tensor:
 
 
 def _avalanche_(value: Tensor) -> Tensor:
-    """Wellons' low-bias 32-bit hash on int32, in place, with one scratch tensor: fresh memory is dear."""
+    """Wellons' low-bias 32-bit hash on int32, in place, with one scratch tensor to avoid allocations."""
     scratch = torch.empty_like(value)
     for shift, factor in ((16, 0x7FEB352D), (15, _signed(0x846CA68B, 32)), (16, 1)):
         torch.bitwise_right_shift(value, shift, out=scratch)
@@ -107,7 +107,7 @@ class Draws:
 
     @functools.cached_property
     def keys(self) -> Tensor:
-        """One 64-bit key per image, made when first needed: half the corruptions draw nothing."""
+        """One 64-bit key per image, computed when first needed, since half of the corruptions draw nothing."""
         return _splitmix_tensor(self.ids ^ _signed(self.base, 64))
 
     def bits(self, count: int, stream: int = 0) -> Tensor:

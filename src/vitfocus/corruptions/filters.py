@@ -180,7 +180,7 @@ def streak(x: Tensor, radius: int, sigma: float, angle: Tensor) -> Tensor:
 
 
 def _streak_by_gather(x: Tensor, weights: list[float], down: Tensor, right: Tensor) -> Tensor:
-    """Every image of the batch at once, tap by tap: for devices where launches are dear."""
+    """Every image of the batch at once, tap by tap: for devices with slow kernel launches."""
     batch, channels, height, width = x.shape
     flat = x.reshape(batch, channels, -1)
     total = torch.zeros(flat.shape, dtype=torch.float32, device=x.device)
@@ -195,7 +195,7 @@ def _streak_by_gather(x: Tensor, weights: list[float], down: Tensor, right: Tens
 
 
 def _streak_by_slices(x: Tensor, weights: list[float], down: list[list[int]], right: list[list[int]]) -> Tensor:
-    """Image by image, each tap a slice of the padded image: for devices where gathers are dear."""
+    """Image by image, each tap a slice of the padded image: for devices with slow gathers."""
     height, width = x.shape[-2:]
     reach = len(weights)
     padded = F.pad(x.float(), (reach, reach, reach, reach), mode="replicate")

@@ -58,7 +58,7 @@ def jpeg_compression(x: Tensor, setting: Setting, draws: Draws) -> Tensor:
     """Encode and decode (B, 3, H, W) uint8 images at a quality."""
     if x.device.type != "cpu":
         return in_tensors(x, setting.constants)
-    from torchvision.io import ImageReadMode, decode_jpeg, encode_jpeg  # a second of importing, only JPEG's users wait
+    from torchvision.io import ImageReadMode, decode_jpeg, encode_jpeg  # imported late: it takes a second
 
     pixels = torch.stack(x.unbind(1), dim=-1)  # libjpeg's own layout, for the whole batch at once
     result = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -67,7 +67,7 @@ def jpeg_compression(x: Tensor, setting: Setting, draws: Draws) -> Tensor:
         coded = encode_jpeg(pixels[index].permute(2, 0, 1), quality=setting.constants)
         result[index] = decode_jpeg(coded, mode=ImageReadMode.RGB)
 
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # the codec runs outside Python's lock
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # the codec releases the GIL
         list(pool.map(code, range(len(pixels))))
     return result
 

@@ -1,4 +1,4 @@
-"""Noise: every value of every channel draws on its own.
+"""Noise: drawn independently for every value of every channel.
 
 Each function takes uint8 images (B, 3, H, W), its setting and its draws, and returns uint8 images.
 """

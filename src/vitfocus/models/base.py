@@ -1,4 +1,4 @@
-"""What the four families share: timm's conventions around a trunk of tokens, one patch embedding, one attention.
+"""What the four families share: timm's interface around a trunk of tokens, one patch embedding, one attention.
 
 A family writes its modules and a `_trunk`; classifier, features, checkpointing and pruning follow from it here.
 """
@@ -6,17 +6,18 @@ A family writes its modules and a `_trunk`; classifier, features, checkpointing 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from timm.layers import get_device_dtype, to_2tuple, trunc_normal_
-from timm.models import checkpoint
+from timm.models import build_model_with_cfg, checkpoint, generate_default_cfgs
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from ..core.errors import VitfocusError, nearest
+from .published import checkpoint_filter_fn
 
 Grid = tuple[int, int]
 Size = int | tuple[int, int]
@@ -38,14 +39,14 @@ def increasing(rate: float, depth: int) -> list[float]:
 
 
 def heads_divide(dim: int, num_heads: int) -> int:
-    """Return the width of one head, or say why there is none."""
+    """Return the width of one head; an indivisible width is refused."""
     if num_heads < 1 or dim % num_heads:
         raise VitfocusError(f"A width of {dim} does not divide into {num_heads} heads.")
     return dim // num_heads
 
 
 class PatchEmbed(nn.Module):
-    """Non-overlapping patches, B, C, H, W → (B, N, D), grid; a remainder of the image below a patch is left out."""
+    """Non-overlapping patches, B, C, H, W → (B, N, D), grid; pixels beyond the last whole patch are ignored."""
 
     def __init__(self, img_size: Size, patch_size: int, in_chans: int, embed_dim: int, norm: bool = False) -> None:
         super().__init__()
@@ -223,3 +224,35 @@ class Backbone(nn.Module, ABC):
     def forward(self, x: Tensor) -> Tensor:
         """Images, B, C, H, W → logits, B, num_classes."""
         return self.forward_head(self.forward_features(x))
+
+
+def imagenet_cfgs(names: Iterable[str], first_conv: str, paper: str, title: str, origin: str, crop_pct: float) -> Any:
+    """Return timm's default configurations for `names`; none has weights to download."""
+    cfg = {
+        "num_classes": 1000,
+        "input_size": (3, 224, 224),
+        "crop_pct": crop_pct,
+        "interpolation": "bicubic",
+        "mean": (0.485, 0.456, 0.406),
+        "std": (0.229, 0.224, 0.225),
+        "first_conv": first_conv,
+        "classifier": "head",
+        "paper_ids": paper,
+        "paper_name": title,
+        "origin_url": origin,
+    }
+    return generate_default_cfgs({name: dict(cfg) for name in names})
+
+
+def build(
+    cls: type, variant: str, pretrained: bool, out_indices: int | tuple[int, ...], arguments: dict[str, Any]
+) -> Any:
+    """Build `cls` as timm does; `out_indices` are the features that `features_only=True` gives by default."""
+    return build_model_with_cfg(
+        cls,
+        variant,
+        pretrained,
+        pretrained_filter_fn=checkpoint_filter_fn,
+        feature_cfg={"out_indices": out_indices, "feature_cls": "getter"},
+        **arguments,
+    )

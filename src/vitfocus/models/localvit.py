@@ -15,9 +15,8 @@ from timm.models.vision_transformer import Attention
 from torch import Tensor, nn
 
 from ..core.errors import VitfocusError
-from .base import Backbone, Grid, PatchEmbed, Size, heads_divide, increasing, to_map, to_tokens
+from .base import Backbone, Grid, PatchEmbed, Size, build, heads_divide, imagenet_cfgs, increasing, to_map, to_tokens
 from .published import fit_position
-from .registry import build, imagenet_cfgs
 
 __all__ = ["LocalViT"]
 

@@ -1,7 +1,7 @@
-"""Published checkpoints into our models: unwrap the file's nesting, compare names and shapes, then load.
+"""Loading published checkpoints: unwrap the file's nesting, compare names and shapes, then load.
 
-The modules of `vitfocus.models` carry the names of the published layout, so almost nothing is renamed here. What is
-left over on either side is listed for the caller, never swallowed.
+The modules of `vitfocus.models` carry the names of the published layout, so almost nothing is renamed here. Names
+that are left over on either side are returned to the caller.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PREFIXES = ("module.", "_orig_mod.")
 
 
 class Loaded(NamedTuple):
-    """The names that `load_published` filled, those the model still waits for, and those it has no place for."""
+    """The names that `load_published` filled, those missing from the checkpoint, and those unknown to the model."""
 
     loaded: list[str]
     missing: list[str]

@@ -14,9 +14,8 @@ from timm.models import register_model
 from torch import Tensor, nn
 
 from ..core.errors import VitfocusError
-from .base import Attention, Backbone, Grid, PatchEmbed, Size, increasing, to_map
+from .base import Attention, Backbone, Grid, PatchEmbed, Size, build, imagenet_cfgs, increasing, to_map
 from .published import fit_position
-from .registry import build, imagenet_cfgs
 
 __all__ = ["PVT"]
 

@@ -20,9 +20,8 @@ from timm.models import register_model
 from torch import Tensor, nn
 
 from ..core.errors import VitfocusError
-from .base import Backbone, Grid, Size, heads_divide, increasing, to_map, to_tokens
+from .base import Backbone, Grid, Size, build, heads_divide, imagenet_cfgs, increasing, to_map, to_tokens
 from .published import resize_pair_map
-from .registry import build, imagenet_cfgs
 
 __all__ = ["RVT"]
 
