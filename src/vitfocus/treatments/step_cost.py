@@ -2,7 +2,7 @@
 
 `compare_steps` alternates between the models, so that a machine that slows down does so for all, and takes the fastest
 step, which other programs disturbed least. Memory is what was really allocated: by the caching allocator on CUDA, by
-torch's profiler on the CPU. Everything that times a step (`vitfocus bench`, reports, benchmarks) uses `seconds_per_call`.
+the profiler on the CPU. Whatever times a step (`vitfocus bench`, reports, benchmarks) uses `seconds_per_call`.
 """
 
 from __future__ import annotations
