@@ -57,7 +57,7 @@ def test_every_item_of_both_papers_is_there_and_complete() -> None:
         assert item.figures or "figure" not in item.name, f"{item.name} draws nothing"
         stated = {name for row in item.rows for name in row.paper}
         assert stated <= set(item.measures), f"{item.name} quotes what it does not measure: {stated}"
-        assert stated or any("no number" in note or "neither its numbers" in note for note in item.notes)
+        assert stated or any("no numbers" in note or "neither its numbers" in note for note in item.notes)
 
 
 def test_every_row_resolves_at_every_scale_it_has(tmp_path: Path) -> None:

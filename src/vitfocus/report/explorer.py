@@ -95,11 +95,24 @@ def explorer_data(
     budget: int = BUDGET,
     seed: int = 0,
 ) -> Data:
-    """The explorer's data for a model, or several by name, as plain data.
+    """Collect the explorer's data: images, and the attention maps of layers and heads that fit into the budget.
 
-    `images` are uint8 (B, 3, H, W), at most `limit` of which are taken, evenly; each model sees them at its own size.
-    `against` is the corruption shown beside the clean images (None for none). `budget` bounds the bytes of the maps.
-    Only layers in which tokens attend to all of the image are shown; keys may be fewer than queries (PVT).
+    Only layers in which tokens attend to the whole image are included; keys may be fewer than queries (PVT).
+
+    Args:
+        models: One model, or models by name.
+        images: uint8 images (B, 3, H, W); each model sees them at its own size.
+        against: Corruption shown beside the clean images; None for none.
+        names: Names of the images.
+        limit: At most this many images, evenly spaced.
+        budget: The largest size of all maps together, in bytes of base64 text.
+        seed: Seed of the corruption.
+
+    Returns:
+        Plain data for `report(..., explorer=...)` and `write_explorer`.
+
+    Raises:
+        VitfocusError: If the images are not uint8, or no layer of a model attends to the whole image.
     """
     named = {model_name(models): models} if isinstance(models, nn.Module) else dict(models)
     if images.dtype != torch.uint8 or images.ndim != 4 or not len(images):

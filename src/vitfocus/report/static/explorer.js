@@ -36,7 +36,7 @@
     if (!data.models.every((model) => model.blocks === data.models[0].blocks)) return [];
     const shown = new Set(data.models.flatMap((model, m) => steps.map((step) => model.layers[step[m]].depth)));
     const absent = [...new Set(data.models.flatMap((model) => model.layers.map((layer) => layer.depth)))].filter((depth) => !shown.has(depth)).sort((a, b) => a - b);
-    return absent.length ? [`Not shown, as the page holds them for some of the models only: layer${absent.length > 1 ? "s" : ""} ${absent.join(", ")}.`] : [];
+    return absent.length ? [`Not shown, because the page has them for some of the models only: layer${absent.length > 1 ? "s" : ""} ${absent.join(", ")}.`] : [];
   }
   function imageKeys() {
     const last = Math.min(9, data.images.length);
@@ -52,7 +52,7 @@
     return element;
   };
 
-  // One slider with its name and value; the value is said in words.
+  // A slider with its name and value; the value is text.
   function slider(name, least, most, key, words) {
     const output = create("output");
     const input = create("input", { type: "range", min: least, max: most, step: 1, "aria-label": name, "data-control": key,
@@ -69,7 +69,7 @@
 
   function layerWords() { return data.models.length > 1 ? [...new Set(data.models.map((model) => layerOf(model).depth))].join(" / ") : String(first().depth); }
   function headWords() {
-    if (!data.models.some((model) => layerOf(model).each)) return "average (single heads of this layer are not in the page)";
+    if (!data.models.some((model) => layerOf(model).each)) return "average (the page has no single heads of this layer)";
     return state.head < 0 ? "average" : String(state.head);
   }
   const sliders = [
@@ -101,11 +101,11 @@
   stage.setAttribute("tabindex", "0");
   stage.setAttribute("aria-label", "Attention explorer. Arrow keys move the patch, Page Up and Page Down change the layer, H the head, number keys the image, C the class token.");
   stage.append(
-    create("p", {}, "Point at a patch of a photograph: the colours show what its token attends to. The square beside it is the layer’s whole map, one row for each token that looks and one column for each that is looked at. A vertical line is a token on which all others lean: overfocus."),
+    create("p", {}, "Point at a patch of a photograph: the colours show what its token attends to. The square beside it is the layer’s whole attention map, with one row per query and one column per key. A vertical line is a token that all others attend to: overfocus."),
     create("div", { class: "controls" }, ...sliders, create("div", {}, create("label", {}, "Token ", token),
-      create("label", {}, shared, " one colour scale for all"))), thumbs, grid,
+      create("label", {}, shared, " same colour scale for all"))), thumbs, grid,
     create("div", { class: "legend" }, create("span", {}, "attention of the chosen token: 0 ", bars[0], " ", tops[0]),
-      create("span", {}, "map: 0 ", bars[1], " ", tops[1]), create("span", {}, "bars above a map: what each token receives on average")), status,
+      create("span", {}, "map: 0 ", bars[1], " ", tops[1]), create("span", {}, "bars above a map: the mean attention each token receives")), status,
     create("p", { class: "quiet" }, create("kbd", {}, "←↑↓→"), " patch  ", create("kbd", {}, "PgUp"), " ", create("kbd", {}, "PgDn"), " layer  ",
       create("kbd", {}, "H"), " head  ", ...imageKeys(), create("kbd", {}, "C"), " class token"),
     ...[...data.notes, ...unshared()].map((note) => create("p", { class: "quiet" }, note)));
@@ -114,7 +114,7 @@
     for (let x = 0; x < 128; x++) { context.fillStyle = `rgb(${[...colours.slice(6 * x, 6 * x + 3)]})`; context.fillRect(x, 0, 1, 8); }
   });
 
-  // Mouse, pen and finger alike; a finger that moves up or down still scrolls the page.
+  // Mouse, pen and touch; vertical swipes still scroll the page.
   function follow(canvas, act) {
     const handle = (event) => {
       const box = canvas.getBoundingClientRect();
@@ -158,7 +158,7 @@
     changed();
   });
 
-  // Maps are unpacked when first looked at.
+  // Maps are unpacked when they are first shown.
   const unpacked = new Map();
   async function maps(model, layer, image, v) {
     const blob = layer.maps[image][v];
@@ -206,7 +206,7 @@
     return layer.prefix + row * columns + column;
   }
 
-  // What a panel shows now: the map, the chosen row of it, and the greatest value of each.
+  // What a panel shows: the map and the chosen row of it.
   async function look(panel) {
     const layer = layerOf(panel.model), head = headOf(layer);
     const found = await maps(panel.model, layer, state.image, panel.v);
@@ -232,7 +232,7 @@
     for (let i = 0; i < rows * columns; i++) {
       const level = Math.min(255, Math.round((255 * row[layer.prefix + i]) / top));
       for (let c = 0; c < 3; c++) pixels.data[4 * i + c] = OVERLAY[3 * level + c];
-      pixels.data[4 * i + 3] = 255 * (0.2 + 0.8 * Math.sqrt(level / 255));  // so that the picture shows where nothing is looked at
+      pixels.data[4 * i + 3] = 255 * (0.2 + 0.8 * Math.sqrt(level / 255));  // keeps the photograph visible where attention is low
     }
     small.getContext("2d").putImageData(pixels, 0, 0);
     context.imageSmoothingEnabled = false;
@@ -246,7 +246,7 @@
     }
   }
 
-  // A map is painted once for each scale; pointing only moves the row's frame over it.
+  // A map is painted once per scale; pointing only moves the frame of the row.
   const painted = new WeakMap();
   function paintedMatrix({ map, queries, keys }, top) {
     const before = painted.get(map);
