@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import build
+from helpers.tiny import build
 
 import vitfocus as vf
 

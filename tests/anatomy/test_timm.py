@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import timm
 import torch
-from tiny import TIMM, build
+from helpers.tiny import TIMM, build
 from torch import nn
 
 import vitfocus as vf

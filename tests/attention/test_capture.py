@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import timm
 import torch
-from tiny import build, shake
+from helpers.tiny import build, shake
 from torch import nn
 from torch.nn import functional as F
 

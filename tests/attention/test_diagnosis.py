@@ -13,7 +13,7 @@ import pytest
 import timm
 import torch
 import torchvision
-from naive_readings import cosine, naive_row
+from helpers.naive_readings import cosine, naive_row
 from PIL import Image
 from safetensors.torch import load_file
 from torch import nn

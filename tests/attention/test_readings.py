@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from naive_readings import naive_row
+from helpers.naive_readings import naive_row
+from helpers.tiny import build
 from safetensors.torch import load_file
-from tiny import build
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import vitfocus as vf

@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import timm
+from helpers.processes import command, start
+from helpers.train_tools import TINY
 from PIL import Image
-from train_tools import TINY
-from two_processes import command, start
 
 import vitfocus as vf
 from vitfocus.cli import main

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import build
+from helpers.tiny import build
+from helpers.train_tools import tiny
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from train_tools import tiny
 
 import vitfocus as vf
 from vitfocus.cli import main

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.train_tools import AUGMENTED, start, tiny
 from msgspec.structs import replace
 from PIL import Image
-from train_tools import AUGMENTED, start, tiny
 
 from vitfocus.cli import main
 from vitfocus.cli.diagnose import image_files

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.robustness_layouts import Blobs, pictures
 from PIL import Image
-from robustness_layouts import Blobs, pictures
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as T
 

@@ -11,7 +11,7 @@ import os
 import pytest
 import timm
 import torch
-from kernel_cases import Attention, Pooling, check_attention, check_context, check_pooling, compare, explicit
+from helpers.kernel_cases import Attention, Pooling, check_attention, check_context, check_pooling, compare, explicit
 
 import vitfocus as vf
 from vitfocus.kernels.attention import Observation

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import timm
 import torch
-from kernel_cases import Attention, check_attention, explicit
-from tiny import build
+from helpers.kernel_cases import Attention, check_attention, explicit
+from helpers.tiny import build
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import timm
 import torch
-from kernel_cases import Attention, Pooling, check_attention, check_context, check_pooling
+from helpers.kernel_cases import Attention, Pooling, check_attention, check_context, check_pooling
 from torch import Tensor, nn
 from torch.nn import functional as F
 

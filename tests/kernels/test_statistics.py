@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from naive_readings import naive_row
-from tiny import build
+from helpers.naive_readings import naive_row
+from helpers.tiny import build
 from torch import Tensor
 
 import vitfocus as vf

@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from tiny import build
+from helpers.tiny import build
 
 import vitfocus as vf
 from vitfocus.data.shapes.dataset import Shapes, shapes_batch

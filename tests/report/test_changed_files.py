@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import build
-from train_tools import tiny
+from helpers.tiny import build
+from helpers.train_tools import tiny
 
 import vitfocus as vf
 from vitfocus.attention.diagnosis import Diagnosis

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from tiny import build
+from helpers.tiny import build
 
 import vitfocus as vf
 from vitfocus.core.errors import VitfocusError

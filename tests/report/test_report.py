@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from train_tools import tiny
+from helpers.train_tools import tiny
 
 import vitfocus as vf
 from vitfocus.attention.diagnosis import Diagnosis

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.robustness_layouts import Blobs, as_input, half_right, pictures
+from helpers.tiny import build
 from PIL import Image
-from robustness_layouts import Blobs, as_input, half_right, pictures
-from tiny import build
 from torch import Tensor, nn
 
 from vitfocus.core.errors import VitfocusError

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.processes import run_in_two_processes
+from helpers.robustness_layouts import Blobs, half_right, pictures, write_classes, write_imagenet
 from PIL import Image
-from robustness_layouts import Blobs, half_right, pictures, write_classes, write_imagenet
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from two_processes import run_in_two_processes
 
 from vitfocus.cli import main
 from vitfocus.core.errors import VitfocusError
@@ -250,7 +250,7 @@ def test_bad_tensors_and_models_are_refused() -> None:
 SCRIPT = """
 import sys, torch
 sys.path.insert(0, {tests!r})
-from robustness_layouts import Blobs
+from helpers.robustness_layouts import Blobs
 from vitfocus.robustness import evaluate
 scores = evaluate(Blobs(1000), "imagenet-c", {data!r}, device="cpu", out={out!r}, batch_size=2, progress=False,
                   corruptions=["shot_noise", "elastic_transform"], severities=[2])

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import timm
 import torch
+from helpers.robustness_layouts import Blobs, answers, pictures, write_classes, write_imagenet
 from PIL import Image
-from robustness_layouts import Blobs, answers, pictures, write_classes, write_imagenet
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.robustness_layouts import Blobs, as_input, pictures, write_classes
 from PIL import Image
-from robustness_layouts import Blobs, as_input, pictures, write_classes
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as T
 

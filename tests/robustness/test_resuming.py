@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.processes import run_in_two_processes
 from torch import nn
-from two_processes import run_in_two_processes
 
 import vitfocus as vf
 from vitfocus.data.shapes.layouts import write_layout

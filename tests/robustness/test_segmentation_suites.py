@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import timm
 import torch
+from helpers.processes import run_in_two_processes
 from torch import Tensor, nn
-from two_processes import run_in_two_processes
 
 import vitfocus as vf
 from vitfocus.data.shapes.dataset import Shapes

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.robustness_layouts import Blobs, answers, as_input, half_right, pictures, write_classes, write_imagenet
 from PIL import Image
-from robustness_layouts import Blobs, answers, as_input, half_right, pictures, write_classes, write_imagenet
 from torch.utils.data import DataLoader, TensorDataset
 
 from vitfocus.core.errors import VitfocusError

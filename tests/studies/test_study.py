@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.study_jobs import die, fail, share, succeed
 from PIL import Image
-from study_jobs import die, fail, share, succeed
 from torch import nn
 
 import vitfocus as vf

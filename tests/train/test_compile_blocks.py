@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.train_tools import rows, tiny
 from torch._dynamo.utils import counters
-from train_tools import rows, tiny
 
 import vitfocus as vf
 from vitfocus.train.compile import compile_blocks

@@ -12,9 +12,9 @@ import timm
 import torch
 import torch.nn.functional as F
 import torchvision
+from helpers.train_tools import AUGMENTED, rows, tiny
 from safetensors.torch import load_file, save_file
 from timm.scheduler import CosineLRScheduler
-from train_tools import AUGMENTED, rows, tiny
 
 import vitfocus as vf
 from vitfocus.core.errors import VitfocusError

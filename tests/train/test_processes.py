@@ -6,8 +6,8 @@ import signal
 from pathlib import Path
 
 import pytest
+from helpers.train_tools import AUGMENTED, KILL_AT, rows, start, start_many
 from safetensors.torch import load_file
-from train_tools import AUGMENTED, KILL_AT, rows, start, start_many
 
 MANY = ["spec=vit_tiny_patch16_224+cbs+adl(threshold=0.5)", "epochs=1", "log_every=2", *AUGMENTED]
 

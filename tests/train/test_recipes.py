@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from train_tools import TINY
+from helpers.train_tools import TINY
 
 from vitfocus.cli.train import add_arguments, run
 from vitfocus.core.errors import VitfocusError

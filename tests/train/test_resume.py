@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.train_tools import AUGMENTED, KILL_AT, rows, start, tiny
 from msgspec.structs import replace
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from train_tools import AUGMENTED, KILL_AT, rows, start, tiny
 
 import vitfocus as vf
 from vitfocus.core.errors import VitfocusError

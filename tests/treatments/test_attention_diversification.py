@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import timm
 import torch
+from helpers.tiny import build
 from safetensors.torch import load_file
-from tiny import build
 from torch import Tensor, nn
 from torch.nn import functional as F
 

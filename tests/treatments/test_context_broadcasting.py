@@ -8,7 +8,7 @@ import pytest
 import timm
 import torch
 import torchvision
-from tiny import build
+from helpers.tiny import build
 from torch import Tensor, nn
 
 import vitfocus as vf

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tiny import build
+from helpers.processes import start
+from helpers.tiny import build
 from torch import nn
-from two_processes import start
 
 import vitfocus as vf
 

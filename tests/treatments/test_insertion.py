@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 import timm
-import tiny
 import torch
-import train_tools
+from helpers import tiny, train_tools
 from safetensors.torch import save_file
 from torch import nn
 

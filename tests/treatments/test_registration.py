@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from tiny import build
+from helpers.tiny import build
 
 import vitfocus as vf
 from vitfocus import treatments

@@ -12,8 +12,8 @@ import pytest
 import timm
 import torch
 import torchvision
+from helpers.tiny import build
 from safetensors.torch import load_file, save_file
-from tiny import build
 from torch import nn
 
 import vitfocus as vf

@@ -8,7 +8,7 @@ import re
 
 import pytest
 import torch
-from tiny import build
+from helpers.tiny import build
 
 import vitfocus as vf
 from vitfocus.treatments.base import TREATMENTS, Treatment

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.tiny import build
 from safetensors.torch import load_file, save_file
-from tiny import build
 from torch import nn
 
 import vitfocus as vf

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import timm
 import torch
-from tiny import build
+from helpers.tiny import build
 
 import vitfocus as vf
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import TIMM, build
+from helpers.tiny import TIMM, build
 from torch import nn
 
 import vitfocus as vf

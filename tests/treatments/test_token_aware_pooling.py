@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from helpers.tiny import build
 from safetensors import safe_open
-from tiny import build
 from torch import Tensor, nn
 from torch.nn import functional as F
 

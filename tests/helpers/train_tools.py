@@ -7,9 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from two_processes import Started, what_each_is_told
-from two_processes import start as start_process
-
+from helpers.processes import Started, what_each_is_told
+from helpers.processes import start as start_process
 from vitfocus.train import Recipe, load_recipe
 
 TINY = [

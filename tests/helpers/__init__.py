@@ -1,0 +1,1 @@
+"""What several test files share: small models, small data sets, and child processes."""
