@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from helpers.robustness_layouts import Blobs, pictures
 from PIL import Image
+from timm.data import create_transform
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as T
 
@@ -18,7 +19,7 @@ from vitfocus.cli.diagnose import image_files
 from vitfocus.core.errors import VitfocusError
 from vitfocus.data.classification.dataset import FolderImages
 from vitfocus.data.image_files import cut_centre, rgb_picture
-from vitfocus.data.preprocessing import Preprocessing, read_image
+from vitfocus.data.preprocessing import Preprocessing, read_image, standard_preprocessing
 from vitfocus.robustness import evaluate
 
 
@@ -99,3 +100,16 @@ def test_names_need_not_be_text(tmp_path: Path) -> None:
     )
     assert scores.images == 2
     assert len(FolderImages(tmp_path).digest()) == 64
+
+
+@pytest.mark.parametrize(
+    ("size", "interpolation"),
+    [((32, 32), "bilinear"), ((32, 32), "bicubic"), ((32, 48), "bilinear")],  # timm's rectangles are always bilinear
+)
+@pytest.mark.parametrize("crop", [0.875, 0.9, 1.0])
+def test_preprocessing_is_that_of_timm(size: tuple[int, int], crop: float, interpolation: str) -> None:
+    transform = create_transform((3, *size), crop_pct=crop, interpolation=interpolation, use_prefetcher=True)
+    preprocessing = standard_preprocessing(size, crop, interpolation)
+    for shape in ((50, 71), (97, 40), (33, 33), (20, 25)):
+        picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (*shape, 3), np.uint8))
+        assert np.array_equal(preprocessing.apply(picture).numpy(), transform(picture)), shape

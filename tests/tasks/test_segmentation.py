@@ -324,7 +324,7 @@ def test_training_crops_move_picture_and_mask_alike(tmp_path: Path) -> None:
     (tmp_path / "classes.txt").write_text("w\nx\ny\nz\n")
     masks = open_masks(Data(source="masks", root=str(tmp_path)), "train")
     assert masks.classes == ("w", "x", "y", "z")
-    for wrong, said in (("{", "cannot be read"), ("3", "is not a list of class names")):
+    for wrong, said in (("{", "cannot be read"), ("3", "It is 3; expected a list")):
         (tmp_path / "classes.json").write_text(wrong)
         with pytest.raises(vf.VitfocusError, match=rf"classes\.json {said}"):
             open_masks(Data(source="masks", root=str(tmp_path)), "train")

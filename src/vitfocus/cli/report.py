@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from vitfocus.cli.common import only_with
 from vitfocus.core.only_with import OnlyWith
+from vitfocus.core.statistics import evenly_spaced
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -124,11 +125,13 @@ def _images(args: argparse.Namespace, subjects: Sequence[ReportModel], model: An
 
 
 def _validation(subject: ReportModel, limit: int, size: tuple[int, int]) -> tuple[Tensor, list[str]]:
+    from dataclasses import replace
+
     import torch
-    from timm.data import create_transform
 
     from vitfocus.core.errors import VitfocusError
     from vitfocus.data.classification.dataset import open_images
+    from vitfocus.data.preprocessing import standard_preprocessing
     from vitfocus.train.recipe import build_recipe, refuse_downloads
 
     assert subject.training is not None
@@ -140,12 +143,7 @@ def _validation(subject: ReportModel, limit: int, size: tuple[int, int]) -> tupl
         raise VitfocusError(
             f"The validation images of {subject.name} cannot be opened ({error}): give images with --images DIR."
         ) from None
-    transform = create_transform(size, crop_pct=recipe.data.crop, use_prefetcher=True, is_training=False)
-    picked = [index * len(found) // min(limit, len(found)) for index in range(min(limit, len(found)))]
-    pictures = []
-    for index in picked:
-        picture = found.read(index)[0].convert("RGB")
-        small = picture.size == (size[1], size[0])
-        array = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8).view(*size, 3) if small else None
-        pictures.append(array.permute(2, 0, 1) if array is not None else torch.as_tensor(transform(picture)))
-    return torch.stack(pictures), [found.name(index) for index in picked]
+    preprocessing = replace(standard_preprocessing(size, recipe.data.crop, recipe.data.interpolation), keep=size)
+    picked = evenly_spaced(len(found), limit)
+    images = torch.stack([preprocessing.apply(found.read(index)[0]) for index in picked])
+    return images, [found.name(index) for index in picked]

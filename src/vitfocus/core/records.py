@@ -30,6 +30,8 @@ Record = TypeVar("Record")
 
 _INNER = "inside: "  # begins what an `OpenDict` finds, to which the place is still to be added
 _MOST_BYTES = 256 * 2**20
+#: The largest file of annotations that data sets come with.
+MOST_ANNOTATIONS = 4 * 2**30
 _MOST_DIGITS = 20  # of an integer: those of an unsigned one of 64 bits
 _MOST_LEVELS = 64
 _MOST_KEYS = 1000  # of an object in which the wrong key is searched for

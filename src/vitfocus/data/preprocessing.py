@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -61,12 +62,13 @@ class Preprocessing:
         return asdict(self) if self.resize is not None else {"resize": "none", "crop": self.crop}
 
     def _resized(self, height: int, width: int) -> tuple[int, int]:
-        """The smallest size of the same aspect ratio that covers the frame, as timm and torchvision round it."""
+        """The smallest size of the same aspect ratio that covers the frame; timm rounds it down for squares only."""
         assert self.resize is not None
         tall, wide = self.resize if isinstance(self.resize, tuple) else (self.resize, self.resize)
+        rounded: Callable[[float], int] = round if tall != wide else int
         if height * wide <= width * tall:
-            return tall, max(int(tall * width / height), wide)
-        return max(int(wide * height / width), tall), wide
+            return tall, max(rounded(tall * width / height), wide)
+        return max(rounded(wide * height / width), tall), wide
 
 
 def standard_preprocessing(size: tuple[int, int], crop_pct: float, interpolation: str) -> Preprocessing:

@@ -26,6 +26,7 @@ from vitfocus.core.files import write_text
 from vitfocus.core.statistics import evenly_spaced
 from vitfocus.core.tables import counted
 from vitfocus.data.classification.dataset import ArrayImages, open_images
+from vitfocus.data.preprocessing import standard_preprocessing
 from vitfocus.recipes.settings import SECTIONS, Recipe, changed, is_harmless
 from vitfocus.report.runs import read_metrics
 from vitfocus.reproduce.items import SCALES, Item, ModelSetup, Row, model_setups
@@ -267,12 +268,8 @@ def validation_images(run: PlannedRun, count: int) -> Tensor:
     pick = list(evenly_spaced(len(images), count))
     if isinstance(images, ArrayImages):
         return images.pixels[pick]
-    from timm.data import create_transform
-
-    transform = create_transform(
-        data.size, interpolation=data.interpolation, crop_pct=data.crop, use_prefetcher=True, is_training=False
-    )
-    return torch.stack([torch.as_tensor(transform(images.read(index)[0])) for index in pick])
+    preprocessing = standard_preprocessing((data.size, data.size), data.crop, data.interpolation)
+    return torch.stack([preprocessing.apply(images.read(index)[0]) for index in pick])
 
 
 def _segmentation_images(data: Any, count: int) -> Tensor:

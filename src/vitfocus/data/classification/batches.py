@@ -38,6 +38,7 @@ from vitfocus.data.loader import (
     read_or_broken,
     to_device,
 )
+from vitfocus.data.preprocessing import standard_preprocessing
 from vitfocus.data.sample_order import SAMPLE, SampleOrder, seed_for, seeded
 from vitfocus.recipes.settings import Augment, Data
 
@@ -172,13 +173,10 @@ class EvaluationBatches:
             yield pixels.index_select(0, index), labels.index_select(0, index), [counts for _, counts in batch]
 
     def _read(self, batches: list[list[tuple[int, bool]]]) -> Iterator[tuple[Tensor, Tensor, list[bool]]]:
-        from timm.data import create_transform
-
         assert self.images is not None and self.log is not None
-        transform = create_transform(
-            self.data.size, interpolation=self.data.interpolation, crop_pct=self.data.crop, use_prefetcher=True
-        )
-        samples = TransformedImages(self.images, transform, 0)
+        size = (self.data.size, self.data.size)
+        preprocessing = standard_preprocessing(size, self.data.crop, self.data.interpolation)
+        samples = TransformedImages(self.images, preprocessing.apply, 0)
         loaded = evaluation_batches(samples, batches, stack, self.data.workers, self.device, self.log, self.say)
         for (pixels, labels), keys, rows in loaded:
             yield pixels, labels, [keys[row][1] for row in rows.tolist()]

@@ -18,6 +18,7 @@ from vitfocus.core.errors import VitfocusError, nearest, reason
 from vitfocus.data.classification.shards import ShardImages, find_shards
 from vitfocus.data.image_files import find_split, list_classes, read_rgb, rgb_picture, to_image
 from vitfocus.data.loader import Broken, BrokenLog, read_or_broken
+from vitfocus.data.preprocessing import standard_preprocessing
 from vitfocus.data.shapes.dataset import CLASSES, shapes_batch
 from vitfocus.recipes.settings import Data
 
@@ -213,11 +214,7 @@ def load_all(images: ClassificationDataset, data: Data, log: BrokenLog) -> tuple
     """Read a data set into memory at `data.size`: pixels uint8 (N, 3, size, size), labels (N,), and broken images."""
     if isinstance(images, ArrayImages) and images.pixels.shape[-2:] == (data.size, data.size):
         return images.pixels, images.labels, []
-    from timm.data import create_transform
-
-    transform = create_transform(
-        data.size, interpolation=data.interpolation, crop_pct=1.0, use_prefetcher=True, is_training=False
-    )
+    preprocessing = standard_preprocessing((data.size, data.size), 1.0, data.interpolation)
     pixels = torch.empty(len(images), 3, data.size, data.size, dtype=torch.uint8)
     labels: list[int] = []
     new: list[Broken] = []
@@ -226,7 +223,7 @@ def load_all(images: ClassificationDataset, data: Data, log: BrokenLog) -> tuple
         if isinstance(item, Broken):
             new += log.add([item])
             continue
-        pixels[len(labels)] = torch.as_tensor(transform(item[0]))
+        pixels[len(labels)] = preprocessing.apply(item[0])
         labels.append(item[1])
     if not labels:
         raise VitfocusError("None of the images can be read.")

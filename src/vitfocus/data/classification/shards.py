@@ -10,18 +10,18 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
-import json
 import os
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from PIL import Image
 
 from vitfocus.core.errors import VitfocusError
-from vitfocus.core.files import write_text
+from vitfocus.core.records import Count, parse_json, read_json, write_json
 from vitfocus.data.image_files import rgb_picture
 
 _IMAGES = ("jpg", "jpeg", "png", "webp", "ppm", "bmp")
@@ -53,7 +53,7 @@ class ShardImages:
         shard = self._shard(index)
         picture = Image.open(io.BytesIO(self._bytes(shard, start, size)))
         text = self._bytes(shard, label_start, label_size).decode()
-        return rgb_picture(picture), int(json.loads(text)["label"] if self._json[index] else text)
+        return rgb_picture(picture), int(parse_json(text, self.name(index))["label"] if self._json[index] else text)
 
     def name(self, index: int) -> str:
         """The shard and the sample's key."""
@@ -114,17 +114,24 @@ def expand_braces(pattern: str) -> list[str]:
     return [head + number + after for number in numbers for after in expand_braces(tail)]
 
 
-def _index(shard: Path) -> list[tuple[str, list[int], list[int], str]]:
+class ShardIndex(msgspec.Struct):
+    """SHARD.index.json: the size and time of the shard, and each sample's key, places and kind of label."""
+
+    file: list[int]
+    samples: list[tuple[str, tuple[Count, Count], tuple[Count, Count], str]]
+
+
+def _index(shard: Path) -> list[tuple[str, tuple[int, int], tuple[int, int], str]]:
     """Key, offsets of image and label, and kind of label of each sample; cached beside the shard until it changes."""
     cache, state = shard.with_suffix(".index.json"), shard.stat()
     file = [state.st_size, state.st_mtime_ns]
     try:
-        kept = json.loads(cache.read_text())
-        if kept["file"] == file:
-            return [tuple(row) for row in kept["samples"]]
-    except (OSError, ValueError, KeyError, TypeError):
+        kept = read_json(cache, ShardIndex)
+        if kept.file == file:
+            return kept.samples
+    except VitfocusError:  # missing or damaged: it is made again
         pass
-    samples: dict[str, dict[str, list[int]]] = {}
+    samples: dict[str, dict[str, tuple[int, int]]] = {}
     end = 0
     try:
         with tarfile.open(shard) as tar:
@@ -134,7 +141,7 @@ def _index(shard: Path) -> list[tuple[str, list[int], list[int], str]]:
                 stem, _, extension = name.partition(".")
                 if member.isfile() and stem:
                     parts = samples.setdefault(f"{folder}/{stem}".lstrip("/"), {})
-                    parts[extension.lower()] = [member.offset_data, member.size]
+                    parts[extension.lower()] = (member.offset_data, member.size)
     except tarfile.TarError as error:
         raise VitfocusError(f"{shard} cannot be read as a shard: {error}.") from None
     with shard.open("rb") as stream:  # tarfile does not notice a truncated file; an archive ends with a block of zeros
@@ -149,7 +156,7 @@ def _index(shard: Path) -> list[tuple[str, list[int], list[int], str]]:
             raise VitfocusError(f"{shard}:{key} lacks an image or a label (.cls or .json): it has {', '.join(parts)}.")
         rows.append((key, image, parts[label], label))
     with contextlib.suppress(OSError):  # read-only folder: the index is built again next time
-        write_text(cache, json.dumps({"file": file, "samples": rows}))
+        write_json(cache, ShardIndex(file, rows), indent=None)
     return rows
 
 

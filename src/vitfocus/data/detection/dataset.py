@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from vitfocus.core.errors import VitfocusError, nearest
+from vitfocus.core.records import MOST_ANNOTATIONS, read_json
 from vitfocus.data.image_files import read_rgb, to_tensor
 from vitfocus.data.shapes.dataset import CLASSES, VERSION, Shapes, drawn_scenes, instances
 from vitfocus.recipes.settings import Data
@@ -374,11 +375,8 @@ def _teaches(annotation: dict[str, Any]) -> bool:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise VitfocusError(f"{file} is not valid json: {error}.") from None
+    content = read_json(file, dict[str, Any], writer="COCO", most_bytes=MOST_ANNOTATIONS)
     for key in ("images", "annotations", "categories"):
-        if not isinstance(content, dict) or not isinstance(content.get(key), list):
+        if not isinstance(content.get(key), list):
             raise VitfocusError(f"{file} has no {key}: it is not COCO's json of instances.")
-    return dict(content)
+    return content

@@ -6,7 +6,6 @@ of a data set in one folder, without splits, are read as any split.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ import numpy.typing as npt
 
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import PICTURES
+from vitfocus.core.records import read_json
 from vitfocus.data.image_files import SPLITS
 
 IGNORE = 255  # the label of pixels that are not trained on or scored
@@ -215,13 +215,7 @@ def _present(pairs: Iterable[tuple[Path, Path | None]]) -> list[Pair]:
 
 def _class_names(root: Path) -> tuple[str, ...]:
     if (root / "classes.json").is_file():
-        try:
-            names = json.loads((root / "classes.json").read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise VitfocusError(f"{root / 'classes.json'} cannot be read: {error}.") from None
-        if not isinstance(names, list):
-            raise VitfocusError(f"{root / 'classes.json'} is not a list of class names.")
-        return tuple(map(str, names))
+        return tuple(read_json(root / "classes.json", list[str], writer="a data set with class names"))
     if (root / "classes.txt").is_file():
         lines = (root / "classes.txt").read_text(encoding="utf-8").splitlines()
         return tuple(line.strip() for line in lines if line.strip())

@@ -8,7 +8,6 @@ Annotations, Images/mscoco). Everything is checked before training starts.
 from __future__ import annotations
 
 import hashlib
-import json
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -21,6 +20,7 @@ from PIL import Image
 from torch import Tensor
 
 from vitfocus.core.errors import VitfocusError, nearest
+from vitfocus.core.records import MOST_ANNOTATIONS, read_json
 from vitfocus.data.image_files import read_rgb
 from vitfocus.data.shapes.dataset import drawn_scenes
 from vitfocus.data.shapes.layouts import QUESTIONS_A_PICTURE
@@ -246,11 +246,7 @@ def _find_json(root: Path, split: str, what: str, needed: bool = True) -> Any:
 
 
 def _records(file: Path, key: str, fields: Sequence[str]) -> list[dict[str, Any]]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise VitfocusError(f"{file} cannot be read: {error}.") from None
-    records = content.get(key) if isinstance(content, dict) else None
+    records = read_json(file, dict[str, Any], writer="VQAv2", most_bytes=MOST_ANNOTATIONS).get(key)
     if not isinstance(records, list):
         raise VitfocusError(f"{file} has no list of {key}, as VQAv2's files have.")
     for record in records:
