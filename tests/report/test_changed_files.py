@@ -21,8 +21,7 @@ from vitfocus.report.build import build_page
 from vitfocus.report.explorer import explorer_data, load_explorer, write_explorer
 from vitfocus.report.model_card import write_cards
 from vitfocus.report.runs import collect_models, write_data_source
-from vitfocus.robustness.comparison import compare
-from vitfocus.robustness.results import load_scores
+from vitfocus.robustness.results import compare, load_scores
 from vitfocus.train import train
 
 GONE = object()

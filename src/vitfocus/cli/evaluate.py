@@ -111,8 +111,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    from vitfocus.robustness.comparison import compare
-    from vitfocus.robustness.results import load_scores
+    from vitfocus.robustness.results import compare, load_scores
 
     first, second = (load_scores(folder) for folder in args.compare)
     if Path(args.compare[0]) == Path(args.compare[1]) and len(first.models) == 2:  # one run of two models

@@ -10,14 +10,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vitfocus.robustness.comparison import Comparison, compare
     from vitfocus.robustness.evaluation import evaluate
-    from vitfocus.robustness.results import Scores, load_scores
+    from vitfocus.robustness.results import Comparison, Scores, compare, load_scores
     from vitfocus.robustness.suites import SUITES
 
 _HOMES = {
-    "Comparison": "comparison",
-    "compare": "comparison",
+    "Comparison": "results",
+    "compare": "results",
     "evaluate": "evaluation",
     "Scores": "results",
     "load_scores": "results",

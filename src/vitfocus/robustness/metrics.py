@@ -22,8 +22,9 @@ from torch import Tensor
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.statistics import Array, mean_interval
 from vitfocus.corruptions import CORRUPTIONS
-from vitfocus.robustness.results import Summary
 from vitfocus.robustness.run_folder import Columns
+
+Summary = dict[str, Any]
 
 BINS = 15
 
