@@ -79,6 +79,30 @@ def test_a_comparison_answers_in_order(runs: Path, tmp_path: Path) -> None:
         assert not re.search(rf"[>\s]{word}[<\s,]", html), word
 
 
+def first_screen(html: str) -> str:
+    """The section Result alone."""
+    return html.split(">Result</h2>")[1].split("<h2")[0]
+
+
+def test_the_first_screen_has_the_result_its_figures_and_next_steps(runs: Path, tmp_path: Path) -> None:
+    result = first_screen(vf.report(runs, out=tmp_path / "two.html").path.read_text("utf-8"))
+    leads = re.findall(r'<p class="lead">(.*?)</p>', result)
+    assert len(leads) == 2 and "mean error over the corruptions" in leads[0] and "clean top-1" in leads[1]
+    assert all(re.search(r"a-treated.* 95 % interval [+−][\d.]+ to [+−][\d.]+\)", lead) for lead in leads)
+    assert result.count("<svg") == 3 and "Improvement over plain" in result and "error by severity" in result
+    assert "attention is nearly uniform" in result  # two hardly trained models of five tokens
+    assert "engine.seed=1" in result and "<code>vitfocus train" in result
+
+
+def test_a_single_model_is_described_and_not_compared(runs: Path, tmp_path: Path) -> None:
+    html = vf.report(runs / "plain", out=tmp_path / "one.html").path.read_text("utf-8")
+    assert "Robustness</h2>" not in html and "Treatments</h2>" not in html  # nothing was measured, nothing is treated
+    result = first_screen(html)
+    (lead,) = re.findall(r'<p class="lead">(.*?)</p>', result)
+    assert re.match(r"plain: top-1 accuracy [\d.]+ %, 95 % interval [\d.]+ to [\d.]+ \(end of training", lead)
+    assert "Improvement" not in result and "vitfocus evaluate MODEL" in result and "another model" in result
+
+
 def test_the_page_is_whole_in_itself(runs: Path, tmp_path: Path) -> None:
     written = vf.report(runs, out=tmp_path / "page.html")
     html = written.path.read_text("utf-8")

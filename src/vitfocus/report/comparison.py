@@ -141,7 +141,7 @@ def find_tests(models: Sequence[ReportModel]) -> list[SharedTest]:
     named = []
     for test in found:
         numbers[test.name] += 1
-        suffix = f" (protocol {numbers[test.name]})" if counts[test.name] > 1 else ""
+        suffix = f", protocol {numbers[test.name]}" if counts[test.name] > 1 else ""
         named.append(SharedTest(test.name + suffix, test.scores))
     return named
 
@@ -161,13 +161,18 @@ def compare_models(models: Sequence[ReportModel], tests: Sequence[SharedTest]) -
 
 
 def key_rows(rows: Sequence[MetricRow]) -> list[MetricRow]:
-    """The row that says most about robustness and the one that says most about clean data."""
+    """The most important rows: for each compared model one about robustness and one about clean data."""
     headlines = [row for row in rows if row.headline]
     found = []
     for keys in (CORRUPTED_METRICS, CLEAN_METRICS):
         known = [row for key in keys for row in headlines if row.key == key]
-        compared = [row for row in known if row.differences]
-        found += (compared or known)[:1]
+        compared: set[str] = set()
+        for row in known:
+            if not row.differences.keys() <= compared:
+                found.append(row)
+                compared |= row.differences.keys()
+        if not compared:
+            found += known[:1]
     return found
 
 

@@ -21,6 +21,8 @@ from vitfocus.report.sections.training import training_charts
 #: The readings of attention in the summary, and at most this many figures.
 _READINGS = ("stability", "overfocus", "entropy")
 _FIGURES = 3
+#: Mean entropy as a share of its bound from which attention is called nearly uniform.
+_NEARLY_UNIFORM = 0.97
 
 
 def add_summary(
@@ -86,8 +88,8 @@ def _findings(models: Sequence[ReportModel]) -> Iterator[str]:
 
 
 def _attention(models: Sequence[ReportModel]) -> str:
-    """The means over the layers of the main readings, in one sentence."""
-    said = []
+    """The means over the layers of the main readings, and which models attend nearly uniformly."""
+    said, uniform = [], []
     for diagnoses in list(group_diagnoses(models).values())[:1]:
         for key, reading in _summary_charts(diagnoses).items():
             means = []
@@ -97,7 +99,17 @@ def _attention(models: Sequence[ReportModel]) -> str:
                     number = f"{fmean(values):.3g} {reading.unit}".rstrip()
                     means.append(f"{number} ({name})" if len(models) > 1 else number)
             said.append(f"{reading.title.lower()} {', '.join(means)}")
-    return f"Attention, mean over the layers: {'; '.join(said)}." if said else ""
+        uniform = [name for name, diagnosis in diagnoses.items() if _is_nearly_uniform(diagnosis)]
+    if not said:
+        return ""
+    note = f" {', '.join(uniform)}: attention is nearly uniform, which alone lowers overfocus and raises stability."
+    return f"Attention, mean over the layers: {'; '.join(said)}." + note * bool(uniform)
+
+
+def _is_nearly_uniform(diagnosis: Diagnosis) -> bool:
+    """Whether the mean entropy over the layers is close to its bound."""
+    shares = [row["entropy"] / row["entropy_bound"] for row in diagnosis.rows if row.get("entropy_bound")]
+    return bool(shares) and fmean(shares) >= _NEARLY_UNIFORM
 
 
 def _summary_charts(diagnoses: Mapping[str, Diagnosis]) -> dict[str, Chart]:
