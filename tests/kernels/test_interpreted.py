@@ -1,6 +1,6 @@
 """The Triton kernels in Triton's interpreter, on the CPU: forward and backward against float64.
 
-The interpreter must be chosen before triton is imported, so `test_kernels.py` runs this file in a process of its own.
+The interpreter must be chosen before triton is imported, so `test_backends.py` runs this file in a process of its own.
 It multiplies matrices of bfloat16 as if they were integers, so those are left to the GPU's tests.
 """
 

@@ -55,7 +55,7 @@ def launch_all(images: int, device: str) -> None:
     """Every launcher there is, for so many images of few tokens."""
     from vitfocus.kernels.context import triton as context
     from vitfocus.kernels.diversity import op as diversity_op
-    from vitfocus.kernels.diversity.chunked import Place
+    from vitfocus.kernels.diversity.chunked import LossOptions
     from vitfocus.kernels.pooling import triton as pooling
     from vitfocus.kernels.statistics import triton as statistics_kernels
 
@@ -68,7 +68,7 @@ def launch_all(images: int, device: str) -> None:
     query, bias, place = (
         torch.empty(images, 2, 4, 16, **half),
         torch.empty(1, 2, 4, 4, **half),
-        Place(1, 0, True, True, 2),
+        LossOptions(1, 0, True, True, 2),
     )
     _, norms, *rest = diversity_op.launch_forward(query, query, bias, None, None, place)
     saved = diversity_op.Saved(norms, *rest)

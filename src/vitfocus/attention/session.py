@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -92,7 +92,7 @@ def pick_blocks(body: Anatomy, layers: int | str | Sequence[int | str] | None) -
     """The blocks asked for, by index (negative from the end) or by name; all of them for None."""
     if layers is None:
         return list(body)
-    listed: Any = [layers] if isinstance(layers, str) or hasattr(layers, "__index__") else layers
+    listed: Any = [layers] if isinstance(layers, str | SupportsIndex) else layers
     if not isinstance(listed, Iterable) or not (asked := list(listed)):
         raise VitfocusError(f"layers takes a number, a name or a list of them, not {layers!r}.")
     return [_pick(body, layer) for layer in asked]
@@ -104,7 +104,7 @@ def _pick(body: Anatomy, layer: int | str) -> Block:
             if block.name == layer:
                 return block
         raise VitfocusError(f"There is no layer {layer!r}: {nearest(layer, [block.name for block in body])}")
-    if not hasattr(layer, "__index__"):
+    if not isinstance(layer, SupportsIndex):
         raise VitfocusError(f"A layer is a number or a name, not {layer!r}.")
     if not -len(body) <= layer < len(body):
         raise VitfocusError(f"There is no layer {layer}: the model has {len(body)}, 0 to {len(body) - 1}.")

@@ -1,7 +1,7 @@
-"""Which implementation computes: the plain one, the one in chunks, or the Triton kernels.
+"""Which implementation runs: the reference, plain torch in chunks, or the Triton kernels.
 
-Nobody needs to choose: kernels run on GPUs that Triton compiles for, the rest runs wherever torch does. `backend`
-forces one, to compare or to find a fault:
+By default the tensors decide: Triton kernels run on GPUs that Triton supports, chunks everywhere else. `backend` forces
+one, for comparison or debugging:
 
 >>> import torch
 >>> with backend("reference"):
@@ -38,14 +38,18 @@ _forced = "auto"
 
 @contextmanager
 def backend(name: str) -> Iterator[None]:
-    """Within the context, every operation uses this backend, or says why it cannot; "auto" chooses by the tensors."""
+    """Within the context, every operation uses this backend; "auto" chooses by the tensors.
+
+    Raises:
+        VitfocusError: if the backend does not exist, or cannot run here.
+    """
     if name not in BACKENDS:
         raise VitfocusError(f"There is no backend {name!r}: {nearest(name, BACKENDS)}")
     if name == "triton" and not has_triton():
         raise VitfocusError("Triton is not installed, so its kernels cannot run: use backend('chunked').")
     global _forced
     before, _forced = _forced, name
-    torch._dynamo.reset()  # what was compiled under another choice is forgotten
+    torch._dynamo.reset()  # discard what was compiled for another backend
     try:
         yield
     finally:
@@ -72,12 +76,12 @@ def chosen(first: Tensor, *others: Tensor | None) -> str:
 
 @torch.compiler.assume_constant_result
 def _compiles_for(device: torch.device) -> bool:
-    """Whether this is an NVIDIA GPU of compute capability 8.0 or later, which Triton is made for."""
+    """Whether this is an NVIDIA GPU of compute capability 8.0 or later, which Triton supports."""
     return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 8
 
 
 def forced() -> str:
-    """What `backend` forces just now, or "auto"."""
+    """The backend that `backend` forces, or "auto"."""
     return _forced
 
 
@@ -92,21 +96,21 @@ def interpreting() -> bool:
 
 
 def exporting() -> bool:
-    """Whether the model is being exported: what comes out must stand without our kernels.
+    """Whether the model is being exported: an exported model must not depend on our kernels.
 
-    The flag and not `torch.compiler.is_exporting()`, which torch 2.11 takes for true in everything it compiles.
+    The flag and not `torch.compiler.is_exporting()`, which in torch 2.11 is true in everything that is compiled.
     """
     return bool(torch.compiler._is_exporting_flag)
 
 
 def outside_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Within the context, what computes there computes in the dtypes that it names, whatever the model's are.
+    """A context in which autocast is off on this device, so that operations keep the dtypes they are given.
 
     >>> with torch.autocast("cpu"), outside_autocast(torch.device("cpu")):
     ...     (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
     torch.float32
     """
-    # The meta device has no autocast to leave.
+    # The meta device has no autocast.
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import torch
 
-#: Of a GPU of compute capability 9.0; the interpreter works with its block sizes.
+#: Bytes of a GPU of compute capability 9.0; the interpreter uses its block sizes.
 LARGE = 227 * 1024
-#: The least rows and columns of a tile that the matrix units take.
+#: The fewest rows and columns of a tile that the matrix units take.
 LEAST = 16
 #: Heads that are unrolled; more would take minutes to compile.
 MOST_HEADS = 32
@@ -20,7 +20,7 @@ MOST_HEADS = 32
 
 @torch.compiler.assume_constant_result
 def available(device: torch.device) -> int:
-    """Bytes of shared memory that a program on this device may have.
+    """Bytes of shared memory that a program on this device may use.
 
     >>> available(torch.device("cpu"))
     232448
@@ -31,7 +31,7 @@ def available(device: torch.device) -> int:
 
 
 def needed(kind: str, group: int, width: int, item: int, rows: int, columns: int) -> int:
-    """Bytes of a program with so many rows and columns; `kind` is "row", "query" or "key", what it makes.
+    """Bytes that a program with so many rows and columns needs; `kind` is what it computes: "row", "query" or "key".
 
     >>> needed("key", 6, 64, 2, 64, 32)
     126464
@@ -45,7 +45,7 @@ def needed(kind: str, group: int, width: int, item: int, rows: int, columns: int
 
 
 def shrink(kind: str, group: int, width: int, item: int, rows: int, columns: int, space: int) -> tuple[int, int]:
-    """Rows and columns, halved until they fit into that many bytes, or are the least there are.
+    """Rows and columns, halved until they fit into `space` bytes or cannot be smaller.
 
     >>> shrink("key", 6, 64, 2, 64, 32, LARGE), shrink("key", 16, 64, 2, 64, 16, LARGE)
     ((64, 32), (32, 16))
@@ -56,7 +56,7 @@ def shrink(kind: str, group: int, width: int, item: int, rows: int, columns: int
 
 
 def fits(group: int, width: int, item: int, space: int) -> bool:
-    """Whether the smallest tiles of every kind do.
+    """Whether the smallest tiles of every kind fit into `space` bytes.
 
     >>> fits(16, 64, 2, LARGE), fits(16, 80, 4, LARGE)
     (True, False)
@@ -67,7 +67,7 @@ def fits(group: int, width: int, item: int, space: int) -> bool:
 
 
 def padded(width: int) -> int:
-    """Channels of a head as a tile has them, a power of two.
+    """Channels of a head in a tile, a power of two.
 
     >>> padded(8), padded(80)
     (16, 128)

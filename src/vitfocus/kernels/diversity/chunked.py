@@ -1,8 +1,8 @@
-"""The diversification loss a chunk of images or rows at a time, in plain torch: memory linear in the number of tokens.
+"""The diversification loss in plain torch, one chunk of images or rows at a time: memory linear in the tokens.
 
-A chunk is whole rows of some images' maps, as many as the caches hold. One pass over the rows gives the loss. Its
-gradient is a scalar's, so it is made at once, up to the factor that the backward pass will bring: from the same rows
-where an image's map is small enough to wait for them, else from rows made a second time.
+A chunk is whole rows of some images' maps, as many as the caches hold. One pass over the rows gives the loss. The loss
+is a scalar, so its gradient is computed in the forward pass, up to the factor that the backward pass multiplies with:
+from the same rows if an image's map is small enough to be kept, else from recomputed rows.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch import Tensor
 #: Numbers in a chunk of maps: what a core's caches hold; a GPU without Triton wants more to be busy.
 CPU_CHUNK, GPU_CHUNK = 1 << 19, 1 << 24
 
-#: Rows in a chunk, however long they are: with fewer, adding to the keys' gradient costs more than multiplying for it.
+#: The least rows in a chunk: with fewer, adding to the keys' gradient costs more than computing it.
 LEAST_ROWS = 128
 
-#: Numbers in an image's maps that may wait for their gradient rather than be made again: 16 MB in float32. So may twice
-#: LEAST_ROWS rows of any length.
+#: Numbers in an image's maps that are kept for the gradient and not recomputed: 16 MB in float32. Twice LEAST_ROWS rows
+#: of any length are kept too.
 KEPT_CHUNK = 1 << 22
 
 
-class Place(NamedTuple):
-    """What is compared: the options of the loss that both passes need."""
+class LossOptions(NamedTuple):
+    """The options of the loss that both passes need."""
 
     scale: float
     first: int
@@ -47,7 +47,7 @@ class Gradients(NamedTuple):
 
 
 def empty_like_tokens(tokens: Tensor) -> Tensor:
-    """An empty (B, H, N, D) that lies in memory as (B, N, H, D), as projections make it and take it."""
+    """An empty (B, H, N, D) with the memory layout (B, N, H, D), as projections produce and take it."""
     batch, heads, count, width = tokens.shape
     return tokens.new_empty(batch, count, heads, width).transpose(1, 2)
 
@@ -57,12 +57,12 @@ def forward(
     key: Tensor,
     bias: Tensor | None,
     rows: Tensor | None,
-    where: Place,
+    options: LossOptions,
     wants_gradient: bool,
     wants_bias: bool,
 ) -> tuple[Tensor, Gradients]:
     """The loss and its gradients."""
-    maps = _Maps(query, key, bias, rows, where)
+    maps = _Maps(query, key, bias, rows, options)
     made = empty_gradients(query, key, bias, maps.count, wants_gradient, wants_bias)
     made.bias.zero_()
     losses = query.new_empty(maps.batch * maps.groups, dtype=maps.wide)
@@ -75,7 +75,7 @@ def forward(
 def empty_gradients(
     query: Tensor, key: Tensor, bias: Tensor | None, count: int, wants: bool, wants_bias: bool
 ) -> Gradients:
-    """Room for the gradients of so many rows, in float32 or wider, for they wait there before they are scaled."""
+    """Empty gradients for `count` rows, in float32 or wider, because they are scaled later."""
     batch, heads, keys, width = key.shape
     like = query.new_empty(0, dtype=torch.promote_types(query.dtype, torch.float32))
     return Gradients(
@@ -88,15 +88,17 @@ def empty_gradients(
 class _Maps:
     """Sizes of all maps, and how they are cut into chunks."""
 
-    def __init__(self, query: Tensor, key: Tensor, bias: Tensor | None, rows: Tensor | None, where: Place) -> None:
+    def __init__(
+        self, query: Tensor, key: Tensor, bias: Tensor | None, rows: Tensor | None, options: LossOptions
+    ) -> None:
         self.wide = torch.promote_types(query.dtype, torch.float32)
-        self.query, self.key, self.bias, self.rows, self.where = query, key, bias, rows, where
+        self.query, self.key, self.bias, self.rows, self.options = query, key, bias, rows, options
         self.batch, self.heads, self.keys = query.shape[0], query.shape[1], key.shape[2]
-        self.count = len(rows) if rows is not None else query.shape[2] - where.first
-        self.groups = 1 if where.average_heads else self.heads
-        bound = torch.tensor(where.bound(self.keys), dtype=self.wide)
+        self.count = len(rows) if rows is not None else query.shape[2] - options.first
+        self.groups = 1 if options.average_heads else self.heads
+        bound = torch.tensor(options.bound(self.keys), dtype=self.wide)
         # With ≥ the bound itself passes too, which is > the number before it.
-        below = torch.nextafter(bound, torch.zeros_like(bound)) if where.paper else bound
+        below = torch.nextafter(bound, torch.zeros_like(bound)) if options.paper else bound
         self.bound, self.below = float(bound), float(below)
         self.budget = CPU_CHUNK if query.device.type == "cpu" else GPU_CHUNK
 
@@ -107,13 +109,13 @@ class _Maps:
             yield slice(start, min(start + at_once, self.batch))
 
     def parts(self) -> list[slice]:
-        """Chunks of rows; one where a whole map is small enough."""
+        """Chunks of rows; one if a whole map is small enough."""
         at_once = max(LEAST_ROWS, self.budget // (self.heads * self.keys))
         return [slice(start, min(start + at_once, self.count)) for start in range(0, self.count, at_once)]
 
     def pick(self, tensor: Tensor) -> Tensor:
         """The compared rows of (b, H, Q, ·)."""
-        return tensor[:, :, self.where.first :] if self.rows is None else tensor.index_select(2, self.rows)
+        return tensor[:, :, self.options.first :] if self.rows is None else tensor.index_select(2, self.rows)
 
 
 class _Rows(NamedTuple):
@@ -127,7 +129,7 @@ class _Images:
     """The maps of some images."""
 
     def __init__(self, maps: _Maps, images: slice) -> None:
-        self.maps, self.where, self.images = maps, maps.where, images
+        self.maps, self.options, self.images = maps, maps.options, images
         self.query = maps.pick(maps.query[images]).to(maps.wide).contiguous()
         self.key = maps.key[images].to(maps.wide).contiguous()
         self.bias: Tensor | None = None
@@ -148,19 +150,19 @@ class _Images:
             rows = self.rows(part)
             kept = self.kept(rows.mean)
             unit[:, part] = _inverse(torch.linalg.vector_norm(kept, dim=-1))
-            sums += (kept if self.where.paper else rows.mean).sum(dim=1)
+            sums += (kept if self.options.paper else rows.mean).sum(dim=1)
             units += torch.bmm(unit[:, None, part], kept)[:, 0]
             if keeps:
                 waiting.append(rows)
         average = sums / maps.count
-        if not self.where.paper:
+        if not self.options.paper:
             average = torch.threshold(average, maps.bound, 0)
-            average[:, : self.where.first] = 0
+            average[:, : self.options.first] = 0
         one_over = _inverse(torch.linalg.vector_norm(average, dim=-1))[:, None]
         cosine = (units * average).sum(dim=-1, keepdim=True)
         if made is not None:
             slopes = (units - cosine * one_over.square() * average) * one_over / maps.count
-            if not self.where.paper:
+            if not self.options.paper:
                 slopes *= average > 0
             for index, part in enumerate(parts):
                 rows = waiting[index] if waiting else self.rows(part)
@@ -169,7 +171,7 @@ class _Images:
         return (cosine * one_over)[:, 0] / maps.count
 
     def rows(self, part: slice) -> _Rows:
-        """Make some rows."""
+        """Compute some rows."""
         query = self.query[:, :, part]
         scores = query.new_empty(*query.shape[:3], self.maps.keys)
         self.multiply(query, self.key.mT, scores)
@@ -178,43 +180,43 @@ class _Images:
         else:
             scores += self.bias if self.bias.shape[2] == 1 else self.bias[:, :, part]
             attention = torch._safe_softmax(scores, dim=-1)  # a row with every key masked is 0
-        return _Rows(attention, attention.mean(dim=1) if self.where.average_heads else attention.flatten(0, 1))
+        return _Rows(attention, attention.mean(dim=1) if self.options.average_heads else attention.flatten(0, 1))
 
     def multiply(self, left: Tensor, right: Tensor, out: Tensor, more: bool = False) -> None:
         """Put the product of (b, H, ·, ·) matrices, times the logits' scale, into `out`, or add it to what is there."""
         products = out.view(-1, *out.shape[2:])
-        products.baddbmm_(left.flatten(0, 1), right.flatten(0, 1), beta=int(more), alpha=self.where.scale)
+        products.baddbmm_(left.flatten(0, 1), right.flatten(0, 1), beta=int(more), alpha=self.options.scale)
 
     def kept(self, mean: Tensor) -> Tensor:
         """The entries above the threshold, the rest 0."""
         kept = torch.threshold(mean, self.maps.below, 0)
-        kept[..., : self.where.first] = 0
+        kept[..., : self.options.first] = 0
         return kept
 
     def logit_slopes(self, rows: _Rows, average: Tensor, slopes: Tensor, unit: Tensor, one_over: Tensor) -> Tensor:
         """The gradient of the loss with respect to the logits of some rows: (b, H, r, K)."""
-        maps, where, mean = self.maps, self.where, rows.mean
+        maps, options, mean = self.maps, self.options, rows.mean
         towards = unit * one_over
         along = towards * torch.bmm(self.kept(mean), average[..., None])[..., 0] * unit.square()
         slope = towards[..., None] * average[:, None]
         slope.addcmul_(mean, along[..., None], value=-1)
-        if where.paper:
+        if options.paper:
             slope += slopes[:, None]
         slope = torch.ops.aten.threshold_backward(slope, mean, maps.below)
-        if not where.paper:
+        if not options.paper:
             slope += slopes[:, None]
-        slope[..., : where.first] = 0
+        slope[..., : options.first] = 0
         slope *= 1 / (maps.batch * maps.count * maps.heads)
-        slope = slope.unsqueeze(1) if where.average_heads else slope.unflatten(0, (-1, maps.heads))
+        slope = slope.unsqueeze(1) if options.average_heads else slope.unflatten(0, (-1, maps.heads))
         return torch._softmax_backward_data(slope.expand_as(rows.attention), rows.attention, -1, maps.wide)
 
     def add(self, made: Gradients, slope: Tensor, part: slice, wants_bias: bool) -> None:
-        """Carry the slopes of some rows' logits on to queries, keys and bias."""
+        """Add the gradients of queries, keys and bias from the slopes of some rows' logits."""
         maps = self.maps
         self.multiply(slope, self.key, made.query[self.images, :, part])
         self.multiply(slope.mT, self.query[:, :, part], made.key[self.images], more=part.start > 0)
         if wants_bias:
-            _add_bias(made.bias, slope, self.images, maps.rows, part, self.where.first)
+            _add_bias(made.bias, slope, self.images, maps.rows, part, self.options.first)
 
 
 def _add_bias(total: Tensor, slope: Tensor, images: slice, rows: Tensor | None, part: slice, first: int) -> None:
@@ -236,17 +238,19 @@ def _inverse(lengths: Tensor) -> Tensor:
     return torch.where(lengths > 0, 1 / torch.where(lengths > 0, lengths, 1), 0)
 
 
-def diversity_in_chunks(query: Tensor, key: Tensor, bias: Tensor | None, rows: Tensor | None, where: Place) -> Tensor:
-    """The loss of queries (B, H, Q, D) and keys (B, H, K, D), `bias` of four axes; a gradient is made if one is wanted.
+def diversity_in_chunks(
+    query: Tensor, key: Tensor, bias: Tensor | None, rows: Tensor | None, options: LossOptions
+) -> Tensor:
+    """The loss of queries (B, H, Q, D) and keys (B, H, K, D), `bias` of four axes; with gradients if needed.
 
     >>> query, key = torch.randn(2, 1, 2, 5, 8, dtype=torch.float64, requires_grad=True).unbind()
-    >>> float(diversity_in_chunks(query, key, None, None, Place(1.0, 0, True, True, 2.0))) <= 1
+    >>> float(diversity_in_chunks(query, key, None, None, LossOptions(1.0, 0, True, True, 2.0))) <= 1
     True
     """
     learning = torch.is_grad_enabled()
     wants_bias = learning and bias is not None and bias.requires_grad
     wants = wants_bias or (learning and (query.requires_grad or key.requires_grad))
-    loss: Tensor = _operator(query, key, bias, rows, *where, wants, wants_bias)[0]
+    loss: Tensor = _operator(query, key, bias, rows, *options, wants, wants_bias)[0]
     return loss
 
 
@@ -265,8 +269,8 @@ def _operator(
     wants_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The loss, and its gradients with respect to queries, keys and bias."""
-    where = Place(scale, first, average_heads, paper, threshold)
-    loss, made = forward(query, key, bias, rows, where, wants, wants_bias)
+    options = LossOptions(scale, first, average_heads, paper, threshold)
+    loss, made = forward(query, key, bias, rows, options, wants, wants_bias)
     return loss, *made
 
 

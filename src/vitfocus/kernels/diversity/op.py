@@ -13,13 +13,13 @@ from torch import Tensor
 
 from vitfocus.kernels.attention import matched
 from vitfocus.kernels.backends import chosen, forced, on_device_of_first
-from vitfocus.kernels.diversity.chunked import Place, diversity_in_chunks, empty_like_tokens
+from vitfocus.kernels.diversity.chunked import LossOptions, diversity_in_chunks, empty_like_tokens
 from vitfocus.kernels.diversity.reference import Heads, Variant, row_similarity
 from vitfocus.kernels.shared_memory import available, fits, padded, power_of_two, shrink
 
-#: Numbers in maps so small that they stay in a core's caches: there, chunks win nothing over whole maps.
+#: Numbers in maps that stay in a core's caches: up to here, chunks are no faster than whole maps.
 SMALL = 1 << 19
-#: Programs that keep a large GPU busy, and partial sums that one program adds up by itself.
+#: The number of programs that keep a large GPU busy, and of partial sums that one program adds up.
 BUSY, MANY_BLOCKS = 264, 32
 #: Heads of a map whose tiles stay in registers in full precision, as the compiler reports for an H200.
 FEW_HEADS = 8
@@ -41,9 +41,9 @@ def diversity(
     """`row_similarity` of softmax(scale · q kᵀ + bias), from `query` (B, H, Q, D) and `key` (B, H, K, D) alone.
 
     `bias` is broadcastable to (B, H, Q, K). `rows` (R,) picks distinct query rows; `first` leaves that many keys out
-    (and, where no rows are picked, queries). `lse` (B, H, Q) are the softmax's normalisers, where they are known
-    already; the gradient is that of a softmax all the same. No map is made. A row with every key masked by -inf counts
-    as empty.
+    (and, where no rows are picked, queries). `lse` (B, H, Q) are the softmax's normalisers, if they are
+    known already; the gradient is that of a softmax in either case. No map is made. A row with every key masked by -inf
+    counts as empty.
 
     >>> q, k = torch.randn(2, 2, 3, 5, 8).unbind()
     >>> whole = row_similarity((q @ k.mT).softmax(-1), variant="paper")
@@ -70,10 +70,10 @@ def diversity(
         # As an operator, because torch.compile does not trace the function of that name.
         maps = scores.softmax(dim=-1) if bias is None else torch.ops.aten._safe_softmax(scores, -1)
         return row_similarity(maps[..., first:], variant=variant, heads=heads, threshold=threshold)
-    where = Place(scale, first, heads == "mean", variant == "paper", threshold)
+    options = LossOptions(scale, first, heads == "mean", variant == "paper", threshold)
     if name == "chunked":
-        return diversity_in_chunks(query, key, bias, rows, where)
-    made: tuple[Tensor, ...] = _diversity(query, key, bias, rows, lse, *where)
+        return diversity_in_chunks(query, key, bias, rows, options)
+    made: tuple[Tensor, ...] = _diversity(query, key, bias, rows, lse, *options)
     return made[0]
 
 
@@ -90,9 +90,9 @@ def _diversity(
     paper: bool,
     threshold: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The loss, and what its backward pass needs: normalisers unless given, column averages and slopes, three a row."""
-    where = Place(scale, first, average_heads, paper, threshold)
-    return launch_forward(query, key, bias, rows, lse, where)
+    """The loss, and what its backward pass needs: normalisers unless given, column averages and slopes, row vectors."""
+    options = LossOptions(scale, first, average_heads, paper, threshold)
+    return launch_forward(query, key, bias, rows, lse, options)
 
 
 @_diversity.register_fake
@@ -139,9 +139,9 @@ def _diversity_backward(
     wants_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and bias (empty where it wants none)."""
-    where = Place(scale, first, average_heads, paper, threshold)
+    options = LossOptions(scale, first, average_heads, paper, threshold)
     saved = Saved(lse, average, slopes, towards, along, inner)
-    return launch_backward(gradient, query, key, bias, rows, where, saved, wants_bias)
+    return launch_backward(gradient, query, key, bias, rows, options, saved, wants_bias)
 
 
 @_diversity_backward.register_fake
@@ -182,14 +182,14 @@ class Saved(NamedTuple):
 
 @on_device_of_first
 def launch_forward(
-    query: Tensor, key: Tensor, bias: Tensor | None, rows: Tensor | None, lse: Tensor | None, where: Place
+    query: Tensor, key: Tensor, bias: Tensor | None, rows: Tensor | None, lse: Tensor | None, options: LossOptions
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The loss and what the backward pass needs, as the operator returns them; normalisers only if none are given."""
     from vitfocus.kernels.diversity import triton as kernels
     from vitfocus.kernels.tiles import normalisers
 
-    shape = _Shape(query, key, bias, rows, where)
-    norms = normalisers(query, key, bias, where.scale) if lse is None else lse.contiguous()
+    shape = _Shape(query, key, bias, rows, options)
+    norms = normalisers(query, key, bias, options.scale) if lse is None else lse.contiguous()
     inputs = (query, key, norms, shape.bias, shape.rows)
     maps, group, count, keys = shape.maps, shape.group, shape.count, shape.keys
     floats: Any = {"dtype": torch.float32, "device": query.device}
@@ -198,7 +198,7 @@ def launch_forward(
     sums = torch.empty(maps, blocks, keys, **floats)
     squares, overlaps = torch.empty(parts, maps, count, **floats), torch.empty(parts, maps, group, count, **floats)
     kernels.row_pass[blocks * parts * maps,](
-        *inputs, sums, squares, overlaps, where.scale, shape.bound, *shape.sizes, maps, parts, *shape.strides,
+        *inputs, sums, squares, overlaps, options.scale, shape.bound, *shape.sizes, maps, parts, *shape.strides,
         **settings,
     )  # fmt: skip
     squares, overlaps, sums = _added(squares, 0), _added(overlaps, 0), _added(sums, 1, MANY_BLOCKS)
@@ -210,13 +210,13 @@ def launch_forward(
     width = min(1024, power_of_two(keys))
     kernels.column_pass[maps,](
         sums, average, column_slopes, kept, weights, counts, lengths, shape.bound, sums.shape[1], keys, count, BK=width,
-        PAPER=where.paper,
+        PAPER=options.paper,
     )  # fmt: skip
     dots, towards, along = (torch.empty(maps, count, **floats) for _ in range(3))
     head_dots, inner = torch.empty(maps, group, count, **floats), torch.empty(maps, group, count, **floats)
     units = torch.empty(maps, blocks, keys, **floats)
     kernels.dot_pass[blocks * maps,](
-        *inputs, kept, weights, counts, squares, dots, head_dots, units, where.scale, shape.bound, *shape.sizes,
+        *inputs, kept, weights, counts, squares, dots, head_dots, units, options.scale, shape.bound, *shape.sizes,
         *shape.strides, **settings,
     )  # fmt: skip
     units = _added(units, 1, MANY_BLOCKS)
@@ -224,15 +224,15 @@ def launch_forward(
         units, kept, weights, counts, lengths, slopes, column_slopes, losses, units.shape[1], keys, count, BK=width
     )
     kernels.slope_pass[blocks * maps,](
-        *inputs, kept, slopes, counts, lengths, squares, dots, overlaps, head_dots, towards, along, inner, where.scale,
-        shape.bound, *shape.sizes, *shape.strides, **settings,
+        *inputs, kept, slopes, counts, lengths, squares, dots, overlaps, head_dots, towards, along, inner,
+        options.scale, shape.bound, *shape.sizes, *shape.strides, **settings,
     )  # fmt: skip
     own_norms = norms if lse is None else norms.new_empty(0)
     return losses.mean(), own_norms, average, column_slopes, towards, along, inner
 
 
 def _added(parts: Tensor, axis: int, most: int = 1) -> Tensor:
-    """Partial sums added up where they are more than so many; the axis stays, with a length of one, if `most` > 1."""
+    """Partial sums, added up if there are more than `most`; the axis stays, with a length of one, if `most` > 1."""
     if parts.shape[axis] > most:
         return parts.sum(dim=axis, keepdim=most > 1)
     return parts if most > 1 else parts.squeeze(axis)
@@ -245,33 +245,33 @@ def launch_backward(
     key: Tensor,
     bias: Tensor | None,
     rows: Tensor | None,
-    where: Place,
+    options: LossOptions,
     saved: Saved,
     wants_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and bias."""
     from vitfocus.kernels.diversity import triton as kernels
 
-    shape = _Shape(query, key, bias, rows, where)
+    shape = _Shape(query, key, bias, rows, options)
     vectors = (saved.average, saved.slopes, saved.towards, saved.along, saved.inner, gradient)
     inputs = (query, key, saved.lse.contiguous(), shape.bias, shape.rows, *vectors)
     share = 1 / (shape.maps * shape.count)
     key_gradient = empty_like_tokens(key)
     settings = shape.settings("key")
     kernels.key_gradient[_ceil_div(shape.keys, settings["BN"]) * shape.maps,](
-        *inputs, key_gradient, share, where.scale, shape.bound, *shape.sizes, *shape.strides, key_gradient.stride(),
+        *inputs, key_gradient, share, options.scale, shape.bound, *shape.sizes, *shape.strides, key_gradient.stride(),
         **settings, NARROW=shape.narrow,
     )  # fmt: skip
-    query_gradient = _query_gradient(shape, inputs, query, rows, where, share)
+    query_gradient = _query_gradient(shape, inputs, query, rows, options, share)
     if bias is None or not wants_bias:
         return query_gradient, key_gradient, query.new_empty(0)
-    return query_gradient, key_gradient, _bias_gradient(shape, inputs, bias, where, share)
+    return query_gradient, key_gradient, _bias_gradient(shape, inputs, bias, options, share)
 
 
 def _query_gradient(
-    shape: _Shape, inputs: tuple[Any, ...], query: Tensor, rows: Tensor | None, where: Place, share: float
+    shape: _Shape, inputs: tuple[Any, ...], query: Tensor, rows: Tensor | None, options: LossOptions, share: float
 ) -> Tensor:
-    """Straight into its place; or where there are few rows, parts of the columns side by side, and then their sum."""
+    """Written directly; or, if there are few rows, in parts by columns that are summed afterwards."""
     from vitfocus.kernels.diversity import triton as kernels
 
     made = empty_like_tokens(query)
@@ -283,20 +283,20 @@ def _query_gradient(
     if parts > 1:
         out = torch.empty(parts * shape.batch, shape.heads, shape.count, shape.width, device=query.device)
     kernels.query_gradient[blocks * parts * shape.maps,](
-        *inputs, out, share, where.scale, shape.bound, *shape.sizes, parts, *shape.strides, out.stride(), **settings,
+        *inputs, out, share, options.scale, shape.bound, *shape.sizes, parts, *shape.strides, out.stride(), **settings,
         PARTS=parts > 1, NARROW=shape.narrow, TURNED=shape.turned,
     )  # fmt: skip
     if parts > 1:
         summed = out.unflatten(0, (parts, shape.batch)).sum(dim=0).to(query.dtype)
         if rows is None:
-            made[:, :, where.first :] = summed
+            made[:, :, options.first :] = summed
         else:
             made.index_copy_(2, rows, summed)
     return made
 
 
-def _bias_gradient(shape: _Shape, inputs: tuple[Any, ...], bias: Tensor, where: Place, share: float) -> Tensor:
-    """By image where the bias has images of its own; else summed, some images at a time so that many cores work."""
+def _bias_gradient(shape: _Shape, inputs: tuple[Any, ...], bias: Tensor, options: LossOptions, share: float) -> Tensor:
+    """Per image if the bias is per image; else summed over images in chunks, so that many cores work."""
     from vitfocus.kernels.diversity import triton as kernels
 
     batch, heads, queries, keys = shape.batch, shape.heads, shape.queries, shape.keys
@@ -306,7 +306,7 @@ def _bias_gradient(shape: _Shape, inputs: tuple[Any, ...], bias: Tensor, where: 
     blocks, settings = shape.row_blocks("row")
     grid = (blocks * _ceil_div(keys, settings["BN"]) * chunks * (heads // shape.group),)
     kernels.bias_gradient[grid](
-        *inputs, partial, share, where.scale, shape.bound, *shape.sizes, batch, at_once, *shape.strides,
+        *inputs, partial, share, options.scale, shape.bound, *shape.sizes, batch, at_once, *shape.strides,
         partial.stride(), **settings, NARROW=shape.narrow,
     )  # fmt: skip
     for axis in range(4):
@@ -318,20 +318,22 @@ def _bias_gradient(shape: _Shape, inputs: tuple[Any, ...], bias: Tensor, where: 
 class _Shape:
     """The sizes of a call, and the block sizes that fit them."""
 
-    def __init__(self, query: Tensor, key: Tensor, bias: Tensor | None, rows: Tensor | None, where: Place) -> None:
+    def __init__(
+        self, query: Tensor, key: Tensor, bias: Tensor | None, rows: Tensor | None, options: LossOptions
+    ) -> None:
         self.batch, self.heads, self.queries, self.width = query.shape
         self.keys = key.shape[2]
-        self.count = self.queries - where.first if rows is None else len(rows)
-        self.group = self.heads if where.average_heads else 1
+        self.count = self.queries - options.first if rows is None else len(rows)
+        self.group = self.heads if options.average_heads else 1
         self.maps = self.batch * self.heads // self.group
-        self.bound = where.bound(self.keys)
-        self.paper, self.has_bias, self.has_rows = where.paper, bias is not None, rows is not None
+        self.bound = options.bound(self.keys)
+        self.paper, self.has_bias, self.has_rows = options.paper, bias is not None, rows is not None
         self.bias: Tensor = bias if bias is not None else query
         self.rows: Tensor = rows.contiguous() if rows is not None else query
         spread = (self.batch, self.heads, self.queries, self.keys)
         bias_strides = bias.expand(spread).stride() if bias is not None else (0, 0, 0, 0)
         self.strides = (query.stride(), key.stride(), bias_strides)
-        self.sizes = (self.heads, self.queries, self.keys, self.count, where.first)
+        self.sizes = (self.heads, self.queries, self.keys, self.count, options.first)
         self.item, self.shared_memory = query.element_size(), available(query.device)
         self.narrow = self.group > FEW_HEADS  # the tiles of more would not stay in registers
         few = self.group > 1 and self.group * self.width <= FEW_HEADS * 64
@@ -343,7 +345,7 @@ class _Shape:
         return _ceil_div(self.count, settings["BM"]), settings
 
     def parts(self, blocks: int, settings: dict[str, Any]) -> int:
-        """Parts of the columns that go to programs of their own, where blocks of rows alone are too few."""
+        """How many programs share the columns, if there are too few blocks of rows."""
         programs = blocks * self.maps
         if 2 * programs > BUSY:
             return 1
@@ -369,12 +371,12 @@ class _Shape:
 
 
 def _hopper(device: torch.device) -> bool:
-    """Whether this is the kind of GPU whose matrix units take turned tiles; the interpreter tries them as well."""
+    """Whether the GPU's matrix units take transposed tiles (compute capability 9); the interpreter tests them too."""
     return device.type == "cpu" or torch.cuda.get_device_capability(device)[0] == 9
 
 
 def block_sizes(kind: str, group: int, width: int, rows: int, keys: int, turned: bool) -> tuple[int, int, int]:
-    """Rows, columns and warps of a program, as measured on an H200 for 6 heads of 64 channels, and so on from there."""
+    """Rows, columns and warps of a program, as measured on an H200 for 6 heads of 64 channels, scaled for others."""
     high, wide = ((16, 64) if turned else (32, 32)) if kind == "query" else (64, 32)
     if group == 1:
         high, wide = 64, 64

@@ -1,9 +1,10 @@
 """Token-aware Average Pooling's mixing in one kernel forward and one backward, on tokens as they lie: (B, N, C).
 
 Mixing is a product with a matrix M that has a row for each patch: M[i, j] is what patch j gives to patch i, and is not
-zero only where j lies on one of the rings of eight around i, one ring a dilation. A program makes a tile of M from the
-weights, in registers, and multiplies it with the tokens it meets, so that a token is read a few times where gathering
-would read it once for every place on a ring. A program owns a square of patches and meets only the patches around it.
+zero only where j lies on one of the rings of eight around i, one ring per dilation. A program computes a tile of M from
+the weights, in registers, and multiplies it with the tokens it needs, so that a token is read a few times, where
+gathering would read it once for every place on a ring. A program owns a square of patches and reads only the patches
+around it.
 Prefix tokens pass.
 """
 

@@ -2,7 +2,7 @@
 
 `dense_pass` needs the softmax's normalisers; `unit_pass` needs the lengths that the dense pass found, of every row of
 the heads' mean and of every head's whole map. Only one head's tile is alive at a time, beside the mean. Of what they
-add up, which is linear in the tokens, `conclude_pass` makes nine numbers a head.
+add up, which is linear in the tokens, `conclude_pass` computes nine numbers per head.
 
 `entropies` (B, G, Q) are the rows', `lengths` (2, B, Q) the squared lengths of the heads' mean under both thresholds.
 `sums` are one after the other what keys receive, (B, G, K); the sums over rows of t at unit length, with the threshold
@@ -312,7 +312,7 @@ def conclude_pass(
     entropies, sums, numbers, bound, queries, keys, top, placed,
     G: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Nine numbers a head, (9, B, G) in the order of `Numbers`: a program for every head, and one for the image."""
+    """Nine numbers per head, (9, B, G) in the order of `Numbers`: one program per head, and one for the image."""
     batch, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     images = tl.num_programs(0).to(tl.int64)
     if part < G:

@@ -1,12 +1,8 @@
-"""The loss in chunks against float64; the kernels in Triton's interpreter; and models that train by either."""
+"""The loss in chunks against float64, and models that train by it."""
 
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +11,10 @@ import torch
 from helpers.kernel_cases import Attention, check_attention, explicit
 from helpers.tiny import build
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
 import vitfocus as vf
-from vitfocus.kernels.backends import backend, chosen, forced, has_triton
+from vitfocus.kernels.backends import backend
 from vitfocus.kernels.diversity import chunked as diversity_chunked
 from vitfocus.kernels.diversity.op import diversity
 
@@ -123,7 +118,7 @@ def test_no_gradient_is_made_where_none_is_wanted() -> None:
     assert not diversity(query.detach(), key.detach(), scale=1.0, bias=bias.detach()).requires_grad
     with torch.no_grad():
         assert not diversity(query, key, scale=1.0).requires_grad
-    place = diversity_chunked.Place(1.0, 0, True, False, 2.0)
+    place = diversity_chunked.LossOptions(1.0, 0, True, False, 2.0)
     _, made = diversity_chunked.forward(query, key, None, None, place, False, False)
     assert [one.numel() for one in made] == [0, 0, 0]
     only = torch.autograd.grad(diversity(query.detach(), key, scale=1.0, threshold=1.0), key)[0]
@@ -142,55 +137,6 @@ def test_repeats_bit_by_bit_and_scales_with_the_gradient_given(rows: int | None)
         assert torch.equal(query_gradient, runs[0][0]) and torch.equal(key_gradient, runs[0][1])
     doubled = torch.autograd.grad(loss, (query, key), torch.tensor(2.0))
     assert torch.equal(doubled[0], 2 * runs[0][0])
-
-
-def test_choosing_a_backend() -> None:
-    tensor = torch.zeros(1)
-    assert chosen(tensor) == chosen(tensor, None) == "chunked"
-    with pytest.raises(ZeroDivisionError), backend("reference"):
-        assert chosen(tensor) == "reference"
-        with backend("auto"):
-            assert chosen(tensor) == "chunked"
-        raise ZeroDivisionError
-    assert forced() == "auto"
-    with pytest.raises(vf.VitfocusError, match="'chunked'"), backend("chunk"):
-        pass
-    if has_triton() and os.environ.get("TRITON_INTERPRET") != "1":
-        with backend("triton"):
-            with pytest.raises(vf.VitfocusError, match="CUDA"):
-                diversity(torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4), scale=1.0)
-            with pytest.raises(vf.VitfocusError, match="float32"):
-                chosen(tensor.double())
-
-
-@pytest.mark.parametrize(("capability", "name"), [((7, 5), "chunked"), ((8, 0), "triton"), ((12, 0), "triton")])
-def test_kernels_run_where_triton_compiles(
-    capability: tuple[int, int], name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr("vitfocus.kernels.backends._HAS_TRITON", True)
-    torch._dynamo.reset()  # compiled code takes a device's capability for a constant
-    with FakeTensorMode():
-        tensor = torch.empty(1, device="cuda")
-        assert chosen(tensor) == name
-        traced = torch.compile(lambda x: x + 1 if chosen(x) == "triton" else x.sum(), backend="eager", fullgraph=True)
-        assert traced(torch.empty(3, device="cuda")).ndim == (name == "triton")
-
-
-@pytest.mark.skipif(not has_triton(), reason="Triton is not installed")
-def test_kernels_in_the_interpreter() -> None:
-    here = Path(__file__).parent
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "no:cacheprovider",
-        str(here / "test_interpreted.py"),
-    ]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=here.parents[1], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and "passed" in done.stdout and "skipped" not in done.stdout, done.stdout[-4000:]
 
 
 def small_vit() -> nn.Module:
