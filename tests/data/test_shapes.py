@@ -17,14 +17,13 @@ from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 
 from vitfocus.core.errors import VitfocusError
-from vitfocus.data.shapes import figures as shapes_figures
+from vitfocus.data.detection import masks as coco_masks
 from vitfocus.data.shapes import layouts as shapes_layouts
-from vitfocus.data.shapes import outlines as shapes_outlines
 from vitfocus.data.shapes.dataset import CLASSES, MASK_CLASSES, TASKS, VERSION, Shapes, drawn_scenes, shapes_batch
 from vitfocus.data.shapes.layouts import write_layout
-from vitfocus.data.shapes.paint import paint
+from vitfocus.data.shapes.paint import SIGNED_DISTANCES, paint
 from vitfocus.data.shapes.questions import ask
-from vitfocus.data.shapes.scene import COLOURS, FIGURES, SLOTS, compose
+from vitfocus.data.shapes.scene import COLOURS, SHAPES, SLOTS, compose
 
 
 def same(one: object, other: object) -> bool:
@@ -80,7 +79,7 @@ def test_seeds_and_splits_share_no_scene() -> None:
 
 
 def test_a_scene_does_not_depend_on_the_resolution() -> None:
-    small, large = (next(drawn_scenes([4], size=size))[0].things(0) for size in (32, 96))
+    small, large = (next(drawn_scenes([4], size=size))[0].objects(0) for size in (32, 96))
     assert small == large
 
 
@@ -88,13 +87,13 @@ def test_every_ten_items_hold_every_class_and_colour_says_nothing() -> None:
     _, labels = shapes_batch(range(2000), size=16)
     assert (labels.view(-1, 10).sort(dim=1).values == torch.arange(10)).all()
     assert Shapes(length=2000).targets == labels.tolist()
-    table = np.zeros((len(FIGURES), len(COLOURS)))
+    table = np.zeros((len(SHAPES), len(COLOURS)))
     scenes = compose(range(2000))
     for scene in range(2000):
-        (main,) = (thing for thing in scenes.things(scene) if thing.main)
-        assert main.figure == CLASSES[labels[scene]]
+        (main,) = (thing for thing in scenes.objects(scene) if thing.main)
+        assert main.shape == CLASSES[labels[scene]]
         table[labels[scene], COLOURS.index(main.colour)] += 1
-    expected = table.sum(0) / len(FIGURES)
+    expected = table.sum(0) / len(SHAPES)
     assert ((table - expected) ** 2 / expected).sum() < 100  # chi-square, 63 degrees of freedom: p of about 0.002
 
 
@@ -108,8 +107,8 @@ def test_masks_boxes_and_objects_agree(size: int | tuple[int, int]) -> None:
     segmented, detected = (Shapes(length=30, size=size, task=task) for task in ("segment", "detect"))
     for item, (image, mask), (_, target) in zip(items, segmented, detected, strict=False):
         assert image.shape == (3, height, width) and mask.shape == (height, width)
-        things = compose([item], extent=(height / min(height, width), width / min(height, width))).things(0)
-        assert Counter(MASK_CLASSES[label] for label in target["labels"]) == Counter(t.figure for t in things)
+        things = compose([item], extent=(height / min(height, width), width / min(height, width))).objects(0)
+        assert Counter(MASK_CLASSES[label] for label in target["labels"]) == Counter(t.shape for t in things)
         assert target["masks"].sum(0).max() == 1  # a pixel shows one object
         rebuilt = (target["masks"] * target["labels"][:, None, None]).sum(0)
         assert torch.equal(rebuilt, mask)
@@ -135,7 +134,7 @@ def test_some_objects_are_partly_hidden_none_wholly_and_the_main_one_is_the_larg
             whole, rest = ((pixels == slot).sum((1, 2))[only[:, slot]] for pixels in (alone, owner))
             seen += (rest / whole).tolist()
         for scene in range(len(scenes)):
-            things = scenes.things(scene)
+            things = scenes.objects(scene)
             assert max(things, key=lambda thing: thing.radius).main and 1 <= len(things) <= SLOTS
     assert min(seen) > 0.2 and max(seen) == 1
     assert 0.05 < np.mean(np.array(seen) < 0.9) < 0.2
@@ -145,7 +144,7 @@ def test_figures_are_distances_within_the_unit_circle() -> None:
     angle = np.linspace(0, 2 * np.pi, 1000, dtype=np.float32)
     grid = np.linspace(-1.2, 1.2, 400, dtype=np.float32)
     x, y = np.meshgrid(grid, grid)
-    for name, figure in shapes_figures.FIGURES.items():
+    for name, figure in SIGNED_DISTANCES.items():
         assert figure(np.cos(angle), np.sin(angle)).min() > 0, name
         field = figure(x, y)
         assert field.dtype == np.float32
@@ -159,7 +158,7 @@ def test_an_object_looks_like_its_colour() -> None:
     hues["pink"] = 0.9
     for scenes, images, owner in drawn_scenes(range(60), size=64):
         for scene in range(len(scenes)):
-            for thing in scenes.things(scene):
+            for thing in scenes.objects(scene):
                 pixels = images[scene][:, owner[scene] == thing.slot].astype(int)
                 hue = (
                     np.median(np.asarray(Image.fromarray(pixels.T[None].astype(np.uint8)).convert("HSV"))[0, :, 0])
@@ -177,12 +176,12 @@ def answer(text: str, things: list) -> str:
         if match[1] == "objects":
             return str(len(things))
         singular = {"crosses": "cross"}.get(match[1], match[1].removesuffix("s"))
-        assert singular in FIGURES
-        return str(sum(thing.figure == singular for thing in things))
+        assert singular in SHAPES
+        return str(sum(thing.shape == singular for thing in things))
     if match := re.fullmatch(r"What color is the (.+)\?", text):
         return only(match[1], things).colour
     if match := re.fullmatch(r"What shape is the (.+)\?", text):
-        return only(match[1], things).figure
+        return only(match[1], things).shape
     if match := re.fullmatch(r"Is there (an|a) (.+)\?", text):
         assert (match[1] == "an") == (match[2][0] in "aeiou")
         return "yes" if matching(match[2], things) else "no"
@@ -196,7 +195,7 @@ def matching(name: str, things: list) -> list:
     if name == "largest object":
         return [max(things, key=lambda thing: thing.radius)]
     words = [word for word in name.split() if word != "object"]
-    return [thing for thing in things if all(word in (thing.figure, thing.colour) for word in words)]
+    return [thing for thing in things if all(word in (thing.shape, thing.colour) for word in words)]
 
 
 def only(name: str, things: list):  # type: ignore[no-untyped-def]
@@ -209,7 +208,7 @@ def test_answers_follow_from_the_objects_and_no_constant_answer_does_well() -> N
     first: Counter[str] = Counter()
     kinds: Counter[str] = Counter()
     for item in range(1500):
-        things = scenes.things(item)
+        things = scenes.objects(item)
         questions = ask(things, 2, "val", item)
         assert 4 <= len(questions) <= 5 and len({question.kind for question in questions}) == len(questions)
         for question in questions:
@@ -345,7 +344,7 @@ def test_outlines_of_random_masks_with_holes_and_touching_corners() -> None:
     for share in (0.2, 0.5, 0.8, 0.95):
         mask = generator.random((17, 23)) < share
         mask[0, 0] = mask[-1, -1] = True
-        loops = shapes_outlines.polygons(mask)
+        loops = coco_masks.polygons(mask)
         area = 0.0
         for loop in loops:
             x, y = np.array(loop).reshape(-1, 2).T
@@ -355,7 +354,7 @@ def test_outlines_of_random_masks_with_holes_and_touching_corners() -> None:
         assert area == mask.sum()
         rebuilt = sum(inside(loop, mask.shape).astype(int) for loop in loops)
         assert np.array_equal(rebuilt, mask)
-        assert np.array_equal(filled(shapes_outlines.run_lengths(mask), mask.shape), mask)
+        assert np.array_equal(filled(coco_masks.run_lengths(mask), mask.shape), mask)
 
 
 def inside(loop: list[int], shape: tuple[int, int]) -> np.ndarray:
@@ -378,7 +377,7 @@ def test_vqav2(tmp_path: Path) -> None:
         scenes = compose(range(count), split, 5)
         for question, annotation in zip(asked, told, strict=True):
             item = sorted({q["image_id"] for q in asked}).index(question["image_id"])
-            assert annotation["multiple_choice_answer"] == answer(question["question"], scenes.things(item))
+            assert annotation["multiple_choice_answer"] == answer(question["question"], scenes.objects(item))
             assert [entry["answer_id"] for entry in annotation["answers"]] == list(range(1, 11))
             assert annotation["answer_type"] in ("yes/no", "number", "other")
             picture = root / f"{split}2014/COCO_{split}2014_{question['image_id']:012d}.jpg"

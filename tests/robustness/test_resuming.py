@@ -145,7 +145,7 @@ def test_another_batch_size_measures_only_what_is_missing(suite: str, tmp_path: 
 def test_a_run_that_fails_at_once_leaves_its_folder_free(tmp_path: Path) -> None:
     with pytest.raises(vf.VitfocusError, match="knows 3 classes"):
         vf.evaluate(detector(0, 3), "detection", "shapes:2", out=tmp_path, progress=False)
-    with pytest.raises(vf.VitfocusError, match="does not say which answers"):
+    with pytest.raises(vf.VitfocusError, match="does not name the answers"):
         vf.evaluate(detector(0), "answers", "shapes:2", out=tmp_path, progress=False)
     assert vf.evaluate(detector(0), "detection", "shapes:2", out=tmp_path, progress=False).images == 2
 

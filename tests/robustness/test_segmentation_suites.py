@@ -70,7 +70,7 @@ def test_two_models_and_bad_input() -> None:
     for wrong, said in (("a/folder", "no folder"), (3, "not a int"), ([], "no images")):
         with pytest.raises(vf.VitfocusError, match=said):
             vf.evaluate(Segmenter(), "segmentation-noise", wrong, progress=False)
-    with pytest.raises(vf.VitfocusError, match="knows 3 classes"):
+    with pytest.raises(vf.VitfocusError, match="has 3 classes"):
         vf.evaluate(Segmenter(3), "segmentation-noise", data, progress=False)
     classifier = timm.create_model("vit_tiny_patch16_224", depth=1, img_size=32)
     with pytest.raises(vf.VitfocusError, match="is a VisionTransformer, and segmentation measures segmenters"):

@@ -121,9 +121,9 @@ def test_findings_inside_a_crowd_do_not_count_and_others_do(coco: Path) -> None:
 
 
 def encoded(images: CocoDetections, annotation: dict[str, Any]) -> dict[str, Any]:
-    from vitfocus.data.detection.dataset import decode_outline, encode_masks
+    from vitfocus.data.detection.masks import decode_mask, encode_masks
 
-    return encode_masks(decode_outline(annotation["segmentation"], 64, 64)[None])[0]
+    return encode_masks(decode_mask(annotation["segmentation"], 64, 64)[None])[0]
 
 
 def test_layers_inner_leaves_out_the_blocks_that_feed_the_pyramid() -> None:

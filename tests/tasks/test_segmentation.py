@@ -258,7 +258,7 @@ def test_layouts_are_read_as_published(tmp_path: Path) -> None:
     next((tmp_path / "ade20k" / "annotations" / "training").glob("*.png")).unlink()
     for source, root, said in (
         ("ade20k", "ade20k", "1 of 3 images have no mask"),
-        ("ade20k", "cityscapes", r"keeps files in images/train or images/training, and .* only: gtFine, leftImg8bit"),
+        ("ade20k", "cityscapes", r"keeps its files in images/train or images/training, but .* only: gtFine, leftImg8bit"),
         ("acdc", "cityscapes", "keeps files in rgb_anon/fog/train"),
         ("camvid", "nowhere", "no data folder"),
         ("cityscape", "cityscapes", "did you mean 'cityscapes'"),
@@ -346,7 +346,7 @@ def test_training_crops_move_picture_and_mask_alike(tmp_path: Path) -> None:
     assert torch.equal(bright[1], crops[0, 3][1])  # type: ignore[index]
     Image.fromarray(np.zeros((5, 5), np.uint8)).save(tmp_path / "masks/train/a.png")
     broken = crops[0, 0]
-    assert isinstance(broken, Broken) and "measures 5x5" in str(broken)
+    assert isinstance(broken, Broken) and "is 5x5" in str(broken)
 
 
 def test_real_samples(shared: Path) -> None:

@@ -221,7 +221,7 @@ def test_images_that_the_model_does_not_take_are_said_before_they_are_read(tmp_p
         ("img_size=64", r"\(3, 16, 16\): Input height \(16\)"),
         ("in_chans=1", "to have 1 channels"),
     ):
-        with pytest.raises(VitfocusError, match=f"does not take this recipe's images, .*{said}.*; change data.size"):
+        with pytest.raises(VitfocusError, match=f"does not accept this recipe's images, .*{said}.*; change data.size"):
             train(tiny(f"model.arguments.{argument}"), tmp_path / argument)
 
 
@@ -237,7 +237,7 @@ def test_a_network_without_attention_trains_too(tmp_path: Path) -> None:
 )
 def test_every_task_says_what_its_model_does_not_take(recipe: str, argument: str, tmp_path: Path) -> None:
     chosen = load_recipe(recipe, [f"model.arguments.{argument}", "train_length=4", "val_length=2"])
-    with pytest.raises(VitfocusError, match=r"does not take this recipe's images, \(3, .*channel"):
+    with pytest.raises(VitfocusError, match=r"does not accept this recipe's images, \(3, .*channel"):
         train(chosen, tmp_path)
 
 
@@ -255,7 +255,7 @@ def test_a_teacher_answers_about_the_same_classes_whatever_its_library(tmp_path:
     with torch.no_grad():
         torch.testing.assert_close(teacher(shown), net((pixels - mean) / std).logits)
     for kind in ("hard", "soft"):
-        with pytest.raises(VitfocusError, match="gives 4 classes, and the student learns 10"):
+        with pytest.raises(VitfocusError, match="returns 4 classes, but the student has 10"):
             train(tiny(f"teacher={tmp_path / 'net'}", f"kind={kind}"), tmp_path / kind)
 
 

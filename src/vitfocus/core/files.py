@@ -30,7 +30,7 @@ def files_below(folder: str | Path, suffixes: Collection[str] = PICTURES) -> Ite
 
 
 @contextmanager
-def atomic_path(target: str | Path) -> Iterator[Path]:
+def atomic_path(target: str | Path, sync: bool = True) -> Iterator[Path]:
     """A temporary path that replaces the target when the block succeeds, and is removed when it fails.
 
     >>> folder = Path(tempfile.mkdtemp())
@@ -50,8 +50,9 @@ def atomic_path(target: str | Path) -> Iterator[Path]:
     temporary = Path(name)
     try:
         yield temporary
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
+        if sync:
+            with temporary.open("rb+") as file:
+                os.fsync(file.fileno())
         temporary.chmod(0o666 & ~_umask())
         temporary.replace(target)
     finally:
@@ -81,9 +82,9 @@ def write_text(target: str | Path, text: str) -> None:
         path.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
-def write_bytes(target: str | Path, content: bytes) -> None:
-    """Write a binary file atomically."""
-    with atomic_path(target) as path:
+def write_bytes(target: str | Path, content: bytes, sync: bool = True) -> None:
+    """Write a binary file atomically; without `sync` it may be lost, but not torn, if the machine crashes."""
+    with atomic_path(target, sync) as path:
         path.write_bytes(content)
 
 

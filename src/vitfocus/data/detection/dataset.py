@@ -22,6 +22,7 @@ from torch import Tensor
 
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.records import MOST_ANNOTATIONS, read_json
+from vitfocus.data.detection.masks import decode_mask, encode_masks
 from vitfocus.data.image_files import read_rgb, to_tensor
 from vitfocus.data.shapes.dataset import CLASSES, VERSION, Shapes, drawn_scenes, instances
 from vitfocus.recipes.settings import Data
@@ -139,7 +140,7 @@ class CocoDetections:
         objects = [one for one, keep in zip(objects, kept.tolist(), strict=True) if keep]
         masks = np.zeros((len(objects), height, width), np.uint8)
         for place, one in enumerate(objects):
-            masks[place] = decode_outline(one["segmentation"], height, width)
+            masks[place] = decode_mask(one["segmentation"], height, width)
         labels = torch.tensor([self._labels[one["category_id"]] for one in objects], dtype=torch.int64)
         return pixels, {"boxes": boxes[kept], "labels": labels, "masks": torch.from_numpy(masks)}
 
@@ -223,8 +224,8 @@ class ShapesDetections:
         if self._drawn is None:
             pixels, target = self.inner[index]
             return pixels, {key: target[key] for key in ("boxes", "labels", "masks")}
-        images, figures, owners = self._drawn
-        labels, masks, boxes = instances(figures[index], owners[index])
+        images, shape_classes, owners = self._drawn
+        labels, masks, boxes = instances(shape_classes[index], owners[index])
         target = {"boxes": torch.from_numpy(boxes).float(), "labels": torch.from_numpy(labels)}
         return torch.from_numpy(images[index]), {**target, "masks": torch.from_numpy(masks.astype(np.uint8))}
 
@@ -276,11 +277,11 @@ class ShapesDetections:
         if len(inner) * inner.size[0] * inner.size[1] > _DRAWN_AT_ONCE:
             return None
         parts = [
-            (images, scenes.figure, owner)
+            (images, scenes.shape_class, owner)
             for scenes, images, owner in drawn_scenes(range(len(inner)), inner.split, inner.size, inner.seed)
         ]
-        images, figures, owners = (np.concatenate(column) for column in zip(*parts, strict=True))
-        return images, figures, owners
+        images, shape_classes, owners = (np.concatenate(column) for column in zip(*parts, strict=True))
+        return images, shape_classes, owners
 
 
 def find_coco(root: Path, split: str, given: str = "") -> tuple[Path, Path]:
@@ -302,40 +303,6 @@ def find_coco(root: Path, split: str, given: str = "") -> tuple[Path, Path]:
             f"{'is' if len(missing) == 1 else 'are'} missing (data.{split}_split names the split)."
         )
     return file, folders[0]
-
-
-def decode_outline(outline: Any, height: int, width: int) -> np.ndarray:
-    """Decode COCO's polygons or run lengths, compressed or not, to a mask uint8 (height, width)."""
-    coco = mask_tools()
-    if isinstance(outline, list):
-        lists = [polygon for polygon in outline if len(polygon) >= 6]  # COCO's tools would read four numbers as a box
-        if not lists:
-            return np.zeros((height, width), np.uint8)
-        outline = coco.merge(coco.frPyObjects(lists, height, width))
-    elif isinstance(outline["counts"], list):
-        outline = coco.frPyObjects(outline, height, width)
-    mask: np.ndarray = coco.decode(outline)
-    return mask
-
-
-def encode_masks(masks: Any) -> list[dict[str, Any]]:
-    """Encode masks (n, height, width) as COCO's compressed run lengths, with counts as text for JSON."""
-    stacked = np.asfortranarray(np.asarray(masks, np.uint8).transpose(1, 2, 0))
-    encoded = mask_tools().encode(stacked) if stacked.shape[2] else []
-    return [{"size": list(one["size"]), "counts": _text(one["counts"])} for one in encoded]
-
-
-def mask_tools() -> Any:
-    """The module that encodes and decodes masks, or an error that says how to install it."""
-    try:
-        from faster_coco_eval import mask
-    except ImportError:
-        raise VitfocusError("Detection needs the extra vitfocus[det].") from None
-    return mask
-
-
-def _text(counts: bytes | str) -> str:
-    return counts.decode("ascii") if isinstance(counts, bytes) else counts
 
 
 def _require(file: Path, what: str, records: list[Any], fields: dict[str, type]) -> None:

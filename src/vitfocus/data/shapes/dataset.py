@@ -1,8 +1,8 @@
-"""Shapes, the embedded data set: coloured, textured figures on textured grounds, drawn from a seed.
+"""Shapes, the built-in data set: coloured, textured shapes on textured backgrounds, drawn from a seed.
 
-One scene serves four tasks: name the main object's figure (`classify`), label every pixel (`segment`), find every
-object (`detect`), answer a question (`answer`). Item `i` depends on (seed, split, i) and the picture's size only: not
-on the order of access, the batch or the process. The two splits never share a scene.
+One scene serves four tasks: classify the main object's shape (`classify`), label every pixel (`segment`), find every
+object (`detect`), answer a question (`answer`). Item `i` depends on (seed, split, i) and the image size only, not on
+the order of access, the batch or the process. The two splits never share a scene.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch.utils.data import Dataset
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.data.shapes.paint import PIXELS_AT_ONCE, extent, paint
 from vitfocus.data.shapes.questions import ask
-from vitfocus.data.shapes.scene import FIGURES, SLOTS, SPLITS, Scenes, compose, labels
+from vitfocus.data.shapes.scene import SHAPES, SLOTS, SPLITS, Scenes, compose, labels
 
-VERSION = 1  # counts up whenever a scene would come out differently
-CLASSES: tuple[str, ...] = FIGURES
-MASK_CLASSES: tuple[str, ...] = ("ground", *FIGURES)
+VERSION = 1  # incremented whenever scenes change
+CLASSES: tuple[str, ...] = SHAPES
+MASK_CLASSES: tuple[str, ...] = ("ground", *SHAPES)
 TASKS: tuple[str, ...] = ("classify", "segment", "detect", "answer")
 SMALLEST = 16
 
@@ -32,11 +32,24 @@ Size = int | tuple[int, int]
 
 
 def shapes_batch(indices: npt.ArrayLike, split: str = "train", size: Size = 64, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Draw these items: uint8 images (B, 3, height, width) and int64 labels (B,) into `CLASSES`.
+    """Draw some items of Shapes for classification.
 
-    >>> images, labels = shapes_batch(range(4), size=(32, 48))
-    >>> images.shape, images.dtype, labels.shape
-    (torch.Size([4, 3, 32, 48]), torch.uint8, torch.Size([4]))
+    Args:
+        indices: Indices of the items, 0 or more.
+        split: "train" or "val".
+        size: Height and width in pixels, or one number for both; at least 16.
+        seed: Seed of the data set.
+
+    Returns:
+        Images, uint8 (B, 3, height, width), and labels, int64 (B,), which index `CLASSES`.
+
+    Raises:
+        VitfocusError: An index, the split or the size is not valid.
+
+    Example:
+        >>> images, labels = shapes_batch(range(4), size=(32, 48))
+        >>> images.shape, images.dtype, labels.shape
+        (torch.Size([4, 3, 32, 48]), torch.uint8, torch.Size([4]))
     """
     items, (height, width) = np.asarray(indices, np.int64).reshape(-1), picture_size(size)
     images = torch.empty((len(items), 3, height, width), dtype=torch.uint8)
@@ -50,10 +63,10 @@ def shapes_batch(indices: npt.ArrayLike, split: str = "train", size: Size = 64, 
 def drawn_scenes(
     indices: npt.ArrayLike, split: str = "train", size: Size = 64, seed: int = 0
 ) -> Iterator[tuple[Scenes, npt.NDArray[np.uint8], npt.NDArray[np.int8]]]:
-    """Yield these items in order and in small batches: the scenes, their images, and the slot each pixel shows."""
+    """Yield items in order and in small batches: the scenes, their images, and the slot that each pixel shows."""
     items, shape = np.asarray(indices, np.int64).reshape(-1), picture_size(size)
     if len(items) and items.min() < 0:
-        raise VitfocusError(f"Shapes' items are numbered from 0, but {items.min()} was asked for.")
+        raise VitfocusError(f"Shapes has no item {items.min()}; items are numbered from 0.")
     step = max(1, PIXELS_AT_ONCE // (shape[0] * shape[1]))
     for start in range(0, len(items), step):
         scenes = compose(items[start : start + step], split, seed, extent(shape))
@@ -61,7 +74,7 @@ def drawn_scenes(
 
 
 def picture_size(size: Size) -> tuple[int, int]:
-    """Return height and width of a size given as one number or two, or say what is wrong with it.
+    """Height and width of a size given as one number or two.
 
     >>> picture_size(64)
     (64, 64)
@@ -73,18 +86,18 @@ def picture_size(size: Size) -> tuple[int, int]:
 
 
 def semantic_mask(scenes: Scenes, owner: npt.NDArray[np.int8]) -> npt.NDArray[np.uint8]:
-    """Turn the slots that pixels show (B, height, width) into classes of `MASK_CLASSES`: 0 is ground."""
-    classes = np.concatenate([np.zeros((len(scenes), 1), np.int64), scenes.figure + 1], axis=1)
+    """Convert the slots that pixels show (B, height, width) to classes of `MASK_CLASSES`; 0 is the background."""
+    classes = np.concatenate([np.zeros((len(scenes), 1), np.int64), scenes.shape_class + 1], axis=1)
     return np.take_along_axis(classes, owner.reshape(len(owner), -1) + 1, axis=1).reshape(owner.shape).astype(np.uint8)
 
 
 def instances(
-    figure: npt.NDArray[np.int64], owner: npt.NDArray[np.int8]
+    shape_class: npt.NDArray[np.int64], owner: npt.NDArray[np.int8]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_], npt.NDArray[np.int64]]:
-    """Return one scene's instances: classes of `MASK_CLASSES` (n,), visible masks (n, height, width), boxes (n, 4).
+    """The instances of one scene: classes of `MASK_CLASSES` (n,), visible masks (n, height, width), boxes (n, 4).
 
-    A mask holds the pixels in which the object is seen, without what hides it, and a box is the tight box of that mask
-    as x0, y0, x1, y1 at pixel edges. An object so small that it shows no pixel is left out.
+    A mask has the pixels in which the object is visible, and a box is the tight box of that mask as x0, y0, x1, y1 at
+    pixel edges. Objects without a visible pixel are left out.
     """
     masks = owner[None] == np.arange(SLOTS, dtype=np.int8)[:, None, None]
     seen = masks.any(axis=(1, 2))
@@ -94,25 +107,37 @@ def instances(
         along = masks.any(axis=axis)
         boxes[:, first] = along.argmax(axis=1)
         boxes[:, first + 2] = along.shape[1] - along[:, ::-1].argmax(axis=1)
-    return figure[seen] + 1, masks, boxes
+    return shape_class[seen] + 1, masks, boxes
 
 
 class Shapes(Dataset[tuple[Any, Any]]):
-    """The data set as torch sees it: items are (image, target), the image uint8 (3, height, width).
+    """Shapes as a torch data set of (image, target); images are uint8 (3, height, width).
 
-    The target is, by task:
+    The target depends on the task:
 
-    * `classify`: the class, an integer into `CLASSES`;
+    * `classify`: the class, an index into `CLASSES`;
     * `segment`: an int64 mask (height, width) of classes in `MASK_CLASSES`;
-    * `detect`: a dict as torchvision's detectors take it: `boxes` (n, 4) float, the tight boxes of the visible masks;
-      `labels` (n,) in `MASK_CLASSES`; `masks` (n, height, width) uint8; `area`, `iscrowd`, `image_id`;
+    * `detect`: a dict in the format of torchvision's detectors: `boxes` (n, 4) float, the tight boxes of the visible
+      masks; `labels` (n,) in `MASK_CLASSES`; `masks` (n, height, width) uint8; `area`, `iscrowd`, `image_id`;
     * `answer`: a dict with `question`, the ten annotators' `answers`, the agreed `answer` and its `answer_type`.
 
-    `transform` is applied to the image alone. A `DataLoader` draws whole batches at once, through `__getitems__`.
+    A `DataLoader` draws whole batches at once, through `__getitems__`.
 
-    >>> image, mask = Shapes("val", length=10, size=32, task="segment")[3]
-    >>> image.shape, mask.shape
-    (torch.Size([3, 32, 32]), torch.Size([32, 32]))
+    Args:
+        split: "train" or "val".
+        length: Number of items.
+        size: Height and width in pixels, or one number for both; at least 16.
+        seed: Seed of the data set.
+        task: "classify", "segment", "detect" or "answer".
+        transform: Applied to each image, but not to the target.
+
+    Raises:
+        VitfocusError: An argument is not valid.
+
+    Example:
+        >>> image, mask = Shapes("val", length=10, size=32, task="segment")[3]
+        >>> image.shape, mask.shape
+        (torch.Size([3, 32, 32]), torch.Size([32, 32]))
     """
 
     def __init__(
@@ -134,12 +159,12 @@ class Shapes(Dataset[tuple[Any, Any]]):
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """The names of the labels: with the ground first where the task is dense."""
+        """The names of the labels; for segmentation and detection the background is the first."""
         return MASK_CLASSES if self.task in ("segment", "detect") else CLASSES
 
     @property
     def targets(self) -> list[int]:
-        """The main object's class of every item, without drawing any."""
+        """The class of every item's main object, without drawing it."""
         return labels(range(self.length), self.split, self.seed).tolist()
 
     def __len__(self) -> int:
@@ -149,7 +174,7 @@ class Shapes(Dataset[tuple[Any, Any]]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, Any]]:
-        """Draw several items at once, which is many times faster than one by one."""
+        """Draw several items at once, which is many times faster than one at a time."""
         for index in indices:
             if not -self.length <= index < self.length:
                 raise IndexError(f"Shapes has {self.length} items, but item {index} was asked for.")
@@ -169,14 +194,14 @@ class Shapes(Dataset[tuple[Any, Any]]):
         if self.task == "segment":
             return torch.from_numpy(mask).long()
         if self.task == "answer":
-            question = ask(scenes.things(scene), self.seed, self.split, item)[0]
+            question = ask(scenes.objects(scene), self.seed, self.split, item)[0]
             return {
                 "question": question.text,
                 "answers": list(question.answers),
                 "answer": question.answer,
                 "answer_type": question.answer_type,
             }
-        classes, masks, boxes = instances(scenes.figure[scene], mask)
+        classes, masks, boxes = instances(scenes.shape_class[scene], mask)
         return {
             "boxes": torch.from_numpy(boxes).float(),
             "labels": torch.from_numpy(classes),
@@ -187,8 +212,8 @@ class Shapes(Dataset[tuple[Any, Any]]):
         }
 
 
-def shapes_named(data: Any, usual: int) -> int | None:
-    """How many scenes the word "shapes", or "shapes:N", asks for; None where `data` is anything else.
+def shapes_named(data: Any, default: int) -> int | None:
+    """The number of scenes in "shapes" (the default) or "shapes:N"; None for any other `data`.
 
     >>> shapes_named("shapes", 500), shapes_named("shapes:20", 500), shapes_named("data/camvid", 500)
     (500, 20, None)
@@ -197,5 +222,5 @@ def shapes_named(data: Any, usual: int) -> int | None:
     if word != "shapes" or Path(data).is_dir():
         return None
     if colon and not (number.isdecimal() and int(number)):
-        raise VitfocusError(f"{data!r} asks for no number of scenes: write shapes, or shapes:300.")
-    return int(number) if colon else usual
+        raise VitfocusError(f"{data!r} has no valid number of scenes: write shapes, or shapes:300.")
+    return int(number) if colon else default

@@ -1,15 +1,13 @@
-"""Shapes on disk, in the layouts of the data sets that people have, so that the real loaders are what is tested.
+"""Writes Shapes to disk in the layouts of public data sets, so that the readers of those can be used and tested.
 
-`write_layout` knows `imagefolder`, `ade20k`, `cityscapes`, `coco` and `vqav2`. A file appears whole or not at all, a
-second call with the same arguments changes nothing (and mends what is missing), and a folder that holds anything else
-is refused.
+The layouts are `imagefolder`, `ade20k`, `cityscapes`, `coco` and `vqav2`. Files are written atomically, a second call
+with the same arguments only writes missing files, and a folder with other content is refused.
 """
 
 from __future__ import annotations
 
 import io
 import json
-import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,33 +19,31 @@ import numpy.typing as npt
 from PIL import Image
 
 from vitfocus.core.errors import VitfocusError, nearest
+from vitfocus.core.files import write_bytes
+from vitfocus.data.detection.masks import polygons, run_lengths
 from vitfocus.data.segmentation.layouts import CITYSCAPES_IDS, IGNORE
 from vitfocus.data.shapes.dataset import CLASSES, VERSION, Size, drawn_scenes, instances, picture_size, semantic_mask
-from vitfocus.data.shapes.outlines import polygons, run_lengths
 from vitfocus.data.shapes.questions import Question, ask
-from vitfocus.data.shapes.scene import MAIN, SPLITS, Thing
+from vitfocus.data.shapes.scene import MAIN, SPLITS, SceneObject
 
 Files = Iterator[tuple[str, bytes]]  # path below the root, content
 
-CITYSCAPES_RIM = 2  # "rectification border", which is not trained on
-QUESTIONS_A_PICTURE = 3
-CROWDS_EVERY = (
-    4  # of the pictures that have a flock of at least CROWD small objects, one in so many shows it as a crowd
-)
-CROWD = 3
+CITYSCAPES_BORDER = 2  # the id of "rectification border", which is ignored
+QUESTIONS_PER_IMAGE = 3
+CROWD, CROWD_EVERY = 3, 4  # every 4th image with at least 3 small objects of one shape annotates them as a crowd
 MANIFEST = "shapes.json"
 
 
 @dataclass(frozen=True)
-class Picture:
-    """One scene with all that is known about it; masks are (height, width)."""
+class DrawnScene:
+    """One scene with its image and annotations; masks are (height, width)."""
 
     item: int
     image: npt.NDArray[np.uint8]  # (height, width, 3)
     label: int
-    things: list[Thing]
+    objects: list[SceneObject]
     mask: npt.NDArray[np.uint8]
-    figure: npt.NDArray[np.int64]
+    shape_class: npt.NDArray[np.int64]
     owner: npt.NDArray[np.int8]
     questions: list[Question]
 
@@ -55,31 +51,47 @@ class Picture:
 def write_layout(
     root: str | Path, layout: str, count: int, *, val_count: int | None = None, size: Size = 64, seed: int = 0
 ) -> Path:
-    """Write `count` training and `val_count` validation scenes (a quarter as many unless told) below `root`.
+    """Write Shapes to a folder in the layout of a public data set.
 
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     root = write_layout(folder, "ade20k", 2, size=32)
-    ...     print(sorted(str(path.relative_to(root)) for path in root.rglob("*.png")))
-    ['annotations/training/ADE_train_00000001.png', 'annotations/training/ADE_train_00000002.png', \
-'annotations/validation/ADE_val_00000001.png']
+    Args:
+        root: The folder, which must be new, empty, or written by the same call before.
+        layout: "imagefolder", "ade20k", "cityscapes", "coco" or "vqav2".
+        count: Number of training scenes.
+        val_count: Number of validation scenes; by default a quarter of `count`.
+        size: Height and width in pixels, or one number for both.
+        seed: Seed of the data set.
+
+    Returns:
+        The folder.
+
+    Raises:
+        VitfocusError: An argument is not valid, or the folder has other content.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     root = write_layout(folder, "ade20k", 2, size=32)
+        ...     print(*sorted(path.name for path in root.rglob("*.png")))
+        ADE_train_00000001.png ADE_train_00000002.png ADE_val_00000001.png
     """
     if layout not in LAYOUTS:
         raise VitfocusError(f"Shapes cannot be written as {layout!r}: {nearest(layout, LAYOUTS)}")
     counts = {"train": count, "val": max(1, count // 4) if val_count is None else val_count}
     if min(counts.values()) < 0:
-        raise VitfocusError(f"Shapes cannot write fewer than 0 pictures, but count={count}, val_count={val_count}.")
+        raise VitfocusError(
+            f"Shapes cannot write count={count} and val_count={val_count} images; both must be 0 or more."
+        )
     root = Path(root)
     manifest = {"layout": layout, **counts, "size": picture_size(size), "seed": seed, "version": VERSION}
     _claim(root, json.dumps(manifest).encode())
     for split in SPLITS:
-        for path, content in LAYOUTS[layout](split, _pictures(split, counts[split], size, seed)):
+        for path, content in LAYOUTS[layout](split, _draw(split, counts[split], size, seed)):
             _write(root / path, content)
     return root
 
 
 def _claim(root: Path, manifest: bytes) -> None:
-    """Refuse a folder that holds something else, and note in it what it is about to hold."""
+    """Refuse a folder with other content, and write the manifest."""
     noted = root / MANIFEST
     if noted.is_file():
         if noted.read_bytes() != manifest:
@@ -92,100 +104,93 @@ def _claim(root: Path, manifest: bytes) -> None:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all, unless it is there already."""
-    if path.is_file() and path.read_bytes() == content:
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        unfinished.write_bytes(content)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    """Write a file atomically, unless it exists with this content."""
+    if not path.is_file() or path.read_bytes() != content:
+        write_bytes(path, content, sync=False)  # many small files, which can be drawn again
 
 
-def _pictures(split: str, count: int, size: Size, seed: int) -> Iterator[Picture]:
+def _draw(split: str, count: int, size: Size, seed: int) -> Iterator[DrawnScene]:
     item = 0
     for scenes, images, owner in drawn_scenes(range(count), split, size, seed):
         masks = semantic_mask(scenes, owner)
         for scene in range(len(scenes)):
-            things = scenes.things(scene)
-            yield Picture(
+            objects = scenes.objects(scene)
+            yield DrawnScene(
                 item=item,
                 image=images[scene].transpose(1, 2, 0),
                 label=int(scenes.label[scene]),
-                things=things,
+                objects=objects,
                 mask=masks[scene],
-                figure=scenes.figure[scene],
+                shape_class=scenes.shape_class[scene],
                 owner=owner[scene],
-                questions=ask(things, seed, split, item),
+                questions=ask(objects, seed, split, item),
             )
             item += 1
 
 
-def _image_folder(split: str, pictures: Iterator[Picture]) -> Files:
-    for picture in pictures:
-        yield f"{split}/{CLASSES[picture.label]}/{picture.item:06d}.png", _png(picture.image)
+def _image_folder(split: str, scenes: Iterator[DrawnScene]) -> Files:
+    for scene in scenes:
+        yield f"{split}/{CLASSES[scene.label]}/{scene.item:06d}.png", _png(scene.image)
 
 
-def _ade20k(split: str, pictures: Iterator[Picture]) -> Files:
-    """Write classes counted from 1, with 0 for the unlabelled rim."""
+def _ade20k(split: str, scenes: Iterator[DrawnScene]) -> Files:
+    """Classes are counted from 1, and 0 is the unlabelled border."""
     folder = {"train": "training", "val": "validation"}[split]
-    for picture in pictures:
-        name = f"ADE_{split}_{picture.item + 1:08d}"
-        yield f"images/{folder}/{name}.jpg", _jpeg(picture.image)
-        yield f"annotations/{folder}/{name}.png", _png(_with_rim(picture.mask + 1, 0))
+    for scene in scenes:
+        name = f"ADE_{split}_{scene.item + 1:08d}"
+        yield f"images/{folder}/{name}.jpg", _jpeg(scene.image)
+        yield f"annotations/{folder}/{name}.png", _png(_with_border(scene.mask + 1, 0))
 
 
-def _cityscapes(split: str, pictures: Iterator[Picture]) -> Files:
-    """Write both notations of the classes: Cityscapes' own ids, and the ids trained on, 255 where ignored."""
-    for picture in pictures:
-        name = f"{split}/shapes/shapes_{picture.item:06d}_000019"
-        own = np.array(CITYSCAPES_IDS, np.uint8)[picture.mask]
-        yield f"leftImg8bit/{name}_leftImg8bit.png", _png(picture.image)
-        yield f"gtFine/{name}_gtFine_labelIds.png", _png(_with_rim(own, CITYSCAPES_RIM))
-        yield f"gtFine/{name}_gtFine_labelTrainIds.png", _png(_with_rim(picture.mask, IGNORE))
+def _cityscapes(split: str, scenes: Iterator[DrawnScene]) -> Files:
+    """Masks with both kinds of ids: Cityscapes' labelIds, and labelTrainIds with 255 for ignored pixels."""
+    for scene in scenes:
+        name = f"{split}/shapes/shapes_{scene.item:06d}_000019"
+        own = np.array(CITYSCAPES_IDS, np.uint8)[scene.mask]
+        yield f"leftImg8bit/{name}_leftImg8bit.png", _png(scene.image)
+        yield f"gtFine/{name}_gtFine_labelIds.png", _png(_with_border(own, CITYSCAPES_BORDER))
+        yield f"gtFine/{name}_gtFine_labelTrainIds.png", _png(_with_border(scene.mask, IGNORE))
 
 
-def _coco(split: str, pictures: Iterator[Picture]) -> Files:
-    """Write boxes and masks of what is seen of each object; as in COCO, the category ids have a gap."""
+def _coco(split: str, scenes: Iterator[DrawnScene]) -> Files:
+    """Boxes and masks of the visible part of each object; as in COCO, the category ids have a gap."""
     categories = [{"supercategory": "shape", "id": _category(k), "name": name} for k, name in enumerate(CLASSES)]
     images, annotations = [], []
-    for picture in pictures:
-        number = _image_id(split, picture)
+    for scene in scenes:
+        number = _image_id(split, scene)
         name = f"{number:012d}.jpg"
-        yield f"{split}2017/{name}", _jpeg(picture.image)
-        height, width = picture.owner.shape
+        yield f"{split}2017/{name}", _jpeg(scene.image)
+        height, width = scene.owner.shape
         images.append({"id": number, "file_name": name, "height": height, "width": width, "license": 1})
         annotations += [
             {**annotation, "id": number * 100 + place, "image_id": number}
-            for place, annotation in enumerate(_coco_annotations(picture))
+            for place, annotation in enumerate(_coco_annotations(scene))
         ]
     content = {**_head(), "images": images, "annotations": annotations, "categories": categories}
     yield f"annotations/instances_{split}2017.json", _json(content)
 
 
-def _coco_annotations(picture: Picture) -> Iterator[dict[str, Any]]:
-    classes, masks, boxes = instances(picture.figure, picture.owner)
-    small = Counter(thing.figure for thing in picture.things if thing.slot != MAIN)
-    flock, size = small.most_common(1)[0] if small else ("", 0)
-    crowd = picture.item % CROWDS_EVERY == 0 and size >= CROWD
-    in_crowd = (classes - 1 == CLASSES.index(flock)) & crowd if flock else np.zeros(len(classes), bool)
+def _coco_annotations(scene: DrawnScene) -> Iterator[dict[str, Any]]:
+    classes, masks, boxes = instances(scene.shape_class, scene.owner)
+    small = Counter(one.shape for one in scene.objects if one.slot != MAIN)
+    crowd_shape, size = small.most_common(1)[0] if small else ("", 0)
+    crowd = scene.item % CROWD_EVERY == 0 and size >= CROWD
+    in_crowd = (classes - 1 == CLASSES.index(crowd_shape)) & crowd if crowd_shape else np.zeros(len(classes), bool)
     for number, mask, box, hidden in zip(classes, masks, boxes, in_crowd, strict=True):
         if not hidden:
             yield _coco_annotation(int(number) - 1, mask, box, polygons(mask), 0)
     if in_crowd.any():
         mask = masks[in_crowd].any(axis=0)
         box = np.concatenate([boxes[in_crowd, :2].min(axis=0), boxes[in_crowd, 2:].max(axis=0)])
-        yield _coco_annotation(CLASSES.index(flock), mask, box, run_lengths(mask), 1)
+        yield _coco_annotation(CLASSES.index(crowd_shape), mask, box, run_lengths(mask), 1)
 
 
 def _coco_annotation(
-    figure: int, mask: npt.NDArray[np.bool_], box: npt.NDArray[np.int64], outline: Any, crowd: int
+    shape_class: int, mask: npt.NDArray[np.bool_], box: npt.NDArray[np.int64], outline: Any, crowd: int
 ) -> dict[str, Any]:
     x0, y0, x1, y1 = box.tolist()
     return {
-        "category_id": _category(figure),
+        "category_id": _category(shape_class),
         "segmentation": outline,
         "area": int(mask.sum()),
         "bbox": [x0, y0, x1 - x0, y1 - y0],
@@ -193,14 +198,14 @@ def _coco_annotation(
     }
 
 
-def _vqav2(split: str, pictures: Iterator[Picture]) -> Files:
-    """Write a few questions for each picture, each with its ten annotators' answers."""
+def _vqav2(split: str, scenes: Iterator[DrawnScene]) -> Files:
+    """A few questions per image, each with ten answers."""
     year = f"{split}2014"
     questions, annotations = [], []
-    for picture in pictures:
-        number = _image_id(split, picture)
-        yield f"{year}/COCO_{year}_{number:012d}.jpg", _jpeg(picture.image)
-        for place, question in enumerate(picture.questions[:QUESTIONS_A_PICTURE]):
+    for scene in scenes:
+        number = _image_id(split, scene)
+        yield f"{year}/COCO_{year}_{number:012d}.jpg", _jpeg(scene.image)
+        for place, question in enumerate(scene.questions[:QUESTIONS_PER_IMAGE]):
             ids = {"image_id": number, "question_id": number * 1000 + place}
             questions.append({**ids, "question": question.text})
             annotations.append({**ids, **_vqa_annotation(question)})
@@ -224,7 +229,7 @@ def _vqa_annotation(question: Question) -> dict[str, Any]:
     }
 
 
-LAYOUTS: dict[str, Callable[[str, Iterator[Picture]], Files]] = {
+LAYOUTS: dict[str, Callable[[str, Iterator[DrawnScene]], Files]] = {
     "imagefolder": _image_folder,
     "ade20k": _ade20k,
     "cityscapes": _cityscapes,
@@ -240,18 +245,18 @@ def _head() -> dict[str, Any]:
     }
 
 
-def _category(figure: int) -> int:
-    """Return the COCO category of a figure: 1-5, 7-11."""
-    return figure + 1 if figure < 5 else figure + 2
+def _category(shape_class: int) -> int:
+    """The COCO category of a shape: 1-5, 7-11."""
+    return shape_class + 1 if shape_class < 5 else shape_class + 2
 
 
-def _image_id(split: str, picture: Picture) -> int:
-    """Return an id that no picture of the other split has."""
-    return picture.item + 1 + 500_000 * SPLITS.index(split)
+def _image_id(split: str, scene: DrawnScene) -> int:
+    """An id that no image of the other split has."""
+    return scene.item + 1 + 500_000 * SPLITS.index(split)
 
 
-def _with_rim(mask: npt.NDArray[np.uint8], value: int) -> npt.NDArray[np.uint8]:
-    """Mark the outermost pixels, which real annotations often leave out."""
+def _with_border(mask: npt.NDArray[np.uint8], value: int) -> npt.NDArray[np.uint8]:
+    """Set the outermost pixels, which real annotations often leave out."""
     return np.pad(mask[1:-1, 1:-1], 1, constant_values=value)
 
 

@@ -1,11 +1,11 @@
-"""What a Shapes scene contains, before a pixel is drawn.
+"""The objects of a Shapes scene, before anything is drawn.
 
-Every scene has one large main object near the middle, whose figure is the class label, and up to five small objects,
-some in front of it and some behind. Colour, texture, position and the small objects say nothing about the label. In
-about a third of the scenes the small objects are a flock, all of one figure, so that there is something to count.
+Every scene has one large main object near the centre, whose shape is the class label, and up to five small objects,
+some in front of it and some behind. Colour, texture, position and the small objects are independent of the label. In
+about a third of the scenes all small objects have the same shape, so that there is something to count.
 
-Scene `i` is a function of (seed, split, i) and of the picture's aspect ratio, never of its resolution: lengths are in
-units of the picture's shorter side, x to the right and y down.
+Scene `i` depends on (seed, split, i) and the aspect ratio of the image, but not on its resolution: lengths are in units
+of the short side, x points right and y points down.
 """
 
 from __future__ import annotations
@@ -16,29 +16,30 @@ import numpy as np
 import numpy.typing as npt
 
 from vitfocus.core.errors import VitfocusError, nearest
-from vitfocus.data.shapes.figures import FIGURES as _FIGURES
 
-FIGURES: tuple[str, ...] = tuple(_FIGURES)
+SHAPES: tuple[str, ...] = (
+    *("circle", "square", "triangle", "star", "cross", "ring", "heart", "pill", "crescent", "diamond"),
+)
 COLOURS: tuple[str, ...] = ("red", "orange", "yellow", "green", "cyan", "blue", "purple", "pink")
 TEXTURES: tuple[str, ...] = ("plain", "stripes", "checks", "dots", "clouds")
 SPLITS: tuple[str, ...] = ("train", "val")
 
-SLOTS = 6  # objects are painted in this order, so a later slot hides an earlier one
+SLOTS = 6  # objects are drawn in this order, so a later slot hides an earlier one
 MAIN = 3
 MAIN_RADIUS = (0.29, 0.37)
-MAIN_SPREAD = 0.4  # the share of the room it has that the main object, always near the middle, makes use of
+MAIN_SPREAD = 0.4  # share of the possible positions that the main object uses; it stays near the centre
 SMALL_RADIUS = (0.1, 0.16)
-DEEPEST_OVERLAP = 1.2  # how far an object's circle may overlap the earlier ones', in radii of the smaller of each two
-MAX_TURN = 0.25  # radians either way
+DEEPEST_OVERLAP = 1.2  # largest sum of overlaps with earlier objects, in radii of the smaller object of each pair
+MAX_TURN = 0.25  # radians, in both directions
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 
 
-class Dice:
-    """Counter-based random numbers, one independent stream for each key: the same throws in any batch and any order.
+class ItemRandom:
+    """Counter-based random numbers with one independent sequence per item: the same in any batch and any order.
 
-    >>> both, alone = Dice.of(0, "train", [4, 9]), Dice.of(0, "train", [9])
+    >>> both, alone = ItemRandom.of(0, "train", [4, 9]), ItemRandom.of(0, "train", [9])
     >>> bool((both.uniform(3)[1] == alone.uniform(3)[0]).all())
     True
     """
@@ -46,11 +47,11 @@ class Dice:
     _STEP = np.uint64(0x9E3779B97F4A7C15)
 
     def __init__(self, keys: npt.NDArray[np.uint64]) -> None:
-        self.keys, self.thrown = keys, 0
+        self.keys, self.drawn = keys, 0
 
     @classmethod
-    def of(cls, seed: int, split: str, indices: npt.ArrayLike, purpose: int = 0) -> Dice:
-        """Return the dice of these items; for one seed and purpose no two items of either split share a key."""
+    def of(cls, seed: int, split: str, indices: npt.ArrayLike, purpose: int = 0) -> ItemRandom:
+        """The random numbers of these items; for one seed and purpose no two items of any split share a key."""
         if split not in SPLITS:
             raise VitfocusError(f"Shapes has no split {split!r}: {nearest(split, SPLITS)}")
         items = np.asarray(indices, np.int64).reshape(-1).astype(np.uint64)
@@ -59,30 +60,30 @@ class Dice:
 
     @staticmethod
     def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-        """Scramble 64 bits one-to-one (the finaliser of splitmix64)."""
+        """A bijection of 64 bits (the finaliser of splitmix64)."""
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         return z ^ (z >> np.uint64(31))
 
     def uniform(self, *shape: int, low: float = 0.0, high: float = 1.0) -> Floats:
-        """Throw numbers in [low, high), shaped (keys, *shape)."""
+        """Numbers in [low, high), shaped (keys, *shape)."""
         count = int(np.prod(shape, dtype=np.int64))
-        steps = np.arange(self.thrown + 1, self.thrown + 1 + count, dtype=np.uint64)
-        self.thrown += count
+        steps = np.arange(self.drawn + 1, self.drawn + 1 + count, dtype=np.uint64)
+        self.drawn += count
         bits = self._mix(self.keys[:, None] + steps * self._STEP)
         unit = (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
         return (low + (high - low) * unit).reshape(len(self.keys), *shape)
 
     def integers(self, below: int, *shape: int) -> Integers:
-        """Throw integers in [0, below), shaped (keys, *shape)."""
+        """Integers in [0, below), shaped (keys, *shape)."""
         return (self.uniform(*shape) * below).astype(np.int64)
 
 
 @dataclass(frozen=True)
-class Thing:
-    """One object of a scene, in words and in units of the picture's shorter side; a higher slot is further in front."""
+class SceneObject:
+    """One object of a scene, with lengths in units of the short side; a higher slot is further in front."""
 
-    figure: str
+    shape: str
     colour: str
     texture: str
     x: float
@@ -98,7 +99,7 @@ class Thing:
 
 @dataclass(frozen=True)
 class Surface:
-    """How something is coloured: two RGB tones (..., 3) in [0, 1] and the pattern that mixes them, each (...)."""
+    """A texture: two RGB tones (..., 3) in [0, 1] and the parameters of the pattern that mixes them, each (...)."""
 
     tones: tuple[Floats, Floats]
     texture: Integers
@@ -106,10 +107,10 @@ class Surface:
     cosine: Floats
     sine: Floats
     phase: Floats  # (..., 2)
-    clouds: Floats  # (..., 64): the lattice of the smooth noise
+    clouds: Floats  # (..., 64): the lattice of smooth noise
 
     def at(self, scene: Integers, slot: Integers) -> Surface:
-        """Pick the surfaces of some objects."""
+        """The surfaces of some objects."""
         where = scene, slot
         return Surface(
             tones=(self.tones[0][where], self.tones[1][where]),
@@ -124,10 +125,10 @@ class Surface:
 
 @dataclass(frozen=True)
 class Scenes:
-    """Some scenes as arrays; the first axis is the scene, the second, where there is one, the slot."""
+    """Some scenes as arrays; the first axis is the scene, the second, if there is one, the slot."""
 
     label: Integers  # (B,)
-    figure: Integers  # (B, SLOTS)
+    shape_class: Integers  # (B, SLOTS)
     colour: Integers
     present: npt.NDArray[np.bool_]
     x: Floats
@@ -137,16 +138,16 @@ class Scenes:
     sine: Floats
     surface: Surface
     ground: Surface  # (B,)
-    light: Floats  # (B, 2): how much brighter the ground gets from left to right and from top to bottom
+    light: Floats  # (B, 2): brightness gradient of the background from left to right and from top to bottom
 
     def __len__(self) -> int:
         return len(self.label)
 
-    def things(self, scene: int) -> list[Thing]:
-        """Return one scene's objects, from the back to the front."""
+    def objects(self, scene: int) -> list[SceneObject]:
+        """The objects of one scene, from back to front."""
         return [
-            Thing(
-                FIGURES[self.figure[scene, slot]],
+            SceneObject(
+                SHAPES[self.shape_class[scene, slot]],
                 COLOURS[self.colour[scene, slot]],
                 TEXTURES[self.surface.texture[scene, slot]],
                 float(self.x[scene, slot]),
@@ -160,35 +161,35 @@ class Scenes:
 
 
 def labels(indices: npt.ArrayLike, split: str = "train", seed: int = 0) -> Integers:
-    """Return the classes of these items: each run of ten items (0-9, 10-19, ...) holds every class once.
+    """The classes of these items: every ten items (0-9, 10-19, ...) have each class once.
 
     >>> sorted(labels(range(20, 30)).tolist())
     [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
     """
     items = np.asarray(indices, np.int64).reshape(-1)
-    shuffled = np.argsort(Dice.of(seed, split, items // len(FIGURES), purpose=1).uniform(len(FIGURES)), axis=1)
-    return np.take_along_axis(shuffled, (items % len(FIGURES))[:, None], axis=1)[:, 0]
+    shuffled = np.argsort(ItemRandom.of(seed, split, items // len(SHAPES), purpose=1).uniform(len(SHAPES)), axis=1)
+    return np.take_along_axis(shuffled, (items % len(SHAPES))[:, None], axis=1)[:, 0]
 
 
 def compose(
     indices: npt.ArrayLike, split: str = "train", seed: int = 0, extent: tuple[float, float] = (1.0, 1.0)
 ) -> Scenes:
-    """Compose the scenes of these items on a ground of this extent (height, width; the shorter one is 1).
+    """The scenes of these items on a background of this extent (height, width; the short one is 1).
 
-    >>> [thing.figure for thing in compose([3]).things(0) if thing.main] == [FIGURES[labels([3])[0]]]
+    >>> [one.shape for one in compose([3]).objects(0) if one.main] == [SHAPES[labels([3])[0]]]
     True
     """
-    dice = Dice.of(seed, split, indices)
+    random = ItemRandom.of(seed, split, indices)
     label = labels(indices, split, seed)
-    flock = dice.uniform(1) < 0.35
-    figure = np.where(flock, dice.integers(len(FIGURES), 1), dice.integers(len(FIGURES), SLOTS))
-    figure[:, MAIN] = label
-    colour = dice.integers(len(COLOURS), SLOTS)
-    present, x, y, radius = _place(dice, extent)
-    cosine, sine = _direction(dice.uniform(SLOTS, low=-MAX_TURN, high=MAX_TURN))
+    same_shape = random.uniform(1) < 0.35
+    shape_class = np.where(same_shape, random.integers(len(SHAPES), 1), random.integers(len(SHAPES), SLOTS))
+    shape_class[:, MAIN] = label
+    colour = random.integers(len(COLOURS), SLOTS)
+    present, x, y, radius = _place(random, extent)
+    cosine, sine = _direction(random.uniform(SLOTS, low=-MAX_TURN, high=MAX_TURN))
     return Scenes(
         label=label,
-        figure=figure,
+        shape_class=shape_class,
         colour=colour,
         present=present,
         x=x,
@@ -196,26 +197,26 @@ def compose(
         radius=radius,
         cosine=cosine,
         sine=sine,
-        surface=_surface(dice, _object_tones(dice, colour), (SLOTS,), period=(0.09, 0.15)),
-        ground=_surface(dice, _ground_tones(dice), (), period=(0.12, 0.3)),
-        light=dice.uniform(2, low=-0.25, high=0.25),
+        surface=_surface(random, _object_tones(random, colour), (SLOTS,), period=(0.09, 0.15)),
+        ground=_surface(random, _ground_tones(random), (), period=(0.12, 0.3)),
+        light=random.uniform(2, low=-0.25, high=0.25),
     )
 
 
-def _place(dice: Dice, extent: tuple[float, float]) -> tuple[npt.NDArray[np.bool_], Floats, Floats, Floats]:
-    """Place the main object, then each small one at the first of a few random spots that is free enough, or nowhere."""
+def _place(random: ItemRandom, extent: tuple[float, float]) -> tuple[npt.NDArray[np.bool_], Floats, Floats, Floats]:
+    """Place the main object, then each small one at the first of six random spots with little overlap, or nowhere."""
     height, width = extent
-    scenes = len(dice.keys)
-    wanted = 1 + dice.integers(SLOTS - 1, 1)
-    turn = np.argsort(dice.uniform(SLOTS - 1), axis=1)
+    scenes = len(random.keys)
+    wanted = 1 + random.integers(SLOTS - 1, 1)
+    turn = np.argsort(random.uniform(SLOTS - 1), axis=1)
     present = np.insert(turn < wanted, MAIN, True, axis=1)
-    radius = dice.uniform(SLOTS, low=SMALL_RADIUS[0], high=SMALL_RADIUS[1])
-    radius[:, MAIN] = dice.uniform(low=MAIN_RADIUS[0], high=MAIN_RADIUS[1])
+    radius = random.uniform(SLOTS, low=SMALL_RADIUS[0], high=SMALL_RADIUS[1])
+    radius[:, MAIN] = random.uniform(low=MAIN_RADIUS[0], high=MAIN_RADIUS[1])
     x, y = np.zeros((2, scenes, SLOTS))
     placed = np.zeros_like(present)
     for slot in (MAIN, *(slot for slot in range(SLOTS) if slot != MAIN)):
         own = radius[:, slot, None]
-        spots = dice.uniform(2, 6)
+        spots = random.uniform(2, 6)
         if slot == MAIN:
             spots = 0.5 + MAIN_SPREAD * (spots - 0.5)
         spot_x, spot_y = own + (width - 2 * own) * spots[:, 0], own + (height - 2 * own) * spots[:, 1]
@@ -230,45 +231,47 @@ def _place(dice: Dice, extent: tuple[float, float]) -> tuple[npt.NDArray[np.bool
 
 
 def _direction(angle: Floats) -> tuple[Floats, Floats]:
-    """Return cosine and sine, rounded so that two machines' libraries agree on them."""
+    """Cosine and sine, rounded so that they are equal on all machines."""
     return np.cos(angle).round(6), np.sin(angle).round(6)
 
 
-def _surface(dice: Dice, tones: tuple[Floats, Floats], shape: tuple[int, ...], period: tuple[float, float]) -> Surface:
-    texture = dice.integers(len(TEXTURES), *shape)
-    cosine, sine = _direction(dice.uniform(*shape, high=np.pi))
+def _surface(
+    random: ItemRandom, tones: tuple[Floats, Floats], shape: tuple[int, ...], period: tuple[float, float]
+) -> Surface:
+    texture = random.integers(len(TEXTURES), *shape)
+    cosine, sine = _direction(random.uniform(*shape, high=np.pi))
     return Surface(
         tones=tones,
         texture=texture,
-        period=dice.uniform(*shape, low=period[0], high=period[1]),
+        period=random.uniform(*shape, low=period[0], high=period[1]),
         cosine=cosine,
         sine=sine,
-        phase=dice.uniform(*shape, 2),
-        clouds=dice.uniform(*shape, 64),
+        phase=random.uniform(*shape, 2),
+        clouds=random.uniform(*shape, 64),
     )
 
 
-def _object_tones(dice: Dice, colour: Integers) -> tuple[Floats, Floats]:
-    """Return a strong tone of each named colour and a lighter or darker companion."""
-    hue = np.array([0.0, 0.075, 0.145, 0.36, 0.5, 0.61, 0.76, 0.9])[colour] + dice.uniform(
+def _object_tones(random: ItemRandom, colour: Integers) -> tuple[Floats, Floats]:
+    """A saturated tone of each colour, and a lighter or darker one."""
+    hue = np.array([0.0, 0.075, 0.145, 0.36, 0.5, 0.61, 0.76, 0.9])[colour] + random.uniform(
         SLOTS, low=-0.012, high=0.012
     )
-    saturation = dice.uniform(SLOTS, low=0.75, high=0.95)
-    value = dice.uniform(SLOTS, low=0.76, high=0.95)
-    lighter = dice.uniform(SLOTS) < 0.5
+    saturation = random.uniform(SLOTS, low=0.75, high=0.95)
+    value = random.uniform(SLOTS, low=0.76, high=0.95)
+    lighter = random.uniform(SLOTS) < 0.5
     companion = np.where(lighter, 0.6, 1.0) * saturation, np.where(lighter, 1.02, 0.73) * value
     return _rgb(hue, saturation, value), _rgb(hue, *companion)
 
 
-def _ground_tones(dice: Dice) -> tuple[Floats, Floats]:
-    """Return two pale tones of one hue, not far from each other: objects stand out by being darker and stronger."""
-    hue, saturation = dice.uniform(), dice.uniform(low=0.04, high=0.22)
-    value, step = dice.uniform(low=0.86, high=0.99), dice.uniform(low=0.05, high=0.14)
+def _ground_tones(random: ItemRandom) -> tuple[Floats, Floats]:
+    """Two similar pale tones of one hue, so that darker and more saturated objects stand out."""
+    hue, saturation = random.uniform(), random.uniform(low=0.04, high=0.22)
+    value, step = random.uniform(low=0.86, high=0.99), random.uniform(low=0.05, high=0.14)
     return _rgb(hue, saturation, value), _rgb(hue + 0.05, saturation, value - step)
 
 
 def _rgb(hue: Floats, saturation: Floats, value: Floats) -> Floats:
-    """Turn hue, saturation and value (...) into RGB (..., 3)."""
+    """Convert hue, saturation and value (...) to RGB (..., 3)."""
     wheel = (hue[..., None] * 6 + np.array([0.0, 4.0, 2.0])) % 6
     pure = np.clip(np.abs(wheel - 3) - 1, 0, 1)
     return value[..., None] * (1 - saturation[..., None] * (1 - pure))

@@ -23,7 +23,7 @@ from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.records import MOST_ANNOTATIONS, read_json
 from vitfocus.data.image_files import read_rgb
 from vitfocus.data.shapes.dataset import drawn_scenes
-from vitfocus.data.shapes.layouts import QUESTIONS_A_PICTURE
+from vitfocus.data.shapes.layouts import QUESTIONS_PER_IMAGE
 from vitfocus.data.shapes.questions import ask
 from vitfocus.recipes.settings import Data
 
@@ -147,8 +147,8 @@ def shapes_questions(split: str, count: int, size: int | tuple[int, int], seed: 
     for scenes, images, _ in drawn_scenes(range(count), split, size, seed):
         pixels.append(torch.from_numpy(images))
         for scene in range(len(scenes)):
-            for place, one in enumerate(ask(scenes.things(scene), seed, split, item)[:QUESTIONS_A_PICTURE]):
-                number = item * QUESTIONS_A_PICTURE + place
+            for place, one in enumerate(ask(scenes.objects(scene), seed, split, item)[:QUESTIONS_PER_IMAGE]):
+                number = item * QUESTIONS_PER_IMAGE + place
                 questions.append(Question(number, item, one.text, one.answers, one.answer, one.answer_type, one.kind))
             item += 1
     return VqaDataset(questions, TensorImages(torch.cat(pixels), f"Shapes {split}"))

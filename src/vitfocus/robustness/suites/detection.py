@@ -14,7 +14,8 @@ from vitfocus.anatomy import pixels_of
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.statistics import evenly_spaced
 from vitfocus.data.detection.batches import EvaluationSamples
-from vitfocus.data.detection.dataset import CocoDetections, DetectionDataset, ShapesDetections, mask_tools
+from vitfocus.data.detection.dataset import CocoDetections, DetectionDataset, ShapesDetections
+from vitfocus.data.detection.masks import mask_tools
 from vitfocus.data.image_files import Normalise
 from vitfocus.data.shapes.dataset import shapes_named
 from vitfocus.robustness.engine import Condition, EvaluationArguments, Group, Outcome, Plan, Reduced

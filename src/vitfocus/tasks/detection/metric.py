@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torchvision.ops import box_convert
 
-from vitfocus.data.detection.dataset import encode_masks, mask_tools
+from vitfocus.data.detection.masks import encode_masks, mask_tools
 
 KINDS = {"box": "bbox", "mask": "segm"}
 _NAMES = {

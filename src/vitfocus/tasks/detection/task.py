@@ -11,7 +11,8 @@ from vitfocus.anatomy import pixels_of, unwrap
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.modules import eval_mode
 from vitfocus.data.detection.batches import DetectionAugment, DetectionBatch, DetectionSamples, collate
-from vitfocus.data.detection.dataset import DetectionDataset, mask_tools, open_detections
+from vitfocus.data.detection.dataset import DetectionDataset, open_detections
+from vitfocus.data.detection.masks import mask_tools
 from vitfocus.data.image_files import Normalise
 from vitfocus.data.loader import SampleBatches, strided_indices
 from vitfocus.data.sample_order import SampleOrder

@@ -1,7 +1,7 @@
-"""Masks in COCO's two notations: polygons for single objects, run lengths for crowds.
+"""Masks in COCO's formats: polygons for single objects, run lengths for crowds and detections.
 
-Polygons run along pixel edges, so their area is the mask's number of pixels exactly. COCO's polygons cannot have holes:
-a mask with a hole is cut in two through it, and both parts are listed, as COCO does for objects in several pieces.
+Polygons written here follow pixel edges, so their area is exactly the number of pixels. COCO's polygons cannot have
+holes: a mask with a hole is cut in two through it, and both parts are listed, as COCO does for objects in pieces.
 """
 
 from __future__ import annotations
@@ -11,12 +11,44 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from vitfocus.core.errors import VitfocusError
+
 Mask = npt.NDArray[np.bool_]
 Loop = list[tuple[int, int]]
 
 
+def decode_mask(stored: Any, height: int, width: int) -> np.ndarray:
+    """Decode COCO's polygons or run lengths, compressed or not, to a mask uint8 (height, width)."""
+    coco = mask_tools()
+    if isinstance(stored, list):
+        lists = [polygon for polygon in stored if len(polygon) >= 6]  # COCO's tools would read four numbers as a box
+        if not lists:
+            return np.zeros((height, width), np.uint8)
+        stored = coco.merge(coco.frPyObjects(lists, height, width))
+    elif isinstance(stored["counts"], list):
+        stored = coco.frPyObjects(stored, height, width)
+    mask: np.ndarray = coco.decode(stored)
+    return mask
+
+
+def encode_masks(masks: Any) -> list[dict[str, Any]]:
+    """Encode masks (n, height, width) as COCO's compressed run lengths, with counts as text for JSON."""
+    stacked = np.asfortranarray(np.asarray(masks, np.uint8).transpose(1, 2, 0))
+    encoded = mask_tools().encode(stacked) if stacked.shape[2] else []
+    return [{"size": list(one["size"]), "counts": _text(one["counts"])} for one in encoded]
+
+
+def mask_tools() -> Any:
+    """The module that encodes and decodes masks, or an error that says how to install it."""
+    try:
+        from faster_coco_eval import mask
+    except ImportError:
+        raise VitfocusError("Detection needs the extra vitfocus[det].") from None
+    return mask
+
+
 def run_lengths(mask: Mask) -> dict[str, Any]:
-    """Return COCO's uncompressed run lengths: down the columns, the first run outside the mask.
+    """Encode a mask as COCO's uncompressed run lengths: column by column, the first run outside the mask.
 
     >>> run_lengths(np.array([[0, 1], [0, 1], [1, 0]], bool))
     {'counts': [2, 3, 1], 'size': [3, 2]}
@@ -27,7 +59,7 @@ def run_lengths(mask: Mask) -> dict[str, Any]:
 
 
 def polygons(mask: Mask) -> list[list[int]]:
-    """Return COCO's polygons [x0, y0, x1, y1, ...], together exactly the mask.
+    """Encode a mask as COCO's polygons [x0, y0, x1, y1, ...], which cover it exactly.
 
     >>> polygons(np.array([[0, 1, 1], [0, 1, 1]], bool))
     [[1, 0, 3, 0, 3, 2, 1, 2]]
@@ -43,7 +75,7 @@ def polygons(mask: Mask) -> list[list[int]]:
 
 
 def _loops(mask: Mask) -> list[Loop]:
-    """Walk every outline with the mask on the right: outer ones clockwise, holes the other way."""
+    """Follow every outline with the mask on the right: outer ones clockwise, holes counter-clockwise."""
     next_corners = _steps(mask)
     loops = []
     while next_corners:
@@ -69,7 +101,7 @@ def _loops(mask: Mask) -> list[Loop]:
 
 
 def _steps(mask: Mask) -> dict[tuple[int, int], Loop]:
-    """Return, for each corner (x, y) on an outline, the corners one pixel edge further."""
+    """For each corner (x, y) on an outline, the corners one pixel edge further."""
     padded = np.pad(mask, 1)
     sides = {  # which neighbour is outside: where the pixel's edge towards it starts and ends, clockwise
         (-1, 0): ((0, 0), (1, 0)),
@@ -86,5 +118,9 @@ def _steps(mask: Mask) -> dict[tuple[int, int], Loop]:
 
 
 def _signed_area(loop: Loop) -> float:
-    """Return the enclosed area, negative for a hole."""
+    """The enclosed area, negative for a hole."""
     return sum(x0 * y1 - x1 * y0 for (x0, y0), (x1, y1) in zip(loop, loop[1:] + loop[:1], strict=True)) / 2
+
+
+def _text(counts: bytes | str) -> str:
+    return counts.decode("ascii") if isinstance(counts, bytes) else counts
