@@ -259,7 +259,7 @@ def test_layouts_are_read_as_published(tmp_path: Path) -> None:
     for source, root, said in (
         ("ade20k", "ade20k", "1 of 3 images have no mask"),
         ("ade20k", "cityscapes", r"keeps its files in images/train or images/training, but .* only: gtFine, leftImg8bit"),
-        ("acdc", "cityscapes", "keeps files in rgb_anon/fog/train"),
+        ("acdc", "cityscapes", "keeps its files in rgb_anon/fog/train"),
         ("camvid", "nowhere", "no data folder"),
         ("cityscape", "cityscapes", "did you mean 'cityscapes'"),
     ):
