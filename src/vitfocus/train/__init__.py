@@ -1,4 +1,4 @@
-"""Training: recipes, the engine, and checkpoints that survive."""
+"""Training: recipes, the training loop, and checkpoints that survive a crash."""
 
 from __future__ import annotations
 
