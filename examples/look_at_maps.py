@@ -4,11 +4,11 @@ import timm
 import torch
 
 import vitfocus as vf
+from vitfocus.attention.map_plots import map_matrices, query_overlay
 from vitfocus.attention.maps import rollout
 from vitfocus.attention.plots import png
 from vitfocus.core.files import write_bytes
 from vitfocus.data.shapes.dataset import shapes_batch
-from vitfocus.report.map_plots import map_matrices, query_overlay
 
 torch.manual_seed(0)
 model = timm.create_model("vit_tiny_patch16_224", img_size=64, patch_size=8, depth=3)

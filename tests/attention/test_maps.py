@@ -8,11 +8,11 @@ import timm
 import torch
 from torch import nn
 
+from vitfocus.attention import map_plots
 from vitfocus.attention import maps as maps_module
 from vitfocus.attention.maps import attention_maps, normalise_together, on_grid, rollout
 from vitfocus.attention.plots import png
 from vitfocus.core.errors import VitfocusError
-from vitfocus.report import map_plots
 
 
 @pytest.fixture(scope="module")

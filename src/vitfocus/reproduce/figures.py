@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vitfocus.anatomy import anatomy
+from vitfocus.attention.map_plots import head_maps, map_matrices, query_overlay
 from vitfocus.attention.plots import COLOURS, MARKERS, new_figure, plot, style_axes
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import write_bytes
 from vitfocus.corruptions import corrupt
-from vitfocus.report.map_plots import head_maps, map_matrices, query_overlay
 from vitfocus.reproduce.measures import MEASURES
 from vitfocus.reproduce.results import ItemResult, RowResult, softmax_surface
 from vitfocus.reproduce.runs import diagnosis_of, model_of, training_metrics, validation_images
