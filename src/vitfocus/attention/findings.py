@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from vitfocus.attention.readings import READINGS, Finding
+from vitfocus.core.tables import ranges
 
 Row = dict[str, Any]
 
@@ -124,12 +125,6 @@ def _layers(layers: Iterable[int]) -> str:
     ('Layer 3', 'Layers 0–2 and 7')
     """
     numbers = sorted(layers)
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    parts = [str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs]
+    parts = ranges(numbers)
     joined = parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
     return f"Layer {joined}" if len(numbers) == 1 else f"Layers {joined}"

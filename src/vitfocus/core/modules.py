@@ -1,8 +1,8 @@
-"""Running a model without changing it: eval mode for a while, and the logits of whatever a library returns."""
+"""Models and their tensors: eval mode for a while, the logits of any output, and tensors ready to be saved."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -60,3 +60,23 @@ def logits_of(output: Any) -> Tensor:
     if isinstance(output, tuple | list) and output and all(isinstance(part, Tensor) for part in output):
         return torch.stack(list(output)).mean(0)
     raise VitfocusError(f"The model returns a {type(output).__name__} without logits; a classifier is expected.")
+
+
+def separate_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous tensors of which none shares memory with another or is part of a larger one, as safetensors requires.
+
+    Example:
+        >>> shared = torch.zeros(4)
+        >>> one, two = separate_tensors({"a": shared, "b": shared}).values()
+        >>> one.data_ptr() == two.data_ptr()
+        False
+    """
+    seen: set[int] = set()
+    result = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().contiguous()
+        storage = tensor.untyped_storage()
+        shared = storage.data_ptr() in seen or storage.nbytes() > tensor.nbytes
+        seen.add(storage.data_ptr())
+        result[name] = tensor.clone() if shared else tensor
+    return result

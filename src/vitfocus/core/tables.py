@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -94,3 +94,18 @@ def counted(number: float, what: str, form: str = ",") -> str:
     ('1 image', '1,200 images', '0.5 epochs')
     """
     return f"{number:{form}} {what}{'' if number == 1 else 's'}"
+
+
+def ranges(numbers: Iterable[int]) -> list[str]:
+    """Sorted numbers, with consecutive ones written as ranges.
+
+    >>> ranges([0, 1, 2, 5, 7, 8])
+    ['0–2', '5', '7–8']
+    """
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return [str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs]

@@ -23,6 +23,7 @@ from vitfocus.anatomy.block import Size
 from vitfocus.attention.maps import attention_maps
 from vitfocus.attention.session import can_be_read
 from vitfocus.core.errors import VitfocusError
+from vitfocus.core.tables import ranges
 from vitfocus.kernels.statistics.reference import overfocus, received
 
 LEVELS = 63
@@ -101,8 +102,8 @@ class Reader:
             "none": "have no attention",
         }
         return [
-            f"{self.name}: layers {_ranges(depths)} {reasons.get(kind, 'have no map that can be shown')}, so they are "
-            f"not shown."
+            f"{self.name}: layers {', '.join(ranges(depths))} "
+            f"{reasons.get(kind, 'have no map that can be shown')}, so they are not shown."
             for kind, depths in self.others.items()
         ]
 
@@ -180,22 +181,7 @@ def _left_out(reader: Reader, units: set[Unit], costs: Sequence[tuple[int, int]]
 
 
 def _layers(depths: Sequence[int]) -> str:
-    return f"layer{'s' if len(depths) > 1 else ''} {_ranges(depths)}"
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Consecutive numbers as ranges.
-
-    >>> _ranges([0, 1, 2, 5, 7, 8])
-    '0–2, 5, 7–8'
-    """
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
+    return f"layer{'s' if len(depths) > 1 else ''} {', '.join(ranges(depths))}"
 
 
 def grids_of(block: Block, size: Size, maps: Tensor) -> tuple[Size, Size] | None:

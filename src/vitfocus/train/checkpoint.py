@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from torch.optim import Optimizer
 
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import digest
+from vitfocus.core.modules import separate_tensors
 from vitfocus.core.records import Count, read_json
 
 _TENSORS, _STATE = "state.safetensors", "state.json"
@@ -152,21 +153,9 @@ def replace_folder(final: Path, write: Callable[[Path], None]) -> None:
 
 
 def _write(folder: Path, checkpoint: Checkpoint) -> None:
-    save_file(_own_memory(checkpoint.tensors), folder / _TENSORS)
+    save_file(separate_tensors(checkpoint.tensors), folder / _TENSORS)
     state = structs.replace(checkpoint.state, sha256=digest(folder / _TENSORS))
     (folder / _STATE).write_text(json.dumps(to_builtins(state), indent=1) + "\n", encoding="utf-8")
-
-
-def _own_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous tensors that share no memory, as safetensors requires."""
-    seen: set[int] = set()
-    result = {}
-    for name, tensor in tensors.items():
-        tensor = tensor.detach().contiguous()
-        place = tensor.untyped_storage().data_ptr()
-        result[name] = tensor.clone() if place in seen else tensor
-        seen.add(place)
-    return result
 
 
 def _sync(path: Path) -> None:

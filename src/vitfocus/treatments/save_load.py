@@ -14,12 +14,13 @@ import msgspec
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
 from vitfocus.anatomy import inserted, mark_inserted, pixels_of, remember_normalising, unwrap
 from vitfocus.core import __version__
 from vitfocus.core.errors import VitfocusError, nearest, reason
 from vitfocus.core.files import atomic_path, digest, write_text
+from vitfocus.core.modules import separate_tensors
 from vitfocus.core.records import Count, convert, read_json, write_json
 from vitfocus.data.vqa.tokenizer import FILE as TOKENIZER_FILE
 from vitfocus.data.vqa.tokenizer import QuestionTokenizer, attach_tokenizer, tokenizer_of
@@ -127,24 +128,24 @@ def save(
     weights = folder / _WEIGHTS[only]
     with atomic_path(weights) as path:
         try:
-            save_file(_separate(tensors), path, metadata={"format": "pt"})
+            save_file(separate_tensors(tensors), path, metadata={"format": "pt"})
         except SafetensorError as error:  # a full disk, in safetensors' words
             raise VitfocusError(f"{weights} cannot be written: {error}.") from None
-    config = {
-        "format": _FORMAT,
-        "vitfocus": __version__,
-        "library": origin.library,
-        "base": origin.name,
-        "arguments": origin.arguments,
-        "treatments": [str(treatment) for treatment in treatments],
-        **({"inserted": list(since)} if (since := inserted(model)) else {}),
-        "spec": write_spec(full_name(origin), treatments),
-        "only": only,
-        "buffers": _unsaved_precisions(model) if only == "all" else {},
-        "preprocessing": _preprocessing(model),
-        **({"task": task_of(model)} if task_of(model) else {}),
-        "sha256": digest(weights),
-    }
+    config = SavedConfig(
+        format=_FORMAT,
+        vitfocus=__version__,
+        library=origin.library,
+        base=origin.name,
+        arguments=msgspec.to_builtins(origin.arguments, str_keys=True, enc_hook=_plain),
+        treatments=[str(treatment) for treatment in treatments],
+        inserted=list(inserted(model)),
+        spec=write_spec(full_name(origin), treatments),
+        only="all" if only == "all" else "treatments",
+        buffers=_unsaved_precisions(model) if only == "all" else {},
+        preprocessing=_preprocessing(model),
+        task=task_of(model),
+        sha256=digest(weights),
+    )
     if (tokenizer := tokenizer_of(model)) is not None:
         write_text(folder / TOKENIZER_FILE, tokenizer.to_json())
     write_json(folder / "config.json", config)
@@ -333,18 +334,6 @@ def _restore_preprocessing(model: nn.Module, settings: PixelSettings | None) -> 
     for module in parts:
         if known and getattr(module, "pretrained_cfg", None):
             module.pretrained_cfg = {**module.pretrained_cfg, **known}
-
-
-def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous tensors, none of which shares memory with another (safetensors refuses those)."""
-    seen: set[int] = set()
-    result = {}
-    for name, tensor in tensors.items():
-        tensor = tensor.detach().contiguous()
-        shares = tensor.untyped_storage().data_ptr() in seen
-        seen.add(tensor.untyped_storage().data_ptr())
-        result[name] = tensor.clone() if shares or tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
-    return result
 
 
 def _read_json(path: Path) -> dict[str, Any]:
