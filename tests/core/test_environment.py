@@ -105,7 +105,7 @@ def test_clocks_wait_for_every_accelerator(monkeypatch: pytest.MonkeyPatch) -> N
     waited: list[torch.device] = []
     monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
     for name in ("cpu", "mps", "cuda:1"):
-        step_cost._wait(torch.device(name))
+        step_cost._synchronize(torch.device(name))
     assert waited == [torch.device("mps"), torch.device("cuda:1")]
 
 
