@@ -77,15 +77,25 @@ class SavedConfig(msgspec.Struct, omit_defaults=True):
 
 
 def create_model(spec: str, pretrained: bool = False, **arguments: Any) -> nn.Module:
-    """Build a model and treat it, from a spec such as "deit_small_patch16_224+cb(layers=upper)+adl".
+    """Build a model and apply treatments, from a spec such as "deit_small_patch16_224+cb(layers=upper)+adl".
 
-    The name is timm's (FAN, RVT, PVT and LocalViT included), or "torchvision:NAME", or "transformers:FOLDER_OR_NAME",
-    or that of a model which stands on one of timm's: "upernet:NAME", "segformer:NAME", "maskrcnn:NAME". Further
-    arguments go to the library. Weights are fetched only with `pretrained=True`.
+    Args:
+        spec: A model name, followed by treatments. The name is timm's (including FAN, RVT, PVT and LocalViT),
+            "torchvision:NAME", "transformers:FOLDER_OR_NAME", or a model built on a timm backbone: "upernet:NAME",
+            "segformer:NAME", "maskrcnn:NAME".
+        pretrained: Let the library download its pretrained weights.
+        **arguments: Passed to the library's constructor.
 
-    >>> model = create_model("vit_tiny_patch16_224+cbs", num_classes=10, depth=2)
-    >>> sum(p.numel() for name, p in model.named_parameters() if "context" in name)
-    384
+    Returns:
+        The treated model, in training mode.
+
+    Raises:
+        VitfocusError: If the model or a treatment does not exist, or a treatment does not fit the model.
+
+    Example:
+        >>> model = create_model("vit_tiny_patch16_224+cbs", num_classes=10, depth=2)
+        >>> sum(p.numel() for name, p in model.named_parameters() if "context" in name)
+        384
     """
     base, treatments = split_spec(spec) if spec.strip() else ("", [])
     if not base:
@@ -105,9 +115,26 @@ def save(
     base: str | None = None,
     arguments: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Save a model, treated or not, as a folder; with `only="treatments"`, just what the treatments added.
+    """Save a model, treated or not, as a folder with config.json and safetensors.
 
-    `base` and `arguments` say how the model was built, where that cannot be told from the model itself.
+    Args:
+        model: The model to save.
+        folder: The folder, created if needed; files are written atomically.
+        only: "all", or "treatments" for just the parameters that the treatments added.
+        base: Name of the model as for `create_model`, if it cannot be inferred from the model.
+        arguments: The constructor arguments that belong to `base`.
+
+    Returns:
+        The folder.
+
+    Raises:
+        VitfocusError: If it cannot be inferred how the model was built, or there is no treatment to save.
+
+    Example:
+        >>> model = create_model("vit_tiny_patch16_224+cb", depth=2, img_size=32)
+        >>> folder = save(model, tempfile.mkdtemp())
+        >>> sorted(file.name for file in folder.iterdir())
+        ['config.json', 'model.safetensors']
     """
     if only not in _WEIGHTS:
         raise VitfocusError(f"save has no only={only!r}: {nearest(only, _WEIGHTS)}")
@@ -153,16 +180,33 @@ def save(
 
 
 def load(folder: str | Path, *, onto: nn.Module | None = None, pretrained: bool = False) -> nn.Module:
-    """Load what `save` wrote, in eval mode; "hf-hub:USER/NAME" fetches such a folder from the Hugging Face hub.
+    """Load a model that `save` wrote.
 
-    A folder saved with `only="treatments"` needs its base: `onto` (a model that is then treated in place) or
-    `pretrained=True` (the library fetches it). Whatever fails, a model given as `onto` is left as it was.
+    A folder saved with `only="treatments"` needs its base model: either `onto` or `pretrained=True`.
+
+    Args:
+        folder: The folder, or "hf-hub:USER/NAME" to download it from the Hugging Face hub.
+        onto: A base model to treat in place; unchanged if loading fails.
+        pretrained: Let the library download the weights of the base model.
+
+    Returns:
+        The model in eval mode.
+
+    Raises:
+        VitfocusError: If the folder is not a saved model, is damaged, or does not fit `onto`.
+
+    Example:
+        >>> folder = save(create_model("vit_tiny_patch16_224+cb", depth=2, img_size=32), tempfile.mkdtemp())
+        >>> [str(treatment) for treatment in applied(load(folder))]
+        ['cb']
     """
     folder = _fetch(str(folder)) if str(folder).startswith("hf-hub:") else Path(folder)
     config = _read_config(folder)
     tensors = read_weights(folder / _WEIGHTS[config.only], config.sha256)
     if config.only == "treatments" and onto is None and not pretrained:
-        raise VitfocusError(f"{folder} holds treatments alone: pass onto=model, or pretrained=True to fetch its base.")
+        raise VitfocusError(
+            f"{folder} contains only treatments: load it onto its base model (onto=model), or with pretrained=True."
+        )
     library, base, where = config.library, config.base, str(folder / "config.json")
     if onto is None:
         require_named(library, base, where)
@@ -238,9 +282,25 @@ def task_of(model: nn.Module) -> TaskCard:
 
 
 def open_model(name: str, weights: str | Path | None = None, treat: str | None = None, **arguments: Any) -> nn.Module:
-    """A model by whatever a person calls it, in eval mode: a spec, a vitfocus folder, a transformers or timm folder.
+    """Open a model by name or folder, as the command line does.
 
-    A name that begins with "hf-hub:" is fetched: a model that `push` uploaded as it was saved, another by timm.
+    Args:
+        name: A spec as for `create_model`; a folder saved by vitfocus, transformers or timm; the folder of a run; or
+            "hf-hub:USER/NAME", which is downloaded.
+        weights: A checkpoint to load into the model.
+        treat: Treatments to apply first, as a spec such as "tap+cb".
+        **arguments: Passed to the library's constructor.
+
+    Returns:
+        The model in eval mode.
+
+    Raises:
+        VitfocusError: If there is no such model, or the weights or treatments do not fit it.
+
+    Example:
+        >>> model = open_model("vit_tiny_patch16_224", treat="cb", depth=2)
+        >>> model.training, len(applied(model))
+        (False, 1)
     """
     folder = _fetch(name) if is_pushed(name) else Path(name)
     if folder.is_dir():
@@ -280,7 +340,19 @@ def open_model(name: str, weights: str | Path | None = None, treat: str | None =
 
 
 def push(model: nn.Module, repository: str, **options: Any) -> str:
-    """Save a model and upload the folder to the Hugging Face hub, with `upload_folder`'s options; gives the address."""
+    """Save a model and upload it to the Hugging Face hub.
+
+    Args:
+        model: The model to upload.
+        repository: "USER/NAME"; created if needed.
+        **options: Passed to `huggingface_hub.HfApi.upload_folder`, such as `commit_message`.
+
+    Returns:
+        The address of the upload.
+
+    Raises:
+        VitfocusError: If it cannot be inferred how the model was built.
+    """
     from huggingface_hub import HfApi
 
     hub = HfApi()
