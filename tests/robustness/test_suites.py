@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import sys
+import types
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,12 +16,20 @@ from helpers.robustness_layouts import Blobs, answers, as_input, half_right, pic
 from PIL import Image
 from torch.utils.data import DataLoader, TensorDataset
 
+import vitfocus
+from vitfocus.cli import main
 from vitfocus.core.errors import VitfocusError
 from vitfocus.corruptions import CORRUPTIONS, EXTRA_CORRUPTIONS, corrupt
 from vitfocus.robustness import SUITES, evaluate
+from vitfocus.robustness.classification import CLEAN, classification_plan, classify, num_classes, open_images
+from vitfocus.robustness.engine import Condition, EvaluationArguments, Group, Plan
 from vitfocus.robustness.folders import wordnet_ids
+from vitfocus.robustness.metrics import condition_summary
+from vitfocus.robustness.sources import EvaluationBatch
+from vitfocus.robustness.suites import NoOptions, Suite, suite_table, switches
 
-QUIET = {"progress": False, "device": "cpu"}
+QUIET: dict[str, Any] = {"progress": False, "device": "cpu"}
+MOST_FILES = 28
 
 
 def channels_first(images: np.ndarray) -> torch.Tensor:
@@ -226,10 +238,61 @@ def test_cifar_c_from_arrays_and_on_the_fly(tmp_path: Path) -> None:
         evaluate(model, "cifar100-c", tmp_path, **QUIET)
 
 
-def test_every_suite_is_named_in_the_documentation() -> None:
-    text = (Path(__file__).parents[2] / "docs/robustness.md").read_text()
-    assert all(f"`{name}`" in text for name in SUITES)
+def test_the_documentation_shows_the_table_of_the_records() -> None:
+    assert suite_table() in (Path(__file__).parents[2] / "docs/robustness.md").read_text()
     with pytest.raises(VitfocusError, match="did you mean 'imagenet-c'"):
         evaluate(Blobs(5), "imagenetc", None)
     with pytest.raises(VitfocusError, match="no option 'severity': did you mean 'severities'"):
         evaluate(Blobs(5), "imagenet-c", None, severity=3)
+
+
+def test_a_record_is_all_that_a_new_suite_needs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Options(NoOptions):
+        margin: int = dataclasses.field(default=3, metadata={"help": "pixels", "negate": False})
+
+    def plan(arguments: EvaluationArguments) -> Plan:
+        def change(batch: EvaluationBatch) -> torch.Tensor:
+            return batch.images.roll(arguments.options.margin, -1)
+
+        images = open_images(arguments, num_classes(arguments))
+        group = Group("shifted", images.source, (CLEAN, Condition("shifted", classify, change)))
+        return classification_plan([group], 10, {}, condition_summary, ["Shifted."])
+
+    module = types.ModuleType("vitfocus.robustness.suites.shifts")
+    module.plan = plan  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    record = Suite("shifts", "shifted images", "class folders", "top-1", "shifts:plan", Options)
+    monkeypatch.setitem(SUITES, "shifts", record)
+    model, images = Blobs(10), pictures(6)
+    labels = torch.from_numpy(answers(model, images))
+    data = [(torch.from_numpy(images).permute(0, 3, 1, 2), labels)]
+    scores = evaluate(model, "shifts", data, margin=32, **QUIET)  # once around
+    assert scores["clean"]["top1"] == scores["shifted"]["top1"] == 100 and scores.notes == ("Shifted.",)
+    assert "margin" in switches() and "| `shifts` |" in suite_table()
+    assert main(["evaluate", "--suite", "list"]) == 0 and "shifted images" in capsys.readouterr().out
+    with pytest.raises(VitfocusError, match="no option 'margins': did you mean 'margin'"):
+        evaluate(model, "shifts", data, margins=3, **QUIET)
+
+
+def test_one_condition_passes_few_files(tmp_path: Path) -> None:
+    """From the call to the scores: a reader who follows one condition opens no more files than these."""
+    model = Blobs(1000)
+    root, _, _ = write_imagenet(tmp_path, model, count=4)
+    one: dict[str, Any] = {"corruptions": ["gaussian_noise"], "severities": [3], **QUIET}
+    evaluate(model, "imagenet-c", root, **one)  # imports and caches
+    seen: set[str] = set()
+    source = str(Path(vitfocus.__file__).parent)
+
+    def watch(frame: types.FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(source):
+            seen.add(frame.f_code.co_filename)
+
+    sys.setprofile(watch)
+    try:
+        evaluate(model, "imagenet-c", root, **one)
+    finally:
+        sys.setprofile(None)
+    assert 10 < len(seen) <= MOST_FILES, sorted(Path(name).relative_to(source).as_posix() for name in seen)

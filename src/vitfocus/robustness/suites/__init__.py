@@ -262,9 +262,9 @@ class Suite:
 
 _CLASS_FOLDERS = "class folders"
 _MASKS = (
-    "pictures with masks in a published layout ([tasks](tasks.md)), `shapes`, or a data set or batches of (image, mask)"
+    "images with masks in a published layout ([tasks](tasks.md)), `shapes`, or a data set or batches of (image, mask)"
 )
-_MIOU = "mIoU, mAcc, aAcc, every class's IoU"
+_MIOU = "mIoU, mAcc, aAcc, IoU per class"
 
 SUITES: dict[str, Suite] = {
     suite.name: suite
@@ -280,8 +280,8 @@ SUITES: dict[str, Suite] = {
         Suite(
             "imagenet-c",
             "15 corruptions (19 with extra) at 5 severities: mCE; published files, or generated from clean images",
-            "published `<corruption>/<severity>/<wnid>/*.JPEG` (never resized), or clean class folders, from which it "
-            "is generated; the notes say which",
+            "published `<corruption>/<severity>/<wnid>/*.JPEG` (never resized), or clean class folders, from which the "
+            "corruptions are generated; the notes of the result say which",
             "errors, CE, mCE, relative mCE",
             "corruptions:imagenet_c",
             ImageNetCOptions,
@@ -298,7 +298,7 @@ SUITES: dict[str, Suite] = {
             "imagenet-a",
             "natural adversarial photographs, 200 classes",
             "200 class folders",
-            "top-1 among those 200 classes: the other 800 logits are masked, and the result says so",
+            "top-1 among these 200 classes: the other 800 logits are masked, as the result states",
             "photographs:subset_of_classes",
             ImageOptions,
         ),
@@ -306,14 +306,14 @@ SUITES: dict[str, Suite] = {
             "imagenet-r",
             "renditions, 200 classes",
             "200 class folders",
-            "top-1 among those 200 classes: the other 800 logits are masked, and the result says so",
+            "top-1 among these 200 classes: the other 800 logits are masked, as the result states",
             "photographs:subset_of_classes",
             ImageOptions,
         ),
         Suite(
             "imagenet-v2",
             "three newly collected test sets",
-            "the three `imagenetv2-*-format-val` folders, or one",
+            "the three `imagenetv2-*-format-val` folders, or one of them",
             "top-1 of each",
             "photographs:imagenet_v2",
             ImageOptions,
@@ -322,7 +322,7 @@ SUITES: dict[str, Suite] = {
             "imagenet-real",
             "ImageNet's validation set with ReaL's labels",
             "ImageNet's validation photographs",
-            "top-1 by ReaL's labels",
+            "top-1 with ReaL's labels",
             "photographs:imagenet_real",
             RealOptions,
         ),
@@ -339,7 +339,7 @@ SUITES: dict[str, Suite] = {
                 f"cifar{classes}-c",
                 f"15 corruptions of CIFAR-{classes}",
                 "published `.npy` files, or clean 32-px images",
-                "errors and their mean, not divided by AlexNet's",
+                "errors and their mean, not normalised by AlexNet",
                 "corruptions:cifar_c",
                 CorruptionOptions,
                 small_images=True,
@@ -350,7 +350,7 @@ SUITES: dict[str, Suite] = {
             "occlusion",
             "the centre, or random patches, hidden",
             _CLASS_FOLDERS,
-            "top-1 with the centre, or random cells, black",
+            "top-1 with the centre or random cells set to black",
             "occlusion_and_attacks:occlusion",
             OcclusionOptions,
         ),
@@ -374,7 +374,7 @@ SUITES: dict[str, Suite] = {
             "autoattack",
             "the AutoAttack ensemble, through its package",
             _CLASS_FOLDERS,
-            "top-1 under the ensemble of [its own package](https://github.com/fra31/auto-attack), installed first",
+            "top-1 under the ensemble of [its own package](https://github.com/fra31/auto-attack)",
             "occlusion_and_attacks:attack",
             AttackOptions,
         ),
@@ -390,9 +390,9 @@ SUITES: dict[str, Suite] = {
         Suite(
             "segmentation-noise",
             "mIoU under shot noise, Gaussian noise and blur, five repeats",
-            "as `segmentation`",
-            "mIoU clean, under shot noise, Gaussian noise of 5 and 10 levels (mean and 95 % interval of the repeats) "
-            "and blur of 1 and 2 pixels",
+            "like `segmentation`",
+            "mIoU on clean images, with shot noise, with Gaussian noise of 5 and 10 levels (mean and 95 % interval "
+            "over the repeats) and with blur of 1 and 2 pixels",
             "segmentation:noise",
             SegmentationNoiseOptions,
             task="segment",
@@ -400,8 +400,8 @@ SUITES: dict[str, Suite] = {
         Suite(
             "cityscapes-c",
             "mIoU under 19 corruptions of any-size pictures at 5 severities; generated, or read from corrupted_data",
-            "Cityscapes, or any pictures with masks",
-            "mIoU clean, by corruption (mean over severities), and over the 19",
+            "Cityscapes, or any images with masks",
+            "mIoU on clean images, per corruption (mean over severities), and over all 19",
             "segmentation:corruptions",
             CityscapesCOptions,
             task="segment",
@@ -410,7 +410,7 @@ SUITES: dict[str, Suite] = {
             "acdc",
             "mIoU in fog, at night, in rain and snow, each and together",
             "ACDC",
-            "mIoU in fog, at night, in rain and snow, and together",
+            "mIoU in fog, at night, in rain, in snow, and overall",
             "segmentation:acdc",
             ACDCOptions,
             task="segment",
@@ -419,8 +419,7 @@ SUITES: dict[str, Suite] = {
             "detection",
             "COCO's average precision of boxes and masks",
             "COCO: `annotations/instances_NAME.json` and the folder NAME; or `shapes`",
-            "box and mask AP, AP50, AP75 and by size, as COCO counts them, crowds left out; `--out` keeps "
-            "`detections.json`",
+            "COCO's box and mask AP, AP50, AP75 and AP by size, crowds ignored; `--out` also writes `detections.json`",
             "detection:detection",
             DetectionOptions,
             task="detect",
@@ -429,7 +428,7 @@ SUITES: dict[str, Suite] = {
             "answers",
             "VQAv2's official accuracy of answers to questions about pictures",
             "VQAv2's layout, or `shapes` ([tasks](tasks.md))",
-            "VQAv2's accuracy; `--out` keeps `answers.json`",
+            "VQAv2 accuracy; `--out` also writes `answers.json`",
             "vqa:answers",
             VQAOptions,
             task="answer",
@@ -454,6 +453,33 @@ def switches() -> dict[str, tuple[Option, list[str]]]:
             if option.type in (bool, int, float, str):
                 found.setdefault(option.name, (option, []))[1].append(suite.name)
     return found
+
+
+def suite_table() -> str:
+    """The suites as a Markdown table, as in the documentation; the resizing options that most suites take are left out.
+
+    >>> suite_table().splitlines()[2]
+    '| `clean` | class folders | | top-1, top-5, ECE |'
+    """
+    common = {one.name for one in fields(ClassFolderOptions)}
+    rows: dict[tuple[str, str, str], list[str]] = {}
+    for suite in SUITES.values():
+        options = ", ".join(_described(option) for option in suite.option_list if option.name not in common)
+        rows.setdefault((suite.data, options, suite.results), []).append(f"`{suite.name}`")
+    lines = ["| suite | data | options | metrics |", "|---|---|---|---|"]
+    for (data, options, results), names in rows.items():
+        lines.append(f"| {', '.join(names)} | {data} | {options + ' ' if options else ''}| {results} |")
+    return "\n".join(lines)
+
+
+def _described(option: Option) -> str:
+    """The name and the default, where there is one to name."""
+    if option.type not in (bool, int, float, str):
+        return f"`{option.name}` (Python only)"
+    default = option.default
+    if isinstance(default, bool) or default in (None, ""):
+        return f"`{option.name}`"
+    return f"`{option.name}` ({', '.join(f'{one}' for one in default) if option.several else default})"
 
 
 def find_suite(name: str, options: Mapping[str, Any]) -> tuple[Suite, NoOptions]:
