@@ -26,10 +26,11 @@ from vitfocus.robustness.engine import Condition, EvaluationArguments, Group, Pl
 from vitfocus.robustness.folders import wordnet_ids
 from vitfocus.robustness.metrics import condition_summary
 from vitfocus.robustness.sources import EvaluationBatch
-from vitfocus.robustness.suites import NoOptions, Suite, suite_table, switches
+from vitfocus.robustness.suites import Suite, suite_table, switches
+from vitfocus.robustness.suites.options import NoOptions
 
 QUIET: dict[str, Any] = {"progress": False, "device": "cpu"}
-MOST_FILES = 28
+MOST_FILES = 29
 
 
 def channels_first(images: np.ndarray) -> torch.Tensor:
@@ -284,6 +285,7 @@ def test_one_condition_passes_few_files(tmp_path: Path) -> None:
     one: dict[str, Any] = {"corruptions": ["gaussian_noise"], "severities": [3], **QUIET}
     evaluate(model, "imagenet-c", root, **one)  # imports and caches
     seen: set[str] = set()
+    before = sys.getprofile()
     source = str(Path(vitfocus.__file__).parent)
 
     def watch(frame: types.FrameType, event: str, _: Any) -> None:
@@ -294,5 +296,5 @@ def test_one_condition_passes_few_files(tmp_path: Path) -> None:
     try:
         evaluate(model, "imagenet-c", root, **one)
     finally:
-        sys.setprofile(None)
+        sys.setprofile(before)
     assert 10 < len(seen) <= MOST_FILES, sorted(Path(name).relative_to(source).as_posix() for name in seen)

@@ -35,7 +35,7 @@ from vitfocus.robustness.sources import (
     picture_and_label,
     require_one_number,
 )
-from vitfocus.robustness.suites import DataForm, refuse_unused
+from vitfocus.robustness.suites.options import DataForm, refuse_unused
 
 Labels = tuple[dict[str, int], tuple[str, ...]]  # class folder -> class, and notes
 Summarise = Callable[[Mapping[str, Columns], int], Summary]

@@ -36,7 +36,7 @@ from vitfocus.robustness.engine import Condition, EvaluationArguments, Group, Pl
 from vitfocus.robustness.folders import ImageFiles, check_readable, digest_of, one_size
 from vitfocus.robustness.metrics import corruption_summary
 from vitfocus.robustness.sources import EvaluationBatch, ImageSamples, ItemSource, collate_images
-from vitfocus.robustness.suites import DataForm, refuse_unused
+from vitfocus.robustness.suites.options import DataForm, refuse_unused
 
 ALL_CORRUPTIONS = (*CORRUPTIONS, *EXTRA_CORRUPTIONS)
 SEVERITIES = (1, 2, 3, 4, 5)

@@ -22,7 +22,7 @@ from vitfocus.robustness.engine import Condition, EvaluationArguments, Group, Ou
 from vitfocus.robustness.pixel_model import PixelModel
 from vitfocus.robustness.run_folder import Columns
 from vitfocus.robustness.sources import Collated, EvaluationBatch, ItemSource
-from vitfocus.robustness.suites import DataForm, refuse_unused
+from vitfocus.robustness.suites.options import DataForm, refuse_unused
 from vitfocus.tasks.detection.inference import DetectionWriter
 from vitfocus.tasks.detection.metric import coco_results, coco_scores
 from vitfocus.treatments.save_load import task_of

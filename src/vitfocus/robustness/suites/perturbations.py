@@ -29,7 +29,7 @@ from vitfocus.robustness.metrics import flip_share, perturbation_summary, top5_d
 from vitfocus.robustness.pixel_model import PixelModel
 from vitfocus.robustness.sequences import NOISE, PERTURBATIONS, VERSION, frame_count, frames, has_float64
 from vitfocus.robustness.sources import EvaluationBatch, ImageSamples, ItemSource, collate_images
-from vitfocus.robustness.suites import DataForm, refuse_unused
+from vitfocus.robustness.suites.options import DataForm, refuse_unused
 
 _VIDEOS = frozenset({".mp4", ".avi", ".mkv"})
 _FRAMES_AT_ONCE = 128

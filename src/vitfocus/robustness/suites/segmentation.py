@@ -37,8 +37,8 @@ from vitfocus.robustness.metrics import Summary
 from vitfocus.robustness.pixel_model import PixelModel
 from vitfocus.robustness.run_folder import Columns
 from vitfocus.robustness.sources import Collated, EvaluationBatch, ItemSource, Source, StreamSource
-from vitfocus.robustness.suites import DataForm, refuse_unused
 from vitfocus.robustness.suites.corruptions import ALL_CORRUPTIONS, chosen_corruptions
+from vitfocus.robustness.suites.options import DataForm, refuse_unused
 from vitfocus.tasks.segmentation.inference import InferenceSettings, predict, write_pictures
 from vitfocus.tasks.segmentation.metric import class_counts, iou_by_class, scores_of
 from vitfocus.treatments.save_load import task_of

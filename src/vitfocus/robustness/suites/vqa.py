@@ -27,7 +27,7 @@ from vitfocus.robustness.metrics import Summary, percent
 from vitfocus.robustness.pixel_model import PixelModel
 from vitfocus.robustness.run_folder import Columns
 from vitfocus.robustness.sources import Collated, EvaluationBatch, ItemSource
-from vitfocus.robustness.suites import DataForm, refuse_unused
+from vitfocus.robustness.suites.options import DataForm, refuse_unused
 from vitfocus.tasks.vqa.inference import Answerer
 from vitfocus.tasks.vqa.metric import language_alone, soft_accuracy
 from vitfocus.treatments.save_load import task_of

@@ -1,0 +1,242 @@
+"""The options of each suite as typed records, and which data each option is for.
+
+This module imports no torch: the command line and shell completion read it.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, NamedTuple
+
+from vitfocus.core import only_with
+from vitfocus.core.only_with import OnlyWith
+
+
+def _option(text: str, default: Any = None, negate: bool = False) -> Any:
+    """A field of an options record: its help text, and its default; None where the data or the model decides.
+
+    With `negate`, the help text is about a switch that sets it to False.
+    """
+    return field(default=default, metadata={"help": text, "negate": negate})
+
+
+@dataclass(frozen=True)
+class DataForm:
+    """What options depend on in the data that a suite was given."""
+
+    resized: bool = True  # pictures, which are resized where they do not fit
+    class_folders: bool = True
+    published: bool = False  # the suite's own files; corruptions are generated from other data
+    drawn: bool = False  # Shapes
+
+
+_RESIZED = OnlyWith(
+    lambda form: form.resized, "is about resizing pictures, and this data is not resized: give pictures"
+)
+_FOLDERS = OnlyWith(
+    lambda form: form.class_folders, "maps class folders to classes, and the data has none: give such a folder"
+)
+_GENERATED = OnlyWith(
+    lambda form: not form.published, "is for generated corruptions, and these files are published: give clean images"
+)
+_PUBLISHED = OnlyWith(
+    lambda form: form.published, "is for published files, and these corruptions are generated: give published files"
+)
+_READ = OnlyWith(lambda form: not form.drawn, "is about a folder, and Shapes is drawn: give a folder")
+
+
+def refuse_unused(options: NoOptions, form: DataForm) -> None:
+    """Refuse options that have no effect on data of this form; "val" and "shapes" are what Shapes is anyway."""
+    declared = _conditions(type(options))
+    values = {one.name: (getattr(options, one.name), one.default) for one in fields(options) if one.name in declared}
+    given = [
+        name
+        for name, (value, default) in values.items()
+        if value is not False and value not in (default, "val", "shapes")
+    ]
+    if given:
+        only_with.refuse_unused(given, declared, form)
+
+
+@functools.cache
+def _conditions(record: type) -> dict[str, OnlyWith]:
+    return only_with.conditions(record)
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """A suite without options."""
+
+
+@dataclass(frozen=True)
+class ImageOptions(NoOptions):
+    """How pictures are resized and cropped."""
+
+    crop_pct: Annotated[float | None, _RESIZED] = _option(
+        "share of the resized picture that is cropped (default: 0.875)"
+    )
+    interpolation: Annotated[str | None, _RESIZED] = _option(
+        "bilinear or bicubic (default: the suite's, or the model's)"
+    )
+    resize: Annotated[bool | None, _RESIZED] = _option("take images as they are, without resizing", negate=True)
+
+
+@dataclass(frozen=True)
+class ClassFolderOptions(ImageOptions):
+    """Class folders may be mapped to classes by an index file."""
+
+    index: Annotated[str | None, _FOLDERS] = _option("a json that maps class folders to the model's classes")
+
+
+@dataclass(frozen=True)
+class CorruptionOptions(ClassFolderOptions):
+    """Which of the common corruptions, at which severities."""
+
+    corruptions: tuple[str, ...] | None = _option("only these corruptions")
+    severities: tuple[int, ...] | None = _option("only these severities, 1 to 5")
+    extra: bool = _option("the 4 extra corruptions too", False)
+    frost: Annotated[str | None, _GENERATED] = _option("the folder of the published frost overlays")
+
+
+@dataclass(frozen=True)
+class ImageNetCOptions(CorruptionOptions):
+    """ImageNet-C, published or generated."""
+
+    clean_data: Annotated[str | None, _PUBLISHED] = _option(
+        "of published files: the clean validation set, for the relative mCE"
+    )
+    jpeg_quality: Annotated[int | None, _GENERATED] = _option(
+        "generated: save as JPEG after corrupting; the published files are at 85"
+    )
+
+
+@dataclass(frozen=True)
+class PerturbationOptions(ImageOptions):
+    """ImageNet-P's sequences."""
+
+    perturbations: tuple[str, ...] | None = _option("only these sequences")
+    difficulty: int = _option("1, 2 or 3", 1)
+    t5d_reference: Mapping[str, float] | None = _option("top-5 distances of a reference model, by perturbation")
+
+
+@dataclass(frozen=True)
+class RealOptions(ImageOptions):
+    """Where ReaL's labels come from."""
+
+    labels: str | None = _option("ReaL's own real.json (default: timm's copy)")
+
+
+@dataclass(frozen=True)
+class OcclusionOptions(ClassFolderOptions):
+    """How much of the image is hidden."""
+
+    sizes: tuple[int, ...] = _option("sides of the hidden centre, in pixels of 224", (56, 112, 168))
+    drops: tuple[int, ...] = _option("how many cells of 14x14 to hide at random", (49, 98, 147))
+
+
+@dataclass(frozen=True)
+class AttackOptions(ClassFolderOptions):
+    """The ball that adversarial images stay in."""
+
+    eps: tuple[float, ...] = _option("epsilons in 1/255", (1.0,))
+    norm: str = _option("linf or l2", "linf")
+
+
+@dataclass(frozen=True)
+class PGDOptions(AttackOptions):
+    """Projected gradient descent."""
+
+    steps: int = _option("number of steps", 5)
+    step_size: float | None = _option("length of a step in 1/255 (default: 2.5 eps / steps)")
+    random_start: bool = _option("start at the image itself", True, negate=True)
+
+
+@dataclass(frozen=True)
+class MaskOptions(NoOptions):
+    """How pictures with masks are read and tested; what is left out, the model's own test settings decide."""
+
+    split: Annotated[str, _READ] = _option("the split by its folder's name (default: val)", "")
+    window: int | None = _option("side of the sliding window (default: the model's; 0: whole pictures)")
+    stride: int | None = _option("from one window to the next (default: two thirds of the window)")
+    flip: bool | None = _option("average with the mirrored pictures")
+    short_side: int | None = _option("resize pictures so that this is their short side")
+    ignore: int = _option("the label that does not count, of data that is not a folder (default: 255)", 255)
+
+
+@dataclass(frozen=True)
+class ACDCOptions(MaskOptions):
+    """ACDC; predictions can be drawn."""
+
+    pictures: str | None = _option("write pictures of the predictions into this folder")
+
+
+@dataclass(frozen=True)
+class LayoutOptions(MaskOptions):
+    """A folder of pictures with masks in any layout."""
+
+    source: Annotated[str, _READ] = _option("the folder's layout: ade20k, cityscapes, acdc, camvid, masks", "")
+
+
+@dataclass(frozen=True)
+class SegmentationOptions(LayoutOptions, ACDCOptions):
+    """Segmentation of pictures as they are."""
+
+
+@dataclass(frozen=True)
+class SegmentationNoiseOptions(LayoutOptions):
+    """Segmentation under noise."""
+
+    repeats: int = _option("how often random noise is drawn, 2 to 10 (default: 5)", 5)
+
+
+@dataclass(frozen=True)
+class CityscapesCOptions(LayoutOptions):
+    """Segmentation under the common corruptions."""
+
+    corruptions: tuple[str, ...] | None = _option("only these corruptions")
+    severities: tuple[int, ...] | None = _option("only these severities, 1 to 5")
+    frost: str | None = _option("the folder of the published frost overlays")
+    corrupted_data: str | None = _option("the folder of stored corrupted pictures")
+
+
+@dataclass(frozen=True)
+class VQAOptions(NoOptions):
+    """Visual question answering."""
+
+    split: Annotated[str, _READ] = _option("the split by its folder's name (default: val)", "")
+
+
+@dataclass(frozen=True)
+class DetectionOptions(VQAOptions):
+    """Detection; what is found can be drawn."""
+
+    pictures: str | None = _option("write pictures of the predictions into this folder")
+
+
+class Option(NamedTuple):
+    """One option of a suite, as a command line needs it: `several` values of `type`, or one; `negate`: --no-NAME."""
+
+    name: str
+    type: type
+    several: bool
+    default: Any
+    help: str
+    negate: bool = False
+
+
+def options_of(record: type[NoOptions]) -> list[Option]:
+    """The options in order, with their types."""
+    hints = typing.get_type_hints(record)
+    found = []
+    for one in fields(record):
+        kind = hints[one.name]
+        if typing.get_origin(kind) is types.UnionType:  # "float | None"
+            kind = typing.get_args(kind)[0]
+        several = typing.get_origin(kind) is tuple
+        plain = typing.get_args(kind)[0] if several else typing.get_origin(kind) or kind
+        found.append(Option(one.name, plain, several, one.default, **one.metadata))
+    return found
