@@ -135,7 +135,7 @@ def drawn(folder: Path) -> Path:
     from PIL import Image
 
     from vitfocus.data.shapes.dataset import shapes_batch
-    from vitfocus.robustness.folders import wordnet_ids
+    from vitfocus.robustness.classification import wordnet_ids
 
     pixels, labels = shapes_batch(range(12), "val", 64)
     for number, (picture, label) in enumerate(zip(pixels, labels.tolist(), strict=True)):

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from vitfocus.robustness.folders import wordnet_ids
+from vitfocus.robustness.classification import wordnet_ids
 
 
 class Blobs(nn.Module):

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from vitfocus.cli import main
 from vitfocus.core.errors import VitfocusError
 from vitfocus.robustness import compare, evaluate, load_scores
-from vitfocus.robustness.folders import wordnet_ids
+from vitfocus.robustness.classification import wordnet_ids
 
 QUIET: dict[str, Any] = {"progress": False, "device": "cpu"}
 SOME: dict[str, Any] = {"corruptions": ["shot_noise", "elastic_transform"], "severities": [2], **QUIET}

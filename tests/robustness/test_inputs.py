@@ -20,7 +20,7 @@ from vitfocus.core.errors import VitfocusError
 from vitfocus.data.shapes.dataset import Shapes
 from vitfocus.robustness import compare, evaluate, load_scores
 from vitfocus.robustness.attacks import fgsm, pgd
-from vitfocus.robustness.folders import wordnet_ids
+from vitfocus.robustness.classification import wordnet_ids
 from vitfocus.robustness.suites.photographs import read_real
 
 QUIET: dict[str, Any] = {"progress": False, "device": "cpu"}

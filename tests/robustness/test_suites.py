@@ -21,9 +21,15 @@ from vitfocus.cli import main
 from vitfocus.core.errors import VitfocusError
 from vitfocus.corruptions import CORRUPTIONS, EXTRA_CORRUPTIONS, corrupt
 from vitfocus.robustness import SUITES, evaluate
-from vitfocus.robustness.classification import CLEAN, classification_plan, classify, num_classes, open_images
+from vitfocus.robustness.classification import (
+    CLEAN,
+    classification_plan,
+    classify,
+    num_classes,
+    open_images,
+    wordnet_ids,
+)
 from vitfocus.robustness.engine import Condition, EvaluationArguments, Group, Plan
-from vitfocus.robustness.folders import wordnet_ids
 from vitfocus.robustness.metrics import condition_summary
 from vitfocus.robustness.sources import EvaluationBatch
 from vitfocus.robustness.suites import Suite, suite_table, switches

@@ -5,6 +5,9 @@ Functions return what they decided, `Images` with its part of the protocol and i
 
 from __future__ import annotations
 
+import functools
+import importlib.resources
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,21 +20,25 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from vitfocus.core.errors import VitfocusError
+from vitfocus.core.records import Count, read_json
 from vitfocus.core.statistics import evenly_spaced
 from vitfocus.data.image_files import ClassFolders, Entry, list_classes
 from vitfocus.data.preprocessing import Preprocessing, standard_preprocessing
 from vitfocus.robustness.engine import Condition, EvaluationArguments, Group, Outcome, Plan, Reduced
-from vitfocus.robustness.folders import ImageFiles, check_readable, digest_of, folder_indices, one_size, wordnet_ids
 from vitfocus.robustness.metrics import Summary
 from vitfocus.robustness.pixel_model import PixelModel
 from vitfocus.robustness.run_folder import Columns
 from vitfocus.robustness.sources import (
     EvaluationBatch,
+    ImageFiles,
     ImageSamples,
     ItemSource,
     Source,
     StreamSource,
+    check_readable,
     collate_images,
+    digest_of,
+    one_size,
     picture_and_label,
     require_one_number,
 )
@@ -313,3 +320,40 @@ def image_decoder() -> str:
     """What decodes image files, for the fingerprint."""
     turbo = features.version("libjpeg_turbo")
     return f"Pillow, libjpeg-turbo {turbo}" if turbo else f"Pillow, libjpeg {features.version('jpg')}"
+
+
+@functools.cache
+def wordnet_ids(name: str = "imagenet") -> tuple[str, ...]:
+    """The WordNet ids of ImageNet's 1,000 classes in order, or of -A's and -R's 200, from timm's own lists."""
+    text = importlib.resources.files("timm.data._info").joinpath(f"{name}_synsets.txt").read_text("utf-8")
+    return tuple(text.split())
+
+
+def folder_indices(folders: ClassFolders, index: str | os.PathLike[str] | None = None) -> dict[str, int]:
+    """The class of every folder: by any name that an index file maps, or without one by WordNet id, as ImageNet's."""
+    known = read_index(index) if index is not None else {wnid: place for place, wnid in enumerate(wordnet_ids())}
+    strange = [name for name in folders.classes if name not in known]
+    if strange:
+        listed = ", ".join(strange[:3]) + ("..." if len(strange) > 3 else "")
+        whose = "ImageNet" if index is None else "the index file"
+        raise VitfocusError(
+            f"{folders.root} holds folders that {whose} does not know: {listed} "
+            f"({len(strange)} of {len(folders.classes)}); expected names such as {next(iter(known), 'none')}."
+        )
+    return {name: known[name] for name in folders.classes}
+
+
+def read_index(path: str | os.PathLike[str]) -> dict[str, int]:
+    """A json of {"0": ["n01440764", "tench"], ...}, {"n01440764": 0, ...} or ["n01440764", ...] as folder -> class."""
+    content: Any = read_json(Path(path), list[str] | dict[str, str | Count | list[str]])  # type: ignore[arg-type]
+    if isinstance(content, list):
+        return {name: place for place, name in enumerate(content)}
+    if all(isinstance(value, int) for value in content.values()):
+        return content
+    try:
+        return {str(v[0] if isinstance(v, list) else v): int(place) for place, v in content.items()}
+    except (ValueError, IndexError):
+        raise VitfocusError(
+            f"The index file {path} maps neither folders to numbers nor numbers to folders: expected entries such "
+            'as "n01440764": 0 or "0": ["n01440764", "tench"].'
+        ) from None

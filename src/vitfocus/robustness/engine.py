@@ -23,12 +23,11 @@ from torch import Tensor
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.processes import Processes
 from vitfocus.core.progress import Progress
-from vitfocus.robustness.folders import digest_of
 from vitfocus.robustness.metrics import Summary
 from vitfocus.robustness.pixel_model import PixelModel
 from vitfocus.robustness.results import Samples
 from vitfocus.robustness.run_folder import Columns, RunFolder
-from vitfocus.robustness.sources import EvaluationBatch, Source, checksums
+from vitfocus.robustness.sources import EvaluationBatch, Source, checksums, digest_of
 from vitfocus.robustness.suites import Suite
 
 Outcome = dict[str, Tensor | list[str]]  # one entry per image

@@ -19,10 +19,10 @@ from vitfocus.core.files import write_text
 from vitfocus.core.modules import eval_mode
 from vitfocus.core.processes import Processes, join_processes
 from vitfocus.robustness.engine import EvaluationArguments, Plan, read_digests, run_plan
-from vitfocus.robustness.folders import digest_of
 from vitfocus.robustness.pixel_model import PRECISIONS, PixelModel, named_models
 from vitfocus.robustness.results import Scores, flatten, load_scores
 from vitfocus.robustness.run_folder import RunFolder, claim_folder
+from vitfocus.robustness.sources import digest_of
 from vitfocus.robustness.suites import find_suite
 
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -19,10 +21,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from vitfocus.core.errors import VitfocusError
+from vitfocus.core.statistics import evenly_spaced
 from vitfocus.corruptions.draws import as_ids
+from vitfocus.data.image_files import UNREADABLE, Entry, read_rgb
 from vitfocus.data.loader import Broken
 from vitfocus.data.preprocessing import Preprocessing
-from vitfocus.robustness.folders import other_size
 
 
 @dataclass(frozen=True)
@@ -298,6 +301,7 @@ class StreamSource:
         self.count = seen
 
 
+_HEADERS_AT_MOST = 100_000
 _ONE_NUMBER = "expected one class number per image (of one-hot rows: labels.argmax(1))"
 
 
@@ -339,3 +343,68 @@ def checksums(batch: EvaluationBatch) -> Tensor:
             state.update(label.contiguous().view(torch.uint8).numpy().data)
         sums.append(int.from_bytes(state.digest(), "big", signed=True))
     return torch.tensor(sums, dtype=torch.int64)
+
+
+def check_readable(root: Path, entries: Sequence[Entry]) -> dict[str, tuple[int, int]]:
+    """Heights and widths by the headers of all images, of up to 100,000; the first that is no image is refused."""
+
+    def look(entry: Entry) -> tuple[int, int] | str:
+        try:
+            with Image.open(root / entry.name) as picture:
+                return picture.height, picture.width
+        except UNREADABLE as error:
+            return unreadable(root / entry.name, error)
+
+    picked = [entries[index] for index in evenly_spaced(len(entries), _HEADERS_AT_MOST)]
+    sizes: dict[str, tuple[int, int]] = {}
+    with ThreadPoolExecutor(8) as pool:
+        for entry, found in zip(picked, pool.map(look, picked), strict=True):
+            if isinstance(found, str):
+                raise VitfocusError(found)
+            sizes[entry.name] = found
+    return sizes
+
+
+def one_size(sizes: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
+    """The size that all images share; the first of another is named."""
+    expected = next(iter(sizes.values()))
+    for name, found in sizes.items():
+        if found != expected:
+            raise VitfocusError(other_size(name, found, expected))
+    return expected
+
+
+def unreadable(path: Path, error: Exception) -> str:
+    """The sentence about an image that cannot be read."""
+    return f"{path} cannot be read as an image ({type(error).__name__}): fetch it again or remove it."
+
+
+class ImageFiles:
+    """Files as (picture, label), read when asked for."""
+
+    def __init__(self, root: Path, names: Sequence[str], labels: Sequence[Any]) -> None:
+        self.root, self.names, self.labels = str(root), names, labels
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, Any]:
+        path = Path(self.root, self.names[index])
+        try:
+            return read_rgb(path), self.labels[index]
+        except UNREADABLE as error:
+            raise VitfocusError(unreadable(path, error)) from None
+
+
+def other_size(name: str, found: Sequence[int], expected: Sequence[int]) -> str:
+    """The sentence about images that cannot share a batch: padding them would change them."""
+    measures, others = (f"{height}x{width}" for height, width in (found, expected))
+    return f"The images differ in size: {name} measures {measures}, others {others}; bring them to one size first."
+
+
+def digest_of(lines: Iterable[str]) -> str:
+    """A SHA-256 of some lines of text, shortened."""
+    state = hashlib.sha256()
+    for line in lines:
+        state.update(line.encode(errors="surrogateescape") + b"\n")
+    return state.hexdigest()[:32]

@@ -33,9 +33,17 @@ from vitfocus.robustness.classification import (
     require_classes,
 )
 from vitfocus.robustness.engine import Condition, EvaluationArguments, Group, Plan
-from vitfocus.robustness.folders import ImageFiles, check_readable, digest_of, one_size
 from vitfocus.robustness.metrics import corruption_summary
-from vitfocus.robustness.sources import EvaluationBatch, ImageSamples, ItemSource, collate_images
+from vitfocus.robustness.sources import (
+    EvaluationBatch,
+    ImageFiles,
+    ImageSamples,
+    ItemSource,
+    check_readable,
+    collate_images,
+    digest_of,
+    one_size,
+)
 from vitfocus.robustness.suites.options import DataForm, refuse_unused
 
 ALL_CORRUPTIONS = (*CORRUPTIONS, *EXTRA_CORRUPTIONS)

@@ -51,7 +51,7 @@ _READ = OnlyWith(lambda form: not form.drawn, "is about a folder, and Shapes is 
 
 def refuse_unused(options: NoOptions, form: DataForm) -> None:
     """Refuse options that have no effect on data of this form; "val" and "shapes" are what Shapes is anyway."""
-    declared = _conditions(type(options))
+    declared = _conditions(type(options))  # type: ignore[arg-type]
     values = {one.name: (getattr(options, one.name), one.default) for one in fields(options) if one.name in declared}
     given = [
         name

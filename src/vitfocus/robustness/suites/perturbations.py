@@ -24,11 +24,10 @@ from vitfocus.robustness.classification import (
     top_classes,
 )
 from vitfocus.robustness.engine import Condition, EvaluationArguments, Group, Outcome, Plan
-from vitfocus.robustness.folders import digest_of
 from vitfocus.robustness.metrics import flip_share, perturbation_summary, top5_distance
 from vitfocus.robustness.pixel_model import PixelModel
 from vitfocus.robustness.sequences import NOISE, PERTURBATIONS, VERSION, frame_count, frames, has_float64
-from vitfocus.robustness.sources import EvaluationBatch, ImageSamples, ItemSource, collate_images
+from vitfocus.robustness.sources import EvaluationBatch, ImageSamples, ItemSource, collate_images, digest_of
 from vitfocus.robustness.suites.options import DataForm, refuse_unused
 
 _VIDEOS = frozenset({".mp4", ".avi", ".mkv"})

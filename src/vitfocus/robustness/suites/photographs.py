@@ -29,9 +29,9 @@ from vitfocus.robustness.classification import (
     require_classes,
     require_imagenet,
     validation_folder,
+    wordnet_ids,
 )
 from vitfocus.robustness.engine import Condition, EvaluationArguments, Group, Plan
-from vitfocus.robustness.folders import wordnet_ids
 from vitfocus.robustness.metrics import condition_summary
 
 # Each set by its usual name, and the spellings of its published folder.
