@@ -258,7 +258,11 @@ def test_layouts_are_read_as_published(tmp_path: Path) -> None:
     next((tmp_path / "ade20k" / "annotations" / "training").glob("*.png")).unlink()
     for source, root, said in (
         ("ade20k", "ade20k", "1 of 3 images have no mask"),
-        ("ade20k", "cityscapes", r"keeps its files in images/train or images/training, but .* only: gtFine, leftImg8bit"),
+        (
+            "ade20k",
+            "cityscapes",
+            r"keeps its files in images/train or images/training, but .* only: gtFine, leftImg8bit",
+        ),
         ("acdc", "cityscapes", "keeps its files in rgb_anon/fog/train"),
         ("camvid", "nowhere", "no data folder"),
         ("cityscape", "cityscapes", "did you mean 'cityscapes'"),
