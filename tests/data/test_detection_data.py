@@ -74,11 +74,11 @@ def test_pictures_without_an_object_are_kept_for_evaluation_and_dropped_for_trai
     [
         (lambda c: c.pop("categories"), "has no categories"),
         (lambda c: c.update(images=3), "has no images: it is not COCO"),
-        (lambda c: c["annotations"].insert(0, "x"), "An annotation in .* is no record: x"),
-        (lambda c: c["annotations"][0].update(image_id=[1]), r"about picture \[1\]"),
+        (lambda c: c["annotations"].insert(0, "x"), "An annotation in .* is not an object: x"),
+        (lambda c: c["annotations"][0].update(image_id=[1]), r"about the image \[1\]"),
         (lambda c: c["annotations"][0].update(category_id={}), "category {}"),
         (lambda c: c["annotations"][0].update(segmentation=[[1, 2, 3, "4", 5, 6]]), "neither polygons"),
-        (lambda c: c["annotations"][0].update(image_id=7_777_777), "about picture 7777777"),
+        (lambda c: c["annotations"][0].update(image_id=7_777_777), "about the image 7777777"),
         (lambda c: c["annotations"][0].update(category_id=999), "category 999"),
         (lambda c: c["annotations"][0].update(segmentation=[]), "has no segmentation"),
         (lambda c: c["images"][0].pop("height"), "no usable height"),
@@ -86,7 +86,7 @@ def test_pictures_without_an_object_are_kept_for_evaluation_and_dropped_for_trai
         (lambda c: c["categories"][0].pop("name"), "no usable name"),
         (lambda c: c["annotations"][0].update(bbox=[1, 2, float("nan"), 4]), "expected four numbers"),
         (lambda c: c["annotations"][0].update(segmentation={"size": [4, 4]}), "neither polygons"),
-        (lambda c: c["images"][3].update(file_name="gone.jpg"), "1 of the 24 pictures .* the first of them gone.jpg"),
+        (lambda c: c["images"][3].update(file_name="gone.jpg"), "1 of the 24 images .* the first of them gone.jpg"),
     ],
 )
 def test_annotations_that_cannot_be_used_are_named_before_training(
@@ -99,9 +99,9 @@ def test_annotations_that_cannot_be_used_are_named_before_training(
 def test_what_is_missing_from_a_folder_is_said(coco: Path, tmp_path: Path) -> None:
     with pytest.raises(VitfocusError, match="There is no data folder"):
         CocoDetections(tmp_path / "absent", "train")
-    with pytest.raises(VitfocusError, match=r"instances_train2017.json and the pictures .*train2017 are missing"):
+    with pytest.raises(VitfocusError, match=r"instances_train2017.json and the images .*train2017 are missing"):
         CocoDetections(tmp_path, "train")
-    with pytest.raises(VitfocusError, match=r"instances_val2014.json and the pictures .*val2014 are missing"):
+    with pytest.raises(VitfocusError, match=r"instances_val2014.json and the images .*val2014 are missing"):
         CocoDetections(coco, "val", "val2014")
     with pytest.raises(VitfocusError, match="did you mean 'coco'"):
         open_detections(Data(source="coca"), "train")

@@ -34,36 +34,36 @@ def read_rgb(path: str | Path) -> Image.Image:
         return rgb_picture(image)
 
 
-def rgb_picture(picture: Image.Image) -> Image.Image:
+def rgb_picture(image: Image.Image) -> Image.Image:
     """Convert to 8-bit RGB; 16-bit and 32-bit greyscale values are scaled, where Pillow would clip them to white.
 
     >>> deep = Image.fromarray(np.array([[0, 32896, 65535]], np.uint16))
     >>> np.asarray(rgb_picture(deep))[0, :, 0].tolist()
     [0, 128, 255]
     """
-    if not picture.mode.startswith("I") and picture.mode != "F":
-        return picture.convert("RGB")
-    values = np.nan_to_num(np.asarray(picture, np.float64))
+    if not image.mode.startswith("I") and image.mode != "F":
+        return image.convert("RGB")
+    values = np.nan_to_num(np.asarray(image, np.float64))
     most = values.max(initial=0)
-    if picture.mode == "F":
+    if image.mode == "F":
         full = 1.0 if most <= 1 else 255.0 if most <= 255 else 65535.0
     else:  # Pillow reads 16 bits as "I" in some formats
-        full = 255.0 if picture.mode == "I" and most <= 255 else 65535.0
+        full = 255.0 if image.mode == "I" and most <= 255 else 65535.0
     return Image.fromarray(np.rint(values / full * 255).clip(0, 255).astype(np.uint8)).convert("RGB")
 
 
-def upright(picture: Image.Image) -> Image.Image:
+def upright(image: Image.Image) -> Image.Image:
     """Rotate or flip an image as its EXIF orientation says, if that can be read."""
     try:
-        return ImageOps.exif_transpose(picture)
+        return ImageOps.exif_transpose(image)
     except UNREADABLE:
         raise
     except Exception:  # Pillow raises many types for bad EXIF data; the pixels may be fine
-        return picture
+        return image
 
 
 def cut_centre(
-    picture: Image.Image, resized: tuple[int, int], crop: tuple[int, int], interpolation: InterpolationMode
+    image: Image.Image, resized: tuple[int, int], crop: tuple[int, int], interpolation: InterpolationMode
 ) -> Image.Image:
     """Resize an image to `resized` = (height, width) and return its central `crop`.
 
@@ -74,12 +74,12 @@ def cut_centre(
     """
     height, width = crop
     if resized[0] * resized[1] <= _LARGE * height * width:
-        return T.center_crop(T.resize(picture, list(resized), interpolation), [height, width])
-    down, across = picture.height / resized[0], picture.width / resized[1]
+        return T.center_crop(T.resize(image, list(resized), interpolation), [height, width])
+    down, across = image.height / resized[0], image.width / resized[1]
     top, left = round((resized[0] - height) / 2), round((resized[1] - width) / 2)
     box = (left * across, top * down, (left + width) * across, (top + height) * down)
     mode = Image.Resampling.BILINEAR if interpolation is InterpolationMode.BILINEAR else Image.Resampling.BICUBIC
-    return picture.resize((width, height), mode, box=box)
+    return image.resize((width, height), mode, box=box)
 
 
 def to_tensor(image: Image.Image) -> Tensor:

@@ -94,7 +94,7 @@ class CocoDetections:
     def __init__(self, root: str | Path, split: str, given: str = "", keep_empty: bool = True, length: int = 0) -> None:
         self.file, self.folder = find_coco(Path(root), split, given)
         content = _read(self.file)
-        _require(self.file, "picture", content["images"], {"id": int, "file_name": str, "height": int, "width": int})
+        _require(self.file, "image", content["images"], {"id": int, "file_name": str, "height": int, "width": int})
         _require(self.file, "category", content["categories"], {"id": int, "name": str})
         categories = sorted(content["categories"], key=lambda category: category["id"])
         self.classes = [str(category["name"]) for category in categories]
@@ -109,7 +109,7 @@ class CocoDetections:
         self.images = images[:length] if length else images
         self.annotations = {image["id"]: of_image[image["id"]] for image in self.images}
         if not self.images:
-            raise VitfocusError(f"{self.file} lists no picture{'' if keep_empty else ' with an object'}.")
+            raise VitfocusError(f"{self.file} lists no image{'' if keep_empty else ' with an object'}.")
         self._check_files()
 
     def __len__(self) -> int:
@@ -166,7 +166,7 @@ class CocoDetections:
 
     def _check(self, annotation: Any, images: dict[int, Any]) -> None:
         if not isinstance(annotation, dict):
-            raise VitfocusError(f"An annotation in {self.file} is no record: {str(annotation)[:80]}")
+            raise VitfocusError(f"An annotation in {self.file} is not an object: {str(annotation)[:80]}")
         number = annotation.get("id")
         absent = [key for key in ("image_id", "category_id", "bbox", "area") if key not in annotation]
         if absent:
@@ -175,7 +175,7 @@ class CocoDetections:
         if not (isinstance(box, list) and len(box) == 4 and all(_is_finite(side) for side in box)):
             raise VitfocusError(f"Annotation {number} in {self.file} has the bbox {box!r}; expected four numbers.")
         if not _is_number_of(annotation["image_id"], images):
-            raise VitfocusError(f"Annotation {number} in {self.file} is about picture {annotation['image_id']}, "
+            raise VitfocusError(f"Annotation {number} in {self.file} is about the image {annotation['image_id']}, "
                                 "which is not in its list.")  # fmt: skip
         if not _is_number_of(annotation["category_id"], self._labels):
             raise VitfocusError(
@@ -199,7 +199,7 @@ class CocoDetections:
         absent = [name for name in absent if "/" not in name or not (self.folder / name).is_file()]
         if absent:
             raise VitfocusError(
-                f"{len(absent)} of the {len(self.images)} pictures that {self.file} lists are missing from "
+                f"{len(absent)} of the {len(self.images)} images that {self.file} lists are missing from "
                 f"{self.folder}, the first of them {absent[0]}."
             )
 
@@ -296,10 +296,10 @@ def find_coco(root: Path, split: str, given: str = "") -> tuple[Path, Path]:
         file = files[-1] if files else notes / f"instances_{split}2017.json"
         name = file.stem.removeprefix("instances_")
     folders = [folder for folder in (root / name, root / "images" / name) if folder.is_dir()]
-    missing = [f"the annotations {file}"] * (not file.is_file()) + [f"the pictures {root / name}"] * (not folders)
+    missing = [f"the annotations {file}"] * (not file.is_file()) + [f"the images {root / name}"] * (not folders)
     if missing:
         raise VitfocusError(
-            f"{root} is no COCO folder with a split for {split}: {' and '.join(missing)} "
+            f"{root} is not a COCO folder with a split for {split}: {' and '.join(missing)} "
             f"{'is' if len(missing) == 1 else 'are'} missing (data.{split}_split names the split)."
         )
     return file, folders[0]

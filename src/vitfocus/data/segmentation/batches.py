@@ -128,15 +128,14 @@ def whole_batches(
     device: torch.device,
     log: BrokenLog | None = None,
     say: Callable[[str], None] = print,
-) -> Iterator[tuple[Tensor, Tensor, list[int]]]:
-    """Images, masks and their indices; only images of the same size share a batch."""
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Images and masks; only images of the same size share a batch."""
     keys = [indices[start : start + batch_size] for start in range(0, len(indices), batch_size)]
-    for items, read, rows in evaluation_batches(images, keys, list, workers, device, log, say):
-        groups: dict[tuple[Any, ...], list[Any]] = {}
-        for row, (image, mask) in zip(rows.tolist(), items, strict=True):
-            groups.setdefault((image.shape, mask.shape), []).append((read[row], image, mask))
-        for group in groups.values():
-            yield *stack([(image, mask) for _, image, mask in group]), [index for index, _, _ in group]
+    for items, _, _ in evaluation_batches(images, keys, list, workers, device, log, say):
+        groups: dict[tuple[Any, ...], list[tuple[Tensor, Tensor]]] = {}
+        for image, mask in items:
+            groups.setdefault((image.shape, mask.shape), []).append((image, mask))
+        yield from map(stack, groups.values())
 
 
 def stack(items: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

@@ -79,8 +79,8 @@ class MaskFiles:
 
     def read(self, index: int) -> tuple[Image.Image, Mask]:
         """Decode an image and its mask."""
-        picture, mask = self.pairs[index]
-        with Image.open(picture) as image, Image.open(mask) as stored:
+        file, mask = self.pairs[index]
+        with Image.open(file) as image, Image.open(mask) as stored:
             if stored.mode not in ("L", "P", "1"):
                 raise VitfocusError(f"{mask} has the mode {stored.mode}; a mask has one 8-bit number per pixel")
             values = np.asarray(stored, np.uint8)

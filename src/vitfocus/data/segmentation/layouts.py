@@ -69,29 +69,29 @@ class Layout:
 
 def ade20k(root: Path, split: str, given: str) -> Layout:
     """ADEChallengeData2016: classes are stored from 1, and 0 is unlabelled."""
-    pictures, masks = _two_folders(root, split, given, "ADE20K", ("images",), ("annotations",))
+    images, masks = _two_folders(root, split, given, "ADE20K", ("images",), ("annotations",))
     table = np.full(256, IGNORE, np.uint8)
     table[1:151] = np.arange(150)
-    return Layout(_by_stem(pictures, masks), ADE20K, table)
+    return Layout(_by_stem(images, masks), ADE20K, table)
 
 
 def cityscapes(root: Path, split: str, given: str) -> Layout:
     """Images in leftImg8bit, masks in gtFine: labelTrainIds if there are any, otherwise labelIds."""
     name = given or split
-    pictures, masks = root / "leftImg8bit" / name, root / "gtFine" / name
-    if not pictures.is_dir() and any(root.glob("*_leftImg8bit.png")):
-        pictures = masks = root
-    _need(root, "Cityscapes", pictures, masks)
-    return _street(pictures, masks, "_leftImg8bit.png", "_gtFine", "Cityscapes")
+    images, masks = root / "leftImg8bit" / name, root / "gtFine" / name
+    if not images.is_dir() and any(root.glob("*_leftImg8bit.png")):
+        images = masks = root
+    _need(root, "Cityscapes", images, masks)
+    return _street(images, masks, "_leftImg8bit.png", "_gtFine", "Cityscapes")
 
 
 def acdc(root: Path, split: str, given: str, condition: str = "") -> Layout:
     """ACDC, with the classes of Cityscapes: rgb_anon/CONDITION/SPLIT and gt/CONDITION/SPLIT."""
     name, pairs = given or split, []
     for one in (condition,) if condition else CONDITIONS:
-        pictures, masks = root / "rgb_anon" / one / name, root / "gt" / one / name
-        _need(root, "ACDC", pictures, masks)
-        layout = _street(pictures, masks, "_rgb_anon.png", "_gt", "ACDC")
+        images, masks = root / "rgb_anon" / one / name, root / "gt" / one / name
+        _need(root, "ACDC", images, masks)
+        layout = _street(images, masks, "_rgb_anon.png", "_gt", "ACDC")
         pairs += layout.pairs
     return Layout(pairs, layout.classes, layout.table)
 
@@ -127,11 +127,11 @@ LAYOUTS: dict[str, Callable[[Path, str, str], Layout]] = {
 }
 
 
-def _street(pictures: Path, folder: Path, ending: str, mark: str, what: str) -> Layout:
-    files = sorted(pictures.rglob(f"*{ending}"))
+def _street(images: Path, folder: Path, ending: str, mark: str, what: str) -> Layout:
+    files = sorted(images.rglob(f"*{ending}"))
     if not files:
-        raise VitfocusError(f"{pictures} has no file *{ending}, which is how {what} names its images.")
-    places = {file: folder / file.parent.relative_to(pictures) / file.name.removesuffix(ending) for file in files}
+        raise VitfocusError(f"{images} has no file *{ending}, which is how {what} names its images.")
+    places = {file: folder / file.parent.relative_to(images) / file.name.removesuffix(ending) for file in files}
     for suffix, table in ((f"{mark}_labelTrainIds.png", _train_ids()), (f"{mark}_labelIds.png", _own_ids())):
         found = {file: place.with_name(place.name + suffix) for file, place in places.items()}
         if any(mask.is_file() for mask in found.values()):
@@ -152,15 +152,15 @@ def _own_ids() -> Table:
 
 
 def _two_folders(
-    root: Path, split: str, given: str, what: str, pictures: tuple[str, ...], others: tuple[str, ...]
+    root: Path, split: str, given: str, what: str, images: tuple[str, ...], others: tuple[str, ...]
 ) -> tuple[Path, Path]:
     """The folders of images and masks of a split, or of all splits if they have no subfolders."""
     names = (given,) if given else SPLITS[split]
-    wanted = [tuple(root / kind / name for name in names for kind in kinds) for kinds in (pictures, others)]
+    wanted = [tuple(root / kind / name for name in names for kind in kinds) for kinds in (images, others)]
     found = [next((folder for folder in folders if folder.is_dir()), None) for folders in wanted]
-    if found[0] is None and not given and _has_pictures(root / pictures[0]):
-        flat = [root / pictures[0], next((root / kind for kind in others if (root / kind).is_dir()), None)]
-        if flat[1] is not None and not any(path.is_dir() for path in (root / pictures[0]).iterdir()):
+    if found[0] is None and not given and _has_images(root / images[0]):
+        flat = [root / images[0], next((root / kind for kind in others if (root / kind).is_dir()), None)]
+        if flat[1] is not None and not any(path.is_dir() for path in (root / images[0]).iterdir()):
             found = flat
     for folder, folders in zip(found, wanted, strict=True):
         if folder is None:
@@ -184,30 +184,30 @@ def _missing(root: Path, what: str, *folders: Path) -> NoReturn:
     raise VitfocusError(f"{what} keeps its files in {wanted}, but {root} has only: {there}.")
 
 
-def _has_pictures(folder: Path) -> bool:
+def _has_images(folder: Path) -> bool:
     return folder.is_dir() and any(path.suffix.lower() in PICTURES for path in folder.iterdir())
 
 
-def _by_stem(pictures: Path, folder: Path) -> list[Pair]:
+def _by_stem(images: Path, folder: Path) -> list[Pair]:
     """Pair files of the same name in both folders, whatever their extensions."""
-    known = {path.relative_to(folder).with_suffix(""): path for path in folder.rglob("*") if _is_picture(path)}
-    files = sorted(path for path in pictures.rglob("*") if _is_picture(path))
+    known = {path.relative_to(folder).with_suffix(""): path for path in folder.rglob("*") if _is_image(path)}
+    files = sorted(path for path in images.rglob("*") if _is_image(path))
     if not files:
-        raise VitfocusError(f"{pictures} has no image.")
-    return _present((file, known.get(file.relative_to(pictures).with_suffix(""))) for file in files)
+        raise VitfocusError(f"{images} has no image.")
+    return _present((file, known.get(file.relative_to(images).with_suffix(""))) for file in files)
 
 
-def _is_picture(path: Path) -> bool:
+def _is_image(path: Path) -> bool:
     return path.suffix.lower() in PICTURES and not path.name.startswith(".")
 
 
 def _present(pairs: Iterable[tuple[Path, Path | None]]) -> list[Pair]:
     whole, lone = [], []
-    for picture, mask in pairs:
+    for image, mask in pairs:
         if mask is not None and mask.is_file():
-            whole.append((picture, mask))
+            whole.append((image, mask))
         else:
-            lone.append(picture)
+            lone.append(image)
     if lone:
         raise VitfocusError(f"{len(lone)} of {len(lone) + len(whole)} images have no mask; the first is {lone[0]}.")
     return whole

@@ -131,9 +131,9 @@ def read_vqav2(root: str | Path, split: str, annotated: bool = True) -> VqaDatas
     questions: list[Question] = []
     files: list[Path] = []
     for one in split.split("+"):
-        more, pictures = _read_split(root, one.strip(), annotated, len(files))
+        more, images = _read_split(root, one.strip(), annotated, len(files))
         questions += more
-        files += pictures
+        files += images
     if not questions:
         raise VitfocusError(f"The split {split} in {root} has no questions.")
     return VqaDataset(questions, FileImages(files))
@@ -212,9 +212,9 @@ def _read_split(root: Path, split: str, annotated: bool, first: int) -> tuple[li
                 f"{without[0]} is the first without an answer."
             )
     numbers = sorted({int(one["image_id"]) for one in asked})
-    pictures = _find_pictures(root, split, numbers)
+    images = _find_images(root, split, numbers)
     places = {number: first + place for place, number in enumerate(numbers)}
-    return [_question(one, places, answered.get(one["question_id"], {})) for one in asked], pictures
+    return [_question(one, places, answered.get(one["question_id"], {})) for one in asked], images
 
 
 def _question(asked: dict[str, Any], places: dict[int, int], answered: dict[str, Any]) -> Question:
@@ -266,7 +266,7 @@ def _usable(field: str, value: Any) -> bool:
     return isinstance(value, str if field == "question" else int)
 
 
-def _find_pictures(root: Path, split: str, numbers: Sequence[int]) -> list[Path]:
+def _find_images(root: Path, split: str, numbers: Sequence[int]) -> list[Path]:
     """The COCO images with these numbers; the test-dev questions are about the test images."""
     name = split.replace("test-dev", "test")
     folder = next((root / beside / name for beside in _PICTURES if (root / beside / name).is_dir()), None)

@@ -18,7 +18,7 @@ from vitfocus.data.loader import SampleBatches, strided_indices
 from vitfocus.data.sample_order import SampleOrder
 from vitfocus.tasks.base import DiversityTerm, RunContext, Task
 from vitfocus.tasks.building import build_with, over_several_gpus
-from vitfocus.tasks.detection.inference import DetectorInference
+from vitfocus.tasks.detection.inference import detect
 from vitfocus.tasks.detection.metric import coco_scores
 from vitfocus.treatments.origin import split_library
 from vitfocus.treatments.spec import split_spec
@@ -83,17 +83,17 @@ class Detect(Task):
 
     def start(self, model: nn.Module, context: RunContext) -> None:
         """Worker processes read and augment training images."""
-        recipe, data, detect = self.recipe, self.recipe.data, self.recipe.detect
+        recipe, data, section = self.recipe, self.recipe.data, self.recipe.detect
         wanted = pixels_of(model)
         self.context, self.normalise = context, Normalise(wanted.mean, wanted.std, context.device)
         self.diversity = DiversityTerm(model, recipe.loss.adl_warmup_epochs)
         self.names = [name.removeprefix("loss_") for name in _LOSSES] + self.diversity.names
         self.train_images, self.val_images = len(self.train), len(self.val)
         augment = DetectionAugment(
-            (int(detect.sides[0]) or data.size, int(detect.sides[1]) or data.size),
-            detect.longest,
+            (int(section.sides[0]) or data.size, int(section.sides[1]) or data.size),
+            section.longest,
             recipe.augment.flip,
-            detect.jitter,
+            section.jitter,
         )
         self.batches = SampleBatches(
             DetectionSamples(self.train, augment, recipe.engine.seed),
@@ -120,13 +120,20 @@ class Detect(Task):
         """COCO's average precision of boxes and masks; the first process scores the detections of all."""
         from accelerate.utils import broadcast_object_list, gather_object
 
-        context, workers = self.context, self.recipe.data.workers
-        size, log = context.partition.size, self.broken["val"]
-        detector = DetectorInference(self.val, context.device, size, workers, log, context.say)
-        model, indices = unwrap(model), strided_indices(len(self.val), context.partition)
+        context, model = self.context, unwrap(model)  # DDP's forward pass would wait for processes with fewer batches
+        batches = detect(
+            model,
+            self.val,
+            strided_indices(len(self.val), context.partition),
+            context.partition.size,
+            context.device,
+            workers=self.recipe.data.workers,
+            log=self.broken["val"],
+            say=context.say,
+            autocast=accelerator.autocast,
+        )
         with eval_mode(model):
-            batches = context.until_stopped(detector.each(model, indices, accelerator.autocast))
-            found = [one for batch in batches for some in batch.values() for one in some]
+            found = [one for batch in context.until_stopped(batches) for one in batch]
         if accelerator.num_processes > 1:
             found = gather_object(found)
         scores = [coco_scores(self.val.truth(), found) if accelerator.is_main_process else None]

@@ -32,11 +32,11 @@ def class_counts(truth: Tensor, guess: Tensor, classes: int, ignore: int = IGNOR
     """
     truth, guess = truth.flatten(1), guess.flatten(1)
     counted = truth != ignore
-    pictures = torch.arange(len(truth), device=truth.device)[:, None].expand_as(truth)[counted]
+    rows = torch.arange(len(truth), device=truth.device)[:, None].expand_as(truth)[counted]
     truth, guess = truth[counted].long(), guess[counted].long()
     if len(truth) and not 0 <= int(truth.min()) <= int(truth.max()) < classes:
         raise VitfocusError(f"A mask has the class {int(truth.max())}, but the model has {classes} classes.")
-    cells = (pictures * classes + truth) * classes + guess
+    cells = (rows * classes + truth) * classes + guess
     confusion = torch.bincount(cells, minlength=len(counted) * classes**2).view(-1, classes, classes)
     return torch.stack([confusion.diagonal(dim1=1, dim2=2), confusion.sum(2), confusion.sum(1)], 1)
 

@@ -158,7 +158,7 @@ class Segment(Task):
             whole, indices, partition.size, self.recipe.data.workers, device, self.broken["val"], self.context.say
         )
         with eval_mode(model):
-            for images, masks, _ in self.context.until_stopped(parts):
+            for images, masks in self.context.until_stopped(parts):
                 with accelerator.autocast():
                     scores = predict(model, self.normalise(images), settings, masks.shape[-2:])
                 counts += class_counts(masks.to(device), scores.argmax(1), count).sum(0)

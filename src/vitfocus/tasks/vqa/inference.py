@@ -18,9 +18,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,12 +27,11 @@ from torch import Tensor, nn
 
 from vitfocus.anatomy import anatomy, unwrap
 from vitfocus.core.errors import VitfocusError
-from vitfocus.core.files import write_text
 from vitfocus.core.modules import eval_mode
-from vitfocus.data.vqa.batches import QuestionBatch, VqaPreprocessing, pad_images
+from vitfocus.data.vqa.batches import VqaPreprocessing, pad_images
 from vitfocus.data.vqa.tokenizer import attach_tokenizer, tokenizer_of
 
-__all__ = ["Answerer", "answers_in", "attach_tokenizer", "write_predictions"]
+__all__ = ["Answerer", "answers_in", "attach_tokenizer"]
 
 
 class Answerer:
@@ -76,14 +73,6 @@ class Answerer:
             chosen = self.model(**self.preprocessing.normalise(inputs, device)).logits.argmax(1)
         return [self.answers[number] for number in chosen.tolist()]
 
-    def each(self, batches: Iterable[QuestionBatch]) -> Iterator[tuple[int, str]]:
-        """The index and the answer of every question that counts; the caller sets eval mode and autocast."""
-        for batch in batches:
-            chosen = self.model(**batch.inputs).logits.argmax(1).tolist()
-            for index, number, counts in zip(batch.indices.tolist(), chosen, batch.counted.tolist(), strict=True):
-                if counts:
-                    yield index, self.answers[number]
-
 
 def preprocessing_of(model: nn.Module, size: int | None = None) -> VqaPreprocessing:
     """The image preprocessing of a model, at its own size unless another is given."""
@@ -97,8 +86,3 @@ def answers_in(config: Any) -> list[str] | None:
     labels: Mapping[Any, Any] = getattr(config, "id2label", None) or {}
     names = [str(labels[key]) for key in sorted(labels, key=int)]
     return None if all(name == f"LABEL_{place}" for place, name in enumerate(names)) else names
-
-
-def write_predictions(path: str | Path, numbered: Iterable[tuple[int, str]]) -> None:
-    """Write answers by question number in the format of the official evaluation server."""
-    write_text(path, json.dumps([{"question_id": number, "answer": answer} for number, answer in numbered]) + "\n")
