@@ -108,7 +108,8 @@ def _attention(models: Sequence[ReportModel]) -> str:
 
 def _is_nearly_uniform(diagnosis: Diagnosis) -> bool:
     """Whether the mean entropy over the layers is close to its bound."""
-    shares = [row["entropy"] / row["entropy_bound"] for row in diagnosis.rows if row.get("entropy_bound")]
+    known = [row for row in diagnosis.rows if "entropy" in row and row.get("entropy_bound")]
+    shares = [row["entropy"] / row["entropy_bound"] for row in known]
     return bool(shares) and fmean(shares) >= _NEARLY_UNIFORM
 
 
