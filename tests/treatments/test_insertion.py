@@ -310,9 +310,9 @@ def test_a_report_gives_no_verdict_on_an_insertion(tmp_path: Path) -> None:
     assert scores["plain"]["top1"] > 90 > 50 > scores["worse"]["top1"]
     written = vf.report(tmp_path / "run")
     (row,) = [row for row in written.rows if row.measure == "top-1 accuracy"]
-    assert row.differences["worse"].clear
-    assert row.verdict("worse") == row.verdict("kept") == ""
-    assert any("not judged, as adl was inserted" in sentence for sentence in row.sentences())
+    assert row.differences["worse"].significant
+    assert row.judgement("worse") == row.judgement("kept") == ""
+    assert any("not judged because adl was inserted" in sentence for sentence in row.sentences())
     assert set(written.to_dict()["insertions"]) == {"worse", "kept"}
     page = written.path.read_text()
     assert page.count("worse and kept carry treatments that were inserted after their weights were last trained") == 1

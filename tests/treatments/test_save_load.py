@@ -142,7 +142,7 @@ def test_torchvision_and_transformers(tmp_path: Path) -> None:
 
 def test_a_saved_model_is_not_built_otherwise_than_it_was_saved(tmp_path: Path) -> None:
     vf.save(vf.create_model("vit_tiny_patch16_224", depth=1, img_size=32), tmp_path)
-    with pytest.raises(vf.VitfocusError, match="built as it was saved, so num_classes cannot be given anew"):
+    with pytest.raises(vf.VitfocusError, match="built as it was saved, so num_classes cannot be changed"):
         open_model(str(tmp_path), num_classes=3)
 
 

@@ -1,10 +1,9 @@
 """Anatomy: where a model's blocks, MLPs, attentions, token grid and prefix tokens are."""
 
 from vitfocus.anatomy.block import Anatomy, Block, GridRule, Port
-from vitfocus.anatomy.input_spec import Pixels, pixels_of
-from vitfocus.anatomy.normalisation import remember_normalising
+from vitfocus.anatomy.input_spec import Pixels, remember_normalising
 from vitfocus.anatomy.plan import Plan, Trunk
-from vitfocus.anatomy.registry import Family, anatomy, build_example, families, model_names, register, unwrap
+from vitfocus.anatomy.registry import Family, anatomy, build_example, families, model_names, pixels_of, register, unwrap
 from vitfocus.anatomy.trained import inserted, insertion_sentence, insertions_sentence, is_trained, mark_inserted
 
 __all__ = [

@@ -1,7 +1,8 @@
 """The records in which every family of vision transformer is described.
 
-A treatment or a reading never asks which family it has before it: it asks a `Block` for its ports, its grid and its
-kind of attention. Families differ by the records that `timm.py`, `transformers.py`, `torchvision.py` and `own.py` fill.
+Treatments and readings do not depend on the family: they ask a `Block` for its ports, its grid and its kind of
+attention. Families differ by the records that `timm.py`, `transformers.py`, `torchvision.py` and `vitfocus_models.py`
+fill.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ Reader = Literal["call", "multihead", "dropout"]
 
 @dataclass(frozen=True)
 class GridRule:
-    """The token grid as a function of the image size: convolution arithmetic, one step a convolution.
+    """The token grid as a function of the image size: convolution arithmetic, one step per convolution.
 
-    Each step is (kernel, stride, padding) and floors, or (stride,) and rounds up (a layer that pads what is left over),
-    or (rows, columns), an adaptive pooling to that size. A number may also be a pair, for height and width.
+    Each step is (kernel, stride, padding), which rounds down; or (stride,), which rounds up, for a layer that pads the
+    remainder; or (rows, columns), an adaptive pooling to that size. A number may also be a pair, for height and width.
 
     >>> GridRule(((16, 16, 0),))((224, 320))
     (14, 20)
@@ -182,7 +183,7 @@ class Anatomy(Sequence[Block]):
 
     @property
     def trunk(self) -> tuple[Block, ...]:
-        """The blocks that treat all tokens: every block but those of class attention."""
+        """The blocks that process all tokens: every block except those of class attention."""
         return tuple(block for block in self.blocks if block.attention_kind != "class")
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""From a short plan of attribute names to a `Block`: the one place that looks inside modules.
+"""From a short plan of attribute names to a `Block`: the only place that looks inside modules.
 
 A plan names places as "path<" (the input of the module at that path), "path>" (its output) or "path()" (the input of
 that method), with the layout of the tokens there if it is not the block's own: "drop_path1< BHWC".

@@ -1,4 +1,4 @@
-"""Which families there are, how a model is matched to one, and what is said when none fits."""
+"""The registered families, how a model is matched to one, and the error if none fits."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ import torch
 from torch import nn
 
 from vitfocus.anatomy.block import Anatomy
-from vitfocus.anatomy.normalisation import grey_normalising, stated_normalising
+from vitfocus.anatomy.input_spec import Pixels, grey_normalising, stated_normalising
 from vitfocus.core.errors import VitfocusError, nearest
 
+_IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 _LIBRARIES = ("timm", "transformers", "torchvision", "vitfocus_models")
 _FAMILIES: dict[str, Family] = {}
 
-#: What timm's `features_only` makes of most models: their stages under new names, without the class they belonged to.
+#: What timm's `features_only` makes of most models: their stages under new names, without the original class.
 _TAKEN_APART = ("FeatureListNet", "FeatureDictNet")
 #: What a class of transformers is called after its family.
 _TASK = re.compile(r"(?<=.)(For[A-Z]\w*|Model|Backbone)$")
@@ -41,7 +42,7 @@ class Family:
 
 
 def register(family: Family) -> None:
-    """Make a family known by each of its classes; anybody's will do."""
+    """Register a family under each of its classes, which may come from any package."""
     for known in family.classes:
         _FAMILIES[known if isinstance(known, str) else _full_name(known)] = family
 
@@ -159,6 +160,27 @@ def anatomy(model: nn.Module) -> Anatomy:
             ),
         )
     return result
+
+
+def pixels_of(model: nn.Module) -> Pixels:
+    """The normalisation and image size that a model expects, whether or not it is a vision transformer.
+
+    It is what the anatomy says, else what is stored on the model or on a timm model inside it, else ImageNet's values.
+
+    Example:
+        >>> import timm
+        >>> pixels_of(timm.create_model("resnet18")).size, pixels_of(nn.Linear(2, 2)).std
+        ((224, 224), (0.229, 0.224, 0.225))
+    """
+    try:
+        body = anatomy(model)
+    except VitfocusError:
+        config: Any = next((c for m in unwrap(model).modules() if (c := getattr(m, "pretrained_cfg", None))), {})
+        own = tuple(config.get("mean") or _IMAGENET[0]), tuple(config.get("std") or _IMAGENET[1])
+        mean, std = stated_normalising(unwrap(model)) or own
+        height, width = (config.get("input_size") or (3, 224, 224))[1:]
+        return Pixels(mean, std, (int(height), int(width)))
+    return Pixels(tuple(body.mean), tuple(body.std), body.build_size)
 
 
 def _outermost(

@@ -1,8 +1,8 @@
-"""Have these weights been trained, and have they been since treatments were inserted into them?
+"""Whether weights are trained, and whether they were trained since treatments were inserted.
 
-Freshly built models are told by their norms, layer scales and biases, which start at constants (or, the biases of
-linear layers, within torch's own bounds) and leave them with the first step. A model that treatments were inserted into
-after training carries a mark with a few values of every parameter: once one of them has changed, training has gone on.
+Untrained weights are recognised by their norms, layer scales and biases, which are initialised to constants (biases of
+linear layers: within torch's bounds) and change with the first step. A model that was treated after training is marked
+with a few values of every parameter: if one of them has changed, the model was trained further.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PRECISIONS = (torch.float64, torch.float16, torch.bfloat16)
 
 
 def is_trained(model: nn.Module) -> bool:
-    """Whether a model's weights have left their initial values; False on the meta device, where there are none.
+    """Whether a model's weights differ from an initialisation; False on the meta device, which holds no values.
 
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
     >>> is_trained(model)
@@ -34,9 +34,9 @@ def is_trained(model: nn.Module) -> bool:
 
 
 def mark_inserted(model: nn.Module, specs: Sequence[str]) -> None:
-    """Note on a model that these treatments were inserted after its weights were last trained; none: take the note off.
+    """Mark a model as given these treatments after its weights were last trained; without specs, remove the mark.
 
-    What it already carries of that kind stays on the note.
+    Treatments that the model is already marked with stay on the mark.
     """
     model = unwrap(model)
     known = [spec for spec in inserted(model) if spec not in specs] if specs else []
@@ -53,7 +53,7 @@ def inserted(model: nn.Module) -> tuple[str, ...]:
 
 
 def insertion_sentence(specs: str, model: str = "") -> str:
-    """What to say of numbers that were measured on such a model; nothing where there are no such treatments.
+    """The sentence that goes with numbers measured on such a model; empty if there are no such treatments.
 
     >>> insertion_sentence("cbs")
     'cbs was inserted after the weights were last trained: this measures an insertion, not a method; train on first.'
@@ -68,7 +68,7 @@ def insertion_sentence(specs: str, model: str = "") -> str:
 
 
 def insertions_sentence(sentences: Mapping[str, str]) -> str:
-    """The same about several models, given by name, in one sentence.
+    """The same for several models, given by name, in one sentence.
 
     >>> insertions_sentence({"a": "cbs was inserted into a.", "b": "tap was inserted into b."})
     'a and b carry treatments that were inserted after their weights were last trained: this measures insertions, not \

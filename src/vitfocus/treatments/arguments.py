@@ -1,7 +1,7 @@
 """What a file may pass to a model's constructor: plain data, under names that the library's classes have.
 
-`config.json` and recipes may come from a stranger. Their arguments must not turn on remote code, downloads or file
-readers, so a name passes only if a class of that model has it and no loader does, and a value only if it is plain data.
+`config.json` and recipes are untrusted. Their arguments must not enable remote code, downloads or reading of files, so
+a name passes only if a class of that model has it and no loader does, and a value only if it is plain data.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LONGEST, _MOST = 1000, 200_000
 
 
 def file_arguments(library: str, name: str, arguments: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Constructor arguments that were read from a file, checked; `where` names the file in what is said of others.
+    """Check constructor arguments that were read from a file; `where` names the file in errors.
 
     >>> file_arguments("timm", "vit_tiny_patch16_224", {"depth": 2}, "config.json")
     {'depth': 2}
@@ -52,7 +52,7 @@ def file_arguments(library: str, name: str, arguments: Mapping[str, Any], where:
         return dict(arguments)  # whose fields `transformers_config` sorts out
     known = _known_names(library, name)
     if not known and not is_elsewhere(library, name):
-        return dict(arguments)  # no such model, of which its library speaks
+        return dict(arguments)  # no such model: its library raises the error
     for key, value in arguments.items():
         if key == "attn_implementation" and library == "transformers":
             _require_attention(value, where)

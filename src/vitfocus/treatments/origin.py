@@ -1,7 +1,7 @@
 """How a model was built, so that it can be built again: library, name and arguments.
 
-`create_model` notes it; of a model built elsewhere it is worked out from what the library left on the model, and
-checked by building a copy without memory and comparing the two.
+`create_model` stores it. For a model built elsewhere it is inferred from attributes that the library sets on the model,
+and checked by building a copy on the meta device and comparing the two.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Origin:
     arguments: dict[str, Any]
 
     def build(self, pretrained: bool = False) -> nn.Module:
-        """Build the model; with `pretrained`, its library fetches its weights."""
+        """Build the model; with `pretrained`, its library downloads its weights."""
         builders = {"timm": _build_timm, "torchvision": _build_torchvision, "transformers": _build_transformers}
         build: Callable[[str, bool, dict[str, Any]], nn.Module]
         if self.library in COMPOSED_MODELS:
@@ -57,20 +57,20 @@ class Origin:
             model = build(self.name, pretrained, dict(self.arguments))
         except (VitfocusError, OSError, ImportError, torch.OutOfMemoryError):
             raise
-        except Exception as error:  # whatever the library raises for arguments that it does not expect
+        except Exception as error:  # whatever the library raises for unexpected arguments
             raise VitfocusError(f"{full_name(self)} cannot be built with {self.arguments}: {reason(error)}.") from None
-        # A transformers model's own config says all; the folder it came from may be gone by the time it is loaded.
+        # The config of a transformers model is enough; the folder it came from may be gone by the time of loading.
         remember(model, self if self.library != "transformers" else _guess_transformers(model)[0])
         return model
 
 
 def remember(model: nn.Module, origin: Origin) -> None:
-    """Note on a model how it was built."""
+    """Store on a model how it was built."""
     model.__dict__[_KEY] = origin
 
 
 def origin_of(model: nn.Module) -> Origin:
-    """How a model was built; a clear refusal where that cannot be told."""
+    """How a model was built; raises `VitfocusError` if that cannot be determined."""
     known, library = model.__dict__.get(_KEY), _library_of(model)
     composed = known is not None and known.library in COMPOSED_MODELS
     if known is not None and (composed or library != "transformers") and _builds_the_same(known, model):
@@ -81,13 +81,13 @@ def origin_of(model: nn.Module) -> Origin:
             remember(model, origin)
             return origin
     raise VitfocusError(
-        f"How this {type(model).__name__} was built cannot be told from it: pass base=... (its name) and "
+        f"How this {type(model).__name__} was built cannot be determined: pass base=... (its name) and "
         "arguments={...} (what it was created with), or create it with vitfocus.create_model."
     )
 
 
 def split_library(name: str) -> tuple[str, str]:
-    """The library, or the prefix of a composed model, and the name in "torchvision:vit_b_16"; timm where none is named.
+    """The library, or the prefix of a composed model, and the name in "torchvision:vit_b_16"; timm if none is named.
 
     >>> split_library("torchvision:vit_b_16"), split_library("vit_tiny_patch16_224")
     (('torchvision', 'vit_b_16'), ('timm', 'vit_tiny_patch16_224'))
@@ -99,7 +99,7 @@ def split_library(name: str) -> tuple[str, str]:
 
 
 def full_name(origin: Origin) -> str:
-    """The name as a spec has it: with its library where that is neither timm nor told by the class."""
+    """The name as written in a spec: with its prefix if it is a composed model."""
     return f"{origin.library}:{origin.name}" if origin.library in COMPOSED_MODELS else origin.name
 
 
@@ -122,7 +122,7 @@ def _build_timm(name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Mo
     if "/" not in name and not timm.is_model(architecture):
         raise VitfocusError(f"timm has no model {name!r}: {nearest(architecture, timm.list_models())}")
     try:
-        if name.startswith("hf-hub:"):  # what lies on the hub is a stranger's as well
+        if name.startswith("hf-hub:"):  # files on the hub are untrusted too
             content = timm.models.load_model_config_from_hf(name.removeprefix("hf-hub:"))
             return _build_timm_checkpoint(content, name, pretrained, arguments)
         return timm.create_model(name, pretrained=pretrained, **arguments)
@@ -141,7 +141,7 @@ def build_timm_folder(folder: Path, arguments: dict[str, Any]) -> nn.Module:
 
 
 def _build_timm_checkpoint(content: Any, where: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
-    """From timm's reading of a checkpoint's config.json: where its weights are is timm's word, not the file's."""
+    """Build from a config.json that timm has read; the location of the weights is timm's, not the file's."""
     import timm
     from timm.models import PretrainedCfg
 
@@ -161,17 +161,17 @@ def _build_torchvision(name: str, pretrained: bool, arguments: dict[str, Any]) -
     if name not in models.list_models():
         raise VitfocusError(f"torchvision has no model {name!r}: {nearest(name, models.list_models())}")
     builder: Any = models.get_model_builder(name)
-    if "weights_backbone" in inspect.signature(builder).parameters:  # which are fetched unless it says otherwise
+    if "weights_backbone" in inspect.signature(builder).parameters:  # which would be downloaded by default
         arguments = {"weights_backbone": None, **arguments}
     model: nn.Module = builder(weights="DEFAULT" if pretrained else None, **arguments)
     return model
 
 
 def _build_transformers(name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
-    """By a class's name and its config's fields, or by a checkpoint's folder or name on the hub."""
+    """Build from the name of a class and the fields of its config, or from a checkpoint's folder or name on the hub."""
     transformers = import_transformers()
     if arguments.get("trust_remote_code"):
-        raise VitfocusError("vitfocus runs no code of a checkpoint: load the model with transformers, and pass it on.")
+        raise VitfocusError("vitfocus does not run code from a checkpoint: load the model with transformers.")
     if "config" in arguments:
         model_class = transformers_class(name)
         config_class = getattr(transformers, str(arguments["config_class"]), None)
@@ -231,8 +231,8 @@ def _guess_timm(model: Any, known: Origin | None = None) -> list[Origin]:
         return []
     ours, theirs = _telling(model), _telling(plain)
     more = {key: value for key, value in ours.items() if key in theirs and theirs[key] != value}
-    # A window is no larger than its grid, so its size may follow from the image's instead of having been asked for;
-    # of what few people change, not every class takes each, and some of it follows from the rest.
+    # A window is no larger than its grid, so its size may follow from the image size instead of an argument. Not every
+    # class takes each of the rare arguments, and some of them follow from the others.
     taken = inspect.signature(type(model)).parameters
     rare = [key for key in more if key in _RARE]
     strange = [key for key in more if key not in taken]
@@ -252,12 +252,12 @@ def _guess_timm(model: Any, known: Origin | None = None) -> list[Origin]:
     return [Origin("timm", name, changed) for changed in tried]
 
 
-#: What few people change.
+#: Arguments that are rarely changed.
 _RARE = ("num_heads", "embed_dims", "mlp_ratio", "init_values", "qk_norm", "strict_img_size", "dynamic_mask")
 
 
 def _telling(model: Any) -> dict[str, Any]:
-    """What a timm model shows of the arguments people change."""
+    """The usual constructor arguments, as far as a timm model's attributes show them."""
     facts: dict[str, Any] = {
         key: getattr(model, key)
         for key in ("embed_dim", "global_pool", "dynamic_img_size", "masked_blocks")

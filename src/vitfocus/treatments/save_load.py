@@ -143,7 +143,7 @@ def save(
     added = added_names(model)
     if only == "treatments" and not treatments:
         raise VitfocusError("This model carries no treatment, so there is nothing to save with only='treatments'.")
-    # A transformers model's config says all, and the checkpoint it began with may be gone when it is loaded.
+    # The config of a transformers model is enough; the checkpoint it came from may be gone by the time of loading.
     if base is not None and split_library(base)[0] != "transformers":
         origin = Origin(*split_library(base), dict(arguments or {}))
     else:
@@ -156,7 +156,7 @@ def save(
     with atomic_path(weights) as path:
         try:
             save_file(separate_tensors(tensors), path, metadata={"format": "pt"})
-        except SafetensorError as error:  # a full disk, in safetensors' words
+        except SafetensorError as error:  # such as a full disk
             raise VitfocusError(f"{weights} cannot be written: {error}.") from None
     config = SavedConfig(
         format=_FORMAT,
@@ -225,7 +225,8 @@ def load(folder: str | Path, *, onto: nn.Module | None = None, pretrained: bool 
         wanted = added_names(model) if config.only == "treatments" else set(model.state_dict())
         missing = {name for name in wanted - set(tensors) if not is_record(name)}  # older folders have no record
         require(str(folder), missing, set(tensors) - wanted)
-        if (recorded := recorded_treatments(tensors, str(folder))) and recorded != treatments:
+        recorded = recorded_treatments(tensors, str(folder))
+        if recorded and sorted(map(str, recorded)) != sorted(map(str, treatments)):
             raise VitfocusError(
                 f"{folder} was changed: its weights were saved with {'+'.join(map(str, recorded))}, and config.json "
                 f"names {'+'.join(config.treatments) or 'no treatment'}."
@@ -247,14 +248,14 @@ def load(folder: str | Path, *, onto: nn.Module | None = None, pretrained: bool 
 
 
 def _take_dtypes(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Give a model's weights and buffers the precision of those that it is to have."""
+    """Cast a model's weights and buffers to the precision of those that will be loaded."""
     for name, value in (*model.named_parameters(), *model.named_buffers()):
         if name in dtypes and value.is_floating_point():
             value.data = value.data.to(dtypes[name])
 
 
 def _unsaved_precisions(model: nn.Module) -> dict[str, str]:
-    """The precision of buffers that are made anew rather than saved (masks, the biases of keys), if not the usual."""
+    """The precision of buffers that are not saved (masks, biases of keys), if it is not float32."""
     saved = model.state_dict()
     unsaved = {name: str(one.dtype).removeprefix("torch.") for name, one in model.named_buffers() if name not in saved}
     return {name: precision for name, precision in unsaved.items() if precision in _PRECISIONS}
@@ -264,19 +265,19 @@ def _precisions(config: SavedConfig, folder: Path) -> dict[str, torch.dtype]:
     named = config.buffers
     if unknown := sorted(set(named.values()) - set(_PRECISIONS)):
         raise VitfocusError(
-            f"{folder / 'config.json'} was changed since vitfocus.save wrote it: {unknown[0]!r} is no precision of a "
-            f"buffer; {nearest(unknown[0], _PRECISIONS)}"
+            f"{folder / 'config.json'} was changed since vitfocus.save wrote it: {unknown[0]!r} is not a precision "
+            f"of a buffer; {nearest(unknown[0], _PRECISIONS)}"
         )
     return {name: _PRECISIONS[precision] for name, precision in named.items()}
 
 
 def remember_task(model: nn.Module, card: Mapping[str, Any]) -> None:
-    """Note on a model what it was trained for, as JSON has it: it is saved and loaded with the model."""
+    """Store on a model what it was trained for, as plain data that is saved and loaded with the model."""
     unwrap(model).__dict__[_TASK] = dict(card)
 
 
 def task_of(model: nn.Module) -> TaskCard:
-    """What a model was trained for; empty where that is not known."""
+    """What a model was trained for; empty if that is not known."""
     card: TaskCard = unwrap(model).__dict__.get(_TASK, {})
     return card
 
@@ -287,7 +288,7 @@ def open_model(name: str, weights: str | Path | None = None, treat: str | None =
     Args:
         name: A spec as for `create_model`; a folder saved by vitfocus, transformers or timm; the folder of a run; or
             "hf-hub:USER/NAME", which is downloaded.
-        weights: A checkpoint to load into the model.
+        weights: A checkpoint to load. A model without treatments receives those that the checkpoint records.
         treat: Treatments to apply first, as a spec such as "tap+cb".
         **arguments: Passed to the library's constructor.
 
@@ -308,7 +309,7 @@ def open_model(name: str, weights: str | Path | None = None, treat: str | None =
             folder = folder / "model"  # a run's folder
         config = _read_json(folder / "config.json")
         if "vitfocus" in config and arguments:
-            raise VitfocusError(f"{folder} is built as it was saved, so {', '.join(arguments)} cannot be given anew.")
+            raise VitfocusError(f"{folder} is built as it was saved, so {', '.join(arguments)} cannot be changed.")
         if "vitfocus" in config:
             model = load(folder)
         elif "model_type" in config:
@@ -322,12 +323,12 @@ def open_model(name: str, weights: str | Path | None = None, treat: str | None =
             except Exception as error:
                 raise VitfocusError(f"timm cannot build the model in {folder}: {reason(error)}.") from None
         else:
-            raise VitfocusError(f"{folder / 'config.json'} is none of vitfocus's, transformers' or timm's.")
+            raise VitfocusError(f"{folder / 'config.json'} is not a configuration of vitfocus, transformers or timm.")
     else:
         base, _, rest = name.partition("+")
         if base and any(Path(base, inner, "config.json").is_file() for inner in ("", "model")):
             raise VitfocusError(
-                f"{base} is a folder, behind which no treatments are written: --treat {rest} adds them."
+                f"{base} is a folder, which cannot be followed by treatments: add them with --treat {rest}."
             )
         model = create_model(name, **arguments)
     if treat and weights is None:
@@ -363,7 +364,7 @@ def push(model: nn.Module, repository: str, **options: Any) -> str:
 
 
 def _attach_tokenizer(model: nn.Module, folder: Path) -> None:
-    """Let a model that reads text carry the word pieces that lie beside its weights."""
+    """Attach the tokenizer in a folder to a model that reads text."""
     config: Any = getattr(model, "config", None)
     longest = getattr(config, "max_position_embeddings", None)
     if longest and (tokenizer := QuestionTokenizer.read(folder, int(longest))) is not None:
@@ -377,14 +378,14 @@ def _fetch(name: str) -> Path:
 
 
 def is_pushed(name: str) -> bool:
-    """Whether a name is that of a folder on the hub that `push` uploaded, by the small file that says so."""
+    """Whether a name on the hub is a folder that `push` uploaded, according to its config.json."""
     if not name.startswith("hf-hub:"):
         return False
     from huggingface_hub import hf_hub_download
 
     try:
         return "vitfocus" in _read_json(Path(hf_hub_download(name.removeprefix("hf-hub:"), "config.json")))
-    except (OSError, ValueError):  # no network, no such place, no such file: timm says what it misses
+    except (OSError, ValueError):  # no network or no such file: timm raises the error
         return False
 
 
@@ -396,7 +397,7 @@ def _preprocessing(model: nn.Module) -> PixelSettings:
 
 
 def _restore_preprocessing(model: nn.Module, settings: PixelSettings | None) -> None:
-    """Let a model expect the images that it expected when it was saved: its name alone may stand for other values."""
+    """Restore the preprocessing that was saved, which may differ from that of the model's name."""
     if settings is None:
         return
     remember_normalising(model, settings.mean, settings.std)
