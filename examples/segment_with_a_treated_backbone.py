@@ -9,7 +9,7 @@ from torch.utils.data import default_collate
 
 import vitfocus as vf
 from vitfocus.data.shapes.dataset import MASK_CLASSES, Shapes
-from vitfocus.tasks.segmentation.metric import confusion, scores_of
+from vitfocus.tasks.segmentation.metric import class_counts, scores_of
 
 torch.manual_seed(0)
 vit = {"img_size": 48, "patch_size": 8, "embed_dim": 48, "depth": 4, "num_heads": 4}
@@ -32,7 +32,7 @@ for step in range(16):
 
 model.eval()
 with torch.no_grad():
-    scores = scores_of(confusion(masks, model(x).argmax(1), len(MASK_CLASSES)))
+    scores = scores_of(class_counts(masks, model(x).argmax(1), len(MASK_CLASSES)).sum(0))
 print("mIoU {miou:.2f}, pixel accuracy {aacc:.2f} on what it was trained on".format(**scores))
 
 print(vf.diagnose(model, pixels[:8]))  # finds the transformer inside
