@@ -98,8 +98,8 @@ def compiler(request: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> It
 def attention(
     dtype: torch.dtype, biased: bool, size: tuple[int, int] | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Queries, keys and a bias: heads and width of `size`, else DeiT-S's, or with a bias two of Swin's."""
-    heads, width = size or ((2, 32) if biased else (6, 64))
+    """Queries, keys and a bias: heads and width of `size`, by default DeiT-Ti's, or with a bias two of Swin's."""
+    heads, width = size or ((2, 32) if biased else (3, 64))
     query, key, _ = torch.randn(2, 70, 3, heads, width, dtype=dtype).permute(2, 0, 3, 1, 4)
     return query, key, torch.randn(1, heads, 70, 70, dtype=dtype) if biased else None
 
