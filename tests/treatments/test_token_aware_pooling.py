@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 import vitfocus as vf
 from vitfocus.models import FAN, load_published
+from vitfocus.treatments.state_record import is_record
 
 
 def pool_by_unfold(image: Tensor, dilation: int) -> Tensor:
@@ -210,4 +211,5 @@ def test_published_names_of_full_size_models(shared: Path, name: str) -> None:
     published = json.loads((shared / "golden/models/fan_checkpoint_keys.json").read_text())[f"tap_{name}"]
     with torch.device("meta"):
         model = vf.create_model(f"{name}+tap(branches=4)")
-    assert {key: list(tensor.shape) for key, tensor in model.state_dict().items()} == published
+    shapes = {key: list(tensor.shape) for key, tensor in model.state_dict().items() if not is_record(key)}
+    assert shapes == published

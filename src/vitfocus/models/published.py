@@ -83,8 +83,8 @@ def load_published(model: nn.Module, state_dict: Mapping[str, Any]) -> Loaded:
             f"{name} has shape {tuple(fitting[name].shape)} in the checkpoint but {tuple(own[name].shape)} in the model"
             f"{others}: build the model with the checkpoint's sizes and num_classes; nothing was loaded."
         )
-    model.load_state_dict(fitting, strict=False)
-    return Loaded(list(fitting), [name for name in own if name not in fitting], [n for n in state if n not in fitting])
+    missing = model.load_state_dict(fitting, strict=False).missing_keys
+    return Loaded(list(fitting), list(missing), [name for name in state if name not in fitting])
 
 
 def fit_position(position: Any, grid: tuple[int, int], prefix_tokens: int = 0, interpolation: str = "bicubic") -> Any:
