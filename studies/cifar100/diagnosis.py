@@ -115,7 +115,7 @@ def corruption_summary(scores: Any) -> dict[str, Any]:
         **{key: summary[key] for key in kept if key in summary},
         "by_corruption": errors,
         "ce": {name: row["ce"] for name, row in summary["corruptions"].items() if "ce" in row},
-        "frost": made["frost"],
+        "frost": made.get("frost", "not used"),
         "notes": list(scores.notes),
     }
 

@@ -122,7 +122,7 @@ def corruption(
             for severity in severities
         },
         "images": len(images),
-        "frost": made["frost"],
+        "frost": made.get("frost", "not used"),
     }
 
 
