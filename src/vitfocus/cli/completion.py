@@ -13,8 +13,8 @@ import shtab
 
 SHELLS = ("bash", "zsh", "fish", "tcsh")
 
-#: What the user types after an argument with one of these metavars is a path.
-_PATHS = frozenset({"DIR", "FILE", "RUN", "MODEL", "[NAME=]DIR", "auto|PATH"})
+#: What the user types for an argument with one of these metavars is, or may be, a path.
+_PATHS = frozenset({"DIR", "FILE", "RUN", "MODEL", "[NAME=]DIR", "auto|PATH", "TEXT"})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,7 +61,7 @@ def build_full_parser(shell: str) -> argparse.ArgumentParser:
                 action.choices = names[action.dest]
             if action.dest in ("recipe", "model"):
                 action.complete = _names_and_files(action.dest, _names(action))  # type: ignore[attr-defined]
-            elif action.choices is None and (action.metavar in _PATHS or (action.metavar, action.type) == ("X", str)):
+            elif action.choices is None and action.metavar in _PATHS:
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
     return parser
 

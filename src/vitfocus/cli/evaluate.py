@@ -90,7 +90,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             suites.add_argument(flag, dest=name, action=action, default=None, help=text)
         else:
             shape: dict[str, Any] = {"nargs": "+"} if option.several else {}
-            suites.add_argument(flag, type=option.type, help=text, metavar="X", **shape)
+            metavar = {int: "N", float: "X"}.get(option.type, "TEXT")
+            suites.add_argument(flag, type=option.type, help=text, metavar=metavar, **shape)
     evaluating = OnlyWith(
         lambda args: not args.compare, "has no effect with --compare, which reads finished runs: leave --compare out"
     )

@@ -72,7 +72,7 @@ SUITES: dict[str, Suite] = {
     for suite in (
         Suite(
             "clean",
-            "accuracy on the images as they are",
+            "accuracy on clean images",
             _CLASS_FOLDERS,
             "top-1, top-5, ECE",
             "photographs:clean",
@@ -105,7 +105,7 @@ SUITES: dict[str, Suite] = {
         ),
         Suite(
             "imagenet-r",
-            "renditions, 200 classes",
+            "art, cartoons and other renditions, 200 classes",
             "200 class folders",
             "top-1 among these 200 classes: the other 800 logits are masked, as the result states",
             "photographs:subset_of_classes",
@@ -113,7 +113,7 @@ SUITES: dict[str, Suite] = {
         ),
         Suite(
             "imagenet-v2",
-            "three newly collected test sets",
+            "three new test sets for ImageNet",
             "the three `imagenetv2-*-format-val` folders, or one of them",
             "top-1 of each",
             "photographs:imagenet_v2",
@@ -149,7 +149,7 @@ SUITES: dict[str, Suite] = {
         ),
         Suite(
             "occlusion",
-            "the centre, or random patches, hidden",
+            "accuracy with the centre or random patches hidden",
             _CLASS_FOLDERS,
             "top-1 with the centre or random cells set to black",
             "occlusion_and_attacks:occlusion",
@@ -157,7 +157,7 @@ SUITES: dict[str, Suite] = {
         ),
         Suite(
             "fgsm",
-            "one gradient step, eps in 1/255",
+            "FGSM attack: one gradient step, epsilon in units of 1/255",
             _CLASS_FOLDERS,
             "top-1 under attack",
             "occlusion_and_attacks:attack",
@@ -165,7 +165,7 @@ SUITES: dict[str, Suite] = {
         ),
         Suite(
             "pgd",
-            "several projected gradient steps, eps in 1/255",
+            "PGD attack: several projected gradient steps, epsilon in units of 1/255",
             _CLASS_FOLDERS,
             "top-1 under attack",
             "occlusion_and_attacks:attack",
@@ -173,7 +173,7 @@ SUITES: dict[str, Suite] = {
         ),
         Suite(
             "autoattack",
-            "the AutoAttack ensemble, through its package",
+            "AutoAttack, the ensemble of its own package",
             _CLASS_FOLDERS,
             "top-1 under the ensemble of [its own package](https://github.com/fra31/auto-attack)",
             "occlusion_and_attacks:attack",
@@ -181,7 +181,7 @@ SUITES: dict[str, Suite] = {
         ),
         Suite(
             "segmentation",
-            "mIoU, mAcc and aAcc on pictures with masks",
+            "mIoU, mAcc and aAcc on images with masks",
             _MASKS,
             _MIOU,
             "segmentation:clean",
@@ -200,7 +200,7 @@ SUITES: dict[str, Suite] = {
         ),
         Suite(
             "cityscapes-c",
-            "mIoU under 19 corruptions of any-size pictures at 5 severities; generated, or read from corrupted_data",
+            "mIoU under 19 corruptions at 5 severities, on images of any size; generated, or stored files",
             "Cityscapes, or any images with masks",
             "mIoU on clean images, per corruption (mean over severities), and over all 19",
             "segmentation:corruptions",
@@ -209,7 +209,7 @@ SUITES: dict[str, Suite] = {
         ),
         Suite(
             "acdc",
-            "mIoU in fog, at night, in rain and snow, each and together",
+            "mIoU in fog, at night, in rain, in snow, and overall",
             "ACDC",
             "mIoU in fog, at night, in rain, in snow, and overall",
             "segmentation:acdc",
@@ -227,7 +227,7 @@ SUITES: dict[str, Suite] = {
         ),
         Suite(
             "answers",
-            "VQAv2's official accuracy of answers to questions about pictures",
+            "official VQAv2 accuracy of answers to questions about images",
             "VQAv2's layout, or `shapes` ([tasks](tasks.md))",
             "VQAv2 accuracy; `--out` also writes `answers.json`",
             "vqa:answers",

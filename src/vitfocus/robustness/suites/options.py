@@ -74,22 +74,22 @@ class NoOptions:
 
 @dataclass(frozen=True)
 class ImageOptions(NoOptions):
-    """How pictures are resized and cropped."""
+    """How images are resized and cropped."""
 
     crop_pct: Annotated[float | None, _RESIZED] = _option(
-        "share of the resized picture that is cropped (default: 0.875)"
+        "share of the resized image that the crop keeps (default: 0.875)"
     )
     interpolation: Annotated[str | None, _RESIZED] = _option(
-        "bilinear or bicubic (default: the suite's, or the model's)"
+        "bilinear or bicubic (default: that of the suite or the model)"
     )
-    resize: Annotated[bool | None, _RESIZED] = _option("take images as they are, without resizing", negate=True)
+    resize: Annotated[bool | None, _RESIZED] = _option("do not resize images", negate=True)
 
 
 @dataclass(frozen=True)
 class ClassFolderOptions(ImageOptions):
     """Class folders may be mapped to classes by an index file."""
 
-    index: Annotated[str | None, _FOLDERS] = _option("a json that maps class folders to the model's classes")
+    index: Annotated[str | None, _FOLDERS] = _option("JSON file that maps class folders to the classes of the model")
 
 
 @dataclass(frozen=True)
@@ -97,9 +97,9 @@ class CorruptionOptions(ClassFolderOptions):
     """Which of the common corruptions, at which severities."""
 
     corruptions: tuple[str, ...] | None = _option("only these corruptions")
-    severities: tuple[int, ...] | None = _option("only these severities, 1 to 5")
-    extra: bool = _option("the 4 extra corruptions too", False)
-    frost: Annotated[str | None, _GENERATED] = _option("the folder of the published frost overlays")
+    severities: tuple[int, ...] | None = _option("only these severities (1 to 5)")
+    extra: bool = _option("add the 4 extra corruptions", False)
+    frost: Annotated[str | None, _GENERATED] = _option("folder of the published frost overlays")
 
 
 @dataclass(frozen=True)
@@ -107,10 +107,10 @@ class ImageNetCOptions(CorruptionOptions):
     """ImageNet-C, published or generated."""
 
     clean_data: Annotated[str | None, _PUBLISHED] = _option(
-        "of published files: the clean validation set, for the relative mCE"
+        "clean validation set for the relative mCE, with published files"
     )
     jpeg_quality: Annotated[int | None, _GENERATED] = _option(
-        "generated: save as JPEG after corrupting; the published files are at 85"
+        "compress generated images as JPEG with this quality; the published files have 85"
     )
 
 
@@ -119,7 +119,7 @@ class PerturbationOptions(ImageOptions):
     """ImageNet-P's sequences."""
 
     perturbations: tuple[str, ...] | None = _option("only these sequences")
-    difficulty: int = _option("1, 2 or 3", 1)
+    difficulty: int = _option("difficulty 1, 2 or 3 (default: 1)", 1)
     t5d_reference: Mapping[str, float] | None = _option("top-5 distances of a reference model, by perturbation")
 
 
@@ -127,58 +127,58 @@ class PerturbationOptions(ImageOptions):
 class RealOptions(ImageOptions):
     """Where ReaL's labels come from."""
 
-    labels: str | None = _option("ReaL's own real.json (default: timm's copy)")
+    labels: str | None = _option("file with ReaL's labels, real.json (default: timm's copy)")
 
 
 @dataclass(frozen=True)
 class OcclusionOptions(ClassFolderOptions):
     """How much of the image is hidden."""
 
-    sizes: tuple[int, ...] = _option("sides of the hidden centre, in pixels of 224", (56, 112, 168))
-    drops: tuple[int, ...] = _option("how many cells of 14x14 to hide at random", (49, 98, 147))
+    sizes: tuple[int, ...] = _option("side lengths of the hidden centre, in pixels at 224", (56, 112, 168))
+    drops: tuple[int, ...] = _option("numbers of cells of a 14x14 grid to hide at random", (49, 98, 147))
 
 
 @dataclass(frozen=True)
 class AttackOptions(ClassFolderOptions):
     """The ball that adversarial images stay in."""
 
-    eps: tuple[float, ...] = _option("epsilons in 1/255", (1.0,))
-    norm: str = _option("linf or l2", "linf")
+    eps: tuple[float, ...] = _option("epsilons in units of 1/255 (default: 1)", (1.0,))
+    norm: str = _option("linf or l2 (default: linf)", "linf")
 
 
 @dataclass(frozen=True)
 class PGDOptions(AttackOptions):
     """Projected gradient descent."""
 
-    steps: int = _option("number of steps", 5)
-    step_size: float | None = _option("length of a step in 1/255 (default: 2.5 eps / steps)")
-    random_start: bool = _option("start at the image itself", True, negate=True)
+    steps: int = _option("number of steps (default: 5)", 5)
+    step_size: float | None = _option("step size in units of 1/255 (default: 2.5 eps / steps)")
+    random_start: bool = _option("start at the image instead of a random point", True, negate=True)
 
 
 @dataclass(frozen=True)
 class MaskOptions(NoOptions):
     """How pictures with masks are read and tested; what is left out, the model's own test settings decide."""
 
-    split: Annotated[str, _READ] = _option("the split by its folder's name (default: val)", "")
-    window: int | None = _option("side of the sliding window (default: the model's; 0: whole pictures)")
-    stride: int | None = _option("from one window to the next (default: two thirds of the window)")
-    flip: bool | None = _option("average with the mirrored pictures")
-    short_side: int | None = _option("resize pictures so that this is their short side")
-    ignore: int = _option("the label that does not count, of data that is not a folder (default: 255)", 255)
+    split: Annotated[str, _READ] = _option("name of the split (default: val)", "")
+    window: int | None = _option("side of the sliding window (default: the model's; 0: whole images)")
+    stride: int | None = _option("stride of the sliding window (default: two thirds of the window)")
+    flip: bool | None = _option("average with the predictions for the flipped images")
+    short_side: int | None = _option("resize images to this shorter side")
+    ignore: int = _option("label to ignore in data that is not a folder (default: 255)", 255)
 
 
 @dataclass(frozen=True)
 class ACDCOptions(MaskOptions):
     """ACDC; predictions can be drawn."""
 
-    pictures: str | None = _option("write pictures of the predictions into this folder")
+    pictures: str | None = _option("folder for images of the predictions")
 
 
 @dataclass(frozen=True)
 class LayoutOptions(MaskOptions):
     """A folder of pictures with masks in any layout."""
 
-    source: Annotated[str, _READ] = _option("the folder's layout: ade20k, cityscapes, acdc, camvid, masks", "")
+    source: Annotated[str, _READ] = _option("layout of the folder: ade20k, cityscapes, acdc, camvid or masks", "")
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class SegmentationOptions(LayoutOptions, ACDCOptions):
 class SegmentationNoiseOptions(LayoutOptions):
     """Segmentation under noise."""
 
-    repeats: int = _option("how often random noise is drawn, 2 to 10 (default: 5)", 5)
+    repeats: int = _option("number of draws of random noise, 2 to 10 (default: 5)", 5)
 
 
 @dataclass(frozen=True)
@@ -198,23 +198,23 @@ class CityscapesCOptions(LayoutOptions):
     """Segmentation under the common corruptions."""
 
     corruptions: tuple[str, ...] | None = _option("only these corruptions")
-    severities: tuple[int, ...] | None = _option("only these severities, 1 to 5")
-    frost: str | None = _option("the folder of the published frost overlays")
-    corrupted_data: str | None = _option("the folder of stored corrupted pictures")
+    severities: tuple[int, ...] | None = _option("only these severities (1 to 5)")
+    frost: str | None = _option("folder of the published frost overlays")
+    corrupted_data: str | None = _option("folder of stored corrupted images (default: generated)")
 
 
 @dataclass(frozen=True)
 class VQAOptions(NoOptions):
     """Visual question answering."""
 
-    split: Annotated[str, _READ] = _option("the split by its folder's name (default: val)", "")
+    split: Annotated[str, _READ] = _option("name of the split (default: val)", "")
 
 
 @dataclass(frozen=True)
 class DetectionOptions(VQAOptions):
     """Detection; what is found can be drawn."""
 
-    pictures: str | None = _option("write pictures of the predictions into this folder")
+    pictures: str | None = _option("folder for images of the predictions")
 
 
 class Option(NamedTuple):
