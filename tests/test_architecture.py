@@ -136,8 +136,13 @@ def test_help_needs_no_torch() -> None:
     assert "vitfocus COMMAND --help" in shown
 
 
+#: To be lowered as files are merged; 190 is the aim.
+MOST_FILES = 225
+
+
 def test_files_stay_readable() -> None:
     lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in SOURCE.rglob("*.py")}
+    assert len(lengths) <= MOST_FILES, f"{len(lengths)} files: merge small ones that serve one idea"
     assert max(lengths.values()) <= 500, max(lengths, key=lambda path: lengths[path])
     assert sorted(lengths.values())[len(lengths) // 2] <= 200
     for path in lengths:
