@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 import vitfocus as vf
 from vitfocus.core.errors import VitfocusError
+from vitfocus.core.files import digest
 from vitfocus.train import checkpoint, load_recipe
 from vitfocus.train.run import train
 from vitfocus.train.trainer import Trainer
@@ -106,6 +107,8 @@ def test_half_a_checkpoint_does_not_count(tmp_path: Path) -> None:
         folder = tmp_path / key
         shutil.copytree(written, folder)
         (folder / "state.json").write_text(json.dumps({k: value for k, value in content.items() if k != key}))
+        names = ("state.json", "state.safetensors")
+        (folder / "SHA256SUMS").write_text("".join(f"{digest(folder / name)}  {name}\n" for name in names))
         with pytest.raises(VitfocusError, match=f"state.json was not written.*lacks the key '{key}'"):
             checkpoint.read_checkpoint(folder)
     for name, files in ((".00000002.new", ("state.safetensors",)), ("00000003", ("state.json",)), ("00000004", ())):

@@ -1,8 +1,9 @@
 """Checkpoints that survive a crash, a full disk or a flipped bit.
 
-A checkpoint is a folder, `checkpoints/00001200`, with tensors as safetensors and the rest as JSON, which holds the
-tensors' SHA-256. It is written under another name and renamed when complete; older ones are removed after that. It
-holds no random state: every draw of a run follows from the seed and the step's number.
+A checkpoint is a folder, `checkpoints/00001200`, with tensors as safetensors, the rest as JSON, and the SHA-256 of both
+files in `SHA256SUMS`, in the format of `sha256sum`. It is written under another name and renamed when complete; older
+ones are removed after that, once enough newer ones are undamaged. It holds no random state: every draw of a run follows
+from the seed and the step's number.
 
 torch's `get_state_dict` gives full tensors under the model's plain names whether it is wrapped in
 DistributedDataParallel, sharded by FSDP2, compiled or none of these, so a run may continue on other machines.
@@ -14,12 +15,13 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from msgspec import Struct, field, structs, to_builtins
+from msgspec import Struct, field, to_builtins
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -36,7 +38,7 @@ from vitfocus.core.files import digest
 from vitfocus.core.modules import separate_tensors
 from vitfocus.core.records import Count, read_json
 
-_TENSORS, _STATE = "state.safetensors", "state.json"
+_TENSORS, _STATE, _SUMS = "state.safetensors", "state.json", "SHA256SUMS"
 
 
 class RunRecord(Struct):
@@ -66,7 +68,6 @@ class RunState(Struct):
     record: RunRecord
     scaler: dict[str, Any]  # the state of the gradient scaler of fp16
     optimiser: OptimiserState
-    sha256: str = ""  # of the file of tensors
 
 
 @dataclass
@@ -78,7 +79,7 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints of one run, the newest few kept."""
+    """The checkpoints of one run. The newest `keep` undamaged ones are kept."""
 
     def __init__(self, folder: str | Path, keep: int = 2) -> None:
         self.folder, self.keep = Path(folder), keep
@@ -98,9 +99,19 @@ class Checkpoints:
             last = self.steps()
             where = f"the last one, of step {last[0]}, is untouched" if last else "there is none yet"
             raise VitfocusError(f"The checkpoint of step {step} cannot be written ({error}); {where}.") from None
-        for old in self.steps()[self.keep :]:
-            shutil.rmtree(self.folder / f"{old:08d}", ignore_errors=True)
+        self._remove_old(final)
         return final
+
+    def _remove_old(self, written: Path) -> None:
+        """Remove those older than the newest `keep` undamaged ones, except the one just written."""
+        undamaged = 0
+        for folder in (self.folder / f"{step:08d}" for step in self.steps()):
+            if undamaged < self.keep:
+                with suppress(VitfocusError):
+                    _verify(folder)
+                    undamaged += 1
+            elif folder != written:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def newest(self, say: Callable[[str], None] = print) -> Checkpoint | None:
         """The newest that can be read; says which ones cannot."""
@@ -108,7 +119,7 @@ class Checkpoints:
             try:
                 return read_checkpoint(self.folder / f"{step:08d}")
             except VitfocusError as error:
-                say(f"{error} Trying the one before.")
+                say(f"{str(error).rstrip('.')}; trying the one before.")
         return None
 
 
@@ -121,13 +132,36 @@ def read_checkpoint(folder: str | Path) -> Checkpoint:
         found = next((one for one in sorted(near, reverse=True) if (one / _STATE).is_file()), None)
         hint = f"; {found} is one" if found else ""
         raise VitfocusError(f"{folder} is not a checkpoint, which is a folder with {_TENSORS} and {_STATE}{hint}.")
+    _verify(folder)
     state = read_json(path, RunState, writer="vitfocus train")
     try:
-        if digest(folder / _TENSORS) != state.sha256:
-            raise VitfocusError(f"The checkpoint {folder} is damaged: its SHA-256 differs.")
         return Checkpoint(state, load_file(folder / _TENSORS))
     except (OSError, SafetensorError) as error:
         raise VitfocusError(f"The checkpoint {folder} cannot be read ({error!r}).") from None
+
+
+def _verify(folder: Path) -> None:
+    """Raise `VitfocusError` if a file of the checkpoint is missing or not as it was written."""
+    if not (folder / _SUMS).exists():
+        raise VitfocusError(
+            f"The checkpoint {folder} has no {_SUMS}; if an earlier version wrote it, run "
+            f"`sha256sum {_STATE} {_TENSORS} > {_SUMS}` there to use it."
+        )
+    for name in (_STATE, _TENSORS, _SUMS):
+        if not (folder / name).is_file():
+            raise VitfocusError(f"The checkpoint {folder} is damaged: it has no file {name}.")
+    try:
+        expected = _sums(folder)
+        with (folder / _SUMS).open("rb") as file:
+            if file.read(len(expected) + 1) != expected:
+                raise VitfocusError(f"The checkpoint {folder} is damaged: its SHA-256 differs.")
+    except OSError as error:
+        raise VitfocusError(f"The checkpoint {folder} cannot be read ({error!r}).") from None
+
+
+def _sums(folder: Path) -> bytes:
+    """The content of SHA256SUMS for the files as they are."""
+    return "".join(f"{digest(folder / name)}  {name}\n" for name in (_STATE, _TENSORS)).encode()
 
 
 def replace_folder(final: Path, write: Callable[[Path], None]) -> None:
@@ -154,8 +188,8 @@ def replace_folder(final: Path, write: Callable[[Path], None]) -> None:
 
 def _write(folder: Path, checkpoint: Checkpoint) -> None:
     save_file(separate_tensors(checkpoint.tensors), folder / _TENSORS)
-    state = structs.replace(checkpoint.state, sha256=digest(folder / _TENSORS))
-    (folder / _STATE).write_text(json.dumps(to_builtins(state), indent=1) + "\n", encoding="utf-8")
+    (folder / _STATE).write_text(json.dumps(to_builtins(checkpoint.state), indent=1) + "\n", encoding="utf-8")
+    (folder / _SUMS).write_bytes(_sums(folder))
 
 
 def _sync(path: Path) -> None:
