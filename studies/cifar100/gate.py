@@ -84,17 +84,18 @@ def run_one(name: str, kind: str, epochs: float, seed: int, data: Path, work: Pa
     write_text(RESULTS / f"{place}.json", json.dumps(content, indent=1) + "\n")
 
 
-def run_many(jobs: Sequence[Sequence[str]], at_once: int, log: Path) -> None:
+def run_many(script: str, jobs: Sequence[Sequence[str]], at_once: int, log: Path) -> None:
     """Run jobs as processes, some at a time: one compiles while another trains."""
     waiting, running = list(jobs), []
     log.mkdir(parents=True, exist_ok=True)
     while waiting or running:
         while waiting and len(running) < at_once:
             job = waiting.pop(0)
-            name = "-".join(part.strip("-") for part in job if "/" not in part)
+            name = "-".join(part.strip("-").replace("/", "-") for part in job[:2])
+            name += f"-{job[-1]}" if job[-2] == "--seeds" else ""
             print("begun:", name, flush=True)
             with (log / f"{name}.log").open("w") as output:
-                running.append((name, subprocess.Popen([sys.executable, __file__, *job], stdout=output, stderr=output)))
+                running.append((name, subprocess.Popen([sys.executable, script, *job], stdout=output, stderr=output)))
         time.sleep(1)
         for entry in [entry for entry in running if entry[1].poll() is not None]:
             running.remove(entry)
@@ -138,7 +139,7 @@ def main() -> None:
     from mps import shared_gpu
 
     with shared_gpu(args.at_once > 1):
-        run_many(jobs, args.at_once, args.work / "logs")
+        run_many(__file__, jobs, args.at_once, args.work / "logs")
     print(table())
 
 

@@ -1,0 +1,247 @@
+"""The long study: treatments against plain at the recipe's full length, in tiers, as plan.toml fixed it beforehand.
+
+    python studies/cifar100/tiers.py plan                                  # the runs and comparisons
+    python studies/cifar100/tiers.py run --data DIR --tier 1 [--limit 4]   # unfinished runs, seed by seed
+    python studies/cifar100/tiers.py table                                 # the analysis of what is finished
+
+A run is one process: it trains by the recipe `cifar100`, measures the model once on the test images and writes
+results/long/GROUP/ARM/seedK.json. An interrupted run resumes from its checkpoint in --work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results" / "long"
+sys.path[:0] = [] if str(HERE) in sys.path else [str(HERE)]
+
+from reporting.intervals import holm, quantile, within  # noqa: E402
+
+
+@dataclass(frozen=True)
+class LongRun:
+    """One arm with one seed."""
+
+    tier: int
+    group: str
+    arm: str
+    spec: str
+    seed: int
+    keys: tuple[str, ...] = ()
+
+    @property
+    def place(self) -> str:
+        """The result file below the results, without its ending."""
+        return f"{self.group}/{self.arm}/seed{self.seed}"
+
+
+def read_plan() -> dict[str, Any]:
+    """plan.toml."""
+    return tomllib.loads((HERE / "plan.toml").read_text(encoding="utf-8"))
+
+
+def planned_runs(plan: Mapping[str, Any], tier: int | None = None) -> Iterator[LongRun]:
+    """The runs of a tier (default: of all), one seed of every arm before the next.
+
+    >>> runs = list(planned_runs(read_plan(), 1))
+    >>> len(runs), runs[0].place, runs[2].spec
+    (15, 'vit-s/plain/seed0', 'deit_small_patch16_224+tap(branches=4)+adl')
+    """
+    for entry in plan["tiers"]:
+        if tier is not None and entry["tier"] != tier:
+            continue
+        group = plan["groups"][entry["group"]]
+        for seed in entry["seeds"]:
+            for arm, treatments in entry["arms"].items():
+                spec = "+".join(filter(None, [group["base"], treatments]))
+                yield LongRun(entry["tier"], entry["group"], arm, spec, seed, tuple(group["keys"]))
+
+
+def overrides(run: LongRun, data_keys: Sequence[str]) -> list[str]:
+    """The keys of a run over the shipped recipe."""
+    fixed = ("compile=blocks", "evaluate_every=10", "checkpoint_minutes=1", "keep=1")
+    return [f"spec={run.spec}", f"seed={run.seed}", *fixed, *run.keys, *data_keys]
+
+
+def carry_out(run: LongRun, data: Path, work: Path, results: Path = RESULTS) -> None:
+    """Train and measure one run in this process, and write its JSON."""
+    import mosaics
+    from measure import measure
+    from one_run import recipe_record
+
+    import vitfocus as vf
+    from vitfocus.core.files import write_text
+    from vitfocus.corruptions import CORRUPTIONS
+    from vitfocus.data.classification.dataset import open_images
+    from vitfocus.train import load_recipe, train
+
+    recipe = load_recipe("cifar100", overrides(run, mosaics.data_keys(data, work)))
+    folder = work / run.place
+    trained = train(recipe, folder, resume="auto")
+    if not trained["finished"]:
+        sys.exit(f"{run.place} stopped at step {trained['steps']}; run the command again to resume it.")
+    test: Any = open_images(recipe.data, "val")
+    frost = data.parent / "frost"
+    measured = measure(
+        vf.load(folder / "model"),
+        test.pixels,
+        test.labels,
+        corruptions=CORRUPTIONS,
+        severities=(1, 2, 3, 4, 5),
+        frost=frost if frost.is_dir() else None,
+        corrupted_images=5_000,
+        reading_images=1_000,
+    )
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    content = {
+        "tier": run.tier,
+        "group": run.group,
+        "arm": run.arm,
+        "spec": run.spec,
+        "seed": run.seed,
+        "epochs": recipe.schedule.epochs,
+        "recipe": recipe_record(recipe),
+        "curve": [{"epoch": row["epoch"], "top1": 100 * row["top1"]} for row in rows if row["kind"] == "eval"],
+        "seconds_of_training": trained["seconds"],
+        "images_per_second": trained["images_per_second"],
+        **measured,
+        "kept": 100 * (100 - measured["corruption"]["mean_error"]) / measured["clean"]["accuracy"],
+        "device": trained["device"],
+        "versions": trained["versions"],
+    }
+    write_text(results / f"{run.place}.json", json.dumps(content, indent=1) + "\n")
+
+
+def finished(results: Path = RESULTS) -> dict[tuple[str, str, int], dict[str, Any]]:
+    """Every result, by group, arm and seed."""
+    found = (json.loads(path.read_text()) for path in sorted(results.glob("*/*/seed*.json")))
+    return {(one["group"], one["arm"], one["seed"]): one for one in found}
+
+
+def value_of(result: Mapping[str, Any], metric: str) -> float:
+    """A metric by its dotted name.
+
+    >>> value_of({"clean": {"accuracy": 75.9}}, "clean.accuracy")
+    75.9
+    """
+    value: Any = result
+    for part in metric.split("."):
+        value = value[part]
+    return float(value)
+
+
+def additive_difference(arms: Mapping[str, Sequence[float]], base: str, arm: str) -> tuple[float, float, int]:
+    """The difference of an arm to the base in the model arm + seed: estimate, standard error, degrees of freedom.
+
+    >>> effect, error, freedom = additive_difference({"plain": [1.0, 2.0, 3.0], "cb": [2.0, 3.1, 3.9]}, "plain", "cb")
+    >>> round(effect, 6), round(error, 4), freedom
+    (1.0, 0.0577, 2)
+    """
+    columns = [list(values) for values in arms.values()]
+    count, number = len(columns[0]), len(columns)
+    means = {name: sum(values) / count for name, values in arms.items()}
+    seeds = [sum(column[i] for column in columns) / number for i in range(count)]
+    whole = sum(seeds) / count
+    squares = sum(
+        (value - means[name] - seeds[i] + whole) ** 2 for name, values in arms.items() for i, value in enumerate(values)
+    )
+    freedom = (number - 1) * (count - 1)
+    return means[arm] - means[base], (2 / count * squares / freedom) ** 0.5, freedom
+
+
+def analyse(plan: Mapping[str, Any], found: Mapping[tuple[str, str, int], Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Every comparison that has at least two common seeds: difference, intervals, p-value, and what may be said."""
+    rows = []
+    for comparison in plan["comparisons"]:
+        group, arm, metric = comparison["group"], comparison["arm"], comparison["metric"]
+        seeds = sorted({seed for g, a, seed in found if (g, a) == (group, arm)} & _seeds(found, group, "plain"))
+        if len(seeds) < 2:
+            rows.append({**comparison, "seeds": len(seeds), "outcome": "not run"})
+            continue
+        names = {a for g, a, _ in found if g == group and set(seeds) <= _seeds(found, group, a)} | {"plain", arm}
+        arms = {name: [value_of(found[group, name, seed], metric) for seed in seeds] for name in sorted(names)}
+        effect, error, freedom = additive_difference(arms, "plain", arm)
+        p_value = 1.0 if error == 0 == effect else 0.0 if error == 0 else 1 - within(abs(effect) / error, freedom)
+        wide, narrow = quantile(freedom) * error, quantile(freedom, 0.90) * error
+        rows.append(
+            {
+                **comparison,
+                "seeds": len(seeds),
+                "plain": sum(arms["plain"]) / len(seeds),
+                "difference": effect,
+                "interval": (effect - wide, effect + wide),
+                "equivalent": max(abs(effect - narrow), abs(effect + narrow)) <= plan["equivalence_points"],
+                "degrees_of_freedom": freedom,
+                "p_value": p_value,
+            }
+        )
+    decided = [row for row in rows if "p_value" in row]
+    for row, rejected in zip(decided, holm([row["p_value"] for row in decided]), strict=True):
+        up = "higher" if row["difference"] > 0 else "lower"
+        row["outcome"] = up if rejected else "no effect" if row["equivalent"] else "undecided"
+    return rows
+
+
+def _seeds(found: Mapping[tuple[str, str, int], Any], group: str, arm: str) -> set[int]:
+    return {seed for g, a, seed in found if (g, a) == (group, arm)}
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The comparisons as lines of text."""
+    lines = []
+    for row in rows:
+        text = f"{row['claim']} [{row['group']}, {row['arm']}, {row['metric']}]: {row['outcome']}"
+        if "difference" in row:
+            low, high = row["interval"]
+            text += (
+                f"; {row['difference']:+.2f} [{low:+.2f}, {high:+.2f}] beside plain's {row['plain']:.2f}, "
+                f"{row['seeds']} seeds, {row['degrees_of_freedom']} degrees of freedom, p = {row['p_value']:.3f}"
+            )
+        lines.append(text)
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Parse the command line and run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=("plan", "run", "table", "one"))
+    parser.add_argument("place", nargs="?", help="of `one`: GROUP/ARM/seedK, in this process")
+    parser.add_argument("--data", type=Path, default=Path("data/cifar100"))
+    parser.add_argument("--work", type=Path, default=Path("runs/cifar100-long"))
+    parser.add_argument("--tier", type=int)
+    parser.add_argument("--limit", type=int, help="so many runs at most")
+    parser.add_argument("--at-once", type=int, default=2, help="processes at a time")
+    args = parser.parse_args()
+    plan = read_plan()
+    runs = list(planned_runs(plan, args.tier))
+    missing = [run for run in runs if not (RESULTS / f"{run.place}.json").is_file()]
+    if args.command == "plan":
+        for run in runs:
+            print(f"tier {run.tier}  {run.place:<28}{'' if run in missing else 'finished  '}{run.spec}")
+    elif args.command == "table":
+        print(table(analyse(plan, finished())))
+    elif args.command == "one":
+        named = [run for run in planned_runs(plan) if run.place == args.place]
+        if not named:
+            parser.error(f"there is no run {args.place!r}: `tiers.py plan` lists them")
+        carry_out(named[0], args.data.resolve(), args.work)
+    else:
+        from gate import run_many
+        from mps import shared_gpu
+
+        common = ["--data", str(args.data.resolve()), "--work", str(args.work.resolve())]
+        jobs = [["one", run.place, *common] for run in missing[: args.limit]]
+        with shared_gpu(args.at_once > 1):
+            run_many(__file__, jobs, args.at_once, args.work / "logs")
+
+
+if __name__ == "__main__":
+    main()

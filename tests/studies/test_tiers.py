@@ -1,0 +1,91 @@
+"""The long study: its plan, its analysis against least squares, and one run at toy scale."""
+
+from __future__ import annotations
+
+import doctest
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+STUDY = Path(__file__).parents[2] / "studies" / "cifar100"
+sys.path.insert(0, str(STUDY))
+
+import tiers  # noqa: E402
+
+
+def result(group: str, arm: str, seed: int, accuracy: float, kept: float = 80.0) -> dict[str, object]:
+    return {"group": group, "arm": arm, "seed": seed, "clean": {"accuracy": accuracy}, "kept": kept}
+
+
+def results(effects: dict[str, float], noise: float, seeds: int = 5) -> dict[tuple[str, str, int], dict[str, object]]:
+    draw = np.random.default_rng(0)
+    shared = draw.normal(0, 0.5, seeds)
+    return {
+        ("vit-s", arm, seed): result("vit-s", arm, seed, 75 + effect + shared[seed] + draw.normal(0, noise))
+        for arm, effect in effects.items()
+        for seed in range(seeds)
+    }
+
+
+def test_every_comparison_names_a_planned_arm_and_every_spec_can_be_read() -> None:
+    from vitfocus.treatments.spec import split_spec
+
+    plan = tiers.read_plan()
+    runs = list(tiers.planned_runs(plan))
+    assert len({run.place for run in runs}) == len(runs)
+    arms = {(run.group, run.arm) for run in runs}
+    assert {(one["group"], one["arm"]) for one in plan["comparisons"]} <= arms
+    assert {(group, "plain") for group, _ in arms} <= arms
+    assert all(bool(split_spec(run.spec)[1]) == (run.arm != "plain") for run in runs)
+
+
+def test_examples() -> None:
+    assert doctest.testmod(tiers).failed == 0
+
+
+def test_the_additive_model_is_least_squares() -> None:
+    draw = np.random.default_rng(1)
+    arms = {name: draw.normal(70, 1, 4).tolist() for name in ("plain", "a", "b")}
+    effect, error, freedom = tiers.additive_difference(arms, "plain", "a")
+    names = list(arms)
+    design = np.array([[1, i == 1, i == 2, j == 1, j == 2, j == 3] for i in range(3) for j in range(4)], float)
+    values = np.array([arms[name][j] for name in names for j in range(4)])
+    solution, residual, *_ = np.linalg.lstsq(design, values, rcond=None)
+    variance = residual[0] / (len(values) - design.shape[1])
+    assert freedom == len(values) - design.shape[1]
+    assert effect == pytest.approx(solution[1])
+    assert error == pytest.approx(np.sqrt(variance * np.linalg.inv(design.T @ design)[1, 1]))
+
+
+def test_effects_are_told_apart_from_none_and_from_noise() -> None:
+    plan = tiers.read_plan()
+    found = results({"plain": 0.0, "cb-upper": 0.0, "tap-adl": 2.0}, noise=0.1)
+    by_claim = {(row["arm"], row["metric"]): row for row in tiers.analyse(plan, found) if row["group"] == "vit-s"}
+    assert by_claim["tap-adl", "clean.accuracy"]["outcome"] == "higher"
+    assert by_claim["cb-upper", "clean.accuracy"]["outcome"] == "no effect"
+    assert by_claim["adl", "clean.accuracy"]["outcome"] == "not run"
+    noisy = results({"plain": 0.0, "cb-upper": 0.7, "tap-adl": 0.3}, noise=1.5)
+    rows = [row for row in tiers.analyse(plan, noisy) if row.get("metric") == "clean.accuracy" and "difference" in row]
+    assert {row["outcome"] for row in rows} == {"undecided"}
+    assert "beside plain's" in tiers.table(rows)
+
+
+def test_one_run_leaves_one_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import measure
+    import mosaics
+
+    small = ("embed_dim=24", "depth=2", "num_heads=3", "num_classes=100", "patch_size=8")
+    keys = ["source=shapes", "train_length=64", "val_length=32", "batch=32", "device=cpu", "compile=no", "epochs=1"]
+    keys += ["warmup_epochs=0", "evaluate_every=1", *(f"model.arguments.{key}" for key in small)]
+    monkeypatch.setattr(mosaics, "data_keys", lambda data, work: [])
+    monkeypatch.setattr(tiers, "overrides", lambda run, data: [f"spec={run.spec}", f"seed={run.seed}", *keys])
+    measured = {"clean": {"accuracy": 50.0}, "corruption": {"mean_error": 60.0}}
+    monkeypatch.setattr(measure, "measure", lambda model, images, labels, **options: measured)
+    run = tiers.LongRun(1, "vit-s", "cb-upper", "deit_tiny_patch16_224+cb", 0)
+    tiers.carry_out(run, tmp_path, tmp_path / "work", tmp_path / "results")
+    written = json.loads((tmp_path / "results" / "vit-s" / "cb-upper" / "seed0.json").read_text())
+    assert written["kept"] == 80.0 and written["curve"] and written["spec"].endswith("+cb")
+    assert list(tiers.finished(tmp_path / "results")) == [("vit-s", "cb-upper", 0)]
