@@ -25,9 +25,9 @@ from vitfocus.core.errors import VitfocusError
 from vitfocus.data.classification.augmentation import Augmenter
 from vitfocus.data.classification.batches import EvaluationBatches, LoaderBatches, ResidentBatches, train_transform
 from vitfocus.data.classification.dataset import FolderImages, open_images
-from vitfocus.data.classification.shards import _index
+from vitfocus.data.classification.shards import ShardImages, _index
 from vitfocus.data.image_files import list_classes
-from vitfocus.data.loader import BatchPartition, Broken, BrokenLog
+from vitfocus.data.loader import BatchPartition, Broken, BrokenLog, read_or_broken
 from vitfocus.data.sample_order import SampleOrder
 from vitfocus.data.shapes.dataset import shapes_batch
 from vitfocus.recipes.settings import Augment, Data
@@ -345,6 +345,29 @@ def test_a_shard_that_is_cut_or_replaced_is_noticed(tmp_path: Path) -> None:
     shard.write_bytes(shard.read_bytes()[:4096])  # between two samples, where tarfile sees nothing wrong
     with pytest.raises(VitfocusError, match="is truncated"):
         _index(shard)
+
+
+@pytest.mark.parametrize(
+    ("kind", "label"),
+    [
+        *(("cls", text) for text in ("-100", "-1", "1.9", "9" * 30, "9" * 5000, "4294967296", "1_0", "²", "", "cat")),
+        *(("json", text) for text in ("-100", "-1", "1.9", "4294967296", "true", "null", '"cat"', "[1]")),
+    ],
+)
+def test_a_label_in_a_shard_is_a_whole_number(kind: str, label: str, tmp_path: Path) -> None:
+    shard = tmp_path / "train-0000.tar"
+    with tarfile.open(shard, "w") as tar:
+        for key, text in (("good", " 2\n"), ("bad", label)):
+            content = text if kind == "cls" else f'{{"label": {text}}}'
+            for name, data in (("png", png(pictures("train", 1)[0][0])), (kind, content.encode())):
+                member = tarfile.TarInfo(f"{key}.{name}")
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+    images = ShardImages([shard])
+    assert images.read(0)[1] == 2
+    with pytest.raises(VitfocusError, match=r"train-0000\.tar:bad has the label .*; expected a whole number from 0"):
+        images.read(1)
+    assert str(read_or_broken(images, 1)).startswith(f"{shard}:bad (has the label ")
 
 
 def test_training_and_evaluation_find_the_same_files_of_a_folder(tmp_path: Path) -> None:

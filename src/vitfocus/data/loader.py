@@ -89,7 +89,8 @@ def read_or_broken(dataset: Readable, index: int, read: Callable[[int], Any] | N
     try:
         return (read or dataset.read)(index)
     except Exception as error:  # image decoders raise exceptions of many types
-        return Broken(dataset.name(index), reason(error))
+        name = dataset.name(index)
+        return Broken(name, reason(error).removeprefix(f"{name} "))
 
 
 def read_ahead(

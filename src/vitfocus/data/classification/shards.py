@@ -11,6 +11,8 @@ import contextlib
 import hashlib
 import io
 import os
+import re
+import reprlib
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +29,7 @@ from vitfocus.data.image_files import rgb_picture
 _IMAGES = ("jpg", "jpeg", "png", "webp", "ppm", "bmp")
 _LABELS = ("cls", "json")
 _OPEN_FILES = 32
+_LARGEST_LABEL = 2**31 - 1
 
 
 class ShardImages:
@@ -52,8 +55,8 @@ class ShardImages:
         start, size, label_start, label_size = self._places[index].tolist()
         shard = self._shard(index)
         picture = Image.open(io.BytesIO(self._bytes(shard, start, size)))
-        text = self._bytes(shard, label_start, label_size).decode()
-        return rgb_picture(picture), int(parse_json(text, self.name(index))["label"] if self._json[index] else text)
+        label = self._bytes(shard, label_start, label_size)
+        return rgb_picture(picture), self._label(label.decode(errors="replace"), index)
 
     def name(self, index: int) -> str:
         """The shard and the sample's key."""
@@ -69,6 +72,19 @@ class ShardImages:
     def __getstate__(self) -> dict[str, Any]:
         """Each process opens the files itself."""
         return {**self.__dict__, "_open": {}}
+
+    def _label(self, text: str, index: int) -> int:
+        given: Any = text.strip()
+        if self._json[index]:
+            content = parse_json(text, self.name(index))
+            given = content.get("label") if isinstance(content, dict) else None
+        number = int(given) if isinstance(given, str) and re.fullmatch("[0-9]{1,20}", given) else given
+        if type(number) is not int or not 0 <= number <= _LARGEST_LABEL:
+            raise VitfocusError(
+                f"{self.name(index)} has the label {reprlib.repr(given)}; expected a whole number from 0 to "
+                f"{_LARGEST_LABEL}."
+            )
+        return number
 
     def _shard(self, index: int) -> int:
         return int(np.searchsorted(self._ends, index, side="right"))
