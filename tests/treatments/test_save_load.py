@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -83,6 +84,22 @@ def test_what_cannot_be_told_is_asked_for(tmp_path: Path) -> None:
     assert not (tmp_path / "a").exists()
     vf.save(model, tmp_path / "a", base="vit_tiny_patch16_224", arguments={"depth": 1, "pre_norm": True})
     assert torch.equal(vf.load(tmp_path / "a").head.weight, model.head.weight)
+
+
+def test_an_empty_treatment_is_not_an_absent_one() -> None:
+    with pytest.raises(vf.VitfocusError, match="treat='' names no treatment"):
+        open_model("vit_tiny_patch16_224", treat="", depth=1)
+
+
+def test_a_folder_of_whole_numbers_is_not_loaded(tmp_path: Path) -> None:
+    vf.save(vf.create_model("vit_tiny_patch16_224", depth=1), tmp_path)
+    weights, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    before = hashlib.sha256(weights.read_bytes()).hexdigest()
+    save_file({name: tensor.long() for name, tensor in load_file(weights).items()}, weights)
+    after = hashlib.sha256(weights.read_bytes()).hexdigest()
+    config.write_text(config.read_text().replace(before, after))
+    with pytest.raises(vf.VitfocusError, match="is int64 there, and the model takes floating-point weights"):
+        vf.load(tmp_path)
 
 
 _TWO_STAGES = {"depths": (1, 1), "num_heads": (2, 4), "embed_dim": 24, "window_size": 4}
@@ -196,6 +213,9 @@ def test_checkpoints_that_do_not_fit_leave_the_model_alone(tmp_path: Path) -> No
         "lacks head.bias": {k: v for k, v in state.items() if k != "head.bias"},
         "unexpected surplus": {**state, "surplus": torch.zeros(1)},
         r"head.weight is \(9, 48\) there": {**state, "head.weight": torch.zeros(9, 48)},
+        "head.bias is int64 there": {**state, "head.bias": state["head.bias"].long()},
+        "head.bias is bool there": {**state, "head.bias": state["head.bias"].bool()},
+        "head.bias is complex64 there": {**state, "head.bias": state["head.bias"].to(torch.complex64)},
     }
     for said, content in wrong.items():
         with pytest.raises(vf.VitfocusError, match=said):

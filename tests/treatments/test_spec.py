@@ -76,6 +76,7 @@ def test_short_forms() -> None:
         ("tap(layers=upper)", "tap has no layers=upper"),
         ("adl(threshold=0)", "threshold above 0"),
         ("adl(rows=0)", "rows of at least 1"),
+        ("adl(weight=-0.5)", "weight of at least 0, not -0.5"),
         ("se(reduction=0)", "reduction of at least 1"),
         ("cb(variant)", "key=value"),
         ("cb(layers=upper, layers=[0])", "gives layers twice, as upper and as (0,)"),
@@ -89,6 +90,16 @@ def test_short_forms() -> None:
 def test_mistakes_are_answered(spec: str, said: str) -> None:
     with pytest.raises(vf.VitfocusError, match=re.escape(said)):
         parse_treatments(spec)
+
+
+@pytest.mark.parametrize("layers", ["[1,1]", "[1,-1]", "all&[1,1]"])
+def test_a_block_is_listed_once(layers: str) -> None:
+    model, _ = build("vit")
+    depth = len(model.blocks)
+    layers = layers.replace("-1", str(1 - depth))
+    with pytest.raises(vf.VitfocusError, match="lists block 1 twice"):
+        vf.treat_(model, f"cb(layers={layers})")
+    assert not vf.applied(model)
 
 
 @pytest.mark.parametrize("mode", ["dilation", "kernel", "average3", "average5", "conv3", "conv5"])

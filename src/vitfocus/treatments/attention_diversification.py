@@ -62,11 +62,11 @@ class AttentionDiversification(Treatment):
     layers: Layers = layers_option("upper")
 
     def check(self) -> None:
-        """Positive threshold and rows."""
+        """Positive threshold and rows, and a weight that is not negative."""
         if not isinstance(self.threshold, int | float) or not self.threshold > 0:
             raise VitfocusError(f"adl needs a threshold above 0, not {self.threshold!r}.")
-        if not isinstance(self.weight, int | float) or not math.isfinite(self.weight):
-            raise VitfocusError(f"adl needs a finite number as its weight, not {self.weight!r}.")
+        if not isinstance(self.weight, int | float) or not 0 <= self.weight < math.inf:
+            raise VitfocusError(f"adl needs a finite weight of at least 0, not {self.weight!r}.")
         if self.rows is not None and (not isinstance(self.rows, int) or self.rows < 1):
             raise VitfocusError(f"adl needs rows of at least 1 or None, not {self.rows!r}.")
 

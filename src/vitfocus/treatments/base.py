@@ -189,7 +189,9 @@ def _listed(indices: Sequence[int], blocks: Sequence[Block]) -> list[Block]:
         raise VitfocusError(
             f"There is no treatable block {missing[0]}: this model has {sorted(by_depth)[0]} to {total - 1}."
         )
-    return [by_depth[index] for index in sorted(set(wanted))]
+    if twice := [index for index in wanted if wanted.count(index) > 1]:
+        raise VitfocusError(f"layers={_show(tuple(indices))} lists block {twice[0]} twice: list each block once.")
+    return [by_depth[index] for index in sorted(wanted)]
 
 
 _SET = re.compile(r"(?P<name>[a-z_]+)(:(?P<number>0*[1-9]\d*))?|(?P<list>\[-?\d+(,-?\d+)*\])", re.ASCII)

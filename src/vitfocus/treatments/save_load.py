@@ -250,7 +250,7 @@ def load(folder: str | Path, *, onto: nn.Module | None = None, pretrained: bool 
 def _take_dtypes(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
     """Cast a model's weights and buffers to the precision of those that will be loaded."""
     for name, value in (*model.named_parameters(), *model.named_buffers()):
-        if name in dtypes and value.is_floating_point():
+        if name in dtypes and value.is_floating_point() and dtypes[name].is_floating_point:
             value.data = value.data.to(dtypes[name])
 
 
@@ -303,6 +303,8 @@ def open_model(name: str, weights: str | Path | None = None, treat: str | None =
         >>> model.training, len(applied(model))
         (False, 1)
     """
+    if treat is not None and not parse_treatments(treat):
+        raise VitfocusError(f"treat={treat!r} names no treatment: write one, such as cb, or leave it out.")
     folder = _fetch(name) if is_pushed(name) else Path(name)
     if folder.is_dir():
         if not (folder / "config.json").is_file() and (folder / "model" / "config.json").is_file():

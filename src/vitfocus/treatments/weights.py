@@ -172,12 +172,17 @@ def require(label: str, missing: Any, unexpected: Any) -> None:
 
 
 def copy_into(model: nn.Module, tensors: Mapping[str, Tensor], label: str) -> None:
-    """Copy tensors into a model by name, after checking every shape."""
+    """Copy tensors into a model by name, after checking every shape and that weights are real numbers."""
     own = model.state_dict()
     for name, tensor in tensors.items():
         if own[name].shape != tensor.shape and not is_record(name):
             raise VitfocusError(
                 f"{label} does not fit the model: {name} is {tuple(tensor.shape)} there and {tuple(own[name].shape)} "
                 "in the model; nothing was loaded."
+            )
+        if own[name].is_floating_point() and not tensor.is_floating_point():
+            raise VitfocusError(
+                f"{label} does not fit the model: {name} is {str(tensor.dtype).removeprefix('torch.')} there, and the "
+                "model takes floating-point weights; nothing was loaded."
             )
     model.load_state_dict(dict(tensors), strict=False)
