@@ -64,18 +64,22 @@ def run(args: argparse.Namespace) -> int:
 
     from vitfocus.anatomy import anatomy
     from vitfocus.core.environment import usable_device
+    from vitfocus.core.errors import VitfocusError
     from vitfocus.treatments.spec import parse_treatments
     from vitfocus.treatments.step_cost import compare_steps
 
     specs = args.treat or list(TREATMENTS)
     for spec in specs:
-        parse_treatments(spec)
+        if not parse_treatments(spec):
+            raise VitfocusError(f"--treat {spec!r} names no treatment: try {TREATMENTS[0]}.")
     device = usable_device(args.device)
     precision = args.precision or ("bfloat16" if device.type == "cuda" else "float32")
     batch = args.batch_size or (64 if device.type == "cuda" else 8)
     model = _open(args.model, size)
     height, width = size or anatomy(model).build_size
     models, refused = _treated(model, specs, device)
+    if args.treat and refused:
+        raise VitfocusError(f"{refused[0]['name']} cannot be measured: {refused[0]['reason']}")
     if args.compile:
         # All models share the code of one class, and each is compiled once.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * len(models))
