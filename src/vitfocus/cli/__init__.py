@@ -14,12 +14,14 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
 from vitfocus.cli.common import refuse_unused
 from vitfocus.core import __version__
 from vitfocus.core.errors import VitfocusError, VitfocusWarning, nearest
+from vitfocus.core.files import write_place
 
 #: The commands, grouped by purpose.
 GROUPS = {
@@ -124,6 +126,8 @@ def _run(words: list[str]) -> int:
     parser, module = build_parser(command)
     args = parser.parse_intermixed_args(rest)
     refuse_unused(parser, args)
+    if out := getattr(args, "out", None):  # before any slow work; a report is a file, or goes into a folder
+        write_place(out, folder=command != "report" or Path(out).is_dir())
     return int(module.run(args) or 0)
 
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
+import re
+import stat
+import sys
 import tempfile
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from vitfocus.core.errors import VitfocusError
+
+if sys.platform != "win32":
+    import fcntl
+
+_KINDS = {stat.S_IFREG: "a file", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
 
 #: File name endings of images, in lower case.
 PICTURES = frozenset(
@@ -29,6 +38,34 @@ def files_below(folder: str | Path, suffixes: Collection[str] = PICTURES) -> Ite
         yield from (Path(place, name) for name in files if name[0] != "." and Path(name).suffix.lower() in suffixes)
 
 
+def write_place(target: str | Path, folder: bool = False) -> Path:
+    """The path to write a file (or a folder) to: a new one, or a regular file (a folder) that exists.
+
+    Anything else, such as a device or a FIFO, is refused. A link to a file is followed within its own folder only, so
+    that a run folder of unknown origin cannot overwrite files elsewhere.
+
+    >>> write_place("/dev/null")
+    Traceback (most recent call last):
+    vitfocus.core.errors.VitfocusError: /dev/null is a device; expected a regular file or a new path.
+    """
+    target = Path(target)
+    expected = f"expected {'a folder' if folder else 'a regular file'} or a new path"
+    try:
+        kind = stat.S_IFMT(target.stat().st_mode)
+    except FileNotFoundError:
+        if target.is_symlink():
+            raise VitfocusError(f"{target} is a link to a path that does not exist; {expected}.") from None
+        return target
+    if kind != (stat.S_IFDIR if folder else stat.S_IFREG):
+        raise VitfocusError(f"{target} is {_KINDS.get(kind, 'a device')}; {expected}.")
+    if folder or not target.is_symlink():
+        return target
+    real = target.resolve()
+    if not real.is_relative_to(target.parent.resolve()):
+        raise VitfocusError(f"{target} is a link out of its folder; {expected}, such as {real} itself.")
+    return real
+
+
 @contextmanager
 def atomic_path(target: str | Path, sync: bool = True) -> Iterator[Path]:
     """A temporary path that replaces the target when the block succeeds, and is removed when it fails.
@@ -39,15 +76,17 @@ def atomic_path(target: str | Path, sync: bool = True) -> Iterator[Path]:
     >>> [file.name for file in folder.iterdir()], (folder / "a.txt").read_text()
     (['a.txt'], 'whole')
     """
-    target = Path(target)
+    target = write_place(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         # A long name is shortened to leave room for the random part.
         handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name[:40]}.", suffix=target.suffix[:20])
     except OSError as error:  # which names the temporary file
         raise type(error)(error.errno, error.strerror, str(target)) from None
-    os.close(handle)
     temporary = Path(name)
+    locked = _lock(handle)  # until it is closed, which a killed process does too: see remove_stale
+    if not locked:
+        os.close(handle)
     try:
         yield temporary
         if sync:
@@ -57,6 +96,20 @@ def atomic_path(target: str | Path, sync: bool = True) -> Iterator[Path]:
         temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)
+        if locked:
+            os.close(handle)
+
+
+def remove_stale(target: str | Path) -> None:
+    """Remove temporary files of `atomic_path` for this target that a killed process left; those in use stay."""
+    target = write_place(target)
+    pattern = re.compile(rf"\.{re.escape(target.name[:40])}\.[a-z0-9_]{{8}}{re.escape(target.suffix[:20])}")
+    with suppress(OSError):
+        for path in target.parent.iterdir():
+            if pattern.fullmatch(path.name) and stat.S_ISREG(path.lstat().st_mode):
+                with path.open("rb+") as file:
+                    if _lock(file.fileno()):
+                        path.unlink()
 
 
 def writable_folder(folder: str | Path) -> Path:
@@ -65,9 +118,7 @@ def writable_folder(folder: str | Path) -> Path:
     >>> writable_folder(Path(tempfile.mkdtemp()) / "runs" / "a").is_dir()
     True
     """
-    folder = Path(folder)
-    if folder.exists() and not folder.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, "This is a file; expected a folder", str(folder))
+    folder = write_place(folder, folder=True)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -110,12 +161,13 @@ class Appender:
     def catch_up(self) -> None:
         """Try to append what is pending."""
         with suppress(OSError):
-            size = self.path.stat().st_size if self.path.exists() else 0
+            path = write_place(self.path)
+            size = path.stat().st_size if path.exists() else 0
             try:
-                with self.path.open("ab") as file:
+                with path.open("ab") as file:
                     file.writelines(self._pending)
             except OSError:
-                os.truncate(self.path, size)
+                os.truncate(path, size)
                 raise
             self._pending.clear()
 
@@ -124,6 +176,17 @@ def digest(path: str | Path) -> str:
     """The SHA-256 of a file, in hexadecimal."""
     with Path(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _lock(handle: int) -> bool:
+    """Lock an open file unless another process has; False too where the file system has no locks."""
+    if sys.platform == "win32":
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def _umask() -> int:

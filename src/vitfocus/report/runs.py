@@ -375,7 +375,7 @@ def _make_missing_card(model: ReportModel) -> None:
         model.card = make_card(load(model.model_folder).to(default_device()))
     except (VitfocusError, RuntimeError, ImportError):
         return  # a model that cannot be built here has no card, and the report omits what the card would say
-    with contextlib.suppress(OSError):  # a read-only folder can be reported on too
+    with contextlib.suppress(OSError, VitfocusError):  # a read-only folder can be reported on too
         write_json(model.model_folder.parent / CARD, Cards({model.name: model.card}), indent=1)
 
 

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from vitfocus.core.errors import VitfocusError
-from vitfocus.core.files import digest
+from vitfocus.core.files import digest, write_place
 from vitfocus.core.modules import separate_tensors
 from vitfocus.core.records import Count, read_json
 
@@ -166,6 +166,8 @@ def _sums(folder: Path) -> bytes:
 
 def replace_folder(final: Path, write: Callable[[Path], None]) -> None:
     """Let `write` fill a folder that then takes the place of `final`; on failure nothing of it remains."""
+    if write_place(final, folder=True).is_symlink():
+        raise VitfocusError(f"{final} is a link, which would be replaced; expected a folder or a new path.")
     temporary, old = (final.with_name(f".{final.name}.{mark}") for mark in ("new", "old"))
     for stale in (temporary, old):
         shutil.rmtree(stale, ignore_errors=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vitfocus.core.errors import VitfocusError
-from vitfocus.core.files import Appender, write_text
+from vitfocus.core.files import Appender, remove_stale, write_text
 from vitfocus.core.records import parse_json
 
 
@@ -21,6 +21,7 @@ class Metrics:
 
     def __init__(self, folder: Path, step: int, tensorboard: bool = False) -> None:
         self.path = folder / "metrics.jsonl"
+        remove_stale(self.path)
         kept = [row for row in self.rows() if row["step"] <= step] if step else []
         write_text(self.path, "".join(json.dumps(row) + "\n" for row in kept))
         self._file = Appender(self.path)
