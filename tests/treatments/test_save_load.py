@@ -86,6 +86,31 @@ def test_what_cannot_be_told_is_asked_for(tmp_path: Path) -> None:
     assert torch.equal(vf.load(tmp_path / "a").head.weight, model.head.weight)
 
 
+@pytest.mark.parametrize(
+    ("base", "arguments", "said"),
+    [
+        ("nope", {}, "timm has no model 'nope'"),
+        ("torchvision:nope", {}, "torchvision has no model 'nope'"),
+        ("vit_tiny_patch16_224", {"depth": 2}, r"builds another model: blocks\.1.* differs"),
+        ("vit_tiny_patch16_224", {"depht": 1}, "cannot be built with"),
+    ],
+)
+def test_a_base_that_builds_another_model_is_not_saved(
+    base: str, arguments: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    model = vf.create_model("vit_tiny_patch16_224+cbs", depth=1)
+    with pytest.raises(vf.VitfocusError, match=said):
+        vf.save(model, tmp_path / "a", base=base, arguments=arguments)
+    assert not (tmp_path / "a").exists() and len(vf.applied(model)) == 1
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "fan_tiny_12_p16_224", "torchvision:vit_b_16"])
+def test_a_model_has_a_block(name: str) -> None:
+    key = "num_layers" if ":" in name else "depth"
+    with pytest.raises(vf.VitfocusError, match=f"needs {key} of at least 1, not 0"):
+        vf.create_model(name, **{key: 0})
+
+
 def test_an_empty_treatment_is_not_an_absent_one() -> None:
     with pytest.raises(vf.VitfocusError, match="treat='' names no treatment"):
         open_model("vit_tiny_patch16_224", treat="", depth=1)

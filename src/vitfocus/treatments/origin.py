@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,9 @@ class Origin:
 
     def build(self, pretrained: bool = False) -> nn.Module:
         """Build the model; with `pretrained`, its library downloads its weights."""
+        for key in ("depth", "num_layers", "num_hidden_layers"):
+            if isinstance(count := self.arguments.get(key), int) and count < 1:
+                raise VitfocusError(f"{full_name(self)} needs {key} of at least 1, not {count!r}.")
         builders = {"timm": _build_timm, "torchvision": _build_torchvision, "transformers": _build_transformers}
         build: Callable[[str, bool, dict[str, Any]], nn.Module]
         if self.library in COMPOSED_MODELS:
@@ -84,6 +87,19 @@ def origin_of(model: nn.Module) -> Origin:
         f"How this {type(model).__name__} was built cannot be determined: pass base=... (its name) and "
         "arguments={...} (what it was created with), or create it with vitfocus.create_model."
     )
+
+
+def require_same_shapes(origin: Origin, shapes: Mapping[str, torch.Size], *, some: bool) -> None:
+    """Refuse an origin that cannot be built or has weights of other names or shapes; with `some`, it may have more."""
+    with torch.random.fork_rng(devices=[]):
+        # Not every model can be built on the meta device.
+        built = (_without_memory(origin) or origin.build()).state_dict()
+    names = shapes if some else {**shapes, **built}
+    if wrong := [name for name in names if name not in built or shapes.get(name) != built[name].shape]:
+        raise VitfocusError(
+            f"base={full_name(origin)!r} with arguments={origin.arguments} builds another model: {wrong[0]} differs. "
+            "Pass the name and the arguments that this model was created with."
+        )
 
 
 def split_library(name: str) -> tuple[str, str]:

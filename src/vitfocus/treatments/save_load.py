@@ -24,8 +24,16 @@ from vitfocus.core.modules import separate_tensors
 from vitfocus.core.records import Count, convert, read_json, write_json
 from vitfocus.data.vqa.tokenizer import FILE as TOKENIZER_FILE
 from vitfocus.data.vqa.tokenizer import QuestionTokenizer, attach_tokenizer, tokenizer_of
-from vitfocus.treatments.arguments import file_arguments, require_named
-from vitfocus.treatments.origin import Origin, build_timm_folder, full_name, origin_of, remember, split_library
+from vitfocus.treatments.arguments import file_arguments, is_elsewhere, require_named
+from vitfocus.treatments.origin import (
+    Origin,
+    build_timm_folder,
+    full_name,
+    origin_of,
+    remember,
+    require_same_shapes,
+    split_library,
+)
 from vitfocus.treatments.spec import parse_treatments, split_spec, write_spec
 from vitfocus.treatments.state_record import is_record, recorded_treatments
 from vitfocus.treatments.surgery import added_names, applied, insert_all, treat_, untreat_, untreated
@@ -128,7 +136,8 @@ def save(
         The folder.
 
     Raises:
-        VitfocusError: If it cannot be inferred how the model was built, or there is no treatment to save.
+        VitfocusError: If it cannot be inferred how the model was built, `base` builds another model, or there is no
+            treatment to save.
 
     Example:
         >>> model = create_model("vit_tiny_patch16_224+cb", depth=2, img_size=32)
@@ -146,6 +155,10 @@ def save(
     # The config of a transformers model is enough; the checkpoint it came from may be gone by the time of loading.
     if base is not None and split_library(base)[0] != "transformers":
         origin = Origin(*split_library(base), dict(arguments or {}))
+        if only == "all" and not is_elsewhere(origin.library, origin.name):
+            replaced = any(treatment.structural for treatment in treatments)
+            shapes = {name: tensor.shape for name, tensor in model.state_dict().items() if name not in added}
+            require_same_shapes(origin, shapes, some=replaced)
     else:
         with untreated(model):
             origin = origin_of(model)
