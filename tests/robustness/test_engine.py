@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,23 @@ def test_resuming_after_a_crash_repeats_nothing(kind: str, tmp_path: Path) -> No
     model.calls = 0
     again = evaluate(model, "imagenet-c", data, out=run, resume=True, **SOME)
     assert model.calls == 1 and same(whole, again) and again.to_dict() == load_scores(run).to_dict()
+
+
+def test_two_evaluations_do_not_share_a_folder(tmp_path: Path) -> None:
+    model = Blobs(1000)
+    root, _, _ = write_imagenet(tmp_path / "data", model, count=4)
+    said: list[str] = []
+
+    def again(*_: Any) -> None:
+        if (tmp_path / "run" / "protocol.json").exists() and not said:
+            said.append("")
+            with pytest.raises(VitfocusError, match=f"is in use by process {os.getpid()} on ") as refused:
+                evaluate(Blobs(1000), "clean", root, out=tmp_path / "run", resume=True, progress=False)
+            said.append(str(refused.value))
+
+    model.register_forward_pre_hook(again)
+    evaluate(model, "clean", root, out=tmp_path / "run", progress=False)
+    assert len(said) == 2 and not (tmp_path / "run" / ".lock").exists()
 
 
 def test_a_damaged_part_is_measured_again_and_another_run_is_not_resumed(tmp_path: Path) -> None:

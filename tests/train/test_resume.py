@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -308,3 +309,35 @@ def test_a_run_asked_to_stop_does_not_begin_a_validation(tmp_path: Path, monkeyp
     assert not stopped["finished"] and stopped["steps"] == 6 and not rows(tmp_path / "run", "eval")
     results = train(recipe, tmp_path / "run", resume="auto")
     assert results["finished"] and results["model_sha256"] == whole["model_sha256"] and results["last"] == whole["last"]
+
+
+WAIT_AT_4 = """
+import pathlib, time
+import vitfocus.train.trainer as trainer
+step = trainer.Trainer.train_step
+def waiting(self, parts):
+    if self.step == 4:
+        pathlib.Path({told!r}).touch()
+        time.sleep(60)
+    return step(self, parts)
+trainer.Trainer.train_step = waiting
+"""
+
+
+def test_a_second_run_in_the_same_folder_is_refused_until_the_first_is_dead(tmp_path: Path) -> None:
+    expected = train(tiny(), tmp_path / "alone")
+    folder, told = tmp_path / "run", tmp_path / "told"
+    first = start(folder, code=WAIT_AT_4.format(told=str(told)))
+    while not told.exists():
+        assert first.process.is_alive(), first.error
+        time.sleep(0.05)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    second = start(folder)
+    assert second.wait() == 1 and f"{folder} is in use by process {first.process.pid} on " in second.error
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    first.process.kill()
+    first.wait()
+    results = start(folder).results()
+    assert results["finished"] and results["model_sha256"] == expected["model_sha256"]
+    assert [row["step"] for row in rows(folder)] == [row["step"] for row in rows(tmp_path / "alone")]
+    assert not (folder / ".lock").exists()

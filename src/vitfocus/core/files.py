@@ -1,18 +1,22 @@
-"""Writing files atomically (a crash leaves the old or the new file, never a part), and finding image files."""
+"""Writing files atomically (a crash leaves the old or the new file, never a part), locking folders, finding images."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
+import shlex
+import socket
 import stat
 import sys
 import tempfile
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from pathlib import Path
 
-from vitfocus.core.errors import VitfocusError
+from vitfocus.core.errors import VitfocusError, warn
 
 if sys.platform != "win32":
     import fcntl
@@ -23,6 +27,10 @@ _KINDS = {stat.S_IFREG: "a file", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIF
 PICTURES = frozenset(
     {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"},
 )
+
+#: The lock file of a run folder that is in use; it may stay behind where a run was killed.
+LOCK = ".lock"
+_locks: set[int] = set()  # descriptors of the locks that this process holds
 
 
 def files_below(folder: str | Path, suffixes: Collection[str] = PICTURES) -> Iterator[Path]:
@@ -125,6 +133,91 @@ def writable_folder(folder: str | Path) -> Path:
             return folder
     except OSError as error:
         raise type(error)(error.errno, f"The folder is not writable ({error.strerror})", str(folder)) from None
+
+
+@contextmanager
+def lock_folder(folder: str | Path) -> Iterator[None]:
+    """Create the folder if it is missing, and keep other processes out of it; the lock ends with this process.
+
+    A folder that is read-only needs no lock. On a file system without locks there is a warning.
+
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> with lock_folder(folder), lock_folder(folder):
+    ...     pass
+    Traceback (most recent call last):
+    vitfocus.core.errors.VitfocusError: ... is in use by process ...
+    """
+    folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise VitfocusError(f"{folder} is a file; a run is kept in a folder.")
+    try:
+        new = not folder.exists()
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = _take_lock(folder) if os.access(folder, os.W_OK) or (folder / LOCK).exists() else None
+    except OSError as error:
+        raise VitfocusError(f"The run cannot be kept in {folder}: {error.strerror or error}.") from None
+    try:
+        yield
+    finally:
+        if lock in _locks:  # not in a forked process
+            with suppress(OSError):
+                (folder / LOCK).unlink()
+            _locks.discard(lock)
+            os.close(lock)
+            if new:  # and nothing was written
+                with suppress(OSError):
+                    folder.rmdir()
+
+
+def _take_lock(folder: Path) -> int | None:
+    """The descriptor of the folder's lock file, locked; None where the file system has no locks."""
+    path = folder / LOCK
+    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    while True:
+        file = os.open(path, flags, 0o666)
+        try:
+            status = os.fstat(file)
+            if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+                raise VitfocusError(f"{path} is not a lock file of vitfocus: remove it, or name another folder.")
+            import fcntl  # not on Windows
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not (path.exists() and os.path.samestat(status, path.lstat())):  # its owner has just removed it
+                os.close(file)
+                continue
+        except BlockingIOError:
+            text = os.read(file, 1000).decode(errors="replace")
+            os.close(file)
+            owner = "".join(filter(str.isprintable, text)) or "another process"
+            raise VitfocusError(f"{folder} is in use by {owner}: wait for it to end, or name another folder.") from None
+        except (ImportError, OSError) as error:
+            os.close(file)
+            without = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
+            if isinstance(error, OSError) and error.errno not in without:
+                raise
+            path.unlink(missing_ok=True)
+            warn(f"{folder} cannot be locked on this file system: see that no other run is started there.")
+            return None
+        except BaseException:
+            os.close(file)
+            raise
+        _locks.add(file)
+        since = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        owner = f"process {os.getpid()} on {socket.gethostname()} since {since} ({shlex.join(sys.argv)[:300]})"
+        with suppress(OSError):  # a full disk: the lock holds without its owner's name
+            os.truncate(file, 0)
+            os.write(file, owner.encode(errors="replace"))
+        return file
+
+
+def _leave_locks() -> None:
+    """In a forked process, such as a loader's worker, which must not keep a lock when the owner dies."""
+    while _locks:
+        os.close(_locks.pop())
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_locks)
 
 
 def write_text(target: str | Path, text: str) -> None:

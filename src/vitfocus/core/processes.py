@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from vitfocus.core.environment import usable_device
 from vitfocus.core.errors import VitfocusError
+from vitfocus.core.files import lock_folder
 
 Content = TypeVar("Content")
 
@@ -42,6 +46,21 @@ class Processes:
         from accelerate.utils import broadcast_object_list
 
         return broadcast_object_list([content])[0]
+
+    @contextmanager
+    def lock(self, folder: str | Path) -> Iterator[None]:
+        """Keep other runs out of a folder: the first process holds the lock, and all fail where it is refused."""
+        with ExitStack() as stack:
+            problem = None
+            if self.first:
+                try:
+                    stack.enter_context(lock_folder(folder))
+                except VitfocusError as error:
+                    problem = str(error)
+            problem = self.agree(problem)
+            if problem is not None:
+                raise VitfocusError(problem)
+            yield
 
 
 def join_processes(device: str | torch.device | None = None) -> Processes:

@@ -102,7 +102,7 @@ def evaluate(
         lasting = {key: value for key, value in fingerprint.items() if key != "environment"}
         if out is None:
             return _measure(arguments, plan, fingerprint, None)
-        with claim_folder(out, lasting, resume, processes) as folder:
+        with processes.lock(out), claim_folder(out, lasting, resume, processes) as folder:
             return _measure(arguments, plan, fingerprint, folder)
 
 

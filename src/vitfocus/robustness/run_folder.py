@@ -47,8 +47,6 @@ class RunFolder:
 
     def begin(self, fingerprint: dict[str, Any], resume: bool) -> None:
         """Claim the folder for a run, or check that what lies there is a part of the same run."""
-        if self.folder.exists() and not self.folder.is_dir():
-            raise VitfocusError(f"{self.folder} is a file; a run is kept in a folder.")
         known = self.folder / PROTOCOL
         if known.is_file():
             if not resume:

@@ -20,6 +20,7 @@ from vitfocus.anatomy import mark_inserted
 from vitfocus.core.environment import device_name, usable_device
 from vitfocus.core.errors import VitfocusError, VitfocusWarning
 from vitfocus.core.files import write_text
+from vitfocus.core.processes import Processes
 from vitfocus.core.progress import Progress
 from vitfocus.core.records import convert, parse_json, read_json
 from vitfocus.data.loader import BatchPartition
@@ -61,7 +62,8 @@ def train(
         ended the run early; it then stopped within a batch, with a checkpoint.
 
     Raises:
-        VitfocusError: for a recipe, data or checkpoint that does not fit, and for a loss that is not finite.
+        VitfocusError: for a recipe, data or checkpoint that does not fit, for a folder that another run is using, and
+            for a loss that is not finite.
 
     Example:
         >>> import tempfile
@@ -76,8 +78,27 @@ def train(
         raise VitfocusError("Overrides go with a recipe's name or file; change a Recipe with msgspec.structs.replace.")
     refuse_foreign(recipe)
     folder = Path(out) if out else Path("runs") / recipe.name
-    checkpoints = Checkpoints(folder / "checkpoints", recipe.engine.keep)
     accelerator = _accelerator(recipe)
+    processes = Processes(accelerator.process_index, accelerator.num_processes, accelerator.device)
+    with processes.lock(folder):
+        return _train(recipe, folder, resume, before_step, accelerator)
+
+
+def assemble_run(recipe: Recipe, folder: str | Path) -> Trainer:
+    """A run that is ready for its first step, for callers that take the steps themselves."""
+    accelerator = _accelerator(recipe)
+    checkpoints = Checkpoints(Path(folder) / "checkpoints", recipe.engine.keep)
+    return _assemble(recipe, Path(folder), checkpoints, accelerator, Progress("training", show=False), None)[0]
+
+
+def _train(
+    recipe: Recipe,
+    folder: Path,
+    resume: str | Path | None,
+    before_step: Callable[[int], None] | None,
+    accelerator: Accelerator,
+) -> dict[str, Any]:
+    checkpoints = Checkpoints(folder / "checkpoints", recipe.engine.keep)
     progress = Progress("training", every=10.0, transient=False, show=accelerator.is_main_process)
     checkpoint = _find_checkpoint(recipe, folder, checkpoints, resume, progress)
     if resume is not None and (done := _finished(folder, checkpoint)):
@@ -109,13 +130,6 @@ def train(
             write_text(folder / "results.json", json.dumps(results, indent=1) + "\n")
     accelerator.wait_for_everyone()
     return results
-
-
-def assemble_run(recipe: Recipe, folder: str | Path) -> Trainer:
-    """A run that is ready for its first step, for callers that take the steps themselves."""
-    accelerator = _accelerator(recipe)
-    checkpoints = Checkpoints(Path(folder) / "checkpoints", recipe.engine.keep)
-    return _assemble(recipe, Path(folder), checkpoints, accelerator, Progress("training", show=False), None)[0]
 
 
 def _accelerator(recipe: Recipe) -> Accelerator:

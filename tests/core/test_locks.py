@@ -1,0 +1,79 @@
+"""The lock of a folder: one process at a time, named to the next, and released by the death of its owner."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+from helpers.processes import start
+
+from vitfocus.core.errors import VitfocusError, VitfocusWarning
+from vitfocus.core.files import LOCK, lock_folder
+
+
+def hold(folder: Path, told: Path) -> None:
+    """Lock the folder, fork a process that outlives this one, and wait to be killed."""
+    with lock_folder(folder):
+        if (child := os.fork()) == 0:
+            time.sleep(60)
+            os._exit(0)
+        told.with_suffix(".new").write_text(str(child))
+        told.with_suffix(".new").rename(told)
+        time.sleep(60)
+
+
+def test_a_lock_names_its_owner_and_ends_with_it(tmp_path: Path) -> None:
+    folder, told = tmp_path / "run", tmp_path / "told"
+    holder = start(hold, folder, told)
+    while not told.exists():
+        assert holder.process.is_alive(), holder.error
+        time.sleep(0.02)
+    owner = re.escape(f"{folder} is in use by process {holder.process.pid} on {socket.gethostname()} since 2")
+    for _ in range(2):
+        with pytest.raises(VitfocusError, match=owner), lock_folder(folder):
+            pass
+    holder.process.kill()
+    assert holder.wait() == -signal.SIGKILL
+    child = int(told.read_text())
+    os.kill(child, 0)  # it is alive, and does not keep the lock
+    try:
+        with lock_folder(folder):
+            assert f"process {os.getpid()} on" in (folder / LOCK).read_text()
+    finally:
+        os.kill(child, signal.SIGKILL)
+    assert not any(folder.iterdir())
+
+
+def test_a_folder_that_was_made_for_nothing_is_removed(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), lock_folder(tmp_path / "run"):
+        raise KeyError
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("kind", ["symlink_to", "hardlink_to", "mkfifo", "mkdir"])
+def test_a_lock_file_that_is_something_else_is_refused_and_left_alone(kind: str, tmp_path: Path) -> None:
+    precious, lock = tmp_path / "precious", tmp_path / "run" / LOCK
+    precious.write_text("content")
+    lock.parent.mkdir()
+    if kind == "mkfifo":
+        os.mkfifo(lock)
+    else:
+        getattr(lock, kind)(*([precious] if "link" in kind else []))
+    with pytest.raises(VitfocusError, match=r"cannot be kept in|is not a lock file"), lock_folder(lock.parent):
+        pass
+    assert precious.read_text() == "content" and os.path.lexists(lock)
+
+
+def test_a_file_system_without_locks_is_mentioned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with pytest.warns(VitfocusWarning, match="cannot be locked on this file system"), lock_folder(tmp_path):
+        assert not any(tmp_path.iterdir())
