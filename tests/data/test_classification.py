@@ -25,7 +25,7 @@ from vitfocus.core.errors import VitfocusError
 from vitfocus.data.classification.augmentation import Augmenter
 from vitfocus.data.classification.batches import EvaluationBatches, LoaderBatches, ResidentBatches, train_transform
 from vitfocus.data.classification.dataset import FolderImages, open_images
-from vitfocus.data.classification.shards import ShardImages, _index
+from vitfocus.data.classification.shards import ShardImages, _class_names, _index
 from vitfocus.data.image_files import list_classes
 from vitfocus.data.loader import BatchPartition, Broken, BrokenLog, read_or_broken
 from vitfocus.data.sample_order import SampleOrder
@@ -424,3 +424,13 @@ def test_links_are_followed_once_and_a_dead_one_is_named(tmp_path: Path) -> None
     (tmp_path / "cat" / "gone.png").symlink_to(tmp_path / "nowhere.png")
     with pytest.raises(VitfocusError, match=r"gone\.png is a link to a file that does not exist"):
         list_classes(tmp_path)
+
+
+def test_class_names_beside_shards(tmp_path: Path) -> None:
+    file = tmp_path / "classes.txt"
+    for text in ("cat\ndog\n", "cat\ndog", "cat\r\ndog\r\n"):
+        file.write_bytes(text.encode())
+        assert _class_names(tmp_path) == ["cat", "dog"]
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(VitfocusError, match="one class name per line"):
+        _class_names(tmp_path)

@@ -179,4 +179,9 @@ def _index(shard: Path) -> list[tuple[str, tuple[int, int], tuple[int, int], str
 def _class_names(folder: Path) -> list[str]:
     """The names in classes.txt beside the shards, one per line, if the file exists."""
     file = folder / "classes.txt"
-    return file.read_text(encoding="utf-8").split("\n")[:-1] if file.is_file() else []
+    if not file.is_file():
+        return []
+    try:
+        return file.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    except UnicodeDecodeError:
+        raise VitfocusError(f"{file} is not UTF-8 text; expected one class name per line.") from None
