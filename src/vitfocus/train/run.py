@@ -163,7 +163,7 @@ def _find_checkpoint(
         return None
     checkpoint = checkpoints.newest(progress.say) if str(resume) == "auto" else read_checkpoint(resume)
     if checkpoint is None and checkpoints.steps():
-        raise VitfocusError(f"No checkpoint in {checkpoints.folder} can be read; remove that folder to start again.")
+        raise VitfocusError(f"No checkpoint in {checkpoints.folder} can be read: restore one, or name another folder.")
     if checkpoint is None and not _finished(folder, None):
         return None
     text = (folder / "config.toml").read_text(encoding="utf-8") if checkpoint is None else checkpoint.state.recipe
