@@ -4,8 +4,9 @@
     python studies/cifar100/gate.py --data DIR final NAME           # one candidate on all training images, and tested
     python studies/cifar100/gate.py table                           # what has been run
 
-Candidates are compared on the plain model alone, by validation accuracy at the end of a complete schedule; the test set
-is read once, by `final`. Each run is one process and leaves one JSON file with its learning curve in results/gate.
+Candidates are compared on the plain model alone, by validation accuracy at the end of a complete schedule. `final` also
+logs the test accuracy every 5 epochs; it reports the last one, and nothing is chosen by the others.
+Each run is one process and leaves one JSON file with its learning curve in results/gate.
 Runs that were interrupted resume from their checkpoints in --work.
 """
 

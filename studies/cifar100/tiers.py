@@ -4,7 +4,7 @@
     python studies/cifar100/tiers.py run --data DIR --tier 1 [--limit 4]   # unfinished runs, seed by seed
     python studies/cifar100/tiers.py table                                 # the analysis of what is finished
 
-A run is one process: it trains by the recipe `cifar100`, measures the model once on the test images and writes
+A run is one process: it trains by the recipe `cifar100`, measures the final model on the test images and writes
 results/long/GROUP/ARM/seedK.json. An interrupted run resumes from its checkpoint in --work.
 """
 
