@@ -66,7 +66,7 @@ def running(spec: str, batch: int, *keys: str) -> tuple[Any, Any, tempfile.Tempo
 
 def prepare(spec: str, batch: int, compiled: str) -> tuple[None, Callable[[int], float]]:
     """A run whose step is compiled and captured, and how to time it."""
-    from vitfocus.treatments.step_cost import seconds_per_call
+    from vitfocus.treatments.cost import seconds_per_call
 
     trainer, batches, folder = running(spec, batch, f"compile={compiled}")
 

@@ -41,7 +41,7 @@ from vitfocus.train import Recipe, load_recipe
 from vitfocus.train.compile import compile_mode
 from vitfocus.train.optimiser import create_optimiser
 from vitfocus.train.run import assemble_run
-from vitfocus.treatments.step_cost import seconds_per_call
+from vitfocus.treatments.cost import seconds_per_call
 
 TINY = ["model.arguments={patch_size=8,embed_dim=24,depth=2,num_heads=2}", "batch=32", "train_length=512"]
 

@@ -23,7 +23,7 @@ from vitfocus.core.environment import default_device, device_name, versions
 from vitfocus.core.files import write_text
 from vitfocus.train.cuda_graph import WARM_UP
 from vitfocus.train.run import assemble_run
-from vitfocus.treatments.step_cost import seconds_per_call
+from vitfocus.treatments.cost import seconds_per_call
 
 GROUPS = ("vit-ti", "vit-s")
 

@@ -162,7 +162,7 @@ def test_folders_do_not_hide_the_families(
         tried.append(family.name)
         return {}
 
-    monkeypatch.setattr("vitfocus.treatments.placement.support", support)
+    monkeypatch.setattr("vitfocus.treatments.surgery.support", support)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "swin").mkdir()
     assert main(["models", "--json"]) == 0

@@ -188,7 +188,7 @@ def test_memory_is_what_was_allocated() -> None:
     import torch
     from torch import nn
 
-    from vitfocus.treatments.step_cost import compare_steps
+    from vitfocus.treatments.cost import compare_steps
 
     class Hungry(nn.Module):
         def __init__(self, megabytes: int) -> None:

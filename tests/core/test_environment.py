@@ -25,7 +25,7 @@ from vitfocus.robustness.sources import EvaluationBatch
 from vitfocus.robustness.suites.perturbations import flips
 from vitfocus.tasks.building import over_several_gpus
 from vitfocus.train import train
-from vitfocus.treatments import step_cost
+from vitfocus.treatments import cost
 from vitfocus.treatments.attention_diversification import AttentionDiversification, DiversityMeter, RowChoice
 
 
@@ -105,7 +105,7 @@ def test_clocks_wait_for_every_accelerator(monkeypatch: pytest.MonkeyPatch) -> N
     waited: list[torch.device] = []
     monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
     for name in ("cpu", "mps", "cuda:1"):
-        step_cost._synchronize(torch.device(name))
+        cost._synchronize(torch.device(name))
     assert waited == [torch.device("mps"), torch.device("cuda:1")]
 
 

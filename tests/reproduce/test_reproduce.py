@@ -17,8 +17,7 @@ from vitfocus.cli import main
 from vitfocus.core.errors import VitfocusError
 from vitfocus.reproduce import SCALES, Item, Row, item_names, load_item
 from vitfocus.reproduce.figures import FIGURES
-from vitfocus.reproduce.items import model_setups
-from vitfocus.reproduce.measures import MEASURES
+from vitfocus.reproduce.items import MEASURES, model_setups
 from vitfocus.reproduce.results import Measurement, count, count_parameters_of, softmax_surface
 from vitfocus.reproduce.run import counted_on, reproduce
 from vitfocus.reproduce.runs import DataFolders, PlannedRun, plan_row

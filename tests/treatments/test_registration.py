@@ -19,11 +19,11 @@ import vitfocus as vf
 from vitfocus import treatments
 from vitfocus.cli import main
 from vitfocus.report.model_card import make_card
-from vitfocus.report.sections.treatments import block_diagram
+from vitfocus.report.sections.models import block_diagram
 from vitfocus.treatments.base import TREATMENTS, Treatment, all_treatments, keywords
 from vitfocus.treatments.cost import count_cost
-from vitfocus.treatments.placement import placements
 from vitfocus.treatments.spec import parse_treatments
+from vitfocus.treatments.surgery import placements
 
 ROOT = Path(__file__).parents[2]
 

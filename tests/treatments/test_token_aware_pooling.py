@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import vitfocus as vf
 from vitfocus.models import FAN, load_published
-from vitfocus.treatments.state_record import is_record
+from vitfocus.treatments.spec import is_record
 
 
 def pool_by_unfold(image: Tensor, dilation: int) -> Tensor:

@@ -1,9 +1,18 @@
 """Anatomy: where a model's blocks, MLPs, attentions, token grid and prefix tokens are."""
 
-from vitfocus.anatomy.block import Anatomy, Block, GridRule, Port
-from vitfocus.anatomy.input_spec import Pixels, remember_normalising
-from vitfocus.anatomy.plan import Plan, Trunk
-from vitfocus.anatomy.registry import Family, anatomy, build_example, families, model_names, pixels_of, register, unwrap
+from vitfocus.anatomy.block import Anatomy, Block, GridRule, Plan, Port, Trunk
+from vitfocus.anatomy.registry import (
+    Family,
+    Pixels,
+    anatomy,
+    build_example,
+    families,
+    model_names,
+    pixels_of,
+    register,
+    remember_normalising,
+    unwrap,
+)
 from vitfocus.anatomy.trained import inserted, insertion_sentence, insertions_sentence, is_trained, mark_inserted
 
 __all__ = [

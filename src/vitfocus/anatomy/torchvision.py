@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from vitfocus.anatomy.block import Anatomy, Block, GridRule
-from vitfocus.anatomy.plan import Plan, build_block, conv_step, pair
+from vitfocus.anatomy.block import Anatomy, Block, GridRule, Plan, build_block, conv_step, pair
 from vitfocus.anatomy.registry import Family, register
 
 #: `nn.MultiheadAttention` uses its output projection without calling it and returns a tuple, so attention has no middle

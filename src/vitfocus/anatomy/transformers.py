@@ -17,8 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from vitfocus.anatomy.block import Anatomy, Block, GridRule, Size, Step
-from vitfocus.anatomy.plan import Plan, build_block, conv_step, pair
+from vitfocus.anatomy.block import Anatomy, Block, GridRule, Plan, Size, Step, build_block, conv_step, pair
 from vitfocus.anatomy.registry import Family, register
 from vitfocus.core.errors import VitfocusError
 

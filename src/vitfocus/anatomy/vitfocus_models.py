@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from vitfocus.anatomy.block import Anatomy, GridRule
-from vitfocus.anatomy.plan import Plan, Trunk, conv_step, pair
+from vitfocus.anatomy.block import Anatomy, GridRule, Plan, Trunk, conv_step, pair
 from vitfocus.anatomy.registry import Family, register
 
 PRE_NORM = Plan()

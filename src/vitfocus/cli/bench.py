@@ -65,8 +65,8 @@ def run(args: argparse.Namespace) -> int:
     from vitfocus.anatomy import anatomy
     from vitfocus.core.environment import usable_device
     from vitfocus.core.errors import VitfocusError
+    from vitfocus.treatments.cost import compare_steps
     from vitfocus.treatments.spec import parse_treatments
-    from vitfocus.treatments.step_cost import compare_steps
 
     specs = args.treat or list(TREATMENTS)
     for spec in specs:

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
 
     from vitfocus.anatomy import families, model_names
     from vitfocus.core.errors import VitfocusError
-    from vitfocus.treatments.placement import columns, support
+    from vitfocus.treatments.surgery import columns, support
 
     library, _, pattern = args.pattern.lower().partition("+")[0].rpartition(":")  # as in torchvision:vit_b_16+cb
     named = [(family, model_names(family)) for family in families()]

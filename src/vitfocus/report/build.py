@@ -15,13 +15,11 @@ from vitfocus.report.explorer import add_explorer, load_explorer
 from vitfocus.report.page import Page
 from vitfocus.report.runs import ReportModel, collect_models
 from vitfocus.report.sections.attention import add_attention
-from vitfocus.report.sections.cost import add_cost
+from vitfocus.report.sections.models import add_cost, add_treatments
 from vitfocus.report.sections.provenance import add_provenance
-from vitfocus.report.sections.robustness import add_robustness
-from vitfocus.report.sections.scores import add_scores
+from vitfocus.report.sections.scores import add_robustness, add_scores
 from vitfocus.report.sections.summary import add_summary, insertions
 from vitfocus.report.sections.training import add_training
-from vitfocus.report.sections.treatments import add_treatments
 
 REPORT = "report.html"
 _COLOURS = 7

@@ -22,9 +22,8 @@ from vitfocus.core.modules import eval_mode
 from vitfocus.core.records import Count, read_json, write_json
 from vitfocus.robustness.pixel_model import weights_digest
 from vitfocus.treatments import applied
-from vitfocus.treatments.cost import count_cost
-from vitfocus.treatments.placement import placements
-from vitfocus.treatments.step_cost import Step, memory, repeat_timed
+from vitfocus.treatments.cost import Step, count_cost, memory, repeat_timed
+from vitfocus.treatments.surgery import placements
 
 CARD = "card.json"
 

@@ -16,7 +16,7 @@ from vitfocus.attention.plots import COLOURS, MARKERS, new_figure, plot, style_a
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import write_bytes
 from vitfocus.corruptions import corrupt
-from vitfocus.reproduce.measures import MEASURES
+from vitfocus.reproduce.items import MEASURES
 from vitfocus.reproduce.results import ItemResult, RowResult, softmax_surface
 from vitfocus.reproduce.runs import diagnosis_of, model_of, training_metrics, validation_images
 

@@ -25,8 +25,7 @@ from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import write_text
 from vitfocus.core.statistics import wilson_interval
 from vitfocus.core.tables import Table, counted
-from vitfocus.reproduce.items import Item, Printed, Row
-from vitfocus.reproduce.measures import MEASURES, Measure, Suite
+from vitfocus.reproduce.items import MEASURES, Item, Measure, Printed, Row, Suite
 from vitfocus.reproduce.runs import (
     DataFolders,
     PlannedRun,

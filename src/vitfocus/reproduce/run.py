@@ -10,8 +10,7 @@ from typing import Any
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.processes import is_main_process
 from vitfocus.reproduce.figures import draw
-from vitfocus.reproduce.items import SCALES, Item, Row, load_item
-from vitfocus.reproduce.measures import MEASURES
+from vitfocus.reproduce.items import MEASURES, SCALES, Item, Row, load_item
 from vitfocus.reproduce.results import COMPUTED, ItemResult, Measurement, NotMeasured, RowResult, count, measure
 from vitfocus.reproduce.runs import DataFolders, PlannedRun, plan_row
 from vitfocus.train.recipe import full_key, why_unused

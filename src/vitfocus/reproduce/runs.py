@@ -29,8 +29,7 @@ from vitfocus.data.classification.dataset import ArrayImages, open_images
 from vitfocus.data.preprocessing import standard_preprocessing
 from vitfocus.recipes.settings import SECTIONS, Recipe, changed, is_harmless
 from vitfocus.report.runs import read_metrics
-from vitfocus.reproduce.items import SCALES, Item, ModelSetup, Row, model_setups
-from vitfocus.reproduce.measures import MEASURES
+from vitfocus.reproduce.items import MEASURES, SCALES, Item, ModelSetup, Row, model_setups
 from vitfocus.train.recipe import apply_overrides, load_recipe
 from vitfocus.treatments.save_load import load
 

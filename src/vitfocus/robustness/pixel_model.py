@@ -16,7 +16,7 @@ from vitfocus.anatomy import inserted, pixels_of, unwrap
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.modules import logits_of
 from vitfocus.treatments import applied
-from vitfocus.treatments.state_record import is_record
+from vitfocus.treatments.spec import is_record
 
 PRECISIONS: dict[str, torch.dtype] = {
     "float32": torch.float32,

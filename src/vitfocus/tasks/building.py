@@ -13,8 +13,7 @@ from vitfocus.core.errors import VitfocusError
 from vitfocus.treatments.arguments import file_arguments
 from vitfocus.treatments.origin import split_library
 from vitfocus.treatments.save_load import create_model, load
-from vitfocus.treatments.spec import split_spec
-from vitfocus.treatments.state_record import is_record, recorded_treatments
+from vitfocus.treatments.spec import is_record, recorded_treatments, split_spec
 from vitfocus.treatments.surgery import added_names, applied
 from vitfocus.treatments.weights import load_weights, note_treatments, read_weights
 

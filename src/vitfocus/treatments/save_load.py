@@ -34,8 +34,7 @@ from vitfocus.treatments.origin import (
     require_same_shapes,
     split_library,
 )
-from vitfocus.treatments.spec import parse_treatments, split_spec, write_spec
-from vitfocus.treatments.state_record import is_record, recorded_treatments
+from vitfocus.treatments.spec import is_record, parse_treatments, recorded_treatments, split_spec, write_spec
 from vitfocus.treatments.surgery import added_names, applied, insert_all, treat_, untreat_, untreated
 from vitfocus.treatments.weights import copy_into, load_weights, read_weights, require
 

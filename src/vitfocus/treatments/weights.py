@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from vitfocus.anatomy import mark_inserted, unwrap
 from vitfocus.core.errors import VitfocusError, reason
 from vitfocus.core.files import digest
-from vitfocus.treatments.state_record import is_record, recorded_treatments
+from vitfocus.treatments.spec import is_record, recorded_treatments
 from vitfocus.treatments.surgery import added_names, applied, insert_all, note_insertion, surgeons, untreat_
 
 _WRAPPERS = ("state_dict_ema", "state_dict", "model_ema", "model", "module")

@@ -9,9 +9,8 @@ from reporting.gathered import Study
 from reporting.intervals import estimate
 from reporting.labels import MODELS, label
 from reporting.outcomes import Outcome, by_layer
-from vitfocus.report.charts import Line, Reference, colour, dot_chart, ink_on, line_chart
+from vitfocus.report.charts import Line, Reference, colour, dot_chart, drawing, element, ink_on, line_chart, text
 from vitfocus.report.comparison import Estimate
-from vitfocus.report.svg import drawing, element, text
 
 #: Arms that are worth a look beside each other; the plain model is in every panel.
 PANELS = {

@@ -1,11 +1,25 @@
-"""Scores: every metric of every evaluation with its confidence interval, and the differences between models."""
+"""Scores and robustness: every metric with its interval and differences, heat maps of corruptions by severity."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
-from vitfocus.report.comparison import Difference, Estimate, MetricRow, detail_sentences, key_rows
+from vitfocus.core.metrics import METRICS
+from vitfocus.corruptions import CORRUPTIONS
+from vitfocus.report.charts import Line, difference_map, dot_chart, heat_map, line_chart, short
+from vitfocus.report.comparison import (
+    CONDITION_METRICS,
+    Difference,
+    Estimate,
+    MetricRow,
+    SharedTest,
+    detail_sentences,
+    key_rows,
+    read_estimate,
+)
 from vitfocus.report.page import Cell, Page
 from vitfocus.report.runs import ReportModel
 
@@ -68,3 +82,153 @@ def _csv_lines(row: MetricRow) -> list[list[Any]]:
             line += [difference.number, *(difference.interval or (None, None)), row.first, difference.paired]
         lines.append(line + [None] * (4 + len(_SAVED) - len(line)))
     return lines
+
+
+Cells = dict[tuple[str, int], float]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A metric by corruption and severity, and the cells of every model that has it."""
+
+    measure: str
+    higher_is_better: bool
+    cells: dict[str, Cells]
+
+
+def add_robustness(page: Page, tests: Sequence[SharedTest], colours: Mapping[str, int]) -> None:
+    """Heat maps per model for suites of corruptions; a chart of conditions for the others."""
+    page.section("Robustness")
+    for test in tests:
+        if (grid := corruption_grid(test)) is not None:
+            _add_heat_maps(page, test, grid)
+    conditions = _conditions(tests)
+    if conditions:
+        page.heading("By suite and condition")
+        drawn = []
+        for key, found in conditions.items():
+            title = f"{METRICS[key].title} by suite"
+            drawn.append((title, dot_chart(title, found, colours, f"{METRICS[key].title} (%)"), ""))
+        page.figures(*drawn)
+        better = {METRICS[key].title: "higher" if METRICS[key].higher_is_better else "lower" for key in conditions}
+        said = "; ".join(f"{title}: {way} is better" for title, way in better.items())
+        page.text(f"Whiskers are 95 % confidence intervals, if known. {said}.", quiet=True)
+    page.points(list(dict.fromkeys(note for test in tests for s in test.scores.values() for note in s.notes)))
+
+
+def severity_chart(test: SharedTest, colours: Mapping[str, int]) -> str | None:
+    """The mean over the corruptions by severity, one line per model; None for suites without severities."""
+    grid = corruption_grid(test)
+    if grid is None:
+        return None
+    lines = []
+    for name, cells in grid.cells.items():
+        severities = sorted({severity for _, severity in cells})
+        points = [(float(s), fmean(v for (_, severity), v in cells.items() if severity == s)) for s in severities]
+        lines.append(Line(name, points, colours[name]))
+    if max(len(line.points) for line in lines) < 2:
+        return None
+    title = f"{test.name}: {grid.measure} by severity"
+    return line_chart(title, lines, "severity", f"mean {grid.measure} over the corruptions (%)", whole_x=True)
+
+
+def difference_chart(test: SharedTest, name: str) -> str | None:
+    """The heat map of a model's differences from the first model; None for suites without corruptions."""
+    grid = corruption_grid(test)
+    if grid is None or name not in list(grid.cells)[1:]:
+        return None
+    rows, severities = _axes(grid)
+    first = next(iter(grid.cells))
+    gap = _gap(grid.cells[first], grid.cells[name])
+    title = f"{short(name, 17)} − {short(first, 17)}: {grid.measure} (points)"
+    return difference_map(title, gap, rows, severities, _reach({name: gap}), grid.higher_is_better)
+
+
+def corruption_grid(test: SharedTest) -> Grid | None:
+    """Errors in percent for classification under corruptions, mIoU for segmentation; None for other suites."""
+    errors: dict[str, Cells] = {}
+    overlaps: dict[str, Cells] = {}
+    for model, summary in test.summaries.items():
+        for name, cell in summary.get("cells", {}).items():
+            corruption, slash, severity = name.partition("/")
+            if "corruptions" in summary and slash and severity.isdigit() and "error" in cell:
+                errors.setdefault(model, {})[corruption, int(severity)] = float(cell["error"])
+            for severity, value in cell.get("severities", {}).items():
+                overlaps.setdefault(model, {})[name, int(severity)] = float(value)
+    if errors:
+        return Grid("error", False, errors)
+    return Grid("mIoU", True, overlaps) if overlaps else None
+
+
+def _axes(grid: Grid) -> tuple[list[str], list[int]]:
+    """The corruptions and severities of a heat map, in order."""
+    known = [key for found in grid.cells.values() for key in found]
+    names = {name for name, _ in known}
+    rows = [name for name in CORRUPTIONS if name in names] + sorted(names - set(CORRUPTIONS))
+    return rows, sorted({severity for _, severity in known})
+
+
+def _gap(first: Cells, second: Cells) -> Cells:
+    return {key: value - first[key] for key, value in second.items() if key in first}
+
+
+def _add_heat_maps(page: Page, test: SharedTest, grid: Grid) -> None:
+    cells, measure = grid.cells, grid.measure
+    rows, severities = _axes(grid)
+    values = [value for found in cells.values() for value in found.values()]
+    limits = (min(values), max(values))
+    page.heading(f"{test.name}: {measure} (%) by corruption and severity")
+    drawn = []
+    for name, found in cells.items():
+        picture = heat_map(f"{short(name, 36)}: {measure} (%)", found, rows, severities, limits)
+        drawn.append((f"{test.name} {measure} {name}", picture, ""))
+    first, *others = cells
+    gaps = {name: _gap(cells[first], cells[name]) for name in others}
+    for name, gap in gaps.items():
+        title = f"{short(name, 17)} − {short(first, 17)} (points)"
+        picture = difference_map(title, gap, rows, severities, _reach(gaps), grid.higher_is_better)
+        drawn.append((f"{test.name} difference {name}", picture, ""))
+    page.figures(*drawn, size="small")
+    if gaps:
+        sign = 1 if grid.higher_is_better else -1
+        better = {name: sum(sign * value > 0 for value in gap.values()) for name, gap in gaps.items()}
+        said = "; ".join(f"{name} is better in {better[name]} of {len(gap)} cells" for name, gap in gaps.items())
+        page.text(f"Blue: better than {first}; orange: worse. {said}.")
+    headings = ["corruption", "severity", *cells, *(f"{name} − {first}" for name in others)]
+    lines = [
+        [row, severity, *(_number(found, row, severity) for found in cells.values())]
+        + [_number(gaps[name], row, severity) for name in others]
+        for row in rows
+        for severity in severities
+    ]
+    page.table(f"{test.name}: {measure} (%) per cell", headings, lines, folded=True)
+
+
+def _reach(gaps: Mapping[str, Cells]) -> float:
+    """The largest difference, which gets the strongest colour."""
+    return max((abs(value) for gap in gaps.values() for value in gap.values()), default=0.0) or 1.0
+
+
+def _number(cells: Cells, row: str, severity: int) -> Cell | None:
+    value = cells.get((row, severity))
+    return Cell(f"{value:z.2f}", value) if value is not None else None
+
+
+def _conditions(tests: Sequence[SharedTest]) -> dict[str, list[tuple[str, dict[str, Estimate]]]]:
+    """Rows of the dot charts by metric: clean images for suites of corruptions, every condition for the others."""
+    found: dict[str, list[tuple[str, dict[str, Estimate]]]] = {}
+    for test in tests:
+        summaries = test.summaries
+        heat = any("corruptions" in summary for summary in summaries.values())
+        cells = dict.fromkeys(cell for summary in summaries.values() for cell in summary.get("cells", ()))
+        for cell in [cell for cell in cells if not heat or cell == "clean"]:
+            for key in (*CONDITION_METRICS, "box_ap", "mask_ap"):
+                values = {
+                    name: read_estimate(summary["cells"][cell], key)
+                    for name, summary in summaries.items()
+                    if key in summary.get("cells", {}).get(cell, {})
+                }
+                if values:
+                    label = test.name if len(cells) == 1 else f"{test.name}: {cell}"
+                    found.setdefault(key, []).append((label, values))
+    return found
