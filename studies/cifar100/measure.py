@@ -88,7 +88,7 @@ def half() -> str:
 def clean(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> dict[str, float]:
     """Accuracy on the images as they are."""
     scores = vf.evaluate(model, "clean", batches, progress=False)
-    return {"accuracy": scores["top1"], "top5": scores["top5"]}
+    return {"accuracy": scores["top1"], "top5": scores["top5"], "ece": scores["ece"]}
 
 
 def corruption(

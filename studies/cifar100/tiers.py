@@ -110,6 +110,11 @@ def carry_out(run: LongRun, data: Path, work: Path, results: Path = RESULTS) -> 
         "epochs": recipe.schedule.epochs,
         "recipe": recipe_record(recipe),
         "curve": [{"epoch": row["epoch"], "top1": 100 * row["top1"]} for row in rows if row["kind"] == "eval"],
+        "attention": [
+            {key: row[key] for key in ("epoch", "entropy_share", "overfocus")}
+            for row in rows
+            if row["kind"] == "attention"
+        ],
         "seconds_of_training": trained["seconds"],
         "images_per_second": trained["images_per_second"],
         **measured,

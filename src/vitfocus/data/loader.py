@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from vitfocus.core.errors import VitfocusError, reason
+from vitfocus.data.image_files import to_tensor
 from vitfocus.data.sample_order import SampleOrder
 
 Key = tuple[int, int]  # index of a sample, and its position in the sample order, which seeds its augmentation
@@ -77,6 +79,8 @@ class BrokenLog:
 class Readable(Protocol):
     """A data set whose samples are read by index. Any exception from `read` means that the sample is broken."""
 
+    def __len__(self) -> int: ...
+
     def read(self, index: int) -> Any:
         """One sample."""
 
@@ -91,6 +95,15 @@ def read_or_broken(dataset: Readable, index: int, read: Callable[[int], Any] | N
     except Exception as error:  # image decoders raise exceptions of many types
         name = dataset.name(index)
         return Broken(name, reason(error).removeprefix(f"{name} "))
+
+
+def first_images(dataset: Readable, count: int, size: int) -> Tensor | None:
+    """The first readable images of a data set, resized to uint8 (B, 3, size, size); None if there are none."""
+    found = (read_or_broken(dataset, index) for index in range(min(count, len(dataset))))
+    images = [one[0] for one in found if not isinstance(one, Broken)]
+    pixels = [image if isinstance(image, Tensor) else to_tensor(image) for image in images]
+    resized = [F.interpolate(one[None].float(), (size, size), mode="bilinear", antialias=True) for one in pixels]
+    return torch.cat(resized).round().clamp(0, 255).byte() if resized else None
 
 
 def read_ahead(

@@ -105,6 +105,10 @@ class Task(ABC):
     def headline(self, scores: Mapping[str, float]) -> str:
         """The scores in one line, for people."""
 
+    def sample_images(self, count: int) -> Any:
+        """At most `count` validation images as `vitfocus.diagnose` takes them; None if the task has none."""
+        return None
+
     @torch.no_grad()
     def try_model(self, model: nn.Module, size: int, call: Callable[[Tensor], Any]) -> None:
         """Run the model on one black image of the recipe's size, so that a misfit is an error before training.

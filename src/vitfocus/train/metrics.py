@@ -67,9 +67,8 @@ class TensorBoard:
             return
         try:
             for row in rows:
-                for key, value in row.items():
-                    if key not in ("kind", "step"):
-                        self._writer.add_scalar(f"{row['kind']}/{key}", value, row["step"])
+                for key, value in scalars(row).items():
+                    self._writer.add_scalar(f"{row['kind']}/{key}", value, row["step"])
             self._writer.flush()
         except OSError:
             self._drop()
@@ -98,6 +97,21 @@ class TensorBoard:
         with suppress(OSError):
             if writer is not None:
                 writer.close()
+
+
+def scalars(row: dict[str, Any]) -> dict[str, float]:
+    """The numbers of a row, those of layers under a name each.
+
+    >>> scalars({"kind": "attention", "step": 8, "layer": [0, 3], "entropy": [3.9, 2.5]})
+    {'entropy/layer_00': 3.9, 'entropy/layer_03': 2.5}
+    """
+    found: dict[str, float] = {}
+    for key, value in row.items():
+        if isinstance(value, list) and key != "layer":
+            found |= {f"{key}/layer_{layer:02d}": one for layer, one in zip(row["layer"], value, strict=True)}
+        elif key not in ("kind", "step", "layer"):
+            found[key] = value
+    return found
 
 
 def row_text(row: dict[str, Any], score: str = "") -> str:

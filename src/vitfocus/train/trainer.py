@@ -26,6 +26,7 @@ from vitfocus.core.progress import Progress
 from vitfocus.data.sample_order import STEP, seed_for
 from vitfocus.recipes.settings import Recipe
 from vitfocus.tasks.base import RecordableBatches, Task
+from vitfocus.train.attention_log import AttentionLog
 from vitfocus.train.checkpoint import (
     Checkpoint,
     Checkpoints,
@@ -120,6 +121,9 @@ class Trainer:
     signal: int = 0  # the one that ended the run early
     before_step: Callable[[int], None] | None = None
     score: str = ""  # of the last evaluation, for the progress line
+
+    def __post_init__(self) -> None:
+        self.attention = AttentionLog(self.task, self.unwrapped)
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Go back to a checkpoint."""
@@ -302,12 +306,27 @@ class Trainer:
         self.progress.say(f"epoch {row['epoch']:.4g}: {self.task.headline(scores)}")
         if self.metrics is not None:
             self.metrics.add(row)
+        self._log_attention()
         if scores[self.task.best] > self.record.best.get(self.task.best, -1.0):
             self.record.best = row
             began = time.perf_counter()
             self.save_best()
             self._logged_at += time.perf_counter() - began
         return True
+
+    def _log_attention(self) -> None:
+        """Write one row of readings by layer, and say what they give reason to; their time is not training's."""
+        if self.metrics is None:
+            return
+        began = time.perf_counter()
+        model: nn.Module = self.unwrapped if self.ema is None else self.ema.module
+        row = self.attention.row(model, self.step, self.schedule.epoch(self.step))
+        if row is not None:
+            self.metrics.add(row)
+            peak = self.recipe.optimiser.lr
+            if said := self.attention.sentence(row, self.schedule.learning_rate(self.step - 1) / peak if peak else 0):
+                self.progress.say(said)
+        self._logged_at += time.perf_counter() - began
 
     def _scores(self) -> dict[str, float]:
         engine = self.recipe.engine

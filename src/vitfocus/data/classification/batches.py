@@ -38,7 +38,7 @@ from vitfocus.data.loader import (
     read_or_broken,
     to_device,
 )
-from vitfocus.data.preprocessing import standard_preprocessing
+from vitfocus.data.preprocessing import Preprocessing, standard_preprocessing
 from vitfocus.data.sample_order import SAMPLE, SampleOrder, seed_for, seeded
 from vitfocus.recipes.settings import Augment, Data
 
@@ -165,6 +165,20 @@ class EvaluationBatches:
             counted = torch.tensor(counts, dtype=torch.float32, device=self.device)
             yield self.normalise(values), labels.to(self.device), counted
 
+    def first(self, count: int) -> Tensor:
+        """The first images, uint8 (B, 3, H, W), at the size at which they are evaluated."""
+        if self.resident is None:
+            assert self.images is not None
+            transform = self._preprocessing().apply
+            found = (read_or_broken(self.images, index) for index in range(min(count, self.length)))
+            pixels = torch.stack([torch.as_tensor(transform(one[0])) for one in found if not isinstance(one, Broken)])
+        else:
+            pixels = self.resident[0][:count]
+        return enlarge(pixels.float(), self.data.enlarge).round().clamp(0, 255).byte()
+
+    def _preprocessing(self) -> Preprocessing:
+        return standard_preprocessing((self.data.size, self.data.size), self.data.crop, self.data.interpolation)
+
     def _resident(self, batches: list[list[tuple[int, bool]]]) -> Iterator[tuple[Tensor, Tensor, list[bool]]]:
         assert self.resident is not None
         pixels, labels = self.resident
@@ -174,9 +188,7 @@ class EvaluationBatches:
 
     def _read(self, batches: list[list[tuple[int, bool]]]) -> Iterator[tuple[Tensor, Tensor, list[bool]]]:
         assert self.images is not None and self.log is not None
-        size = (self.data.size, self.data.size)
-        preprocessing = standard_preprocessing(size, self.data.crop, self.data.interpolation)
-        samples = TransformedImages(self.images, preprocessing.apply, 0)
+        samples = TransformedImages(self.images, self._preprocessing().apply, 0)
         loaded = evaluation_batches(samples, batches, stack, self.data.workers, self.device, self.log, self.say)
         for (pixels, labels), keys, rows in loaded:
             yield pixels, labels, [keys[row][1] for row in rows.tolist()]

@@ -17,6 +17,8 @@ _LOSSES = {
     ("eval", "loss"): ("Validation loss", "validation loss (nats)"),
     ("train", "adl"): ("Attention diversification loss", "weight × ADL (no unit)"),
     ("train", "distill"): ("Distillation loss", "distillation loss (nats)"),
+    ("attention", "entropy_share"): ("Entropy during training", "entropy, share of its maximum (mean over layers)"),
+    ("attention", "overfocus"): ("Overfocus during training", "attention of the top 5 % of tokens (mean over layers)"),
 }
 #: At most this many metrics are drawn; a detector logs a dozen.
 _MOST = 6
@@ -34,7 +36,7 @@ def training_charts(models: Sequence[ReportModel], colours: Mapping[str, int]) -
             assert model.training is not None
             points = _points(model.training.rows, kind, key, factor)
             if len(points) > 1 or (points and kind == "eval"):
-                marked = kind == "eval" and len(points) <= 40
+                marked = kind != "train" and len(points) <= 40
                 lines.append(Line(model.name, points, colours[model.name], marked=marked))
         if lines:
             drawn.append((f"{title} {key}", line_chart(title, lines, "epoch", axis), ""))
@@ -83,12 +85,19 @@ def _curves(trained: Sequence[ReportModel]) -> list[tuple[str, str, float, str, 
 def _points(rows: Sequence[Mapping[str, Any]], kind: str, key: str, factor: float) -> list[tuple[float, float]]:
     """The curve; long ones are averaged over neighbouring points."""
     points = [
-        (float(row.get("epoch", row["step"])), factor * float(row[key]))
+        (float(row.get("epoch", row["step"])), factor * value)
         for row in rows
-        if row.get("kind") == kind and isinstance(row.get(key), int | float) and isfinite(row[key])
+        if row.get("kind") == kind and (value := _number(row.get(key))) is not None
     ]
     if len(points) <= _POINTS:
         return points
     size = -(-len(points) // _POINTS)
     groups = [points[start : start + size] for start in range(0, len(points), size)]
     return [(group[-1][0], sum(value for _, value in group) / len(group)) for group in groups]
+
+
+def _number(value: Any) -> float | None:
+    """A logged number, or the mean of one number per layer."""
+    if isinstance(value, list) and value and all(isinstance(one, int | float) for one in value):
+        value = sum(value) / len(value)
+    return float(value) if isinstance(value, int | float) and isfinite(value) else None

@@ -148,6 +148,10 @@ class Classify(Task):
         count = max(1.0, count)
         return {"top1": first / count, "top5": five / count, "loss": loss_sum / count}
 
+    def sample_images(self, count: int) -> Tensor:
+        """The first validation images."""
+        return self.validation.first(count)
+
     def headline(self, scores: Mapping[str, float]) -> str:
         """Both accuracies and the loss."""
         return f"top-1 {100 * scores['top1']:.2f} %, top-5 {100 * scores['top5']:.2f} %, loss {scores['loss']:.4f}"

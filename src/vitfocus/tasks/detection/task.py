@@ -14,7 +14,7 @@ from vitfocus.data.detection.batches import DetectionAugment, DetectionBatch, De
 from vitfocus.data.detection.dataset import DetectionDataset, open_detections
 from vitfocus.data.detection.masks import mask_tools
 from vitfocus.data.image_files import Normalise
-from vitfocus.data.loader import SampleBatches, strided_indices
+from vitfocus.data.loader import SampleBatches, first_images, strided_indices
 from vitfocus.data.sample_order import SampleOrder
 from vitfocus.tasks.base import DiversityTerm, RunContext, Task
 from vitfocus.tasks.building import build_with, over_several_gpus
@@ -141,6 +141,10 @@ class Detect(Task):
             broadcast_object_list(scores)
         assert scores[0] is not None
         return scores[0]
+
+    def sample_images(self, count: int) -> Tensor | None:
+        """A few validation images, made square."""
+        return first_images(self.val, count // 16, self.recipe.data.size)
 
     def headline(self, scores: Mapping[str, float]) -> str:
         """AP and AP50 of boxes and masks."""

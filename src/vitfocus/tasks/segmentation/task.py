@@ -15,7 +15,7 @@ from vitfocus.core.metrics import METRICS
 from vitfocus.core.modules import eval_mode, logits_of
 from vitfocus.core.registry import COMPOSED_MODELS
 from vitfocus.data.image_files import Normalise
-from vitfocus.data.loader import SampleBatches, strided_indices
+from vitfocus.data.loader import SampleBatches, first_images, strided_indices
 from vitfocus.data.sample_order import SampleOrder
 from vitfocus.data.segmentation.batches import (
     SegmentationBatch,
@@ -165,6 +165,10 @@ class Segment(Task):
         counts = accelerator.reduce(counts).cpu()
         self.iou = iou_by_class(counts, self.classes)
         return scores_of(counts)
+
+    def sample_images(self, count: int) -> Tensor | None:
+        """A few whole validation images, at the size of the training crops."""
+        return first_images(self.val, count // 8, self.recipe.data.size)
 
     def headline(self, scores: Mapping[str, float]) -> str:
         """The three scores."""

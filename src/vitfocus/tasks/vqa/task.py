@@ -19,7 +19,7 @@ from vitfocus.core.errors import VitfocusError
 from vitfocus.core.modules import eval_mode
 from vitfocus.data.loader import SampleBatches
 from vitfocus.data.sample_order import SampleOrder
-from vitfocus.data.vqa.batches import QuestionBatch, QuestionSamples, every_question, fitted_size
+from vitfocus.data.vqa.batches import QuestionBatch, QuestionSamples, every_question, fitted_size, reading_batches
 from vitfocus.data.vqa.dataset import VqaDataset, open_questions
 from vitfocus.data.vqa.tokenizer import QuestionTokenizer, attach_tokenizer, tokenizer_of
 from vitfocus.tasks.base import DiversityTerm, RunContext, Task
@@ -165,6 +165,10 @@ class Answer(Task):
         summed = accelerator.reduce(sums.to(accelerator.device)).tolist()
         names = ("accuracy", *(f"accuracy_{name.replace('/', '_')}" for name in ANSWER_TYPES), "loss")
         return {name: total / count for name, (total, count) in zip(names, summed, strict=True) if count}
+
+    def sample_images(self, count: int) -> list[dict[str, Any]]:
+        """A few validation questions with their images."""
+        return list(reading_batches(self.val, self.val_samples.preprocessing, count // 4, count // 4))
 
     def headline(self, scores: Mapping[str, float]) -> str:
         """The accuracy, and those of answers without looking at the image."""
