@@ -4,9 +4,8 @@ import timm
 import torch
 
 import vitfocus as vf
-from vitfocus.attention.map_plots import map_matrices, query_overlay
 from vitfocus.attention.maps import rollout
-from vitfocus.attention.plots import png
+from vitfocus.attention.plots import map_matrices, png, query_overlay
 from vitfocus.core.files import write_bytes
 from vitfocus.data.shapes.dataset import shapes_batch
 

@@ -261,8 +261,8 @@ def test_the_model_is_left_as_it_was_after_an_exception() -> None:
 
 
 def test_outputs_are_bit_identical_while_being_read() -> None:
+    from vitfocus.attention.capture import reading
     from vitfocus.attention.images import ImageBatch
-    from vitfocus.attention.session import reading
 
     for family in ("timm Swin", "Hugging Face ViT", "torchvision ViT"):
         build, size, _, _ = FAMILIES[family]

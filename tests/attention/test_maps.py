@@ -8,8 +8,8 @@ import timm
 import torch
 from torch import nn
 
-from vitfocus.attention import map_plots
 from vitfocus.attention import maps as maps_module
+from vitfocus.attention import plots
 from vitfocus.attention.maps import attention_maps, normalise_together, on_grid, rollout
 from vitfocus.attention.plots import png
 from vitfocus.core.errors import VitfocusError
@@ -114,17 +114,17 @@ def test_two_models_share_one_threshold_and_one_scale() -> None:
 def test_pictures_render(model: nn.Module, images: torch.Tensor) -> None:
     both = {"a": model, "b": model}
     drawn = [
-        map_plots.map_matrices(both, {"clean": images[0], "noisy": images[1]}),
-        map_plots.head_maps(model, images[0], layer=0),
-        map_plots.query_overlay(both, images[0], (3, 5)),
-        map_plots.class_overlay(model, images[0]),
-        map_plots.class_overlay(both, (images[0] * 40 + 128).clamp(0, 255).byte(), through=True),
+        plots.map_matrices(both, {"clean": images[0], "noisy": images[1]}),
+        plots.head_maps(model, images[0], layer=0),
+        plots.query_overlay(both, images[0], (3, 5)),
+        plots.class_overlay(model, images[0]),
+        plots.class_overlay(both, (images[0] * 40 + 128).clamp(0, 255).byte(), through=True),
     ]
     assert all(png(figure).startswith(b"\x89PNG") for figure in drawn)
     with pytest.raises(VitfocusError, match=r"There is no patch \(4, 0\): the grid has 4 rows and 6 columns"):
-        map_plots.query_overlay(model, images[0], (4, 0))
+        plots.query_overlay(model, images[0], (4, 0))
     with pytest.raises(VitfocusError, match="one image, but 2 were given"):
-        map_plots.head_maps(model, images)
+        plots.head_maps(model, images)
     pvt = timm.create_model("pvt_v2_b0", depths=(1, 1, 1, 1))
     with pytest.raises(VitfocusError, match="has no class token"):
-        map_plots.class_overlay(pvt, images[0])
+        plots.class_overlay(pvt, images[0])

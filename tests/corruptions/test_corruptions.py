@@ -18,13 +18,13 @@ from vitfocus.corruptions import (
     EXTRA_CORRUPTIONS,
     FLAVOURS,
     apply,
-    blur,
     corrupt,
+    digital,
     filters,
     fingerprint,
-    frost,
-    jpeg,
+    noise_and_blur,
     parse,
+    weather,
 )
 from vitfocus.corruptions.draws import Draws, stable_hash
 
@@ -152,7 +152,7 @@ def test_glass_copies_like_the_sequential_scan() -> None:
     height, width = 40, 31
     for reach in (1, 2, 4):
         draws = Draws(2, "glass_blur", 5, torch.arange(2))
-        source = blur._glass_sources(height, width, reach, draws, stream=0)
+        source = noise_and_blur._glass_sources(height, width, reach, draws, stream=0)
         rows, columns = height - 2 * reach, width - 2 * reach
         bits = draws.bits(rows * columns, 0).view(2, rows, columns)
         across = ((bits & 0xFFFF) * 2 * reach >> 16) - reach
@@ -173,7 +173,7 @@ def test_jpeg_in_tensors_is_libjpeg_bit_for_bit(size: tuple[int, int]) -> None:
     images = torch.cat([picture(*size), torch.randint(256, (1, 3, *size), dtype=torch.uint8)])
     for quality in (7, 15, 25, 50, 80):
         coded = torch.stack([decode_jpeg(encode_jpeg(image, quality=quality)) for image in images])
-        assert torch.equal(jpeg.in_tensors(images, quality), coded)
+        assert torch.equal(digital.jpeg_in_tensors(images, quality), coded)
 
 
 def test_both_forms_of_motion_blur_agree() -> None:
@@ -294,17 +294,17 @@ def test_numbers_of_numpy_are_numbers() -> None:
 
 def test_frost_sources(shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     image, folder = picture(64, 64), shared / "data" / "frost"
-    monkeypatch.delenv(frost.VARIABLE, raising=False)
-    monkeypatch.setattr(frost, "_installed", lambda: None)
+    monkeypatch.delenv(weather.FROST_VARIABLE, raising=False)
+    monkeypatch.setattr(weather, "_installed", lambda: None)
     drawn = corrupt(image, "frost")
     assert fingerprint()["comparable"] is False and "drawn" in fingerprint()["frost"]
     real = corrupt(image, "frost", frost=folder)
     assert not torch.equal(drawn, real)
-    monkeypatch.setenv(frost.VARIABLE, str(folder))
+    monkeypatch.setenv(weather.FROST_VARIABLE, str(folder))
     assert torch.equal(corrupt(image, "frost"), real)
     assert fingerprint()["comparable"] is True and fingerprint("any")["flavour"] == "any"
-    monkeypatch.delenv(frost.VARIABLE)
-    monkeypatch.setattr(frost, "_installed", lambda: str(folder))
+    monkeypatch.delenv(weather.FROST_VARIABLE)
+    monkeypatch.setattr(weather, "_installed", lambda: str(folder))
     assert torch.equal(corrupt(image, "frost"), real)
     with pytest.raises(VitfocusError, match=r"lacks frost1\.png"):
         corrupt(image, "frost", frost=tmp_path)
@@ -316,14 +316,14 @@ def test_an_installed_imagecorruptions_is_found_but_not_imported(
     package = tmp_path / "imagecorruptions"
     (package / "frost").mkdir(parents=True)
     (package / "__init__.py").write_text("raise ImportError('broken on this NumPy')")
-    for name in frost.FILES:
+    for name in weather.FROST_FILES:
         (package / "frost" / name).write_bytes(b"")
     monkeypatch.syspath_prepend(str(tmp_path))
-    frost._installed.cache_clear()
+    weather._installed.cache_clear()
     try:
-        assert frost._installed() == str(package / "frost")
+        assert weather._installed() == str(package / "frost")
     finally:
-        frost._installed.cache_clear()
+        weather._installed.cache_clear()
 
 
 @pytest.mark.gpu

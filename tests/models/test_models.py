@@ -18,8 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from vitfocus.core.errors import VitfocusError
 from vitfocus.models import FAN, PVT, RVT, LocalViT, load_published
-from vitfocus.models.base import Backbone
-from vitfocus.models.published import resize_pair_map
+from vitfocus.models.base import Backbone, resize_pair_map
 
 FAN_SIZES: dict[str, Any] = {"embed_dim": 16, "depth": 2, "num_heads": 2}
 STEM: dict[str, Any] = {"stem_depths": (1, 2), "stem_dims": (8, 16)}

@@ -26,8 +26,8 @@ from vitfocus.tasks.building import start_from
 from vitfocus.tasks.segmentation.inference import InferenceSettings, predict, slide
 from vitfocus.tasks.segmentation.metric import class_counts, scores_of
 from vitfocus.train import Recipe, load_recipe
+from vitfocus.train.optimiser import TrainingSchedule
 from vitfocus.train.run import train
-from vitfocus.train.schedule import TrainingSchedule
 
 SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 4, "num_heads": 2, "channels": 8}
 TINY = [

@@ -28,7 +28,7 @@ from vitfocus.tasks.vqa.metric import (
     soft_targets,
 )
 from vitfocus.train import load_recipe, train
-from vitfocus.train.schedule import TrainingSchedule
+from vitfocus.train.optimiser import TrainingSchedule
 from vitfocus.treatments.spec import split_spec
 
 transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")

@@ -9,7 +9,7 @@ import torch
 from timm.optim.muon import Muon
 from torch import nn
 
-from vitfocus.train.muon import BatchedMuon
+from vitfocus.train.optimiser import BatchedMuon
 
 
 class Small(nn.Module):

@@ -14,8 +14,8 @@ from vitfocus.cli.train import add_arguments, run
 from vitfocus.core.errors import VitfocusError
 from vitfocus.tasks.building import build_model
 from vitfocus.train import load_recipe, shipped_recipes, train
+from vitfocus.train.optimiser import TrainingSchedule
 from vitfocus.train.recipe import build_recipe, difference
-from vitfocus.train.schedule import TrainingSchedule
 from vitfocus.treatments.spec import split_spec
 
 

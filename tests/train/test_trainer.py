@@ -25,10 +25,9 @@ from vitfocus.recipes.settings import Distill, Loss, Optimiser
 from vitfocus.robustness.pixel_model import PixelModel
 from vitfocus.tasks.building import build_model
 from vitfocus.tasks.classification.loss import Losses, Teacher, cross_entropy
-from vitfocus.train.optimiser import create_optimiser
+from vitfocus.train.optimiser import TrainingSchedule, create_optimiser
 from vitfocus.train.recipe import load_recipe
 from vitfocus.train.run import assemble_run, train
-from vitfocus.train.schedule import TrainingSchedule
 from vitfocus.treatments.surgery import added_names
 
 SPEC = "vit_tiny_patch16_224"

@@ -17,13 +17,12 @@ from torch import Tensor, nn
 
 from vitfocus.anatomy import Anatomy, Block, anatomy, inserted, insertion_sentence
 from vitfocus.anatomy.block import Size
+from vitfocus.attention.capture import can_be_read, model_name, pick_blocks, reading
 from vitfocus.attention.findings import SECOND, default_thresholds, findings
-from vitfocus.attention.images import ImageBatch, Images, batches, paired
+from vitfocus.attention.images import ImageBatch, Images, batches, paired, text_length, with_text, without_padding
 from vitfocus.attention.layer import LayerReadings, geometry_of, layer_rows
 from vitfocus.attention.plots import plot, png
 from vitfocus.attention.readings import READINGS, cell, columns, context_scale, figures
-from vitfocus.attention.session import can_be_read, model_name, pick_blocks, reading
-from vitfocus.attention.text_inputs import text_length, with_text, without_padding
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import write_bytes
 from vitfocus.core.records import Count, OpenDict, convert, read_json

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 
 from vitfocus.anatomy import Block, anatomy
 from vitfocus.anatomy.block import Size
+from vitfocus.attention.capture import can_be_read, pick_blocks, reading
 from vitfocus.attention.images import Images, batches
-from vitfocus.attention.session import can_be_read, pick_blocks, reading
 from vitfocus.core.errors import VitfocusError
 from vitfocus.kernels.attention import Observation
 

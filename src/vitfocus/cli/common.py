@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vitfocus.core.arguments import OnlyWith
 from vitfocus.core.errors import VitfocusError
-from vitfocus.core.only_with import OnlyWith
 
 if TYPE_CHECKING:
     from torch import nn

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vitfocus.cli.common import add_pretrained, finish_run, model_label, only_with, open_named_model, require_positive
+from vitfocus.core.arguments import OnlyWith
 from vitfocus.core.files import PICTURES, files_below
-from vitfocus.core.only_with import OnlyWith
 from vitfocus.core.statistics import evenly_spaced
 
 if TYPE_CHECKING:

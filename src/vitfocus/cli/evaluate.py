@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from vitfocus.cli.common import add_pretrained, finish_run, model_label, only_with, open_named_model
-from vitfocus.core.only_with import OnlyWith
+from vitfocus.core.arguments import OnlyWith
 from vitfocus.core.records import Count, convert, read_json
 from vitfocus.robustness.suites import switches
 
@@ -124,7 +124,7 @@ def _compare(args: argparse.Namespace) -> int:
 
 def _say(result: Any, as_json: bool) -> None:
     """Print a result, from the first process only."""
-    from vitfocus.core.processes import is_main_process
+    from vitfocus.core.environment import is_main_process
 
     if is_main_process():
         print(json.dumps(result.to_dict(), indent=2) if as_json else result.table(), flush=True)
@@ -160,7 +160,7 @@ def _evaluate(args: argparse.Namespace) -> int:
         raise VitfocusError(f"There is no folder {args.data}; --data expects the folder of the images, or shapes:N.")
 
     from vitfocus.anatomy import pixels_of
-    from vitfocus.core.processes import is_main_process
+    from vitfocus.core.environment import is_main_process
     from vitfocus.robustness.evaluation import evaluate
 
     models = _models(args)
@@ -246,8 +246,8 @@ def _class_folders(recipe: Path, data: _DataSection) -> str:
 
 def _models(args: argparse.Namespace) -> dict[str, nn.Module]:
     """The models with their weights, by label."""
+    from vitfocus.core.environment import is_main_process
     from vitfocus.core.errors import VitfocusError
-    from vitfocus.core.processes import is_main_process
 
     weights = args.weights or [None]
     if args.pretrained and all(Path(name).is_dir() for name in args.model):

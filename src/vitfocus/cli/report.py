@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vitfocus.cli.common import only_with
-from vitfocus.core.only_with import OnlyWith
+from vitfocus.core.arguments import OnlyWith
 from vitfocus.core.statistics import evenly_spaced
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import json
 import sys
 
 from vitfocus.cli.common import only_with
-from vitfocus.core.only_with import OnlyWith
+from vitfocus.core.arguments import OnlyWith
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.list or args.item is None:
         return _list(args.json)
-    from vitfocus.core.processes import is_main_process
+    from vitfocus.core.environment import is_main_process
     from vitfocus.reproduce.run import Stopped, reproduce
 
     if args.images is not None and args.images < 1:

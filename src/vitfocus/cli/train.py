@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     recipe = load_recipe(args.recipe, args.overrides)
 
-    from vitfocus.core.processes import is_main_process
+    from vitfocus.core.environment import is_main_process
     from vitfocus.train.run import train
 
     results = train(recipe, out=args.out, resume=args.resume)

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from vitfocus.core.arguments import whole
 from vitfocus.core.errors import VitfocusError, nearest
-from vitfocus.corruptions import blur, digital, jpeg, noise, weather
-from vitfocus.corruptions import frost as overlays
+from vitfocus.corruptions import digital, noise_and_blur, weather
 from vitfocus.corruptions.constants import CONSTANTS, CORRUPTIONS, EXTRA_CORRUPTIONS, FLAVOURS, Setting
 from vitfocus.corruptions.draws import Draws, as_ids
 
@@ -21,13 +20,13 @@ VERSION = 1
 """Incremented whenever any output changes."""
 
 _EFFECTS: dict[str, Callable[[Tensor, Setting, Draws], Tensor]] = {
-    "gaussian_noise": noise.gaussian_noise,
-    "shot_noise": noise.shot_noise,
-    "impulse_noise": noise.impulse_noise,
-    "defocus_blur": blur.defocus_blur,
-    "glass_blur": blur.glass_blur,
-    "motion_blur": blur.motion_blur,
-    "zoom_blur": blur.zoom_blur,
+    "gaussian_noise": noise_and_blur.gaussian_noise,
+    "shot_noise": noise_and_blur.shot_noise,
+    "impulse_noise": noise_and_blur.impulse_noise,
+    "defocus_blur": noise_and_blur.defocus_blur,
+    "glass_blur": noise_and_blur.glass_blur,
+    "motion_blur": noise_and_blur.motion_blur,
+    "zoom_blur": noise_and_blur.zoom_blur,
     "snow": weather.snow,
     "frost": weather.frost,
     "fog": weather.fog,
@@ -35,9 +34,9 @@ _EFFECTS: dict[str, Callable[[Tensor, Setting, Draws], Tensor]] = {
     "contrast": digital.contrast,
     "elastic_transform": digital.elastic_transform,
     "pixelate": digital.pixelate,
-    "jpeg_compression": jpeg.jpeg_compression,
-    "speckle_noise": noise.speckle_noise,
-    "gaussian_blur": blur.gaussian_blur,
+    "jpeg_compression": digital.jpeg_compression,
+    "speckle_noise": noise_and_blur.speckle_noise,
+    "gaussian_blur": noise_and_blur.gaussian_blur,
     "spatter": weather.spatter,
     "saturate": digital.saturate,
 }
@@ -115,7 +114,7 @@ def corrupt(
         raise VitfocusError(f"Got {len(identity)} ids for {len(batch)} images; expected one id per image.")
     if not len(batch):
         return images.clone()
-    folder = overlays.locate(frost) if name == "frost" else None
+    folder = weather.locate_frost(frost) if name == "frost" else None
     setting = Setting(CONSTANTS[flavour][name][severity - 1], flavour, folder)
     effect = _EFFECTS[name]
     step = max(1, _CHUNK[batch.device.type] // (batch.shape[-1] * batch.shape[-2]))
@@ -148,11 +147,11 @@ def fingerprint(
     facts = {"implementation": "vitfocus.corruptions", "version": VERSION, "flavour": flavour}
     facts |= {"torch": torch.__version__, "comparable": True}
     if "jpeg_compression" in names:
-        facts["jpeg"] = jpeg.codec()
+        facts["jpeg"] = digital.jpeg_codec()
     if "frost" in names:
-        folder = overlays.locate(frost)
-        drawn = folder == overlays.DRAWN
-        facts["frost"] = "drawn, not the published overlays" if drawn else f"sha256:{overlays.digest(folder)}"
+        folder = weather.locate_frost(frost)
+        drawn = folder == weather.DRAWN_FROST
+        facts["frost"] = "drawn, not the published overlays" if drawn else f"sha256:{weather.frost_digest(folder)}"
         facts["comparable"] = not drawn
     return facts
 

@@ -4,10 +4,10 @@ After `import vitfocus.models`, `timm.create_model("fan_tiny_12_p16_224")` works
 the classes. Modules carry the published tensor names, so `load_published` fills them from the authors' checkpoints.
 """
 
-from .fan import FAN
-from .localvit import LocalViT
-from .published import Loaded, checkpoint_filter_fn, load_published
-from .pvt import PVT
-from .rvt import RVT
+from vitfocus.models.base import Loaded, checkpoint_filter_fn, load_published
+from vitfocus.models.fan import FAN
+from vitfocus.models.localvit import LocalViT
+from vitfocus.models.pvt import PVT
+from vitfocus.models.rvt import RVT
 
 __all__ = ["FAN", "PVT", "RVT", "Loaded", "LocalViT", "checkpoint_filter_fn", "load_published"]

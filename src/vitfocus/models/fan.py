@@ -18,8 +18,9 @@ from timm.models.convnext import ConvNeXtStage
 from timm.models.xcit import ClassAttentionBlock, PositionalEncodingFourier
 from torch import Tensor, nn
 
+from vitfocus.models.base import Attention, Backbone, Grid, Size, build, heads_divide, imagenet_cfgs, to_map, to_tokens
+
 from ..core.errors import VitfocusError
-from .base import Attention, Backbone, Grid, Size, build, heads_divide, imagenet_cfgs, to_map, to_tokens
 
 __all__ = ["FAN"]
 

@@ -14,9 +14,21 @@ from timm.models import register_model
 from timm.models.vision_transformer import Attention
 from torch import Tensor, nn
 
+from vitfocus.models.base import (
+    Backbone,
+    Grid,
+    PatchEmbed,
+    Size,
+    build,
+    fit_position,
+    heads_divide,
+    imagenet_cfgs,
+    increasing,
+    to_map,
+    to_tokens,
+)
+
 from ..core.errors import VitfocusError
-from .base import Backbone, Grid, PatchEmbed, Size, build, heads_divide, imagenet_cfgs, increasing, to_map, to_tokens
-from .published import fit_position
 
 __all__ = ["LocalViT"]
 

@@ -13,9 +13,20 @@ from timm.layers import DropPath, Mlp, resample_abs_pos_embed, to_2tuple, trunc_
 from timm.models import register_model
 from torch import Tensor, nn
 
+from vitfocus.models.base import (
+    Attention,
+    Backbone,
+    Grid,
+    PatchEmbed,
+    Size,
+    build,
+    fit_position,
+    imagenet_cfgs,
+    increasing,
+    to_map,
+)
+
 from ..core.errors import VitfocusError
-from .base import Attention, Backbone, Grid, PatchEmbed, Size, build, imagenet_cfgs, increasing, to_map
-from .published import fit_position
 
 __all__ = ["PVT"]
 

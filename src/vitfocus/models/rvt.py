@@ -19,9 +19,20 @@ from timm.layers import DropPath, Mlp, to_2tuple
 from timm.models import register_model
 from torch import Tensor, nn
 
+from vitfocus.models.base import (
+    Backbone,
+    Grid,
+    Size,
+    build,
+    heads_divide,
+    imagenet_cfgs,
+    increasing,
+    resize_pair_map,
+    to_map,
+    to_tokens,
+)
+
 from ..core.errors import VitfocusError
-from .base import Backbone, Grid, Size, build, heads_divide, imagenet_cfgs, increasing, to_map, to_tokens
-from .published import resize_pair_map
 
 __all__ = ["RVT"]
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_type_hints
 
 from msgspec import Meta, Struct, structs, to_builtins
 
-from vitfocus.core.only_with import OnlyWith, conditions, only_with
+from vitfocus.core.arguments import OnlyWith, conditions, only_with
 from vitfocus.core.records import FINITE, Count
 
 Positive = Annotated[int, Meta(ge=1)]

@@ -14,7 +14,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor, nn
 
-from vitfocus.attention.session import model_name
+from vitfocus.attention.capture import model_name
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import write_text
 from vitfocus.core.records import Count, read_json

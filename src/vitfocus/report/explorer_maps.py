@@ -20,8 +20,8 @@ from torch.nn import functional as F
 
 from vitfocus.anatomy import Block, anatomy
 from vitfocus.anatomy.block import Size
+from vitfocus.attention.capture import can_be_read
 from vitfocus.attention.maps import attention_maps
-from vitfocus.attention.session import can_be_read
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.tables import ranges
 from vitfocus.kernels.statistics.reference import overfocus, received

@@ -11,8 +11,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vitfocus.anatomy import anatomy
-from vitfocus.attention.map_plots import head_maps, map_matrices, query_overlay
-from vitfocus.attention.plots import COLOURS, MARKERS, new_figure, plot, style_axes
+from vitfocus.attention.plots import (
+    COLOURS,
+    MARKERS,
+    head_maps,
+    map_matrices,
+    new_figure,
+    plot,
+    query_overlay,
+    style_axes,
+)
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import write_bytes
 from vitfocus.corruptions import corrupt

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from vitfocus.core.environment import is_main_process
 from vitfocus.core.errors import VitfocusError, nearest
-from vitfocus.core.processes import is_main_process
 from vitfocus.reproduce.figures import draw
 from vitfocus.reproduce.items import MEASURES, SCALES, Item, Row, load_item
 from vitfocus.reproduce.results import COMPUTED, ItemResult, Measurement, NotMeasured, RowResult, count, measure

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vitfocus.core.environment import Processes
 from vitfocus.core.errors import VitfocusError
-from vitfocus.core.processes import Processes
 from vitfocus.core.progress import Progress
 from vitfocus.robustness.metrics import Summary
 from vitfocus.robustness.pixel_model import PixelModel

@@ -13,11 +13,10 @@ import torch
 from torch import nn
 
 from vitfocus.core.arguments import whole
-from vitfocus.core.environment import device_name, versions
+from vitfocus.core.environment import Processes, device_name, join_processes, versions
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.files import write_text
 from vitfocus.core.modules import eval_mode
-from vitfocus.core.processes import Processes, join_processes
 from vitfocus.robustness.engine import EvaluationArguments, Plan, read_digests, run_plan
 from vitfocus.robustness.pixel_model import PRECISIONS, PixelModel, named_models
 from vitfocus.robustness.results import Scores, flatten, load_scores

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from vitfocus.core.environment import Processes
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import atomic_path, write_text
-from vitfocus.core.processes import Processes
 from vitfocus.core.records import read_json
 
 Columns = dict[str, npt.NDArray[Any]]  # one entry per image, in order of position

@@ -18,7 +18,7 @@ from vitfocus.corruptions.constants import Setting
 from vitfocus.corruptions.digital import brightness
 from vitfocus.corruptions.draws import Draws
 from vitfocus.corruptions.filters import clipped_zoom, streak, to_uint8
-from vitfocus.corruptions.noise import gaussian_noise, shot_noise
+from vitfocus.corruptions.noise_and_blur import gaussian_noise, shot_noise
 from vitfocus.robustness.metrics import ALEXNET_FLIPS
 
 VERSION = 1

@@ -1,17 +1,81 @@
-"""How a model is compiled: not at all, as a whole, or block by block.
+"""A faster training step: torch.compile for the whole model or for each block, and CUDA graphs.
 
 Compiled as a whole, a transformer of twelve blocks has the same block compiled twelve times. Block by block, the second
 block finds what the first left in the cache; what is lost is fusion across blocks.
+
+A small model's step is thousands of short kernels, and launching them one by one takes the host longer than the GPU
+needs to run them. The first steps run eagerly, so that everything is compiled and allocated; the next is captured as a
+CUDA graph (augmentation, forward, backward, clipping, optimiser), and from then on a step is a few small copies and one
+launch. What differs from step to step is in tensors. Random numbers in the graph follow torch's generator, which is
+seeded at every step, so a captured run draws the same numbers as an eager one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from vitfocus.anatomy import anatomy
 from vitfocus.recipes.settings import Recipe
 from vitfocus.tasks import find_task
+from vitfocus.treatments.attention_diversification import forget_losses
+
+#: Eager steps before one is captured.
+WARM_UP = 3
+
+
+def can_capture(optimiser: Optimizer) -> bool:
+    """Whether an optimiser's step does not wait for the host."""
+    return all(group.get("fused") or "capturable" in group for group in optimiser.param_groups)
+
+
+class CapturedStep:
+    """A step of `model`: `body(inputs, epoch)` is forward, backward and update, and returns the loss terms."""
+
+    def __init__(
+        self,
+        body: Callable[[tuple[Tensor, ...], float], Tensor],
+        model: nn.Module,
+        optimiser: Optimizer,
+        device: torch.device,
+    ) -> None:
+        self.body, self.model = body, model
+        self.taken = 0
+        self.inputs: tuple[Tensor, ...] = ()
+        self.terms = torch.empty(0)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        for group in optimiser.param_groups:
+            group["capturable"] = True
+            for state in (optimiser.state.get(parameter, {}) for parameter in group["params"]):
+                if isinstance(state.get("step"), Tensor):  # most optimisers restore the count on the CPU
+                    state["step"] = state["step"].to(device, torch.float32)
+            group["lr"] = torch.tensor(float(group["lr"]), dtype=torch.float32, device=device)
+
+    def __call__(self, inputs: tuple[Tensor, ...], epoch: float, settled: bool) -> Tensor:
+        """Take one step; nothing is captured before the loss is `settled`, so that its weights no longer change.
+
+        The learning rate and the generators are set already.
+        """
+        if self.graph is not None:
+            for place, value in zip(self.inputs, inputs, strict=True):
+                place.copy_(value)
+            self.graph.replay()
+            return self.terms
+        if self.taken < WARM_UP or not settled:
+            self.taken += 1
+            return self.body(inputs, epoch)
+        self.inputs = tuple(value.clone() for value in inputs)
+        forget_losses(self.model)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.terms = self.body(self.inputs, epoch)
+        self.graph = graph
+        graph.replay()
+        return self.terms
+
 
 #: Versions of one block that a run may need: training, evaluation, each with a smaller last batch.
 _VERSIONS = 4
@@ -21,7 +85,7 @@ def compile_mode(recipe: Recipe, cuda: bool) -> str | None:
     """How the model is compiled: by a mode of torch.compile, block by block ("blocks"), or not at all (None).
 
     A small model's step on a GPU is limited by kernel launches. Where the images are kept on the device the whole step
-    is captured as a CUDA graph (`cuda_graph.py`); elsewhere a model on a single process is compiled with
+    is captured as a CUDA graph; elsewhere a model on a single process is compiled with
     "reduce-overhead", which captures the model alone.
     """
     engine = recipe.engine

@@ -1,4 +1,4 @@
-"""What a run logs: metrics.jsonl, one JSON object per line, and TensorBoard where the recipe asks for it."""
+"""What a run writes: metrics.jsonl, one JSON object per line, TensorBoard events, and results.json."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import Appender, remove_stale, write_text
-from vitfocus.core.records import parse_json
+from vitfocus.core.records import Count, OpenDict, parse_json
 
 
 class Metrics:
@@ -132,3 +134,42 @@ def _row(line: str) -> dict[str, Any] | None:
     except VitfocusError:
         return None
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+class _RowFields(msgspec.Struct):
+    kind: str = ""
+
+
+class EvaluationRow(OpenDict):
+    """One evaluation: step, epoch and scores."""
+
+    fields, numbers = _RowFields, True
+
+
+class _ResultFields(msgspec.Struct):
+    recipe: str = ""
+    spec: str = ""
+    headline: str = ""
+    device: str = ""
+    precision: str = ""
+    task: str = ""
+    steps: Count = 0
+    parameters: Count = 0
+    processes: Count = 0
+    train_images: Count = 0
+    val_images: Count = 0
+    epochs: float = 0.0
+    seconds: float = 0.0
+    images_per_second: float = 0.0
+    peak_memory_bytes: float = 0.0
+    finished: bool = False
+    last: EvaluationRow = msgspec.field(default_factory=EvaluationRow)
+    best: EvaluationRow = msgspec.field(default_factory=EvaluationRow)
+    versions: dict[str, str] = {}
+    data_sha256: dict[str, str] = {}
+
+
+class TrainingResults(OpenDict):
+    """results.json of a training run."""
+
+    fields = _ResultFields

@@ -1,25 +1,106 @@
-"""timm's optimiser with timm's groups: no decay on vectors, layer-wise decay and a head's own rate where asked for."""
+"""timm's optimiser with timm's groups, a batched Muon, and the learning rate of each step in closed form.
+
+timm's Muon orthogonalises one matrix at a time. A ViT has a dozen matrices of each shape, each too small to fill a GPU,
+so `BatchedMuon` iterates on all matrices of one shape together. Everything but the order of the work is timm's.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+import math
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from msgspec import to_builtins
 from msgspec.structs import replace
 from timm.optim import create_optimizer_v2, get_optimizer_info, list_optimizers
-from timm.optim.muon import Muon
-from torch import nn
+from timm.optim.muon import (
+    _COEFFICIENTS,
+    Muon,
+    _is_suitable_for_muon,
+    get_lr_scale,
+    resolve_ns_coefficients,
+    zeropower_via_newtonschulz,
+)
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from vitfocus.anatomy import anatomy
 from vitfocus.core.errors import VitfocusError, nearest, reason
-from vitfocus.recipes.settings import Optimiser
+from vitfocus.recipes.settings import Optimiser, Recipe
 from vitfocus.train.checkpoint import gather_tensors
-from vitfocus.train.muon import BatchedMuon
 from vitfocus.treatments.surgery import added_names
+
+
+class BatchedMuon(Muon):
+    """timm's `Muon`: same arguments, groups and state. Vectors and what cannot be batched are left to timm.
+
+    Example:
+        >>> layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+        >>> optimiser = BatchedMuon(layers.parameters(), lr=1e-3)
+        >>> layers(torch.ones(1, 8)).sum().backward()
+        >>> optimiser.step()
+        >>> sorted(optimiser.state[layers[0].weight])
+        ['momentum_buffer', 'use_muon']
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """Update all parameters."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        updated: list[tuple[Tensor, Tensor | None]] = []
+        for group in self.param_groups:
+            if group["algo"] == "muon" and group["conv_mode"] == "flatten":
+                matrices = [p for p in group["params"] if p.grad is not None and self._is_matrix(p, group)]
+                self._update(matrices, group)
+                updated += [(p, p.grad) for p in matrices]
+        for parameter, _ in updated:  # timm's step passes over parameters without a gradient
+            parameter.grad = None
+        super().step()
+        for parameter, gradient in updated:
+            parameter.grad = gradient
+        return loss
+
+    def _is_matrix(self, parameter: Tensor, group: dict[str, Any]) -> bool:
+        """Whether Muon updates the parameter, by timm's rules; AdamW updates the others."""
+        state = self.state[parameter]
+        if "use_muon" not in state:
+            asked = not group.get("use_fallback", False) and group.get("use_muon", True)
+            state["use_muon"] = bool(asked and _is_suitable_for_muon(parameter))
+        return bool(state["use_muon"])
+
+    def _update(self, matrices: list[Tensor], group: dict[str, Any]) -> None:
+        if not matrices:
+            return
+        for parameter in matrices:
+            self.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
+        gradients = [parameter.grad for parameter in matrices if parameter.grad is not None]
+        momenta = [self.state[parameter]["momentum_buffer"] for parameter in matrices]
+        torch._foreach_lerp_(momenta, gradients, 1.0 - group["momentum"])
+        directions = torch._foreach_lerp(gradients, momenta, group["momentum"]) if group["nesterov"] else momenta
+        by_shape: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for index, parameter in enumerate(matrices):
+            by_shape[(parameter.shape[0], parameter.shape[1:].numel())].append(index)
+        torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])
+        for shape, indices in by_shape.items():
+            orthogonal = zeropower_via_newtonschulz(
+                torch.stack([directions[index].reshape(shape) for index in indices]),
+                group["ns_steps"],
+                resolve_ns_coefficients(group["ns_coefficients"], _COEFFICIENTS),
+                eps=group["eps"],
+                safety_factor=group["safety_factor"],
+                scale_eps=group["scale_eps"],
+            )
+            scale = get_lr_scale(torch.Size(shape), group["adjust_lr_fn"]) if group["adjust_lr_fn"] else 1.0
+            change = orthogonal.to(matrices[indices[0]].dtype) * (-group["lr"] * scale)
+            parameters = [matrices[index] for index in indices]
+            torch._foreach_add_(parameters, [part.view_as(p) for part, p in zip(change, parameters, strict=True)])
 
 
 def create_optimiser(
@@ -133,3 +214,74 @@ def choose_trained(model: nn.Module, what: str, heads: Collection[str]) -> list[
         for module in model.modules()
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and not any(p.requires_grad for p in module.parameters())
     ]
+
+
+@dataclass(frozen=True)
+class TrainingSchedule:
+    """How many steps a run has, where its epochs end, and its learning rate at each step."""
+
+    steps: int
+    images: int
+    steps_per_epoch: float
+    warmup: int
+    lr: float
+    warmup_lr: float
+    min_lr: float
+    decay: str = "cosine"
+    power: float = 1.0
+    drops: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, recipe: Recipe, images: int) -> TrainingSchedule:
+        """The schedule of a recipe for so many training images."""
+        per_epoch = images / recipe.data.batch
+        optimiser, schedule = recipe.optimiser, recipe.schedule
+        steps = schedule.steps or max(1, math.ceil(schedule.epochs * per_epoch - 1e-9))
+        scale = recipe.data.batch / optimiser.lr_batch if optimiser.lr_batch else 1.0
+        by_epochs = 0 if schedule.steps else round(schedule.warmup_epochs * per_epoch)
+        warmup = min(steps, schedule.warmup_steps or by_epochs)
+        rates = (optimiser.lr * scale, schedule.warmup_lr, schedule.min_lr)
+        return cls(steps, images, per_epoch, warmup, *rates, schedule.decay, schedule.power, schedule.drops)
+
+    def learning_rate(self, step: int) -> float:
+        """Linear from warmup_lr up to lr, then down: half a cosine or a line to min_lr after the warm-up, a power of
+        the share of the run that is left (counted from the first step, as is usual in segmentation), or divided by ten
+        at each drop.
+
+        >>> schedule = TrainingSchedule(
+        ...     steps=110, images=160, steps_per_epoch=10, warmup=10, lr=1.0, warmup_lr=0.0, min_lr=0.0
+        ... )
+        >>> [round(schedule.learning_rate(step), 3) for step in (0, 5, 10, 60)]
+        [0.0, 0.5, 1.0, 0.5]
+        """
+        low, high = min(self.min_lr, self.lr), self.lr
+        if self.decay == "polynomial":
+            high = low + (self.lr - low) * (1 - step / self.steps) ** self.power
+        elif self.decay == "drops":
+            high = max(low, self.lr * 0.1 ** sum(step >= share * self.steps for share in self.drops))
+        if step < self.warmup:
+            return self.warmup_lr + (high - self.warmup_lr) * step / self.warmup
+        if self.decay in ("polynomial", "drops"):
+            return high
+        done = (step - self.warmup) / max(1, self.steps - self.warmup)
+        left = 1 - done if self.decay == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+        return low + (self.lr - low) * left
+
+    def epoch(self, step: int) -> float:
+        """Epochs done after so many steps."""
+        return step / self.steps_per_epoch
+
+    def ends_epoch(self, step: int) -> int:
+        """The number of the epoch that this step completes, or 0."""
+        before, after = math.floor(self.epoch(step) + 1e-9), math.floor(self.epoch(step + 1) + 1e-9)
+        return after if after > before else 0
+
+
+def set_learning_rate(optimiser: Optimizer, rate: float) -> None:
+    """Set the rate of every group; layer-wise decay is a factor that timm keeps as `lr_scale`."""
+    for group in optimiser.param_groups:
+        value = rate * group.get("lr_scale", 1.0)
+        if isinstance(group["lr"], Tensor):  # which a captured step reads
+            group["lr"].fill_(value)
+        else:
+            group["lr"] = value

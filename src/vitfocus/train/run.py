@@ -17,10 +17,9 @@ from timm.utils import ModelEmaV3
 from torch import nn
 
 from vitfocus.anatomy import mark_inserted
-from vitfocus.core.environment import device_name, usable_device
+from vitfocus.core.environment import Processes, device_name, usable_device, versions
 from vitfocus.core.errors import VitfocusError, VitfocusWarning
 from vitfocus.core.files import write_text
-from vitfocus.core.processes import Processes
 from vitfocus.core.progress import Progress
 from vitfocus.core.records import convert, parse_json, read_json
 from vitfocus.data.loader import BatchPartition
@@ -29,11 +28,9 @@ from vitfocus.tasks import find_task
 from vitfocus.tasks.base import RunContext, Task
 from vitfocus.train.checkpoint import Checkpoint, Checkpoints, model_tensors, read_checkpoint, replace_folder
 from vitfocus.train.compile import compile_blocks, compile_mode
-from vitfocus.train.metrics import Metrics
-from vitfocus.train.optimiser import choose_trained, create_optimiser
+from vitfocus.train.metrics import Metrics, TrainingResults
+from vitfocus.train.optimiser import TrainingSchedule, choose_trained, create_optimiser
 from vitfocus.train.recipe import build_recipe, difference, load_recipe, refuse_foreign
-from vitfocus.train.results import TrainingResults, describe
-from vitfocus.train.schedule import TrainingSchedule
 from vitfocus.train.trainer import StopRequest, Trainer
 from vitfocus.treatments.save_load import SavedConfig, remember_task, save
 from vitfocus.treatments.spec import split_spec
@@ -118,7 +115,7 @@ def _train(
         progress.close()
         if trainer.metrics is not None:
             trainer.metrics.catch_up()
-    results = {"finished": finished, "signal": trainer.signal, **facts, **describe(trainer)}
+    results = {"finished": finished, "signal": trainer.signal, **facts, **_describe(trainer)}
     if accelerator.num_processes > 1:  # each process has its own
         found: list[dict[str, dict[str, str]]] = gather_object([results["broken_images"]])
         results["broken_images"] = {s: {k: v for one in found for k, v in one[s].items()} for s in ("train", "val")}
@@ -296,3 +293,24 @@ def _export(trainer: Trainer, folder: Path, must: bool = True) -> None:
 
 def _save(model: nn.Module, folder: Path, base: str, arguments: dict[str, Any]) -> None:
     save(model, folder, base=base, arguments=arguments)
+
+
+def _describe(trainer: Trainer) -> dict[str, Any]:
+    """The outcome and its circumstances, as JSON has them."""
+    record, accelerator = trainer.record, trainer.accelerator
+    return {
+        "recipe": trainer.recipe.name,
+        "spec": trainer.recipe.model.spec,
+        "steps": trainer.step,
+        "epochs": trainer.schedule.epoch(trainer.step),
+        "seconds": round(record.seconds, 3),
+        "images_per_second": round(trainer.step * trainer.recipe.data.batch / max(record.seconds, 1e-9), 1),
+        "headline": trainer.task.headline(record.last) if record.last else "",
+        "last": record.last,
+        "best": record.best,
+        "parameters": sum(p.numel() for p in trainer.unwrapped.parameters()),
+        "processes": accelerator.num_processes,
+        "precision": {"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision),
+        "device": device_name(accelerator.device),
+        "versions": versions("accelerate", "python"),
+    }

@@ -36,9 +36,9 @@ from vitfocus.train.checkpoint import (
     gather_tensors,
     restore,
 )
-from vitfocus.train.cuda_graph import CapturedStep, can_capture
+from vitfocus.train.compile import CapturedStep, can_capture
 from vitfocus.train.metrics import Metrics, row_text
-from vitfocus.train.schedule import TrainingSchedule, set_learning_rate
+from vitfocus.train.optimiser import TrainingSchedule, set_learning_rate
 
 Batch = TypeVar("Batch")
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from vitfocus.anatomy import Block
-from vitfocus.core import only_with
+from vitfocus.core import arguments
 from vitfocus.core.errors import VitfocusError, nearest
 
 #: Every treatment by its keyword. A record class enters itself when it is defined.
@@ -137,7 +137,7 @@ def refuse_unused(config: Treatment) -> None:
     """Refuse an option that has no effect beside the others (`only_with`). A default that is spelled out passes."""
     given = [field.name for field in dataclasses.fields(config) if getattr(config, field.name) != field.default]
     try:
-        only_with.refuse_unused(given, only_with.conditions(type(config)), config)
+        arguments.refuse_unused(given, arguments.conditions(type(config)), config)
     except VitfocusError as error:
         raise VitfocusError(f"{config}: {error}") from None
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from vitfocus.anatomy import Anatomy, Block, GridRule
+from vitfocus.core.arguments import only_with
 from vitfocus.core.errors import VitfocusError
-from vitfocus.core.only_with import only_with
 from vitfocus.kernels.backends import chosen, exporting
 from vitfocus.kernels.pooling.op import mix_dilated, predict_scores
 from vitfocus.kernels.pooling.reference import box_mean, dilated_mean, mix_poolings

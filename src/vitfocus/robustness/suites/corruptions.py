@@ -18,8 +18,8 @@ from vitfocus.core.progress import Progress
 from vitfocus.core.statistics import evenly_spaced
 from vitfocus.corruptions import CORRUPTIONS, EXTRA_CORRUPTIONS, corrupt, fingerprint
 from vitfocus.corruptions.constants import Setting
+from vitfocus.corruptions.digital import jpeg_compression
 from vitfocus.corruptions.draws import Draws
-from vitfocus.corruptions.jpeg import jpeg_compression
 from vitfocus.data.image_files import list_classes
 from vitfocus.data.preprocessing import Preprocessing
 from vitfocus.robustness.classification import (

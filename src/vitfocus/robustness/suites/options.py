@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, NamedTuple
 
-from vitfocus.core import only_with
-from vitfocus.core.only_with import OnlyWith
+from vitfocus.core import arguments
+from vitfocus.core.arguments import OnlyWith
 
 
 def _option(text: str, default: Any = None, negate: bool = False) -> Any:
@@ -59,12 +59,12 @@ def refuse_unused(options: NoOptions, form: DataForm) -> None:
         if value is not False and value not in (default, "val", "shapes")
     ]
     if given:
-        only_with.refuse_unused(given, declared, form)
+        arguments.refuse_unused(given, declared, form)
 
 
 @functools.cache
 def _conditions(record: type) -> dict[str, OnlyWith]:
-    return only_with.conditions(record)
+    return arguments.conditions(record)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from vitfocus.corruptions import corrupt, fingerprint
 from vitfocus.corruptions.constants import Setting
 from vitfocus.corruptions.draws import Draws, as_ids
 from vitfocus.corruptions.filters import gaussian, to_uint8
-from vitfocus.corruptions.noise import shot_noise
+from vitfocus.corruptions.noise_and_blur import shot_noise
 from vitfocus.data.segmentation.batches import WholeImages
 from vitfocus.data.segmentation.dataset import MaskFiles, SegmentationDataset, guess_source, open_masks
 from vitfocus.data.segmentation.layouts import CONDITIONS, LAYOUTS, Layout, Pair
