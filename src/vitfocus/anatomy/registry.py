@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from vitfocus.anatomy.block import Anatomy, Size
+from vitfocus.core.arguments import checked
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.records import read_json
 
@@ -197,6 +198,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     return model
 
 
+@checked
 def anatomy(model: nn.Module) -> Anatomy:
     """Find the blocks of a vision transformer and describe their parts.
 

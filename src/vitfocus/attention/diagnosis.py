@@ -23,6 +23,7 @@ from vitfocus.attention.images import ImageBatch, Images, batches, paired, text_
 from vitfocus.attention.layer import LayerReadings, geometry_of, layer_rows
 from vitfocus.attention.plots import plot, png
 from vitfocus.attention.readings import READINGS, cell, columns, context_scale, figures
+from vitfocus.core.arguments import checked
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import write_bytes
 from vitfocus.core.records import Count, OpenDict, convert, read_json
@@ -122,6 +123,7 @@ class Diagnosis:
         return cls(rows, found.model, found.images, found.size, found.against, found.stability_values, found.inserted)
 
     @classmethod
+    @checked
     def load(cls, folder: str | Path) -> Diagnosis:
         """Read what `save` wrote."""
         file = Path(folder) / "diagnosis.json"
@@ -247,6 +249,7 @@ def _compared() -> dict[str, str]:
     return {key: reading.label for key, reading in READINGS.items() if reading.label}
 
 
+@checked
 def diagnose(
     model: nn.Module,
     images: Images,

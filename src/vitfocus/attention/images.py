@@ -47,7 +47,7 @@ def batches(images: Images, batch_size: int | None = None) -> Iterator[ImageBatc
         whole = images if images.ndim == 4 else images[None]
         if batch_size is not None and batch_size < 1:
             raise VitfocusError(f"batch_size is at least 1, not {batch_size}.")
-        for piece in whole.split(batch_size or max(len(whole), 1)):
+        for piece in whole.split(min(batch_size or len(whole), max(len(whole), 1))):
             yield ImageBatch(_checked(piece))
         return
     if isinstance(images, Mapping) or _is_pair(images):

@@ -19,6 +19,7 @@ from vitfocus.anatomy import Block, anatomy
 from vitfocus.anatomy.block import Size
 from vitfocus.attention.capture import can_be_read, pick_blocks, reading
 from vitfocus.attention.images import Images, batches
+from vitfocus.core.arguments import checked
 from vitfocus.core.errors import VitfocusError
 from vitfocus.kernels.attention import Observation
 
@@ -42,6 +43,7 @@ class AttentionMaps(list[Tensor]):
         self.size = size
 
 
+@checked
 def attention_maps(
     model: nn.Module,
     images: Images,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from vitfocus.cli.common import add_pretrained, finish_run, model_label, only_with, open_named_model
 from vitfocus.core.arguments import OnlyWith
-from vitfocus.core.records import Count, convert, read_json
+from vitfocus.core.records import Count, convert, read_json, read_toml
 from vitfocus.robustness.suites import switches
 
 if TYPE_CHECKING:
@@ -197,8 +197,6 @@ def _enlarged(size: tuple[int, int], image: Tensor) -> Tensor:
 
 def _from_run(args: argparse.Namespace) -> None:
     """Fill in what a run's folder says: the suite of the model's task, and the data of its recipe."""
-    import tomllib
-
     from vitfocus.core.errors import VitfocusError
     from vitfocus.robustness.suites import SUITES, TASK_SUITES
 
@@ -213,11 +211,7 @@ def _from_run(args: argparse.Namespace) -> None:
     args.suite = args.suite or TASK_SUITES.get(task)
     recipe = next((f for f in (folder / "config.toml", folder.parent / "config.toml") if f.is_file()), None)
     if args.data is None and recipe is not None and args.suite == TASK_SUITES.get(task):
-        try:
-            content = tomllib.loads(recipe.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise VitfocusError(f"{recipe} cannot be read: {error}; give --data instead.") from None
-        kept = convert(content, _RunRecipe, recipe, writer="vitfocus train", hint="give --data instead")
+        kept = convert(read_toml(recipe), _RunRecipe, recipe, writer="vitfocus train", hint="give --data instead")
         data = kept.get("data", {})
         drawn = data.get("source") == "shapes"
         length = f":{data['val_length']}" if data.get("val_length") else ""

@@ -9,14 +9,138 @@ An option that has an effect only beside another choice says so in its own annot
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping
+import os
+import reprlib
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, get_type_hints
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
 
 from vitfocus.core.errors import VitfocusError
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+_WORDS: dict[Any, str] = {
+    str: "text",
+    bool: "True or False",
+    int: "a whole number",
+    float: "a number",
+    type(None): "None",
+    Path: "a path",
+}
+
+
+def checked(function: Function) -> Function:
+    """Refuse arguments of another type than declared, in one sentence.
+
+    >>> @checked
+    ... def repeat(text: str, times: int = 2) -> str:
+    ...     return text * times
+    >>> repeat("a", times=None)
+    Traceback (most recent call last):
+    vitfocus.core.errors.VitfocusError: repeat: times is None; expected a whole number.
+    """
+    signature = inspect.signature(function)
+    kinds: dict[str, list[Any] | None] = {}
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not kinds:
+            kinds.update({name: _declared(function, one.annotation) for name, one in signature.parameters.items()})
+        for name, value in signature.bind(*args, **kwargs).arguments.items():
+            several = signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL
+            for one in value if several else (value,):
+                _require(f"{function.__name__}: {name}", one, kinds[name])
+        return function(*args, **kwargs)
+
+    return typing.cast(Function, call)
+
+
+def _require(name: str, value: Any, kinds: list[Any] | None) -> None:
+    if kinds is None:
+        return
+    path = Path in kinds and isinstance(value, str | os.PathLike)
+    if (path and not _is_path(value)) or not any(_is_a(value, kind) for kind in kinds):
+        expected = " or ".join(dict.fromkeys(map(_described, kinds)))
+        raise VitfocusError(f"{name} is {_shown(value)}; expected {expected}.")
+
+
+def _is_path(value: str | os.PathLike[str]) -> bool:
+    """Whether a path can be the name of a file: not empty, without NUL, and of characters that have an encoding."""
+    try:
+        return b"\0" not in (name := os.fsencode(value)) and bool(name)
+    except (UnicodeEncodeError, TypeError):
+        return False
+
+
+def _declared(function: Callable[..., Any], annotation: Any) -> list[Any] | None:
+    """The types that an annotation names; None where it is open, or its names are imported for type checkers only."""
+    try:
+        kind = eval(annotation, function.__globals__) if isinstance(annotation, str) else annotation
+    except NameError:
+        return None
+    kinds = _members(kind.__bound__ if isinstance(kind, TypeVar) else kind)
+    open_ended = (Any, object, inspect.Parameter.empty)
+    known = all(isinstance(typing.get_origin(one) or one, type) and one not in open_ended for one in kinds)
+    return kinds if known else None
+
+
+def _members(kind: Any) -> list[Any]:
+    """The members of a union, or the type itself."""
+    if not isinstance(kind, types.UnionType) and typing.get_origin(kind) is not typing.Union:
+        return [kind]
+    return [type(None) if one is None else one for one in typing.get_args(kind)]
+
+
+def _is_a(value: Any, kind: Any) -> bool:
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (Sequence, list, Iterable):
+        if isinstance(value, str | bytes | Mapping):
+            return False
+        if hasattr(value, "tolist") and hasattr(value, "ndim"):  # of NumPy and torch
+            return value.ndim == 1 and str(getattr(value, "layout", "torch.strided")) == "torch.strided"
+        if not isinstance(value, Sequence):
+            return origin is Iterable and isinstance(value, Iterable)
+        return all(any(_is_a(one, member) for member in _members(inner[0])) for one in value)
+    if origin is not None:
+        return isinstance(value, origin)
+    if kind is Any:
+        return True
+    if kind is int:
+        return not isinstance(value, bool) and hasattr(value, "__index__") and _is_number(operator.index, value)
+    if kind is float:
+        return not isinstance(value, bool | str | bytes) and _is_number(float, value)
+    return isinstance(value, os.PathLike) if issubclass(kind, os.PathLike) else isinstance(value, kind)
+
+
+def _is_number(read: Callable[[Any], Any], value: Any) -> bool:
+    try:
+        read(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # RuntimeError: a tensor of several numbers
+        return False
+    return True
+
+
+def _described(kind: Any) -> str:
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (Sequence, list, Iterable):
+        return f"a list of {' or '.join(map(_described, _members(inner[0])))}"
+    if origin is not None:
+        return "a mapping" if issubclass(origin, Mapping) else f"a {origin.__qualname__}"
+    return _WORDS.get(kind) or f"a {kind.__module__.partition('.')[0]}.{kind.__qualname__}"
+
+
+def _shown(value: Any) -> str:
+    """A value in a message; tensors and arrays by their type, for their numbers say little."""
+    if value is None or isinstance(value, str | bytes | bool | int | float | list | tuple | dict):
+        return reprlib.repr(value)
+    return f"of type {type(value).__name__}"
 
 
 def whole(name: str, value: Any, low: int | None = None, high: int | None = None) -> int:

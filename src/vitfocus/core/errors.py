@@ -7,6 +7,8 @@ import sys
 import warnings
 from collections.abc import Iterable
 
+_LONGEST = 2000  # characters of a message
+
 
 class VitfocusError(ValueError):
     """An error that the user can fix, such as an invalid argument; the message is one sentence that says how.
@@ -16,6 +18,10 @@ class VitfocusError(ValueError):
         Traceback (most recent call last):
         vitfocus.core.errors.VitfocusError: No such corruption.
     """
+
+    def __init__(self, message: str) -> None:
+        line = message.strip().replace("\n", " ")  # values that it quotes may be long, and hold anything
+        super().__init__(line if len(line) <= _LONGEST else f"{line[: _LONGEST // 2]} ... {line[-_LONGEST // 4 :]}")
 
 
 class VitfocusWarning(UserWarning):

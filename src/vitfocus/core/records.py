@@ -11,6 +11,7 @@ import re
 import reprlib
 import stat
 import sys
+import tomllib
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
@@ -107,6 +108,17 @@ def read_json(
     Raises:
         VitfocusError: The file is missing, unreadable, not JSON, too large, too deeply nested, or not of that type.
     """
+    text = read_text(path, hint=hint, missing=missing, most_bytes=most_bytes)
+    return convert(parse_json(text, path, hint=hint), kind, path, writer=writer, hint=hint)
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """Read a TOML file as plain data; what is wrong with it is a `VitfocusError`."""
+    return parse_toml(read_text(path), path)
+
+
+def read_text(path: str | Path, *, hint: str = "", missing: str = "", most_bytes: int = _MOST_BYTES) -> str:
+    """Read a regular file as UTF-8 text; arguments and errors are those of `read_json`."""
     path = Path(path)
     try:
         found = path.stat()
@@ -114,14 +126,13 @@ def read_json(
             raise VitfocusError(f"{path} is not a file.")
         if found.st_size > most_bytes:
             raise VitfocusError(f"{path} has {found.st_size:,} bytes; expected at most {most_bytes:,}.")
-        text = path.read_bytes().decode("utf-8")
+        return path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
         raise VitfocusError(f"There is no {path}{missing and f': {missing}'}.") from None
     except UnicodeDecodeError:
         raise VitfocusError(f"{path} cannot be read: it is not UTF-8 text{hint and f'; {hint}'}.") from None
-    except OSError as error:
-        raise VitfocusError(f"{path} cannot be read: {error.strerror or error}.") from None
-    return convert(parse_json(text, path, hint=hint), kind, path, writer=writer, hint=hint)
+    except (OSError, ValueError) as error:  # ValueError: a path with NUL
+        raise VitfocusError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
 
 
 def parse_json(text: str, source: str | Path, *, hint: str = "") -> Any:
@@ -153,6 +164,24 @@ def parse_json(text: str, source: str | Path, *, hint: str = "") -> Any:
     except ValueError as error:
         said = str(error).rstrip(".")
     raise VitfocusError(f"{source} cannot be read: {said}{hint and f'; {hint}'}.")
+
+
+def parse_toml(text: str, source: str | Path) -> dict[str, Any]:
+    """Parse TOML as plain data, within limits on nesting and the length of integers.
+
+    >>> parse_toml("a = [1, 2.5]", "a.toml")
+    {'a': [1, 2.5]}
+    >>> parse_toml("a = " + "[" * 10_000, "a.toml")
+    Traceback (most recent call last):
+    vitfocus.core.errors.VitfocusError: a.toml is not valid TOML: it is nested too deeply.
+    """
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        said = "it is nested too deeply"
+    except ValueError as error:  # of which tomllib's own is one; Python raises it for very long integers
+        said = str(error).partition("; use sys.")[0]
+    raise VitfocusError(f"{source} is not valid TOML: {said}.")
 
 
 def convert(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitfocus.core.arguments import whole
+from vitfocus.core.arguments import checked, whole
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.corruptions import digital, noise_and_blur, weather
 from vitfocus.corruptions.constants import CONSTANTS, CORRUPTIONS, EXTRA_CORRUPTIONS, FLAVOURS, Setting
@@ -65,6 +65,7 @@ def parse(text: str) -> tuple[str, int]:
     return name, _check_severity(number)
 
 
+@checked
 def corrupt(
     images: Tensor,
     name: str,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vitfocus.core import __version__
+from vitfocus.core.arguments import checked
 from vitfocus.core.errors import VitfocusError
 from vitfocus.report.comparison import Difference, Estimate, MetricRow, compare_models, find_tests
 from vitfocus.report.explorer import add_explorer, load_explorer
@@ -68,6 +69,7 @@ def _plain(value: Estimate | Difference) -> dict[str, Any]:
     return found | ({"interval": list(value.interval)} if value.interval is not None else {})
 
 
+@checked
 def report(
     *runs: str | Path,
     out: str | Path | None = None,

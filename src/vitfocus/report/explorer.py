@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from vitfocus.attention.capture import model_name
+from vitfocus.core.arguments import checked
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import write_text
 from vitfocus.core.records import Count, read_json
@@ -143,6 +144,7 @@ def explorer_data(
     return _with_image_note(data)
 
 
+@checked
 def explore(
     models: nn.Module | Mapping[str, nn.Module],
     images: Tensor,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from vitfocus.attention.diagnosis import Diagnosis
 from vitfocus.core.environment import default_device
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import write_text
-from vitfocus.core.records import Count, OpenDict, convert, parse_json, read_json, write_json
+from vitfocus.core.records import Count, OpenDict, convert, parse_json, read_json, read_text, read_toml, write_json
 from vitfocus.report.model_card import CARD, Card, Cards, make_card, read_cards
 from vitfocus.robustness.pixel_model import tensors_digest
 from vitfocus.robustness.results import Scores, load_scores
@@ -235,10 +234,7 @@ def _read(folder: Path, parent: Path | None) -> RunContents | None:
 
 
 def _read_recipe(folder: Path) -> dict[str, Any]:
-    try:
-        recipe = tomllib.loads((folder / RECIPE).read_text("utf-8")) if (folder / RECIPE).is_file() else {}
-    except (OSError, ValueError) as error:
-        raise VitfocusError(f"{folder / RECIPE} cannot be read: {error}.") from None
+    recipe = read_toml(folder / RECIPE) if (folder / RECIPE).is_file() else {}
     return convert(recipe, _RecipeDict, folder / RECIPE, writer="vitfocus train")
 
 
@@ -247,10 +243,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     path = folder / METRICS
     if not path.is_file():
         return []
-    try:
-        text = path.read_text("utf-8")
-    except (OSError, ValueError) as error:
-        raise VitfocusError(f"{path} cannot be read: {error}.") from None
+    text = read_text(path)
     rows = [parse_json(line, path) for line in text[: text.rfind("\n") + 1].splitlines() if line.strip()]
     kept = [row for row in rows if isinstance(row, dict) and "step" in row]
     return [*convert(kept, list[MetricsRow], path, writer="vitfocus train")]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from vitfocus.core.arguments import checked
 from vitfocus.core.environment import is_main_process
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.reproduce.figures import draw
@@ -23,6 +24,7 @@ class Stopped(Exception):
     """A signal ended a run early; what is done is saved, and the same command resumes."""
 
 
+@checked
 def reproduce(
     name: str,
     scale: str = "smoke",

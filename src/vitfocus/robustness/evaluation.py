@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vitfocus.core.arguments import whole
+from vitfocus.core.arguments import checked, whole
 from vitfocus.core.environment import Processes, device_name, join_processes, versions
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.files import write_text
@@ -25,6 +25,7 @@ from vitfocus.robustness.sources import digest_of
 from vitfocus.robustness.suites import find_suite
 
 
+@checked
 def evaluate(
     model: nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module],
     suite: str,

@@ -7,14 +7,13 @@ A recipe may extend another (`extends = "deit_s"`). Every value can be overridde
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence, Set
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from vitfocus.core.errors import VitfocusError, nearest
-from vitfocus.core.records import convert
+from vitfocus.core.records import convert, parse_toml, read_text
 from vitfocus.recipes.settings import CONDITIONS, KEYS, SECTIONS, Recipe, changed, is_harmless, value_of
 from vitfocus.tasks import TASKS, find_task
 
@@ -38,7 +37,7 @@ def shipped_recipes() -> dict[str, str]:
     """
     folder = resources.files("vitfocus") / "recipes"
     files = sorted((file for file in folder.iterdir() if file.name.endswith(".toml")), key=lambda file: file.name)
-    return {file.name.removesuffix(".toml"): _parse(file.read_text(), file.name).get("about", "") for file in files}
+    return {file.name.removesuffix(".toml"): parse_toml(file.read_text(), file.name).get("about", "") for file in files}
 
 
 def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -193,7 +192,7 @@ def _resolve(source: str, seen: tuple[str, ...]) -> dict[str, Any]:
     """The tree of a recipe over the trees of those it extends."""
     if source in seen:
         raise VitfocusError(f"Recipes extend each other in a circle: {' -> '.join([*seen, source])}.")
-    tree = _parse(_text(source), source)
+    tree = parse_toml(_text(source), source)
     base = tree.pop("extends", None)
     if base is None:
         return tree
@@ -224,26 +223,13 @@ def _settle_lengths(given: Set[str], tree: dict[str, Any]) -> None:
 
 def _text(source: str) -> str:
     if source.endswith(".toml"):
-        path = Path(source)
-        if not path.is_file():
-            raise VitfocusError(f"There is no recipe file {source}.")
-        try:
-            return path.read_text(encoding="utf-8-sig")
-        except UnicodeDecodeError:
-            raise VitfocusError(f"{source} is not written in UTF-8, as TOML is.") from None
+        return read_text(source, missing="expected a recipe")
     if Path(source, "config.toml").is_file():
         raise VitfocusError(f"{source} is a run's folder, and its recipe is {source}/config.toml.")
     file = resources.files("vitfocus") / "recipes" / f"{source}.toml"
     if not file.is_file():
         raise VitfocusError(f"There is no recipe {source!r}: {nearest(source, shipped_recipes())}")
     return file.read_text(encoding="utf-8")
-
-
-def _parse(text: str, source: str) -> dict[str, Any]:
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise VitfocusError(f"{source} is not valid TOML: {error}.") from None
 
 
 def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
@@ -282,8 +268,8 @@ def _read_value(text: str, is_text: bool) -> Any:
         return text.strip("\"'")
     for attempt in (text, text.lower()):
         try:
-            return tomllib.loads(f"value = {attempt}")["value"]
-        except tomllib.TOMLDecodeError:
+            return parse_toml(f"value = {attempt}", text)["value"]
+        except VitfocusError:
             continue
     return text
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tomllib
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,11 +16,12 @@ from timm.utils import ModelEmaV3
 from torch import nn
 
 from vitfocus.anatomy import mark_inserted
+from vitfocus.core.arguments import checked
 from vitfocus.core.environment import Processes, device_name, usable_device, versions
 from vitfocus.core.errors import VitfocusError, VitfocusWarning
 from vitfocus.core.files import write_text
 from vitfocus.core.progress import Progress
-from vitfocus.core.records import convert, parse_json, read_json
+from vitfocus.core.records import convert, parse_json, parse_toml, read_json, read_text
 from vitfocus.data.loader import BatchPartition
 from vitfocus.recipes.settings import Recipe
 from vitfocus.tasks import find_task
@@ -36,6 +36,7 @@ from vitfocus.treatments.save_load import SavedConfig, remember_task, save
 from vitfocus.treatments.spec import split_spec
 
 
+@checked
 def train(
     recipe: Recipe | str | Path,
     out: str | Path | None = None,
@@ -163,11 +164,9 @@ def _find_checkpoint(
         raise VitfocusError(f"No checkpoint in {checkpoints.folder} can be read: restore one, or name another folder.")
     if checkpoint is None and not _finished(folder, None):
         return None
-    text = (folder / "config.toml").read_text(encoding="utf-8") if checkpoint is None else checkpoint.state.recipe
-    try:
-        began_with = build_recipe(tomllib.loads(text))
-    except tomllib.TOMLDecodeError as error:
-        raise VitfocusError(f"The recipe that {folder} began with cannot be read: {error}.") from None
+    config = folder / "config.toml"
+    text = read_text(config) if checkpoint is None else checkpoint.state.recipe
+    began_with = build_recipe(parse_toml(text, config if checkpoint is None else "The recipe in the checkpoint"))
     if changes := difference(began_with, recipe):
         raise VitfocusError(
             f"The recipe is not the one this run began with, so it cannot be resumed: {'; '.join(changes)}. "
@@ -180,7 +179,7 @@ def _finished(folder: Path, checkpoint: Checkpoint | None) -> dict[str, Any] | N
     """The results of a finished run, whose checkpoints may have been removed."""
     path = folder / "results.json"
     try:
-        content = parse_json(path.read_text(encoding="utf-8"), path) if path.is_file() else {}
+        content = parse_json(read_text(path), path) if path.is_file() else {}
     except ValueError:  # damaged: it will be written again
         content = {}
     results = convert(content, TrainingResults, path, writer="vitfocus train")

@@ -261,6 +261,8 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
         >>> auxiliary_loss(model).requires_grad
         True
     """
+    if not isinstance(model, nn.Module):
+        raise VitfocusError(f"auxiliary_loss: model is of type {type(model).__name__}; expected a torch.nn.Module.")
     meters = [module for module in model.modules() if isinstance(module, DiversityMeter) and module.loss is not None]
     if not meters:
         placed = next(model.parameters(), None)

@@ -77,7 +77,7 @@ class Treatment:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             choices = field.metadata.get("choices")
-            if choices and value not in choices:
+            if choices and not (isinstance(value, str) and value in choices):
                 hint = nearest(str(value), map(str, choices))
                 raise VitfocusError(f"{self.name} has no {field.name}={value}: {hint}")
             if "layers" in field.metadata:

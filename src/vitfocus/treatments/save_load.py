@@ -18,6 +18,7 @@ from torch import nn
 
 from vitfocus.anatomy import inserted, mark_inserted, pixels_of, remember_normalising, unwrap
 from vitfocus.core import __version__
+from vitfocus.core.arguments import checked
 from vitfocus.core.errors import VitfocusError, nearest, reason
 from vitfocus.core.files import atomic_path, digest, write_text
 from vitfocus.core.modules import separate_tensors
@@ -83,6 +84,7 @@ class SavedConfig(msgspec.Struct, omit_defaults=True):
     task: TaskCard = {}
 
 
+@checked
 def create_model(spec: str, pretrained: bool = False, **arguments: Any) -> nn.Module:
     """Build a model and apply treatments, from a spec such as "deit_small_patch16_224+cb(layers=upper)+adl".
 
@@ -114,6 +116,7 @@ def create_model(spec: str, pretrained: bool = False, **arguments: Any) -> nn.Mo
     return treat_(model, *treatments) if treatments else model
 
 
+@checked
 def save(
     model: nn.Module,
     folder: str | Path,
@@ -191,6 +194,7 @@ def save(
     return folder
 
 
+@checked
 def load(folder: str | Path, *, onto: nn.Module | None = None, pretrained: bool = False) -> nn.Module:
     """Load a model that `save` wrote.
 
@@ -294,6 +298,7 @@ def task_of(model: nn.Module) -> TaskCard:
     return card
 
 
+@checked
 def open_model(name: str, weights: str | Path | None = None, treat: str | None = None, **arguments: Any) -> nn.Module:
     """Open a model by name or folder, as the command line does.
 
@@ -354,6 +359,7 @@ def open_model(name: str, weights: str | Path | None = None, treat: str | None =
     return model.eval()
 
 
+@checked
 def push(model: nn.Module, repository: str, **options: Any) -> str:
     """Save a model and upload it to the Hugging Face hub.
 

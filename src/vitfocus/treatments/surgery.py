@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from vitfocus.anatomy import Anatomy, Block, Family, anatomy, build_example, is_trained, mark_inserted, unwrap
 from vitfocus.anatomy.trained import MARK
+from vitfocus.core.arguments import checked
 from vitfocus.core.errors import VitfocusError, warn
 from vitfocus.treatments.base import Treatment, all_treatments, refuse_unused
 from vitfocus.treatments.operations import AddHook, AddModule, Operation, Override, Surgeon, SwapModule
@@ -42,6 +43,7 @@ def handles(config: type[Treatment]) -> Callable[[_Handler], _Handler]:
     return declare
 
 
+@checked
 def treat_(model: Model, *treatments: Treatment | str) -> Model:
     """Insert treatments into a model in place.
 
@@ -126,6 +128,7 @@ def _changes(configs: Sequence[Treatment]) -> str:
     return f"{said}: use {better}, which starts as the identity{other}, or train on."
 
 
+@checked
 def untreat_(model: Model) -> Model:
     """Remove every treatment from a model in place.
 
@@ -154,6 +157,7 @@ def untreat_(model: Model) -> Model:
     return model
 
 
+@checked
 @contextmanager
 def untreated(model: nn.Module) -> Iterator[nn.Module]:
     """A context in which a model is the original. On exit, after exceptions too, it is treated again.
@@ -191,6 +195,7 @@ def untreated(model: nn.Module) -> Iterator[nn.Module]:
         _forget_compiled_code()
 
 
+@checked
 def applied(model: nn.Module) -> list[Treatment]:
     """The treatments of a model, in the order in which they were given.
 

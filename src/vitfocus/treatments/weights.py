@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from vitfocus.anatomy import mark_inserted, unwrap
+from vitfocus.core.arguments import checked
 from vitfocus.core.errors import VitfocusError, reason
 from vitfocus.core.files import digest
 from vitfocus.treatments.spec import is_record, recorded_treatments
@@ -30,6 +31,7 @@ class LoadReport(NamedTuple):
     unexpected: list[str]
 
 
+@checked
 def load_weights(
     model: nn.Module,
     source: str | Path | Mapping[str, Any],
