@@ -100,7 +100,7 @@ def test_a_wrong_file_says_what_would_be_right(tmp_path: Path) -> None:
             load_recipe(tmp_path / "a.toml")
         assert message in str(caught.value)
     (tmp_path / "a.toml").write_bytes(b'about = "caf\xe9"')
-    with pytest.raises(VitfocusError, match="not written in UTF-8"):
+    with pytest.raises(VitfocusError, match="not UTF-8 text"):
         load_recipe(tmp_path / "a.toml")
     with pytest.raises(VitfocusError, match="did you mean 'cifar100'"):
         load_recipe("cifar10")
