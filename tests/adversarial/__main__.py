@@ -1,4 +1,4 @@
-"""All attacks: `python -m adversarial --seed 0 --tries 20000` (with tests/ on the path), or some: `--only specs calls`."""
+"""All attacks: `python -m adversarial --seed 0 --tries 20000`, with tests on the path; some: `--only specs calls`."""
 
 from __future__ import annotations
 
