@@ -1,7 +1,8 @@
 """timm's optimiser with timm's groups, a batched Muon, and the learning rate of each step in closed form.
 
 timm's Muon orthogonalises one matrix at a time. A ViT has a dozen matrices of each shape, each too small to fill a GPU,
-so `BatchedMuon` iterates on all matrices of one shape together. Everything but the order of the work is timm's.
+so `BatchedMuon` iterates on all matrices of one shape together, and a fused AdamW updates the vectors. Everything but
+the order of the work is timm's.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from vitfocus.treatments.surgery import added_names
 
 
 class BatchedMuon(Muon):
-    """timm's `Muon`: same arguments, groups and state. Vectors and what cannot be batched are left to timm.
+    """timm's `Muon`: same arguments, groups and state. What cannot be batched is left to timm.
 
     Example:
         >>> layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
@@ -56,10 +57,15 @@ class BatchedMuon(Muon):
                 loss = closure()
         updated: list[tuple[Tensor, Tensor | None]] = []
         for group in self.param_groups:
+            given = [p for p in group["params"] if p.grad is not None]
             if group["algo"] == "muon" and group["conv_mode"] == "flatten":
-                matrices = [p for p in group["params"] if p.grad is not None and self._is_matrix(p, group)]
+                matrices = [p for p in given if self._is_matrix(p, group)]
                 self._update(matrices, group)
                 updated += [(p, p.grad) for p in matrices]
+            if not group["nesterov"]:  # timm then uses NAdamW, of which there is no fused form
+                vectors = [p for p in given if not self._is_matrix(p, group)]
+                self._update_vectors(vectors, group)
+                updated += [(p, p.grad) for p in vectors]
         for parameter, _ in updated:  # timm's step passes over parameters without a gradient
             parameter.grad = None
         super().step()
@@ -74,6 +80,33 @@ class BatchedMuon(Muon):
             asked = not group.get("use_fallback", False) and group.get("use_muon", True)
             state["use_muon"] = bool(asked and _is_suitable_for_muon(parameter))
         return bool(state["use_muon"])
+
+    def _update_vectors(self, vectors: list[Tensor], group: dict[str, Any]) -> None:
+        if not vectors:
+            return
+        for parameter in vectors:
+            state = self.state[parameter]
+            if "step" not in state:
+                state["step"] = torch.zeros((), dtype=torch.float32)
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+            state["step"] = state["step"].to(parameter.device)
+        steps = [self.state[parameter]["step"] for parameter in vectors]
+        torch._foreach_add_(steps, 1)
+        torch._fused_adamw_(
+            vectors,
+            [parameter.grad for parameter in vectors if parameter.grad is not None],
+            [self.state[parameter]["exp_avg"] for parameter in vectors],
+            [self.state[parameter]["exp_avg_sq"] for parameter in vectors],
+            [],
+            steps,
+            lr=group["lr"] * group["fallback_lr_scale"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=False,
+        )
 
     def _update(self, matrices: list[Tensor], group: dict[str, Any]) -> None:
         if not matrices:

@@ -49,7 +49,8 @@ def test_steps_equal_timms(options: dict[str, object]) -> None:
     ):
         moved = (other - before).norm()
         assert moved > 0, name
-        assert (mine - other).norm() <= 0.05 * moved, name  # the iteration runs in bfloat16
+        iterated = mine.ndim > 1 and name != "position"  # in bfloat16; the others are AdamW's
+        assert (mine - other).norm() <= (0.05 if iterated else 1e-4) * moved, name
 
 
 def test_state_moves_between_the_two() -> None:
