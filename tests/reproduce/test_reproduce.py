@@ -15,13 +15,15 @@ import torch
 
 from vitfocus.cli import main
 from vitfocus.core.errors import VitfocusError
+from vitfocus.recipes.settings import Recipe
 from vitfocus.reproduce import SCALES, Item, Row, item_names, load_item
 from vitfocus.reproduce.figures import FIGURES
 from vitfocus.reproduce.items import MEASURES, model_setups
 from vitfocus.reproduce.results import Measurement, count, count_parameters_of, softmax_surface
 from vitfocus.reproduce.run import counted_on, reproduce
 from vitfocus.reproduce.runs import DataFolders, PlannedRun, plan_row
-from vitfocus.train.recipe import refuse_foreign
+from vitfocus.train.recipe import difference, load_recipe, refuse_foreign, shipped_recipes
+from vitfocus.train.run import train
 from vitfocus.treatments.cost import count_cost
 from vitfocus.treatments.save_load import create_model
 
@@ -309,3 +311,42 @@ def test_a_wrong_toml_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(VitfocusError, match="row 2 has no key 'modle': did you mean 'model'"):
         load_item("cb/table4a")
     load_item.cache_clear()
+
+
+#: Recipes that belong to no table or figure.
+OURS = {"camvid", "fashion-mnist", "finetune", "shapes"}
+
+
+def test_recipes_and_items_are_the_same_experiment(tmp_path: Path) -> None:
+    """Each recipe of the papers is what `reproduce` trains for some row, apart from where data and weights lie."""
+    planned = [run for item, row in rows() if (run := plan(item, row, "imagenet", tmp_path)) and run.recipe]
+    every = {run.digest: run for first in planned for run in (first, *first.before)}
+    of_spec: dict[str, list[PlannedRun]] = {}
+    for run in every.values():
+        of_spec.setdefault(run.spec, []).append(run)
+    for name in shipped_recipes():
+        if any(name.split("_")[0].startswith(ours) for ours in OURS):
+            continue
+        recipe = load_recipe(name)
+        apart = {run.digest: experiment_differences(recipe, run) for run in of_spec.get(recipe.model.spec, [])}
+        same = [every[digest] for digest, differences in apart.items() if not differences]
+        assert same, f"{name} is not the run of any row: {apart or f'no row has {recipe.model.spec}'}"
+        starts = {run.recipe.model.weights and run.before[0].digest for run in same if run.recipe}
+        expected = {""}
+        if recipe.model.weights:  # "runs/deit_ti_cb/model": the run of that recipe, which is also what the row starts from
+            start = load_recipe(Path(recipe.model.weights).parts[1])
+            expected = {run.digest for run in of_spec[start.model.spec] if not experiment_differences(start, run)}
+        assert starts <= expected, f"{name} starts from {recipe.model.weights}, and its rows from {starts}"
+
+
+def experiment_differences(recipe: Recipe, run: PlannedRun) -> list[str]:
+    assert run.recipe is not None
+    elsewhere = ("data.root", "model.weights", "distill.teacher")
+    return [line for line in difference(recipe, run.recipe) if not line.startswith(elsewhere)]
+
+
+def test_a_recipe_says_which_run_it_starts_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    small = ["data.source=shapes", "data.root=", "size=32", "val_length=4", "train_length=8", "batch=4", "device=cpu"]
+    with pytest.raises(VitfocusError, match=r"no runs/deit_s_cb/model to start from: train it first \(vitfocus train"):
+        train("ade20k_upernet_s_cb", overrides=[*small, "steps=1", "warmup_steps=0", "data.workers=0"])

@@ -94,6 +94,10 @@ def start_from(model: nn.Module, source: str) -> None:
     classifier is left out, and its position embedding is resized as its library does.
     """
     known: list[str] = []
+    if not Path(source).exists():
+        place = Path(source).parts
+        first = f"train it first (vitfocus train {place[1]}), or " if place[::2] == ("runs", "model") else ""
+        raise VitfocusError(f"There is no {source} to start from: {first}name other weights with model.weights=PATH.")
     if Path(source).is_dir():
         saved = load(source)
         tensors = saved.state_dict()

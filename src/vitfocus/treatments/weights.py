@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,11 +13,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from vitfocus.anatomy import mark_inserted, unwrap
+from vitfocus.anatomy import Block, anatomy, mark_inserted, unwrap
 from vitfocus.core.arguments import checked
-from vitfocus.core.errors import VitfocusError, reason
+from vitfocus.core.errors import VitfocusError, reason, warn
 from vitfocus.core.files import digest
-from vitfocus.treatments.spec import is_record, recorded_treatments
+from vitfocus.treatments.base import Treatment, choose_blocks
+from vitfocus.treatments.spec import is_record, parse_treatments, recorded_treatments
 from vitfocus.treatments.surgery import added_names, applied, insert_all, note_insertion, surgeons, untreat_
 
 _WRAPPERS = ("state_dict_ema", "state_dict", "model_ema", "model", "module")
@@ -107,13 +109,53 @@ def load_weights(
 def note_treatments(model: nn.Module, loaded: Collection[str], trained_with: Sequence[str] = ()) -> None:
     """Mark the treatments that the weights just loaded, given by their names, were not trained with.
 
-    A treatment without parameters counts as trained if the parameters of another one were loaded.
+    A treatment without parameters counts as trained if the parameters of another one were loaded. Treatments of another
+    kind or in other places than those in `trained_with` are named in a warning.
     """
     mark_inserted(model, ())
+    if differences := treatment_differences(model, trained_with):
+        own = [str(treatment) for treatment in applied(model)]
+        mark_inserted(model, [spec for spec in own if spec not in trained_with])
+        warn(f"These weights were trained with other treatments: {'; '.join(differences)}. Train on, or use those.")
+        return
     names = [(surgeon.treatment, added_names(model, surgeon)) for surgeon in surgeons(model)]
     learned = set[str]().union(*(own for _, own in names)).intersection(loaded)
     news = [treatment for treatment, own in names if not (own or learned) & learned]
     note_insertion(model, [treatment for treatment in news if str(treatment) not in trained_with])
+
+
+def treatment_differences(model: nn.Module, trained_with: Sequence[str]) -> list[str]:
+    """How a model's treatments differ, in kind or place, from those that its weights were trained with, if any.
+
+    >>> import timm, vitfocus as vf
+    >>> model = vf.treat_(timm.create_model("vit_tiny_patch16_224", depth=4), "cb(layers=[1,2])")
+    >>> treatment_differences(model, ["cb(layers=upper)"]), treatment_differences(model, ["cb(layers=[1,2])"])
+    (['cb was in blocks 2, 3, and here it is in blocks 1, 2'], [])
+    """
+    trained = [treatment for spec in trained_with for treatment in parse_treatments(spec)]
+    if not trained:
+        return []
+    trunk = anatomy(model).trunk
+    before, now = ({_kind(one): _depths(one, trunk) for one in found} for found in (trained, applied(model)))
+    return [
+        f"{kind} was in {before.get(kind, 'no block')}, and here it is in {now.get(kind, 'no block')}"
+        for kind in dict.fromkeys([*before, *now])
+        if before.get(kind) != now.get(kind)
+    ]
+
+
+def _kind(treatment: Treatment) -> str:
+    """A treatment's spec, reduced to the options that are choices: the kind, and the place within a block."""
+    numbers = {f.name: f.default for f in fields(treatment) if not f.metadata.get("choices")}
+    return str(replace(treatment, **numbers))
+
+
+def _depths(treatment: Treatment, trunk: Sequence[Block]) -> str:
+    layers = getattr(treatment, "layers", "all")
+    try:
+        return "blocks " + ", ".join(str(block.depth) for block in choose_blocks(layers, trunk))
+    except VitfocusError:  # such as "inner" in a model without a pyramid
+        return f"layers={layers}"
 
 
 def read_weights(path: Path, sha256: str | None = None) -> dict[str, Any]:
