@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import pytest
 import torch
 from msgspec.structs import asdict
 from PIL import Image
+from scipy import ndimage
 from timm.data import auto_augment
 
-from vitfocus.data.classification.augmentation import Augmenter, ClassificationBatch, draw_uniform, mix
+from vitfocus.data.classification.augmentation import (
+    Augmenter,
+    ClassificationBatch,
+    augment_patches,
+    draw_uniform,
+    mix,
+)
 from vitfocus.data.classification.randaugment import OPERATIONS, apply_operations, parse_policy, rand_augment
+from vitfocus.data.image_files import Normalise
 from vitfocus.data.shapes.dataset import shapes_batch
 from vitfocus.recipes.settings import Augment
 
@@ -97,3 +107,36 @@ def test_mixing_is_the_same_for_a_divided_batch_and_its_labels_follow_the_pixels
     assert kinds == {"none", "cut", "mix"}
     odd = mix(ClassificationBatch(images[:5], labels[:5], labels[:5]), section, 3, 0)
     assert torch.equal(odd.images[4], images[4]) and odd.other_labels[4] == labels[4]
+
+
+def test_patchwise_augmentation_is_rvts() -> None:
+    """Patch by patch: unchanged, or a crop of 15 of 16 pixels resized back by SciPy, or noise of 0.01, or mirrored."""
+    torch.manual_seed(0)
+    side, normalise = 16, Normalise((0.5,) * 3, (0.25,) * 3, "cpu")
+    images = normalise(torch.randint(30, 226, (40, 3, 64, 96), dtype=torch.uint8))
+    before = images.clone()
+    after = augment_patches(images, side, normalise)
+    assert after.shape == images.shape and torch.equal(images, before)
+    seen: Counter[str] = Counter()
+    for top in range(0, 64, side):
+        for left in range(0, 96, side):
+            places = (slice(None), slice(None), slice(top, top + side), slice(left, left + side))
+            for old, new in zip(images[places].numpy(), after[places].numpy(), strict=True):
+                crops = [old, *(_resized(old[:, y : y + 15, x : x + 15], side) for y in (0, 1) for x in (0, 1))]
+                error = min((abs(new - (c[..., ::-1] if f else c)) for c in crops for f in (False, True)), key=np.max)
+                assert error.max() < 0.06, "neither the patch nor one of its forms"
+                noisy = error.max() > 1e-4
+                assert not noisy or 0.008 < error.std() / np.sqrt(1 - 2 / np.pi) < 0.012
+                plain = min(float(np.abs(new - one).max()) for one in (old, old[..., ::-1]))
+                seen["cropped"] += plain > 0.06
+                seen["noisy"] += noisy
+                seen["patches"] += 1
+    assert seen["patches"] == 960
+    assert 60 < seen["noisy"] < 140, "about a tenth"
+    assert 20 < seen["cropped"] < 100, "a tenth, of which some crops are whole"
+    assert float(augment_patches(torch.full((1, 3, 16, 16), 9.0), 16, normalise).max()) == 2.0, "limited to white"
+
+
+def _resized(patch: np.ndarray, side: int) -> np.ndarray:
+    """Bilinear, corners on corners."""
+    return np.stack([ndimage.zoom(one, side / patch.shape[-1], order=1, grid_mode=False) for one in patch])

@@ -333,7 +333,7 @@ def test_recipes_and_items_are_the_same_experiment(tmp_path: Path) -> None:
         assert same, f"{name} is not the run of any row: {apart or f'no row has {recipe.model.spec}'}"
         starts = {run.recipe.model.weights and run.before[0].digest for run in same if run.recipe}
         expected = {""}
-        if recipe.model.weights:  # "runs/deit_ti_cb/model": the run of that recipe, which is also what the row starts from
+        if recipe.model.weights:  # such as "runs/deit_ti_cb/model": the run of that recipe
             start = load_recipe(Path(recipe.model.weights).parts[1])
             expected = {run.digest for run in of_spec[start.model.spec] if not experiment_differences(start, run)}
         assert starts <= expected, f"{name} starts from {recipe.model.weights}, and its rows from {starts}"

@@ -16,6 +16,7 @@ from vitfocus.tasks.building import build_model
 from vitfocus.train import load_recipe, shipped_recipes, train
 from vitfocus.train.optimiser import TrainingSchedule
 from vitfocus.train.recipe import build_recipe, difference
+from vitfocus.treatments.cost import count_parameters
 from vitfocus.treatments.spec import split_spec
 
 
@@ -239,6 +240,10 @@ def test_the_papers_settings() -> None:
     assert base.model.drop_path > small.model.drop_path
     assert {load_recipe(n).schedule.epochs for n in ("pvt_s", "pvtv2_b1_cb", "swin_ti")} == {120}
     assert load_recipe("localvit_ti_cb").schedule.epochs == 150
+    assert [load_recipe(f"{n}_tap_adl").engine.ema for n in ("fan_b_hybrid", "rvt_b")] == [0.99992, 0.99996]
+    with torch.device("meta"):
+        rvt = build_model(load_recipe("rvt_b_tap_adl"), 1000)
+    assert round(count_parameters(rvt) / 1e6, 1) == 92.1 and load_recipe("rvt_b_tap_adl").augment.patchwise == 16
     for name in ("fan_b_hybrid_tap_adl", "rvt_b_tap_adl"):
         recipe = load_recipe(name)
         assert (recipe.data.batch, recipe.schedule.epochs, TrainingSchedule.of(recipe, 10**6).lr) == (2048, 300, 2e-3)

@@ -76,6 +76,30 @@ def test_the_engine_ends_where_a_loop_by_hand_ends(tmp_path: Path) -> None:
     assert results["last"]["top1_raw"] == pytest.approx(float(right)) and "top1" in results["last"]
 
 
+def test_patchwise_augmentation_is_a_pass_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both passes give gradients, twice the same here; the attention loss belongs to the second."""
+    monkeypatch.setattr("vitfocus.tasks.classification.task.augment_patches", lambda images, *_: images)
+    spec, steps = f"spec={SPEC}+adl(threshold=0.5)", ["epochs=0.19", "warmup_epochs=0"]
+    trainers = [assemble_run(tiny(*PLAIN, *steps, spec, *more), tmp_path) for more in ([], ["patchwise=8"])]
+    gradients = []
+    for trainer in trainers:
+        batches = trainer.start(1)
+        monkeypatch.setattr(trainer.optimiser, "zero_grad", lambda *_, **__: None)
+        trainer.train_step(batches)
+        gradients.append(
+            {name: p.grad.clone() for name, p in trainer.unwrapped.named_parameters() if p.grad is not None}
+        )
+        batches.close()
+    assert trainers[1].task.names == ["ce", "adl", "patchwise"]
+    plain, both = (trainer._loss_sums.tolist() for trainer in trainers)
+    assert both[2] == pytest.approx(plain[0], rel=1e-5) and both[:2] == pytest.approx(plain, rel=1e-5) and plain[1] > 0
+    head = "head.bias"  # the attention loss has no gradient there
+    torch.testing.assert_close(gradients[1][head], 2 * gradients[0][head])
+    assert not torch.allclose(gradients[1]["blocks.0.attn.qkv.weight"], 2 * gradients[0]["blocks.0.attn.qkv.weight"])
+    with pytest.raises(VitfocusError, match=r"augment\.patchwise=5 does not divide images of 16 pixels"):
+        assemble_run(tiny("patchwise=5"), tmp_path)
+
+
 def test_small_images_are_enlarged_when_augmented_and_mixed(tmp_path: Path) -> None:
     results = train(tiny("enlarge=32", *AUGMENTED), tmp_path / "run")
     small, large = (assemble_run(tiny(key, *AUGMENTED), tmp_path / key).task for key in ("enlarge=0", "enlarge=32"))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
 import shutil
+import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from torch import nn
 import vitfocus as vf
 from vitfocus.anatomy import pixels_of
 from vitfocus.treatments.save_load import open_model
+from vitfocus.treatments.weights import load_weights
 
 SPEC = "cbs(layers=upper)+tap(branches=3)+adl(weight=0.5)"
 
@@ -451,3 +455,67 @@ def test_what_timm_was_asked_for_is_told_from_the_model(
     vf.save(model, tmp_path)
     with torch.no_grad():
         assert torch.equal(vf.load(tmp_path)(images), model(images))
+
+
+def test_published_checkpoints_keep_their_arguments_beside_the_weights(tmp_path: Path) -> None:
+    """DeiT's, timm's and TAP's scripts save an argparse.Namespace: it is read as plain values, and nothing runs."""
+    model = timm.create_model("vit_tiny_patch16_224", depth=1, num_classes=3)
+    arguments = argparse.Namespace(lr=5e-4, model="deit", blocks=[1, 2], nested=argparse.Namespace(a=None))
+    for suffix in ("pth", "pth.tar"):
+        torch.save({"model": model.state_dict(), "args": arguments, "epoch": 299}, tmp_path / f"published.{suffix}")
+        other = timm.create_model("vit_tiny_patch16_224", depth=1, num_classes=3)
+        assert not load_weights(other, tmp_path / f"published.{suffix}").missing
+        assert torch.equal(other.head.weight, model.head.weight)
+
+
+@pytest.mark.parametrize("dress", ["inside", "as the class", "as its state", "of its name"])
+def test_a_payload_dressed_as_arguments_is_refused(dress: str, tmp_path: Path) -> None:
+    mark = tmp_path / "ran"
+    disguises: dict[str, Any] = {
+        "inside": argparse.Namespace(lr=Payload(f"touch {mark}")),
+        "as the class": Reduces((Payload(f"touch {mark}"), ())),
+        "as its state": Reduces((argparse.Namespace, (), Payload(f"touch {mark}"))),
+        "of its name": Namespace(f"touch {mark}"),
+    }
+    torch.save({"model": {}, "args": disguises[dress]}, tmp_path / "hostile.pth")
+    with pytest.raises(vf.VitfocusError, match=r"holds more than tensors and plain values; nothing was loaded"):
+        load_weights(timm.create_model("vit_tiny_patch16_224", depth=1), tmp_path / "hostile.pth")
+    assert not mark.exists()
+    with pytest.raises(Exception, match="Namespace"):
+        torch.save(argparse.Namespace(a=1), tmp_path / "plain.pt")
+        torch.load(tmp_path / "plain.pt", weights_only=True)  # the class is not allowed anywhere else
+
+
+class Payload:
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (self.command,)
+
+
+class Namespace(Payload):
+    """Another class of that name."""
+
+
+class Reduces:
+    def __init__(self, parts: tuple[Any, ...]) -> None:
+        self.parts = parts
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.parts if callable(self.parts[0]) else (getattr, (self.parts[0], "x"))
+
+
+def test_other_treatments_than_the_weights_were_trained_with_are_named() -> None:
+    make = partial(vf.create_model, depth=4, num_classes=2)
+    trained = randomise(make("vit_tiny_patch16_224+cb(layers=upper)"))
+    state = trained.state_dict()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_weights(make("vit_tiny_patch16_224+cb(layers=[2,3])"), state)  # the same places in other words
+    moved = r"other treatments: cb was in blocks 2, 3, and here it is in blocks 1, 2\. "
+    with pytest.warns(vf.VitfocusWarning, match=moved):
+        load_weights(make("vit_tiny_patch16_224+cb(layers=[1,2])"), state)
+    kind = r"cb was in blocks 2, 3, and here it is in no block; cb\(site=attention\) was in no block, and here"
+    with pytest.warns(vf.VitfocusWarning, match=kind):
+        load_weights(make("vit_tiny_patch16_224+cb(site=attention,layers=upper)"), state)

@@ -172,6 +172,7 @@ class Augment(Section, frozen=True):
         ),
     ] = 0.0
     erase: Fraction = 0.25
+    patchwise: Count = 0  # an additional pass over images whose patches of N pixels are augmented, as for RVT; 0: none
     mixup: Annotated[
         Amount,
         OnlyWith(

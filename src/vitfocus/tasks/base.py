@@ -94,6 +94,10 @@ class Task(ABC):
     def terms(self, model: nn.Module, batch: Any, epoch: float) -> list[Tensor]:
         """Run the (wrapped) model on one part; the loss terms in the order of `names`; their sum is the loss."""
 
+    def first_pass(self, model: nn.Module, batch: Any) -> Tensor | None:
+        """The loss of an additional pass, run backward before `terms`; it is the last of `names` where there is one."""
+        return None
+
     @abstractmethod
     def evaluate(self, model: nn.Module, accelerator: Accelerator) -> dict[str, float]:
         """Scores on the validation data over all processes, accuracies in [0, 1]; every process returns the same.

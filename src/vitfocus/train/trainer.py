@@ -217,7 +217,10 @@ class Trainer:
     def _step_on_device(self, inputs: tuple[torch.Tensor, ...], epoch: float) -> torch.Tensor:
         assert self._device_batches is not None
         optimiser, clip = self.optimiser.optimizer, self.recipe.optimiser.clip
-        terms = torch.stack(self.task.terms(self.model, self._device_batches.make(*inputs), epoch))
+        batch = self._device_batches.make(*inputs)
+        if (first := self.task.first_pass(self.model, batch)) is not None:
+            first.backward()
+        terms = self._terms(batch, epoch, first)
         terms.sum().backward()
         if clip:
             torch.nn.utils.clip_grad_norm_(self.unwrapped.parameters(), clip)
@@ -230,8 +233,11 @@ class Trainer:
         sums = torch.zeros_like(self._loss_sums)
         for part in range(parts):
             batch = next(batches)
+            with accelerator.no_sync(self.model):
+                if (first := self.task.first_pass(self.model, batch)) is not None:
+                    accelerator.backward(first / parts)
             with accelerator.no_sync(self.model) if part < parts - 1 else nullcontext():
-                terms = torch.stack(self.task.terms(self.model, batch, self.schedule.epoch(self.step)))
+                terms = self._terms(batch, self.schedule.epoch(self.step), first)
                 accelerator.backward(terms.sum() / parts)
             sums += terms.detach() / parts
         if self.recipe.optimiser.clip:
@@ -239,6 +245,10 @@ class Trainer:
         self.optimiser.step()
         self.optimiser.zero_grad()
         return sums
+
+    def _terms(self, batch: Any, epoch: float, first: torch.Tensor | None) -> torch.Tensor:
+        """The loss terms of a part; that of an additional pass is listed last, without its gradient."""
+        return torch.stack([*self.task.terms(self.model, batch, epoch), *([] if first is None else [first.detach()])])
 
     def after_step(self, epoch: int) -> bool:
         """Log, evaluate and write a checkpoint, as is due; returns whether to stop early."""

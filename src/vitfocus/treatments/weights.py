@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, replace
@@ -12,8 +13,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.serialization import safe_globals
 
-from vitfocus.anatomy import Block, anatomy, mark_inserted, unwrap
+from vitfocus.anatomy import Block, anatomy, is_trained, mark_inserted, unwrap
 from vitfocus.core.arguments import checked
 from vitfocus.core.errors import VitfocusError, reason, warn
 from vitfocus.core.files import digest
@@ -113,19 +115,21 @@ def note_treatments(model: nn.Module, loaded: Collection[str], trained_with: Seq
     kind or in other places than those in `trained_with` are named in a warning.
     """
     mark_inserted(model, ())
-    if differences := treatment_differences(model, trained_with):
-        own = [str(treatment) for treatment in applied(model)]
-        mark_inserted(model, [spec for spec in own if spec not in trained_with])
-        warn(f"These weights were trained with other treatments: {'; '.join(differences)}. Train on, or use those.")
+    if trained_with:
+        differences = treatment_differences(model, trained_with)
+        if differences and is_trained(anatomy(model).root):
+            own = [str(treatment) for treatment in applied(model)]
+            mark_inserted(model, [spec for spec in own if spec not in trained_with])
+            warn(f"These weights were trained with other treatments: {'; '.join(differences)}. Train on, or use those.")
         return
     names = [(surgeon.treatment, added_names(model, surgeon)) for surgeon in surgeons(model)]
     learned = set[str]().union(*(own for _, own in names)).intersection(loaded)
     news = [treatment for treatment, own in names if not (own or learned) & learned]
-    note_insertion(model, [treatment for treatment in news if str(treatment) not in trained_with])
+    note_insertion(model, news)
 
 
 def treatment_differences(model: nn.Module, trained_with: Sequence[str]) -> list[str]:
-    """How a model's treatments differ, in kind or place, from those that its weights were trained with, if any.
+    """How a model's treatments differ, in kind or place, from those that its weights were trained with.
 
     >>> import timm, vitfocus as vf
     >>> model = vf.treat_(timm.create_model("vit_tiny_patch16_224", depth=4), "cb(layers=[1,2])")
@@ -133,8 +137,6 @@ def treatment_differences(model: nn.Module, trained_with: Sequence[str]) -> list
     (['cb was in blocks 2, 3, and here it is in blocks 1, 2'], [])
     """
     trained = [treatment for spec in trained_with for treatment in parse_treatments(spec)]
-    if not trained:
-        return []
     trunk = anatomy(model).trunk
     before, now = ({_kind(one): _depths(one, trunk) for one in found} for found in (trained, applied(model)))
     return [
@@ -169,12 +171,13 @@ def read_weights(path: Path, sha256: str | None = None) -> dict[str, Any]:
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        with safe_globals([argparse.Namespace]):  # training scripts save their arguments beside the weights
+            content = torch.load(path, map_location="cpu", weights_only=True)
     except (SafetensorError, RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
         raise VitfocusError(f"{path} cannot be read as weights: {reason(error)}.") from None
     except Exception:  # the unpickler's own errors, whose text advises to run whatever code the file holds
         raise VitfocusError(
-            f"{path} is not a file of weights or holds more than tensors; nothing was loaded."
+            f"{path} is not a file of weights or holds more than tensors and plain values; nothing was loaded."
         ) from None
     if not isinstance(content, Mapping):
         raise VitfocusError(f"{path} holds a {type(content).__name__}, not a state dict.")

@@ -138,6 +138,30 @@ def apply_mix(batch: ClassificationBatch, numbers: Tensor) -> ClassificationBatc
     return ClassificationBatch(torch.where(inside, swapped, blended), labels, other_labels, weight, other_weight)
 
 
+def augment_patches(images: Tensor, side: int, normalise: Normalise) -> Tensor:
+    """RVT's patch-wise augmentation of normalised images (B, C, H, W), cut into patches of `side` pixels.
+
+    Each patch gets, each with probability 0.1: a random crop of 85 % to 100 % of its area resized back, Gaussian noise
+    of 0.01, and a horizontal flip. Values are limited to those of pixels. The draws come from torch's generator.
+    """
+    batch, channels, height, width = images.shape
+    patches = images.unfold(2, side, side).unfold(3, side, side).permute(0, 2, 3, 1, 4, 5).flatten(0, 2)
+    uniform = torch.rand(6, len(patches), device=images.device)
+    crops, noisy, flips = (uniform[:3] < 0.1)[:, :, None, None, None]
+    size = (side * (0.85 + 0.15 * uniform[3]).sqrt()).round()
+    left, top = ((side - size + 1) * uniform[4:]).floor()
+    zero = torch.zeros_like(size)
+    scale, across, down = torch.stack([size - 1, 2 * left + size - side, 2 * top + size - side]) / (side - 1)
+    rows = torch.stack([torch.stack([scale, zero, across], 1), torch.stack([zero, scale, down], 1)], 1)
+    grid = F.affine_grid(rows.to(patches.dtype), list(patches.shape), align_corners=True)
+    patches = torch.where(crops, F.grid_sample(patches, grid, padding_mode="border", align_corners=True), patches)
+    patches = torch.where(noisy, patches + 0.01 * torch.randn_like(patches), patches)
+    patches = torch.where(flips, patches.flip(3), patches)
+    whole = patches.unflatten(0, (batch, height // side, width // side)).permute(0, 3, 1, 4, 2, 5)
+    black, white = normalise(torch.tensor([0.0, 255.0], device=images.device).expand(1, channels, 1, 2)).split(1, 3)
+    return whole.reshape(images.shape).clamp(black, white)
+
+
 def enlarge(images: Tensor, side: int) -> Tensor:
     """Resize images (B, C, H, W) to `side` × `side` pixels, bicubic as in the robustness suites; 0 does nothing."""
     return F.interpolate(images, size=(side, side), mode="bicubic", antialias=True) if side else images

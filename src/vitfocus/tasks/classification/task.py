@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from vitfocus.anatomy import anatomy, pixels_of, unwrap
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.modules import eval_mode
-from vitfocus.data.classification.augmentation import Augmenter, ClassificationBatch
+from vitfocus.data.classification.augmentation import Augmenter, ClassificationBatch, augment_patches
 from vitfocus.data.classification.batches import EvaluationBatches, LoaderBatches, ResidentBatches
 from vitfocus.data.classification.dataset import ArrayImages, ClassificationDataset, load_all, open_images
 from vitfocus.data.sample_order import SampleOrder
 from vitfocus.tasks.base import RunContext, Task
 from vitfocus.tasks.building import HEADS, build_model, model_arguments
-from vitfocus.tasks.classification.loss import Losses, Teacher, split_output
+from vitfocus.tasks.classification.loss import Losses, Teacher, cross_entropy, split_output
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -78,7 +78,10 @@ class Classify(Task):
         if self.recipe.distill.teacher:
             teacher = Teacher(self.recipe.distill, self.count, mean, std).to(device)
         self.losses = Losses(self.recipe.loss, model, teacher)
-        self.names = self.losses.names
+        side, pixels = self.recipe.augment.patchwise, data.enlarge or data.size
+        if side and (side == 1 or pixels % side):
+            raise VitfocusError(f"augment.patchwise={side} does not divide images of {pixels} pixels into patches.")
+        self.names = [*self.losses.names, *["patchwise"] * bool(side)]
         mixes = self.recipe.augment.mix_probability and (self.recipe.augment.mixup or self.recipe.augment.cutmix)
         if mixes and partition.size % 2 and partition.size < partition.batch:
             raise VitfocusError(
@@ -98,7 +101,7 @@ class Classify(Task):
             )
         if self.resident and data.crop != type(data)().crop:
             context.say(f"Images that are kept on the device are evaluated whole: data.crop={data.crop:g} is not used.")
-        augmenter = Augmenter(self.recipe.augment, mean, std, device, device_crop=self.resident)
+        self.augmenter = augmenter = Augmenter(self.recipe.augment, mean, std, device, device_crop=self.resident)
         if self.resident:
             pixels, labels = self._load("train", context)
             shown = self._load("val", context)
@@ -130,6 +133,14 @@ class Classify(Task):
     def terms(self, model: nn.Module, batch: ClassificationBatch, epoch: float) -> list[Tensor]:
         """Cross-entropy, attention diversification and distillation."""
         return self.losses(model(batch.images), batch, epoch)
+
+    def first_pass(self, model: nn.Module, batch: ClassificationBatch) -> Tensor | None:
+        """Cross-entropy on images whose patches are augmented, where the recipe asks for it."""
+        side = self.recipe.augment.patchwise
+        if not side:
+            return None
+        images = augment_patches(batch.images, side, self.augmenter.normalise)
+        return cross_entropy(split_output(model(images))[0], batch, self.recipe.loss.smoothing)
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, accelerator: Accelerator) -> dict[str, float]:
