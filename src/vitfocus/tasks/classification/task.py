@@ -78,9 +78,9 @@ class Classify(Task):
         if self.recipe.distill.teacher:
             teacher = Teacher(self.recipe.distill, self.count, mean, std).to(device)
         self.losses = Losses(self.recipe.loss, model, teacher)
-        side, pixels = self.recipe.augment.patchwise, data.enlarge or data.size
-        if side and (side == 1 or pixels % side):
-            raise VitfocusError(f"augment.patchwise={side} does not divide images of {pixels} pixels into patches.")
+        side, width = self.recipe.augment.patchwise, data.enlarge or data.size
+        if side and (side == 1 or width % side):
+            raise VitfocusError(f"augment.patchwise={side} does not divide images of {width} pixels into patches.")
         self.names = [*self.losses.names, *["patchwise"] * bool(side)]
         mixes = self.recipe.augment.mix_probability and (self.recipe.augment.mixup or self.recipe.augment.cutmix)
         if mixes and partition.size % 2 and partition.size < partition.batch:
