@@ -64,7 +64,7 @@ def test_json_is_all_that_is_printed(
         (["models", "--nmaes"], "did you mean '--names'?"),
         (["bench", "--rounds", "many"], "invalid int value: 'many'"),
         (["report"], "the following arguments are required: RUN"),
-        (["report", "run", "--bogus"], "has no option --bogus: expected one of: --against, --explore"),
+        (["report", "run", "--bogus"], "has no option --bogus: expected one of: --against, --budget"),
         (["report", "run", "--limt=3"], "has no option --limt: did you mean '--limit'?"),
         (["report", "run", "--limit", "3"], "--limit is for the attention explorer: add --explore"),
         (["report", "run", "--images", "photos"], "--images is for the attention explorer: add --explore"),

@@ -21,6 +21,7 @@ from helpers.tiny import build
 
 import vitfocus as vf
 from vitfocus.data.shapes.dataset import Shapes, shapes_batch
+from vitfocus.report import explorer
 from vitfocus.report.explorer import add_explorer, explorer_data
 from vitfocus.report.page import Page
 
@@ -105,7 +106,7 @@ def drawn(page: Any, panel: str = "0.0", which: int = 0) -> str:
 
 
 def said(page: Any, panel: str = "0.0") -> str:
-    return page.locator(f'[data-panel="{panel}"] p').inner_text()
+    return page.locator(f'[data-panel="{panel}"] > p').inner_text()
 
 
 def point(page: Any, row: int, column: int, panel: str = "0.0", act: str = "move") -> None:
@@ -153,7 +154,7 @@ def test_sliders_and_lists_change_the_view(visit: Callable[..., Any], models: di
     point(page, 2, 3)
     page.mouse.move(5, 5)
     seen = {drawn(page)}
-    for control, value, words in (("step", "0", "layer 0, average of heads"), ("head", "1", "layer 0, head 1")):
+    for control, value, words in (("step", "0", "Layer 0, average of heads"), ("head", "1", "Layer 0, head 1")):
         page.locator(f'[data-control="{control}"]').fill(value)
         settle(page)
         assert words in said(page)
@@ -161,6 +162,7 @@ def test_sliders_and_lists_change_the_view(visit: Callable[..., Any], models: di
     image = shapes_batch([0], split="val", size=SIZE)[0][0]
     value, _ = strongest(models["plain"], image, 0, 1 + 2 * PATCHES[1] + 3, 1)
     assert float(re.search(r"strongest patch: ([\d.]+)", said(page))[1]) == pytest.approx(value, rel=0.06, abs=0.2)  # type: ignore[index]
+    assert page.locator('[data-panel="0.0"] caption').inner_text() == "Layer 0, head 1"
     page.locator('[data-control="strength"]').fill("0")
     settle(page)
     seen.add(drawn(page))
@@ -168,7 +170,12 @@ def test_sliders_and_lists_change_the_view(visit: Callable[..., Any], models: di
     settle(page)
     seen.add(drawn(page))
     assert len(seen) == 5 and "<three>" in page.locator("#said").inner_text()
-    page.locator('[data-control="shared"]').uncheck()
+    before = drawn(page, "1.1")
+    page.locator('[data-control="contrast"]').select_option("panel")
+    settle(page)
+    page.locator('[data-control="strength"]').fill("85")
+    settle(page)
+    assert drawn(page, "1.1") != before
     page.locator("select[aria-label=Token]").select_option("0")
     settle(page)
     assert "class token" in page.locator("#said").inner_text()
@@ -204,6 +211,67 @@ def test_pointing_at_the_map_picks_its_row(visit: Callable[..., Any]) -> None:
         settle(page)
         where = "class token" if query == 0 else "row {}, column {}".format(*divmod(query - 1, PATCHES[1]))
         assert where in page.locator("#said").inner_text()
+
+
+def test_a_pinned_token_stays_beside_the_one_pointed_at(visit: Callable[..., Any]) -> None:
+    page = visit()
+    point(page, 1, 1)
+    page.mouse.down()
+    page.mouse.up()
+    settle(page)
+    assert page.locator('[data-panel="1.1"] canvas[data-photo]').count() == 2
+    pinned = drawn(page, "0.0", 0)
+    page.locator("#stage").focus()
+    page.keyboard.press("ArrowDown")
+    settle(page)
+    assert drawn(page, "0.0", 0) == pinned != drawn(page, "0.0", 1)
+    told = page.locator('[data-panel="0.0"] .photos').inner_text()
+    assert "Pinned: patch in row 1, column 1" in told and "Pointed at: patch in row 2, column 1" in told
+    page.keyboard.press("ArrowUp")
+    page.keyboard.press("p")
+    settle(page)
+    assert page.locator('[data-panel="0.0"] canvas[data-photo]').count() == 1
+
+
+def test_the_address_keeps_the_view(visit: Callable[..., Any]) -> None:
+    page = visit()
+    page.locator('[data-image="1"]').click()
+    page.locator('[data-control="step"]').fill("0")
+    page.locator('[data-control="head"]').fill("1")
+    page.locator('[data-control="contrast"]').select_option("panel")
+    point(page, 3, 4)
+    page.locator('[data-control="pin"]').focus()
+    page.keyboard.press("Enter")
+    settle(page)
+    page.wait_for_url("**pin=3.4**")
+    told, picture = page.locator("#said").inner_text(), drawn(page)
+    again = visit(page.url.partition("#")[2])
+    settle(again)
+    assert again.locator("#said").inner_text() == told and drawn(again) == picture
+    odd = visit("explorer?image=99&layer=x&head=77&token=9.9&pin=%3Cscript%3E&overlay=-4&models=7.7")
+    settle(odd)
+    assert "patch in row 3, column 5" in odd.locator("#said").inner_text()
+
+
+def test_maps_beside_the_page_are_loaded_when_they_are_shown(
+    browser: Any, tmp_path: Path, models: dict[str, torch.nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(explorer, "INLINE", 0)
+    page = vf.explore(models["plain"], shapes_batch(range(2), size=SIZE)[0], out=tmp_path / "a page.html")
+    files = sorted((tmp_path / "a page-data").iterdir())
+    assert len(files) == 2 * 2
+    opened = browser.new_page()
+    requests: list[str] = []
+    opened.on("request", lambda request: requests.append(request.url))
+    opened.goto(page.as_uri())
+    settle(opened)
+    assert "strongest patch" in said(opened) and sum(url.endswith(".js") for url in requests) == 1
+    for file in files:
+        file.unlink()
+    opened.locator('[data-image="1"]').click()
+    settle(opened)
+    assert "is missing; it belongs beside this page" in opened.locator("#said").inner_text()
+    opened.close()
 
 
 def test_models_are_compared_layer_by_layer(browser: Any, tmp_path: Path) -> None:

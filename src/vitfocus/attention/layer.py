@@ -20,7 +20,7 @@ from vitfocus.core.environment import float64_capable
 from vitfocus.kernels.attention import Observation
 from vitfocus.kernels.statistics.chunked import row_sums
 from vitfocus.kernels.statistics.op import statistics
-from vitfocus.kernels.statistics.reference import Grids, Numbers
+from vitfocus.kernels.statistics.reference import Grids, Numbers, Statistics
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,11 @@ class LayerReadings:
             seen, other = seen.select(slice(0, half)), seen.select(slice(half, 2 * half))
         grids = geometry.grids if self.token_attention else None
         made = statistics(seen, other, grids=grids, budget=self.budget)
+        return self.add(made, seen, geometry)
+
+    def add(self, made: Statistics, seen: Observation, geometry: Geometry) -> Tensor | None:
+        """Add the statistics of one batch; return the stability (maps, heads) if they have it."""
+        grids = geometry.grids if self.token_attention else None
         self.entropies.add(made.entropy)
         sums, cosines = [float64_capable(made.numbers).sum(dim=(1, 2), dtype=torch.float64)], None
         if made.products is not None:
@@ -144,6 +149,36 @@ def layer_rows(layers: Sequence[LayerReadings]) -> list[dict[str, float]]:
     values = torch.cat([one.to(totals[0].device) for one in totals]).cpu()
     pieces = values.split([len(one) for one in totals])
     return [layer.row(piece.tolist()) for layer, piece in zip(layers, pieces, strict=True)]
+
+
+def rows_by_head(
+    seen: Observation, other: Observation | None, geometry: Geometry, token_attention: bool
+) -> list[dict[str, float]]:
+    """The readings of one image's map: of all heads together, then those that a single head has, head by head.
+
+    >>> square = Geometry(4, 4, query_grid=(2, 2), key_grid=(2, 2))
+    >>> rows = rows_by_head(Observation(map=torch.full((1, 2, 4, 4), 0.25)), None, square, True)
+    >>> [round(row["entropy"], 4) for row in rows], rows[0]["distance"], "distance" in rows[1]
+    ([1.3863, 1.3863, 1.3863], 1.0, False)
+    """
+    layer = LayerReadings(token_attention, other is not None)
+    made = statistics(seen, other, grids=geometry.grids if token_attention else None)
+    cosines = layer.add(made, seen, geometry)
+    (together,) = layer_rows([layer])
+    numbers = Numbers(*made.numbers[:, 0].double().cpu())
+    queries, bound = geometry.queries, math.log(geometry.keys)
+    single = {
+        "entropy": numbers.entropy / queries,
+        "entropy_bound": torch.full_like(numbers.entropy, bound),
+        "overfocus": numbers.top,
+        "effective_tokens": numbers.effective,
+        "gradient": 1 - numbers.squares / queries,
+    }
+    if geometry.class_token:
+        single["entropy_cls"] = numbers.first
+    if cosines is not None:
+        single["stability"] = cosines[0].double().cpu()
+    return [together, *({key: float(values[h]) for key, values in single.items()} for h in range(layer.heads))]
 
 
 class Quantiles:

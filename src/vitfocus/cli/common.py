@@ -27,6 +27,18 @@ def add_pretrained(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_budget(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Declare --budget, the size of the explorer's maps."""
+    budget = parser.add_argument(
+        "--budget",
+        type=float,
+        default=64.0,
+        metavar="MB",
+        help="with --explore: the most megabytes of maps, in the page and in the folder beside it (default: 64)",
+    )
+    only_with(budget, OnlyWith(lambda args: args.explore, "is for the attention explorer: add --explore"))
+
+
 def only_with(action: argparse.Action, condition: OnlyWith) -> None:
     """Declare that an option has an effect only under a condition on the parsed arguments."""
     action.condition = condition  # type: ignore[attr-defined]

@@ -10,7 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vitfocus.cli.common import add_pretrained, finish_run, model_label, only_with, open_named_model, require_positive
+from vitfocus.cli.common import (
+    add_budget,
+    add_pretrained,
+    finish_run,
+    model_label,
+    only_with,
+    open_named_model,
+    require_positive,
+)
 from vitfocus.core.arguments import OnlyWith
 from vitfocus.core.files import PICTURES, files_below
 from vitfocus.core.statistics import evenly_spaced
@@ -52,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --out: add the interactive attention explorer to the report",
     )
     only_with(explore, OnlyWith(lambda args: bool(args.out), "adds to the report, which needs a folder: add --out DIR"))
+    add_budget(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
@@ -135,11 +144,11 @@ def _photographs(files: list[Path], batch_size: int, body: Anatomy) -> Iterator[
 
 
 def _explore(args: argparse.Namespace, models: dict[str, Any], files: list[Path] | None, body: Anatomy) -> None:
-    """Save the explorer's data for a few images, in half of its size budget, to leave room for a second model."""
+    """Save the explorer's data for a few images."""
     import torch
 
     from vitfocus.core.errors import VitfocusError
-    from vitfocus.report.explorer import BUDGET, IMAGES, explorer_data, write_explorer
+    from vitfocus.report.explorer import IMAGES, explorer_data, write_explorer
 
     count = min(IMAGES, args.limit if files is None else len(files))
     if files is None:
@@ -149,7 +158,7 @@ def _explore(args: argparse.Namespace, models: dict[str, Any], files: list[Path]
         images, names = torch.cat(list(_photographs(few, count, body))), [file.name for file in few]
     against = args.against or "gaussian_noise/3"
     try:
-        data = explorer_data(models, images, against, names=names, budget=BUDGET // 2, seed=args.seed)
+        data = explorer_data(models, images, against, names=names, budget=args.budget, seed=args.seed)
     except VitfocusError as error:  # the diagnosis itself has succeeded and gets its report
         _say(f"The report has no explorer: {error}")
         return

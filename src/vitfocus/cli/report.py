@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vitfocus.cli.common import only_with
+from vitfocus.cli.common import add_budget, only_with
 from vitfocus.core.arguments import OnlyWith
 from vitfocus.core.statistics import evenly_spaced
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from vitfocus.report.runs import ReportModel
 
-#: The number of models explored side by side; more would leave too little of the size budget for each.
-_EXPLORED = 2
+#: The number of models that are explored; two of them are shown side by side.
+_EXPLORED = 4
 _IMAGES = 8
 _CORRUPTION = "gaussian_noise/3"
 
@@ -53,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ]
     for action in explored:
         only_with(action, OnlyWith(lambda args: args.explore, "is for the attention explorer: add --explore"))
+    add_budget(explorer)
     parser.add_argument("--json", action="store_true", help="print JSON instead of the path of the page")
 
 
@@ -106,7 +107,7 @@ def _explore(args: argparse.Namespace) -> Any:
     images, names = _images(args, chosen, next(iter(models.values())))
     against = None if args.against in ("", "none") else args.against
     print(f"Reading {counted(len(images), 'image')} with {counted(len(models), 'model')}.", file=sys.stderr)
-    return explorer_data(models, images, against, names=names, limit=args.limit)
+    return explorer_data(models, images, against, names=names, limit=args.limit, budget=args.budget)
 
 
 def _images(args: argparse.Namespace, subjects: Sequence[ReportModel], model: Any) -> tuple[Tensor, list[str]]:

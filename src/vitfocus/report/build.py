@@ -112,7 +112,7 @@ def report(
     page, rows = build_page(models, title, about)
     data = explorer if explorer is not None else load_explorer(models)
     if data is not None:
-        add_explorer(page, data)
+        add_explorer(page, data, target)
     page.write(target)
     return WrittenReport(target, target.stat().st_size, [model.name for model in models], rows, insertions(models))
 

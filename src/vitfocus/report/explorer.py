@@ -1,16 +1,20 @@
 """The attention explorer: point at a patch of a photograph and see what its token attends to.
 
-Its data (a few images, clean and corrupted, and the maps of some layers and heads) are written into a page by
-`add_explorer`, or saved in a run's folder (`explorer.json`) for later reports.
+Its data are a few images, clean and corrupted, with the maps of every layer and head. The maps are in chunks, one per
+image and layer. A page holds those of the first images itself and loads the others from a folder beside it when they
+are shown. A page on disk may load scripts but not other files, so a chunk is a script that calls one function.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Annotated, Any, TypedDict
+from urllib.parse import quote
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -18,45 +22,25 @@ from vitfocus.attention.capture import model_name
 from vitfocus.core.arguments import checked
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import write_text
-from vitfocus.core.records import Count, read_json
+from vitfocus.core.records import Count, convert, read_json
 from vitfocus.core.statistics import evenly_spaced
 from vitfocus.corruptions import corrupt, parse
-from vitfocus.report.explorer_maps import LEFT_OUT, LEVELS, Reader, Unit, choose_maps, coarse_grids, data_url, encode
-from vitfocus.report.page import Page
+from vitfocus.report.explorer_maps import ENTRIES, LEVELS, Layer, Prediction, Reader, View, data_url, headings
+from vitfocus.report.page import Page, remove_other_chunks
 from vitfocus.report.runs import ReportModel
 
-EXPLORER = "explorer.json"
-#: Default limits: bytes of base64 text of all maps together, and number of images.
-BUDGET, IMAGES = 4_000_000, 8
-
-#: How to ask for fewer images, and the start of the note on their number.
-_OPTION, _SHOWN = "--limit N, or limit=N", "Shown here:"
+EXPLORER, CHUNKS = "explorer.json", "explorer-maps"
+#: Default limits: megabytes of all maps together, bytes of those inside the page, and number of images.
+BUDGET, INLINE, IMAGES = 64.0, 4_000_000, 8
 
 Data = dict[str, Any]
+Key = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
 
 
-class View(TypedDict):
-    """The maps of one view of an image: digits, and the scale and offset of each head."""
+class ExploredLayer(Layer):
+    """A layer, and the key of its chunk for each image."""
 
-    d: str
-    m: list[float]
-    o: list[float]
-
-
-Layer = TypedDict(
-    "Layer",
-    {
-        "name": str,
-        "depth": Count,
-        "prefix": Count,
-        "heads": Count,
-        "class": bool,
-        "each": bool,
-        "queries": tuple[Count, Count],
-        "keys": tuple[Count, Count],
-        "maps": list[list[View]],
-    },
-)
+    chunks: list[Key]
 
 
 class ExplorerImage(TypedDict):
@@ -67,11 +51,12 @@ class ExplorerImage(TypedDict):
 
 
 class ExplorerModel(TypedDict):
-    """A model's layers that are shown."""
+    """A model's layers, and its predictions for each view of each image."""
 
     name: str
     blocks: Count
-    layers: list[Layer]
+    layers: list[ExploredLayer]
+    predictions: list[list[Prediction]]
 
 
 class ExplorerData(TypedDict):
@@ -79,9 +64,9 @@ class ExplorerData(TypedDict):
 
     images: list[ExplorerImage]
     asked: Count
-    size: tuple[Count, Count]
     against: str | None
     levels: Count
+    headings: dict[str, tuple[str, str]]
     models: list[ExplorerModel]
     notes: list[str]
 
@@ -93,10 +78,10 @@ def explorer_data(
     *,
     names: Sequence[str] | None = None,
     limit: int = IMAGES,
-    budget: int = BUDGET,
+    budget: float = BUDGET,
     seed: int = 0,
 ) -> Data:
-    """Collect the explorer's data: images, and the attention maps of layers and heads that fit into the budget.
+    """Collect the explorer's data: images, and the attention maps and readings of every layer and head.
 
     Only layers in which tokens attend to the whole image are included; keys may be fewer than queries (PVT).
 
@@ -106,11 +91,12 @@ def explorer_data(
         against: Corruption shown beside the clean images; None for none.
         names: Names of the images.
         limit: At most this many images, evenly spaced.
-        budget: The largest size of all maps together, in bytes of base64 text.
+        budget: The largest size of all maps together, in megabytes. Images that do not fit are left out; if not even
+            one fits, its maps are made coarser. Every layer and head is kept.
         seed: Seed of the corruption.
 
     Returns:
-        Plain data for `report(..., explorer=...)` and `write_explorer`.
+        Data for `report(..., explorer=...)`, `add_explorer` and `write_explorer`.
 
     Raises:
         VitfocusError: If the images are not uint8, or no layer of a model attends to the whole image.
@@ -120,6 +106,8 @@ def explorer_data(
         raise VitfocusError(
             f"The explorer shows uint8 images (B, 3, H, W), not {images.dtype} of shape {tuple(images.shape)}."
         )
+    if not budget > 0:
+        raise VitfocusError(f"budget is a number of megabytes above 0, not {budget}.")
     chosen = list(evenly_spaced(len(images), limit))
     pictures = images[chosen].cpu()
     titles = [str(names[index]) if names is not None else f"image {index}" for index in chosen]
@@ -129,19 +117,50 @@ def explorer_data(
         against = f"{corruption}/{severity}"
         conditions.append(corrupt(pictures, corruption, severity, seed=seed, ids=chosen))
     readers = [Reader(name, model) for name, model in named.items()]
-    units, count, notes = choose_maps(readers, conditions, budget)
-    data = {
-        "images": [{"name": titles[i], "views": [data_url(batch[i]) for batch in conditions]} for i in range(count)],
+    packed: list[list[_Packed]] = []  # by image and model
+    entries, size = ENTRIES, 0
+    for index in range(len(pictures)):
+        views = [batch[index] for batch in conditions]
+        found = [_Packed(reader, views, entries) for reader in readers]
+        while not packed and sum(one.size for one in found) > 1e6 * budget and entries > 16:
+            entries //= 4
+            found = [_Packed(reader, views, entries) for reader in readers]
+        size += sum(one.size for one in found)
+        if packed and size > 1e6 * budget:
+            break
+        packed.append(found)
+    notes = [sentence for reader in readers for sentence in reader.notes()]
+    if entries < ENTRIES:
+        notes.append(f"Neighbouring patches are merged to fit {budget:g} MB; a larger --budget shows each of them.")
+    data: Data = {
+        "images": [
+            {"name": titles[i], "views": [data_url(batch[i]) for batch in conditions]} for i in range(len(packed))
+        ],
         "asked": len(chosen),
-        "size": list(pictures.shape[-2:]),
         "against": against,
         "levels": LEVELS,
-        "models": [_model(reader, units[reader.name], conditions, count) for reader in readers],
+        "headings": headings(),
+        "models": [],
         "notes": notes,
+        "chunks": {key: views for image in packed for one in image for key, views in one.chunks.items()},
     }
-    while size_of(data) > budget and _shrink(data):
-        pass
+    for m, reader in enumerate(readers):
+        keys = zip(*(list(image[m].chunks) for image in packed), strict=True)
+        layers = [{**layer, "chunks": list(of)} for layer, of in zip(reader.layers(entries), keys, strict=True)]
+        best = [image[m].best for image in packed]
+        data["models"].append({"name": reader.name, "blocks": len(reader.body), "layers": layers, "predictions": best})
     return _with_image_note(data)
+
+
+class _Packed:
+    """One image as one model sees it: a chunk per layer, the likeliest classes of each view, and the size in bytes."""
+
+    def __init__(self, reader: Reader, views: Sequence[Tensor], entries: int) -> None:
+        looks = [reader.look(view) for view in views]
+        made = [reader.pack(block, looks, entries) for block in reader.blocks]
+        self.chunks = {chunk_key(one, number): one for number, one in enumerate(made)}
+        self.best = [look.best for look in looks]
+        self.size = sum(len(view["d"]) for one in made for view in one)
 
 
 @checked
@@ -154,13 +173,13 @@ def explore(
     title: str = "Attention explorer",
     **options: Any,
 ) -> Path:
-    """Write an HTML page with the attention explorer.
+    """Write an HTML page with the attention explorer, and beside it a folder of maps if they are large.
 
     Args:
-        models: One model, or models by name, shown side by side.
+        models: One model, or models by name; two are shown side by side.
         images: uint8 images (B, 3, H, W); each model sees them at its own size.
         against: Corruption shown beside the clean images, such as "gaussian_noise/3"; None for none.
-        out: The file to write.
+        out: The file to write. Maps beyond 4 MB go into a folder beside it, such as explorer-data for explorer.html.
         title: Title of the page.
         **options: Further options of `explorer_data`, such as `names`, `limit` and `budget`.
 
@@ -179,29 +198,92 @@ def explore(
         True
     """
     page = Page(title)
-    add_explorer(page, explorer_data(models, images, against, **options))
+    add_explorer(page, explorer_data(models, images, against, **options), Path(out))
     return page.write(out)
+
+
+def add_explorer(page: Page, data: Data, target: Path | None = None) -> None:
+    """Put the explorer into a page; `explorer.js` fills it.
+
+    Args:
+        page: The page.
+        data: The result of `explorer_data` or `load_explorer`.
+        target: The file that the page will be written to: maps that are too large for a page are then loaded from
+            files beside it. None puts all of them into the page.
+    """
+    inside: dict[str, list[View]] = {}
+    files: dict[str, str] = {}
+    room = INLINE if target is not None else float("inf")
+    for key in _by_image(data):
+        views = data["chunks"][key]
+        source = views if isinstance(views, Path) else None
+        if isinstance(views, Path):
+            views = read_chunk(views, key)
+        room -= sum(len(view["d"]) for view in views)
+        if room >= 0 or target is None:
+            inside[key] = views
+        elif source is not None and source.absolute().is_relative_to(target.absolute().parent):
+            files[key] = quote(source.absolute().relative_to(target.absolute().parent).as_posix())
+        else:
+            folder = f"{target.stem}-data"
+            files[key] = quote(f"{folder}/{key}.js")
+            page.beside[f"{folder}/{key}.js"] = chunk_text(key, views)
+    page.explorer = '<div id="stage"><noscript>The explorer needs JavaScript.</noscript></div>'
+    page.data = {**data, "chunks": inside, "files": files}
+
+
+def _by_image(data: Data) -> Iterator[str]:
+    """The keys of all chunks, image by image, from the last layer to the first."""
+    for index in range(len(data["images"])):
+        for model in data["models"]:
+            yield from (layer["chunks"][index] for layer in reversed(model["layers"]))
 
 
 def size_of(data: Data) -> int:
     """Bytes of the maps as base64 text."""
-    return sum(
-        len(view["d"])
-        for model in data["models"]
-        for layer in model["layers"]
-        for image in layer["maps"]
-        for view in image
-    )
+    return sum(len(view["d"]) for views in data["chunks"].values() for view in views)
+
+
+def chunk_key(views: Sequence[View], layer: int = 0) -> str:
+    """The name of a chunk: a digest of what is in it, and of the layer, since untrained layers may have equal maps."""
+    return hashlib.sha256(f"{layer} {json.dumps(views)}".encode()).hexdigest()[:16]
+
+
+def chunk_text(key: str, views: Sequence[View]) -> str:
+    """A chunk as the script that a page loads."""
+    return f'vitfocusChunk("{key}",{json.dumps(views, separators=(",", ":"))});\n'
+
+
+def read_chunk(file: Path, key: str) -> list[View]:
+    """Read a chunk that `write_explorer` wrote; a script with any other content is refused.
+
+    Raises:
+        VitfocusError: If the file is missing or was changed.
+    """
+    try:
+        text = file.read_text("utf-8")
+        content = json.loads(text.removeprefix(f'vitfocusChunk("{key}",').removesuffix(");\n"))
+    except (OSError, ValueError) as error:
+        raise VitfocusError(f"{file} cannot be read ({error}): diagnose again with --explore.") from None
+    views: list[View] = convert(content, list[View], file, writer="vitfocus diagnose --explore")
+    if chunk_text(key, views) != text:
+        raise VitfocusError(f"{file} is not as vitfocus wrote it: diagnose again with --explore.")
+    return views
 
 
 def write_explorer(folder: str | Path, data: Data) -> Path:
-    """Save the data in a run's folder, for later reports."""
-    path = Path(folder) / EXPLORER
-    write_text(path, json.dumps(data, separators=(",", ":")))
+    """Save the data in a run's folder, for its reports: explorer.json, and the chunks in explorer-maps."""
+    folder = Path(folder)
+    for key, views in data["chunks"].items():
+        write_text(folder / CHUNKS / f"{key}.js", chunk_text(key, views))
+    remove_other_chunks(folder / CHUNKS, data["chunks"])
+    path = folder / EXPLORER
+    plain = {name: value for name, value in data.items() if name != "chunks"}
+    write_text(path, json.dumps(plain, separators=(",", ":")))
     return path
 
 
-def load_explorer(models: Sequence[ReportModel], budget: int = BUDGET) -> Data | None:
+def load_explorer(models: Sequence[ReportModel]) -> Data | None:
     """The explorer data saved in the runs' folders, joined where they show the same images."""
     joined: Data | None = None
     for model in models:
@@ -209,14 +291,17 @@ def load_explorer(models: Sequence[ReportModel], budget: int = BUDGET) -> Data |
             if not (folder / EXPLORER).is_file():
                 continue
             data: Data = {**read_json(folder / EXPLORER, ExplorerData, hint="remove it, or write it again")}
+            if any(len(layer["chunks"]) != len(data["images"]) for one in data["models"] for layer in one["layers"]):
+                raise VitfocusError(f"{folder / EXPLORER} has not one chunk per image: remove it, or write it again.")
+            data["chunks"] = {key: folder / CHUNKS / f"{key}.js" for key in _by_image(data)}
             if len(data["models"]) == 1:
                 data["models"][0]["name"] = model.name
-            joined = data if joined is None else _joined(joined, data, budget)
+            joined = data if joined is None else _joined(joined, data)
     return joined
 
 
-def _joined(one: Data, two: Data, budget: int) -> Data:
-    """Both models side by side; if the second does not fit, it is left out with a note."""
+def _joined(one: Data, two: Data) -> Data:
+    """The models of both, with the images that both have."""
     names = ", ".join(model["name"] for model in two["models"])
     before = one
     count = min(len(one["images"]), len(two["images"]))
@@ -224,77 +309,36 @@ def _joined(one: Data, two: Data, budget: int) -> Data:
     same = [image["views"] for image in one["images"]] == [image["views"] for image in two["images"]]
     if not same or one["against"] != two["against"]:
         note = f"{names} was explored on other images, so it is not shown here."
-        return _with_image_note({**before, "notes": [*before["notes"], note]})
-    if size_of(one) + size_of(two) > budget:
-        note = f"{names} is left out to keep the page small; with fewer images ({_OPTION}) it may fit."
-        return _with_image_note({**before, "notes": [*before["notes"], note]})
+        return {**before, "notes": [*before["notes"], note]}
     known = {model["name"] for model in one["models"]}
     new = [model for model in two["models"] if model["name"] not in known]
     notes = [*one["notes"], *two["notes"]]
     if one["asked"] != two["asked"]:
         notes.append("Only images that every model was explored on are shown.")
     joined = {**one, "models": [*one["models"], *new], "notes": list(dict.fromkeys(notes))}
+    joined["chunks"] = {**one["chunks"], **two["chunks"]}
     return _with_image_note({**joined, "asked": min(one["asked"], two["asked"])})
+
+
+_SHOWN = "Shown here:"
 
 
 def _with_image_note(data: Data) -> Data:
     """The data with one note on how many of the images are shown, replacing any earlier one."""
     shown, asked = len(data["images"]), data["asked"]
     notes = [note for note in data["notes"] if not note.startswith(_SHOWN)]
-    crowded = shown > 1 and any(f"{LEFT_OUT}:" in note for note in notes)
-    if shown < asked or crowded:
-        said = f"{shown} of {asked} images, to keep the page small" if shown < asked else f"{shown} images"
-        more = f"; with fewer ({_OPTION}) there is room for more layers and heads" if crowded else ""
-        notes.append(f"{_SHOWN} {said}{more}.")
+    if shown < asked:
+        notes.append(f"{_SHOWN} {shown} of {asked} images; a larger --budget has room for more.")
     return {**data, "notes": notes}
 
 
 def _take_images(data: Data, count: int) -> Data:
     models = [
-        {**model, "layers": [{**layer, "maps": layer["maps"][:count]} for layer in model["layers"]]}
+        {
+            **model,
+            "layers": [{**layer, "chunks": layer["chunks"][:count]} for layer in model["layers"]],
+            "predictions": model["predictions"][:count],
+        }
         for model in data["models"]
     ]
     return {**data, "images": data["images"][:count], "models": models}
-
-
-def add_explorer(page: Page, data: Data) -> None:
-    """Put the explorer into a page; `explorer.js` fills it."""
-    page.explorer = '<div id="stage"><noscript>The explorer needs JavaScript.</noscript></div>'
-    page.data = data
-
-
-def _model(reader: Reader, units: set[Unit], conditions: Sequence[Tensor], count: int) -> Data:
-    kept = sorted({index for index, _ in units})
-    blocks = [reader.blocks[index] for index in kept]
-    layers: list[Data] = []
-    for index, block in zip(kept, blocks, strict=True):
-        layers.append(
-            {"depth": block.depth, "name": block.name, "kind": block.attention_kind, "prefix": block.prefix_tokens,
-             "class": block.class_token, "heads": 0, "each": (index, True) in units, "maps": []}
-        )  # fmt: skip
-    for i in range(count):
-        for layer in layers:
-            layer["maps"].append([])
-        for batch in conditions:
-            for layer, block, maps in zip(layers, blocks, reader.maps(batch[i], blocks), strict=True):
-                layer["heads"] = len(maps)
-                queries, keys, group = coarse_grids(block, reader.size, maps)
-                layer |= {"queries": list(queries), "keys": list(keys), "group": list(group)}
-                layer["maps"][i].append(encode(block, reader.size, maps, layer["each"]))
-    return {"name": reader.name, "blocks": reader.depth, "layers": layers}
-
-
-def _shrink(data: Data) -> bool:
-    """Drop the last image, or if there is one, a layer; False if nothing can be dropped."""
-    if len(data["images"]) > 1:
-        data["images"].pop()
-        for model in data["models"]:
-            for layer in model["layers"]:
-                layer["maps"].pop()
-        return True
-    most = max(data["models"], key=lambda model: len(model["layers"]))
-    if len(most["layers"]) == 1:
-        return False
-    dropped = most["layers"].pop(0)
-    data["notes"].append(f"{most['name']}: layer {dropped['depth']} did not fit the page.")
-    return True

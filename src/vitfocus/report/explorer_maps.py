@@ -1,6 +1,8 @@
-"""The explorer's maps: which layers and heads fit into the page, and how a map is encoded.
+"""What the explorer and the live page show of a model: its maps, readings and predictions for one image.
 
-A map is stored in 64 levels, by columns, compressed; large maps are made coarser. What is left out is reported.
+`Reader` runs a model and keeps the observed attention of every layer, in memory linear in the number of tokens; a map
+is computed and packed when it is asked for (`Reader.layer`): in 64 levels, by columns, compressed. Large maps are made
+coarser.
 """
 
 from __future__ import annotations
@@ -8,9 +10,9 @@ from __future__ import annotations
 import base64
 import io
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 import torch
@@ -18,42 +20,85 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vitfocus.anatomy import Block, anatomy
+from vitfocus.anatomy import Block, anatomy, unwrap
 from vitfocus.anatomy.block import Size
-from vitfocus.attention.capture import can_be_read
-from vitfocus.attention.maps import attention_maps
+from vitfocus.attention.capture import can_be_read, reading
+from vitfocus.attention.images import ImageBatch
+from vitfocus.attention.layer import geometry_of, rows_by_head
+from vitfocus.attention.readings import READINGS, cell
 from vitfocus.core.errors import VitfocusError
+from vitfocus.core.modules import logits_of
+from vitfocus.core.records import Count
 from vitfocus.core.tables import ranges
-from vitfocus.kernels.statistics.reference import overfocus, received
+from vitfocus.kernels.attention import Observation
+from vitfocus.treatments.save_load import task_of
 
 LEVELS = 63
 #: Maps with more entries are made coarser: neighbouring patches are merged.
 ENTRIES = 170_000
-#: Bytes of maps held at once while they are read.
-_AT_ONCE = 1 << 30
-#: The layers to include first, as positions between the first layer (0) and the last (1).
-_POSITIONS = (1.0, 0.0, 0.5, 0.75, 0.25)
-#: The start of the note on layers and heads that did not fit.
-LEFT_OUT = "left out to keep the page small"
-#: This many layers and heads of each model have priority over another image.
-_PRIORITY = 6
+#: The readings shown beside a map, as the table of a diagnosis names and formats them.
+SHOWN = (
+    "entropy", "entropy_bound", "entropy_cls", "distance", "overfocus", "effective_tokens", "head_similarity",
+    "diversity_official", "stability",
+)  # fmt: skip
+#: How many classes are listed.
+_BEST = 5
 
 
-@dataclass
+class View(TypedDict):
+    """One layer's maps of one view of an image.
+
+    Attributes:
+        d: levels of all heads, column by column, deflated, as base64.
+        m: the value of the highest level of each head.
+        r: the readings as text, of all heads together and then of each head.
+        k: tokens to mark in the photograph, counted with the prefix tokens.
+    """
+
+    d: str
+    m: list[float]
+    r: list[dict[str, str]]
+    k: NotRequired[list[Count]]
+
+
+Layer = TypedDict(
+    "Layer",
+    {
+        "name": str,
+        "depth": Count,
+        "prefix": Count,
+        "heads": Count,
+        "class": bool,
+        "queries": tuple[Count, Count],
+        "keys": tuple[Count, Count],
+        "group": tuple[Count, Count],
+    },
+)
+#: The likeliest classes of a view: name and probability.
+Prediction = list[tuple[str, float]]
+
+
+@dataclass(frozen=True)
+class Look:
+    """One image as a model saw it: the observed attention by layer, the image size, and the likeliest classes."""
+
+    seen: dict[str, Observation]
+    size: Size
+    best: Prediction
+
+
 class Reader:
     """A model and its layers that can be explored; the others are kept by kind of attention."""
 
-    name: str
-    model: nn.Module
-
-    def __post_init__(self) -> None:
-        body = anatomy(self.model)
+    def __init__(self, name: str, model: nn.Module) -> None:
+        self.name, self.model = name, model
+        self.body = anatomy(model)
         self.size: Size = (0, 0)  # of the images given to the model, known after the first
-        self._build_size = body.build_size
-        self.depth = len(body)
         self.blocks: list[Block] = []
         self.others: dict[str, list[int]] = {}
-        for block in body:
+        self.heads: dict[str, int] = {}
+        self._classes: Sequence[str] | None = None
+        for block in self.body:
             if can_be_read(block) and block.mixes_tokens_by_attention and block.window is None:
                 self.blocks.append(block)
             else:
@@ -65,31 +110,85 @@ class Reader:
                 f"is nothing to explore."
             )
 
-    def maps(self, image: Tensor, blocks: Sequence[Block]) -> list[Tensor]:
-        """One image's maps (heads, queries, keys) of some layers."""
-        batch = self._sized(image[None])
-        layers = [block.name for block in blocks]
-        try:
-            return [maps[0] for maps in attention_maps(self.model, batch, layers, limit=_AT_ONCE)]
-        except VitfocusError:
-            if len(layers) == 1:
-                raise
-            return [attention_maps(self.model, batch, [layer], limit=1 << 33)[0][0] for layer in layers]
-
-    def _sized(self, batch: Tensor) -> Tensor:
-        """The image as it is if the model takes that size, else resized to the size the model was built for."""
+    def look(self, image: Tensor) -> Look:
+        """Run the model on one uint8 image (3, H, W), resized to the model's size if it does not take another."""
+        batch = image[None]
         if not any(self.size):
             self.size = (int(batch.shape[-2]), int(batch.shape[-1]))
             try:
-                attention_maps(self.model, batch, [self.blocks[0].name], queries=0)
+                self._run(batch)
             except VitfocusError:
-                if self.size == self._build_size:
+                if self.size == self.body.build_size:
                     raise
-                self.size = self._build_size
-        if tuple(batch.shape[-2:]) == self.size:
-            return batch
-        resized = F.interpolate(batch.float(), size=self.size, mode="bicubic", antialias=True)
-        return resized.round().clamp(0, 255).to(torch.uint8)
+                self.size = self.body.build_size
+        if tuple(batch.shape[-2:]) != self.size:
+            resized = F.interpolate(batch.float(), size=self.size, mode="bicubic", antialias=True)
+            batch = resized.round().clamp(0, 255).to(torch.uint8)
+        return self._run(batch)
+
+    def _run(self, batch: Tensor) -> Look:
+        seen: dict[str, Observation] = {}
+        with reading(
+            self.model, self.body, self.blocks, lambda block, one, _: seen.update({block.name: one})
+        ) as session:
+            output = session.run(ImageBatch(batch))
+        self._keep_placed(seen, session.size)
+        return Look(seen, session.size, self._predict(output))
+
+    def _keep_placed(self, seen: dict[str, Observation], size: Size) -> None:
+        """Drop layers whose tokens fit no grid."""
+        placed = [block for block in self.blocks if grids_of(block, size, seen[block.name].shape) is not None]
+        if not placed:
+            raise VitfocusError(f"No layer of {self.name} has its tokens on a grid, so there is nothing to explore.")
+        lost = [block.depth for block in self.blocks if block not in placed]
+        if lost:
+            self.others["off grid"] = lost
+        self.blocks = placed
+        self.heads = {block.name: seen[block.name].shape[1] for block in placed}
+
+    def _predict(self, output: Any) -> Prediction:
+        """The likeliest classes, if the model is a classifier."""
+        try:
+            logits = logits_of(output)
+        except VitfocusError:
+            return []
+        if logits.ndim != 2 or logits.shape[1] < 2 or getattr(unwrap(self.model), "num_classes", None) == 0:
+            return []
+        if self._classes is None:
+            self._classes = class_names(self.model, logits.shape[1])
+        shares, places = logits[0].float().softmax(dim=0).topk(min(_BEST, logits.shape[1]))
+        return [
+            (self._classes[place], float(f"{share:.4g}"))
+            for share, place in zip(shares.tolist(), places.tolist(), strict=True)
+        ]
+
+    def layers(self, entries: int = ENTRIES) -> list[Layer]:
+        """What the front end must know of each layer, after the first `look`."""
+        return [self._layer(block, entries) for block in self.blocks]
+
+    def _layer(self, block: Block, entries: int) -> Layer:
+        queries, keys, group = coarse_grids(block, self.size, entries)
+        return {
+            "name": block.name, "depth": block.depth, "prefix": block.prefix_tokens, "class": block.class_token,
+            "heads": self.heads[block.name], "queries": queries, "keys": keys, "group": group,
+        }  # fmt: skip
+
+    def pack(self, block: Block, looks: Sequence[Look], entries: int = ENTRIES, effort: int = 6) -> list[View]:
+        """One layer's maps and readings for each view of an image, the clean one first."""
+        return [
+            self._view(block, look, looks[0] if index else None, entries, effort) for index, look in enumerate(looks)
+        ]
+
+    def _view(self, block: Block, look: Look, clean: Look | None, entries: int, effort: int) -> View:
+        seen = look.seen[block.name]
+        other = clean.seen[block.name] if clean is not None else None
+        rows = rows_by_head(seen, other, geometry_of(block, seen, look.size), block.mixes_tokens_by_attention)
+        levels, tops = encode(block, look.size, seen.attention()[0].float().cpu(), entries)
+        return {
+            "d": base64.b64encode(zlib.compress(levels, effort)).decode(),
+            "m": tops,
+            "r": [{key: cell(row, key) for key in SHOWN if key in row} for row in rows],
+        }
 
     def notes(self) -> list[str]:
         """Which layers cannot be explored, and why."""
@@ -100,6 +199,7 @@ class Reader:
             "channel": "attend between channels, not tokens",
             "outlook": "use outlook attention, which has no map of tokens",
             "none": "have no attention",
+            "off grid": "have tokens outside a grid",
         }
         return [
             f"{self.name}: layers {', '.join(ranges(depths))} "
@@ -108,98 +208,50 @@ class Reader:
         ]
 
 
-Unit = tuple[int, bool]  # index of an explorable layer; True for each head, False for their mean
+def class_names(model: nn.Module, count: int) -> list[str]:
+    """The names of a classifier's outputs: its task's, its configuration's, ImageNet's if there are 1000; else numbers.
+
+    >>> import timm
+    >>> class_names(timm.create_model("vit_tiny_patch16_224", depth=1), 1000)[281]
+    'tabby'
+    """
+    told: Sequence[Any] = task_of(model).get("classes") or []
+    labels: Any = getattr(getattr(unwrap(model), "config", None), "id2label", None)
+    if len(told) != count and isinstance(labels, dict) and len(labels) == count:
+        told = [labels.get(index, labels.get(str(index), f"class {index}")) for index in range(count)]
+        told = [] if str(told[0]).upper() == "LABEL_0" else told
+    if len(told) == count:
+        return [str(name).replace("_", " ") for name in told]
+    if count == 1000:
+        from timm.data import ImageNetInfo
+
+        info = ImageNetInfo("imagenet-1k")
+        return [info.index_to_description(index).partition(",")[0] for index in range(count)]
+    return [f"class {index}" for index in range(count)]
 
 
-def choose_maps(
-    readers: Sequence[Reader], conditions: Sequence[Tensor], budget: int
-) -> tuple[dict[str, set[Unit]], int, list[str]]:
-    """Which layers and heads of each model to include, for how many images, and notes on what is left out."""
-    notes = [sentence for reader in readers for sentence in reader.notes()]
-    costs: dict[str, list[tuple[int, int]]] = {}
-    for reader in readers:
-        found = []
-        for block, maps in zip(reader.blocks, reader.maps(conditions[0][0], reader.blocks), strict=True):
-            if grids_of(block, reader.size, maps) is None:
-                found.append((0, 0))
-                notes.append(f"{reader.name}: layer {block.depth} has tokens outside a grid, so it is not shown.")
-                continue
-            mean, heads = encode(block, reader.size, maps, False), encode(block, reader.size, maps, True)
-            found.append((len(mean["d"]) * len(conditions), len(heads["d"]) * len(conditions)))
-        costs[reader.name] = found
-    ranked = _by_priority(costs)
-    core = sum(_cost(costs[name], set(units[:_PRIORITY])) for name, units in ranked)
-    # Other images may compress a little worse than the first, from which sizes are estimated.
-    room = budget / 1.1
-    count = max(1, min(len(conditions[0]), int(room // max(core, 1))))
-    chosen: dict[str, set[Unit]] = {reader.name: set() for reader in readers}
-    total = 0
-    for rank in range(max(len(units) for _, units in ranked)):
-        for name, units in ranked:
-            if rank >= len(units):
-                continue
-            more = _cost(costs[name], chosen[name] | {units[rank]}) - _cost(costs[name], chosen[name])
-            if total + count * more <= room or not chosen[name]:
-                chosen[name].add(units[rank])
-                total += count * more
-    for reader in readers:
-        notes += _left_out(reader, chosen[reader.name], costs[reader.name])
-    return chosen, count, notes
+def headings() -> dict[str, tuple[str, str]]:
+    """The heading of each reading that is shown, as in the table of a diagnosis, and what it means."""
+    return {
+        key: (READINGS[key].heading, chart.meaning if (chart := READINGS[key].chart) is not None else "")
+        for key in SHOWN
+    }
 
 
-def _by_priority(costs: Mapping[str, Sequence[tuple[int, int]]]) -> list[tuple[str, list[Unit]]]:
-    """Each model's units, most useful first: last, first and middle as means, heads of the last, then the rest."""
-    ranked = []
-    for name, layers in costs.items():
-        usable = [index for index, (cost, _) in enumerate(layers) if cost]
-        if not usable:
-            raise VitfocusError(f"No layer of {name} has its tokens on a grid, so there is nothing to explore.")
-        places = list(dict.fromkeys(usable[round(place * (len(usable) - 1))] for place in _POSITIONS))
-        rest = [index for index in reversed(usable) if index not in places]
-        units: list[Unit] = [(index, False) for index in places[:3]] + [(places[0], True)]
-        units += [(index, False) for index in places[3:]] + [(index, True) for index in places[1:]]
-        units += [(index, False) for index in rest] + [(index, True) for index in rest]
-        ranked.append((name, units))
-    return ranked
-
-
-def _cost(layers: Sequence[tuple[int, int]], units: set[Unit]) -> int:
-    """Bytes of these units; heads replace their mean, which the page computes from them."""
-    return sum(layers[i][1] if (i, True) in units else layers[i][0] for i in {index for index, _ in units})
-
-
-def _left_out(reader: Reader, units: set[Unit], costs: Sequence[tuple[int, int]]) -> list[str]:
-    kept = {index for index, _ in units}
-    absent = [b.depth for i, b in enumerate(reader.blocks) if i not in kept and costs[i][0]]
-    averaged = [reader.blocks[i].depth for i in sorted(kept) if (i, True) not in units]
-    said = []
-    if absent:
-        said.append(_layers(absent))
-    if averaged:
-        said.append(f"single heads of {_layers(averaged)}")
-    return [f"{reader.name}: {LEFT_OUT}: {' and '.join(said)}."] if said else []
-
-
-def _layers(depths: Sequence[int]) -> str:
-    return f"layer{'s' if len(depths) > 1 else ''} {', '.join(ranges(depths))}"
-
-
-def grids_of(block: Block, size: Size, maps: Tensor) -> tuple[Size, Size] | None:
-    """The grids of queries and keys, if the map has exactly those tokens."""
+def grids_of(block: Block, size: Size, shape: Sequence[int]) -> tuple[Size, Size] | None:
+    """The grids of queries and keys, if a map of this shape has exactly those tokens."""
     queries, keys = block.attention_grids(size)
     expected = tuple(block.prefix_tokens + rows * columns for rows, columns in (queries, keys))
-    return (queries, keys) if tuple(maps.shape[1:]) == expected else None
+    return (queries, keys) if tuple(shape[-2:]) == expected else None
 
 
-def coarse_grids(block: Block, size: Size, maps: Tensor) -> tuple[Any, Any, tuple[int, int]]:
+def coarse_grids(block: Block, size: Size, entries: int) -> tuple[Size, Size, tuple[int, int]]:
     """The grids of queries and keys after merging patches, and how many per side were merged."""
-    found = grids_of(block, size, maps)
-    assert found is not None
-    queries, keys = found
+    queries, keys = block.attention_grids(size)
     group = [1, 1]
-    while _tokens(queries, group[0]) * _tokens(keys, group[1]) > ENTRIES:
+    while _tokens(queries, group[0]) * _tokens(keys, group[1]) > entries and max(*queries, *keys) > max(group):
         group[0 if _tokens(queries, group[0]) >= _tokens(keys, group[1]) else 1] *= 2
-    small = [tuple(-(-side // g) for side in grid) for grid, g in zip((queries, keys), group, strict=True)]
+    small = [(-(-grid[0] // g), -(-grid[1] // g)) for grid, g in zip((queries, keys), group, strict=True)]
     return small[0], small[1], (group[0], group[1])
 
 
@@ -207,25 +259,18 @@ def _tokens(grid: tuple[int, int], group: int) -> int:
     return -(-grid[0] // group) * -(-grid[1] // group)
 
 
-def encode(block: Block, size: Size, maps: Tensor, each: bool) -> dict[str, Any]:
-    """Maps (heads, queries, keys) as the page reads them: every head with `each`, else only their mean."""
-    average = maps.mean(dim=0)
-    shares = [float(overfocus(received(average)))]
-    if each:
-        shares += [float(share) for share in overfocus(received(maps))]
-    _, _, group = coarse_grids(block, size, maps)
-    found = grids_of(block, size, maps)
-    assert found is not None
-    kept = maps if each else average[None]
-    kept = _merge(kept, 2, found[1], block.prefix_tokens, group[1], mean=False)
-    kept = _merge(kept, 1, found[0], block.prefix_tokens, group[0], mean=True)
-    content, tops = b"", []
+def encode(block: Block, size: Size, maps: Tensor, entries: int = ENTRIES) -> tuple[bytes, list[float]]:
+    """Maps (heads, queries, keys) as levels, and the value of the highest level of each head."""
+    queries, keys = block.attention_grids(size)
+    _, _, group = coarse_grids(block, size, entries)
+    kept = _merge(maps, 2, keys, block.prefix_tokens, group[1], mean=False)
+    kept = _merge(kept, 1, queries, block.prefix_tokens, group[0], mean=True)
+    content, tops = [], []
     for one in kept:
         levels, top = quantise(one)
-        content += levels.T.tobytes()  # columns are similar where attention overfocuses, so they compress better
+        content.append(levels.T.tobytes())  # columns are similar where attention overfocuses: they compress better
         tops.append(float(f"{top:.5g}"))
-    packed = base64.b64encode(zlib.compress(content, 9)).decode()
-    return {"d": packed, "m": tops, "o": [round(share, 4) for share in shares]}
+    return b"".join(content), tops
 
 
 def quantise(attention: Tensor) -> tuple[np.ndarray[Any, np.dtype[np.uint8]], float]:
@@ -257,12 +302,12 @@ def _merge(maps: Tensor, dim: int, grid: tuple[int, int], prefix: int, group: in
     return joined
 
 
-def data_url(image: Tensor) -> str:
+def data_url(image: Tensor, most: int = 448) -> str:
     """An image as a data URL: PNG if it is tiny, else JPEG."""
     picture = Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())
-    picture.thumbnail((320, 320))
+    picture.thumbnail((most, most))
     buffer = io.BytesIO()
     small = max(picture.size) <= 64
-    picture.save(buffer, **({"format": "PNG"} if small else {"format": "JPEG", "quality": 82}))
+    picture.save(buffer, **({"format": "PNG"} if small else {"format": "JPEG", "quality": 85}))
     kind = "png" if small else "jpeg"
     return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
 from html import escape
@@ -17,8 +17,8 @@ from typing import Any
 
 from vitfocus.core.files import write_text
 
-#: The browser refuses to fetch anything.
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
+#: The browser refuses to fetch anything, except the page's own maps from a folder beside it.
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'{files}; img-src data: blob:"
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,7 @@ class Page:
         self._section = ""  # written before the next part
         self.explorer = ""
         self.data: Any = None
+        self.beside: dict[str, str] = {}  # files that the page loads when they are needed
 
     def section(self, heading: str) -> Page:
         """Start a section."""
@@ -123,6 +124,7 @@ class Page:
         links = "".join(f'<a href="#s{i + 1}">{escape(heading)}</a>' for i, heading in enumerate(self.headings))
         explorer, data, tab = "", "", ""
         style, script = static("page.css"), static("page.js")
+        policy = _POLICY.format(files=" 'self' file:" if self.data and self.data.get("files") else "")
         if self.explorer:
             tab = '<a class="tab" href="#explorer">Attention explorer</a>'
             explorer = f'<main id="explorer">{self.explorer}</main>'
@@ -135,7 +137,7 @@ class Page:
         return (
             '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
             '<meta name="viewport" content="width=device-width, initial-scale=1">'
-            f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+            f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
             f"<title>{escape(self.title)}</title><style>{style}</style></head>"
             f"<body><header><div><h1>{escape(self.title)}</h1>"
             f"{f'<p class=quiet>{escape(self.subtitle)}</p>' if self.subtitle else ''}</div>"
@@ -145,9 +147,20 @@ class Page:
         )
 
     def write(self, path: str | Path) -> Path:
-        """Write the page atomically."""
+        """Write the page, and the files beside it first, each atomically."""
+        place = Path(path).parent
+        for name, content in self.beside.items():
+            write_text(place / name, content)
         write_text(path, self.html())
+        remove_other_chunks(place / f"{Path(path).stem}-data", {Path(name).stem for name in self.beside})
         return Path(path)
+
+
+def remove_other_chunks(folder: Path, kept: Collection[str]) -> None:
+    """Remove the chunks of an earlier explorer from the folder of a page's chunks."""
+    for file in folder.glob("*.js") if folder.is_dir() and not folder.is_symlink() else ():
+        if re.fullmatch("[0-9a-f]{16}", file.stem) and file.stem not in kept:
+            file.unlink()
 
 
 def _figure(name: str, svg: str, caption: str) -> str:

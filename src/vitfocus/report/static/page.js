@@ -23,7 +23,7 @@
   const pages = ["report", "explorer"].map((id) => document.getElementById(id)).filter(Boolean);
   function showPage() {
     if (pages.length < 2) return;
-    const explorer = location.hash === "#explorer";
+    const explorer = location.hash.split("?")[0] === "#explorer";
     for (const page of pages) page.hidden = (page.id === "explorer") !== explorer;
     const toc = document.querySelector("nav.toc");
     if (toc) toc.hidden = explorer;
