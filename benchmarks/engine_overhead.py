@@ -22,10 +22,9 @@ import torch.nn.functional as F
 from vitfocus.core.environment import device_name, versions
 from vitfocus.data.classification.augmentation import Augmenter
 from vitfocus.data.classification.batches import ResidentBatches
-from vitfocus.data.loader import BatchPartition
-from vitfocus.data.sample_order import SampleOrder
+from vitfocus.data.loader import BatchPartition, SampleOrder
 from vitfocus.data.shapes.dataset import shapes_batch
-from vitfocus.tasks.building import build_model
+from vitfocus.tasks.base import build_model
 from vitfocus.train import Recipe, load_recipe
 from vitfocus.train.optimiser import create_optimiser
 from vitfocus.train.run import assemble_run

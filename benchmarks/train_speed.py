@@ -35,8 +35,8 @@ from vitfocus.data.classification.augmentation import ClassificationBatch
 from vitfocus.data.classification.batches import fix_posterize
 from vitfocus.data.classification.dataset import open_images
 from vitfocus.recipes.settings import Data
-from vitfocus.tasks.building import build_model
-from vitfocus.tasks.classification.loss import Losses
+from vitfocus.tasks.base import build_model
+from vitfocus.tasks.classification.task import Losses
 from vitfocus.train import Recipe, load_recipe
 from vitfocus.train.compile import compile_mode
 from vitfocus.train.optimiser import create_optimiser

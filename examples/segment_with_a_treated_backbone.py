@@ -9,7 +9,7 @@ from torch.utils.data import default_collate
 
 import vitfocus as vf
 from vitfocus.data.shapes.dataset import MASK_CLASSES, Shapes
-from vitfocus.tasks.segmentation.metric import class_counts, scores_of
+from vitfocus.tasks.segmentation.evaluation import class_counts, scores_of
 
 torch.manual_seed(0)
 vit = {"img_size": 48, "patch_size": 8, "embed_dim": 48, "depth": 4, "num_heads": 4}

@@ -19,7 +19,7 @@ from vitfocus.cli.diagnose import image_files
 from vitfocus.core.environment import default_device, device_name, versions
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import write_text
-from vitfocus.data.preprocessing import read_image
+from vitfocus.data.image_files import read_image
 
 #: The published families of corruptions.
 FAMILIES = {

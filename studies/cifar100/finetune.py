@@ -24,7 +24,7 @@ import vitfocus as vf
 from vitfocus.core.environment import default_device
 from vitfocus.core.errors import VitfocusError
 from vitfocus.robustness.pixel_model import PixelModel
-from vitfocus.tasks.building import start_from
+from vitfocus.tasks.base import start_from
 from vitfocus.train import Recipe, load_recipe
 
 TOLERANCES = {"rounding": 1e-4, "near_identity": 0.01}

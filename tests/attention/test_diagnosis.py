@@ -26,7 +26,7 @@ from vitfocus.attention.diagnosis import Diagnosis, diagnose
 from vitfocus.attention.layer import Geometry
 from vitfocus.cli import diagnose as command
 from vitfocus.core.errors import VitfocusError
-from vitfocus.data.preprocessing import read_image
+from vitfocus.data.image_files import read_image
 from vitfocus.data.shapes.dataset import shapes_batch
 
 

@@ -20,10 +20,9 @@ import vitfocus as vf
 from vitfocus.cli import main
 from vitfocus.core.environment import usable_device
 from vitfocus.robustness.engine import Condition
-from vitfocus.robustness.sequences import frames
 from vitfocus.robustness.sources import EvaluationBatch
-from vitfocus.robustness.suites.perturbations import flips
-from vitfocus.tasks.building import over_several_gpus
+from vitfocus.robustness.suites.perturbations import flips, frames
+from vitfocus.tasks.base import over_several_gpus
 from vitfocus.train import train
 from vitfocus.treatments import cost
 from vitfocus.treatments.attention_diversification import AttentionDiversification, DiversityMeter, RowChoice

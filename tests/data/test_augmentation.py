@@ -13,13 +13,16 @@ from scipy import ndimage
 from timm.data import auto_augment
 
 from vitfocus.data.classification.augmentation import (
+    OPERATIONS,
     Augmenter,
     ClassificationBatch,
+    apply_operations,
     augment_patches,
     draw_uniform,
     mix,
+    parse_policy,
+    rand_augment,
 )
-from vitfocus.data.classification.randaugment import OPERATIONS, apply_operations, parse_policy, rand_augment
 from vitfocus.data.image_files import Normalise
 from vitfocus.data.shapes.dataset import shapes_batch
 from vitfocus.recipes.settings import Augment

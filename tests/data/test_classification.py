@@ -27,8 +27,7 @@ from vitfocus.data.classification.batches import EvaluationBatches, LoaderBatche
 from vitfocus.data.classification.dataset import FolderImages, open_images
 from vitfocus.data.classification.shards import ShardImages, _class_names, _index
 from vitfocus.data.image_files import list_classes
-from vitfocus.data.loader import BatchPartition, Broken, BrokenLog, read_or_broken
-from vitfocus.data.sample_order import SampleOrder
+from vitfocus.data.loader import BatchPartition, Broken, BrokenLog, SampleOrder, read_or_broken
 from vitfocus.data.shapes.dataset import shapes_batch
 from vitfocus.recipes.settings import Augment, Data
 from vitfocus.train.run import train

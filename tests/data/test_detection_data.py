@@ -14,8 +14,7 @@ from torch import Tensor
 from vitfocus.core.errors import VitfocusError
 from vitfocus.data.detection.batches import DetectionAugment, DetectionSamples, collate
 from vitfocus.data.detection.dataset import CocoDetections, ShapesDetections, open_detections
-from vitfocus.data.loader import BatchPartition, SampleBatches
-from vitfocus.data.sample_order import SampleOrder
+from vitfocus.data.loader import BatchPartition, SampleBatches, SampleOrder
 from vitfocus.data.shapes.layouts import write_layout
 from vitfocus.recipes.settings import Data
 

@@ -18,8 +18,7 @@ from vitfocus.cli import main
 from vitfocus.cli.diagnose import image_files
 from vitfocus.core.errors import VitfocusError
 from vitfocus.data.classification.dataset import FolderImages
-from vitfocus.data.image_files import cut_centre, rgb_picture
-from vitfocus.data.preprocessing import Preprocessing, read_image, standard_preprocessing
+from vitfocus.data.image_files import Preprocessing, cut_centre, read_image, rgb_picture, standard_preprocessing
 from vitfocus.robustness import evaluate
 
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 
 from vitfocus.core.errors import VitfocusError
-from vitfocus.data.detection import masks as coco_masks
+from vitfocus.data.detection import dataset as coco_masks
 from vitfocus.data.shapes import layouts as shapes_layouts
 from vitfocus.data.shapes.dataset import CLASSES, MASK_CLASSES, TASKS, VERSION, Shapes, drawn_scenes, shapes_batch
 from vitfocus.data.shapes.layouts import write_layout

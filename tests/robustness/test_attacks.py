@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from vitfocus.core.errors import VitfocusError
 from vitfocus.robustness import evaluate
-from vitfocus.robustness.attacks import fgsm, pgd
 from vitfocus.robustness.pixel_model import PixelModel
-from vitfocus.robustness.suites.occlusion_and_attacks import drop_patches, occlude_centre
+from vitfocus.robustness.suites.occlusion_and_attacks import drop_patches, fgsm, occlude_centre, pgd
 
 STD = torch.tensor([0.229, 0.224, 0.225]).view(1, 3, 1, 1)
 MEAN = torch.tensor([0.485, 0.456, 0.406]).view(1, 3, 1, 1)

@@ -19,8 +19,8 @@ from vitfocus.cli import main
 from vitfocus.core.errors import VitfocusError
 from vitfocus.data.shapes.dataset import Shapes
 from vitfocus.robustness import compare, evaluate, load_scores
-from vitfocus.robustness.attacks import fgsm, pgd
 from vitfocus.robustness.classification import wordnet_ids
+from vitfocus.robustness.suites.occlusion_and_attacks import fgsm, pgd
 from vitfocus.robustness.suites.photographs import read_real
 
 QUIET: dict[str, Any] = {"progress": False, "device": "cpu"}

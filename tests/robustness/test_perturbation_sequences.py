@@ -17,7 +17,7 @@ from torchvision.transforms import functional as T
 from vitfocus.core.errors import VitfocusError
 from vitfocus.corruptions.draws import stable_hash
 from vitfocus.robustness import evaluate
-from vitfocus.robustness.sequences import NOISE, PERTURBATIONS, frame_count, frames
+from vitfocus.robustness.suites.perturbations import NOISE, PERTURBATIONS, frame_count, frames
 
 CROP = (48, 48)
 

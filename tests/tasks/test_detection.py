@@ -17,8 +17,7 @@ from torch import Tensor
 import vitfocus as vf
 from vitfocus.data.detection.dataset import CocoDetections, ShapesDetections
 from vitfocus.data.shapes.layouts import write_layout
-from vitfocus.tasks.detection.inference import draw_detections
-from vitfocus.tasks.detection.metric import coco_results, coco_scores
+from vitfocus.tasks.detection.evaluation import coco_results, coco_scores, draw_detections
 from vitfocus.train import Recipe, load_recipe
 from vitfocus.train.run import assemble_run, train
 from vitfocus.treatments.save_load import task_of
@@ -121,7 +120,7 @@ def test_findings_inside_a_crowd_do_not_count_and_others_do(coco: Path) -> None:
 
 
 def encoded(images: CocoDetections, annotation: dict[str, Any]) -> dict[str, Any]:
-    from vitfocus.data.detection.masks import decode_mask, encode_masks
+    from vitfocus.data.detection.dataset import decode_mask, encode_masks
 
     return encode_masks(decode_mask(annotation["segmentation"], 64, 64)[None])[0]
 

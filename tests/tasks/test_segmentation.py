@@ -22,9 +22,8 @@ from vitfocus.data.segmentation.batches import TrainingCrops
 from vitfocus.data.segmentation.dataset import open_masks
 from vitfocus.data.shapes.layouts import write_layout
 from vitfocus.recipes.settings import Data
-from vitfocus.tasks.building import start_from
-from vitfocus.tasks.segmentation.inference import InferenceSettings, predict, slide
-from vitfocus.tasks.segmentation.metric import class_counts, scores_of
+from vitfocus.tasks.base import start_from
+from vitfocus.tasks.segmentation.evaluation import InferenceSettings, class_counts, predict, scores_of, slide
 from vitfocus.train import Recipe, load_recipe
 from vitfocus.train.optimiser import TrainingSchedule
 from vitfocus.train.run import train

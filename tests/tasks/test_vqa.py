@@ -18,8 +18,8 @@ from vitfocus.data.shapes.layouts import write_layout
 from vitfocus.data.vqa.batches import VqaPreprocessing, fitted_size
 from vitfocus.data.vqa.dataset import VqaDataset, read_vqav2, shapes_questions
 from vitfocus.data.vqa.tokenizer import QuestionTokenizer, attach_tokenizer, tokenizer_of
-from vitfocus.tasks.vqa.inference import Answerer
-from vitfocus.tasks.vqa.metric import (
+from vitfocus.tasks.vqa.evaluation import (
+    Answerer,
     AnswerVocabulary,
     best_constant,
     language_alone,

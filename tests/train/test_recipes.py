@@ -12,7 +12,7 @@ from helpers.train_tools import TINY
 
 from vitfocus.cli.train import add_arguments, run
 from vitfocus.core.errors import VitfocusError
-from vitfocus.tasks.building import build_model
+from vitfocus.tasks.base import build_model
 from vitfocus.train import load_recipe, shipped_recipes, train
 from vitfocus.train.optimiser import TrainingSchedule
 from vitfocus.train.recipe import build_recipe, difference

@@ -19,12 +19,12 @@ from timm.scheduler import CosineLRScheduler
 import vitfocus as vf
 from vitfocus.core.errors import VitfocusError
 from vitfocus.data.classification.augmentation import ClassificationBatch
-from vitfocus.data.sample_order import SampleOrder
+from vitfocus.data.loader import SampleOrder
 from vitfocus.data.shapes.dataset import shapes_batch
 from vitfocus.recipes.settings import Distill, Loss, Optimiser
 from vitfocus.robustness.pixel_model import PixelModel
-from vitfocus.tasks.building import build_model
-from vitfocus.tasks.classification.loss import Losses, Teacher, cross_entropy
+from vitfocus.tasks.base import build_model
+from vitfocus.tasks.classification.task import Losses, Teacher, cross_entropy
 from vitfocus.train.optimiser import TrainingSchedule, create_optimiser
 from vitfocus.train.recipe import load_recipe
 from vitfocus.train.run import assemble_run, train

@@ -21,7 +21,7 @@ from vitfocus.anatomy import build_example, families, inserted, is_trained
 from vitfocus.cli import main
 from vitfocus.core.errors import VitfocusWarning
 from vitfocus.data.shapes.dataset import Shapes
-from vitfocus.tasks.building import start_from
+from vitfocus.tasks.base import start_from
 from vitfocus.train import train
 from vitfocus.treatments.spec import parse_treatments
 

@@ -134,7 +134,7 @@ def image_files(folder: Path, limit: int) -> list[Path]:
 def _photographs(files: list[Path], batch_size: int, body: Anatomy) -> Iterator[Tensor]:
     import torch
 
-    from vitfocus.data.preprocessing import read_image
+    from vitfocus.data.image_files import read_image
 
     config: Any = getattr(body.root, "pretrained_cfg", None) or {}
     crop, interpolation = config.get("crop_pct") or 0.875, config.get("interpolation") or "bicubic"
@@ -169,7 +169,7 @@ def _questions(args: argparse.Namespace, body: Anatomy) -> tuple[int, Iterator[A
     """For a model that reads text: questions from a VQAv2 folder or from Shapes; None for images without questions."""
     from vitfocus.data.vqa.batches import reading_batches
     from vitfocus.data.vqa.dataset import read_vqav2, shapes_questions, splits_in
-    from vitfocus.tasks.vqa.inference import preprocessing_of
+    from vitfocus.tasks.vqa.evaluation import preprocessing_of
 
     if args.images:
         splits = splits_in(args.images) if Path(args.images).is_dir() else []

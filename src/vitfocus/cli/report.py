@@ -116,7 +116,7 @@ def _images(args: argparse.Namespace, subjects: Sequence[ReportModel], model: An
 
     from vitfocus.anatomy import anatomy
     from vitfocus.cli.diagnose import image_files
-    from vitfocus.data.preprocessing import read_image
+    from vitfocus.data.image_files import read_image
 
     size = anatomy(model).build_size
     if args.images:
@@ -132,7 +132,7 @@ def _validation(subject: ReportModel, limit: int, size: tuple[int, int]) -> tupl
 
     from vitfocus.core.errors import VitfocusError
     from vitfocus.data.classification.dataset import open_images
-    from vitfocus.data.preprocessing import standard_preprocessing
+    from vitfocus.data.image_files import standard_preprocessing
     from vitfocus.train.recipe import build_recipe, refuse_downloads
 
     assert subject.training is not None

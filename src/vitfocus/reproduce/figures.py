@@ -196,7 +196,7 @@ def _overlay(result: ItemResult, _: int | None) -> Figure:
 def _predictions(result: ItemResult, _: int | None) -> Figure:
     """Segmented images, clean and in snow, one column per model."""
     from vitfocus.robustness.pixel_model import PixelModel
-    from vitfocus.tasks.segmentation.inference import InferenceSettings, overlay, predict
+    from vitfocus.tasks.segmentation.evaluation import InferenceSettings, overlay, predict
 
     run = _trained(result)[0].run
     assert run is not None and run.recipe is not None

@@ -37,7 +37,7 @@ from vitfocus.reproduce.runs import (
 )
 from vitfocus.robustness.evaluation import evaluate
 from vitfocus.robustness.results import Scores, load_scores
-from vitfocus.tasks.building import model_arguments
+from vitfocus.tasks.base import model_arguments
 from vitfocus.treatments.cost import count_cost, count_parameters
 from vitfocus.treatments.save_load import create_model
 

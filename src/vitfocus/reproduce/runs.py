@@ -26,7 +26,7 @@ from vitfocus.core.files import write_text
 from vitfocus.core.statistics import evenly_spaced
 from vitfocus.core.tables import counted
 from vitfocus.data.classification.dataset import ArrayImages, open_images
-from vitfocus.data.preprocessing import standard_preprocessing
+from vitfocus.data.image_files import standard_preprocessing
 from vitfocus.recipes.settings import SECTIONS, Recipe, changed, is_harmless
 from vitfocus.report.runs import read_metrics
 from vitfocus.reproduce.items import MEASURES, SCALES, Item, ModelSetup, Row, model_setups

@@ -22,8 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.records import Count, read_json
 from vitfocus.core.statistics import evenly_spaced
-from vitfocus.data.image_files import ClassFolders, Entry, list_classes
-from vitfocus.data.preprocessing import Preprocessing, standard_preprocessing
+from vitfocus.data.image_files import ClassFolders, Entry, Preprocessing, list_classes, standard_preprocessing
 from vitfocus.robustness.engine import Condition, EvaluationArguments, Group, Outcome, Plan, Reduced
 from vitfocus.robustness.metrics import Summary
 from vitfocus.robustness.pixel_model import PixelModel

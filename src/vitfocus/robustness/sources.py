@@ -23,9 +23,8 @@ from torch.utils.data import DataLoader, Dataset
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.statistics import evenly_spaced
 from vitfocus.corruptions.draws import as_ids
-from vitfocus.data.image_files import UNREADABLE, Entry, read_rgb
+from vitfocus.data.image_files import UNREADABLE, Entry, Preprocessing, read_rgb
 from vitfocus.data.loader import Broken
-from vitfocus.data.preprocessing import Preprocessing
 
 
 @dataclass(frozen=True)

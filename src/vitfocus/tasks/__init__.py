@@ -21,7 +21,7 @@ TASKS = {
 for _prefix, _builder in {
     "upernet": "segmentation.model:build_upernet",
     "segformer": "segmentation.model:build_segformer",
-    "smp": "segmentation.smp:build_smp",
+    "smp": "segmentation.model:build_smp",
     "maskrcnn": "detection.model:build_mask_rcnn",
 }.items():
     COMPOSED_MODELS.register(_prefix, f"vitfocus.tasks.{_builder}")

@@ -22,8 +22,7 @@ from vitfocus.kernels.backends import outside_autocast
 from vitfocus.kernels.diversity.op import diversity
 from vitfocus.kernels.diversity.reference import row_similarity
 from vitfocus.treatments.base import Layers, Treatment, choose_blocks, layers_option, option
-from vitfocus.treatments.forward_context import ForwardContext, track_sequence
-from vitfocus.treatments.operations import AddHook, Override, Surgeon
+from vitfocus.treatments.operations import AddHook, ForwardContext, Override, Surgeon, track_sequence
 from vitfocus.treatments.surgery import handles
 
 

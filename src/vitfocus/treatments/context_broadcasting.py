@@ -23,8 +23,7 @@ from vitfocus.kernels.backends import chosen, exporting
 from vitfocus.kernels.context import reference as arithmetic
 from vitfocus.kernels.context.op import share_mean
 from vitfocus.treatments.base import Layers, Treatment, choose_blocks, layers_option, option
-from vitfocus.treatments.forward_context import ForwardContext, track_sequence
-from vitfocus.treatments.operations import Surgeon
+from vitfocus.treatments.operations import ForwardContext, Surgeon, track_sequence
 from vitfocus.treatments.surgery import handles
 
 

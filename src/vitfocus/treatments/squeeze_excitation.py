@@ -14,8 +14,7 @@ from vitfocus.anatomy import Anatomy
 from vitfocus.core.errors import VitfocusError
 from vitfocus.kernels.context.reference import TOKEN_AXES, token_mean
 from vitfocus.treatments.base import Layers, Treatment, choose_blocks, layers_option
-from vitfocus.treatments.forward_context import ForwardContext, track_sequence
-from vitfocus.treatments.operations import Surgeon
+from vitfocus.treatments.operations import ForwardContext, Surgeon, track_sequence
 from vitfocus.treatments.surgery import handles
 
 

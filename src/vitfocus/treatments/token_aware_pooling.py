@@ -22,8 +22,7 @@ from vitfocus.kernels.backends import chosen, exporting
 from vitfocus.kernels.pooling.op import mix_dilated, predict_scores
 from vitfocus.kernels.pooling.reference import box_mean, dilated_mean, mix_poolings
 from vitfocus.treatments.base import Layers, Treatment, choose_blocks, layers_option, option
-from vitfocus.treatments.forward_context import ForwardContext, track_image_size
-from vitfocus.treatments.operations import Surgeon
+from vitfocus.treatments.operations import ForwardContext, Surgeon, track_image_size
 from vitfocus.treatments.surgery import handles
 
 #: The kernel unrolls its branches; more of them than the paper tried use plain PyTorch.

@@ -22,24 +22,26 @@ from vitfocus.data.classification.augmentation import (
     draw_mix,
     draw_uniform,
     enlarge,
+    fix_posterize,
     mix,
 )
 from vitfocus.data.classification.dataset import ClassificationDataset
-from vitfocus.data.classification.randaugment import fix_posterize
-from vitfocus.data.image_files import Normalise
+from vitfocus.data.image_files import Normalise, Preprocessing, standard_preprocessing
 from vitfocus.data.loader import (
+    SAMPLE,
     BatchPartition,
     Broken,
     BrokenLog,
     Key,
     SampleBatches,
+    SampleOrder,
     equal_batches,
     evaluation_batches,
     read_or_broken,
+    seed_for,
+    seeded,
     to_device,
 )
-from vitfocus.data.preprocessing import Preprocessing, standard_preprocessing
-from vitfocus.data.sample_order import SAMPLE, SampleOrder, seed_for, seeded
 from vitfocus.recipes.settings import Augment, Data
 
 

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from vitfocus.core.errors import VitfocusError, nearest, reason
 from vitfocus.data.classification.shards import ShardImages, find_shards
-from vitfocus.data.image_files import find_split, list_classes, read_rgb, rgb_picture, to_image
+from vitfocus.data.image_files import find_split, list_classes, read_rgb, rgb_picture, standard_preprocessing, to_image
 from vitfocus.data.loader import Broken, BrokenLog, read_or_broken
-from vitfocus.data.preprocessing import standard_preprocessing
 from vitfocus.data.shapes.dataset import CLASSES, shapes_batch
 from vitfocus.recipes.settings import Data
 

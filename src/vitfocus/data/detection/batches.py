@@ -15,8 +15,7 @@ from torch.utils.data import Dataset
 
 from vitfocus.core.errors import VitfocusError
 from vitfocus.data.detection.dataset import DetectionDataset, Target
-from vitfocus.data.loader import Broken, Key, read_or_broken
-from vitfocus.data.sample_order import SAMPLE, seed_for
+from vitfocus.data.loader import SAMPLE, Broken, Key, read_or_broken, seed_for
 
 _STEP = 32  # pixels between two choices of the short side
 

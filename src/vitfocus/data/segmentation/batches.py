@@ -17,10 +17,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from vitfocus.data.image_files import to_tensor
-from vitfocus.data.loader import Broken, BrokenLog, Key, evaluation_batches, read_or_broken
-from vitfocus.data.sample_order import SAMPLE, seed_for
-from vitfocus.data.segmentation.dataset import Mask, SegmentationDataset
-from vitfocus.data.segmentation.layouts import IGNORE
+from vitfocus.data.loader import SAMPLE, Broken, BrokenLog, Key, evaluation_batches, read_or_broken, seed_for
+from vitfocus.data.segmentation.dataset import IGNORE, Mask, SegmentationDataset
 
 _TRIES = 10  # random crops until one is not mostly of one class
 

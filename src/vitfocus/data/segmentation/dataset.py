@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -13,10 +14,237 @@ import torch
 from PIL import Image
 
 from vitfocus.core.errors import VitfocusError, nearest
-from vitfocus.data.image_files import rgb_picture
-from vitfocus.data.segmentation.layouts import LAYOUTS, Layout
+from vitfocus.core.files import PICTURES
+from vitfocus.core.records import read_json
+from vitfocus.data.image_files import SPLITS, rgb_picture
 from vitfocus.data.shapes.dataset import MASK_CLASSES, Shapes
 from vitfocus.recipes.settings import Data
+
+IGNORE = 255  # the label of pixels that are not trained on or scored
+
+CITYSCAPES = (
+    *("road", "sidewalk", "building", "wall", "fence", "pole", "traffic light", "traffic sign", "vegetation"),
+    *("terrain", "sky", "person", "rider", "car", "truck", "bus", "train", "motorcycle", "bicycle"),
+)
+#: Cityscapes' ids of the 19 classes that are trained on; all other ids are ignored.
+CITYSCAPES_IDS = (7, 8, 11, 12, 13, 17, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 31, 32, 33)
+_CITYSCAPES_COLOURS = (
+    *((128, 64, 128), (244, 35, 232), (70, 70, 70), (102, 102, 156), (190, 153, 153), (153, 153, 153)),
+    *((250, 170, 30), (220, 220, 0), (107, 142, 35), (152, 251, 152), (70, 130, 180), (220, 20, 60), (255, 0, 0)),
+    *((0, 0, 142), (0, 0, 70), (0, 60, 100), (0, 80, 100), (0, 0, 230), (119, 11, 32)),
+)
+CAMVID = (
+    *("sky", "building", "pole", "road", "pavement", "tree", "sign symbol", "fence", "car", "pedestrian"),
+    "bicyclist",
+)
+_CAMVID_COLOURS = (
+    *((128, 128, 128), (128, 0, 0), (192, 192, 128), (128, 64, 128), (60, 40, 222), (128, 128, 0)),
+    *((192, 128, 128), (64, 64, 128), (64, 0, 128), (64, 64, 0), (0, 128, 192)),
+)
+ADE20K = tuple(
+    """wall;building;sky;floor;tree;ceiling;road;bed;windowpane;grass;cabinet;sidewalk;person;earth;door;table;mountain;
+plant;curtain;chair;car;water;painting;sofa;shelf;house;sea;mirror;rug;field;armchair;seat;fence;desk;rock;wardrobe;
+lamp;bathtub;railing;cushion;base;box;column;signboard;chest of drawers;counter;sand;sink;skyscraper;fireplace;
+refrigerator;grandstand;path;stairs;runway;case;pool table;pillow;screen door;stairway;river;bridge;bookcase;blind;
+coffee table;toilet;flower;book;hill;bench;countertop;stove;palm;kitchen island;computer;swivel chair;boat;bar;
+arcade machine;hovel;bus;towel;light;truck;tower;chandelier;awning;streetlight;booth;television receiver;airplane;
+dirt track;apparel;pole;land;bannister;escalator;ottoman;bottle;buffet;poster;stage;van;ship;fountain;conveyer belt;
+canopy;washer;plaything;swimming pool;stool;barrel;basket;waterfall;tent;bag;minibike;cradle;oven;ball;food;step;tank;
+trade name;microwave;pot;animal;bicycle;lake;dishwasher;screen;blanket;sculpture;hood;sconce;vase;traffic light;tray;
+ashcan;fan;pier;crt screen;plate;monitor;bulletin board;shower;radiator;glass;clock;flag""".replace("\n", "").split(";")
+)
+CONDITIONS = ("fog", "night", "rain", "snow")  # of ACDC
+
+Pair = tuple[Path, Path]
+Table = npt.NDArray[np.uint8]  # (256,): the class that each stored value means
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Image and mask files of one split; `table` (256,) maps stored mask values to classes."""
+
+    pairs: list[Pair]
+    classes: tuple[str, ...]
+    table: Table
+
+
+def ade20k(root: Path, split: str, given: str) -> Layout:
+    """ADEChallengeData2016: classes are stored from 1, and 0 is unlabelled."""
+    images, masks = _two_folders(root, split, given, "ADE20K", ("images",), ("annotations",))
+    table = np.full(256, IGNORE, np.uint8)
+    table[1:151] = np.arange(150)
+    return Layout(_by_stem(images, masks), ADE20K, table)
+
+
+def cityscapes(root: Path, split: str, given: str) -> Layout:
+    """Images in leftImg8bit, masks in gtFine: labelTrainIds if there are any, otherwise labelIds."""
+    name = given or split
+    images, masks = root / "leftImg8bit" / name, root / "gtFine" / name
+    if not images.is_dir() and any(root.glob("*_leftImg8bit.png")):
+        images = masks = root
+    _need(root, "Cityscapes", images, masks)
+    return _street(images, masks, "_leftImg8bit.png", "_gtFine", "Cityscapes")
+
+
+def acdc(root: Path, split: str, given: str, condition: str = "") -> Layout:
+    """ACDC, with the classes of Cityscapes: rgb_anon/CONDITION/SPLIT and gt/CONDITION/SPLIT."""
+    name, pairs = given or split, []
+    for one in (condition,) if condition else CONDITIONS:
+        images, masks = root / "rgb_anon" / one / name, root / "gt" / one / name
+        _need(root, "ACDC", images, masks)
+        layout = _street(images, masks, "_rgb_anon.png", "_gt", "ACDC")
+        pairs += layout.pairs
+    return Layout(pairs, layout.classes, layout.table)
+
+
+def camvid(root: Path, split: str, given: str) -> Layout:
+    """CamVid's eleven classes (11 is void): train and trainannot, or images/train and annotations/train."""
+    name = given or split
+    if (root / f"{name}annot").is_dir():
+        _need(root, "CamVid", root / name)
+        pairs = _by_stem(root / name, root / f"{name}annot")
+    else:
+        pairs = _by_stem(*_two_folders(root, split, given, "CamVid", ("images",), ("annotations", "labels", "masks")))
+    table = np.full(256, IGNORE, np.uint8)
+    table[:11] = np.arange(11)
+    return Layout(pairs, CAMVID, table)
+
+
+def masks(root: Path, split: str, given: str) -> Layout:
+    """Any images and masks: images/train and masks/train; classes are counted from 0, and 255 is ignored.
+
+    The names of the classes are read from classes.txt (one per line) or classes.json (a list).
+    """
+    folders = _two_folders(root, split, given, "A folder of masks", ("images",), ("masks", "annotations", "labels"))
+    return Layout(_by_stem(*folders), _class_names(root), np.arange(256, dtype=np.uint8))
+
+
+LAYOUTS: dict[str, Callable[[Path, str, str], Layout]] = {
+    "ade20k": ade20k,
+    "cityscapes": cityscapes,
+    "acdc": acdc,
+    "camvid": camvid,
+    "masks": masks,
+}
+
+
+def _street(images: Path, folder: Path, ending: str, mark: str, what: str) -> Layout:
+    files = sorted(images.rglob(f"*{ending}"))
+    if not files:
+        raise VitfocusError(f"{images} has no file *{ending}, which is how {what} names its images.")
+    places = {file: folder / file.parent.relative_to(images) / file.name.removesuffix(ending) for file in files}
+    for suffix, table in ((f"{mark}_labelTrainIds.png", _train_ids()), (f"{mark}_labelIds.png", _own_ids())):
+        found = {file: place.with_name(place.name + suffix) for file, place in places.items()}
+        if any(mask.is_file() for mask in found.values()):
+            return Layout(_present(found.items()), CITYSCAPES, table)
+    raise VitfocusError(f"{folder} has neither *{mark}_labelTrainIds.png nor *{mark}_labelIds.png.")
+
+
+def _train_ids() -> Table:
+    table = np.full(256, IGNORE, np.uint8)
+    table[:19] = np.arange(19)
+    return table
+
+
+def _own_ids() -> Table:
+    table = np.full(256, IGNORE, np.uint8)
+    table[list(CITYSCAPES_IDS)] = np.arange(19)
+    return table
+
+
+def _two_folders(
+    root: Path, split: str, given: str, what: str, images: tuple[str, ...], others: tuple[str, ...]
+) -> tuple[Path, Path]:
+    """The folders of images and masks of a split, or of all splits if they have no subfolders."""
+    names = (given,) if given else SPLITS[split]
+    wanted = [tuple(root / kind / name for name in names for kind in kinds) for kinds in (images, others)]
+    found = [next((folder for folder in folders if folder.is_dir()), None) for folders in wanted]
+    if found[0] is None and not given and _has_images(root / images[0]):
+        flat = [root / images[0], next((root / kind for kind in others if (root / kind).is_dir()), None)]
+        if flat[1] is not None and not any(path.is_dir() for path in (root / images[0]).iterdir()):
+            found = flat
+    for folder, folders in zip(found, wanted, strict=True):
+        if folder is None:
+            _missing(root, what, *folders)
+    assert found[0] is not None and found[1] is not None
+    return found[0], found[1]
+
+
+def _need(root: Path, what: str, *folders: Path) -> None:
+    for folder in folders:
+        if not folder.is_dir():
+            _missing(root, what, folder)
+
+
+def _missing(root: Path, what: str, *folders: Path) -> NoReturn:
+    """Raise an error that names the missing folder (any of `folders` would do) and what is there instead."""
+    if not root.is_dir():
+        raise VitfocusError(f"There is no data folder {str(root)!r}: set data.root to the folder of the images.")
+    wanted = " or ".join(str(folder.relative_to(root)) for folder in folders)
+    there = ", ".join(sorted(path.name for path in root.iterdir())[:8]) or "nothing"
+    raise VitfocusError(f"{what} keeps its files in {wanted}, but {root} has only: {there}.")
+
+
+def _has_images(folder: Path) -> bool:
+    return folder.is_dir() and any(path.suffix.lower() in PICTURES for path in folder.iterdir())
+
+
+def _by_stem(images: Path, folder: Path) -> list[Pair]:
+    """Pair files of the same name in both folders, whatever their extensions."""
+    known = {path.relative_to(folder).with_suffix(""): path for path in folder.rglob("*") if _is_image(path)}
+    files = sorted(path for path in images.rglob("*") if _is_image(path))
+    if not files:
+        raise VitfocusError(f"{images} has no image.")
+    return _present((file, known.get(file.relative_to(images).with_suffix(""))) for file in files)
+
+
+def _is_image(path: Path) -> bool:
+    return path.suffix.lower() in PICTURES and not path.name.startswith(".")
+
+
+def _present(pairs: Iterable[tuple[Path, Path | None]]) -> list[Pair]:
+    whole, lone = [], []
+    for image, mask in pairs:
+        if mask is not None and mask.is_file():
+            whole.append((image, mask))
+        else:
+            lone.append(image)
+    if lone:
+        raise VitfocusError(f"{len(lone)} of {len(lone) + len(whole)} images have no mask; the first is {lone[0]}.")
+    return whole
+
+
+def _class_names(root: Path) -> tuple[str, ...]:
+    if (root / "classes.json").is_file():
+        return tuple(read_json(root / "classes.json", list[str], writer="a data set with class names"))
+    if (root / "classes.txt").is_file():
+        lines = (root / "classes.txt").read_text(encoding="utf-8").splitlines()
+        return tuple(line.strip() for line in lines if line.strip())
+    return ()
+
+
+def palette(classes: int, source: str = "") -> npt.NDArray[np.uint8]:
+    """Colours of the classes, (256, 3): the data set's own if it has some; ignored pixels are black.
+
+    >>> palette(19, "cityscapes")[0].tolist(), palette(3)[:3].tolist()
+    ([128, 64, 128], [[128, 0, 0], [0, 128, 0], [128, 128, 0]])
+    """
+    own = {"cityscapes": _CITYSCAPES_COLOURS, "acdc": _CITYSCAPES_COLOURS, "camvid": _CAMVID_COLOURS}.get(source)
+    colours = np.array([_spread(number + 1) for number in range(256)], np.uint8)
+    if own is not None and len(own) == classes:
+        colours[:classes] = own
+    colours[IGNORE] = 0
+    return colours
+
+
+def _spread(number: int) -> list[int]:
+    """A colour for a class number, as in PASCAL VOC: its bits become the highest bits of the channels in turn."""
+    channels = [0, 0, 0]
+    for place in range(8):
+        for channel in range(3):
+            channels[channel] |= ((number >> (3 * place + channel)) & 1) << (7 - place)
+    return channels
+
 
 SOURCES = ("shapes", *LAYOUTS)
 SHAPES_LENGTH = {"train": 4_000, "val": 500}

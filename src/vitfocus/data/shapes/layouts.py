@@ -20,8 +20,8 @@ from PIL import Image
 
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.files import write_bytes
-from vitfocus.data.detection.masks import polygons, run_lengths
-from vitfocus.data.segmentation.layouts import CITYSCAPES_IDS, IGNORE
+from vitfocus.data.detection.dataset import polygons, run_lengths
+from vitfocus.data.segmentation.dataset import CITYSCAPES_IDS, IGNORE
 from vitfocus.data.shapes.dataset import CLASSES, VERSION, Size, drawn_scenes, instances, picture_size, semantic_mask
 from vitfocus.data.shapes.questions import Question, ask
 from vitfocus.data.shapes.scene import MAIN, SPLITS, SceneObject

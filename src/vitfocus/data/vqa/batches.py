@@ -17,9 +17,10 @@ from torch.utils.data import Dataset
 
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.statistics import evenly_spaced
-from vitfocus.data.classification.randaugment import fix_posterize
+from vitfocus.data.classification.augmentation import fix_posterize
 from vitfocus.data.image_files import Normalise, to_image, to_tensor
 from vitfocus.data.loader import (
+    SAMPLE,
     BatchPartition,
     Broken,
     BrokenLog,
@@ -27,8 +28,9 @@ from vitfocus.data.loader import (
     equal_batches,
     evaluation_batches,
     read_or_broken,
+    seed_for,
+    seeded,
 )
-from vitfocus.data.sample_order import SAMPLE, seed_for, seeded
 from vitfocus.data.vqa.dataset import VqaDataset
 from vitfocus.data.vqa.tokenizer import QuestionTokenizer
 

@@ -20,8 +20,7 @@ from vitfocus.corruptions import CORRUPTIONS, EXTRA_CORRUPTIONS, corrupt, finger
 from vitfocus.corruptions.constants import Setting
 from vitfocus.corruptions.digital import jpeg_compression
 from vitfocus.corruptions.draws import Draws
-from vitfocus.data.image_files import list_classes
-from vitfocus.data.preprocessing import Preprocessing
+from vitfocus.data.image_files import Preprocessing, list_classes
 from vitfocus.robustness.classification import (
     CLEAN,
     classification_plan,

@@ -14,8 +14,7 @@ from vitfocus.anatomy import pixels_of
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.statistics import evenly_spaced
 from vitfocus.data.detection.batches import EvaluationSamples
-from vitfocus.data.detection.dataset import CocoDetections, DetectionDataset, ShapesDetections
-from vitfocus.data.detection.masks import mask_tools
+from vitfocus.data.detection.dataset import CocoDetections, DetectionDataset, ShapesDetections, mask_tools
 from vitfocus.data.image_files import Normalise
 from vitfocus.data.shapes.dataset import shapes_named
 from vitfocus.robustness.engine import Condition, EvaluationArguments, Group, Outcome, Plan, Reduced
@@ -23,8 +22,7 @@ from vitfocus.robustness.pixel_model import PixelModel
 from vitfocus.robustness.run_folder import Columns
 from vitfocus.robustness.sources import Collated, EvaluationBatch, ItemSource
 from vitfocus.robustness.suites.options import DataForm, refuse_unused
-from vitfocus.tasks.detection.inference import DetectionWriter
-from vitfocus.tasks.detection.metric import coco_results, coco_scores
+from vitfocus.tasks.detection.evaluation import DetectionWriter, coco_results, coco_scores
 from vitfocus.treatments.save_load import task_of
 
 _SHAPES = 1000  # pictures, unless the data names a number

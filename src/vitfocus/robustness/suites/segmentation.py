@@ -27,9 +27,17 @@ from vitfocus.corruptions.draws import Draws, as_ids
 from vitfocus.corruptions.filters import gaussian, to_uint8
 from vitfocus.corruptions.noise_and_blur import shot_noise
 from vitfocus.data.segmentation.batches import WholeImages
-from vitfocus.data.segmentation.dataset import MaskFiles, SegmentationDataset, guess_source, open_masks
-from vitfocus.data.segmentation.layouts import CONDITIONS, LAYOUTS, Layout, Pair
-from vitfocus.data.segmentation.layouts import acdc as acdc_layout
+from vitfocus.data.segmentation.dataset import (
+    CONDITIONS,
+    LAYOUTS,
+    Layout,
+    MaskFiles,
+    Pair,
+    SegmentationDataset,
+    guess_source,
+    open_masks,
+)
+from vitfocus.data.segmentation.dataset import acdc as acdc_layout
 from vitfocus.data.shapes.dataset import shapes_named
 from vitfocus.recipes.settings import Data
 from vitfocus.robustness.engine import Condition, EvaluationArguments, Group, Outcome, Plan, Reduced
@@ -39,8 +47,14 @@ from vitfocus.robustness.run_folder import Columns
 from vitfocus.robustness.sources import Collated, EvaluationBatch, ItemSource, Source, StreamSource
 from vitfocus.robustness.suites.corruptions import ALL_CORRUPTIONS, chosen_corruptions
 from vitfocus.robustness.suites.options import DataForm, refuse_unused
-from vitfocus.tasks.segmentation.inference import InferenceSettings, predict, write_pictures
-from vitfocus.tasks.segmentation.metric import class_counts, iou_by_class, scores_of
+from vitfocus.tasks.segmentation.evaluation import (
+    InferenceSettings,
+    class_counts,
+    iou_by_class,
+    predict,
+    scores_of,
+    write_pictures,
+)
 from vitfocus.treatments.save_load import task_of
 
 Collected = Mapping[str, Columns]  # one model's outcomes by condition

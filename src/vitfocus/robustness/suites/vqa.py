@@ -16,8 +16,7 @@ from torch.utils.data import Dataset
 from vitfocus.anatomy import pixels_of
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.statistics import evenly_spaced, mean_interval
-from vitfocus.data.loader import Broken, read_or_broken
-from vitfocus.data.sample_order import seeded
+from vitfocus.data.loader import Broken, read_or_broken, seeded
 from vitfocus.data.shapes.dataset import shapes_named
 from vitfocus.data.vqa.batches import VqaPreprocessing, pad_images
 from vitfocus.data.vqa.dataset import Question, TensorImages, VqaDataset, read_vqav2, shapes_questions, splits_in
@@ -28,8 +27,7 @@ from vitfocus.robustness.pixel_model import PixelModel
 from vitfocus.robustness.run_folder import Columns
 from vitfocus.robustness.sources import Collated, EvaluationBatch, ItemSource
 from vitfocus.robustness.suites.options import DataForm, refuse_unused
-from vitfocus.tasks.vqa.inference import Answerer
-from vitfocus.tasks.vqa.metric import language_alone, soft_accuracy
+from vitfocus.tasks.vqa.evaluation import Answerer, language_alone, soft_accuracy
 from vitfocus.treatments.save_load import task_of
 
 

@@ -11,15 +11,11 @@ from vitfocus.anatomy import pixels_of, unwrap
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.modules import eval_mode
 from vitfocus.data.detection.batches import DetectionAugment, DetectionBatch, DetectionSamples, collate
-from vitfocus.data.detection.dataset import DetectionDataset, open_detections
-from vitfocus.data.detection.masks import mask_tools
+from vitfocus.data.detection.dataset import DetectionDataset, mask_tools, open_detections
 from vitfocus.data.image_files import Normalise
-from vitfocus.data.loader import SampleBatches, first_images, strided_indices
-from vitfocus.data.sample_order import SampleOrder
-from vitfocus.tasks.base import DiversityTerm, RunContext, Task
-from vitfocus.tasks.building import build_with, over_several_gpus
-from vitfocus.tasks.detection.inference import detect
-from vitfocus.tasks.detection.metric import coco_scores
+from vitfocus.data.loader import SampleBatches, SampleOrder, first_images, strided_indices
+from vitfocus.tasks.base import DiversityTerm, RunContext, Task, build_with, over_several_gpus
+from vitfocus.tasks.detection.evaluation import coco_scores, detect
 from vitfocus.treatments.origin import split_library
 from vitfocus.treatments.spec import split_spec
 

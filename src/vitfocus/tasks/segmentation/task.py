@@ -15,8 +15,7 @@ from vitfocus.core.metrics import METRICS
 from vitfocus.core.modules import eval_mode, logits_of
 from vitfocus.core.registry import COMPOSED_MODELS
 from vitfocus.data.image_files import Normalise
-from vitfocus.data.loader import SampleBatches, first_images, strided_indices
-from vitfocus.data.sample_order import SampleOrder
+from vitfocus.data.loader import SampleBatches, SampleOrder, first_images, strided_indices
 from vitfocus.data.segmentation.batches import (
     SegmentationBatch,
     TrainingCrops,
@@ -25,12 +24,9 @@ from vitfocus.data.segmentation.batches import (
     stack,
     whole_batches,
 )
-from vitfocus.data.segmentation.dataset import SegmentationDataset, open_masks
-from vitfocus.data.segmentation.layouts import IGNORE
-from vitfocus.tasks.base import DiversityTerm, RunContext, Task
-from vitfocus.tasks.building import build_model, model_arguments, over_several_gpus
-from vitfocus.tasks.segmentation.inference import InferenceSettings, predict
-from vitfocus.tasks.segmentation.metric import class_counts, iou_by_class, scores_of
+from vitfocus.data.segmentation.dataset import IGNORE, SegmentationDataset, open_masks
+from vitfocus.tasks.base import DiversityTerm, RunContext, Task, build_model, model_arguments, over_several_gpus
+from vitfocus.tasks.segmentation.evaluation import InferenceSettings, class_counts, iou_by_class, predict, scores_of
 from vitfocus.treatments.origin import split_library
 from vitfocus.treatments.spec import split_spec
 

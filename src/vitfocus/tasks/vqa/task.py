@@ -17,15 +17,20 @@ from torch import Tensor, nn
 
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.modules import eval_mode
-from vitfocus.data.loader import SampleBatches
-from vitfocus.data.sample_order import SampleOrder
+from vitfocus.data.loader import SampleBatches, SampleOrder
 from vitfocus.data.vqa.batches import QuestionBatch, QuestionSamples, every_question, fitted_size, reading_batches
 from vitfocus.data.vqa.dataset import VqaDataset, open_questions
 from vitfocus.data.vqa.tokenizer import QuestionTokenizer, attach_tokenizer, tokenizer_of
-from vitfocus.tasks.base import DiversityTerm, RunContext, Task
-from vitfocus.tasks.building import create_seeded, start_from
-from vitfocus.tasks.vqa.inference import answers_in, preprocessing_of
-from vitfocus.tasks.vqa.metric import AnswerVocabulary, by_answer_type, language_alone, normalise, soft_targets
+from vitfocus.tasks.base import DiversityTerm, RunContext, Task, create_seeded, start_from
+from vitfocus.tasks.vqa.evaluation import (
+    AnswerVocabulary,
+    answers_in,
+    by_answer_type,
+    language_alone,
+    normalise,
+    preprocessing_of,
+    soft_targets,
+)
 from vitfocus.treatments.origin import split_library
 from vitfocus.treatments.save_load import load
 from vitfocus.treatments.spec import split_spec
