@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from helpers.processes import run_in_two_processes
 from helpers.train_tools import AUGMENTED, KILL_AT, rows, start, start_many
 from safetensors.torch import load_file
 
@@ -33,6 +34,61 @@ def test_two_processes_give_the_curve_of_one(alone: Path, tmp_path: Path) -> Non
     results = [process.results() for process in start_many(tmp_path / "two", *MANY, "accumulate=2")]
     assert results[0]["processes"] == 2 and not results[1]
     same_curve(alone, tmp_path / "two")
+
+
+def test_pooling_normalises_over_both_processes(tmp_path: Path) -> None:
+    """Token-aware Average Pooling has batch normalisation: loss, weights and running statistics are those of one."""
+    pooled = ["spec=vit_tiny_patch16_224+tap+adl(threshold=0.5)", "model.arguments.patch_size=4", *MANY[1:]]
+    start(tmp_path / "one", *pooled).results()
+    for process in start_many(tmp_path / "two", *pooled):
+        process.results()
+    same_curve(tmp_path / "one", tmp_path / "two")
+    one, two = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("one", "two"))
+    assert sum("running_var" in key for key in one) == 2
+    assert max(float((one[key].double() - two[key].double()).abs().max()) for key in one) < 1e-5
+
+
+def test_accumulation_with_batch_normalisation_says_what_differs(tmp_path: Path) -> None:
+    said = start(tmp_path / "tap", "spec=vit_tiny_patch16_224+tap", "epochs=1", "warmup_epochs=0", "accumulate=2")
+    said.results()
+    assert "statistics of each of the 2 accumulated parts" in said.error
+    said = start(tmp_path / "cb", "spec=vit_tiny_patch16_224+cb", "epochs=1", "warmup_epochs=0", "accumulate=2")
+    said.results()
+    assert "accumulated parts" not in said.error
+
+
+#: One batch, divided in the ratio 2 : 1, and the whole of it on each process.
+HALVES = """
+import torch
+from accelerate import PartialState
+from torch import nn
+from vitfocus.core.modules import SharedBatchNorm2d
+
+rank = PartialState(cpu=True).process_index
+torch.manual_seed(0)
+images, weights = torch.randn(6, 3, 4, 5, dtype=torch.float64) * 3 + 2, torch.randn(6, 3, 4, 5, dtype=torch.float64)
+part = slice(0, 4) if rank == 0 else slice(4, 6)
+whole, shared = nn.BatchNorm2d(3).double(), SharedBatchNorm2d(3).double()
+inputs = [images.clone().requires_grad_(), images[part].clone().requires_grad_()]
+compiled = torch.compile(shared, backend="aot_eager", fullgraph=True)
+for _ in range(2):
+    outputs = whole(inputs[0]), compiled(inputs[1])
+    (outputs[0] * weights).square().sum().backward()
+    (outputs[1] * weights[part]).square().sum().backward()
+torch.testing.assert_close(outputs[1], outputs[0][part])
+torch.testing.assert_close(inputs[1].grad, inputs[0].grad[part])
+for name, value in whole.named_buffers():
+    torch.testing.assert_close(dict(shared.named_buffers())[name], value)
+shared.eval(), whole.eval()
+torch.testing.assert_close(shared(images), whole(images))
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_shared_batch_normalisation_is_that_of_the_whole_batch(tmp_path: Path) -> None:
+    """Outputs, gradients and running statistics, in unequal parts and one compiled graph."""
+    (tmp_path / "script.py").write_text(HALVES)
+    run_in_two_processes(tmp_path / "script.py")
 
 
 def test_one_of_two_is_killed_and_both_resume(alone: Path, tmp_path: Path) -> None:

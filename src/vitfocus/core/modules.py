@@ -1,4 +1,4 @@
-"""Models and their tensors: eval mode for a while, the logits of any output, and tensors ready to be saved."""
+"""Models and their tensors: eval mode, logits of any output, tensors ready to be saved, normalising over processes."""
 
 from __future__ import annotations
 
@@ -80,3 +80,54 @@ def separate_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         seen.add(storage.data_ptr())
         result[name] = tensor.clone() if shared else tensor
     return result
+
+
+class SharedBatchNorm2d(nn.BatchNorm2d):
+    """Batch normalisation over the images of all processes, on any device; one process alone has `nn.BatchNorm2d`.
+
+    Statistics and gradients are those of the whole batch, so a run does not depend on the number of processes. A custom
+    operator adds the sums, so that a compiled model stays one graph.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise, (B, C, H, W)."""
+        several = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if not (self.training and several and torch.distributed.get_world_size() > 1):
+            return super().forward(x)
+        assert self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None
+        values = x if x.dtype == torch.float64 else x.float()
+        here = values.new_full((1,), x.numel() / x.shape[1])
+        sums = sum_over_processes(torch.cat((values.sum((0, 2, 3)), here)))
+        count = sums[-1].detach()
+        mean = sums[:-1] / count
+        centred = values - mean[:, None, None]
+        variance = sum_over_processes(centred.square().sum((0, 2, 3))) / count
+        with torch.no_grad():
+            self.num_batches_tracked += 1
+            share = self.momentum if self.momentum is not None else 1 / self.num_batches_tracked.item()
+            self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
+            unbiased = variance * count / (count - 1).clamp(min=1)
+            self.running_var.lerp_(unbiased.to(self.running_var.dtype), share)
+        scale = self.weight * (variance + self.eps).rsqrt()
+        return (centred * scale[:, None, None] + self.bias[:, None, None]).to(x.dtype)
+
+
+@torch.library.custom_op("vitfocus::sum_over_processes", mutates_args=())
+def sum_over_processes(values: Tensor) -> Tensor:
+    """The sum of every process's values, on every process; so are the gradients."""
+    total = values.clone()
+    torch.distributed.all_reduce(total)
+    return total
+
+
+@sum_over_processes.register_fake
+def _(values: Tensor) -> Tensor:
+    return torch.empty_like(values)
+
+
+def _sum_gradients(_: Any, gradient: Tensor) -> Tensor:
+    total: Tensor = sum_over_processes(gradient.contiguous())
+    return total
+
+
+sum_over_processes.register_autograd(_sum_gradients)

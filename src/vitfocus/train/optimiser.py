@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -242,11 +242,16 @@ def choose_trained(model: nn.Module, what: str, heads: Collection[str]) -> list[
         raise VitfocusError(f"optimiser.train={what} leaves nothing to train: the treatments add no parameter.")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
-    return [
-        module
-        for module in model.modules()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and not any(p.requires_grad for p in module.parameters())
-    ]
+    return [norm for norm in _batch_norms(model) if not any(p.requires_grad for p in norm.parameters())]
+
+
+def normalises_batches(model: nn.Module, frozen: Sequence[nn.Module] = ()) -> bool:
+    """Whether some batch normalisation of the model is trained, so that images of a batch depend on each other."""
+    return any(not any(norm is one for one in frozen) for norm in _batch_norms(model))
+
+
+def _batch_norms(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from vitfocus.tasks.base import RunContext, Task
 from vitfocus.train.checkpoint import Checkpoint, Checkpoints, model_tensors, read_checkpoint, replace_folder
 from vitfocus.train.compile import compile_blocks, compile_mode
 from vitfocus.train.metrics import Metrics, TrainingResults
-from vitfocus.train.optimiser import TrainingSchedule, choose_trained, create_optimiser
+from vitfocus.train.optimiser import TrainingSchedule, choose_trained, create_optimiser, normalises_batches
 from vitfocus.train.recipe import build_recipe, difference, load_recipe, refuse_foreign
 from vitfocus.train.trainer import StopRequest, Trainer
 from vitfocus.treatments.save_load import SavedConfig, remember_task, save
@@ -225,6 +225,11 @@ def _assemble(
         f"{recipe.name}: {recipe.model.spec}, {task.train_images} training and {task.val_images} validation images, "
         f"{schedule.steps} steps of {data.batch} on {device_name(device)}."
     )
+    if recipe.engine.accumulate > 1 and checkpoint is None and normalises_batches(model, frozen_norms):
+        progress.say(
+            f"Batch normalisation uses the statistics of each of the {recipe.engine.accumulate} accumulated parts, not "
+            "of the whole batch, so the run differs a little from one with accumulate=1."
+        )
     step = checkpoint.state.step if checkpoint else 0
     metrics = Metrics(folder, step, recipe.engine.tensorboard) if accelerator.is_main_process else None
     trainer = Trainer(

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from vitfocus.anatomy import Anatomy, Block, GridRule
 from vitfocus.core.arguments import only_with
 from vitfocus.core.errors import VitfocusError
+from vitfocus.core.modules import SharedBatchNorm2d
 from vitfocus.kernels.backends import chosen, exporting
 from vitfocus.kernels.pooling.op import mix_dilated, predict_scores
 from vitfocus.kernels.pooling.reference import box_mean, dilated_mean, mix_poolings
@@ -139,7 +140,7 @@ class DilationPredictor(TokenPooling):
         self.dilated = config.mode == "dilation"
         self.proj = nn.Sequential(
             nn.Conv2d(width, count, 3, padding=1, bias=False),
-            nn.BatchNorm2d(count),
+            SharedBatchNorm2d(count),
             nn.Conv2d(count, count, 3, padding=1, bias=False),
         )
         if config.init == "near_identity":
