@@ -4,8 +4,9 @@
     python studies/cifar100/tiers.py run --data DIR --tier 1 [--limit 4]   # unfinished runs, seed by seed
     python studies/cifar100/tiers.py table                                 # the analysis of what is finished
 
-A run is one process: it trains by the recipe `cifar100`, measures the final model on the test images and writes
-results/long/GROUP/ARM/seedK.json. An interrupted run resumes from its checkpoint in --work.
+A run is one process: it trains by its group's recipe, measures the final model on the test images and writes
+results/long/GROUP/ARM/seedK.json. An interrupted run resumes from its checkpoint in --work. DIR holds CIFAR-100; the
+folders camvid and frost and the weights of DeiT-Ti are looked for beside it.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ class LongRun:
     spec: str
     seed: int
     keys: tuple[str, ...] = ()
+    recipe: str = "cifar100"
+    weights: str = ""
 
     @property
     def place(self) -> str:
@@ -59,57 +62,51 @@ def planned_runs(plan: Mapping[str, Any], tier: int | None = None) -> Iterator[L
         if tier is not None and entry["tier"] != tier:
             continue
         group = plan["groups"][entry["group"]]
+        same = {"recipe": group.get("recipe", "cifar100"), "weights": group.get("weights", "")}
         for seed in entry["seeds"]:
             for arm, treatments in entry["arms"].items():
                 spec = "+".join(filter(None, [group["base"], treatments]))
-                yield LongRun(entry["tier"], entry["group"], arm, spec, seed, tuple(group["keys"]))
+                keys = (*group["keys"], *entry.get("arm_keys", {}).get(arm, ()))
+                yield LongRun(entry["tier"], entry["group"], arm, spec, seed, keys, **same)
 
 
-def overrides(run: LongRun, data_keys: Sequence[str]) -> list[str]:
-    """The keys of a run over the shipped recipe."""
-    fixed = ("compile=blocks", "evaluate_every=10", "checkpoint_minutes=1", "keep=1")
-    return [f"spec={run.spec}", f"seed={run.seed}", *fixed, *run.keys, *data_keys]
+def overrides(run: LongRun, data: Path, work: Path) -> list[str]:
+    """The keys of a run over its recipe."""
+    import mosaics
+
+    keys = [f"spec={run.spec}", f"seed={run.seed}", "checkpoint_minutes=1", "keep=1"]
+    if run.weights:
+        keys.append(f"model.weights={data.parent / run.weights}")
+    if run.recipe == "camvid":
+        return [*keys, f"root={data.parent / 'camvid'}", "evaluate_steps=0", *run.keys]
+    every = "evaluate_every=2" if run.weights else "evaluate_every=10"
+    return [*keys, "compile=blocks", every, *run.keys, *mosaics.data_keys(data, work)]
 
 
 def carry_out(run: LongRun, data: Path, work: Path, results: Path = RESULTS) -> None:
     """Train and measure one run in this process, and write its JSON."""
-    import mosaics
-    from measure import measure
     from one_run import recipe_record
 
     import vitfocus as vf
     from vitfocus.core.files import write_text
-    from vitfocus.corruptions import CORRUPTIONS
-    from vitfocus.data.classification.dataset import open_images
     from vitfocus.train import load_recipe, train
 
-    recipe = load_recipe("cifar100", overrides(run, mosaics.data_keys(data, work)))
+    recipe = load_recipe(run.recipe, overrides(run, data, work))
     folder = work / run.place
     trained = train(recipe, folder, resume="auto")
     if not trained["finished"]:
         sys.exit(f"{run.place} stopped at step {trained['steps']}; run the command again to resume it.")
-    test: Any = open_images(recipe.data, "val")
-    frost = data.parent / "frost"
-    measured = measure(
-        vf.load(folder / "model"),
-        test.pixels,
-        test.labels,
-        corruptions=CORRUPTIONS,
-        severities=(1, 2, 3, 4, 5),
-        frost=frost if frost.is_dir() else None,
-        corrupted_images=5_000,
-        reading_images=1_000,
-    )
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    score = "miou" if recipe.task == "segment" else "top1"
     content = {
         "tier": run.tier,
         "group": run.group,
         "arm": run.arm,
         "spec": run.spec,
         "seed": run.seed,
-        "epochs": recipe.schedule.epochs,
+        "epochs": trained["epochs"],
         "recipe": recipe_record(recipe),
-        "curve": [{"epoch": row["epoch"], "top1": 100 * row["top1"]} for row in rows if row["kind"] == "eval"],
+        "curve": [{"epoch": row["epoch"], score: 100 * row[score]} for row in rows if row["kind"] == "eval"],
         "attention": [
             {key: row[key] for key in ("epoch", "entropy_share", "overfocus")}
             for row in rows
@@ -117,12 +114,54 @@ def carry_out(run: LongRun, data: Path, work: Path, results: Path = RESULTS) -> 
         ],
         "seconds_of_training": trained["seconds"],
         "images_per_second": trained["images_per_second"],
-        **measured,
-        "kept": 100 * (100 - measured["corruption"]["mean_error"]) / measured["clean"]["accuracy"],
+        **measured(run, vf.load(folder / "model"), recipe, data),
         "device": trained["device"],
         "versions": trained["versions"],
     }
     write_text(results / f"{run.place}.json", json.dumps(content, indent=1) + "\n")
+
+
+def measured(run: LongRun, model: Any, recipe: Any, data: Path) -> dict[str, Any]:
+    """What is measured of a finished model: clean, corrupted, and the share kept under corruption, in percent."""
+    import measure
+    from finetune import clean_accuracy
+    from setting import evenly
+
+    import vitfocus as vf
+    from vitfocus.core.environment import default_device
+    from vitfocus.corruptions import CORRUPTIONS
+    from vitfocus.data.classification.dataset import open_images
+
+    frost = data.parent / "frost" if (data.parent / "frost").is_dir() else None
+    model.to(default_device()).eval()
+    if recipe.task == "segment":
+        options: dict[str, Any] = {"data": data.parent / "camvid", "source": "camvid", "progress": False, "seed": 0}
+        clean = vf.evaluate(model, "segmentation", **options)
+        corrupted = vf.evaluate(model, "cityscapes-c", frost=frost, **options)
+        found = {
+            "clean": {key: clean[key] for key in ("miou", "macc", "aacc")},
+            "corruption": {"miou": corrupted["miou_corrupted"], "fingerprint": corrupted.fingerprint["protocol"]},
+        }
+        return {**found, "kept": 100 * corrupted["miou_corrupted"] / clean["miou"]}
+    test: Any = open_images(recipe.data, "val")
+    if recipe.data.enlarge:
+        some, their = evenly(test.pixels, test.labels, 2_500)
+        found = {
+            "clean": clean_accuracy(model, test.pixels, test.labels),
+            "corruption": measure.corruption(model, some, their, CORRUPTIONS, (1, 3, 5), frost, batch=500),
+        }
+    else:
+        found = measure.measure(
+            model,
+            test.pixels,
+            test.labels,
+            corruptions=CORRUPTIONS,
+            severities=(1, 2, 3, 4, 5),
+            frost=frost,
+            corrupted_images=5_000,
+            reading_images=1_000,
+        )
+    return {**found, "kept": 100 * (100 - found["corruption"]["mean_error"]) / found["clean"]["accuracy"]}
 
 
 def finished(results: Path = RESULTS) -> dict[tuple[str, str, int], dict[str, Any]]:

@@ -73,6 +73,24 @@ def test_effects_are_told_apart_from_none_and_from_noise() -> None:
     assert "beside plain's" in tiers.table(rows)
 
 
+def test_every_planned_run_has_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import mosaics
+
+    from vitfocus.train import load_recipe
+
+    monkeypatch.setattr(mosaics, "data_keys", lambda data, work: ["source=arrays", f"root={data}"])
+    recipes = {
+        run.place: load_recipe(run.recipe, tiers.overrides(run, tmp_path / "cifar100", tmp_path / "work"))
+        for run in tiers.planned_runs(tiers.read_plan())
+    }
+    assert recipes["vit-s/plain/seed3"].schedule.epochs == 200 and recipes["vit-s/plain/seed3"].engine.seed == 3
+    tuned = recipes["fine-tune/adl/seed0"]
+    assert tuned.schedule.epochs == 10 and tuned.loss.adl_warmup_epochs == 3 and tuned.data.enlarge == 224
+    assert tuned.model.weights == str(tmp_path / "deit_tiny_patch16_224.safetensors")
+    dense = recipes["camvid/tap-adl/seed4"]
+    assert dense.task == "segment" and dense.data.root == str(tmp_path / "camvid")
+
+
 def test_one_run_leaves_one_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import measure
     import mosaics
@@ -80,12 +98,14 @@ def test_one_run_leaves_one_result(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     small = ("embed_dim=24", "depth=2", "num_heads=3", "num_classes=100", "patch_size=8")
     keys = ["source=shapes", "train_length=64", "val_length=32", "batch=32", "device=cpu", "compile=no", "epochs=1"]
     keys += ["warmup_epochs=0", "evaluate_every=1", *(f"model.arguments.{key}" for key in small)]
+    real = tiers.overrides
     monkeypatch.setattr(mosaics, "data_keys", lambda data, work: [])
-    monkeypatch.setattr(tiers, "overrides", lambda run, data: [f"spec={run.spec}", f"seed={run.seed}", *keys])
+    monkeypatch.setattr(tiers, "overrides", lambda run, data, work: [*real(run, data, work), *keys])
     measured = {"clean": {"accuracy": 50.0}, "corruption": {"mean_error": 60.0}}
     monkeypatch.setattr(measure, "measure", lambda model, images, labels, **options: measured)
     run = tiers.LongRun(1, "vit-s", "cb-upper", "deit_tiny_patch16_224+cb", 0)
     tiers.carry_out(run, tmp_path, tmp_path / "work", tmp_path / "results")
     written = json.loads((tmp_path / "results" / "vit-s" / "cb-upper" / "seed0.json").read_text())
-    assert written["kept"] == 80.0 and written["curve"] and written["spec"].endswith("+cb")
+    assert written["kept"] == 80.0 and written["curve"] and len(written["attention"][0]["overfocus"]) == 2
+    assert written["seed"] == 0 and written["spec"].endswith("+cb")
     assert list(tiers.finished(tmp_path / "results")) == [("vit-s", "cb-upper", 0)]
