@@ -139,6 +139,9 @@ FAMILIES: dict[str, tuple[Callable[[], nn.Module], tuple[int, int], Maps, list[t
 }
 
 
+NAMES, NORMS = ("layer", "name", "attention_kind"), ("high_norm", "norm_ratio")
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_equal_an_independent_computation(family: str) -> None:
     build, size, explicit, grids = FAMILIES[family]
@@ -154,7 +157,7 @@ def test_rows_equal_an_independent_computation(family: str) -> None:
         expected["stability"] = np.mean(
             [cosine(a, b) for image, twin in zip(layer, noisy, strict=True) for a, b in zip(image, twin, strict=True)]
         )
-        numbers = {key: value for key, value in row.items() if key not in ("layer", "name", "attention_kind")}
+        numbers = {key: value for key, value in row.items() if key not in (*NAMES, *NORMS)}
         assert numbers == pytest.approx(expected, rel=1e-3)
         assert expected["entropy"] < 0.99 * expected["entropy_bound"]  # else the test would compare nothing
 
@@ -320,7 +323,7 @@ def test_what_has_no_token_attention_is_reported_as_such(name: str, kinds: set[s
     assert {row["attention_kind"] for row in diagnosis.rows} == kinds
     for row in diagnosis.rows:
         if row["attention_kind"] in ("none", "channel"):
-            assert set(row) == {"layer", "name", "attention_kind"}
+            assert set(row) == {*NAMES, *NORMS}
         elif row["attention_kind"] == "class":
             assert row["entropy"] == pytest.approx(row["entropy_cls"])
             assert "distance" not in row and "diversity_official" not in row

@@ -95,7 +95,8 @@ def test_a_new_treatment_is_one_file_and_one_export(
 
 
 def test_every_treatment_says_what_it_is() -> None:
-    assert [kind.name for kind in all_treatments()] == ["cb", "tap", "adl", "se", "uniform", "extra"]
+    newer = ["gate", "qknorm", "registers", "sigma", "ttr"]
+    assert [kind.name for kind in all_treatments()] == ["cb", "tap", "adl", "se", "uniform", "extra", *newer]
     assert set(keywords()) == {*TREATMENTS, "cbs"}
     for kind in all_treatments():
         assert getattr(vf, kind.__name__) is kind and kind.__name__ in treatments.__all__ and kind.__name__ in dir(vf)

@@ -14,11 +14,13 @@ from helpers.tiny import TIMM, build
 from torch import nn
 
 import vitfocus as vf
+from vitfocus.treatments.surgery import columns
 
 SPECS = [
     *("cb", "cbs(layers=upper)", "cbs(site=attention)", "cb(site=both)", "cb(position=mid)", "cb(variant=gate)"),
     *("cb(site=attention,position=front)", "tap", "tap(mode=conv3)", "adl", "se", "extra", "extra(kind=mlp)"),
-    *("uniform", "uniform(mode=append)", "cb+tap+adl+se"),
+    *("uniform", "uniform(mode=append)", "cb+tap+adl+se", "registers", "ttr(neurons=[[0,1],[1,0]])", "gate"),
+    *("gate(per=channel)", "qknorm", "sigma", "sigma(site=attention)", "tap+gate+cb+sigma+registers+qknorm+adl"),
 ]
 
 
@@ -65,7 +67,7 @@ def test_untreated_comes_back_after_an_exception() -> None:
         assert torch.equal(model(images), treated) and len(vf.applied(model)) == 2
 
 
-@pytest.mark.parametrize("spec", ["cb", "tap", "adl", "se", "extra", "uniform"])
+@pytest.mark.parametrize("spec", columns().values())
 def test_the_same_one_twice_is_refused(spec: str) -> None:
     model, _ = build("vit")
     vf.treat_(model, spec)

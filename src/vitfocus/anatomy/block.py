@@ -30,6 +30,9 @@ AttentionKind = Literal["global", "window", "grid", "reduced", "pooled", "class"
 #: finished map ("dropout"), or nowhere (None).
 Reader = Literal["call", "multihead", "dropout"]
 
+#: The key in a block's `__dict__` under which a treatment notes how many tokens it adds inside the block.
+ADDED_TOKENS = "_vitfocus_added_tokens"
+
 
 @dataclass(frozen=True)
 class GridRule:
@@ -88,7 +91,10 @@ class Block:
     keeps the original) and "mlp.front", "mlp.mid", "mlp.end", "attention.front", "attention.mid", "attention.end" to
     places; one that the family does not offer is absent. `host` holds what a treatment adds, under a name ending in
     `suffix`. `window` is the grid inside which attention runs where it is windowed. `feeds_pyramid`: the block's output
-    also leaves the transformer, into a detector's or a segmenter's pyramid.
+    also leaves the transformer, into a detector's or a segmenter's pyramid. `query_key` are the outputs whose last axis
+    holds the channels of one head, or of all of them, of queries and keys. `prefix_tokens` counts what lies before the
+    patches inside the block: class tokens, the `registers` that the model itself has, and the `added_tokens` of
+    treatments, which the block's input and output do not have.
     """
 
     name: str
@@ -112,6 +118,14 @@ class Block:
     window: Size | None = None
     suffix: str = ""
     feeds_pyramid: bool = False
+    query_key: tuple[Port, Port] | None = None
+    registers: int = 0
+    added_tokens: int = 0
+
+    @property
+    def heads(self) -> int | None:
+        """The number of heads by the attention module's own attribute; None where it has none."""
+        return heads_of(self.attention)
 
     @overload
     def grid(self) -> Size: ...
@@ -157,7 +171,8 @@ class Anatomy(Sequence[Block]):
 
     `stem` is the module that meets the image first; `root` the module the blocks' names are counted from. `mean` and
     `std` normalise images as the model expects them. `encoder` is the module that is given the padding mask, where
-    there is one, and `text`, in a vision-language model, the one that embeds the text.
+    there is one, and `text`, in a vision-language model, the one that embeds the text. `takes_tokens` says that nothing
+    inside the blocks depends on the number or order of the tokens, so that more may be added there.
     """
 
     family: str
@@ -169,6 +184,7 @@ class Anatomy(Sequence[Block]):
     std: tuple[float, ...] = (0.229, 0.224, 0.225)
     encoder: nn.Module | None = None
     text: nn.Module | None = None
+    takes_tokens: bool = False
     notes: tuple[str, ...] = field(default=())
 
     @overload
@@ -192,6 +208,14 @@ class Anatomy(Sequence[Block]):
     def __repr__(self) -> str:
         lines = [f"Anatomy of {type(self.root).__name__} ({self.family}), {len(self.blocks)} blocks:"]
         return "\n  ".join(lines + [repr(block) for block in self.blocks])
+
+
+def heads_of(attention: nn.Module | None) -> int | None:
+    """The number of heads by an attention module's own attribute."""
+    for name in ("num_heads", "num_attention_heads", "n_heads"):
+        if isinstance(heads := getattr(attention, name, None), int):
+            return heads
+    return None
 
 
 def _as_size(size: int | Sequence[int] | None, width: int | None, default: Size) -> Size:
@@ -236,6 +260,7 @@ def build_block(
     **more: Any,
 ) -> Block:
     """Resolve the plan on one block's module."""
+    added = int(host.__dict__.get(ADDED_TOKENS, 0))
     mlp = find(host, plan.mlp)
     attention = find(host, plan.attention)
     norm = find(host, plan.norm)
@@ -252,7 +277,7 @@ def build_block(
         stage=stage,
         width=width,
         layout=plan.layout,
-        prefix_tokens=prefix_tokens,
+        prefix_tokens=prefix_tokens + added,
         class_token=class_token,
         host=host,
         mlp=mlp,
@@ -264,8 +289,20 @@ def build_block(
         grid_rule=grid_rule,
         build_size=build_size,
         suffix=suffix,
+        query_key=_query_key(attention),
+        added_tokens=added,
         **more,
     )
+
+
+def _query_key(attention: nn.Module | None) -> tuple[Port, Port] | None:
+    """Where queries and keys leave a module of their own: timm's norms of them, or separate projections."""
+    for names in (("q_norm", "k_norm"), ("q_proj", "k_proj"), ("query", "key")):
+        query, key = getattr(attention, names[0], None), getattr(attention, names[1], None)
+        if isinstance(query, nn.Module) and isinstance(key, nn.Module):
+            width = _width(query, "output") or int(getattr(attention, "head_dim", 0))
+            return Port(query, "output", "BNC", width), Port(key, "output", "BNC", width)
+    return None
 
 
 @dataclass

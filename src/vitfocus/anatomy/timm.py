@@ -53,7 +53,8 @@ def _columnar(model: Any, family: str, plans: dict[str, Plan]) -> Anatomy:
     """Families with one list of equal blocks: ViT, BEiT, EVA, CaiT's trunk, the mixers."""
     prefix = int(getattr(model, "num_prefix_tokens", 0))
     first = getattr(model, "cls_token", None) is not None or getattr(model, "has_class_token", False)
-    tokens = {"prefix_tokens": prefix, "class_token": prefix > 0 and first}
+    registers = int(getattr(model, "num_reg_tokens", 0))
+    tokens = {"prefix_tokens": prefix, "class_token": prefix > 0 and first, "registers": registers}
     rule, trunk = _patch_rule(model), Trunk(_build_size(model))
     for index, host in enumerate(model.blocks):
         if type(host).__name__ == "ParallelThingsBlock":
@@ -101,7 +102,7 @@ VIT |= dict.fromkeys(("ParallelScalingBlock", "DiffParallelScalingBlock"), PARAL
 
 
 def _vision_transformer(model: Any) -> Anatomy:
-    return _columnar(model, "vision_transformer", VIT)
+    return dataclasses.replace(_columnar(model, "vision_transformer", VIT), takes_tokens=True)
 
 
 def _relpos(model: Any) -> Anatomy:
@@ -113,7 +114,7 @@ def _beit(model: Any) -> Anatomy:
 
 
 def _eva(model: Any) -> Anatomy:
-    return _columnar(model, "eva", VIT)
+    return dataclasses.replace(_columnar(model, "eva", VIT), takes_tokens=True)
 
 
 def _naflexvit(model: Any) -> Anatomy:
@@ -262,7 +263,7 @@ def _cait(model: Any) -> Anatomy:
     for index, host in enumerate(model.blocks):
         trunk.add(host, PRE_NORM, f"blocks.{index}", rule)
     _add_class_blocks(trunk, model.blocks_token_only, "blocks_token_only", rule)
-    return _anatomy(model, "cait", trunk)
+    return dataclasses.replace(_anatomy(model, "cait", trunk), takes_tokens=True)
 
 
 def _xcit(model: Any) -> Anatomy:

@@ -70,7 +70,7 @@ def _vision_transformer(model: Any) -> Anatomy:
         for depth, (name, host) in enumerate(model.encoder.layers.named_children())
     ]
     notes = ("The model takes images of the size it was built for and no other.",)
-    return Anatomy("vision_transformer", model, model.conv_proj, tuple(blocks), size, notes=notes)
+    return Anatomy("vision_transformer", model, model.conv_proj, tuple(blocks), size, takes_tokens=True, notes=notes)
 
 
 def _swin_transformer(model: Any) -> Anatomy:

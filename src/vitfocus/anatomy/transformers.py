@@ -99,8 +99,9 @@ def _prefix(model: nn.Module) -> dict[str, Any]:
     """How many tokens stand before the patches, and whether the class token is the first of them."""
     holder = model.get_submodule(_named_embeddings(model)[0][0].rpartition(".")[0])
     tokens = {name: token for name in PREFIX if isinstance(token := getattr(holder, name, None), nn.Parameter)}
-    count = sum(1 if token.ndim == 1 else int(token.shape[-2]) for token in tokens.values())
-    return {"prefix_tokens": count, "class_token": any(name in tokens for name in CLASS_TOKEN)}
+    counts = {name: 1 if token.ndim == 1 else int(token.shape[-2]) for name, token in tokens.items()}
+    class_token, registers = any(name in tokens for name in CLASS_TOKEN), counts.get("register_tokens", 0)
+    return {"prefix_tokens": sum(counts.values()), "class_token": class_token, "registers": registers}
 
 
 def _conv(module: nn.Module) -> nn.Conv2d:
@@ -120,7 +121,8 @@ def _columnar(model: Any, family: str, layer: str, **normal: Any) -> Anatomy:
         build_block(host, _plan(host), name=name, depth=depth, stage=0, grid_rule=rule, build_size=size, **tokens)
         for depth, (name, host) in enumerate(_hosts(model, layer))
     ]
-    return Anatomy(family, model, stem, tuple(blocks), size, **normal)
+    grows = not any("relative_position" in name for name, _ in model.named_modules())
+    return Anatomy(family, model, stem, tuple(blocks), size, **normal, takes_tokens=grows)
 
 
 def _stage(name: str) -> int:

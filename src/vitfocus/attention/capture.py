@@ -13,6 +13,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Protocol, SupportsIndex
 
 import torch
@@ -21,12 +22,15 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from vitfocus.anatomy import Anatomy, Block, unwrap
-from vitfocus.anatomy.block import Size
+from vitfocus.anatomy.block import Size, heads_of
 from vitfocus.attention.images import ImageBatch, PatchesInOrder, normalised, with_text
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.modules import eval_mode
 from vitfocus.kernels.attention import Observation, attention_with_normalisers, join_heads, matched
 from vitfocus.kernels.backends import chosen, exporting, outside_autocast
+
+#: Called with a block and the norms (B, rows, columns) of the patch tokens at its output.
+NormSink = Callable[[Block, Tensor], None]
 
 
 class Sink(Protocol):
@@ -142,7 +146,7 @@ class Watched:
             self.sink(_from_multihead(self.module, tokens))
             return self._original(*args, **kwargs)
         seen: list[Observation] = []
-        with _Watch(seen, self.reader == "dropout", _heads(self.module)):
+        with _Watch(seen, self.reader == "dropout", heads_of(self.module)):
             output = self._original(*args, **kwargs)
         if seen:
             self.sink(seen[0] if len(seen) == 1 else join_heads(seen))
@@ -152,14 +156,6 @@ class Watched:
         if self.inner is not None:
             return self.inner(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
-
-
-def _heads(module: nn.Module) -> int | None:
-    """The number of heads by an attention module's own attribute."""
-    for name in ("num_heads", "num_attention_heads", "n_heads"):
-        if isinstance(heads := getattr(module, name, None), int):
-            return heads
-    return None
 
 
 _readers = 0
@@ -259,18 +255,46 @@ class Session:
         """Pass an observed attention on with the image size."""
         self.sink(block, seen, self.size)
 
+    def observe_norms(self, block: Block, sink: NormSink, module: nn.Module, args: Any, output: Any) -> None:
+        """A forward hook of a block: pass on the norms of its patch tokens, unless they are not all there."""
+        tokens = output[0] if isinstance(output, tuple | list) else output
+        grid = (block.query_rule or block.grid_rule)(self.size)
+        if not isinstance(tokens, Tensor):
+            return
+        if tokens.ndim == 3 and tokens.shape[1] >= grid[0] * grid[1]:
+            patches = tokens[:, tokens.shape[1] - grid[0] * grid[1] :]  # behind prefix tokens and text
+            sink(block, torch.linalg.vector_norm(patches, dim=-1, dtype=torch.float32).unflatten(1, grid))
+        elif tokens.ndim == 4 and grid in (tokens.shape[1:3], tokens.shape[2:]):
+            axis = -1 if tokens.shape[1:3] == grid and tokens.shape[1] != block.width else 1
+            sink(block, torch.linalg.vector_norm(tokens, dim=axis, dtype=torch.float32))
+
 
 @contextmanager
-def reading(model: nn.Module, body: Anatomy, blocks: Sequence[Block], sink: SizedSink) -> Iterator[Session]:
-    """Within the context, each attention of `blocks` in a session's run is passed to the sink."""
+def reading(
+    model: nn.Module,
+    body: Anatomy,
+    blocks: Sequence[Block],
+    sink: SizedSink,
+    *,
+    norms: NormSink | None = None,
+    outputs: Sequence[Block] | None = None,
+) -> Iterator[Session]:
+    """Within the context, each attention of `blocks` in a session's run is passed to the sink.
+
+    `norms` receives the norms of the patch tokens at the output of each block of `outputs` (default: all).
+    """
     session = Session(model, body, sink, body.build_size)
-    handle = body.stem.register_forward_pre_hook(session.note_size, with_kwargs=True)
+    handles = [body.stem.register_forward_pre_hook(session.note_size, with_kwargs=True)]
+    for block in body if outputs is None else outputs:
+        if norms is not None and block.attention_kind != "class":
+            handles.append(block.host.register_forward_hook(partial(session.observe_norms, block, norms)))
     try:
         order = nullcontext() if body.text is None else PatchesInOrder()
         with eval_mode(model), torch.no_grad(), reading_only(), order, observing(blocks, session.observe):
             yield session
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
 
 
 def _explain(error: Exception, pixels: Tensor, model: nn.Module, body: Anatomy) -> None:

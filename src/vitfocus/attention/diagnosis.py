@@ -20,7 +20,7 @@ from vitfocus.anatomy.block import Size
 from vitfocus.attention.capture import can_be_read, model_name, pick_blocks, reading
 from vitfocus.attention.findings import SECOND, default_thresholds, findings
 from vitfocus.attention.images import ImageBatch, Images, batches, paired, text_length, with_text, without_padding
-from vitfocus.attention.layer import LayerReadings, geometry_of, layer_rows
+from vitfocus.attention.layer import LayerReadings, NormReadings, geometry_of, layer_rows
 from vitfocus.attention.plots import plot, png
 from vitfocus.attention.readings import READINGS, cell, columns, context_scale, figures
 from vitfocus.core.arguments import checked
@@ -56,6 +56,7 @@ class DiagnosisRecord(msgspec.Struct):
     rows: list[Row]
     stability_values: dict[int, list[list[float]]] = msgspec.field(default_factory=dict)
     inserted: str = ""
+    high_norm_places: dict[int, list[list[float]]] = msgspec.field(default_factory=dict)
 
 
 @dataclass
@@ -69,6 +70,8 @@ class Diagnosis:
         size: their height and width.
         against: the corruption or images that stability was measured against.
         stability_values: for each layer, the cosine of each image and head (a list of lists), for the box plots.
+        high_norm_places: for each layer with high-norm patch tokens, the share of images in which the token at each
+            place of the grid is one (a list of rows).
         inserted: treatments that were inserted after the model's weights were last trained.
     """
 
@@ -79,6 +82,7 @@ class Diagnosis:
     against: str | None = None
     stability_values: dict[int, list[list[float]]] = field(default_factory=dict)
     inserted: str = ""
+    high_norm_places: dict[int, list[list[float]]] = field(default_factory=dict)
 
     @property
     def findings(self) -> list[str]:
@@ -106,6 +110,7 @@ class Diagnosis:
             "findings": self.findings,
             "thresholds": default_thresholds(),
             "stability_values": {str(layer): values for layer, values in self.stability_values.items()},
+            "high_norm_places": {str(layer): rows for layer, rows in self.high_norm_places.items()},
         }
 
     def to_json(self, indent: int | None = 2) -> str:
@@ -119,8 +124,7 @@ class Diagnosis:
 
     @classmethod
     def _from(cls, found: DiagnosisRecord) -> Diagnosis:
-        rows: list[dict[str, Any]] = [*found.rows]
-        return cls(rows, found.model, found.images, found.size, found.against, found.stability_values, found.inserted)
+        return cls(**msgspec.structs.asdict(found) | {"rows": [*found.rows]})
 
     @classmethod
     @checked
@@ -303,7 +307,7 @@ def diagnose(
         source = paired(source, against, body, batch_size, seed)
     reader = _Reader([block for block in blocks if can_be_read(block)], 1 if against is None else 2)
     count = 0
-    with reading(model, body, reader.blocks, reader) as session:
+    with reading(model, body, reader.blocks, reader, norms=reader.norms, outputs=blocks) as session:
         for batch in source:
             for piece in [batch] if body.text is None else reader.without_padding(batch):
                 reader.images = len(piece.pixels) // reader.pairs
@@ -311,12 +315,12 @@ def diagnose(
                 count += reader.images
     if count == 0:
         raise VitfocusError("There are no images to diagnose with: the iterable was empty.")
-    numbers = reader.rows()
-    rows = [_row(block, numbers.get(block.name, {})) for block in blocks]
+    numbers, (norms, places) = reader.rows(), reader.norms.finish()
+    rows = [_row(block, numbers.get(block.name, {}) | norms.get(block.depth, {})) for block in blocks]
     described = against if isinstance(against, str) or against is None else SECOND
     stability = {block.depth: torch.cat(found).tolist() for block in blocks if (found := reader.stability[block.name])}
     name, late = name or model_name(model), "+".join(inserted(model))
-    return Diagnosis(rows, name, count, session.size, described, stability, late)
+    return Diagnosis(rows, name, count, session.size, described, stability, late, places)
 
 
 class _Reader:
@@ -329,6 +333,7 @@ class _Reader:
         self.blocks, self.pairs = blocks, pairs
         self.layers = {block.name: LayerReadings(block.mixes_tokens_by_attention, pairs == 2) for block in blocks}
         self.stability: dict[str, list[Tensor]] = defaultdict(list)
+        self.norms = NormReadings(pairs)
         self.images = self.text_tokens = 0
 
     def __call__(self, block: Block, seen: Observation, size: Size) -> None:

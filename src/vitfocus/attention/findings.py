@@ -46,7 +46,7 @@ def findings(
     told = {row["layer"] for row in over[:3]} if against else set()
     for key, reading in READINGS.items():
         for finding in reading.findings:
-            found = [row for row in read if finding.holds(row, key, limits[finding.name])]
+            found = [row for row in rows if finding.holds(row, key, limits[finding.name])]
             if key == "stability":
                 found = [row for row in found if row["layer"] not in told]
             if finding.sentence and found:
@@ -111,7 +111,8 @@ def _under(against: str | None) -> str:
 
 def _sentence(rows: Sequence[Row], key: str, finding: Finding, against: str | None) -> str:
     """One sentence for all layers of which it is true."""
-    low, high = (f"{pick(row[key] for row in rows):.2f}" for pick in (min, max))
+    written = READINGS[key].format if READINGS[key].format.endswith("%") else ".2f"
+    low, high = (format(pick(row[key] for row in rows), written) for pick in (min, max))
     value = low if low == high else f"{low} to {high}"
     bound = max((row.get("entropy_bound", 0.0) for row in rows), default=0.0)
     text = finding.sentence.format(value, bound=bound, under=_under(against))

@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from vitfocus.anatomy.block import Block, Size
-from vitfocus.attention.readings import READINGS
+from vitfocus.attention.readings import READINGS, high_norm
 from vitfocus.core.environment import float64_capable
 from vitfocus.kernels.attention import Observation
 from vitfocus.kernels.statistics.chunked import row_sums
@@ -135,7 +135,7 @@ class LayerReadings:
         row = {}
         for key, reading in READINGS.items():
             count = self.counts[reading.per] if reading.per else 1
-            if count and reading.scale is None:
+            if count and reading.scale is None and reading.norms is None:
                 mean = named[reading.total or key] / count
                 row[key] = mean if reading.finish is None else reading.finish(mean, self.heads)
         return row
@@ -179,6 +179,43 @@ def rows_by_head(
     if cosines is not None:
         single["stability"] = cosines[0].double().cpu()
     return [together, *({key: float(values[h]) for key, values in single.items()} for h in range(layer.heads))]
+
+
+@dataclass
+class NormReadings:
+    """The readings of the norms of patch tokens, of every layer.
+
+    `pairs` is 2 if the second half of each batch holds the images of the first half, corrupted, which is left out.
+    """
+
+    pairs: int = 1
+    images: Counter[int] = field(default_factory=Counter)
+    sums: dict[tuple[int, str], Tensor] = field(default_factory=dict)
+    outliers: dict[int, Tensor] = field(default_factory=dict)
+
+    def __call__(self, block: Block, norms: Tensor) -> None:
+        """Add the norms (B, rows, columns) at the output of a block."""
+        norms = norms[: len(norms) // self.pairs]
+        flat, depth = norms.flatten(1), block.depth
+        self.images[depth] += len(norms)
+        for key, reading in READINGS.items():
+            if reading.norms is not None:
+                added = reading.norms(flat).sum()
+                self.sums[depth, key] = self.sums[depth, key] + added if (depth, key) in self.sums else added
+        found, before = high_norm(flat).sum(dim=0).view(norms.shape[1:]), self.outliers.get(depth)
+        if before is None or before.shape == found.shape:  # images of another size have another grid
+            self.outliers[depth] = found if before is None else before + found
+
+    def finish(self) -> tuple[dict[int, dict[str, float]], dict[int, list[list[float]]]]:
+        """The numbers of each layer; and for those with outliers, the share of images with one at each place."""
+        rows: dict[int, dict[str, float]] = {}
+        places: dict[int, list[list[float]]] = {}
+        for (depth, key), total in self.sums.items():
+            rows.setdefault(depth, {})[key] = float(total) / self.images[depth]
+        for depth, counts in self.outliers.items():
+            if rows[depth]["high_norm"] > 0:
+                places[depth] = (counts / self.images[depth]).tolist()
+        return rows, places
 
 
 class Quantiles:

@@ -1,9 +1,10 @@
 """The readings of a diagnosis, one record each: its number, table column, findings and chart.
 
 `READINGS` is the registry that diagnoses, tables, comparisons, findings, figures and reports go through. To add a
-reading, add a record. Its number comes from one of three places: `total`, a sum of the fused statistics
+reading, add a record. Its number comes from one of four places: `total`, a sum of the fused statistics
 (`vitfocus.kernels.statistics`, where each is defined on whole maps); `rows`, a function of rows of attention, which
-needs nothing else and runs on every device; or `scale`, a function of the learned scale of Context Broadcasting.
+needs nothing else and runs on every device; `norms`, a function of the norms of the patch tokens behind the block; or
+`scale`, a function of the learned scale of Context Broadcasting.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from vitfocus.kernels.statistics.reference import TOP
+
+#: An outlier's norm is at least so many times the median of its image, and so many robust standard deviations above it.
+TIMES, DEVIATIONS = 2.0, 5.0
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,7 @@ class Reading:
         per: what the total is divided by, a key of `LayerReadings.counts`, or nothing; absent if the count is 0.
         finish: applied to the mean and the number of heads.
         rows: a function of attention rows (..., T, K) to (..., T), averaged over images, heads and rows.
+        norms: a function of the norms (B, N) of patch tokens at the block's output to (B,), averaged over images.
         scale: a function of the scaling weights λ (float64) that Context Broadcasting added to the block.
         findings: when it deserves a sentence.
         chart: how it is drawn by depth.
@@ -96,6 +101,7 @@ class Reading:
     per: str = "rows"
     finish: Callable[[float, int], float] | None = None
     rows: Callable[[Tensor], Tensor] | None = None
+    norms: Callable[[Tensor], Tensor] | None = None
     scale: Callable[[Tensor], float | None] | None = None
     findings: tuple[Finding, ...] = ()
     chart: Chart | None = None
@@ -105,6 +111,20 @@ def context_scale(block: nn.Module) -> Tensor | None:
     """The scaling weights λ that a block carries: every parameter named `context_scale` in it, joined; else None."""
     found = [value for name, value in block.named_parameters() if name.rpartition(".")[2] == "context_scale"]
     return torch.cat([value.detach().flatten() for value in found]).double().cpu() if found else None
+
+
+def high_norm(norms: Tensor) -> Tensor:
+    """Which of the norms (B, N) of each image's patches are far above the others: (B, N), boolean.
+
+    The median and the median absolute deviation of the image decide, so the outliers themselves do not move the
+    threshold.
+
+    >>> high_norm(torch.tensor([[1.0, 1.1, 0.9, 1.0, 9.0], [1.0, 2.0, 3.0, 4.0, 5.0]])).tolist()
+    [[False, False, False, False, True], [False, False, False, False, False]]
+    """
+    median = norms.median(dim=1, keepdim=True).values
+    spread = 1.4826 * (norms - median).abs().median(dim=1, keepdim=True).values
+    return norms > torch.maximum(TIMES * median, median + DEVIATIONS * spread)
 
 
 def scaling_ratio(scale: Tensor) -> float | None:
@@ -294,6 +314,36 @@ READINGS: dict[str, Reading] = {
                 high=1.0,
                 figure="stability",
             ),
+        ),
+        Reading(
+            "high_norm",
+            "high norm",
+            ".2%",
+            label="the share of high-norm patch tokens",
+            norms=lambda norms: high_norm(norms).float().mean(dim=1),
+            findings=(
+                Finding(
+                    "high_norm",
+                    0.005,
+                    "{} of the patch tokens have a norm far above the others: the model uses them as scratch space; "
+                    "registers (trained) or ttr (without training) give it other tokens for that.",
+                ),
+            ),
+            chart=Chart(
+                "High-norm tokens",
+                "patch tokens of high norm (%)",
+                "The share of patch tokens whose norm after the block is far above the others of their image: more "
+                f"than {TIMES:g} times the median, and {DEVIATIONS:g} robust standard deviations above it. Large "
+                "models keep global information there, and the content of the patch is lost.",
+                factor=100.0,
+                unit="%",
+                low=0.0,
+                figure="high_norm",
+            ),
+        ),
+        Reading(
+            "norm_ratio",
+            norms=lambda norms: norms.amax(dim=1) / norms.median(dim=1).values.clamp_min(1e-12),
         ),
         Reading(
             "scaling_mean",

@@ -22,7 +22,15 @@ from vitfocus.kernels.backends import outside_autocast
 from vitfocus.kernels.diversity.op import diversity
 from vitfocus.kernels.diversity.reference import row_similarity
 from vitfocus.treatments.base import Layers, Treatment, choose_blocks, layers_option, option
-from vitfocus.treatments.operations import AddHook, ForwardContext, Override, Surgeon, track_sequence
+from vitfocus.treatments.operations import (
+    AddHook,
+    ForwardContext,
+    Override,
+    Recording,
+    Surgeon,
+    grad_is_recomputed,
+    track_sequence,
+)
 from vitfocus.treatments.surgery import handles
 
 
@@ -106,7 +114,7 @@ class RowChoice:
         return {"drawn": {}}
 
 
-class DiversityMeter(nn.Module):
+class DiversityMeter(Recording):
     """Keeps the row similarity of an attention module's last training forward."""
 
     def __init__(
@@ -120,7 +128,7 @@ class DiversityMeter(nn.Module):
         super().__init__()
         self.config = config
         self.choice, self.number, self.context = choice, number, context
-        self.skipped = prefix_tokens if config.tokens == "patch" else 0
+        self.prefix_tokens = prefix_tokens
         self.loss: Tensor | None = None
 
     def forget(self) -> None:
@@ -149,7 +157,8 @@ class DiversityMeter(nn.Module):
             )
 
     def _similarity(self, seen: Observation) -> Tensor:
-        config, first = self.config, self.skipped
+        config = self.config
+        first = self.prefix_tokens if config.tokens == "patch" else 0
         count = seen.shape[2] - first
         rows = None
         if config.rows is not None and config.rows < count:
@@ -191,11 +200,6 @@ def without_padding(seen: Observation, valid: Tensor) -> list[tuple[Observation,
     return [(one, count / whole) for one, count in parts]
 
 
-def grad_is_recomputed() -> bool:
-    """Whether this forward runs inside a backward pass, because gradient checkpointing recomputes a block."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-
-
 class ForgetLosses:
     """A pre-hook of the stem, which starts a forward pass: forget what the last one recorded."""
 
@@ -212,7 +216,7 @@ class ForgetLosses:
 def forget_losses(model: nn.Module) -> None:
     """Forget what the last forward recorded, and with it its graph, as capturing a CUDA graph requires."""
     for module in model.modules():
-        if isinstance(module, DiversityMeter):
+        if isinstance(module, Recording):
             module.forget()
 
 

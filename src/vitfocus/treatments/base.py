@@ -51,6 +51,7 @@ class Treatment:
         about: What the treatment does, in one phrase for reports; by default the docstring's first sentence.
         columns: Columns of `vitfocus models`, each a heading and the spec to try; by default the keyword.
         structural: Whether it replaces parts of blocks, so that it must be inserted before all others.
+        training_free: Whether it is meant for trained weights as they are, so that inserting it needs no warning.
     """
 
     name: ClassVar[str]
@@ -60,6 +61,7 @@ class Treatment:
     about: ClassVar[str]
     columns: ClassVar[Mapping[str, str]]
     structural: ClassVar[bool] = False
+    training_free: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
         own = vars(cls)
@@ -225,4 +227,4 @@ def _indices(text: str) -> tuple[int, ...]:
 
 
 def _show(value: Any) -> str:
-    return "[" + ",".join(map(str, value)) + "]" if isinstance(value, tuple) else str(value)
+    return "[" + ",".join(map(_show, value)) + "]" if isinstance(value, tuple) else str(value)

@@ -55,7 +55,7 @@ class ContextBroadcasting(Treatment):
     columns: ClassVar[Mapping[str, str]] = {
         "cb": "cb",
         "cbs": "cbs",
-        "gate": "cb(variant=gate)",
+        "cb gate": "cb(variant=gate)",
         "msa": "cb(site=attention)",
     }
 

@@ -7,7 +7,7 @@ weights, so the MLP has a hidden width of 2d.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from timm.layers import Attention, Mlp
 from torch import Tensor, nn
@@ -65,11 +65,11 @@ class HalfBlock(nn.Module):
 def insert_extra_block(config: ExtraBlock, anatomy: Anatomy, surgeon: Surgeon) -> None:
     """Put a half-block after the last block."""
     last = anatomy.trunk[-1]
-    heads: Any = getattr(last.attention, "num_heads", getattr(last.attention, "num_attention_heads", None))
+    heads = last.heads
     if last.layout != "BNC" or last.attention_kind != "global" or heads is None or anatomy.text is not None:
         raise VitfocusError(
             f"{config} follows a plain ViT's last block, and {last.name} of {type(anatomy.root).__name__} has "
             f"{last.attention_kind} attention on {last.layout} tokens."
         )
-    half = surgeon.add(last, "extra", HalfBlock(config.kind, last.width, int(heads)))
+    half = surgeon.add(last, "extra", HalfBlock(config.kind, last.width, heads))
     surgeon.gate(Port(last.host, "output", last.layout, last.width), half)

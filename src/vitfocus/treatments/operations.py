@@ -20,6 +20,13 @@ from vitfocus.core.errors import VitfocusError, warn
 from vitfocus.treatments.base import Treatment
 
 
+class Recording(nn.Module):
+    """An inserted module that remembers something of the last forward pass."""
+
+    def forget(self) -> None:
+        """Forget it, and the graph that it may be part of."""
+
+
 class Operation(Protocol):
     """One reversible change to a model."""
 
@@ -46,12 +53,11 @@ class AddModule:
         self.host.add_module(self.name, self.module)
 
     def revert(self) -> None:
-        """Detach it and drop a loss that it holds."""
+        """Detach it and drop what it holds of the last forward pass."""
         del self.host._modules[self.name]
         self.left = placement_of(self.host)
-        forget = getattr(self.module, "forget", None)
-        if forget is not None:
-            forget()
+        if isinstance(self.module, Recording):
+            self.module.forget()
 
 
 @dataclass(eq=False)
@@ -97,18 +103,19 @@ def follow(module: nn.Module, leader: nn.Module, before: tuple[Any, ...]) -> Non
 
 @dataclass(eq=False)
 class AddHook:
-    """A hook on the input or the output of a module."""
+    """A hook on the input or the output of a module; with `first`, it runs before the hooks that are there."""
 
     module: nn.Module
     side: str
     hook: Callable[..., Any]
+    first: bool = False
 
     def apply(self) -> None:
         """Register the hook."""
         if self.side == "input":
-            self.module.register_forward_pre_hook(self.hook, with_kwargs=True)
+            self.module.register_forward_pre_hook(self.hook, with_kwargs=True, prepend=self.first)
         else:
-            self.module.register_forward_hook(self.hook)
+            self.module.register_forward_hook(self.hook, prepend=self.first)
 
     def revert(self) -> None:
         """Remove it."""
@@ -143,7 +150,7 @@ class Override:
 class InputGate:
     """A pre-hook that sends the tokens through a treatment before a module sees them."""
 
-    def __init__(self, treat: nn.Module) -> None:
+    def __init__(self, treat: Callable[[Tensor], Tensor]) -> None:
         self.treat = treat
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -156,7 +163,7 @@ class InputGate:
 class OutputGate:
     """A hook that sends a module's output through a treatment; of a tuple, the first part."""
 
-    def __init__(self, treat: nn.Module) -> None:
+    def __init__(self, treat: Callable[[Tensor], Tensor]) -> None:
         self.treat = treat
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -168,7 +175,7 @@ class OutputGate:
 class MethodGate:
     """Replaces a method: calls the original with treated tokens."""
 
-    def __init__(self, owner: nn.Module, method: str, treat: nn.Module) -> None:
+    def __init__(self, owner: nn.Module, method: str, treat: Callable[[Tensor], Tensor]) -> None:
         self.owner = owner
         self.method = method
         self.treat = treat
@@ -203,8 +210,8 @@ class Surgeon:
         self.do(AddModule(block.host, name, module.train(block.host.training)))
         return module
 
-    def gate(self, port: Port, module: nn.Module) -> None:
-        """Send the tokens at a port through a module."""
+    def gate(self, port: Port, module: Callable[[Tensor], Tensor]) -> None:
+        """Send the tokens at a port through a module or a function."""
         if port.side == "input":
             self.do(AddHook(port.module, "input", InputGate(module)))
         elif port.side == "output":
@@ -249,6 +256,22 @@ class ForwardContext:
     def __getstate__(self) -> dict[str, Any]:
         """A copy or a pickle starts without a mask, which may be part of a graph that cannot be copied."""
         return {"image_size": self.image_size, "valid": None, "text_tokens": None}
+
+
+class TokenSlot:
+    """Tokens on their way from one place of a forward pass to another."""
+
+    def __init__(self) -> None:
+        self.tokens: Tensor | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy or a pickle starts empty: the tokens may be part of a graph that cannot be copied."""
+        return {"tokens": None}
+
+
+def grad_is_recomputed() -> bool:
+    """Whether this forward runs inside a backward pass, because gradient checkpointing recomputes a block."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 class ImageSizeHook:

@@ -1,8 +1,8 @@
 """Treatments as text: the short spec "deit_small_patch16_224+cb(layers=upper)+tap(branches=4)+adl", read and written.
 
 Grammar: parts joined by "+"; a part is a name, optionally followed by options in parentheses; an option is key=value;
-a value is a word, a number, None, or a list of numbers in square brackets; sets of layers may be joined by "&"
-("upper&inner"). `cbs` is short for cb(variant=scaled).
+a value is a word, a number, None, or a list of numbers or of such lists in square brackets; sets of layers may be
+joined by "&" ("upper&inner"). `cbs` is short for cb(variant=scaled).
 
 A treated model holds the specs of its treatments in one uint8 buffer. Because of it a plain model refuses a treated
 checkpoint, even one whose treatments have no parameters, and a checkpoint alone is enough to restore them. It is a

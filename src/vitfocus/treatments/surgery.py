@@ -108,6 +108,7 @@ def insert_all(model: nn.Module, configs: Sequence[Treatment]) -> None:
 
 def note_insertion(model: nn.Module, configs: Sequence[Treatment]) -> None:
     """Mark a trained model as carrying new treatments, and warn about those that change what it computes."""
+    configs = [config for config in configs if not config.training_free]
     if not configs or not is_trained(anatomy(model).root):
         return
     mark_inserted(model, [str(config) for config in configs])
@@ -346,6 +347,8 @@ def _place(operation: Operation, all_of_them: list[Operation], block: Block) -> 
         return None
     if block.suffix and not operation.name.endswith(block.suffix):
         return None
+    if hasattr(operation.module, "place"):
+        return str(operation.module.place)
     for other in all_of_them:
         gate = other.hook if isinstance(other, AddHook) else other.replacement if isinstance(other, Override) else None
         if getattr(gate, "treat", None) is not operation.module:
@@ -353,6 +356,7 @@ def _place(operation: Operation, all_of_them: list[Operation], block: Block) -> 
         side = other.side if isinstance(other, AddHook) else getattr(other, "name", "")
         target = getattr(other, "module", None)
         ports = [name for name, port in block.ports.items() if port.module is target and port.side == side]
-        return ports[0] if ports else "block.end"
+        inside = block.attention is not None and any(module is target for module in block.attention.modules())
+        return ports[0] if ports else "attention" if inside else "block.end"
     reads = any(isinstance(other, Override) and other.module is block.attention for other in all_of_them)
     return "attention.map" if reads else "block.end"

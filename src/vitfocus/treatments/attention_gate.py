@@ -1,0 +1,124 @@
+"""Attention gates: a sigmoid gate on the output of attention before its projection, computed from attention's input.
+
+"Gated Attention for Large Language Models" (Qiu et al., NeurIPS 2025). With the normalised input x of attention and the
+joined heads y = softmax(q kᵀ / √d) v, the projection receives y ⊙ σ(x W + b): one gate per head, or one per channel. A
+closed gate lets a head do nothing, for which it otherwise has to attend to a token that carries nothing (a sink).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from vitfocus.anatomy import Anatomy, Block
+from vitfocus.core.errors import VitfocusError
+from vitfocus.treatments.base import Layers, Treatment, choose_blocks, layers_option, option
+from vitfocus.treatments.operations import Recording, Surgeon, TokenSlot
+from vitfocus.treatments.surgery import handles
+
+#: Attention whose output has a row for each of its input's tokens.
+_KINDS = ("global", "window", "grid", "reduced")
+
+#: The bias of gates that start open: 1 - σ(10) = 5e-5 of the output is held back.
+_OPEN = 10.0
+
+
+@dataclass(frozen=True)
+class AttentionGate(Treatment):
+    """A gate on attention's output (`gate`).
+
+    Args:
+        per: One gate per "head" or one per "channel".
+        init: "open" starts with every gate open, which keeps the output of trained weights; by default gates start half
+            open and their weights small and random.
+        layers: "all", "upper" (the upper half), "upper:K" (the last K blocks), "inner" (not the blocks that feed a
+            feature pyramid), a list of block numbers, or several of these joined by "&".
+
+    Example:
+        >>> str(AttentionGate(per="channel", init="open"))
+        'gate(per=channel,init=open)'
+    """
+
+    name: ClassVar[str] = "gate"
+    label: ClassVar[str] = "gate"
+    about: ClassVar[str] = "A gate computed from attention's input scales each head's output before the projection"
+
+    per: str = option("head", "head", "channel")
+    init: str = option("default", "default", "open")
+    layers: Layers = layers_option("upper")
+
+    def preserving(self) -> AttentionGate:
+        """Open gates."""
+        return replace(self, init="open")
+
+    @property
+    def operations_per_element(self) -> int:
+        """The product with the gate."""
+        return 1
+
+
+class OutputGating(Recording):
+    """The inserted module: multiplies attention's joined heads by the gates of attention's input.
+
+    >>> gate = OutputGating(width=8, mixed=8, heads=2, config=AttentionGate(init="open"))
+    >>> tokens, mixed = torch.randn(2, 5, 8), torch.randn(2, 5, 8)
+    >>> bool(torch.allclose(gate(mixed, gate.keep(tokens)), mixed, atol=1e-3))
+    True
+    """
+
+    def __init__(self, width: int, mixed: int, heads: int, config: AttentionGate) -> None:
+        super().__init__()
+        self.gates = nn.Linear(width, heads if config.per == "head" else mixed)
+        self.source = TokenSlot()
+        if config.init == "open":
+            nn.init.zeros_(self.gates.weight)
+            nn.init.constant_(self.gates.bias, _OPEN)
+        else:
+            nn.init.trunc_normal_(self.gates.weight, std=0.02)
+            nn.init.zeros_(self.gates.bias)
+
+    def keep(self, tokens: Tensor) -> Tensor:
+        """Keep attention's input (..., C), and pass it on."""
+        self.source.tokens = tokens
+        return tokens
+
+    def forward(self, mixed: Tensor, tokens: Tensor | None = None) -> Tensor:
+        """The heads' outputs (..., heads * width) times their gates; `tokens` is by default what `keep` kept."""
+        tokens, self.source.tokens = self.source.tokens if tokens is None else tokens, None
+        assert tokens is not None
+        opened = self.gates(tokens).sigmoid()
+        if opened.shape[-1] == mixed.shape[-1]:
+            return mixed * opened
+        return (mixed.unflatten(-1, (opened.shape[-1], -1)) * opened[..., None]).flatten(-2)
+
+    def forget(self) -> None:
+        """Forget the last forward pass."""
+        self.source.tokens = None
+
+
+@handles(AttentionGate)
+def insert_gates(config: AttentionGate, anatomy: Anatomy, surgeon: Surgeon) -> None:
+    """Read attention's input, and gate what enters its projection, in every chosen block."""
+    able = [block for block in surgeon.ports(anatomy.trunk, "attention.front", "attention.mid") if _fits(block)]
+    if not able:
+        raise VitfocusError(
+            f"{config} gates each token's attention by the token itself, and in {type(anatomy.root).__name__} the two "
+            "do not lie alike."
+        )
+    for block in choose_blocks(config.layers, able):
+        front, mid = block.ports["attention.front"], block.ports["attention.mid"]
+        heads = block.heads
+        if config.per == "head" and (not heads or mid.width % heads):
+            raise VitfocusError(f"{config} does not know the heads of {block.name}: use per=channel.")
+        gating = OutputGating(front.width, mid.width, heads or 1, config)
+        surgeon.add(block, "attention_gate", gating)
+        surgeon.gate(front, gating.keep)
+        surgeon.gate(mid, gating)
+
+
+def _fits(block: Block) -> bool:
+    """Whether the same tokens, channels last, are at the input of attention and of its projection."""
+    layouts = {block.ports[place].layout for place in ("attention.front", "attention.mid")}
+    return len(layouts) == 1 and "BCHW" not in layouts and block.attention_kind in _KINDS

@@ -1,0 +1,185 @@
+"""Registers: learned tokens beside the class token, which a model may use as scratch space.
+
+"Vision Transformers Need Registers" (Darcet et al., ICLR 2024). Without them, large models keep global information in a
+few patch tokens of high norm. The registers start as in timm and DINOv2 (normal, σ = 1e-6), attend and are attended to
+like every token, and are left out of grids, pooling and outputs.
+
+Added tokens, these and those of other treatments, join behind the prefix tokens at the input of a block and leave again
+at its output, from where they are handed to the next block. So whatever lies between or behind the blocks (intermediate
+features, pooling, heads) does not see them, in any family, and what acts inside a block counts them among the prefix
+tokens (`Block.prefix_tokens`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from vitfocus.anatomy import Anatomy
+from vitfocus.anatomy.block import ADDED_TOKENS
+from vitfocus.core.errors import VitfocusError
+from vitfocus.treatments.base import Treatment
+from vitfocus.treatments.operations import AddHook, Recording, Surgeon, TokenSlot, grad_is_recomputed
+from vitfocus.treatments.surgery import handles
+
+
+@dataclass(frozen=True)
+class Registers(Treatment):
+    """Learned register tokens (`registers`), for training.
+
+    Args:
+        count: How many.
+
+    Example:
+        >>> str(Registers(count=8))
+        'registers(count=8)'
+    """
+
+    name: ClassVar[str] = "registers"
+    label: ClassVar[str] = "reg"
+    about: ClassVar[str] = "Learned register tokens attend beside the patches and are left out of the output"
+
+    count: int = 4
+
+    def check(self) -> None:
+        """At least one."""
+        if not isinstance(self.count, int) or self.count < 1:
+            raise VitfocusError(f"registers needs a count of at least 1, not {self.count!r}.")
+
+
+class AddedTokens(Recording):
+    """Base class of the module in the first block that says what the added tokens are there."""
+
+    place = "attention.front"  # where reports show it
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+        self.slots: list[TokenSlot] = []
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The added tokens (B, count, C) of a batch (B, N, C)."""
+        raise AssertionError("a subclass says")
+
+    def forget(self) -> None:
+        """Forget the last forward pass."""
+        for slot in self.slots:
+            slot.tokens = None
+
+
+class JoinTokens:
+    """A pre-hook of a block: the tokens of a module, or of the slot behind the block before, join the sequence."""
+
+    def __init__(self, source: AddedTokens | TokenSlot, first: int) -> None:
+        self.source, self.first = source, first
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (self.join(args[0]), *args[1:]), kwargs
+        name = next(key for key, value in kwargs.items() if isinstance(value, Tensor))
+        return args, {**kwargs, name: self.join(kwargs[name])}
+
+    def join(self, tokens: Tensor) -> Tensor:
+        """(B, N, C) to (B, N + count, C)."""
+        handed_on = isinstance(self.source, TokenSlot)
+        added = self.source.tokens if isinstance(self.source, TokenSlot) else self.source(tokens)
+        if added is None:
+            raise VitfocusError("A block that has added tokens was run without the block before it.")
+        if handed_on and tokens.requires_grad and not added.requires_grad and grad_is_recomputed():
+            raise VitfocusError(
+                "Reentrant gradient checkpointing cuts the added tokens off from their gradient: use "
+                "use_reentrant=False."
+            )
+        return torch.cat((tokens[:, : self.first], added.to(tokens.dtype), tokens[:, self.first :]), dim=1)
+
+
+class SplitTokens:
+    """A hook of a block: the added tokens leave the sequence, into the slot before the next block if there is one."""
+
+    def __init__(self, first: int, count: int, slot: TokenSlot | None) -> None:
+        self.first, self.count, self.slot = first, count, slot
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        tokens = output[0] if isinstance(output, tuple) else output
+        before, added, after = tokens.tensor_split((self.first, self.first + self.count), dim=1)
+        if self.slot is not None:
+            self.slot.tokens = added
+        rest = torch.cat((before, after), dim=1) if self.first else after
+        return (rest, *output[1:]) if isinstance(output, tuple) else rest
+
+
+@dataclass(eq=False)
+class CountTokens:
+    """Tell a block, and the modules in it that count prefix tokens, of more or fewer of them."""
+
+    host: nn.Module
+    count: int
+
+    def apply(self) -> None:
+        """Count them."""
+        self._change(self.count)
+
+    def revert(self) -> None:
+        """Count them no more."""
+        self._change(-self.count)
+
+    def _change(self, more: int) -> None:
+        self.host.__dict__[ADDED_TOKENS] = self.host.__dict__.get(ADDED_TOKENS, 0) + more
+        for module in self.host.modules():
+            for name in ("prefix_tokens", "num_prefix_tokens"):  # of treatments; of timm's rotary attention
+                if isinstance(known := getattr(module, name, None), int):
+                    setattr(module, name, known + more)
+
+
+def add_tokens(module: AddedTokens, name: str, anatomy: Anatomy, surgeon: Surgeon) -> None:
+    """Let the tokens that a module gives pass through every block beside the others.
+
+    Raises:
+        VitfocusError: If something in the blocks depends on the number of tokens.
+    """
+    hosts = [block.host for block in anatomy.trunk]
+    blocks = [block for index, block in enumerate(anatomy.trunk) if block.host not in hosts[:index]]
+    fits = all(block.layout == "BNC" and block.attention_kind == "global" for block in anatomy.trunk)
+    if not fits or not anatomy.takes_tokens or anatomy.encoder is not None or anatomy.text is not None:
+        kinds = ", ".join(sorted({f"{block.attention_kind} attention" for block in anatomy.trunk}))
+        raise VitfocusError(
+            f"{surgeon.treatment} adds tokens, and the blocks of {type(anatomy.root).__name__} ({kinds}) expect those "
+            "of the image: it fits plain ViTs, whose blocks take any number of tokens."
+        )
+    surgeon.add(blocks[0], name, module)
+    source: AddedTokens | TokenSlot = module
+    for block in blocks:
+        slot = TokenSlot() if block is not blocks[-1] else None
+        module.slots += [slot] if slot is not None else []
+        surgeon.do(CountTokens(block.host, module.count))
+        surgeon.do(AddHook(block.host, "input", JoinTokens(source, block.prefix_tokens)))
+        surgeon.do(AddHook(block.host, "output", SplitTokens(block.prefix_tokens, module.count, slot), first=True))
+        source = slot or module
+
+
+class RegisterTokens(AddedTokens):
+    """The learned tokens, the same for every image.
+
+    >>> RegisterTokens(4, width=8)(torch.zeros(2, 5, 8)).shape
+    torch.Size([2, 4, 8])
+    """
+
+    def __init__(self, count: int, width: int) -> None:
+        super().__init__(count)
+        self.tokens = nn.Parameter(1e-6 * torch.randn(1, count, width))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The registers (B, count, C) of a batch (B, N, C)."""
+        return self.tokens.expand(len(tokens), -1, -1)
+
+
+@handles(Registers)
+def insert_registers(config: Registers, anatomy: Anatomy, surgeon: Surgeon) -> None:
+    """Add the tokens to every block."""
+    first = anatomy.trunk[0]
+    if first.registers:
+        raise VitfocusError(f"{type(anatomy.root).__name__} has {first.registers} registers of its own already.")
+    add_tokens(RegisterTokens(config.count, first.width), "registers", anatomy, surgeon)

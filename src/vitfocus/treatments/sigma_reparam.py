@@ -1,0 +1,250 @@
+"""σReparam: weights divided by their spectral norm and scaled by one learned number, against entropy collapse.
+
+"Stabilizing Transformer Training by Preventing Attention Entropy Collapse" (Zhai et al., ICML 2023). The linear layers
+of a block compute with Ŵ = (γ / σ(W)) W. σ(W), the greatest singular value, is estimated by one step of power iteration
+per training forward: u = Wv / |Wv|, v = Wᵀu / |Wᵀu|, σ = uᵀWv, whose gradient flows through W. The weights stay where
+and as they are; what the layer reads as its weight is computed from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from vitfocus.anatomy import Anatomy, Block
+from vitfocus.attention.capture import only_reading
+from vitfocus.core.errors import VitfocusError
+from vitfocus.kernels.backends import outside_autocast
+from vitfocus.treatments.base import Layers, Treatment, choose_blocks, layers_option, option
+from vitfocus.treatments.operations import AddHook, Surgeon, grad_is_recomputed
+from vitfocus.treatments.surgery import handles
+
+#: Steps of power iteration that an estimate starts with, as in torch's spectral norm.
+_FIRST_STEPS = 15
+_SCALE = "_vitfocus_spectral_scale"
+
+
+@dataclass(frozen=True)
+class SigmaReparam(Treatment):
+    """Spectrally normalised linear layers (`sigma`), for training.
+
+    Args:
+        site: The linear layers of "both" halves of a block, of the "attention" or of the "mlp".
+        init: By default γ starts at 1, as in the paper; "spectral" starts it at σ(W), which keeps the output of trained
+            weights.
+        layers: "all", "upper" (the upper half), "upper:K" (the last K blocks), "inner" (not the blocks that feed a
+            feature pyramid), a list of block numbers, or several of these joined by "&".
+
+    Example:
+        >>> str(SigmaReparam(site="attention"))
+        'sigma(site=attention)'
+    """
+
+    name: ClassVar[str] = "sigma"
+    label: ClassVar[str] = "σ"
+    about: ClassVar[str] = "σReparam divides weights by their spectral norm and learns their scale"
+
+    site: str = option("both", "both", "attention", "mlp")
+    init: str = option("default", "default", "spectral")
+    layers: Layers = layers_option("upper")
+
+    def preserving(self) -> SigmaReparam:
+        """γ = σ(W)."""
+        return replace(self, init="spectral")
+
+
+class SpectralScale(nn.Module):
+    """γ and the first singular vectors of one weight matrix, which is given with every call.
+
+    >>> weight = torch.diag(torch.tensor([3.0, 1.0]))
+    >>> scale = SpectralScale(weight, spectral=False)
+    >>> round(float(scale(weight)), 4)
+    0.3333
+    """
+
+    left: Tensor
+    right: Tensor
+
+    def __init__(self, weight: Tensor, spectral: bool) -> None:
+        super().__init__()
+        self.spectral = spectral
+        self.gain = nn.Parameter(torch.ones((), device=weight.device))
+        for name, length in zip(("left", "right"), weight.shape, strict=True):
+            self.register_buffer(name, torch.ones(length, device=weight.device))
+        self.start(weight)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """γ / σ(W)."""
+        with outside_autocast(weight.device):
+            # The next step changes the vectors in place, perhaps before the backward pass of this one.
+            left, right = self.left.float().clone(), self.right.float().clone()
+            return self.gain / torch.dot(left, weight.float() @ right)
+
+    @torch.no_grad()
+    def start(self, weight: Tensor) -> None:
+        """Estimate σ anew, and set γ."""
+        random = torch.Generator().manual_seed(0)  # any direction will do: the global random state is left alone
+        self.right.copy_(torch.randn(len(self.right), generator=random, device="cpu"))
+        for _ in range(_FIRST_STEPS):
+            self.step(weight)
+        self.gain.fill_(1.0)
+        if self.spectral:
+            self.gain.copy_(1 / self(weight))
+
+    @torch.no_grad()
+    def step(self, weight: Tensor) -> None:
+        """One step of power iteration."""
+        with outside_autocast(weight.device):
+            weight = weight.float()
+            left = F.normalize(weight @ self.right.float(), dim=0)
+            self.left.copy_(left)
+            self.right.copy_(F.normalize(weight.mT @ left, dim=0))
+
+
+class SpectralLinear(nn.Linear):
+    """The class that a linear layer is given: its weight is read scaled, and stored as it was."""
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """Ŵ."""
+        return _scaled(self)
+
+
+class SpectralOutput(NonDynamicallyQuantizableLinear):
+    """The same for the output projection of an `nn.MultiheadAttention`."""
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """Ŵ."""
+        return _scaled(self)
+
+
+class SpectralMultihead(nn.MultiheadAttention):
+    """The same for the joint projection of an `nn.MultiheadAttention`."""
+
+    @property
+    def in_proj_weight(self) -> Tensor:  # type: ignore[override]
+        """Ŵ."""
+        return _scaled(self)
+
+
+#: The class that each layer is given.
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: SpectralLinear,
+    NonDynamicallyQuantizableLinear: SpectralOutput,
+    nn.MultiheadAttention: SpectralMultihead,
+}
+
+
+def stored_weight(module: nn.Module) -> Tensor:
+    """The matrix of a layer as it is stored, rescaled or not."""
+    weight: Any = module._parameters["in_proj_weight" if isinstance(module, nn.MultiheadAttention) else "weight"]
+    return weight
+
+
+def _scaled(module: nn.Module) -> Tensor:
+    weight = stored_weight(module)
+    scale: Tensor = module.__dict__[_SCALE](weight)
+    return weight * scale.to(weight.dtype)
+
+
+@dataclass(eq=False)
+class Rescale:
+    """The operation that makes a layer read its weight through a scale."""
+
+    module: nn.Module
+    scale: SpectralScale
+    original: type[nn.Module]
+
+    def apply(self) -> None:
+        """Give the layer its new class."""
+        self.module.__dict__[_SCALE] = self.scale
+        self.module.__class__ = _CLASSES[self.original]
+
+    def revert(self) -> None:
+        """Give it back its own."""
+        self.module.__class__ = self.original
+        del self.module.__dict__[_SCALE]
+
+
+class PowerStep:
+    """A pre-hook of a block: one step of power iteration for each of its matrices, in training."""
+
+    def __init__(self, rescaled: list[Rescale]) -> None:
+        self.rescaled = rescaled
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if module.training and not grad_is_recomputed() and not only_reading():
+            for one in self.rescaled:
+                one.scale.step(stored_weight(one.module))
+
+
+class RestartAfterPlain:
+    """Hooks of loading a state dict: with weights of a plain checkpoint, the scales start anew."""
+
+    def __init__(self, rescaled: list[Rescale]) -> None:
+        self.rescaled, self.plain = rescaled, False
+
+    def before(self, module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+        """Note whether the state dict has scales."""
+        self.plain = not any(name.startswith(prefix) for name in state)
+
+    def after(self, module: nn.Module, incompatible: Any) -> None:
+        """Start anew; the block's own weights were loaded before, because what is added to a block comes last in it."""
+        for one in self.rescaled if self.plain else ():
+            one.scale.start(stored_weight(one.module))
+
+
+class SpectralScales(nn.ModuleDict):
+    """The scales of one block."""
+
+    place = "attention"  # where reports show it
+
+
+@handles(SigmaReparam)
+def insert_scales(config: SigmaReparam, anatomy: Anatomy, surgeon: Surgeon) -> None:
+    """Rescale the linear layers of every chosen block."""
+    layers = {block.name: dict(_linear_layers(block, config.site)) for block in anatomy.trunk}
+    able = [block for block in anatomy.trunk if layers[block.name]]
+    if not able:
+        raise VitfocusError(f"{config} rescales linear layers, and {type(anatomy.root).__name__} has none there.")
+    for block in choose_blocks(config.layers, able):
+        scales = SpectralScales()
+        rescaled = []
+        for name, module in layers[block.name].items():
+            scale = SpectralScale(stored_weight(module).detach(), config.init == "spectral")
+            scales[name.replace(".", "_")] = scale
+            rescaled.append(Rescale(module, scale, type(module)))
+        surgeon.add(block, "spectral_scales", scales)
+        restart = RestartAfterPlain(rescaled)
+        scales.register_load_state_dict_pre_hook(restart.before)
+        scales.register_load_state_dict_post_hook(restart.after)
+        for made in rescaled:
+            surgeon.do(made)
+        surgeon.do(AddHook(block.host, "input", PowerStep(rescaled)))
+
+
+def _linear_layers(block: Block, site: str) -> Iterator[tuple[str, nn.Module]]:
+    """The layers of a block's attention and MLP that have a matrix, by name; not those of other treatments."""
+    names = {id(module): name for name, module in block.host.named_modules()}
+    parts: list[nn.Module | None] = []
+    for half, part in (("attention", block.attention), ("mlp", block.mlp)):
+        if site in ("both", half):
+            parts += [part, *(port.module for place, port in block.ports.items() if place.startswith(f"{half}."))]
+    for part in parts:
+        for module in _own_modules(part) if part is not None else ():
+            if type(module) in _CLASSES and stored_weight(module) is not None:
+                yield names[id(module)], module
+
+
+def _own_modules(module: nn.Module) -> Iterator[nn.Module]:
+    yield module
+    for child in module.children():
+        if not type(child).__module__.startswith("vitfocus.treatments."):
+            yield from _own_modules(child)

@@ -1,0 +1,254 @@
+"""Test-time registers: move the activations that make outlier tokens to an added token, without training.
+
+"Vision Transformers Don't Need Trained Registers" (Jiang et al., NeurIPS 2025). A few neurons of the MLPs ("register
+neurons") write the high norms of outlier tokens. `find_registers` finds them from some images: those with the greatest
+mean activation at outliers. The treatment adds one token, zero at first, gives it the greatest activation that each of
+these neurons has on any token, and sets the neuron to zero on all patches.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from vitfocus.anatomy import Anatomy, Block
+from vitfocus.anatomy import anatomy as anatomy_of
+from vitfocus.attention.capture import reading
+from vitfocus.attention.images import Images, batches
+from vitfocus.attention.readings import high_norm
+from vitfocus.core.errors import VitfocusError
+from vitfocus.treatments.base import Treatment
+from vitfocus.treatments.operations import Surgeon
+from vitfocus.treatments.registers import AddedTokens, add_tokens
+from vitfocus.treatments.surgery import handles
+
+#: More neurons than any published setting takes (DINOv2-L: 45), and few enough for a record.
+MOST_NEURONS = 500
+
+
+@dataclass(frozen=True)
+class TestTimeRegisters(Treatment):
+    """A test-time register (`ttr`), which needs no training.
+
+    Args:
+        neurons: The register neurons, each as (block, channel between the two layers of its MLP). `find_registers`
+            returns this record with those of a model.
+
+    Example:
+        >>> str(TestTimeRegisters(neurons=[(5, 133), (5, 20)]))
+        'ttr(neurons=[[5,133],[5,20]])'
+    """
+
+    name: ClassVar[str] = "ttr"
+    label: ClassVar[str] = "TTR"
+    about: ClassVar[str] = "An added token takes the activations of the neurons that make outlier tokens"
+    columns: ClassVar[Mapping[str, str]] = {"ttr": "ttr(neurons=[[0,0]])"}
+    training_free: ClassVar[bool] = True
+    __test__: ClassVar[bool] = False  # not a test of pytest's
+
+    neurons: Sequence[tuple[int, int]] = ()
+
+    def check(self) -> None:
+        """Pairs of numbers, each once."""
+        given: Any = self.neurons
+        pairs = [tuple(pair) if isinstance(pair, Sequence) else () for pair in given] if _is_list(given) else []
+        if not pairs:
+            raise VitfocusError("ttr needs neurons: vitfocus.find_registers(model, images) returns it with a model's.")
+        if not all(len(pair) == 2 and all(isinstance(n, int) and n >= 0 for n in pair) for pair in pairs):
+            raise VitfocusError(f"ttr takes neurons as pairs of block and channel, such as [[5,133]], not {given!r}.")
+        if len(set(pairs)) < len(pairs) or len(pairs) > MOST_NEURONS:
+            raise VitfocusError(f"ttr takes each neuron once, and at most {MOST_NEURONS} of them.")
+        object.__setattr__(self, "neurons", tuple(pairs))
+
+    @property
+    def operations_per_element(self) -> int:
+        """The maximum over tokens, and the choice of what stays."""
+        return 2
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+class ZeroToken(AddedTokens):
+    """The added token, zero at first."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(B, 1, C)."""
+        return tokens.new_zeros(len(tokens), self.count, tokens.shape[-1])
+
+
+class MoveNeurons(nn.Module):
+    """Moves some channels (neurons) of the MLP from the patches to the token at `index`.
+
+    >>> move = MoveNeurons([0], width=2, index=0, prefix_tokens=1)
+    >>> move(torch.tensor([[[0.0, 1.0], [5.0, 1.0], [7.0, 1.0]]]))
+    tensor([[[7., 1.],
+             [0., 1.],
+             [0., 1.]]])
+    """
+
+    moved: Tensor
+
+    def __init__(self, neurons: Sequence[int], width: int, index: int, prefix_tokens: int) -> None:
+        super().__init__()
+        moved = torch.zeros(width, dtype=torch.bool)
+        moved[list(neurons)] = True
+        self.register_buffer("moved", moved, persistent=False)  # the record of treatments has them
+        self.index, self.prefix_tokens = index, prefix_tokens
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Activations (B, N, hidden width); the shape is kept."""
+        before, register, after, patches = hidden.tensor_split((self.index, self.index + 1, self.prefix_tokens), dim=1)
+        register = torch.where(self.moved, hidden.amax(dim=1, keepdim=True), register)
+        return torch.cat((before, register, after, patches.masked_fill(self.moved, 0.0)), dim=1)
+
+
+@handles(TestTimeRegisters)
+def insert_register(config: TestTimeRegisters, anatomy: Anatomy, surgeon: Surgeon) -> None:
+    """Add the token, and move the neurons of every MLP that has some."""
+    by_depth: dict[int, list[int]] = defaultdict(list)
+    for depth, neuron in config.neurons:
+        by_depth[depth].append(neuron)
+    blocks = {block.depth: block for block in _able(anatomy)}
+    for depth, neurons in by_depth.items():
+        if depth not in blocks or max(neurons) >= blocks[depth].ports["mlp.mid"].width:
+            raise VitfocusError(f"Block {depth} has no neuron {max(neurons)}: use find_registers on this model.")
+    add_tokens(ZeroToken(1), "test_time_register", anatomy, surgeon)
+    for depth, neurons in by_depth.items():
+        block, port = blocks[depth], blocks[depth].ports["mlp.mid"]
+        move = MoveNeurons(neurons, port.width, block.prefix_tokens, block.prefix_tokens + 1)
+        surgeon.gate(port, surgeon.add(block, "move_neurons", move))
+
+
+def _able(anatomy: Anatomy) -> list[Block]:
+    return [b for b in anatomy.trunk if "mlp.mid" in b.ports and b.ports["mlp.mid"].layout == "BNC"]
+
+
+def find_registers(
+    model: nn.Module,
+    images: Images,
+    neurons: int = 10,
+    *,
+    layer: int | None = None,
+    threshold: float | None = None,
+    batch_size: int | None = None,
+) -> TestTimeRegisters:
+    """Find the neurons that write the high norms of outlier tokens.
+
+    Args:
+        model: A vision transformer; it is left as it is.
+        images: Some images, in any form that `diagnose` takes; a few dozen are enough.
+        neurons: How many neurons to move.
+        layer: The block at whose output outliers are looked for, and up to which neurons are searched; by default the
+            first block in which at least half as many patches are outliers as in the block that has most.
+        threshold: The norm above which a patch token is an outlier; by default the robust threshold of the reading
+            `high_norm`.
+        batch_size: How many images to run at once.
+
+    Returns:
+        The treatment for this model, for `treat_`.
+
+    Raises:
+        VitfocusError: If no patch token is an outlier, or the model has no such neurons.
+
+    Example:
+        >>> import timm, vitfocus as vf
+        >>> model = timm.create_model("vit_tiny_patch16_224", depth=2, img_size=64)
+        >>> record = vf.find_registers(model, torch.randn(2, 3, 64, 64), 3, layer=1, threshold=0.0)
+        >>> len(record.neurons)
+        3
+    """
+    body = anatomy_of(model)
+    blocks = {block.depth: block for block in _able(body)}
+    if not blocks:
+        raise VitfocusError(f"{type(body.root).__name__} has no MLP whose neurons can be moved.")
+    if layer is not None and layer not in range(-len(body), len(body)):
+        raise VitfocusError(f"There is no layer {layer}: the model has {len(body)}, 0 to {len(body) - 1}.")
+    pictures = list(batches(images, batch_size))
+    outliers = _Outliers(threshold)
+    with reading(model, body, [], lambda *_: None, norms=outliers) as session:
+        for batch in pictures:
+            session.run(batch)
+    depth = outliers.first_layer() if layer is None else layer % len(body)
+    masks = outliers.masks.get(depth, [])
+    if not any(bool(mask.any()) for mask in masks):
+        of = f"of block {depth}" if layer is not None else "of any block"
+        raise VitfocusError(
+            f"No patch token at the output {of} has a norm far above the others, so there is nothing to move: "
+            "test-time registers treat models with outliers, such as DINOv2-L and CLIP."
+        )
+    meter = _Activations({d: block for d, block in blocks.items() if d <= depth})
+    with meter, reading(model, body, [], lambda *_: None) as session:
+        for batch, mask in zip(pictures, masks, strict=True):
+            meter.mask = mask
+            session.run(batch)
+    return TestTimeRegisters(meter.greatest(neurons))
+
+
+class _Outliers:
+    """Keeps which patches of each block's output are outliers."""
+
+    def __init__(self, threshold: float | None) -> None:
+        self.threshold = threshold
+        self.masks: dict[int, list[Tensor]] = defaultdict(list)
+
+    def __call__(self, block: Block, norms: Tensor) -> None:
+        flat = norms.flatten(1)
+        self.masks[block.depth].append(high_norm(flat) if self.threshold is None else flat > self.threshold)
+
+    def first_layer(self) -> int:
+        """The first block with at least half as many outliers as the block that has most."""
+        counts = {depth: sum(int(mask.sum()) for mask in masks) for depth, masks in self.masks.items()}
+        return min(depth for depth, count in counts.items() if 2 * count >= max(counts.values()))
+
+
+class _Activations:
+    """While entered, sums each neuron's mean absolute activation at the outliers of each image."""
+
+    def __init__(self, blocks: Mapping[int, Block]) -> None:
+        self.blocks = blocks
+        self.mask = torch.empty(0)
+        self.sums: dict[int, Tensor] = {}
+        self.handles: list[Any] = []
+
+    def __enter__(self) -> None:
+        for depth, block in self.blocks.items():
+            hook = _Sum(self, depth)
+            self.handles.append(block.ports["mlp.mid"].module.register_forward_pre_hook(hook))
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def add(self, depth: int, hidden: Tensor) -> None:
+        """Add the activations (B, N, neurons) of one block."""
+        patches = hidden[:, hidden.shape[1] - self.mask.shape[1] :].abs().float()
+        at = self.mask.to(patches).unsqueeze(-1)
+        count = at.sum(dim=1)
+        mean = (patches * at).sum(dim=1) / count.clamp_min(1)  # an image without outliers adds nothing
+        total = mean.sum(dim=0)
+        self.sums[depth] = self.sums[depth] + total if depth in self.sums else total
+
+    def greatest(self, count: int) -> list[tuple[int, int]]:
+        """The neurons with the greatest sums, greatest first."""
+        found = [(float(v), depth, n) for depth, sums in self.sums.items() for n, v in enumerate(sums.tolist())]
+        if not 1 <= count <= min(len(found), MOST_NEURONS):
+            raise VitfocusError(f"find_registers takes 1 to {min(len(found), MOST_NEURONS)} neurons, not {count}.")
+        return [(depth, n) for _, depth, n in sorted(found, key=lambda one: -one[0])[:count]]
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """The hook of one MLP's second layer."""
+
+    meter: _Activations
+    depth: int
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self.meter.add(self.depth, args[0])
