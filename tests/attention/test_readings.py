@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import vitfocus as vf
 import vitfocus.attention.layer as layer_module
 import vitfocus.attention.readings as readings_module
+from vitfocus.attention.diagnosis import Diagnosis
 from vitfocus.attention.findings import findings
 from vitfocus.attention.layer import Geometry, LayerReadings, Quantiles, layer_rows
 from vitfocus.attention.readings import Chart, Finding, Reading
@@ -310,3 +312,33 @@ def test_a_new_reading_is_one_record(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any("the largest weight of a row is 0.90" in sentence for sentence in findings(sharp))
     assert found.to_dict()["thresholds"]["peaked"] == 0.5
     assert "largest weight of a row" in reading_chart("peak", {"model": found}, {"model": 0})
+
+
+@pytest.mark.parametrize(
+    "family", ["vit", "swin", "pvt_v2", "mixer", "xcit", "mvit", "maxvit", "cait", "fan", "twins", "volo"]
+)
+def test_high_norm_tokens(family: str) -> None:
+    """Two patches of the first image are blown up behind a block: they are found there, and where they lie."""
+    model, images = build(family)
+    block = next(block for block in vf.anatomy(model) if block.attention_kind != "class")
+    rows, columns = block.grid(tuple(images.shape[-2:]))
+    places = [(0, 1), (rows - 1, columns - 1)]
+
+    def blow_up(module: Any, args: Any, output: Any) -> Any:
+        tokens = output[0] if isinstance(output, tuple) else output
+        flat = tokens.flatten(2).mT if block.layout == "BCHW" else tokens.flatten(1, -2)
+        for row, column in places:
+            flat[0, row * columns + column - rows * columns] *= 50.0
+        return (tokens, *output[1:]) if isinstance(output, tuple) else output
+
+    handle = block.host.register_forward_hook(blow_up)
+    found = vf.diagnose(model, images)
+    handle.remove()
+    assert all("high_norm" in row for row in found.rows if row["attention_kind"] != "class")
+    row = next(row for row in found.rows if row["name"] == block.name)
+    share = len(places) / (2 * rows * columns)
+    assert row["high_norm"] == pytest.approx(share) and row["norm_ratio"] > 5
+    where = torch.tensor(found.high_norm_places[block.depth])
+    assert where.nonzero().tolist() == [list(place) for place in places] and where[0, 1] == 0.5
+    assert "high norm" in found.table().columns and Diagnosis.from_dict(found.to_dict()) == found
+    assert vf.diagnose(model, images).high_norm_places.get(block.depth) is None
