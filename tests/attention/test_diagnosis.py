@@ -343,7 +343,7 @@ def test_layers_are_picked_by_index_or_name_and_misses_are_helped() -> None:
 @pytest.mark.parametrize(
     ("images", "against", "message"),
     [
-        ("photos/", None, "'photos/' is not a set of images"),
+        ("photos/", None, "There is no file or folder photos"),
         (torch.zeros(2, 3), None, r"float32 tensor of shape \(2, 3\)"),
         (torch.zeros(2, 64, 64, 3), None, "channels come second"),
         ([{"pixels": torch.zeros(1, 3, 64, 64)}], None, "holds no images"),

@@ -64,7 +64,7 @@ def test_modes_are_as_they_were() -> None:
 
 def test_images_of_other_channels_and_damaged_files_are_said(tmp_path: Path) -> None:
     model = timm.create_model("vit_tiny_patch16_224", depth=1, img_size=64)
-    with pytest.raises(vf.VitfocusError, match="does not take images of 1 channels"):
+    with pytest.raises(vf.VitfocusError, match="images have 1 channel, but the model takes 3"):
         vf.diagnose(model, torch.zeros(1, 1, 64, 64))
     file = vf.diagnose(model, torch.zeros(1, 3, 64, 64)).save(tmp_path)[0].parent / "diagnosis.json"
     whole = file.read_text()

@@ -73,7 +73,7 @@ def test_misses_are_helped(model: nn.Module, images: torch.Tensor) -> None:
         attention_maps(model, images, heads=3)
     with pytest.raises(VitfocusError, match="There is no query 25"):
         attention_maps(model, images, queries=[25])
-    with pytest.raises(VitfocusError, match="heads takes a number or a list of numbers, not 'mean'"):
+    with pytest.raises(VitfocusError, match="heads is 'mean'; expected a whole number or a list"):
         attention_maps(model, images, heads="mean")
     mixer = timm.create_model("mixer_s32_224")
     with pytest.raises(VitfocusError, match=r"blocks\.7 has no token-to-token map: its tokens mix by an MLP"):

@@ -256,7 +256,7 @@ def test_bad_tensors_and_models_are_refused() -> None:
     assert "10 images but 3 labels" in _complaint_of(model, [(images, labels[:3])])
     assert "expected batches of (images, labels)" in _complaint_of(model, [images])
     assert "holds no images" in _complaint_of(model, [])
-    assert "expected a folder, a Dataset" in _complaint_of(model, images)
+    assert "expected images with labels: a folder" in _complaint_of(model, images)
     assert "differ in classes (a: 10, b: 3)" in _complaint_of({"a": model, "b": Blobs(3)}, [(images, labels)])
     assert "evaluate wants a model" in _complaint_of({}, [(images, labels)])
     assert "does not take images of 40x40 pixels" in _complaint_of(Strict(), [(torch.zeros(2, 3, 40, 40), labels[:2])])

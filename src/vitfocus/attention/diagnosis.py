@@ -6,7 +6,7 @@ import importlib.util
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from vitfocus.anatomy import Anatomy, Block, anatomy, inserted, insertion_senten
 from vitfocus.anatomy.block import Size
 from vitfocus.attention.capture import can_be_read, model_name, pick_blocks, reading
 from vitfocus.attention.findings import SECOND, default_thresholds, findings
-from vitfocus.attention.images import ImageBatch, Images, batches, paired, text_length, with_text, without_padding
+from vitfocus.attention.images import Batches, ImageBatch, Images, paired, text_length, with_text, without_padding
 from vitfocus.attention.layer import LayerReadings, NormReadings, geometry_of, layer_rows
 from vitfocus.attention.plots import plot, png
 from vitfocus.attention.readings import READINGS, cell, columns, context_scale, figures
@@ -28,6 +28,7 @@ from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import write_bytes
 from vitfocus.core.records import Count, OpenDict, convert, read_json
 from vitfocus.core.tables import Table, counted
+from vitfocus.data.shapes.dataset import shapes_named
 from vitfocus.kernels.attention import Observation
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class DiagnosisRecord(msgspec.Struct):
     stability_values: dict[int, list[list[float]]] = msgspec.field(default_factory=dict)
     inserted: str = ""
     high_norm_places: dict[int, list[list[float]]] = msgspec.field(default_factory=dict)
+    taken_as: str = ""
 
 
 @dataclass
@@ -73,6 +75,7 @@ class Diagnosis:
         high_norm_places: for each layer with high-norm patch tokens, the share of images in which the token at each
             place of the grid is one (a list of rows).
         inserted: treatments that were inserted after the model's weights were last trained.
+        taken_as: how the images were understood: "pixels", "normalised", or "normalised (assumed)" by their range.
     """
 
     rows: list[dict[str, Any]]
@@ -83,6 +86,7 @@ class Diagnosis:
     stability_values: dict[int, list[list[float]]] = field(default_factory=dict)
     inserted: str = ""
     high_norm_places: dict[int, list[list[float]]] = field(default_factory=dict)
+    taken_as: str = "pixels"
 
     @property
     def findings(self) -> list[str]:
@@ -95,7 +99,8 @@ class Diagnosis:
         title = f"{self.model}: {counted(self.images, 'image')} of {self.size[0]}x{self.size[1]}"
         title += f", against {self.against}" if self.against else ""
         units = "Entropy in nats; distance in sides of the image, or of the window." if "entropy" in keys else ""
-        caption = " ".join(filter(None, (units, insertion_sentence(self.inserted))))
+        assumed = "The images lie outside [0, 1] and were taken as normalised." if "assumed" in self.taken_as else ""
+        caption = " ".join(filter(None, (units, assumed, insertion_sentence(self.inserted))))
         return Table(title, list(keys.values()), [[cell(row, key) for key in keys] for row in self.rows], caption)
 
     def to_dict(self) -> dict[str, Any]:
@@ -106,6 +111,7 @@ class Diagnosis:
             "size": list(self.size),
             "against": self.against,
             "inserted": self.inserted,
+            "taken_as": self.taken_as,
             "rows": [dict(row) for row in self.rows],
             "findings": self.findings,
             "thresholds": default_thresholds(),
@@ -263,6 +269,7 @@ def diagnose(
     batch_size: int | None = None,
     seed: int = 0,
     name: str | None = None,
+    normalised: bool | None = None,
 ) -> Diagnosis:
     """Measure what each attention layer of a vision transformer does with these images.
 
@@ -270,15 +277,19 @@ def diagnose(
 
     Args:
         model: a timm, transformers, torchvision or vitfocus model.
-        images: a batch as the model takes it (normalised floats), or uint8, which is normalised; or an iterable of
-            batches, such as a DataLoader. A model that reads text takes dicts of "pixel_values" and "input_ids", as its
-            Hugging Face processor makes them, or, loaded with its tokenizer, of "pixel_values" and "question". Padding
-            of a text or an image is excluded.
+        images: a folder, a path or a list of paths, PIL images or arrays (H, W, 3), which are resized and cropped as by
+            `evaluate`; a tensor (B, 3, H, W) or a list of tensors, taken at their size; a data set, a DataLoader or
+            another iterable of these; or "shapes:N", images of the built-in data set. uint8 and floats in [0, 1] are
+            pixels and are normalised as the model expects. A model that reads text takes dicts of "pixel_values" and
+            "input_ids", as its Hugging Face processor makes them, or, loaded with its tokenizer, of "pixel_values" and
+            "question". Padding of a text or an image is excluded.
         against: a second set of images to compare the maps with, or a corruption such as "gaussian_noise/3".
         layers: layers to read, by index or name; all by default.
         batch_size: how many images of a tensor or data set to read at once.
         seed: the seed of the corruption.
         name: what tables and figures call the model.
+        normalised: whether float tensors are normalised already. By default those clearly outside [0, 1] are, and the
+            diagnosis records that as `taken_as`.
 
     Returns:
         The diagnosis, with one row per layer.
@@ -296,15 +307,15 @@ def diagnose(
     """
     body = anatomy(model)
     blocks = list(dict.fromkeys(pick_blocks(body, layers)))
-    if isinstance(against, str):
-        from vitfocus.corruptions import parse
-
-        against = "{}/{}".format(*parse(against))
-    source = batches(images, batch_size)
+    given = Batches(images, body, batch_size, normalised)
+    source: Iterable[ImageBatch] = given
     if body.text is not None:
         source = _with_text(source, model, body)
+    corruption = None
     if against is not None:
-        source = paired(source, against, body, batch_size, seed)
+        corruption = _corruption(against)
+        partners = corruption or Batches(against, body, batch_size, normalised)
+        source = paired(source, partners, body, seed)
     reader = _Reader([block for block in blocks if can_be_read(block)], 1 if against is None else 2)
     count = 0
     with reading(model, body, reader.blocks, reader, norms=reader.norms, outputs=blocks) as session:
@@ -317,10 +328,19 @@ def diagnose(
         raise VitfocusError("There are no images to diagnose with: the iterable was empty.")
     numbers, (norms, places) = reader.rows(), reader.norms.finish()
     rows = [_row(block, numbers.get(block.name, {}) | norms.get(block.depth, {})) for block in blocks]
-    described = against if isinstance(against, str) or against is None else SECOND
+    described = None if against is None else corruption or SECOND
     stability = {block.depth: torch.cat(found).tolist() for block in blocks if (found := reader.stability[block.name])}
     name, late = name or model_name(model), "+".join(inserted(model))
-    return Diagnosis(rows, name, count, session.size, described, stability, late, places)
+    return Diagnosis(rows, name, count, session.size, described, stability, late, places, given.taken_as)
+
+
+def _corruption(against: Images | str | None) -> str | None:
+    """The corruption's name and severity; None for images, such as a folder."""
+    if not isinstance(against, str) or Path(against).exists() or shapes_named(against, 1) is not None:
+        return None
+    from vitfocus.corruptions import parse
+
+    return "{}/{}".format(*parse(against))
 
 
 class _Reader:
@@ -359,7 +379,7 @@ class _Reader:
         return rows
 
 
-def _with_text(source: Iterator[ImageBatch], model: nn.Module, body: Anatomy) -> Iterator[ImageBatch]:
+def _with_text(source: Iterable[ImageBatch], model: nn.Module, body: Anatomy) -> Iterator[ImageBatch]:
     return (with_text(batch, model, body) for batch in source)
 
 

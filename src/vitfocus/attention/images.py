@@ -1,32 +1,50 @@
-"""Batches for a model from any form of images.
+"""Batches for a model from any form of images: a folder, paths, PIL images, arrays, tensors, data sets, loaders.
 
-A tensor, a list, a DataLoader, a data set, dicts from a Hugging Face processor: each becomes a series of `ImageBatch`.
-Floats are taken as already normalised; uint8 is normalised as the model expects. A vision-language model gets a text
-with each image; its batches are split so that they contain no padding, and ViLT's patches stay in order.
+Pictures are resized and cropped as for an evaluation. uint8 and floats in [0, 1] are pixels, and are normalised as the
+model expects; floats are taken as normalised with `normalised=True`, or if they are clearly outside [0, 1]. A
+vision-language model gets a text with each image; its batches are split so that they contain no padding, and ViLT's
+patches stay in order.
 """
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from os import PathLike
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchvision.transforms.functional import rgb_to_grayscale
 
 from vitfocus.anatomy import Anatomy, unwrap
-from vitfocus.core.errors import VitfocusError
+from vitfocus.core.errors import VitfocusError, VitfocusWarning
+from vitfocus.data.image_files import (
+    as_pictures,
+    evaluation_preprocessing,
+    is_picture,
+    model_interpolation,
+    open_picture,
+    out_of_range,
+)
+from vitfocus.data.shapes.dataset import Shapes, shapes_named
 from vitfocus.data.vqa.tokenizer import tokenizer_of
 
-Images = Tensor | Iterable[Any] | Mapping[str, Any]
+Images = Any  # see `diagnose`
+
+#: Pictures and data sets are read in batches of this many; scenes of "shapes" without a number.
+BATCH, SHAPES = 16, 64
 
 
 @dataclass(frozen=True, eq=False)
 class ImageBatch:
-    """Images as given, (B, 3, H, W) in uint8 or normalised floats, and the model's other inputs (a text, a mask).
+    """Images, (B, 3, H, W) in uint8 or normalised floats, and the model's other inputs (a text, a mask).
 
     `questions` are texts that are not tokenized yet, one for each image.
     """
@@ -36,53 +54,150 @@ class ImageBatch:
     questions: list[str] | None = None
 
 
-def batches(images: Images, batch_size: int | None = None) -> Iterator[ImageBatch]:
-    """The images in batches; `batch_size` is the number of images from a tensor or a data set.
+@dataclass
+class Batches:
+    """Batches of images for a model.
 
-    >>> pictures = torch.zeros(5, 3, 8, 8)
-    >>> [len(b.pixels) for b in batches(pictures, batch_size=2)], [len(b.pixels) for b in batches(list(pictures))]
-    ([2, 2, 1], [5])
+    Attributes:
+        images: The images, as `diagnose` takes them.
+        body: The model's anatomy.
+        batch_size: The number of images from a tensor, pictures or a data set.
+        normalised: Whether floats are normalised; None decides by the range of the first batch.
+        taken_as: How the images were understood: "pixels", "normalised" or "normalised (assumed)"; "" before the first.
+
+    Example:
+        >>> import timm
+        >>> from vitfocus.anatomy import anatomy
+        >>> body = anatomy(timm.create_model("vit_tiny_patch16_224", depth=1, img_size=32))
+        >>> found = Batches(torch.rand(5, 3, 32, 32), body, batch_size=2)
+        >>> [len(batch.pixels) for batch in found], found.taken_as
+        ([2, 2, 1], 'pixels')
+        >>> [batch.pixels.shape for batch in Batches(np.zeros((40, 50, 3)), body)]  # resized and cropped
+        [torch.Size([1, 3, 32, 32])]
     """
-    if isinstance(images, Tensor) and images.ndim in (3, 4):
-        whole = images if images.ndim == 4 else images[None]
-        if batch_size is not None and batch_size < 1:
-            raise VitfocusError(f"batch_size is at least 1, not {batch_size}.")
-        for piece in whole.split(min(batch_size or len(whole), max(len(whole), 1))):
-            yield ImageBatch(_checked(piece))
-        return
-    if isinstance(images, Mapping) or _is_pair(images):
-        yield _batch(images)
-        return
-    if isinstance(images, list | tuple) and _are_alike(images):
-        yield from batches(torch.stack(list(images)), batch_size)
-        return
-    if isinstance(images, Dataset):
-        images = DataLoader(images, batch_size=batch_size or 16)
-    if isinstance(images, str | bytes | Tensor) or not isinstance(images, Iterable):
-        raise VitfocusError(f"{_described(images)} is not a set of images: {_EXPECTED}")
-    for item in images:
-        yield _batch(item)
+
+    images: Images
+    body: Anatomy
+    batch_size: int | None = None
+    normalised: bool | None = None
+    taken_as: str = ""
+
+    def __iter__(self) -> Iterator[ImageBatch]:
+        if self.batch_size is not None and self.batch_size < 1:
+            raise VitfocusError(f"batch_size is at least 1, not {self.batch_size}.")
+        for batch in _batches(self.images, self.batch_size, self.body):
+            pixels = batch.pixels
+            if pixels.ndim != 4 or not (pixels.is_floating_point() or pixels.dtype == torch.uint8):
+                raise VitfocusError(f"A batch is {_described(pixels)}: {_EXPECTED}")
+            if pixels.shape[1] > 4 and pixels.shape[-1] <= 4:
+                advice = "channels come second; try images.permute(0, 3, 1, 2)"
+                raise VitfocusError(f"A batch is {_described(pixels)}: {advice}.")
+            if pixels.dtype == torch.uint8:
+                if self.normalised:
+                    raise VitfocusError("normalised=True is for float tensors, not for pictures or uint8.")
+                self.taken_as = self.taken_as or "pixels"
+                yield batch
+                continue
+            low, high = map(float, pixels.aminmax()) if pixels.numel() else (0.0, 0.0)
+            in_range = low >= -1e-3 and high <= 1 + 1e-3
+            if math.isnan(low):
+                raise VitfocusError("The images contain values that are not a number (NaN).")
+            if self.normalised:
+                self.taken_as = "normalised"
+                self._suspect(low, high, in_range)
+            elif self.normalised is None and not self.taken_as and not in_range and not (low >= 0 and high > 16):
+                self.taken_as = "normalised (assumed)"
+            self.taken_as = self.taken_as or "pixels"
+            if self.taken_as != "pixels":
+                yield batch
+            elif in_range:
+                yield replace(batch, pixels=scaled(pixels.float(), self.body).to(pixels.dtype))
+            else:
+                raise VitfocusError(out_of_range(low, high, "say normalised=True if they are normalised"))
+
+    def _suspect(self, low: float, high: float, in_range: bool) -> None:
+        """Warn about normalised images with the range of pixels, unless normalising does not change it."""
+        if in_range and low < high and any((*self.body.mean, *(1 - value for value in self.body.std))):
+            warnings.warn(
+                f"normalised=True, but the images lie in [{low:.3g}, {high:.3g}], as pixels do: leave it out if they "
+                "have not been normalised.",
+                VitfocusWarning,
+            )
 
 
 _EXPECTED = (
-    "expected a tensor (B, 3, H, W) of normalised floats or uint8, a list of such tensors, or a DataLoader that yields "
-    "them alone, first in a tuple, or as 'pixel_values' in a dict."
+    "expected a folder, paths, PIL images, arrays (H, W, 3), a tensor (B, 3, H, W) of uint8 or floats, a list of such "
+    "tensors, or a DataLoader that yields them alone, first in a tuple, or as 'pixel_values' in a dict."
 )
 
 
-def _batch(item: Any) -> ImageBatch:
+def _batches(images: Images, size: int | None, body: Anatomy) -> Iterator[ImageBatch]:
+    if isinstance(images, str) and (count := shapes_named(images, SHAPES)) is not None:
+        images = Shapes("val", length=count, size=body.build_size)
+    if isinstance(images, np.ndarray) and as_pictures(images) is None:
+        images = torch.from_numpy(images)
+    if isinstance(images, Tensor) and images.ndim in (3, 4):
+        whole = images if images.ndim == 4 else images[None]
+        for piece in whole.split(min(size or len(whole), max(len(whole), 1))):
+            yield ImageBatch(piece)
+        return
+    if isinstance(images, Mapping) or _is_pair(images):
+        yield _batch(images, body)
+        return
+    if isinstance(images, list | tuple) and images and _are_alike(images):
+        yield from _batches(torch.stack(list(images)), size, body)
+        return
+    if isinstance(images, str | PathLike | Image.Image | np.ndarray | list | tuple):
+        pictures = as_pictures(images)
+        if pictures is not None:
+            step = size or BATCH
+            for start in range(0, len(pictures), step):
+                yield _batch((pictures[start : start + step],), body)
+            return
+    if isinstance(images, Dataset) and not isinstance(images, IterableDataset):
+        images = DataLoader(images, batch_size=size or BATCH, collate_fn=_Collate(body))
+    if isinstance(images, bytes | Tensor) or not isinstance(images, Iterable):
+        raise VitfocusError(f"{_described(images)} is not a set of images: {_EXPECTED}")
+    for item in images:
+        yield _batch(item, body)
+
+
+class _Collate:
+    """Items of a data set as a batch: pictures are prepared, and the rest is collated as torch does."""
+
+    def __init__(self, body: Anatomy) -> None:
+        self.body = body
+
+    def __call__(self, items: list[Any]) -> Any:
+        first = items[0][0] if isinstance(items[0], tuple | list) and items[0] else items[0]
+        if not is_picture(first):
+            return torch.utils.data.default_collate(items)
+        pictures = [item[0] if isinstance(item, tuple | list) else item for item in items]
+        return (prepared(pictures, self.body),)
+
+
+def prepared(pictures: Iterable[Any], body: Anatomy) -> Tensor:
+    """Pictures as a uint8 tensor (B, 3, H, W), resized and cropped as for an evaluation of the model."""
+    config: Any = getattr(body.root, "pretrained_cfg", None) or {}
+    preprocessing = evaluation_preprocessing(body.build_size, model_interpolation(config))
+    return torch.stack([preprocessing.apply(open_picture(picture)) for picture in pictures])
+
+
+def _batch(item: Any, body: Anatomy) -> ImageBatch:
     if isinstance(item, Mapping):
         if not isinstance(item.get("pixel_values"), Tensor):
             raise VitfocusError(f"A batch with the keys {', '.join(map(str, item))} holds no images: {_EXPECTED}")
         extras = {k: v for k, v in item.items() if isinstance(v, Tensor) and k not in ("pixel_values", "labels")}
-        return ImageBatch(_checked(item["pixel_values"]), extras, _questions(item))
+        return ImageBatch(item["pixel_values"], extras, _questions(item))
     asked = None
-    if isinstance(item, list | tuple) and item:
+    if isinstance(item, list | tuple) and item and as_pictures(item) is None:
         asked = next((_questions(other) for other in item[1:] if isinstance(other, Mapping)), None)
         item = item[0]
+    if not isinstance(item, Tensor) and (pictures := as_pictures(item)) is not None:
+        item = prepared(pictures, body)
     if not isinstance(item, Tensor):
         raise VitfocusError(f"A batch is {_described(item)}: {_EXPECTED}")
-    return ImageBatch(_checked(item if item.ndim == 4 else item[None]), questions=asked)
+    return ImageBatch(item if item.ndim == 4 else item[None], questions=asked)
 
 
 def _questions(item: Mapping[str, Any]) -> list[str] | None:
@@ -105,14 +220,6 @@ def _is_pair(images: Any) -> bool:
     return images[0].ndim == 4 and not any(isinstance(other, Tensor) and other.ndim >= 3 for other in images[1:])
 
 
-def _checked(pixels: Tensor) -> Tensor:
-    if pixels.ndim != 4 or not (pixels.is_floating_point() or pixels.dtype == torch.uint8):
-        raise VitfocusError(f"A batch is {_described(pixels)}: {_EXPECTED}")
-    if pixels.shape[1] > 4 and pixels.shape[-1] <= 4:
-        raise VitfocusError(f"A batch is {_described(pixels)}: channels come second; try images.permute(0, 3, 1, 2).")
-    return pixels
-
-
 def _described(thing: Any) -> str:
     if isinstance(thing, Tensor):
         return f"a {str(thing.dtype).removeprefix('torch.')} tensor of shape {tuple(thing.shape)}"
@@ -120,13 +227,18 @@ def _described(thing: Any) -> str:
 
 
 def normalised(pixels: Tensor, body: Anatomy) -> Tensor:
-    """uint8 as the model's mean and std want it, colour as grey for a model of one channel; floats as they are."""
+    """uint8 normalised as the model expects; floats, which are normalised, as they are."""
     if pixels.dtype != torch.uint8:
         return pixels
+    return scaled(pixels.float() / 255, body)
+
+
+def scaled(pixels: Tensor, body: Anatomy) -> Tensor:
+    """Floats in [0, 1], normalised; colour as grey for a model of one channel."""
     if len(body.mean) == 1 and pixels.shape[1] == 3:
         pixels = rgb_to_grayscale(pixels)
     mean, std = _statistics(body, pixels)
-    return (pixels.float() / 255 - mean) / std
+    return (pixels - mean) / std
 
 
 def corrupted(pixels: Tensor, body: Anatomy, corruption: str, seed: int, first: int) -> Tensor:
@@ -149,11 +261,9 @@ def corrupted(pixels: Tensor, body: Anatomy, corruption: str, seed: int, first: 
     return ((changed(plain) - mean) / std).to(pixels.dtype)
 
 
-def paired(
-    images: Iterator[ImageBatch], against: Images | str, body: Anatomy, size: int | None, seed: int
-) -> Iterator[ImageBatch]:
+def paired(images: Iterable[ImageBatch], against: Batches | str, body: Anatomy, seed: int) -> Iterator[ImageBatch]:
     """Every batch twice as long: the images, normalised, then the same corrupted, or those of the second set."""
-    others = None if isinstance(against, str) else batches(against, size)
+    others = None if isinstance(against, str) else iter(against)
     done = 0
 
     def partners(pixels: Tensor) -> Tensor:
@@ -183,7 +293,7 @@ def _joined(clean: Tensor, other: Tensor) -> Tensor:
 def _statistics(body: Anatomy, like: Tensor) -> tuple[Tensor, Tensor]:
     if like.shape[1] != len(body.mean):
         channels = f"{like.shape[1]} channel{'s' * (like.shape[1] != 1)}"
-        raise VitfocusError(f"The images have {channels}, but the model's mean has {len(body.mean)}.")
+        raise VitfocusError(f"The images have {channels}, but the model takes {len(body.mean)}.")
     as_tensor: Sequence[Tensor] = [
         torch.tensor(values, dtype=torch.float32, device=like.device).view(1, -1, 1, 1)
         for values in (body.mean, body.std)

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from vitfocus.anatomy import Block, anatomy
 from vitfocus.anatomy.block import Size
 from vitfocus.attention.capture import can_be_read, pick_blocks, reading
-from vitfocus.attention.images import Images, batches
+from vitfocus.attention.images import Batches, Images
 from vitfocus.core.arguments import checked
 from vitfocus.core.errors import VitfocusError
 from vitfocus.kernels.attention import Observation
@@ -53,6 +53,7 @@ def attention_maps(
     *,
     batch_size: int | None = None,
     limit: int = LIMIT_BYTES,
+    normalised: bool | None = None,
 ) -> AttentionMaps:
     """The attention maps of some layers, as float32 tensors on the CPU.
 
@@ -64,6 +65,7 @@ def attention_maps(
         queries: query rows by index; all by default.
         batch_size: how many images of a tensor or data set to run at once.
         limit: the most bytes that the maps may take. Above half a gigabyte a warning says how much they take.
+        normalised: whether float tensors are normalised already; see `diagnose`.
 
     Returns:
         One tensor (B, heads, queries, K) per layer.
@@ -86,7 +88,7 @@ def attention_maps(
         raise VitfocusError(f"{missing.name} has no token-to-token map: its tokens mix by {_mixing(missing)}.")
     collector = _Collector(blocks, heads, queries, limit)
     with reading(model, body, list(dict.fromkeys(blocks)), collector) as session:
-        for batch in batches(images, batch_size):
+        for batch in Batches(images, body, batch_size, normalised):
             session.run(batch)
     unseen = [name for name, maps in collector.maps.items() if not maps]
     if unseen:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from vitfocus.anatomy import Anatomy, Block, anatomy
+from vitfocus.anatomy import Block, anatomy
 from vitfocus.attention.capture import model_name
-from vitfocus.attention.images import normalised
+from vitfocus.attention.images import Batches, Images, normalised
 from vitfocus.attention.maps import AttentionMaps, attention_maps, enlarged, normalise_together, on_grid, rollout
 from vitfocus.attention.readings import Chart, charts, figures
 from vitfocus.core.errors import VitfocusError, nearest
@@ -272,7 +272,7 @@ Models = nn.Module | Mapping[str, nn.Module]
 MAP_COLOURS, OVERLAY_COLOURS = "Reds", "inferno"
 
 
-def map_matrices(models: Models, images: Tensor | Mapping[str, Tensor], layer: int | str = -1) -> Figure:
+def map_matrices(models: Models, images: Images | Mapping[str, Images], layer: int | str = -1) -> Figure:
     """Head-averaged N×N maps (TAP and ADL's Figures 1 and 3), one row per model and one column per image.
 
     Dark columns are tokens that all queries attend to. The curve above a map is the attention each token receives; the
@@ -290,7 +290,7 @@ def map_matrices(models: Models, images: Tensor | Mapping[str, Tensor], layer: i
     drawn = []
     for row, (model_label, model) in enumerate(models.items()):
         for column, (image_label, image) in enumerate(pictures.items()):
-            maps = attention_maps(model, _single(image), layers=[layer])[0]
+            maps = attention_maps(model, _single(image, model), layers=[layer], normalised=True)[0]
             if maps.shape[0] != 1:
                 raise VitfocusError(
                     f"This layer of {model_label} attends within {maps.shape[0]} windows; choose one without windows."
@@ -315,9 +315,9 @@ def map_matrices(models: Models, images: Tensor | Mapping[str, Tensor], layer: i
     return figure
 
 
-def head_maps(model: nn.Module, image: Tensor, layer: int | str = -1) -> Figure:
+def head_maps(model: nn.Module, image: Images, layer: int | str = -1) -> Figure:
     """The N×N map of every head of a layer on one colour scale (TAP and ADL's Figure 4)."""
-    maps = attention_maps(model, _single(image), layers=[layer])[0][0]
+    maps = attention_maps(model, _single(image, model), layers=[layer], normalised=True)[0][0]
     columns = min(len(maps), 6)
     rows = -(-len(maps) // columns)
     figure, axes = new_figure(2.6 * columns + 0.6, 2.9 * rows, rows, columns, squeeze=False)
@@ -340,7 +340,7 @@ def head_maps(model: nn.Module, image: Tensor, layer: int | str = -1) -> Figure:
 
 def query_overlay(
     models: Models,
-    image: Tensor,
+    image: Images,
     query: tuple[int, int],
     layer: int | str = -1,
     threshold: float = 2.0,
@@ -355,12 +355,12 @@ def query_overlay(
     pictures = normalise_together([picture for picture, _, _ in found], threshold, block.prefix_tokens)
     rows, columns = block.attention_grids(size)[0]
     place = ((query[1] % columns + 0.5) * size[1] / columns, (query[0] % rows + 0.5) * size[0] / rows)
-    body = anatomy(next(iter(models.values())))
+    first = next(iter(models.values()))
     title = f"attention of patch {query} (below {threshold:g}/K cut; one scale for all)"
-    return _overlay(_picture(image, body), dict(zip(models, pictures, strict=True)), title, place)
+    return _overlay(_picture(image, first), dict(zip(models, pictures, strict=True)), title, place)
 
 
-def class_overlay(models: Models, image: Tensor, layer: int | str = -1, through: bool = False) -> Figure:
+def class_overlay(models: Models, image: Images, layer: int | str = -1, through: bool = False) -> Figure:
     """What the class token attends to, averaged over heads, on one scale for all models.
 
     `through` follows attention through all layers (`rollout`) instead of showing one layer's map.
@@ -369,7 +369,11 @@ def class_overlay(models: Models, image: Tensor, layer: int | str = -1, through:
     pictures = []
     for label, model in models.items():
         maps = attention_maps(
-            model, _single(image), layers=None if through else [layer], queries=None if through else 0
+            model,
+            _single(image, model),
+            layers=None if through else [layer],
+            queries=None if through else 0,
+            normalised=True,
         )
         block = maps.blocks[-1]
         if not block.class_token:
@@ -378,15 +382,17 @@ def class_overlay(models: Models, image: Tensor, layer: int | str = -1, through:
             )
         attention = rollout(maps)[0, 0] if through else maps[-1][0].mean(dim=0)[0]
         pictures.append(on_grid(attention, block.attention_grids(maps.size)[1], block.prefix_tokens))
-    body = anatomy(next(iter(models.values())))
+    first = next(iter(models.values()))
     title = "rollout from the class token" if through else "attention of the class token"
-    return _overlay(_picture(image, body), dict(zip(models, normalise_together(pictures, 0.0), strict=True)), title)
+    return _overlay(_picture(image, first), dict(zip(models, normalise_together(pictures, 0.0), strict=True)), title)
 
 
 def _row_picture(
-    model: nn.Module, image: Tensor, query: tuple[int, int], layer: int | str
+    model: nn.Module, image: Images, query: tuple[int, int], layer: int | str
 ) -> tuple[Tensor, Block, tuple[int, int]]:
-    maps: AttentionMaps = attention_maps(model, _single(image), layers=[layer], queries=slice(0, 0))
+    maps: AttentionMaps = attention_maps(
+        model, _single(image, model), layers=[layer], queries=slice(0, 0), normalised=True
+    )
     block, size = maps.blocks[0], maps.size
     (rows, columns), keys = block.attention_grids(size)
     if block.window is not None:
@@ -395,7 +401,7 @@ def _row_picture(
     if not (-rows <= row < rows and -columns <= column < columns):
         raise VitfocusError(f"There is no patch {query}: the grid has {rows} rows and {columns} columns.")
     token = block.prefix_tokens + (row % rows) * columns + column % columns
-    attention = attention_maps(model, _single(image), layers=[layer], queries=token)[0]
+    attention = attention_maps(model, _single(image, model), layers=[layer], queries=token, normalised=True)[0]
     return on_grid(attention[0].mean(dim=0)[0], keys, block.prefix_tokens), block, size
 
 
@@ -425,16 +431,20 @@ def _named(models: Models) -> dict[str, nn.Module]:
     return {model_name(models): models} if isinstance(models, nn.Module) else dict(models)
 
 
-def _single(image: Tensor) -> Tensor:
-    batch = image if image.ndim == 4 else image[None]
-    if len(batch) != 1:
-        raise VitfocusError(f"A picture shows one image, but {len(batch)} were given; pick one, such as images[0].")
-    return batch
+def _single(image: Images, model: nn.Module) -> Tensor:
+    """One image in any form, as a normalised batch of one."""
+    body = anatomy(model)
+    found = [normalised(batch.pixels, body) for batch in Batches(image, body)]
+    count = sum(len(batch) for batch in found)
+    if count != 1:
+        raise VitfocusError(f"A picture shows one image, but {count} were given; pick one, such as images[0].")
+    return found[0]
 
 
-def _picture(image: Tensor, body: Anatomy) -> Tensor:
+def _picture(image: Images, model: nn.Module) -> Tensor:
     """The image without normalisation: (height, width, 3) in [0, 1]."""
-    pixels = normalised(_single(image), body)[0].float().cpu()
+    body = anatomy(model)
+    pixels = _single(image, model)[0].float().cpu()
     mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (body.mean, body.std))
     return (pixels * std + mean).clamp(0, 1).permute(1, 2, 0)
 

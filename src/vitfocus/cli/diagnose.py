@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from vitfocus.anatomy import Anatomy
 
 
+_IMAGES = 64
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument(
@@ -39,15 +42,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--weights", metavar="FILE", help="checkpoint to load (safetensors, or a state_dict)")
     add_pretrained(parser)
     parser.add_argument(
-        "--images", metavar="DIR", help="folder of images, read recursively (default: the built-in data set Shapes)"
+        "--images",
+        metavar="DIR",
+        help="folder of images, read recursively; an image; or shapes:N (default: the built-in data set Shapes)",
     )
     parser.add_argument(
         "--against", metavar="NAME/SEVERITY", help="corruption for the stability reading, such as gaussian_noise/3"
     )
     parser.add_argument("--treat", metavar="SPEC", help="treatments to insert first, such as tap+cb")
-    parser.add_argument(
-        "--limit", type=int, default=64, metavar="N", help="use at most N images, evenly spaced (default: 64)"
-    )
+    parser.add_argument("--limit", type=int, metavar="N", help="use at most N images, evenly spaced (default: 64)")
     parser.add_argument("--batch-size", type=int, default=16, metavar="N", help="batch size (default: 16)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the corruption (default: 0)")
     parser.add_argument("--device", default=None, help="device such as cpu or cuda (default: a GPU if there is one)")
@@ -69,7 +72,9 @@ def run(args: argparse.Namespace) -> int:
     from vitfocus.core.files import writable_folder
 
     require_positive(args, "limit", "batch_size")
-    files = image_files(Path(args.images), args.limit) if args.images else None  # before any slow import
+    drawn = _drawn(args)
+    args.limit = args.limit or drawn or _IMAGES
+    files = None if drawn else image_files(Path(args.images), args.limit)  # before any slow import
     if args.out:
         writable_folder(args.out)  # before any slow work
     if args.against is not None:
@@ -92,8 +97,8 @@ def run(args: argparse.Namespace) -> int:
     if body.text is not None and (asked := _questions(args, body)) is not None:
         count, batches = asked
     elif files is None:
-        count = args.limit
-        _say(f"No --images given: using {count} images of the built-in data set Shapes, {_by(body.build_size)}.")
+        count = drawn
+        _say(f"Using {count} images of the built-in data set Shapes, {_by(body.build_size)}.")
         batches = _shapes(count, args.batch_size, body)
     else:
         count = len(files)
@@ -116,6 +121,18 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _drawn(args: argparse.Namespace) -> int:
+    """The number of images of Shapes, 0 for image files."""
+    if args.images is None:
+        return args.limit or _IMAGES
+    if not args.images.startswith("shapes"):  # the import below is slow
+        return 0
+    from vitfocus.data.shapes.dataset import shapes_named
+
+    found = shapes_named(args.images, args.limit or _IMAGES) or 0
+    return min(found, args.limit or found)
+
+
 def image_files(folder: Path, limit: int) -> list[Path]:
     """At most `limit` of the image files below a folder, sorted and evenly spaced."""
     from vitfocus.core.errors import VitfocusError
@@ -132,15 +149,9 @@ def image_files(folder: Path, limit: int) -> list[Path]:
 
 
 def _photographs(files: list[Path], batch_size: int, body: Anatomy) -> Iterator[Tensor]:
-    import torch
+    from vitfocus.attention.images import Batches
 
-    from vitfocus.data.image_files import read_image
-
-    config: Any = getattr(body.root, "pretrained_cfg", None) or {}
-    crop, interpolation = config.get("crop_pct") or 0.875, config.get("interpolation") or "bicubic"
-    for start in range(0, len(files), batch_size):
-        chunk = files[start : start + batch_size]
-        yield torch.stack([read_image(file, body.build_size, crop, interpolation) for file in chunk])
+    return (batch.pixels for batch in Batches(list(files), body, batch_size))
 
 
 def _explore(args: argparse.Namespace, models: dict[str, Any], files: list[Path] | None, body: Anatomy) -> None:

@@ -164,9 +164,9 @@ def _evaluate(args: argparse.Namespace) -> int:
     from vitfocus.robustness.evaluation import evaluate
 
     models = _models(args)
-    if length is not None and suite.task == "classify":  # suites of other tasks generate Shapes themselves
+    if length is not None and suite.task == "classify" and getattr(args, "size", None):  # as the run was trained
         own = (32, 32) if suite.small_images else pixels_of(next(iter(models.values()))).size
-        drawn = picture_size(getattr(args, "size", None) or own)
+        drawn = picture_size(args.size)
         data = Shapes("val", length=length, size=drawn, transform=None if drawn == own else partial(_enlarged, own))
     scores = evaluate(
         models,

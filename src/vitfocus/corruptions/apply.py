@@ -1,20 +1,25 @@
-"""`corrupt`: one call for all nineteen corruptions, on a batch or a single image."""
+"""`corrupt`: one call for all nineteen corruptions, on images in any form."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import islice
 from numbers import Integral
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from vitfocus.core.arguments import checked, whole
+from vitfocus.core.arguments import whole
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.corruptions import digital, noise_and_blur, weather
 from vitfocus.corruptions.constants import CONSTANTS, CORRUPTIONS, EXTRA_CORRUPTIONS, FLAVOURS, Setting
 from vitfocus.corruptions.draws import Draws, as_ids
+from vitfocus.data.image_files import as_pictures, is_picture, open_picture, out_of_range, to_image, to_tensor
 
 VERSION = 1
 """Incremented whenever any output changes."""
@@ -65,32 +70,36 @@ def parse(text: str) -> tuple[str, int]:
     return name, _check_severity(number)
 
 
-@checked
 def corrupt(
-    images: Tensor,
+    images: Any,
     name: str,
     severity: int = 3,
     seed: int = 0,
-    ids: Tensor | Iterable[int | str] | None = None,
+    ids: Tensor | Iterable[int | str] | int | str | None = None,
     flavour: str = "imagenet",
     frost: str | os.PathLike[str] | None = None,
-) -> Tensor:
+) -> Any:
     """Corrupt images as in ImageNet-C, CIFAR-C or the benchmarks for images of any size.
 
     Random draws depend only on `seed`, the id of the image, `name` and `severity`, so an image is corrupted identically
     in any batch, order or process.
 
     Args:
-        images: (B, 3, H, W) or (3, H, W), uint8 or float in [0, 1]. Floats are rounded to 8 bits first.
+        images: A tensor (B, 3, H, W) or (3, H, W), uint8 or float in [0, 1], which is rounded to 8 bits first. Or a
+            folder, a path, a PIL image, an array (H, W, 3) or (B, H, W, 3), or a list of these, each at its own size;
+            or a DataLoader or another iterable of batches.
         name: One of the 19 common corruptions, such as "gaussian_noise".
         severity: 1 to 5.
         seed: Seed of the random draws.
-        ids: One integer or string per image, such as dataset indices or file names (default: 0, 1, 2, ...).
+        ids: One integer or string per image, such as dataset indices or file names (default: 0, 1, 2, ...; the paths
+            below a folder, as in an evaluation).
         flavour: "imagenet", "cifar" (constants for 32 pixels) or "any" (as in Cityscapes-C and COCO-C).
         frost: Folder of the published frost overlays (see `fingerprint`).
 
     Returns:
-        The corrupted images, with the shape, dtype and device of `images`; floats are 8-bit values / 255.
+        The corrupted images in the form of `images`: a tensor of the same shape, dtype and device, an array or a PIL
+            image; lists of those for lists; PIL images for files; an iterator for a loader, in whose batches only the
+            images are replaced. Floats are 8-bit values / 255.
 
     Raises:
         VitfocusError: If an argument is invalid; the message names the nearest valid choice.
@@ -107,10 +116,14 @@ def corrupt(
     severity = _check_severity(severity)
     _check_flavour(flavour)
     seed = whole("seed", seed)
+    if not isinstance(images, Tensor):
+        again = partial(corrupt, name=name, severity=severity, seed=seed, flavour=flavour, frost=frost)
+        return _in_kind(images, again, ids)
     batch = _as_bytes(images)
     if batch.device.type not in _CHUNK:  # devices without float64
         batch = batch.cpu()
-    identity = as_ids([ids] if isinstance(ids, Integral | str) else ids, len(batch), batch.device)
+    listed: Any = [ids] if isinstance(ids, Integral | str) else ids
+    identity = as_ids(listed, len(batch), batch.device)
     if len(identity) != len(batch):
         raise VitfocusError(f"Got {len(identity)} ids for {len(batch)} images; expected one id per image.")
     if not len(batch):
@@ -128,6 +141,52 @@ def corrupt(
     if images.dtype != torch.uint8:
         result = result.to(torch.float32).div_(255).to(images.dtype)
     return result.reshape(images.shape)
+
+
+def _in_kind(images: Any, change: Callable[..., Tensor], ids: Any) -> Any:
+    """Images that are not a tensor, changed and returned as they came."""
+    pictures = as_pictures(images)
+    if pictures is None and isinstance(images, np.ndarray):
+        return change(torch.from_numpy(images), ids=ids).numpy()
+    if pictures is not None:
+        folder = Path(images).expanduser() if isinstance(images, str | os.PathLike) else None
+        single = is_picture(images) and not (folder is not None and folder.is_dir())
+        if ids is None and folder is not None and not single:
+            ids = [picture.relative_to(folder).as_posix() for picture in pictures]
+        names = range(len(pictures)) if ids is None else [ids] if isinstance(ids, Integral | str) else list(ids)
+        if len(names) != len(pictures):
+            raise VitfocusError(f"Got {len(names)} ids for {len(pictures)} images; expected one id per image.")
+        pairs = zip(pictures, names, strict=True)
+        changed = [_picture_in_kind(one, change(to_tensor(open_picture(one)), ids=[name])) for one, name in pairs]
+        if single:
+            return changed[0]
+        return np.stack(changed) if isinstance(images, np.ndarray) else changed
+    if isinstance(images, bytes | Mapping) or not isinstance(images, Iterable):
+        raise VitfocusError(
+            f"Images are a {type(images).__name__}; expected a tensor (B, 3, H, W) or (3, H, W), a folder, paths, PIL "
+            "images, arrays, or a loader."
+        )
+    return _changed_batches(images, change, ids)
+
+
+def _picture_in_kind(picture: Any, pixels: Tensor) -> Any:
+    if not isinstance(picture, np.ndarray):
+        return to_image(pixels)
+    array = pixels.permute(1, 2, 0).numpy()
+    return array if picture.dtype == np.uint8 else (array / np.float32(255)).astype(picture.dtype)
+
+
+def _changed_batches(loader: Iterable[Any], change: Callable[..., Tensor], ids: Any) -> Iterator[Any]:
+    """The batches of a loader with their images changed: a tensor, or the first of a tuple or list."""
+    names, done = None if ids is None else iter(ids), 0
+    for item in loader:
+        pair = isinstance(item, list | tuple) and not all(map(is_picture, item))
+        images = item[0] if pair else item
+        count = len(images) if not isinstance(images, Tensor) or images.ndim == 4 else 1
+        chosen = range(done, done + count) if names is None else list(islice(names, count))
+        done += count
+        changed = change(images, ids=chosen)
+        yield type(item)((changed, *item[1:])) if pair else changed
 
 
 def fingerprint(
@@ -178,10 +237,6 @@ def _check_flavour(flavour: str) -> None:
 
 def _as_bytes(images: Tensor) -> Tensor:
     """The images as a (B, 3, H, W) uint8 batch; anything else is refused."""
-    if not isinstance(images, Tensor):
-        raise VitfocusError(
-            f"Images are a {type(images).__name__}; expected a tensor of shape (B, 3, H, W) or (3, H, W)."
-        )
     if images.dim() not in (3, 4) or images.shape[-3] != 3 or 0 in images.shape[-2:]:
         raise VitfocusError(f"Images have shape {tuple(images.shape)}; expected (B, 3, H, W) or (3, H, W), RGB.")
     batch = images if images.dim() == 4 else images[None]
@@ -192,8 +247,6 @@ def _as_bytes(images: Tensor) -> Tensor:
     # Reading values from a GPU would synchronise with it, so there they are only clipped.
     if images.device.type == "cpu" and images.numel():
         low, high = (float(v) for v in images.aminmax())
-        if not (low >= -1e-3 and high <= 1 + 1e-3):
-            raise VitfocusError(
-                f"Float images lie in [{low:.3g}, {high:.3g}]; expected [0, 1]: corrupt first, then normalise."
-            )
+        if wrong := out_of_range(low, high, "corrupt first, then normalise"):
+            raise VitfocusError(wrong)
     return batch.detach().float().mul(255).round_().clamp_(0, 255).to(torch.uint8)

@@ -1,10 +1,11 @@
-"""Images in files and tensors: class folders, any mode as 8-bit RGB, EXIF orientation, evaluation preprocessing."""
+"""Images in files and in memory: class folders, any mode as upright 8-bit RGB, evaluation preprocessing."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,9 +31,90 @@ _LARGE = 16
 
 
 def read_rgb(path: str | Path) -> Image.Image:
-    """Open and decode an image file as 8-bit RGB."""
+    """Open and decode an image file as 8-bit RGB, as it is stored: annotations refer to these pixels."""
     with Image.open(path) as image:
         return rgb_picture(image)
+
+
+def is_picture(one: Any) -> bool:
+    """Whether this is a single picture: a path, a PIL image, or an array (H, W), (H, W, 1), (H, W, 3) or (H, W, 4)."""
+    if isinstance(one, np.ndarray):
+        return one.ndim == 2 or (one.ndim == 3 and one.shape[-1] in (1, 3, 4))
+    return isinstance(one, str | os.PathLike | Image.Image)
+
+
+def as_pictures(images: Any) -> list[Any] | None:
+    """The pictures of a folder (read recursively), a file, a PIL image, an array or a list; None for other things.
+
+    >>> len(as_pictures(np.zeros((5, 8, 8, 3)))), as_pictures(torch.zeros(5, 3, 8, 8))
+    (5, None)
+    """
+    if isinstance(images, str | os.PathLike):
+        path = Path(images).expanduser()
+        if path.is_file():
+            return [path]
+        if not path.is_dir():
+            raise VitfocusError(f"There is no file or folder {path}; expected a folder of images, or an image.")
+        found = sorted(files_below(path))
+        if not found:
+            kinds = ", ".join(sorted(suffix.lstrip(".") for suffix in PICTURES))
+            raise VitfocusError(f"{path} and its subfolders contain no image ({kinds}).")
+        return list(found)
+    if isinstance(images, np.ndarray) and images.ndim == 4:
+        images = list(images)
+    if is_picture(images):
+        return [images]
+    listed = isinstance(images, list | tuple) and len(images) > 0 and all(map(is_picture, images))
+    return list(images) if listed else None
+
+
+def open_picture(picture: Any) -> Image.Image:
+    """A picture (see `is_picture`) as 8-bit RGB, turned as its EXIF data says; arrays are uint8 or floats in [0, 1].
+
+    >>> open_picture(np.full((4, 6), 0.5)).getpixel((0, 0))
+    (128, 128, 128)
+    """
+    if isinstance(picture, np.ndarray):
+        return rgb_picture(Image.fromarray(_bytes(picture)))
+    try:
+        if isinstance(picture, Image.Image):
+            return rgb_picture(upright(picture))
+        with Image.open(picture) as opened:
+            return rgb_picture(upright(opened))
+    except UNREADABLE as error:
+        raise VitfocusError(unreadable(picture, error)) from error
+
+
+def unreadable(picture: Any, error: Exception) -> str:
+    """The sentence about an image that cannot be read."""
+    named = picture if isinstance(picture, str | os.PathLike) else "An image"
+    return f"{named} cannot be read as an image ({type(error).__name__}): fetch it again or remove it."
+
+
+def out_of_range(low: float, high: float, advice: str) -> str:
+    """The sentence about floats that are not pixels, or empty if they lie in [0, 1].
+
+    >>> out_of_range(0.0, 1.0, ""), out_of_range(-2.1, 2.6, "normalise afterwards")
+    ('', 'Float images lie in [-2.1, 2.6]; expected [0, 1]: normalise afterwards.')
+    """
+    if low >= -1e-3 and high <= 1 + 1e-3:  # so that NaN is out of range as well
+        return ""
+    advice = "divide them by 255, or pass uint8" if low >= 0 and high > 16 else advice
+    return f"Float images lie in [{low:.3g}, {high:.3g}]; expected [0, 1]: {advice}."
+
+
+def _bytes(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """An array (H, W) or (H, W, C) in 8 bits."""
+    array = array[..., 0] if array.ndim == 3 and array.shape[-1] == 1 else array
+    if array.dtype == np.uint8:
+        return array
+    if not np.issubdtype(array.dtype, np.floating):
+        raise VitfocusError(f"An array of pixels has dtype {array.dtype}; expected uint8, or floats in [0, 1].")
+    values = array.astype(np.float32)
+    low, high = float(values.min(initial=0)), float(values.max(initial=0))
+    if wrong := out_of_range(low, high, "arrays hold pixels; pass a tensor (B, 3, H, W) if it is normalised"):
+        raise VitfocusError(wrong)
+    return np.rint(255 * values.clip(0, 1)).astype(np.uint8)
 
 
 def rgb_picture(image: Image.Image) -> Image.Image:
@@ -257,19 +339,22 @@ def standard_preprocessing(size: tuple[int, int], crop_pct: float, interpolation
     return Preprocessing(height if height == width else (height, width), size, interpolation)
 
 
-def read_image(file: Path, size: tuple[int, int], crop: float = 0.875, interpolation: str = "bicubic") -> Tensor:
-    """Read an image file as a model of that size is evaluated: uint8 (3, height, width).
+def model_interpolation(config: Mapping[str, Any]) -> str:
+    """The interpolation that timm's configuration of a model names; anything but "bilinear" is bicubic."""
+    return "bilinear" if config.get("interpolation") == "bilinear" else "bicubic"
+
+
+def evaluation_preprocessing(size: tuple[int, int], interpolation: str, crop_pct: float | None = None) -> Preprocessing:
+    """How `diagnose` and `evaluate` prepare a picture: the standard preprocessing, and one of that size as it is.
 
     Args:
-        file: The image file; it is turned as its EXIF data says.
         size: The (height, width) of the model's input.
-        crop: The share of the resized image that is kept.
-        interpolation: As the model's configuration names it; anything but "bilinear" is bicubic.
+        interpolation: "bilinear" or "bicubic".
+        crop_pct: The share of the resized image that is kept (default: 0.875).
     """
-    preprocessing = standard_preprocessing(size, crop, "bilinear" if interpolation == "bilinear" else "bicubic")
-    try:
-        with Image.open(file) as opened:
-            picture = rgb_picture(upright(opened))
-    except UNREADABLE as error:
-        raise VitfocusError(f"{file} cannot be read as an image: {str(error).rstrip('.')}.") from error
-    return preprocessing.apply(picture)
+    return replace(standard_preprocessing(size, 0.875 if crop_pct is None else crop_pct, interpolation), keep=size)
+
+
+def read_image(file: Path, size: tuple[int, int], crop: float = 0.875, interpolation: str = "bicubic") -> Tensor:
+    """Read an image file as a model of that size is evaluated: uint8 (3, height, width)."""
+    return evaluation_preprocessing(size, interpolation, crop).apply(open_picture(file))

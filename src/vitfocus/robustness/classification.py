@@ -15,14 +15,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image, features
+from PIL import features
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.records import Count, read_json
 from vitfocus.core.statistics import evenly_spaced
-from vitfocus.data.image_files import ClassFolders, Entry, Preprocessing, list_classes, standard_preprocessing
+from vitfocus.data.image_files import (
+    ClassFolders,
+    Entry,
+    Preprocessing,
+    evaluation_preprocessing,
+    is_picture,
+    list_classes,
+    out_of_range,
+)
 from vitfocus.robustness.engine import Condition, EvaluationArguments, Group, Outcome, Plan, Reduced
 from vitfocus.robustness.metrics import Summary
 from vitfocus.robustness.pixel_model import PixelModel
@@ -34,6 +42,7 @@ from vitfocus.robustness.sources import (
     ItemSource,
     Source,
     StreamSource,
+    Unnormalised,
     check_readable,
     collate_images,
     digest_of,
@@ -139,10 +148,8 @@ def check_batch(classes: int, batch: EvaluationBatch) -> None:
         if not images.is_floating_point():
             raise VitfocusError(f"Images have dtype {images.dtype}; expected uint8, or floats in [0, 1].")
         low, high = (float(value) for value in images.aminmax())
-        if not (low >= -1e-3 and high <= 1 + 1e-3):  # so that NaN is refused as well
-            raise VitfocusError(
-                f"Float images lie in [{low:.3g}, {high:.3g}]; expected [0, 1]: evaluate itself normalises."
-            )
+        if wrong := out_of_range(low, high, "evaluate itself normalises; say normalised=True if they are normalised"):
+            raise VitfocusError(wrong)
     if labels.numel() and (int(labels.max()) >= classes or (labels.ndim == 1 and int(labels.min()) < 0)):
         raise VitfocusError(
             f"The data has the label {int(labels.max() if labels.max() >= classes else labels.min())}, "
@@ -176,11 +183,25 @@ def open_images(
         return _open_dataset(arguments, classes, interpolation, crop, size)
     if isinstance(data, DataLoader) or (isinstance(data, Iterable) and not isinstance(data, Tensor | Mapping)):
         refuse_unused(arguments.options, DataForm(resized=False))
-        return Images(StreamSource(data, arguments.limit), {"preprocessing": "the loader's own"})
+        source = _in_pixels(arguments, StreamSource(data, arguments.limit))
+        return Images(source, {"preprocessing": _own(arguments, "the loader's own")})
     raise VitfocusError(
-        f"The data is a {type(data).__name__}; expected a folder, a Dataset of (picture, label), or batches "
-        "of (images, labels) with images in uint8 or in [0, 1]."
+        f"The data is a {type(data).__name__}; expected images with labels: a folder with one folder per class, "
+        "(images, labels), a Dataset of (image, label), or batches of (images, labels), images in uint8 or in [0, 1]."
     )
+
+
+def _in_pixels(arguments: EvaluationArguments, source: Source) -> Source:
+    """The source, or with normalised=True its images in [0, 1]."""
+    if not arguments.normalised:
+        return source
+    if len({(model.mean, model.std) for model in arguments.models}) > 1:
+        raise VitfocusError("The models differ in mean and std, so normalised images suit only one: give pixels.")
+    return Unnormalised(source, arguments.models[0].mean, arguments.models[0].std)
+
+
+def _own(arguments: EvaluationArguments, whose: str) -> str:
+    return f"{whose}, normalised" if arguments.normalised else whose
 
 
 def open_files(
@@ -230,7 +251,9 @@ def _open_dataset(
     if isinstance(names, list | tuple) and len(names) != classes:
         notes += (f"The data has {len(names):,} classes, but the model tells {classes:,} apart.",)
     preprocessing = None
-    if isinstance(sample, Image.Image):
+    if is_picture(sample):
+        if arguments.normalised:
+            raise VitfocusError("normalised=True is for tensors, and these are pictures: leave it out.")
         preprocessing, more = _preprocessing(arguments, interpolation, crop, size)
         notes += more
         if preprocessing.keep:
@@ -244,7 +267,8 @@ def _open_dataset(
         uniform=crop,
         **arguments.reading,
     )
-    return Images(source, {"preprocessing": preprocessing.to_dict() if preprocessing else "the data set's own"}, notes)
+    how: Any = preprocessing.to_dict() if preprocessing else _own(arguments, "the data set's own")
+    return Images(_in_pixels(arguments, source), {"preprocessing": how}, notes)
 
 
 def _preprocessing(
@@ -268,8 +292,8 @@ def _preprocessing(
             f"Models in one pass see the same images, but differ in interpolation ({listed}): choose one."
         )
     chosen = arguments.models[0].interpolation if chosen is None else chosen
-    standard = standard_preprocessing(size, 0.875 if options.crop_pct is None else options.crop_pct, chosen)
-    return replace(standard, crop=size if crop else None, keep=None if options.resize else size), ()
+    usual = evaluation_preprocessing(size, chosen, options.crop_pct)
+    return replace(usual, crop=size if crop else None, keep=None if options.resize else size), ()
 
 
 def folder_labels(arguments: EvaluationArguments, folders: ClassFolders, classes: int) -> Labels:
@@ -318,7 +342,8 @@ def validation_folder(root: Path) -> Path:
 def image_decoder() -> str:
     """What decodes image files, for the fingerprint."""
     turbo = features.version("libjpeg_turbo")
-    return f"Pillow, libjpeg-turbo {turbo}" if turbo else f"Pillow, libjpeg {features.version('jpg')}"
+    library = f"libjpeg-turbo {turbo}" if turbo else f"libjpeg {features.version('jpg')}"
+    return f"Pillow, {library}, EXIF orientation applied"
 
 
 @functools.cache

@@ -51,6 +51,7 @@ class EvaluationArguments:
     workers: int = 0
     progress: bool = False
     out: str | Path | None = None
+    normalised: bool = False
 
     @property
     def device(self) -> torch.device:

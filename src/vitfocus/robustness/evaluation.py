@@ -17,12 +17,16 @@ from vitfocus.core.environment import Processes, device_name, join_processes, ve
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.files import write_text
 from vitfocus.core.modules import eval_mode
+from vitfocus.data.shapes.dataset import Shapes, shapes_named
 from vitfocus.robustness.engine import EvaluationArguments, Plan, read_digests, run_plan
 from vitfocus.robustness.pixel_model import PRECISIONS, PixelModel, named_models
 from vitfocus.robustness.results import Scores, flatten, load_scores
 from vitfocus.robustness.run_folder import RunFolder, claim_folder
-from vitfocus.robustness.sources import digest_of
+from vitfocus.robustness.sources import digest_of, labelled_images
 from vitfocus.robustness.suites import find_suite
+
+#: The number of scenes of "shapes" without a number.
+_SHAPES = 2000
 
 
 @checked
@@ -40,6 +44,7 @@ def evaluate(
     workers: int | None = None,
     precision: str = "float32",
     progress: bool = True,
+    normalised: bool = False,
     **options: Any,
 ) -> Scores:
     """Measure a model, or several on the same images in one pass, on a suite.
@@ -47,9 +52,10 @@ def evaluate(
     Args:
         model: A model, a list of models, or models by name.
         suite: The suite's name; `vitfocus evaluate --suite list` prints all.
-        data: A folder (the suite's published layout, or class folders of images), the word "shapes" or "shapes:N", a
-            Dataset of (picture or tensor, label), or batches of (images, labels). Tensors are uint8 or floats in
-            [0, 1], (B, 3, H, W), **not normalised**: the model's mean and std are applied here, after any corruption.
+        data: A folder (the suite's published layout, or class folders of images), "shapes" or "shapes:N", (images,
+            labels), a Dataset or list of (image, label), or batches of (images, labels). Images are paths, PIL images,
+            arrays (H, W, 3), or tensors (3, H, W) in uint8 or floats in [0, 1]; the model's mean and std are applied
+            here, after any corruption.
         device: Where to run; a GPU if there is one.
         batch_size: Images at a time; the default depends on the suite and the device.
         limit: At most this many images, evenly spread.
@@ -59,6 +65,7 @@ def evaluate(
         workers: Processes that read images.
         precision: "float32", "bfloat16" or "float16".
         progress: Whether to show progress on stderr.
+        normalised: The images are tensors that the model's normalisation was applied to; it is undone first.
         options: The suite's own options.
 
     Returns:
@@ -81,19 +88,28 @@ def evaluate(
     if resume and out is None:
         raise VitfocusError("There is nothing to resume without a run's folder: name it with out (--out).")
     processes = join_processes(device)
+    limit = None if limit is None else whole("limit", limit, low=1)
     modules = named_models(model)
+    models = tuple(PixelModel(name, module, precision, chosen.small_images) for name, module in modules.items())
+    if normalised and (chosen.task != "classify" or isinstance(data, str | os.PathLike)):
+        raise VitfocusError("normalised=True is for classifiers and data given as tensors: leave it out.")
+    if chosen.task == "classify":  # suites of other tasks read and generate their data themselves
+        length = shapes_named(data, limit or _SHAPES)
+        size = (32, 32) if chosen.small_images else models[0].size
+        data = (labelled_images(data) or data) if length is None else Shapes("val", length=length, size=size)
     arguments = EvaluationArguments(
         chosen,
         typed_options,
-        tuple(PixelModel(name, module, precision, chosen.small_images) for name, module in modules.items()),
+        models,
         data,
         processes,
         None if batch_size is None else whole("batch_size", batch_size, low=1),
-        None if limit is None else whole("limit", limit, low=1),
+        limit,
         whole("seed", seed, low=0),
         _default_workers(processes.device) if workers is None else whole("workers", workers, low=0),
         progress and processes.first,
         out,
+        normalised,
     )
     # attacks need gradients, even where the caller is in inference mode
     with torch.inference_mode(False), eval_mode(*modules.values(), device=processes.device):

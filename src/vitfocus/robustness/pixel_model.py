@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from vitfocus.anatomy import inserted, pixels_of, unwrap
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.modules import logits_of
+from vitfocus.data.image_files import model_interpolation
 from vitfocus.treatments import applied
 from vitfocus.treatments.spec import is_record
 
@@ -38,7 +39,7 @@ class PixelModel:
         inner = unwrap(model)
         config = getattr(inner, "pretrained_cfg", None) or {}
         self.mean, self.std, self.size = pixels_of(model)
-        self.interpolation = "bilinear" if config.get("interpolation") == "bilinear" else "bicubic"
+        self.interpolation = model_interpolation(config)
         weight = next((weight for weight in inner.parameters() if weight.is_floating_point()), None)
         self.dtype = torch.float32 if weight is None else weight.dtype
         self._constants: dict[torch.device, tuple[Tensor, Tensor]] = {}

@@ -23,7 +23,15 @@ from torch.utils.data import DataLoader, Dataset
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.statistics import evenly_spaced
 from vitfocus.corruptions.draws import as_ids
-from vitfocus.data.image_files import UNREADABLE, Entry, Preprocessing, read_rgb
+from vitfocus.data.image_files import (
+    UNREADABLE,
+    Entry,
+    Preprocessing,
+    as_pictures,
+    is_picture,
+    open_picture,
+    unreadable,
+)
 from vitfocus.data.loader import Broken
 
 
@@ -179,6 +187,41 @@ def _collated(collate: Collate, items: list[Any]) -> list[tuple[Any, ...]] | _Un
         return _Unreadable(str(error))
 
 
+class ListedImages(Dataset[Any]):
+    """Items (image, label) as a data set."""
+
+    def __init__(self, items: Sequence[Any]) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.items[index]
+
+
+def labelled_images(data: Any) -> ListedImages | None:
+    """A data set from (images, labels) or from a list of (image, label); None for other things.
+
+    Images are a tensor (B, 3, H, W), or single pictures in any form that `as_pictures` takes.
+    """
+    if not isinstance(data, list | tuple) or not len(data):
+        return None
+    if len(data) == 2 and not isinstance(data[0], tuple | Mapping | str) and not isinstance(data[1], str):
+        images, labels = data
+        pictures = images if isinstance(images, Tensor) and images.ndim == 4 else as_pictures(images)
+        listed = isinstance(labels, list | tuple) or getattr(labels, "ndim", 0) > 0
+        if pictures is not None and listed:
+            if len(pictures) != len(labels):
+                raise VitfocusError(f"The data has {len(pictures)} images but {len(labels)} labels.")
+            return ListedImages(list(zip(pictures, labels, strict=True)))
+    first = data[0]
+    if isinstance(first, tuple | list) and len(first) == 2:
+        single = is_picture(first[0]) or (isinstance(first[0], Tensor) and first[0].ndim == 3)
+        return ListedImages(data) if single else None
+    return None
+
+
 class ImageSamples:
     """(picture or tensor, label) of any items, as (tensor, class numbers, name), prepared in the worker that reads."""
 
@@ -194,8 +237,8 @@ class ImageSamples:
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor, str]:
         what = f"Item {index} of the data"
         image, label = picture_and_label(self.items[index], what)
-        if isinstance(image, Image.Image):
-            image = (self.preprocessing or Preprocessing(None, None)).apply(image)
+        if is_picture(image):
+            image = (self.preprocessing or Preprocessing(None, None)).apply(open_picture(image))
         if not isinstance(image, Tensor) or image.ndim < 3:
             kind = f"tensor of shape {tuple(image.shape)}" if isinstance(image, Tensor) else type(image).__name__
             raise VitfocusError(f"{what} is a {kind}; expected a picture or a tensor (3, H, W).")
@@ -262,6 +305,32 @@ def images_and_labels(item: Any) -> tuple[Tensor, Tensor]:
     if labels.numel() != len(labels):
         raise VitfocusError(f"A batch has labels of shape {tuple(labels.shape)}; {_ONE_NUMBER}.")
     return images, class_numbers(labels, "A batch").reshape(-1)
+
+
+class Unnormalised:
+    """The images of a source of normalised tensors as floats in [0, 1]: the models' mean and std are undone."""
+
+    def __init__(self, source: Source, mean: Sequence[float], std: Sequence[float]) -> None:
+        self._source, self._mean, self._std = source, mean, std
+        self.count, self.digest = source.count, source.digest
+
+    def batches(
+        self, batch_size: int, done: frozenset[int] = frozenset(), rank: int = 0, world: int = 1
+    ) -> Iterator[EvaluationBatch]:
+        """Yield the batches of the source in [0, 1]; one that another normalisation was applied to is refused."""
+        for batch in self._source.batches(batch_size, done, rank, world):
+            if not batch.images.is_floating_point():
+                raise VitfocusError(f"normalised=True is for float tensors, but the images are {batch.images.dtype}.")
+            mean, std = (torch.tensor(v, device=batch.images.device).view(-1, 1, 1) for v in (self._mean, self._std))
+            pixels = batch.images.float() * std + mean
+            low, high = (float(value) for value in pixels.aminmax())
+            if not (low >= -0.02 and high <= 1.02):
+                raise VitfocusError(
+                    f"normalised=True, but without the model's normalisation (mean {self._mean}, std {self._std}) the "
+                    f"images lie in [{low:.3g}, {high:.3g}] instead of [0, 1]: they were normalised differently."
+                )
+            yield replace(batch, images=pixels.clamp(0, 1))
+        self.count = self._source.count
 
 
 class StreamSource:
@@ -373,11 +442,6 @@ def one_size(sizes: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
     return expected
 
 
-def unreadable(path: Path, error: Exception) -> str:
-    """The sentence about an image that cannot be read."""
-    return f"{path} cannot be read as an image ({type(error).__name__}): fetch it again or remove it."
-
-
 class ImageFiles:
     """Files as (picture, label), read when asked for."""
 
@@ -388,11 +452,7 @@ class ImageFiles:
         return len(self.names)
 
     def __getitem__(self, index: int) -> tuple[Image.Image, Any]:
-        path = Path(self.root, self.names[index])
-        try:
-            return read_rgb(path), self.labels[index]
-        except UNREADABLE as error:
-            raise VitfocusError(unreadable(path, error)) from None
+        return open_picture(Path(self.root, self.names[index])), self.labels[index]
 
 
 def other_size(name: str, found: Sequence[int], expected: Sequence[int]) -> str:

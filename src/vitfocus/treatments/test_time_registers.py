@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from vitfocus.anatomy import Anatomy, Block
 from vitfocus.anatomy import anatomy as anatomy_of
 from vitfocus.attention.capture import reading
-from vitfocus.attention.images import Images, batches
+from vitfocus.attention.images import Batches, Images
 from vitfocus.attention.readings import high_norm
 from vitfocus.core.errors import VitfocusError
 from vitfocus.treatments.base import Treatment
@@ -170,7 +170,7 @@ def find_registers(
         raise VitfocusError(f"{type(body.root).__name__} has no MLP whose neurons can be moved.")
     if layer is not None and layer not in range(-len(body), len(body)):
         raise VitfocusError(f"There is no layer {layer}: the model has {len(body)}, 0 to {len(body) - 1}.")
-    pictures = list(batches(images, batch_size))
+    pictures = list(Batches(images, body, batch_size))
     outliers = _Outliers(threshold)
     with reading(model, body, [], lambda *_: None, norms=outliers) as session:
         for batch in pictures:

@@ -16,7 +16,14 @@ from torch import Tensor
 
 from vitfocus.core.errors import VitfocusError, nearest, reason
 from vitfocus.data.classification.shards import ShardImages, find_shards
-from vitfocus.data.image_files import find_split, list_classes, read_rgb, rgb_picture, standard_preprocessing, to_image
+from vitfocus.data.image_files import (
+    find_split,
+    list_classes,
+    open_picture,
+    rgb_picture,
+    standard_preprocessing,
+    to_image,
+)
 from vitfocus.data.loader import Broken, BrokenLog, read_or_broken
 from vitfocus.data.shapes.dataset import CLASSES, shapes_batch
 from vitfocus.recipes.settings import Data
@@ -93,7 +100,7 @@ class FolderImages:
     def read(self, index: int) -> tuple[Image.Image, int]:
         """Decode one file."""
         name, label, _ = self.samples[index]
-        return read_rgb(self.folder / name), label
+        return open_picture(self.folder / name), label
 
     def name(self, index: int) -> str:
         """The file's path."""
