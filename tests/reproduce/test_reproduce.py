@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import shutil
@@ -12,7 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
+import vitfocus as vf
 from vitfocus.cli import main
 from vitfocus.core.errors import VitfocusError
 from vitfocus.recipes.settings import Recipe
@@ -21,7 +24,7 @@ from vitfocus.reproduce.figures import FIGURES
 from vitfocus.reproduce.items import MEASURES, model_setups
 from vitfocus.reproduce.results import Measurement, count, count_parameters_of, softmax_surface
 from vitfocus.reproduce.run import counted_on, reproduce
-from vitfocus.reproduce.runs import DataFolders, PlannedRun, plan_row
+from vitfocus.reproduce.runs import DIAGNOSED, DataFolders, PlannedRun, plan_row, validation_batches
 from vitfocus.train.recipe import difference, load_recipe, refuse_foreign, shipped_recipes
 from vitfocus.train.run import train
 from vitfocus.treatments.cost import count_cost
@@ -350,3 +353,69 @@ def test_a_recipe_says_which_run_it_starts_from(tmp_path: Path, monkeypatch: pyt
     small = ["data.source=shapes", "data.root=", "size=32", "val_length=4", "train_length=8", "batch=4", "device=cpu"]
     with pytest.raises(VitfocusError, match=r"no runs/deit_s_cb/model to start from: train it first \(vitfocus train"):
         train("ade20k_upernet_s_cb", overrides=[*small, "steps=1", "warmup_steps=0", "data.workers=0"])
+
+
+def test_rows_are_measured_with_weights_that_people_have(tmp_path: Path) -> None:
+    """A file with its arguments beside the weights, and a folder: nothing is trained, and the numbers are the same."""
+    trained = reproduce("cb/table8", out=tmp_path / "a", overrides=TINY, images=4, rows=[1, 3])[0]
+    plain, treated = (row.run for row in trained.rows)
+    assert plain and treated
+    state = vf.load(plain.folder / "model").state_dict()
+    torch.save({"model": state, "args": argparse.Namespace(lr=1.0)}, tmp_path / "plain.pth")
+    weights = [f"1={tmp_path / 'plain.pth'}", f"+ CB={treated.folder}"]
+    found = reproduce("cb/table8", out=tmp_path / "b", overrides=TINY, images=4, rows=[1, 3], weights=weights)[0]
+    assert not list((tmp_path / "b").rglob("metrics.jsonl")) and not list((tmp_path / "b").rglob("checkpoints"))
+    for ours, theirs in zip(found.rows, trained.rows, strict=True):
+        assert ours.values["fgsm"] == theirs.values["fgsm"] and ours.values["occlusion"] == theirs.values["occlusion"]
+        assert "not trained here, weights" in ours.where
+    curves = reproduce("cb/figureS1", out=tmp_path / "b", overrides=TINY, images=12, rows=[1], weights=weights[:1])[0]
+    assert "needs a training run" in curves.text() and "train_loss" not in curves.rows[0].values
+    assert curves.rows[0].values["top1"].images == 12
+    with pytest.raises(VitfocusError, match=r"is not the model of 'ViT-S': cb was in no block"):
+        reproduce("cb/table8", out=tmp_path / "b", overrides=TINY, rows=[1], weights=[f"1={treated.folder}"])
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["cb/table8", "--weights", "9=x.pth"], "--weights 9=x.pth"),
+        (["cb/table8", "--weights", "1=/nowhere.pth"], "There are no weights /nowhere.pth"),
+        (["cb/table8", "--pretrained"], "use --scale imagenet"),
+        (["cb/table8", "--option", "fgsm.epsilon=2"], "did you mean 'eps'"),
+        (["cb/table8", "--option", "acdc.split=test"], "does not measure that suite"),
+        (["cb/table8", "--option", "fgsm.eps=two"], "fgsm.eps=two"),
+        (["cb/table8", "--slurm", "gpus_per_node=8"], "is for --submit"),
+        (["cb/table8", "--submit", "local", "--slurm", "gpus"], "is not KEY=VALUE"),
+    ],
+)
+def test_mistakes_about_weights_options_and_jobs(
+    words: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["reproduce", *words, "--out", str(tmp_path)]) == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_pretrained_rows_train_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library's weights where it has some; the other rows say why they are missing."""
+    (tmp_path / "imagenet" / "val" / "n01440764").mkdir(parents=True)
+    Image.new("RGB", (300, 260), "red").save(tmp_path / "imagenet" / "val" / "n01440764" / "a.JPEG")
+    asked = []
+
+    def build(spec: str, pretrained: bool, **arguments: Any) -> Any:
+        asked.append((spec, pretrained))
+        return create_model(spec, False, **arguments)
+
+    monkeypatch.setattr("vitfocus.reproduce.runs.create_model", build)
+    given = {"data": [f"imagenet={tmp_path / 'imagenet'}"], "out": tmp_path / "out", "images": 1, "pretrained": True}
+    outcome = reproduce("cb/figure7a", "imagenet", **given)[0]
+    assert set(asked) == {("deit_small_patch16_224", True)}
+    assert outcome.rows[0].values["entropy_class"].images == 1 and not outcome.rows[1].values
+    assert any("+ CB was neither trained nor measured" in note for note in outcome.missing)
+
+
+def test_diagnoses_read_as_many_images_as_asked(tmp_path: Path) -> None:
+    item = load_item("cb/figure7b")
+    run = plan_row(item, item.rows[0], "smoke", DataFolders(), tmp_path, ["val_length=200"])
+    assert run is not None
+    assert sum(map(len, validation_batches(run, 130))) == 130, "more than the scale's usual number"
+    assert sum(map(len, validation_batches(run, None))) == 200 and DIAGNOSED["imagenet"] is None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
+from typing import Any
 
 from vitfocus.cli.common import only_with
 from vitfocus.core.arguments import OnlyWith
@@ -36,7 +38,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         images,
         OnlyWith(lambda args: not args.count, "has no effect with --count, which evaluates nothing: leave --count out"),
     )
+    parser.add_argument(
+        "--weights",
+        action="append",
+        default=[],
+        metavar="ROW=FILE",
+        help="measure a row, by number or label, with these weights instead of training it; may be repeated",
+    )
+    parser.add_argument(
+        "--pretrained",
+        action="store_true",
+        help="measure rows with the pretrained weights of their library, which may download them, and train nothing",
+    )
     parser.add_argument("--count", action="store_true", help="only count parameters and FLOPs, without training")
+    parser.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="SUITE.NAME=VALUE",
+        help="option of an evaluation suite, such as fgsm.eps=2 or cityscapes-c.types=all; may be repeated",
+    )
+    parser.add_argument(
+        "--plan", action="store_true", help="print the runs and measurements as commands with their dependencies"
+    )
+    parser.add_argument("--train", metavar="RUN", help="only train this run of the plan, and those it depends on")
+    submit = parser.add_argument(
+        "--submit",
+        nargs="?",
+        const="slurm",
+        choices=("slurm", "local"),
+        help="hand the plan to Slurm, or run it on this machine, through submitit; pre-empted jobs are requeued",
+    )
+    only_with(submit, OnlyWith(lambda args: not (args.count or args.train), "goes with neither --count nor --train"))
+    slurm = parser.add_argument(
+        "--slurm",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="parameter of submitit for --submit, such as gpus_per_node=8, timeout_min=1440 or slurm_partition=gpu",
+    )
+    only_with(slurm, OnlyWith(lambda args: bool(args.submit), "is for --submit: add it"))
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
@@ -51,20 +92,19 @@ def run(args: argparse.Namespace) -> int:
     if args.list or args.item is None:
         return _list(args.json)
     from vitfocus.core.environment import is_main_process
-    from vitfocus.reproduce.run import Stopped, reproduce
+    from vitfocus.reproduce.run import Stopped, plan_item, reproduce, train_planned
 
     if args.images is not None and args.images < 1:
         raise VitfocusError(f"--images must be at least 1, but is {args.images}.")
+    chosen = {name: getattr(args, name) for name in ("data", "out", "overrides", "rows", "weights", "pretrained")}
+    if args.plan or args.submit:
+        return _plan(args, chosen)
     try:
+        if args.train:
+            train_planned(args.train, plan_item(args.item, args.scale, **chosen))
+            return 0
         outcomes = reproduce(
-            args.item,
-            args.scale,
-            data=args.data,
-            out=args.out,
-            overrides=args.overrides,
-            rows=args.rows,
-            images=args.images,
-            count_only=args.count,
+            args.item, args.scale, images=args.images, count_only=args.count, options=args.option, **chosen
         )
     except Stopped as stopped:
         print(f"vitfocus: stopped in {stopped}; run the same command again to resume.", file=sys.stderr)
@@ -80,6 +120,40 @@ def run(args: argparse.Namespace) -> int:
         for figure in outcome.figures:
             print(f"figure: {figure}")
     return 0
+
+
+def _plan(args: argparse.Namespace, chosen: dict[str, Any]) -> int:
+    """Print the jobs of an item, or submit them."""
+    from vitfocus.reproduce.jobs import job_table, plan_jobs, submit
+
+    words = ["--scale", args.scale, "--out", args.out, *args.overrides]
+    for name in ("data", "weights", "option"):
+        words += [word for one in getattr(args, name) for word in (f"--{name}", one)]
+    words += ["--pretrained"] * args.pretrained + (["--images", str(args.images)] if args.images else [])
+    jobs = plan_jobs(args.item, args.scale, words, **chosen)
+    ids = {}
+    if args.submit:
+        options = dict(_setting(text) for text in args.slurm)
+        found = submit(jobs, Path(args.out) / "jobs", args.submit, options)
+        ids = {name: job.job_id for name, job in found.items()}
+    if args.json:
+        print(json.dumps([{**job.to_dict(), "id": ids.get(job.name)} for job in jobs], indent=1, ensure_ascii=False))
+        return 0
+    for number, job in enumerate(jobs if args.submit else (), 1):
+        state = f"submitted as {ids[job.name]}" if job.name in ids else "done before"
+        print(f"{number}  {job.name}: {state}")
+    if not args.submit:
+        print(job_table(jobs))
+    return 0
+
+
+def _setting(text: str) -> tuple[str, int | str]:
+    key, equals, value = text.partition("=")
+    if not (equals and key):
+        from vitfocus.core.errors import VitfocusError
+
+        raise VitfocusError(f"--slurm {text} is not KEY=VALUE, such as gpus_per_node=8.")
+    return key, int(value) if value.isdigit() else value
 
 
 def _numbers(text: str) -> list[int]:

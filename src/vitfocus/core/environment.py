@@ -6,6 +6,7 @@ import functools
 import importlib.metadata
 import os
 import platform
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from vitfocus.core.errors import VitfocusError
-from vitfocus.core.files import lock_folder
+from vitfocus.core.files import FolderInUse, lock_folder
 from vitfocus.core.tables import counted
 
 #: The libraries that pixels and logits pass through.
@@ -136,18 +137,25 @@ class Processes:
         return broadcast_object_list([content])[0]
 
     @contextmanager
-    def lock(self, folder: str | Path) -> Iterator[None]:
-        """Keep other runs out of a folder: the first process holds the lock, and all fail where it is refused."""
+    def lock(self, folder: str | Path, wait: bool = False) -> Iterator[None]:
+        """Keep other runs out of a folder: the first process holds the lock, and all fail where it is refused.
+
+        With `wait`, they wait until the process that holds it is done.
+        """
         with ExitStack() as stack:
-            problem = None
-            if self.first:
-                try:
-                    stack.enter_context(lock_folder(folder))
-                except VitfocusError as error:
-                    problem = str(error)
-            problem = self.agree(problem)
-            if problem is not None:
-                raise VitfocusError(problem)
+            while True:
+                problem, busy = "", False
+                if self.first:
+                    try:
+                        stack.enter_context(lock_folder(folder))
+                    except VitfocusError as error:
+                        problem, busy = str(error), isinstance(error, FolderInUse)
+                problem, busy = self.agree((problem, busy))
+                if not problem:
+                    break
+                if not (busy and wait):
+                    raise VitfocusError(problem)
+                time.sleep(2.0)
             yield
 
 

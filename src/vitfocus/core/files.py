@@ -135,6 +135,10 @@ def writable_folder(folder: str | Path) -> Path:
         raise type(error)(error.errno, f"The folder is not writable ({error.strerror})", str(folder)) from None
 
 
+class FolderInUse(VitfocusError):
+    """Another process holds the lock of a folder."""
+
+
 @contextmanager
 def lock_folder(folder: str | Path) -> Iterator[None]:
     """Create the folder if it is missing, and keep other processes out of it; the lock ends with this process.
@@ -145,7 +149,7 @@ def lock_folder(folder: str | Path) -> Iterator[None]:
     >>> with lock_folder(folder), lock_folder(folder):
     ...     pass
     Traceback (most recent call last):
-    vitfocus.core.errors.VitfocusError: ... is in use by process ...
+    vitfocus.core.files.FolderInUse: ... is in use by process ...
     """
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
@@ -189,7 +193,7 @@ def _take_lock(folder: Path) -> int | None:
             text = os.read(file, 1000).decode(errors="replace")
             os.close(file)
             owner = "".join(filter(str.isprintable, text)) or "another process"
-            raise VitfocusError(f"{folder} is in use by {owner}: wait for it to end, or name another folder.") from None
+            raise FolderInUse(f"{folder} is in use by {owner}: wait for it to end, or name another folder.") from None
         except (ImportError, OSError) as error:
             os.close(file)
             without = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)

@@ -55,7 +55,7 @@ def draw(result: ItemResult, folder: Path, images: int | None = None) -> list[Pa
 
 
 def _trained(result: ItemResult) -> list[RowResult]:
-    return [one for one in result.rows if one.run is not None and one.run.recipe is not None]
+    return [one for one in result.rows if one.run is not None and one.measured]
 
 
 def _where(result: ItemResult) -> str:

@@ -27,6 +27,7 @@ from vitfocus.core.statistics import wilson_interval
 from vitfocus.core.tables import Table, counted
 from vitfocus.reproduce.items import MEASURES, Item, Measure, Printed, Row, Suite
 from vitfocus.reproduce.runs import (
+    CLASSES,
     DataFolders,
     PlannedRun,
     describe_data,
@@ -37,12 +38,10 @@ from vitfocus.reproduce.runs import (
 )
 from vitfocus.robustness.evaluation import evaluate
 from vitfocus.robustness.results import Scores, load_scores
+from vitfocus.robustness.suites import TASK_SUITES
 from vitfocus.tasks.base import model_arguments
 from vitfocus.treatments.cost import count_cost, count_parameters
 from vitfocus.treatments.save_load import create_model
-
-#: Classes of each data source, for recipes that do not say.
-CLASSES = {"shapes": 10, "folder": 1000, "cifar100": 100, "ade20k": 150, "cityscapes": 19, "coco": 80, "vqav2": 3129}
 
 
 @dataclass(frozen=True)
@@ -73,14 +72,14 @@ class RowResult:
     images: tuple[int, int] | None = None  # trained on, validated on; None: nothing was trained
     values: dict[str, Measurement] = field(default_factory=dict)
     fingerprint: dict[str, Any] = field(default_factory=dict)  # of data, model, libraries and device
-    trained: bool = False
+    measured: bool = False  # with a model, trained here or given
 
     @property
     def where(self) -> str:
         """Scale and data in a few words."""
         if self.run is None:
             return f"{self.scale}: {'computed, no data' if self.row.computed else 'quoted from the paper, not run'}"
-        if not self.trained:
+        if not self.measured:
             return f"{self.scale}: counted only, {image_size(self.run)} px"
         return describe_data(self.run, self.images)
 
@@ -177,7 +176,7 @@ class ItemResult:
             "scale": self.scale,
             "data": outcome.where,
             "spec": run.spec if run else None,
-            "run": str(run.folder) if run and outcome.trained else None,
+            "run": str(run.folder) if run and outcome.measured else None,
             "recipe_sha256": run.digest if run and run.recipe else None,
             "fingerprint": outcome.fingerprint,
             "measures": {
@@ -232,22 +231,34 @@ def value_text(name: str, value: Measurement | None) -> str:
     return text if value.interval is None else f"{text} ± {value.interval:.{digits}f}"
 
 
-def measure(
-    name: str, run: PlannedRun, results: Mapping[str, Any], folders: DataFolders, limit: int | None = None
-) -> Measurement | NotMeasured:
-    """A number of a trained run; `limit` reduces the images of evaluations and diagnoses."""
+@dataclass(frozen=True)
+class Measuring:
+    """How rows are measured: the data, the most images of evaluations and diagnoses, and options by suite."""
+
+    folders: DataFolders | None
+    limit: int | None = None
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+def measure(name: str, run: PlannedRun, results: Mapping[str, Any], how: Measuring) -> Measurement | NotMeasured:
+    """A number of a run's model."""
     column = MEASURES[name]
+    if column.source == "result" and run.weights:
+        assert run.recipe is not None
+        return _from_suite(column, Suite(TASK_SUITES[run.recipe.task], (column.key,)), run, how)
     if column.source == "result":
         return _from_results(column, results)
+    if column.source == "curve" and run.weights:
+        return NotMeasured(f"{column.title} needs a training run, and {run.row.label} was given its weights")
     if column.source == "curve":
         return _from_curve(column, training_metrics(run))
     if column.source == "diagnosis":
-        return _from_diagnosis(column, diagnosis_of(run, limit))
+        return _from_diagnosis(column, diagnosis_of(run, how.limit))
     if column.source == "suite":
         suite = column.suites.get(run.scale)
         if suite is None:
             return NotMeasured(f"{column.title} has no counterpart at the scale {run.scale}")
-        return _from_suite(column, suite, run, folders, limit)
+        return _from_suite(column, suite, run, how)
     raise AssertionError(f"{name} is not measured on a run")
 
 
@@ -338,13 +349,11 @@ def _from_diagnosis(measure: Measure, diagnosis: Diagnosis) -> Measurement | Not
     return Measurement(measure.scale * number, images=diagnosis.images)
 
 
-def _from_suite(
-    measure: Measure, suite: Suite, run: PlannedRun, folders: DataFolders, limit: int | None
-) -> Measurement | NotMeasured:
-    folder = folders.find(suite.data) if suite.data else None
+def _from_suite(measure: Measure, suite: Suite, run: PlannedRun, how: Measuring) -> Measurement | NotMeasured:
+    folder = how.folders.find(suite.data) if suite.data and how.folders else None
     if suite.data and folder is None and not suite.generated:
         return NotMeasured(f"{measure.title} needs its images: --data {suite.data}=DIR")
-    scores = _scores(suite, run, folder, limit)
+    scores = _scores(suite, run, folder, how)
     found: Any = next(iter(scores.models.values()))
     for step in suite.path:
         if not isinstance(found, Mapping) or step not in found:
@@ -355,9 +364,10 @@ def _from_suite(
     return Measurement(float(found), interval, suite.title, scores.notes, scores.images)
 
 
-def _scores(suite: Suite, run: PlannedRun, folder: Path | None, limit: int | None) -> Scores:
-    images = min(suite.limit or limit or 0, limit or suite.limit or 0) or None
-    options = dict(suite.options) | ({suite.folder_option: str(folder)} if suite.folder_option and folder else {})
+def _scores(suite: Suite, run: PlannedRun, folder: Path | None, how: Measuring) -> Scores:
+    images = min(suite.limit or how.limit or 0, how.limit or suite.limit or 0) or None
+    options = {**suite.options, **how.options.get(suite.suite, {})}
+    options |= {suite.folder_option: str(folder)} if suite.folder_option and folder else {}
     described = json.dumps([suite.suite, options, images, str(folder or "")], sort_keys=True)
     name = f"{suite.suite}-{hashlib.sha256(described.encode()).hexdigest()[:8]}"
     out = run.folder / "evaluations" / name

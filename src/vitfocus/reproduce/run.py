@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,18 @@ from vitfocus.core.environment import is_main_process
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.reproduce.figures import draw
 from vitfocus.reproduce.items import MEASURES, SCALES, Item, Row, load_item
-from vitfocus.reproduce.results import COMPUTED, ItemResult, Measurement, NotMeasured, RowResult, count, measure
-from vitfocus.reproduce.runs import DataFolders, PlannedRun, plan_row
+from vitfocus.reproduce.results import (
+    COMPUTED,
+    ItemResult,
+    Measurement,
+    Measuring,
+    NotMeasured,
+    RowResult,
+    count,
+    measure,
+)
+from vitfocus.reproduce.runs import PRETRAINED, DataFolders, PlannedRun, plan_row, why_not_pretrained, with_weights
+from vitfocus.robustness.suites import SUITES
 from vitfocus.train.recipe import full_key, why_unused
 from vitfocus.train.run import train
 
@@ -35,6 +46,9 @@ def reproduce(
     rows: Sequence[int] = (),
     images: int | None = None,
     count_only: bool = False,
+    weights: Sequence[str] = (),
+    pretrained: bool = False,
+    options: Sequence[str] = (),
 ) -> list[ItemResult]:
     """Reproduce a table or figure of the papers.
 
@@ -47,6 +61,10 @@ def reproduce(
         rows: Numbers of the rows to run, from 1; all if empty.
         images: The largest number of images that models are evaluated on.
         count_only: Only count parameters and FLOPs; nothing is trained.
+        weights: "ROW=FILE" for rows that are measured with these weights instead of being trained; ROW is a row's
+            number or label, FILE a file of weights or a folder that `vitfocus.save` wrote.
+        pretrained: Measure rows with the weights of their library, which may be downloaded, and train nothing.
+        options: "SUITE.NAME=VALUE" for options of the evaluation suites, such as "fgsm.eps=2".
 
     Returns:
         One result, or one per part ("cb/table4" has a and b).
@@ -55,35 +73,122 @@ def reproduce(
         VitfocusError: If there is no such item, scale or row, or data are missing.
         Stopped: If a signal ended a run early.
     """
+    changed = suite_options(options)
+    planned = plan_item(name, scale, data, out, overrides, rows, count_only, weights, pretrained)
+    _refuse_unmeasured(changed, planned)
+    outcomes = []
+    for one in planned:
+        item = one.item
+        outcome = ItemResult(item, scale, changed=(*overrides, *options), limit=images if trains(item) else None)
+        how = Measuring(one.folders, images, changed)
+        for number, row in enumerate(one.rows, 1):
+            _say(f"{item.name} at {scale} scale, row {number} of {len(one.rows)}: {row.label}")
+            outcome.rows.append(_run_row(one, row, outcome, how))
+        if count_only and trains(item) and any(row.model for row in one.rows):
+            outcome.missing.append("A dash marks what --count leaves out: nothing was trained, measured or drawn.")
+        if not count_only and is_main_process():
+            where = Path(out) / scale / "items" / item.name.replace("/", "-")
+            outcome.figures = draw(outcome, where, images)
+            outcome.save(where)
+        outcomes.append(outcome)
+    return outcomes
+
+
+@dataclass(frozen=True)
+class PlannedItem:
+    """An item with the rows to run and every row's run; without `folders`, nothing is trained or measured."""
+
+    item: Item
+    rows: list[Row]
+    folders: DataFolders | None
+    runs: dict[str, PlannedRun | None]
+    pretrained: bool = False
+
+    @property
+    def trained(self) -> list[PlannedRun]:
+        """The runs to train, each after those that it depends on; rows that share a run have it once."""
+        if self.folders is None or self.pretrained:
+            return []
+        firsts = [run for row in self.rows if (run := self.runs[row.label]) and run.recipe and not run.weights]
+        return list({run.digest: run for first in firsts for run in (*_all_before(first), first)}.values())
+
+
+def _all_before(run: PlannedRun) -> list[PlannedRun]:
+    return [one for first in run.before for one in (*_all_before(first), first)]
+
+
+def plan_item(
+    name: str,
+    scale: str = "smoke",
+    data: Sequence[str | Path] | str | Path = (),
+    out: str | Path = "runs/reproduce",
+    overrides: Sequence[str] = (),
+    rows: Sequence[int] = (),
+    count_only: bool = False,
+    weights: Sequence[str] = (),
+    pretrained: bool = False,
+) -> list[PlannedItem]:
+    """Resolve an item, or each of its parts, before anything is trained; the arguments are those of `reproduce`."""
     if scale not in SCALES:
         raise VitfocusError(f"There is no scale {scale!r}: {nearest(scale, SCALES)}")
     item = load_item(name)
     if scale == "smoke" and data:
         others = " or ".join(f"--scale {other}" for other in SCALES if other != scale)
         raise VitfocusError(f"The smoke scale draws its own images and reads no --data: leave it out, or use {others}.")
+    if pretrained and scale != "imagenet":
+        raise VitfocusError("--pretrained measures the libraries' ImageNet-1k weights: use --scale imagenet.")
     folders = DataFolders.read([data] if isinstance(data, str | Path) else data)
-    folder = Path(out) / scale
-    items = [load_item(part) for part in item.parts] or [item]
-    picked = [(one, _picked(one, rows)) for one in items]
-    plans = []
+    picked = [(one, _picked(one, rows)) for one in ([load_item(part) for part in item.parts] or [item])]
+    planned = []
     for one, chosen in picked:
         needed = None if count_only or not trains(one) else folders
-        plans.append((one, chosen, needed, _plan(one, chosen, scale, needed, folder, overrides)))
-    _refuse_unused(overrides, [run for *_, runs in plans for run in runs.values() if run is not None])
-    outcomes = []
-    for one, chosen, needed, runs in plans:
-        outcome = ItemResult(one, scale, changed=tuple(overrides), limit=images if trains(one) else None)
-        for number, row in enumerate(chosen, 1):
-            _say(f"{one.name} at {scale} scale, row {number} of {len(chosen)}: {row.label}")
-            outcome.rows.append(_run_row(one, row, runs, outcome, needed, images))
-        if count_only and trains(one) and any(row.model for row in chosen):
-            outcome.missing.append("A dash marks what --count leaves out: nothing was trained, measured or drawn.")
-        if not count_only and is_main_process():
-            where = folder / "items" / one.name.replace("/", "-")
-            outcome.figures = draw(outcome, where, images)
-            outcome.save(where)
-        outcomes.append(outcome)
-    return outcomes
+        runs = _plan(one, chosen, scale, needed, Path(out) / scale, overrides)
+        if needed is not None:
+            runs |= given_weights(one, runs, weights, pretrained)
+        planned.append(PlannedItem(one, chosen, needed, runs, pretrained))
+    _refuse_unused(overrides, [run for one in planned for run in one.runs.values() if run is not None])
+    return planned
+
+
+def suite_options(given: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Options of suites by suite, from "SUITE.NAME=VALUE"; several values are separated by commas.
+
+    >>> suite_options(["fgsm.eps=0.5,1", "cityscapes-c.types=all"])
+    {'fgsm': {'eps': (0.5, 1.0)}, 'cityscapes-c': {'types': 'all'}}
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for text in given:
+        key, equals, value = text.partition("=")
+        suite, _, name = key.partition(".")
+        if not (equals and name) or suite not in SUITES:
+            raise VitfocusError(f"--option {text} is not SUITE.NAME=VALUE: {nearest(suite, SUITES)}")
+        known = {option.name: option for option in SUITES[suite].option_list}
+        if name not in known:
+            raise VitfocusError(f"The suite {suite} has no option {name!r}: {nearest(name, known)}")
+        option = known[name]
+        kind: Any = (lambda word: word.lower() in ("1", "true", "yes")) if option.type is bool else option.type
+        try:
+            values = tuple(kind(word) for word in value.split(",")) if option.several else kind(value)
+        except (TypeError, ValueError):
+            raise VitfocusError(f"--option {text}: {name} takes {option.help}, not {value!r}.") from None
+        found.setdefault(suite, {})[name] = values
+    return found
+
+
+def _refuse_unmeasured(options: Mapping[str, Any], planned: Sequence[PlannedItem]) -> None:
+    measures = [MEASURES[name] for one in planned for name in one.item.measures]
+    used = {suite.suite for measure in measures for suite in measure.suites.values()}
+    for suite in options:
+        if suite not in used:
+            raise VitfocusError(f"--option {suite}: {planned[0].item.name} does not measure that suite.")
+
+
+def train_planned(run: str, planned: Sequence[PlannedItem]) -> None:
+    """Train one of an item's runs by its folder's name, and those that it depends on."""
+    known = {one.folder.name: one for item in planned for one in item.trained}
+    if run not in known:
+        raise VitfocusError(f"There is no run {run!r} to train for {planned[0].item.name}: {nearest(run, known)}")
+    train_run(known[run])
 
 
 def _plan(
@@ -98,6 +203,30 @@ def _plan(
         if plain.label not in runs:
             runs[plain.label] = plan_row(item, plain, scale, None, folder, overrides)
     return runs
+
+
+def given_weights(
+    item: Item, runs: Mapping[str, PlannedRun | None], weights: Sequence[str], pretrained: bool
+) -> dict[str, PlannedRun | None]:
+    """The runs of rows that are measured with given weights, or with their library's."""
+    found: dict[str, PlannedRun | None] = {}
+    for text in weights:
+        row = next((r for n, r in enumerate(item.rows, 1) if text.startswith((f"{n}=", f"{r.label}="))), None)
+        if row is None or row.label not in runs:
+            labels = ", ".join(f"{n} ({r.label})" for n, r in enumerate(item.rows, 1) if r.label in runs)
+            raise VitfocusError(
+                f"--weights {text} names no row of {item.name}: write ROW=FILE with ROW one of {labels}."
+            )
+        run = runs[row.label]
+        if run is None or run.recipe is None:
+            raise VitfocusError(f"{row.label} of {item.name} is not measured, so it takes no weights.")
+        file = text.removeprefix(f"{row.label}=").removeprefix(f"{item.rows.index(row) + 1}=")
+        found[row.label] = with_weights(run, file)
+    if pretrained:
+        for label, run in runs.items():
+            if run is not None and run.recipe is not None and label not in found and not why_not_pretrained(run):
+                found[label] = with_weights(run, PRETRAINED)
+    return found
 
 
 def _refuse_unused(overrides: Sequence[str], runs: Sequence[PlannedRun]) -> None:
@@ -121,15 +250,9 @@ def _picked(item: Item, rows: Sequence[int]) -> list[Row]:
     return [row for number, row in enumerate(item.rows, 1) if not rows or number in rows]
 
 
-def _run_row(
-    item: Item,
-    row: Row,
-    runs: dict[str, PlannedRun | None],
-    outcome: ItemResult,
-    folders: DataFolders | None,
-    images: int | None,
-) -> RowResult:
-    """Train a row and measure it; without `folders`, only count it."""
+def _run_row(planned: PlannedItem, row: Row, outcome: ItemResult, how: Measuring) -> RowResult:
+    """Train a row and measure it; without data folders, only count it."""
+    item, runs = planned.item, planned.runs
     run = runs[row.label]
     if row.computed:
         return RowResult(row, outcome.scale, values=COMPUTED[row.computed]())
@@ -138,23 +261,26 @@ def _run_row(
         outcome.missing.append(f"{row.label} is quoted from the paper: {why}.")
         return RowResult(row, outcome.scale)
     results: dict[str, Any] = {}
-    if run.recipe is not None and folders is not None:
+    if planned.pretrained and run.recipe is not None and not run.weights:
+        outcome.missing.append(f"{row.label} was neither trained nor measured: {why_not_pretrained(run)}.")
+        how = replace(how, folders=None)
+    if run.recipe is not None and how.folders is not None and not run.weights:
         results = train_run(run)
     counts = results.get("train_images"), results.get("val_images")
     found = RowResult(row, outcome.scale, run, counts if None not in counts else None)  # type: ignore[arg-type]
-    found.trained = bool(results)
+    found.measured = bool(results) or (bool(run.weights) and how.folders is not None)
     found.fingerprint = {key: results[key] for key in _FINGERPRINT if key in results}
     for name in item.measures:
         value: Measurement | NotMeasured
         if MEASURES[name].source == "counted":
             plain = item.baseline(row)
-            value = count(name, *counted_on(item, row, run, runs.get(plain.label) if plain else None, folders))
-        elif folders is None:
+            value = count(name, *counted_on(item, row, run, runs.get(plain.label) if plain else None, how.folders))
+        elif how.folders is None:
             continue
         elif run.recipe is None:
             value = NotMeasured(f"{row.label} is only counted at the scale {run.scale}, not trained")
         else:
-            value = measure(name, run, results, folders, images)
+            value = measure(name, run, results, how)
         if isinstance(value, NotMeasured):
             if name in row.paper or (MEASURES[name].source != "counted" and run.recipe is not None):
                 outcome.missing.append(f"Not measured: {value.why}.")
@@ -177,11 +303,11 @@ def counted_on(
 
 
 def train_run(run: PlannedRun) -> dict[str, Any]:
-    """Train a run, resume it, or read its results; runs that it depends on come first."""
+    """Train a run, resume it, or read its results, after those that it depends on; another process's is waited for."""
     for first in run.before:
         train_run(first)
     assert run.recipe is not None
-    results = train(run.recipe, out=run.folder, resume="auto")
+    results = train(run.recipe, out=run.folder, resume="auto", wait=True)
     if not results.get("finished"):
         raise Stopped(str(run.folder))
     return results

@@ -5,10 +5,11 @@ Two rows with the same recipe share one run, whichever tables they are in.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,26 +18,37 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
+from torchvision.transforms.v2 import functional as F
 
 from vitfocus.anatomy import anatomy
 from vitfocus.attention.diagnosis import Diagnosis, diagnose
 from vitfocus.core.environment import default_device
 from vitfocus.core.errors import VitfocusError, nearest
+from vitfocus.core.files import digest as file_digest
 from vitfocus.core.files import write_text
 from vitfocus.core.statistics import evenly_spaced
 from vitfocus.core.tables import counted
 from vitfocus.data.classification.dataset import ArrayImages, open_images
-from vitfocus.data.image_files import standard_preprocessing
-from vitfocus.recipes.settings import SECTIONS, Recipe, changed, is_harmless
+from vitfocus.data.image_files import find_split, standard_preprocessing
+from vitfocus.data.segmentation.dataset import open_masks
+from vitfocus.recipes.settings import SECTIONS, Distill, Recipe, changed, is_harmless
 from vitfocus.report.runs import read_metrics
 from vitfocus.reproduce.items import MEASURES, SCALES, Item, ModelSetup, Row, model_setups
+from vitfocus.tasks import find_task
+from vitfocus.tasks.base import model_arguments
 from vitfocus.train.recipe import apply_overrides, load_recipe
-from vitfocus.treatments.save_load import load
+from vitfocus.treatments.origin import split_library
+from vitfocus.treatments.save_load import create_model, load, remember_task
+from vitfocus.treatments.spec import split_spec
+from vitfocus.treatments.weights import load_weights, treatment_differences
 
 CORRUPTION = "gaussian_noise/3"
-#: Number of images that a diagnosis reads, by scale.
-DIAGNOSED = {"smoke": 64, "cifar100": 256, "imagenet": 256}
+#: Number of images that a diagnosis reads unless --images says it; at ImageNet scale all, as in the papers.
+DIAGNOSED = {"smoke": 64, "cifar100": 256, "imagenet": None}
+PRETRAINED = "pretrained"
 
+#: Classes of each data source, for recipes that do not say.
+CLASSES = {"shapes": 10, "folder": 1000, "cifar100": 100, "ade20k": 150, "cityscapes": 19, "coco": 80, "vqav2": 3129}
 #: Data sets by a recipe's source: their usual name, and the folder's name below --data.
 DATA_SETS = {
     "shapes": ("Shapes", ""),
@@ -99,7 +111,10 @@ class DataFolders:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A row at a scale, ready to be trained; `recipe` is None if the model is only counted."""
+    """A row at a scale, ready to be trained; `recipe` is None if the model is only counted.
+
+    With `weights` it is not trained but measured with these: a file, a saved folder, or "pretrained", the library's.
+    """
 
     row: Row
     scale: str
@@ -108,6 +123,7 @@ class PlannedRun:
     folder: Path
     digest: str
     before: tuple[PlannedRun, ...] = ()  # trained first: a teacher, or the model whose weights it starts from
+    weights: str = ""
 
     @property
     def spec(self) -> str:
@@ -188,17 +204,77 @@ def _plan(
     if "start" in before:
         model = replace(recipe.model, weights=str(before["start"].folder / "model"))
         recipe = replace(recipe, model=model)
-    slug = re.sub(r"[^a-z0-9]+", "-", with_treatment(row.model, row.treat).lower()).strip("-")
-    run_name = f"{slug}-{digest[:10]}"
+    run_name = _run_name(row, digest)
     about = f"{with_treatment(row.model, row.treat)} at {scale} scale, as in {item.paper}."
     recipe = replace(recipe, name=run_name, about=about)
     return PlannedRun(row, scale, setup, recipe, out / run_name, digest, tuple(before.values()))
+
+
+def _run_name(row: Row, digest: str) -> str:
+    slug = re.sub(r"[^a-z0-9]+", "-", with_treatment(row.model, row.treat).lower()).strip("-")
+    return f"{slug}-{digest[:10]}"
 
 
 def _plan_before(
     item: Item, row: Row, scale: str, folders: DataFolders | None, out: Path, overrides: Sequence[str]
 ) -> PlannedRun:
     return _plan(item, row, setup_of(item, row.model, scale), scale, folders, out, overrides)
+
+
+def with_weights(run: PlannedRun, weights: str) -> PlannedRun:
+    """The row measured with given weights instead of being trained."""
+    assert run.recipe is not None
+    content = weights
+    if weights != PRETRAINED:
+        path = Path(weights).expanduser()
+        if (path / "model" / "config.json").is_file():  # a run's folder
+            path = path / "model"
+        file = path / "model.safetensors" if path.is_dir() else path
+        if not file.is_file():
+            raise VitfocusError(f"There are no weights {weights}: give a file, or a folder that vitfocus.save wrote.")
+        weights, content = str(path), file_digest(file)
+    model = replace(run.recipe.model, weights="", pretrained=weights == PRETRAINED)
+    recipe = replace(run.recipe, model=model, distill=Distill())
+    digest = recipe_digest(recipe, f"weights {content}")
+    recipe = replace(recipe, name=_run_name(run.row, digest), about=f"{run.row.label} with the weights {weights}.")
+    folder = run.folder.parent / recipe.name
+    return dataclasses.replace(run, recipe=recipe, folder=folder, digest=digest, before=(), weights=weights)
+
+
+def why_not_pretrained(run: PlannedRun) -> str:
+    """Why a row cannot be measured with its library's weights; "" where it can."""
+    library, name = split_library(split_spec(run.spec)[0])
+    if run.row.treat:
+        return f"nobody publishes weights of {run.spec} in a library: give them with --weights"
+    if run.recipe is None or run.recipe.task != "classify" or library != "timm":
+        return f"no library has trained weights of {run.spec} for this task: give them with --weights"
+    import timm
+
+    import vitfocus.models  # noqa: F401  registers FAN, RVT, PVT and LocalViT
+
+    return "" if timm.is_model_pretrained(name) else f"timm has no weights of {name}: give them with --weights"
+
+
+def _given_model(run: PlannedRun) -> nn.Module:
+    """The model of a row that is measured with given weights."""
+    assert run.recipe is not None
+    if Path(run.weights).is_dir():
+        model = load(run.weights)
+        if differences := treatment_differences(model, [run.row.treat] if run.row.treat else []):
+            raise VitfocusError(f"{run.weights} is not the model of {run.row.label!r}: {'; '.join(differences)}.")
+        return model
+    if run.recipe.task == "classify":
+        arguments = model_arguments(run.recipe, CLASSES[run.recipe.data.source])
+        model = create_model(run.spec, run.weights == PRETRAINED, **arguments)
+        remember_task(model, {"task": "classify"})
+    else:
+        task = find_task(run.recipe.task)(run.recipe)
+        task.open_data()
+        model = task.build_model()
+        remember_task(model, task.card())
+    if run.weights != PRETRAINED:
+        load_weights(model, run.weights)
+    return model.eval()
 
 
 def recipe_digest(recipe: Recipe, *before: str) -> str:
@@ -229,7 +305,8 @@ def describe_data(run: PlannedRun, images: tuple[int, int] | None = None) -> str
     if images:
         parts.append(f"{images[0]:,} + {images[1]:,} images")
     steps = getattr(schedule, "steps", 0)
-    parts.append(f"{steps:,} steps" if steps else counted(schedule.epochs, "epoch", "g"))
+    trained = f"{steps:,} steps" if steps else counted(schedule.epochs, "epoch", "g")
+    parts.append(f"not trained here, weights {Path(run.weights).name}" if run.weights else trained)
     return f"{run.scale}: {', '.join(parts)}"
 
 
@@ -240,58 +317,59 @@ def training_metrics(run: PlannedRun) -> list[dict[str, Any]]:
 
 def diagnosis_of(run: PlannedRun, limit: int | None = None) -> Diagnosis:
     """The diagnosis of a run's model on validation images, clean and under noise; saved in the run's folder."""
-    count = min(DIAGNOSED[run.scale], limit or DIAGNOSED[run.scale])
-    folder = run.folder / f"diagnosis-{count}"
+    count = limit or DIAGNOSED[run.scale]
+    folder = run.folder / f"diagnosis-{count or 'all'}"
     if (folder / "diagnosis.json").is_file():
         return Diagnosis.load(folder)
     model = model_of(run)
     trunk = [block.depth for block in anatomy(model).trunk]  # without class attention, as in FAN's last layers
-    images = validation_images(run, count)
-    found = diagnose(model, images, CORRUPTION, layers=trunk, batch_size=32, name=run.row.label)
+    images = validation_batches(run, count)
+    found = diagnose(model, images, CORRUPTION, layers=trunk, name=run.row.label)
     write_text(folder / "diagnosis.json", found.to_json())
     return found
 
 
 def model_of(run: PlannedRun) -> nn.Module:
-    """The trained model, on a GPU if there is one."""
-    return load(run.folder / "model").to(default_device())
+    """The trained model, or the row with the weights it was given, on a GPU if there is one."""
+    return (_given_model(run) if run.weights else load(run.folder / "model")).to(default_device())
 
 
 def validation_images(run: PlannedRun, count: int) -> Tensor:
     """Evenly spaced validation images of the run's data, uint8 (count, 3, size, size)."""
+    return torch.cat(list(validation_batches(run, count)))
+
+
+def validation_batches(run: PlannedRun, count: int | None, size: int = 32) -> Iterator[Tensor]:
+    """Evenly spaced validation images, or all, in batches: uint8 (B, 3, size, size)."""
     assert run.recipe is not None
     data = run.recipe.data
-    if run.recipe.task == "segment":
-        return _segmentation_images(data, count)
-    images = open_images(data, "val")
-    pick = list(evenly_spaced(len(images), count))
-    if isinstance(images, ArrayImages):
-        return images.pixels[pick]
+    images: Any = open_masks(data, "val") if run.recipe.task == "segment" else open_images(data, "val")
     preprocessing = standard_preprocessing((data.size, data.size), data.crop, data.interpolation)
-    return torch.stack([preprocessing.apply(images.read(index)[0]) for index in pick])
+    pick = list(evenly_spaced(len(images), count))
+    for start in range(0, len(pick), size):
+        some = pick[start : start + size]
+        if isinstance(images, ArrayImages):
+            yield images.pixels[some]
+        elif run.recipe.task == "segment":
+            yield torch.stack([centre_of(images.read(index)[0], data.size) for index in some])
+        else:
+            yield torch.stack([preprocessing.apply(images.read(index)[0]) for index in some])
 
 
-def _segmentation_images(data: Any, count: int) -> Tensor:
-    """Images of a segmentation set, centre-cropped to the training size."""
-    from torchvision.transforms.v2 import functional as F
-
-    from vitfocus.data.segmentation.dataset import open_masks
-
-    masks = open_masks(data, "val")
-    pictures = []
-    for index in evenly_spaced(len(masks), count):
-        picture = F.pil_to_tensor(masks.read(index)[0])
-        short = min(picture.shape[-2:])
-        if short < data.size:
-            picture = F.resize(picture, [data.size], antialias=True)
-        pictures.append(F.center_crop(picture, [data.size, data.size]))
-    return torch.stack(pictures)
+def centre_of(picture: Any, size: int) -> Tensor:
+    """The centre of a street scene or room, uint8 (3, size, size); a small picture is enlarged first."""
+    pixels = F.pil_to_tensor(picture)
+    if min(pixels.shape[-2:]) < size:
+        pixels = F.resize(pixels, [size], antialias=True)
+    return F.center_crop(pixels, [size, size])
 
 
 def validation_data(run: PlannedRun) -> Any:
     """The run's validation data as `evaluate` takes them."""
     assert run.recipe is not None
     data = run.recipe.data
+    if data.source == "folder":
+        return find_split(Path(data.root), "val", data.val_split)
     if data.source not in ("shapes", "cifar100"):
         return data.root
     if run.recipe.task != "classify":

@@ -43,6 +43,7 @@ def train(
     resume: str | Path | None = None,
     overrides: Sequence[str] = (),
     before_step: Callable[[int], None] | None = None,
+    wait: bool = False,
 ) -> dict[str, Any]:
     """Train a model by a recipe.
 
@@ -54,6 +55,7 @@ def train(
             where there is none), or the path of a checkpoint.
         overrides: changes of a recipe given by name or file, such as "batch=64".
         before_step: called before each step with its number. It may wait; its time is not counted as the run's.
+        wait: wait while another process uses the folder, instead of refusing it.
 
     Returns:
         What is also written to results.json: scores, time, data, versions. "finished" is False where SIGTERM or Ctrl-C
@@ -78,7 +80,7 @@ def train(
     folder = Path(out) if out else Path("runs") / recipe.name
     accelerator = _accelerator(recipe)
     processes = Processes(accelerator.process_index, accelerator.num_processes, accelerator.device)
-    with processes.lock(folder):
+    with processes.lock(folder, wait):
         return _train(recipe, folder, resume, before_step, accelerator)
 
 

@@ -1,0 +1,176 @@
+"""An item as independent commands: listed with their dependencies (`--plan`), or handed to a cluster (`--submit`).
+
+A job trains one run, or measures one row; the last prints the whole table. Commands can be repeated: what is finished
+is not done again, and two processes that want the same run do not train it twice.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vitfocus.core.errors import VitfocusError, reason
+from vitfocus.core.tables import Table
+
+CLUSTERS = ("slurm", "local")
+#: How often a command that was killed is started again in the same job.
+_RESTARTS = 3
+
+
+@dataclass(frozen=True)
+class Job:
+    """One command; `after` names the jobs that must be finished before it. A `done` one has nothing left to do."""
+
+    name: str
+    arguments: tuple[str, ...]
+    after: tuple[str, ...] = ()
+    done: bool = False
+
+    @property
+    def command(self) -> str:
+        """The command as a shell takes it."""
+        return shlex.join(["vitfocus", *self.arguments])
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data."""
+        return {"name": self.name, "command": self.command, "after": list(self.after), "done": self.done}
+
+
+def plan_jobs(name: str, scale: str, arguments: Sequence[str], **options: Any) -> list[Job]:
+    """The jobs of an item, each after those that it depends on.
+
+    Args:
+        name: The item.
+        scale: The scale.
+        arguments: The command line of every job after the item's name: the scale, data, folder and changed values.
+        **options: What `reproduce` takes: data, out, overrides, rows, weights, pretrained.
+    """
+    from vitfocus.reproduce.run import plan_item  # a job imports this module, and needs no torch
+
+    words = ("reproduce", name, *arguments)
+    planned = plan_item(name, scale, **options)
+    jobs: dict[str, Job] = {}
+    for run in [run for one in planned for run in one.trained]:
+        done = (run.folder / "results.json").is_file() and (run.folder / "model" / "config.json").is_file()
+        after = tuple(first.folder.name for first in run.before)
+        jobs[run.folder.name] = Job(run.folder.name, (*words, "--train", run.folder.name), after, done)
+    rows = []
+    for one in planned:
+        for number, row in enumerate(one.item.rows, 1):
+            measured = one.runs.get(row.label)
+            if row not in one.rows or measured is None or measured.recipe is None or one.folders is None:
+                continue
+            part = words if one.item.name == name else (words[0], one.item.name, *words[2:])
+            after = (measured.folder.name,) if measured.folder.name in jobs else ()
+            rows.append(Job(f"{one.item.name} row {number}", (*part, "--rows", str(number)), after))
+    picked = options.get("rows") or ()
+    last = (*words, "--rows", ",".join(map(str, picked))) if picked else words
+    return [*jobs.values(), *rows, Job(f"{name} table", last, tuple(job.name for job in rows))]
+
+
+def job_table(jobs: Sequence[Job]) -> Table:
+    """The jobs, numbered, with the numbers of those that they wait for."""
+    numbers = {job.name: str(number) for number, job in enumerate(jobs, 1)}
+    lines = [
+        [numbers[job.name], " ".join(numbers[name] for name in job.after), "done" if job.done else "", job.command]
+        for job in jobs
+    ]
+    return Table("", ["job", "after", "state", "command"], lines)
+
+
+class Command:
+    """What a job runs: a command in a process of its own, which writes a checkpoint when it gets SIGTERM.
+
+    When the job is pre-empted or its time is up, submitit calls `checkpoint` and queues the job again. A command that
+    was killed is started again, and resumes.
+    """
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self.words = list(words)
+        self.pid = 0
+
+    def __call__(self) -> None:
+        """Run to the end."""
+        code = self._run()
+        for _ in range(_RESTARTS):
+            if code >= 0:
+                break
+            print(f"{shlex.join(self.words)} was killed by signal {-code}; it is started again.", file=sys.stderr)
+            code = self._run()
+        if code:
+            raise VitfocusError(f"{shlex.join(self.words)} ended with {code}.")
+
+    def _run(self) -> int:
+        process = subprocess.Popen(self.words, start_new_session=True)  # the job's signals are for the job alone
+        self.pid = process.pid
+        while (code := process.poll()) is None:
+            time.sleep(0.2)
+        return code
+
+    def checkpoint(self) -> Any:
+        """Stop the command, which saves what it has done, and say how the job goes on."""
+        from submitit.helpers import DelayedSubmission
+
+        with suppress(ProcessLookupError, ChildProcessError):
+            os.kill(self.pid, signal.SIGTERM)
+            os.waitpid(self.pid, 0)
+        return DelayedSubmission(Command(self.words))
+
+
+def submit(jobs: Sequence[Job], folder: Path, cluster: str = "slurm", options: Mapping[str, Any] | None = None) -> Any:
+    """Hand the jobs that are not done to a cluster.
+
+    Args:
+        jobs: In an order in which each comes after those that it waits for.
+        folder: Where submitit keeps its files and the jobs' output.
+        cluster: "slurm", or "local": one after the other on this machine, until all are done.
+        options: submitit's parameters, such as {"gpus_per_node": 8, "timeout_min": 1440, "slurm_partition": "gpu"}.
+
+    Returns:
+        The submitted jobs of submitit by the jobs' names.
+    """
+    try:
+        import submitit
+    except ImportError:
+        raise VitfocusError("--submit needs submitit: pip install 'vitfocus[slurm]'.") from None
+    given = dict(options or {})
+    gpus = int(given.get("gpus_per_node", 0))
+    if int(given.get("nodes", 1)) > 1:
+        raise VitfocusError("--submit uses one node per job: start larger ones from --plan, with srun and torchrun.")
+    folder.mkdir(parents=True, exist_ok=True)
+    submitted: dict[str, Any] = {}
+    try:
+        executor = submitit.AutoExecutor(folder, cluster=cluster, slurm_max_num_timeout=1000)
+        if cluster == "local":
+            given = {"timeout_min": 7 * 24 * 60, **given}
+        for job in jobs:
+            if job.done:
+                continue
+            ids = [submitted[name].job_id for name in job.after if name in submitted]
+            more = dict(given.get("slurm_additional_parameters", {})) | {"requeue": True}
+            more |= {"dependency": "afterok:" + ":".join(ids)} if ids else {}
+            executor.update_parameters(**{**given, "name": "vitfocus", "slurm_additional_parameters": more})
+            table = job is jobs[-1]
+            submitted[job.name] = executor.submit(Command(launched(job.arguments, 1 if table else gpus)))
+            if cluster == "local":
+                submitted[job.name].result()
+    except (RuntimeError, NameError, ValueError, TypeError) as error:
+        raise VitfocusError(f"The jobs cannot be submitted: {reason(error)}.") from None
+    return submitted
+
+
+def launched(arguments: Sequence[str], gpus: int) -> list[str]:
+    """The command with this Python, started by torchrun on several GPUs."""
+    if gpus < 2:
+        return [sys.executable, "-m", "vitfocus", *arguments]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
+    return [sys.executable, *torchrun, "-m", "vitfocus", *arguments]
