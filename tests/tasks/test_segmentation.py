@@ -19,9 +19,11 @@ from vitfocus.cli.evaluate import add_arguments, run
 from vitfocus.core.errors import VitfocusError
 from vitfocus.data.loader import Broken
 from vitfocus.data.segmentation.batches import TrainingCrops
-from vitfocus.data.segmentation.dataset import open_masks
+from vitfocus.data.segmentation.dataset import CITYSCAPES_IDS, open_masks
 from vitfocus.data.shapes.layouts import write_layout
 from vitfocus.recipes.settings import Data
+from vitfocus.robustness.pixel_model import PixelModel
+from vitfocus.robustness.suites.segmentation import severities_by_type
 from vitfocus.tasks.base import start_from
 from vitfocus.tasks.segmentation.evaluation import InferenceSettings, class_counts, predict, scores_of, slide
 from vitfocus.train import Recipe, load_recipe
@@ -313,6 +315,78 @@ def test_weather_and_stored_corruptions_are_scored_apart_and_together(tmp_path: 
     assert again.images == 1
     noise = vf.evaluate(model, "segmentation-noise", city, window=32, stride=16, progress=False)
     assert len(noise["shot"]["repeats"]) == 5 and noise.fingerprint["protocol"]["test"]["window"] == 32
+
+
+class ByBrightness(nn.Module):
+    """Class 1 where a picture is bright, and class 3 where it is dark."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        scores = torch.full((len(images), 19, *images.shape[-2:]), -9.0)
+        scores[:, 1], scores[:, 3] = images.mean(1), -images.mean(1)
+        return scores
+
+
+def test_the_papers_cityscapes_c(tmp_path: Path) -> None:
+    """A folder of the released layout, 16 types with the noises at 1 to 3, read beside its clean pictures."""
+    root, draw = tmp_path / "city", np.random.default_rng(0)
+    noises = ("gaussian_noise", "shot_noise", "speckle_noise", "impulse_noise")
+    others = ("gaussian_blur", "motion_blur", "glass_blur", "defocus_blur", "contrast", "jpeg_compression", "saturate")
+    others += ("brightness", "snow", "fog", "frost", "spatter")
+    cells = [(name, severity) for name in noises for severity in (1, 2, 3)]
+    cells += [(name, severity) for name in others for severity in (1, 2, 3, 4, 5)]
+    for town in ("aachen", "bochum"):
+        file = f"{town}/{town}_000000_000019"
+        write_pair(root / f"clean/{file}_leftImg8bit.png", root / f"gtFine/val/{file}_gtFine_labelTrainIds.png", 3)
+        for name, severity in cells:
+            copy = root / name / str(severity) / f"{file}_leftImg8bit.png"
+            copy.parent.mkdir(parents=True)
+            Image.fromarray(draw.integers(0, 256, (32, 48, 3), dtype=np.uint8)).save(copy)
+    model = ByBrightness()
+    scores = vf.evaluate(model, "cityscapes-c", root, progress=False)
+    assert set(scores["cells"]) == {"clean", *noises, *others} and len(scores["cells"]) == 17
+    assert all(len(scores[name]["severities"]) == 3 for name in noises)
+    by_hand = [np.mean(list(scores[name]["severities"].values())) for name in (*noises, *others)]
+    assert scores["miou_corrupted"] == pytest.approx(np.mean(by_hand)) and np.std(by_hand) > 0
+    assert any("the paper's, 16 types" in note for note in scores.notes)
+    assert any("read from files" in note for note in scores.notes)
+    with pytest.raises(VitfocusError, match="no pictures of gaussian_noise at severity 4"):
+        vf.evaluate(model, "cityscapes-c", root, types="all", progress=False)
+    chosen = vf.evaluate(model, "cityscapes-c", root, corruptions=["snow/2-3", "fog/5"], progress=False)
+    assert {name: list(chosen[name]["severities"]) for name in ("snow", "fog")} == {"snow": ["2", "3"], "fog": ["5"]}
+    segmenter = small(classes=11)
+    drawn = vf.evaluate(segmenter, "cityscapes-c", "shapes", types="all", severities=[1], limit=2, progress=False)
+    assert len(drawn["cells"]) == 20
+    whole = severities_by_type("all")
+    assert len(whole) == 19 and set(map(len, whole.values())) == {5}
+
+
+def test_predictions_for_the_servers(tmp_path: Path) -> None:
+    """Cityscapes takes its own class numbers, ACDC those of training; the masks of their test splits are withheld."""
+    folders = {"city": "leftImg8bit/test/berlin", "acdc": "rgb_anon_trainvaltest/rgb_anon/{}/test/GOPR01"}
+    for name, folder in folders.items():
+        for condition in ("fog", "night", "rain", "snow"):
+            place = tmp_path / name / folder.format(condition)
+            place.mkdir(parents=True, exist_ok=True)
+            file = f"berlin_{condition}_leftImg8bit.png" if name == "city" else f"GOPR01_{condition}_rgb_anon.png"
+            Image.effect_noise((48, 32), 60).convert("RGB").save(place / file)
+    model = small(classes=19)
+    for suite, name in (("segmentation", "city"), ("acdc", "acdc")):
+        given: dict[str, Any] = {"split": "test", "progress": False}
+        with pytest.raises(VitfocusError, match="withheld, so there is nothing to score: name a folder with --subm"):
+            vf.evaluate(model, suite, tmp_path / name, **given)
+        scores = vf.evaluate(model, suite, tmp_path / name, submission=str(tmp_path / "sent" / name), **given)
+        assert "miou" not in next(iter(scores.models.values()))
+        sent = {file.name: np.asarray(Image.open(file)) for file in (tmp_path / "sent" / name).iterdir()}
+        assert len(sent) == 4
+        for file in (tmp_path / name).rglob("*.png"):
+            pixels = torch.from_numpy(np.asarray(Image.open(file)).copy()).permute(2, 0, 1)[None]
+            with torch.no_grad():
+                expected = predict(PixelModel("m", model), pixels, InferenceSettings())[0].argmax(0).numpy()
+            if name == "city":
+                expected = np.array(CITYSCAPES_IDS)[expected]
+            assert sent[file.name].dtype == np.uint8 and np.array_equal(sent[file.name], expected)
+    with pytest.raises(VitfocusError, match="--submission is for Cityscapes and ACDC"):
+        vf.evaluate(small(classes=11), "segmentation", "shapes", limit=1, submission="no", progress=False)
 
 
 def test_training_crops_move_picture_and_mask_alike(tmp_path: Path) -> None:

@@ -298,7 +298,9 @@ MEASURES: dict[str, Measure] = {
             "smoke": Suite("cityscapes-c", ("miou_corrupted",), limit=20),
         },
     ),
-    "acdc": Measure("mIoU on ACDC", "suite", suites=_published("acdc", "miou")),
+    "acdc": Measure(
+        "mIoU on ACDC test", "suite", suites={"imagenet": Suite("acdc", ("miou",), "acdc", title="mIoU on ACDC val")}
+    ),
     "imagenet_a": Measure("ImageNet-A", "suite", suites=_published("imagenet-a")),
     "imagenet_r": Measure("ImageNet-R", "suite", suites=_published("imagenet-r")),
     "imagenet_v2": Measure(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, Protocol
@@ -55,7 +55,7 @@ ashcan;fan;pier;crt screen;plate;monitor;bulletin board;shower;radiator;glass;cl
 )
 CONDITIONS = ("fog", "night", "rain", "snow")  # of ACDC
 
-Pair = tuple[Path, Path]
+Pair = tuple[Path, Path | None]  # an image and its mask, which may be withheld
 Table = npt.NDArray[np.uint8]  # (256,): the class that each stored value means
 
 
@@ -77,22 +77,37 @@ def ade20k(root: Path, split: str, given: str) -> Layout:
 
 
 def cityscapes(root: Path, split: str, given: str) -> Layout:
-    """Images in leftImg8bit, masks in gtFine: labelTrainIds if there are any, otherwise labelIds."""
+    """Images in leftImg8bit, masks in gtFine: labelTrainIds if there are any, otherwise labelIds; those of test: none.
+
+    The images may be in "clean" instead, beside folders of corrupted copies.
+    """
     name = given or split
     images, masks = root / "leftImg8bit" / name, root / "gtFine" / name
-    if not images.is_dir() and any(root.glob("*_leftImg8bit.png")):
+    if not images.is_dir() and (root / "clean").is_dir():
+        images = root / "clean"
+    elif not images.is_dir() and any(root.glob("*_leftImg8bit.png")):
         images = masks = root
+    if name == "test":
+        return _withheld(root, images, "_leftImg8bit.png", "Cityscapes")
     _need(root, "Cityscapes", images, masks)
     return _street(images, masks, "_leftImg8bit.png", "_gtFine", "Cityscapes")
 
 
 def acdc(root: Path, split: str, given: str, condition: str = "") -> Layout:
-    """ACDC, with the classes of Cityscapes: rgb_anon/CONDITION/SPLIT and gt/CONDITION/SPLIT."""
+    """ACDC, with the classes of Cityscapes: rgb_anon/CONDITION/SPLIT and gt/CONDITION/SPLIT; test has no masks.
+
+    The folders of the published archives, rgb_anon_trainvaltest and gt_trainval, may be above them.
+    """
     name, pairs = given or split, []
+    above = {kind: root / archive for kind, archive in (("rgb_anon", "rgb_anon_trainvaltest"), ("gt", "gt_trainval"))}
+    pictures, truth = (place / kind if place.is_dir() else root / kind for kind, place in above.items())
     for one in (condition,) if condition else CONDITIONS:
-        images, masks = root / "rgb_anon" / one / name, root / "gt" / one / name
-        _need(root, "ACDC", images, masks)
-        layout = _street(images, masks, "_rgb_anon.png", "_gt", "ACDC")
+        images, masks = pictures / one / name, truth / one / name
+        if name == "test":
+            layout = _withheld(root, images, "_rgb_anon.png", "ACDC")
+        else:
+            _need(root, "ACDC", images, masks)
+            layout = _street(images, masks, "_rgb_anon.png", "_gt", "ACDC")
         pairs += layout.pairs
     return Layout(pairs, layout.classes, layout.table)
 
@@ -128,11 +143,23 @@ LAYOUTS: dict[str, Callable[[Path, str, str], Layout]] = {
 }
 
 
+def _withheld(root: Path, images: Path, ending: str, what: str) -> Layout:
+    """Images whose masks only a server has."""
+    _need(root, what, images)
+    files = sorted(images.rglob(f"*{ending}"))
+    if not files:
+        raise VitfocusError(f"{images} has no file *{ending}, which is how {what} names its images.")
+    return Layout([(file, None) for file in files], CITYSCAPES, _train_ids())
+
+
 def _street(images: Path, folder: Path, ending: str, mark: str, what: str) -> Layout:
     files = sorted(images.rglob(f"*{ending}"))
     if not files:
         raise VitfocusError(f"{images} has no file *{ending}, which is how {what} names its images.")
     places = {file: folder / file.parent.relative_to(images) / file.name.removesuffix(ending) for file in files}
+    if images.name == "clean" and images.parent in folder.parents:  # whose copies may leave out the folders of cities
+        city = {file: folder / file.name.partition("_")[0] / file.name.removesuffix(ending) for file in files}
+        places = {file: city[file] if city[file].parent.is_dir() else place for file, place in places.items()}
     for suffix, table in ((f"{mark}_labelTrainIds.png", _train_ids()), (f"{mark}_labelIds.png", _own_ids())):
         found = {file: place.with_name(place.name + suffix) for file, place in places.items()}
         if any(mask.is_file() for mask in found.values()):
@@ -203,7 +230,8 @@ def _is_image(path: Path) -> bool:
 
 
 def _present(pairs: Iterable[tuple[Path, Path | None]]) -> list[Pair]:
-    whole, lone = [], []
+    whole: list[Pair] = []
+    lone = []
     for image, mask in pairs:
         if mask is not None and mask.is_file():
             whole.append((image, mask))
@@ -287,9 +315,9 @@ def open_masks(data: Data, split: str) -> SegmentationDataset:
 
 def guess_source(root: Path) -> str | None:
     """The layout of a folder, if its file names tell."""
-    if (root / "leftImg8bit").is_dir() or any(root.glob("*_leftImg8bit.png")):
+    if any((root / name).is_dir() for name in ("leftImg8bit", "gtFine")) or any(root.glob("*_leftImg8bit.png")):
         return "cityscapes"
-    if (root / "rgb_anon").is_dir():
+    if any((root / name).is_dir() for name in ("rgb_anon", "rgb_anon_trainvaltest")):
         return "acdc"
     if (root / "trainannot").is_dir() or (root / "valannot").is_dir():
         return "camvid"
@@ -305,9 +333,17 @@ class MaskFiles:
     def __len__(self) -> int:
         return len(self.pairs)
 
+    @property
+    def withheld(self) -> bool:
+        """Whether only a benchmark's server has the masks; they then read as ignored everywhere."""
+        return any(mask is None for _, mask in self.pairs)
+
     def read(self, index: int) -> tuple[Image.Image, Mask]:
         """Decode an image and its mask."""
         file, mask = self.pairs[index]
+        if mask is None:
+            with Image.open(file) as image:
+                return rgb_picture(image), np.full((image.height, image.width), IGNORE, np.uint8)
         with Image.open(file) as image, Image.open(mask) as stored:
             if stored.mode not in ("L", "P", "1"):
                 raise VitfocusError(f"{mask} has the mode {stored.mode}; a mask has one 8-bit number per pixel")
@@ -325,7 +361,7 @@ class MaskFiles:
         """SHA-256 of the files' names and sizes; their contents are not read."""
         listing = hashlib.sha256(self.table.tobytes())
         for pair in self.pairs:
-            for file in pair:
+            for file in filter(None, pair):
                 line = f"{file.relative_to(self.root)} {file.stat().st_size}\n"
                 listing.update(line.encode(errors="surrogateescape"))
         return listing.hexdigest()
@@ -362,3 +398,52 @@ class ShapesMasks:
         digest = hashlib.sha256(np.ascontiguousarray(self.pixels).data)
         digest.update(np.ascontiguousarray(self.masks).data)
         return digest.hexdigest()
+
+
+def stored_corruptions(
+    folder: str | Path, clean: SegmentationDataset | None, names: Sequence[str]
+) -> dict[tuple[str, int], MaskFiles]:
+    """Sets of pictures by (corruption, severity), each with the masks of the clean pictures of the same names.
+
+    Both "gaussian_noise/3/..." and "gaussian_noise_3/..." are understood, wherever they stand in a path.
+    """
+    root = Path(folder).expanduser()
+    if not root.is_dir():
+        raise VitfocusError(f"There is no folder {root} of corrupted pictures.")
+    if not isinstance(clean, MaskFiles):
+        raise VitfocusError("Stored corruptions need the folder of the clean pictures, whose masks they share.")
+    masks = {picture.stem: mask for picture, mask in clean.pairs}
+    found: dict[tuple[str, int], list[Pair]] = {}
+    for picture in sorted(root.rglob("*")):
+        if picture.stem in masks and (found_in := _corruption_in(picture.relative_to(root).parts[:-1], names)):
+            found.setdefault(found_in, []).append((picture, masks[picture.stem]))
+    if not found:
+        raise VitfocusError(
+            f"{root} holds no corrupted copies of the clean pictures: expected paths such as "
+            f"gaussian_noise/3/.../{clean.pairs[0][0].name}."
+        )
+    for (name, severity), pairs in found.items():
+        if len(pairs) != len(masks):
+            raise VitfocusError(f"{root} has {len(pairs)} pictures of {name} at severity {severity}, not {len(masks)}.")
+    return {
+        key: MaskFiles(Path(root.anchor), Layout(_in_order(clean, pairs), clean.classes, clean.table))
+        for key, pairs in found.items()
+    }
+
+
+def _in_order(clean: MaskFiles, pairs: list[Pair]) -> list[Pair]:
+    by_stem = {picture.stem: (picture, mask) for picture, mask in pairs}
+    return [by_stem[picture.stem] for picture, _ in clean.pairs]
+
+
+def _corruption_in(parts: tuple[str, ...], names: Sequence[str]) -> tuple[str, int] | None:
+    for place, part in enumerate(parts):
+        for name in names:
+            if not part.startswith(name):
+                continue
+            rest = part.removeprefix(name).lstrip("_-")
+            around = [rest] if rest else [*parts[place + 1 :], *parts[:place]]
+            numbers = [text.removeprefix("severity").lstrip("_-") for text in around]
+            if found := [int(number) for number in numbers if number in ("1", "2", "3", "4", "5")]:
+                return name, found[0]
+    return None

@@ -200,9 +200,9 @@ SUITES: dict[str, Suite] = {
         ),
         Suite(
             "cityscapes-c",
-            "mIoU under 19 corruptions at 5 severities, on images of any size; generated, or stored files",
+            "mIoU under the paper's 16 corruptions, or 19, on images of any size; generated, or stored files",
             "Cityscapes, or any images with masks",
-            "mIoU on clean images, per corruption (mean over severities), and over all 19",
+            "mIoU on clean images, per corruption (mean over its severities), and the mean over corruptions",
             "segmentation:corruptions",
             CityscapesCOptions,
             task="segment",

@@ -169,9 +169,10 @@ class MaskOptions(NoOptions):
 
 @dataclass(frozen=True)
 class ACDCOptions(MaskOptions):
-    """ACDC; predictions can be drawn."""
+    """ACDC; predictions can be drawn, or written as the benchmark's server takes them."""
 
     pictures: str | None = _option("folder for images of the predictions")
+    submission: str | None = _option("folder for predictions as the servers of Cityscapes and ACDC take them")
 
 
 @dataclass(frozen=True)
@@ -197,7 +198,8 @@ class SegmentationNoiseOptions(LayoutOptions):
 class CityscapesCOptions(LayoutOptions):
     """Segmentation under the common corruptions."""
 
-    corruptions: tuple[str, ...] | None = _option("only these corruptions")
+    types: str = _option("paper (default): 16 types, the noises at severities 1 to 3; all: 19 at 1 to 5", "paper")
+    corruptions: tuple[str, ...] | None = _option("only these corruptions; snow/2-4 also says at which severities")
     severities: tuple[int, ...] | None = _option("only these severities (1 to 5)")
     frost: str | None = _option("folder of the published frost overlays")
     corrupted_data: str | None = _option("folder of stored corrupted images (default: generated)")

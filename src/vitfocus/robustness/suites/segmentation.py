@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,8 +18,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from vitfocus.anatomy import unwrap
 from vitfocus.anatomy.registry import family_of
+from vitfocus.core.arguments import several
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.statistics import evenly_spaced, repeat_interval
+from vitfocus.core.tables import counted
 from vitfocus.corruptions import corrupt, fingerprint
 from vitfocus.corruptions.constants import Setting
 from vitfocus.corruptions.draws import Draws, as_ids
@@ -30,12 +31,11 @@ from vitfocus.data.segmentation.batches import WholeImages
 from vitfocus.data.segmentation.dataset import (
     CONDITIONS,
     LAYOUTS,
-    Layout,
     MaskFiles,
-    Pair,
     SegmentationDataset,
     guess_source,
     open_masks,
+    stored_corruptions,
 )
 from vitfocus.data.segmentation.dataset import acdc as acdc_layout
 from vitfocus.data.shapes.dataset import shapes_named
@@ -54,6 +54,7 @@ from vitfocus.tasks.segmentation.evaluation import (
     predict,
     scores_of,
     write_pictures,
+    write_submission,
 )
 from vitfocus.treatments.save_load import task_of
 
@@ -62,22 +63,32 @@ Collected = Mapping[str, Columns]  # one model's outcomes by condition
 
 @dataclass(frozen=True)
 class MaskedPictures:
-    """A source of pictures with masks: class names, the layout, pictures' names by position, the set itself."""
+    """A source of pictures with masks: class names, the layout, the set itself, names and files by position."""
 
     source: Source
     classes: tuple[str, ...] = ()
     layout: str = ""
     names: tuple[str, ...] = ()
     masks: SegmentationDataset | None = None
+    files: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class _Drawing:
-    """Where to write pictures of one model's predictions, and what to call them."""
+    """Where to write one model's predictions, and what to call them: pictures, or files for a server."""
 
     folder: str
     model: str
     pictures: MaskedPictures
+    submission: bool = False
+
+    def __call__(self, position: int, image: Tensor, found: Tensor, mask: Tensor, classes: int) -> None:
+        known, layout = self.pictures, self.pictures.layout
+        if self.submission:
+            write_submission(self.folder, known.files[position], found, layout)
+        else:
+            name = known.names[position] if known.names else f"{position:05d}"
+            write_pictures(self.folder, name, image, found, mask, classes, layout)
 
 
 def clean(arguments: EvaluationArguments) -> Plan:
@@ -108,40 +119,87 @@ def noise(arguments: EvaluationArguments) -> Plan:
 
 
 def corruptions(arguments: EvaluationArguments) -> Plan:
-    """Corruptions of any-size pictures at five severities: generated, or read where a folder holds them."""
+    """Corruptions of any-size pictures: generated, or read where a folder holds them.
+
+    By default the protocol of TAP and ADL's paper: 16 types, each the mean over severities 1 to 5, the noises 1 to 3.
+    """
     options = arguments.options
-    names, severities = chosen_corruptions(options.corruptions, options.severities, ALL_CORRUPTIONS)
+    chosen = severities_by_type(options.types, options.corruptions, options.severities)
     test, pictures = _test_protocol(arguments), open_pictures(arguments)
     conditions = [_condition(arguments, test, pictures, "clean")]
-    if options.corrupted_data is None:
-        for name in names:
+    stored_in = options.corrupted_data
+    if stored_in is None and isinstance(pictures.masks, MaskFiles):
+        root = pictures.masks.root  # the clean pictures may lie beside their corrupted copies
+        stored_in = str(root) if any((root / name / str(s[0])).is_dir() for name, s in chosen.items()) else None
+    if stored_in is None:
+        for name, severities in chosen.items():
             for severity in severities:
                 change = partial(_corrupted, name, severity, arguments.seed, options.frost)
                 conditions.append(_condition(arguments, test, pictures, f"{name}/{severity}", change))
         groups = [Group("generated", pictures.source, tuple(conditions))]
-        how: dict[str, Any] = {"corruptions": fingerprint("any", options.frost, names)}
+        how: dict[str, Any] = {"corruptions": fingerprint("any", options.frost, list(chosen))}
         note = "Corruptions were generated here, by the any-size flavour."
     else:
         groups = [Group("clean", pictures.source, tuple(conditions))]
-        for name, stored in _stored(options.corrupted_data, pictures, names, severities).items():
+        for name, stored in _stored(stored_in, pictures, chosen).items():
             source = _file_source(arguments, stored, test.short_side).source
             groups.append(Group(name, source, (_condition(arguments, test, pictures, name),)))
         how, note = {"corruptions": "stored files"}, "Corrupted pictures were read from files."
-    reduce = partial(_reduce_corruptions, pictures.classes, names, severities)
-    return _plan(arguments, test, groups, reduce, [note], how)
+    how["severities"] = {name: list(severities) for name, severities in chosen.items()}
+    protocol = {_PAPER: "the paper's", _ALL: "the package imagecorruptions'"}
+    whole = next((whose for types, whose in protocol.items() if chosen == severities_by_type(types)), "a selection")
+    notes = [note, f"Corruptions: {whole}, {counted(len(chosen), 'type')}, the mean of each over its severities first."]
+    return _plan(arguments, test, groups, partial(_reduce_corruptions, pictures.classes, chosen), notes, how)
+
+
+_PAPER, _ALL = "paper", "all"
+#: The types of TAP and ADL's Cityscapes-C, in its order.
+PAPER_TYPES = (
+    *("gaussian_blur", "motion_blur", "glass_blur", "defocus_blur"),
+    *("gaussian_noise", "shot_noise", "speckle_noise", "impulse_noise"),
+    *("contrast", "jpeg_compression", "saturate", "brightness"),
+    *("snow", "fog", "frost", "spatter"),
+)
+
+
+def severities_by_type(
+    types: str = _PAPER, corruptions: Sequence[str] | None = None, severities: Sequence[int] | None = None
+) -> dict[str, list[int]]:
+    """The severities of each corruption: the paper's or all, those named ("snow/2-4" at these), or those given.
+
+    >>> len(severities_by_type()), severities_by_type()["shot_noise"], len(severities_by_type("all"))
+    (16, [1, 2, 3], 19)
+    >>> severities_by_type(corruptions=["gaussian_noise", "snow/2-4", "fog/5"])
+    {'gaussian_noise': [1, 2, 3], 'snow': [2, 3, 4], 'fog': [5]}
+    """
+    if types not in (_PAPER, _ALL):
+        raise VitfocusError(f"There is no set of corruptions {types!r}: {nearest(str(types), (_PAPER, _ALL))}")
+    wanted = (PAPER_TYPES if types == _PAPER else ALL_CORRUPTIONS) if corruptions is None else corruptions
+    found: dict[str, list[int]] = {}
+    for text in several("corruptions", wanted):
+        name, slash, listed = str(text).partition("/")
+        usual = range(1, 4) if types == _PAPER and name.endswith("noise") else None
+        low, _, high = listed.partition("-")
+        if slash and not (low.isdigit() and (high or low).isdigit() and int(low) <= int(high or low)):
+            raise VitfocusError(f"{text!r} does not say at which severities: write {name}/3 or {name}/2-4.")
+        given = range(int(low), int(high or low) + 1) if slash else severities if severities is not None else usual
+        (found[name],) = [chosen_corruptions([name], given)[1]]
+    return found
 
 
 def acdc(arguments: EvaluationArguments) -> Plan:
-    """ACDC's four conditions, each and together."""
-    test = _test_protocol(arguments)
+    """ACDC's four conditions, each and together. The masks of its test split are on its server alone."""
+    test, split = _test_protocol(arguments), arguments.options.split or "val"
     opened = {name: open_pictures(arguments, name) for name in CONDITIONS}
     groups = [
         Group(name, pictures.source, (_condition(arguments, test, pictures, name, draw=True),))
         for name, pictures in opened.items()
     ]
     reduce = partial(_reduce_acdc, opened[CONDITIONS[0]].classes)
-    note = "Together: one set of counts over all four conditions."
-    plan = _plan(arguments, test, groups, reduce, [note], {"conditions": list(CONDITIONS)})
+    notes = ["Together: one set of counts over all four conditions."]
+    if split == "val":
+        notes.append("Split: val. The paper reports test: --split test --submission DIR writes files for the server.")
+    plan = _plan(arguments, test, groups, reduce, notes, {"conditions": list(CONDITIONS), "split": split})
     return replace(plan, total=sum)
 
 
@@ -219,7 +277,8 @@ def _file_source(
     samples = WholeImages(masks, short_side)
     source = ItemSource(samples, pick, _collate_by_size, ids=ids, digest=masks.digest(), **arguments.reading)
     names = tuple(ids[i].rpartition(".")[0].replace("/", "_") for i in pick) if isinstance(masks, MaskFiles) else ()
-    return MaskedPictures(source, tuple(masks.classes), layout, names, masks)
+    files = tuple(masks.pairs[i][0].name for i in pick) if isinstance(masks, MaskFiles) else ()
+    return MaskedPictures(source, tuple(masks.classes), layout, names, masks, files)
 
 
 def _given_source(arguments: EvaluationArguments) -> Source:
@@ -276,15 +335,24 @@ def _condition(
     change: Any = None,
     draw: bool = False,
 ) -> Condition:
-    folder = arguments.options.pictures if draw else None
-    drawing = None if folder is None else _Drawing(str(folder), arguments.models[0].name, pictures)
-    return Condition(name, partial(_segment, test, arguments.options.ignore, drawing), change)
+    options, first = arguments.options, arguments.models[0].name
+    drawings = []
+    if draw and options.pictures is not None:
+        drawings.append(_Drawing(str(options.pictures), first, pictures))
+    if draw and options.submission is not None:
+        if pictures.layout not in ("cityscapes", "acdc"):
+            raise VitfocusError("--submission is for Cityscapes and ACDC, whose servers take files of class numbers.")
+        drawings.append(_Drawing(str(options.submission), first, pictures, submission=True))
+    elif isinstance(pictures.masks, MaskFiles) and pictures.masks.withheld:
+        what = "name a folder with --submission to write predictions for the server" if draw else "use --split val"
+        raise VitfocusError(f"The masks of this split are withheld, so there is nothing to score: {what}.")
+    return Condition(name, partial(_segment, test, options.ignore, drawings), change)
 
 
 def _segment(
     test: InferenceSettings,
     ignore: int,
-    drawing: _Drawing | None,
+    drawings: Sequence[_Drawing],
     model: PixelModel,
     images: Tensor,
     batch: EvaluationBatch,
@@ -297,11 +365,10 @@ def _segment(
         counts = class_counts(masks, guess, classes, ignore)
     except VitfocusError as error:
         raise VitfocusError(str(error).replace("the model", model.name)) from None
-    if drawing is not None and drawing.model == model.name:
-        known = drawing.pictures.names
-        for position, image, found, mask in zip(batch.positions.tolist(), images, guess, masks, strict=True):
-            name = known[position] if known else f"{position:05d}"
-            write_pictures(drawing.folder, name, image, found, mask, classes, drawing.pictures.layout)
+    for drawing in drawings:
+        if drawing.model == model.name:
+            for position, image, found, mask in zip(batch.positions.tolist(), images, guess, masks, strict=True):
+                drawing(position, image, found, mask, classes)
     return {"counts": counts.int()}
 
 
@@ -332,7 +399,9 @@ def mean_iou(counts: Tensor) -> float:
 
 
 def _by_class(counts: Tensor, names: Sequence[str]) -> Summary:
-    """mIoU, mAcc and aAcc with every class's IoU; classes without a name are numbered."""
+    """mIoU, mAcc and aAcc with every class's IoU; classes without a name are numbered. Nothing if there is no truth."""
+    if not counts[1].any():
+        return {"cells": {}}
     scores = _percent(counts)
     labels = [names[k] if k < len(names) else f"class {k}" for k in range(counts.shape[1])]
     classes = {name: None if v is None else 100 * v for name, v in iou_by_class(counts, labels).items()}
@@ -360,14 +429,14 @@ def _repeat(name: str, repeat: int) -> str:
 
 
 def _reduce_corruptions(
-    classes: Sequence[str], names: Sequence[str], severities: Sequence[int], outcomes: Collected, seed: int
+    classes: Sequence[str], chosen: Mapping[str, Sequence[int]], outcomes: Collected, seed: int
 ) -> Reduced:
     clean_counts = _counts(outcomes, "clean")
     cells: dict[str, Summary] = {"clean": _percent(clean_counts)}
-    for name in names:
+    for name, severities in chosen.items():
         by_severity = {str(s): mean_iou(_counts(outcomes, f"{name}/{s}")) for s in severities}
         cells[name] = {"miou": sum(by_severity.values()) / len(by_severity), "severities": by_severity}
-    mean = sum(cells[name]["miou"] for name in names) / len(names)
+    mean = sum(cells[name]["miou"] for name in chosen) / len(chosen)
     return Reduced({**_by_class(clean_counts, classes), "miou_corrupted": mean, "cells": cells})
 
 
@@ -375,7 +444,7 @@ def _reduce_acdc(names: Sequence[str], outcomes: Collected, seed: int) -> Reduce
     each = {name: _counts(outcomes, name) for name in outcomes}
     total = torch.stack(list(each.values())).sum(0)
     cells = {name: _percent(counts) for name, counts in (*each.items(), ("all", total))}
-    return Reduced({**_by_class(total, names), "cells": cells})
+    return Reduced({**_by_class(total, names), "cells": cells if total[1].any() else {}})
 
 
 NOISES = ("shot", "gaussian/5", "gaussian/10", "blur/1", "blur/2")
@@ -405,63 +474,15 @@ def add_noise(images: Tensor, name: str, seed: int = 0, ids: Tensor | Sequence[i
     return to_uint8(draws.normal(images.shape[1:]).mul_(float(amount)).add_(images).add_(0.5))
 
 
-def _stored(
-    folder: str, clean_pictures: MaskedPictures, names: Sequence[str], severities: Sequence[int]
-) -> dict[str, MaskFiles]:
+def _stored(folder: str, clean_pictures: MaskedPictures, chosen: Mapping[str, Sequence[int]]) -> dict[str, MaskFiles]:
     """Stored corrupted pictures by condition; those that are missing are named."""
-    stored = stored_corruptions(folder, clean_pictures.masks)
-    missing = [f"{name} at severity {s}" for name in names for s in severities if (name, s) not in stored]
+    stored = stored_corruptions(folder, clean_pictures.masks, ALL_CORRUPTIONS)
+    wanted = [(name, severity) for name, severities in chosen.items() for severity in severities]
+    missing = [f"{name} at severity {severity}" for name, severity in wanted if (name, severity) not in stored]
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise VitfocusError(
             f"{folder} holds no pictures of {', '.join(missing[:3])}{more}; name those it has with --corruptions and "
             "--severities."
         )
-    return {f"{name}/{severity}": stored[name, severity] for name in names for severity in severities}
-
-
-def stored_corruptions(folder: str | Path, clean: SegmentationDataset | None) -> dict[tuple[str, int], MaskFiles]:
-    """Sets of pictures by (corruption, severity), each with the masks of the clean pictures of the same names.
-
-    Both "gaussian_noise/3/..." and "gaussian_noise_3/..." are understood, wherever they stand in a path.
-    """
-    root = Path(folder).expanduser()
-    if not root.is_dir():
-        raise VitfocusError(f"There is no folder {root} of corrupted pictures.")
-    if not isinstance(clean, MaskFiles):
-        raise VitfocusError("Stored corruptions need the folder of the clean pictures, whose masks they share.")
-    masks = {picture.stem: mask for picture, mask in clean.pairs}
-    found: dict[tuple[str, int], list[Pair]] = {}
-    for picture in sorted(root.rglob("*")):
-        if picture.stem in masks and (found_in := _corruption_in(picture.relative_to(root).parts[:-1])):
-            found.setdefault(found_in, []).append((picture, masks[picture.stem]))
-    if not found:
-        raise VitfocusError(
-            f"{root} holds no corrupted copies of the clean pictures: expected paths such as "
-            f"gaussian_noise/3/.../{clean.pairs[0][0].name}."
-        )
-    for (name, severity), pairs in found.items():
-        if len(pairs) != len(masks):
-            raise VitfocusError(f"{root} has {len(pairs)} pictures of {name} at severity {severity}, not {len(masks)}.")
-    return {
-        key: MaskFiles(Path(root.anchor), Layout(_in_order(clean, pairs), clean.classes, clean.table))
-        for key, pairs in found.items()
-    }
-
-
-def _in_order(clean: MaskFiles, pairs: list[Pair]) -> list[Pair]:
-    by_stem = {picture.stem: (picture, mask) for picture, mask in pairs}
-    return [by_stem[picture.stem] for picture, _ in clean.pairs]
-
-
-def _corruption_in(parts: tuple[str, ...]) -> tuple[str, int] | None:
-    for place, part in enumerate(parts):
-        for name in ALL_CORRUPTIONS:
-            if not part.startswith(name):
-                continue
-            rest = part.removeprefix(name).lstrip("_-")
-            around = [rest] if rest else [*parts[place + 1 :], *parts[:place]]
-            numbers = [text.removeprefix("severity").lstrip("_-") for text in around]
-            if found := [int(number) for number in numbers if number in ("1", "2", "3", "4", "5")]:
-                return name, found[0]
-    return None
+    return {f"{name}/{severity}": stored[name, severity] for name, severity in wanted}

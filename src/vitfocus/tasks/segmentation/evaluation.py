@@ -18,7 +18,7 @@ from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import atomic_path
 from vitfocus.core.modules import eval_mode, logits_of
 from vitfocus.data.image_files import Normalise, to_image
-from vitfocus.data.segmentation.dataset import IGNORE, palette
+from vitfocus.data.segmentation.dataset import CITYSCAPES_IDS, IGNORE, palette
 
 
 def class_counts(truth: Tensor, guess: Tensor, classes: int, ignore: int = IGNORE) -> Tensor:
@@ -211,6 +211,17 @@ def overlay(image: Tensor, classes: Tensor, count: int, source: str = "", streng
     picture = to_image(image)
     colours = coloured(classes, count, source).resize(picture.size, Image.Resampling.NEAREST)
     return Image.blend(picture, colours, strength)
+
+
+def write_submission(folder: str | Path, file: str, guess: Tensor, source: str) -> Path:
+    """Write a prediction (H, W) as the servers take it: one 8-bit PNG of the image's name, for Cityscapes with its own
+    class numbers (labelIds), for ACDC with those of training (labelTrainIds)."""
+    numbers = guess.cpu().numpy().astype(np.uint8)
+    if source == "cityscapes":
+        numbers = np.array(CITYSCAPES_IDS, np.uint8)[numbers]
+    with atomic_path(Path(folder) / file) as path:
+        Image.fromarray(numbers).save(path, "PNG")
+    return Path(folder) / file
 
 
 def write_pictures(
