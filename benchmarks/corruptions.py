@@ -26,7 +26,7 @@ import torch
 from PIL import Image
 
 from vitfocus.corruptions import CORRUPTIONS, EXTRA_CORRUPTIONS, corrupt, fingerprint
-from vitfocus.corruptions.draws import Draws
+from vitfocus.corruptions.base import Draws
 
 _TIME_REFERENCE = """
 import importlib.metadata, importlib.util, json, sys, time

@@ -34,7 +34,7 @@ from vitfocus.core.environment import device_name, versions
 from vitfocus.data.classification.augmentation import ClassificationBatch
 from vitfocus.data.classification.batches import fix_posterize
 from vitfocus.data.classification.dataset import open_images
-from vitfocus.recipes.settings import Data
+from vitfocus.recipes import Data
 from vitfocus.tasks.base import build_model
 from vitfocus.tasks.classification.task import Losses
 from vitfocus.train import Recipe, load_recipe

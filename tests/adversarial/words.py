@@ -17,7 +17,7 @@ from torch import nn
 
 import vitfocus as vf
 from vitfocus.cli import COMMANDS, build_parser
-from vitfocus.recipes.settings import KEYS
+from vitfocus.recipes import KEYS
 from vitfocus.robustness.suites import SUITES
 from vitfocus.train.recipe import load_recipe
 from vitfocus.treatments.base import keywords

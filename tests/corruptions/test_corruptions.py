@@ -26,7 +26,7 @@ from vitfocus.corruptions import (
     parse,
     weather,
 )
-from vitfocus.corruptions.draws import Draws, stable_hash
+from vitfocus.corruptions.base import Draws, stable_hash
 
 ALL = (*CORRUPTIONS, *EXTRA_CORRUPTIONS)
 DETERMINISTIC = (

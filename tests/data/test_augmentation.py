@@ -25,7 +25,7 @@ from vitfocus.data.classification.augmentation import (
 )
 from vitfocus.data.image_files import Normalise
 from vitfocus.data.shapes.dataset import shapes_batch
-from vitfocus.recipes.settings import Augment
+from vitfocus.recipes import Augment
 
 TIMM = {"Posterize": "PosterizeIncreasing", "Solarize": "SolarizeIncreasing", "TranslateX": "TranslateXRel",
         "TranslateY": "TranslateYRel", "Color": "ColorIncreasing", "Contrast": "ContrastIncreasing",

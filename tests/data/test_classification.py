@@ -29,7 +29,7 @@ from vitfocus.data.classification.shards import ShardImages, _class_names, _inde
 from vitfocus.data.image_files import list_classes
 from vitfocus.data.loader import BatchPartition, Broken, BrokenLog, SampleOrder, read_or_broken
 from vitfocus.data.shapes.dataset import shapes_batch
-from vitfocus.recipes.settings import Augment, Data
+from vitfocus.recipes import Augment, Data
 from vitfocus.train.run import train
 
 ZERO, ONE = (0.0,) * 3, (1 / 255,) * 3

@@ -16,7 +16,7 @@ from vitfocus.data.detection.batches import DetectionAugment, DetectionSamples, 
 from vitfocus.data.detection.dataset import CocoDetections, ShapesDetections, open_detections
 from vitfocus.data.loader import BatchPartition, SampleBatches, SampleOrder
 from vitfocus.data.shapes.layouts import write_layout
-from vitfocus.recipes.settings import Data
+from vitfocus.recipes import Data
 
 
 @pytest.fixture(scope="session")

@@ -19,10 +19,9 @@ from torchvision.datasets import ImageFolder
 from vitfocus.core.errors import VitfocusError
 from vitfocus.data.detection import dataset as coco_masks
 from vitfocus.data.shapes import layouts as shapes_layouts
-from vitfocus.data.shapes.dataset import CLASSES, MASK_CLASSES, TASKS, VERSION, Shapes, drawn_scenes, shapes_batch
+from vitfocus.data.shapes.dataset import CLASSES, MASK_CLASSES, TASKS, VERSION, Shapes, ask, drawn_scenes, shapes_batch
 from vitfocus.data.shapes.layouts import write_layout
 from vitfocus.data.shapes.paint import SIGNED_DISTANCES, paint
-from vitfocus.data.shapes.questions import ask
 from vitfocus.data.shapes.scene import COLOURS, SHAPES, SLOTS, compose
 
 

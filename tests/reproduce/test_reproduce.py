@@ -18,7 +18,7 @@ from PIL import Image
 import vitfocus as vf
 from vitfocus.cli import main
 from vitfocus.core.errors import VitfocusError
-from vitfocus.recipes.settings import Recipe
+from vitfocus.recipes import Recipe
 from vitfocus.reproduce import SCALES, Item, Row, item_names, load_item
 from vitfocus.reproduce.figures import FIGURES
 from vitfocus.reproduce.items import MEASURES, model_setups

@@ -15,7 +15,7 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as T
 
 from vitfocus.core.errors import VitfocusError
-from vitfocus.corruptions.draws import stable_hash
+from vitfocus.corruptions.base import stable_hash
 from vitfocus.robustness import evaluate
 from vitfocus.robustness.suites.perturbations import NOISE, PERTURBATIONS, frame_count, frames
 

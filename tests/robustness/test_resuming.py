@@ -14,7 +14,7 @@ from torch import nn
 
 import vitfocus as vf
 from vitfocus.data.shapes.layouts import write_layout
-from vitfocus.data.vqa.tokenizer import QuestionTokenizer, attach_tokenizer
+from vitfocus.data.vqa.dataset import QuestionTokenizer, attach_tokenizer
 from vitfocus.robustness import load_scores
 from vitfocus.robustness.run_folder import differences
 

@@ -26,7 +26,7 @@ import vitfocus as vf
 from vitfocus.core.errors import VitfocusError
 from vitfocus.data.classification.dataset import open_images
 from vitfocus.data.shapes.dataset import shapes_batch
-from vitfocus.recipes.settings import Data
+from vitfocus.recipes import Data
 
 STUDY = Path(__file__).parents[2] / "studies" / "cifar100"
 sys.path[:0] = [] if str(STUDY) in sys.path else [str(STUDY)]

@@ -21,7 +21,7 @@ from vitfocus.data.loader import Broken
 from vitfocus.data.segmentation.batches import TrainingCrops
 from vitfocus.data.segmentation.dataset import CITYSCAPES_IDS, open_masks
 from vitfocus.data.shapes.layouts import write_layout
-from vitfocus.recipes.settings import Data
+from vitfocus.recipes import Data
 from vitfocus.robustness.pixel_model import PixelModel
 from vitfocus.robustness.suites.segmentation import severities_by_type
 from vitfocus.tasks.base import start_from

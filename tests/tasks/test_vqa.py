@@ -16,8 +16,14 @@ import vitfocus as vf
 from vitfocus.data.shapes.dataset import Shapes
 from vitfocus.data.shapes.layouts import write_layout
 from vitfocus.data.vqa.batches import VqaPreprocessing, fitted_size
-from vitfocus.data.vqa.dataset import VqaDataset, read_vqav2, shapes_questions
-from vitfocus.data.vqa.tokenizer import QuestionTokenizer, attach_tokenizer, tokenizer_of
+from vitfocus.data.vqa.dataset import (
+    QuestionTokenizer,
+    VqaDataset,
+    attach_tokenizer,
+    read_vqav2,
+    shapes_questions,
+    tokenizer_of,
+)
 from vitfocus.tasks.vqa.evaluation import (
     Answerer,
     AnswerVocabulary,

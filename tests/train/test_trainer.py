@@ -21,7 +21,7 @@ from vitfocus.core.errors import VitfocusError
 from vitfocus.data.classification.augmentation import ClassificationBatch
 from vitfocus.data.loader import SampleOrder
 from vitfocus.data.shapes.dataset import shapes_batch
-from vitfocus.recipes.settings import Distill, Loss, Optimiser
+from vitfocus.recipes import Distill, Loss, Optimiser
 from vitfocus.robustness.pixel_model import PixelModel
 from vitfocus.tasks.base import build_model
 from vitfocus.tasks.classification.task import Losses, Teacher, cross_entropy

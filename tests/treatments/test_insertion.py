@@ -17,9 +17,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 import vitfocus as vf
-from vitfocus.anatomy import build_example, families, inserted, is_trained
+from vitfocus.anatomy import build_example, families
 from vitfocus.cli import main
 from vitfocus.core.errors import VitfocusWarning
+from vitfocus.core.modules import inserted, is_trained
 from vitfocus.data.shapes.dataset import Shapes
 from vitfocus.tasks.base import start_from
 from vitfocus.train import train

@@ -13,7 +13,6 @@ from vitfocus.anatomy.registry import (
     remember_normalising,
     unwrap,
 )
-from vitfocus.anatomy.trained import inserted, insertion_sentence, insertions_sentence, is_trained, mark_inserted
 
 __all__ = [
     "Anatomy",
@@ -27,11 +26,6 @@ __all__ = [
     "anatomy",
     "build_example",
     "families",
-    "inserted",
-    "insertion_sentence",
-    "insertions_sentence",
-    "is_trained",
-    "mark_inserted",
     "model_names",
     "pixels_of",
     "register",

@@ -20,6 +20,7 @@ from torch import nn
 from vitfocus.anatomy.block import Anatomy, Size
 from vitfocus.core.arguments import checked
 from vitfocus.core.errors import VitfocusError, nearest
+from vitfocus.core.modules import unwrap
 from vitfocus.core.records import read_json
 
 _NOTE = "_vitfocus_normalising"
@@ -184,18 +185,6 @@ def family_of(module: nn.Module) -> Family | None:
 
 def _full_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """The module inside `torch.compile`, DataParallel or DistributedDataParallel."""
-    if not isinstance(model, nn.Module):
-        given = repr(model) if isinstance(model, str) else f"a {type(model).__name__}"
-        raise VitfocusError(f"A model is a torch module, not {given}; vitfocus.create_model builds one by its name.")
-    for attribute in ("_orig_mod", "module"):
-        inner = model._modules.get(attribute)
-        if inner is not None and len(model._modules) == 1:
-            return unwrap(inner)
-    return model
 
 
 @checked

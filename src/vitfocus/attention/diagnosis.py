@@ -15,7 +15,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from vitfocus.anatomy import Anatomy, Block, anatomy, inserted, insertion_sentence
+from vitfocus.anatomy import Anatomy, Block, anatomy
 from vitfocus.anatomy.block import Size
 from vitfocus.attention.capture import can_be_read, model_name, pick_blocks, reading
 from vitfocus.attention.findings import SECOND, default_thresholds, findings
@@ -26,6 +26,7 @@ from vitfocus.attention.readings import READINGS, cell, columns, context_scale, 
 from vitfocus.core.arguments import checked
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import write_bytes
+from vitfocus.core.modules import inserted, insertion_sentence
 from vitfocus.core.records import Count, OpenDict, convert, read_json
 from vitfocus.core.tables import Table, counted
 from vitfocus.data.shapes.dataset import shapes_named

@@ -34,7 +34,7 @@ from vitfocus.data.image_files import (
     out_of_range,
 )
 from vitfocus.data.shapes.dataset import Shapes, shapes_named
-from vitfocus.data.vqa.tokenizer import tokenizer_of
+from vitfocus.data.vqa.dataset import tokenizer_of
 
 Images = Any  # see `diagnose`
 

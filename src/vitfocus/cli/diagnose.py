@@ -20,7 +20,6 @@ from vitfocus.cli.common import (
     require_positive,
 )
 from vitfocus.core.arguments import OnlyWith
-from vitfocus.core.files import PICTURES, files_below
 from vitfocus.core.statistics import evenly_spaced
 
 if TYPE_CHECKING:
@@ -136,14 +135,15 @@ def _drawn(args: argparse.Namespace) -> int:
 def image_files(folder: Path, limit: int) -> list[Path]:
     """At most `limit` of the image files below a folder, sorted and evenly spaced."""
     from vitfocus.core.errors import VitfocusError
+    from vitfocus.data.image_files import IMAGE_SUFFIXES, files_below
 
-    if folder.is_file() and folder.suffix.lower() in PICTURES:
+    if folder.is_file() and folder.suffix.lower() in IMAGE_SUFFIXES:
         return [folder]
     if not folder.is_dir():
         raise VitfocusError(f"There is no folder {folder}; --images expects a folder of images.")
     found = sorted(files_below(folder))
     if not found:
-        kinds = ", ".join(sorted(suffix.lstrip(".") for suffix in PICTURES))
+        kinds = ", ".join(sorted(suffix.lstrip(".") for suffix in IMAGE_SUFFIXES))
         raise VitfocusError(f"{folder} and its subfolders contain no image ({kinds}).")
     return [found[index] for index in evenly_spaced(len(found), limit)]
 

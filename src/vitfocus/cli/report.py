@@ -59,8 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Collect the runs, add the explorer if asked for, write the page and print its path."""
-    from vitfocus.anatomy import insertions_sentence
     from vitfocus.core.errors import VitfocusError
+    from vitfocus.core.modules import insertions_sentence
     from vitfocus.report import report
 
     args.limit = _IMAGES if args.limit is None else args.limit

@@ -11,7 +11,7 @@ import socket
 import stat
 import sys
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,27 +23,9 @@ if sys.platform != "win32":
 
 _KINDS = {stat.S_IFREG: "a file", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
 
-#: File name endings of images, in lower case.
-PICTURES = frozenset(
-    {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"},
-)
-
 #: The lock file of a run folder that is in use; it may stay behind where a run was killed.
 LOCK = ".lock"
 _locks: set[int] = set()  # descriptors of the locks that this process holds
-
-
-def files_below(folder: str | Path, suffixes: Collection[str] = PICTURES) -> Iterator[Path]:
-    """Files with these suffixes, in any case, below a folder; hidden ones are skipped, links are followed once."""
-    entered = set()
-    for place, folders, files in os.walk(folder, followlinks=True):
-        real = os.path.realpath(place)
-        if real in entered:
-            folders.clear()
-            continue
-        entered.add(real)
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield from (Path(place, name) for name in files if name[0] != "." and Path(name).suffix.lower() in suffixes)
 
 
 def write_place(target: str | Path, folder: bool = False) -> Path:

@@ -1,10 +1,10 @@
 """The nineteen corruptions of ImageNet-C, CIFAR-C and their any-size form, batched, seeded, on CPU and GPU.
 
-This package knows nothing of models or suites. `apply.py` holds the public call, `constants.py` the published numbers,
-`draws.py` the random numbers, and one file per family the corruptions themselves.
+This package knows nothing of models or suites. `apply.py` holds the public call, `base.py` the published constants
+and the random draws, and one file per family the corruptions themselves.
 """
 
 from vitfocus.corruptions.apply import corrupt, fingerprint, parse
-from vitfocus.corruptions.constants import CORRUPTIONS, EXTRA_CORRUPTIONS, FLAVOURS
+from vitfocus.corruptions.base import CORRUPTIONS, EXTRA_CORRUPTIONS, FLAVOURS
 
 __all__ = ["CORRUPTIONS", "EXTRA_CORRUPTIONS", "FLAVOURS", "corrupt", "fingerprint", "parse"]

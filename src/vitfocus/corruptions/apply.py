@@ -17,8 +17,7 @@ from torch import Tensor
 from vitfocus.core.arguments import whole
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.corruptions import digital, noise_and_blur, weather
-from vitfocus.corruptions.constants import CONSTANTS, CORRUPTIONS, EXTRA_CORRUPTIONS, FLAVOURS, Setting
-from vitfocus.corruptions.draws import Draws, as_ids
+from vitfocus.corruptions.base import CONSTANTS, CORRUPTIONS, EXTRA_CORRUPTIONS, FLAVOURS, Draws, Setting, as_ids
 from vitfocus.data.image_files import as_pictures, is_picture, open_picture, out_of_range, to_image, to_tensor
 
 VERSION = 1

@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vitfocus.corruptions.constants import Setting
-from vitfocus.corruptions.draws import Draws
-from vitfocus.corruptions.filters import gaussian, to_uint8
+from vitfocus.corruptions.base import Draws, Setting, to_uint8
+from vitfocus.corruptions.filters import gaussian
 
 
 def _to_hsv(image: Tensor) -> tuple[Tensor, Tensor, Tensor]:

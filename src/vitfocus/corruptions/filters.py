@@ -18,18 +18,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 _BLOCK = {"cpu": 32, "cuda": 256}  # rows of a band matrix applied at once: short for caches, long for GPUs
-_SLACK = 1e-9  # a value this close below an integer is that integer, whatever the order of summation was
-
-
-def to_uint8(values: Tensor, slack: float = _SLACK) -> Tensor:
-    """Clip to [0, 255] and truncate, as `np.uint8(np.clip(...))` does.
-
-    >>> to_uint8(torch.tensor([-3.0, 7.99, 8.0 - 1e-12, 300.0], dtype=torch.float64)).tolist()
-    [0, 7, 8, 255]
-    """
-    if slack and values.dtype == torch.float64:
-        values = values + slack
-    return values.clamp(0, 255).to(torch.int32).to(torch.uint8)  # by way of int32, which CPUs vectorise
 
 
 def fold(index: Tensor, size: int, mode: str) -> Tensor:

@@ -11,9 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitfocus.corruptions.constants import Setting
-from vitfocus.corruptions.draws import Draws
-from vitfocus.corruptions.filters import clipped_zoom, correlate, correlate3, gaussian, streak, to_uint8
+from vitfocus.corruptions.base import Draws, Setting, to_uint8
+from vitfocus.corruptions.filters import clipped_zoom, correlate, correlate3, gaussian, streak
 
 
 def gaussian_noise(x: Tensor, setting: Setting, draws: Draws) -> Tensor:

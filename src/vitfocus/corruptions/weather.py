@@ -25,9 +25,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vitfocus.core.errors import VitfocusError
-from vitfocus.corruptions.constants import Setting
-from vitfocus.corruptions.draws import Draws
-from vitfocus.corruptions.filters import clipped_zoom, correlate3, gaussian, streak, to_uint8
+from vitfocus.corruptions.base import Draws, Setting, to_uint8
+from vitfocus.corruptions.filters import clipped_zoom, correlate3, gaussian, streak
 
 # Spatter.
 _WATER = (175, 238, 238)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +18,11 @@ from torchvision.transforms import functional as T
 
 from vitfocus.core.arguments import real
 from vitfocus.core.errors import VitfocusError
-from vitfocus.core.files import PICTURES, files_below
+
+#: File name endings of images, in lower case.
+IMAGE_SUFFIXES = frozenset(
+    {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"},
+)
 
 #: What Pillow raises for a file that is not an image, is truncated, or would not fit into memory.
 UNREADABLE = (UnidentifiedImageError, Image.DecompressionBombError, OSError, SyntaxError, ValueError)
@@ -28,6 +32,19 @@ SPLITS = {"train": ("train", "training"), "val": ("val", "validation", "test")}
 
 # A resized image with more than this many times the pixels of its crop is not computed as a whole.
 _LARGE = 16
+
+
+def files_below(folder: str | Path, suffixes: Collection[str] = IMAGE_SUFFIXES) -> Iterator[Path]:
+    """Files with these suffixes, in any case, below a folder; hidden ones are skipped, links are followed once."""
+    entered = set()
+    for place, folders, files in os.walk(folder, followlinks=True):
+        real = os.path.realpath(place)
+        if real in entered:
+            folders.clear()
+            continue
+        entered.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        yield from (Path(place, name) for name in files if name[0] != "." and Path(name).suffix.lower() in suffixes)
 
 
 def read_rgb(path: str | Path) -> Image.Image:
@@ -57,7 +74,7 @@ def as_pictures(images: Any) -> list[Any] | None:
             raise VitfocusError(f"There is no file or folder {path}; expected a folder of images, or an image.")
         found = sorted(files_below(path))
         if not found:
-            kinds = ", ".join(sorted(suffix.lstrip(".") for suffix in PICTURES))
+            kinds = ", ".join(sorted(suffix.lstrip(".") for suffix in IMAGE_SUFFIXES))
             raise VitfocusError(f"{path} and its subfolders contain no image ({kinds}).")
         return list(found)
     if isinstance(images, np.ndarray) and images.ndim == 4:
@@ -213,7 +230,7 @@ class ClassFolders:
         return hashlib.sha256(listing.encode(errors="surrogateescape")).hexdigest()[:32]
 
 
-def list_classes(root: Path, suffixes: frozenset[str] = PICTURES, complete: bool = True) -> ClassFolders:
+def list_classes(root: Path, suffixes: frozenset[str] = IMAGE_SUFFIXES, complete: bool = True) -> ClassFolders:
     """List a folder that holds one folder per class; subfolders of these are included, hidden files are not.
 
     Args:
@@ -236,7 +253,7 @@ def list_classes(root: Path, suffixes: frozenset[str] = PICTURES, complete: bool
             for file in files_below(root / folder, suffixes)
         )
         if not found:
-            what = "image" if suffixes is PICTURES else "file"
+            what = "image" if suffixes is IMAGE_SUFFIXES else "file"
             kinds = ", ".join(sorted(suffix.lstrip(".") for suffix in suffixes))
             raise VitfocusError(f"{root / folder} holds no {what} ({kinds}): the data set is only half extracted.")
         entries += found

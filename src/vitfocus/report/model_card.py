@@ -15,10 +15,10 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from vitfocus.anatomy import anatomy, inserted, unwrap
+from vitfocus.anatomy import anatomy, unwrap
 from vitfocus.core.environment import device_name
 from vitfocus.core.errors import VitfocusError
-from vitfocus.core.modules import eval_mode
+from vitfocus.core.modules import eval_mode, inserted
 from vitfocus.core.records import Count, read_json, write_json
 from vitfocus.robustness.pixel_model import weights_digest
 from vitfocus.treatments import applied

@@ -31,7 +31,7 @@ from vitfocus.core.tables import counted
 from vitfocus.data.classification.dataset import ArrayImages, open_images
 from vitfocus.data.image_files import find_split, standard_preprocessing
 from vitfocus.data.segmentation.dataset import open_masks
-from vitfocus.recipes.settings import SECTIONS, Distill, Recipe, changed, is_harmless
+from vitfocus.recipes import SECTIONS, Distill, Recipe, changed, is_harmless
 from vitfocus.report.runs import read_metrics
 from vitfocus.reproduce.items import MEASURES, SCALES, Item, ModelSetup, Row, model_setups
 from vitfocus.tasks import find_task

@@ -50,7 +50,7 @@ from vitfocus.robustness.sources import (
     picture_and_label,
     require_one_number,
 )
-from vitfocus.robustness.suites.options import DataForm, refuse_unused
+from vitfocus.robustness.suites.options import DataForm
 
 Labels = tuple[dict[str, int], tuple[str, ...]]  # class folder -> class, and notes
 Summarise = Callable[[Mapping[str, Columns], int], Summary]
@@ -178,11 +178,11 @@ def open_images(
         targets = [known[entry.folder] for entry in folders.entries]
         images = open_files(arguments, folders, targets, interpolation=interpolation, crop=crop, size=size)
         return replace(images, notes=notes + images.notes)
-    refuse_unused(arguments.options, DataForm(class_folders=False))
+    arguments.refuse_unused(DataForm(class_folders=False))
     if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
         return _open_dataset(arguments, classes, interpolation, crop, size)
     if isinstance(data, DataLoader) or (isinstance(data, Iterable) and not isinstance(data, Tensor | Mapping)):
-        refuse_unused(arguments.options, DataForm(resized=False))
+        arguments.refuse_unused(DataForm(resized=False))
         source = _in_pixels(arguments, StreamSource(data, arguments.limit))
         return Images(source, {"preprocessing": _own(arguments, "the loader's own")})
     raise VitfocusError(
@@ -259,7 +259,7 @@ def _open_dataset(
         if preprocessing.keep:
             notes += (f"Pictures that already measure {size[0]}x{size[1]} were taken as they are, others resized.",)
     else:
-        refuse_unused(arguments.options, DataForm(resized=False))
+        arguments.refuse_unused(DataForm(resized=False))
     source = ItemSource(
         ImageSamples(data, preprocessing),
         evenly_spaced(len(data), arguments.limit),
@@ -280,7 +280,7 @@ def _preprocessing(
     """
     options = arguments.options
     if arguments.suite.small_images:
-        refuse_unused(arguments.options, DataForm(resized=False))
+        arguments.refuse_unused(DataForm(resized=False))
         return Preprocessing(None, None), ()
     if options.resize is not None and not options.resize:
         return Preprocessing(None, None), ("The images were taken as they are (resize=False).",)

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vitfocus.core.arguments import conditions, refuse_unused
 from vitfocus.core.environment import Processes
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.progress import Progress
@@ -29,6 +30,7 @@ from vitfocus.robustness.results import Samples
 from vitfocus.robustness.run_folder import Columns, RunFolder
 from vitfocus.robustness.sources import EvaluationBatch, Source, checksums, digest_of
 from vitfocus.robustness.suites import Suite
+from vitfocus.robustness.suites.options import DataForm
 
 Outcome = dict[str, Tensor | list[str]]  # one entry per image
 
@@ -70,6 +72,15 @@ class EvaluationArguments:
         if not self.folder.is_dir():
             raise VitfocusError(f"There is no folder {self.folder}; the suite {self.suite.name} reads {layout}.")
         return self.folder
+
+    def refuse_unused(self, form: DataForm) -> None:
+        """Refuse options that have no effect on data of this form; "val" and "shapes" are what Shapes is anyway."""
+        declared = conditions(type(self.options))
+        passed = {name: (getattr(type(self.options), name), "val", "shapes") for name in declared}  # the default, too
+        values = {name: getattr(self.options, name) for name in declared}
+        given = [name for name, value in values.items() if value is not False and value not in passed[name]]
+        if given:
+            refuse_unused(given, declared, form)
 
     @property
     def reading(self) -> dict[str, Any]:

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vitfocus.anatomy import inserted, pixels_of, unwrap
+from vitfocus.anatomy import pixels_of, unwrap
 from vitfocus.core.errors import VitfocusError
-from vitfocus.core.modules import logits_of
+from vitfocus.core.modules import inserted, logits_of
 from vitfocus.data.image_files import model_interpolation
 from vitfocus.treatments import applied
-from vitfocus.treatments.spec import is_record
+from vitfocus.treatments.spec import STATE_KEY
 
 PRECISIONS: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -128,7 +128,7 @@ def tensors_digest(tensors: Mapping[str, Any]) -> str:
     """The same of a state dict that was read from a file."""
     state = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
-        if isinstance(tensor, Tensor) and not is_record(name):
+        if isinstance(tensor, Tensor) and not name.endswith(STATE_KEY):
             state.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             state.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return state.hexdigest()[:32]

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from vitfocus.anatomy import insertion_sentence, insertions_sentence
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.metrics import METRICS
+from vitfocus.core.modules import insertion_sentence, insertions_sentence
 from vitfocus.core.records import Count, OpenDict, read_json
 from vitfocus.core.statistics import mcnemar, paired_difference
 from vitfocus.core.tables import Table, counted

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.statistics import evenly_spaced
-from vitfocus.corruptions.draws import as_ids
+from vitfocus.corruptions.base import as_ids
 from vitfocus.data.image_files import (
     UNREADABLE,
     Entry,

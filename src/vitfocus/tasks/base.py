@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from vitfocus.anatomy import anatomy, inserted
+from vitfocus.anatomy import anatomy
 from vitfocus.core.errors import VitfocusError, reason
-from vitfocus.core.modules import eval_mode
+from vitfocus.core.modules import eval_mode, inserted
 from vitfocus.data.loader import BatchPartition, BrokenLog
 from vitfocus.treatments import AttentionDiversification, auxiliary_loss
 from vitfocus.treatments.arguments import file_arguments
@@ -29,7 +29,7 @@ from vitfocus.treatments.weights import load_weights, note_treatments, read_weig
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from vitfocus.recipes.settings import Recipe
+    from vitfocus.recipes import Recipe
 
 
 @dataclass(frozen=True)

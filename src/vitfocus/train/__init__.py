@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vitfocus.recipes.settings import Recipe
+from vitfocus.recipes import Recipe
 from vitfocus.train.recipe import load_recipe, shipped_recipes
 
 __all__ = ["Recipe", "load_recipe", "shipped_recipes", "train"]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from vitfocus.anatomy import anatomy
-from vitfocus.recipes.settings import Recipe
+from vitfocus.recipes import Recipe
 from vitfocus.tasks import find_task
 from vitfocus.treatments.attention_diversification import forget_losses
 

@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 
 from vitfocus.anatomy import anatomy
 from vitfocus.core.errors import VitfocusError, nearest, reason
-from vitfocus.recipes.settings import Optimiser, Recipe
+from vitfocus.recipes import Optimiser, Recipe
 from vitfocus.train.checkpoint import gather_tensors
 from vitfocus.treatments.surgery import added_names
 

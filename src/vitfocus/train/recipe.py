@@ -1,7 +1,7 @@
 """Loading recipes: a shipped name or a TOML file, overrides, and the refusal of what would be ignored or downloaded.
 
 A recipe may extend another (`extends = "deit_s"`). Every value can be overridden as key=value, the key dotted
-("data.batch") or just its last part where that is unambiguous ("batch"). The keys are in `recipes/settings.py`.
+("data.batch") or just its last part where that is unambiguous ("batch"). The keys are in `recipes/__init__.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.records import convert, parse_toml, read_text
-from vitfocus.recipes.settings import CONDITIONS, KEYS, SECTIONS, Recipe, changed, is_harmless, value_of
+from vitfocus.recipes import CONDITIONS, KEYS, SECTIONS, Recipe, changed, is_harmless, value_of
 from vitfocus.tasks import TASKS, find_task
 
 #: Lengths in epochs, and the keys that give them in steps instead.

@@ -15,15 +15,15 @@ from accelerate.utils import DistributedDataParallelKwargs, TorchDynamoPlugin, g
 from timm.utils import ModelEmaV3
 from torch import nn
 
-from vitfocus.anatomy import mark_inserted
 from vitfocus.core.arguments import checked
 from vitfocus.core.environment import Processes, device_name, usable_device, versions
 from vitfocus.core.errors import VitfocusError, VitfocusWarning
 from vitfocus.core.files import write_text
+from vitfocus.core.modules import mark_inserted
 from vitfocus.core.progress import Progress
 from vitfocus.core.records import convert, parse_json, parse_toml, read_json, read_text
 from vitfocus.data.loader import BatchPartition
-from vitfocus.recipes.settings import Recipe
+from vitfocus.recipes import Recipe
 from vitfocus.tasks import find_task
 from vitfocus.tasks.base import RunContext, Task
 from vitfocus.train.checkpoint import Checkpoint, Checkpoints, model_tensors, read_checkpoint, replace_folder

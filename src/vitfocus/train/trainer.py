@@ -24,7 +24,7 @@ from torch import nn
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.progress import Progress
 from vitfocus.data.loader import STEP, seed_for
-from vitfocus.recipes.settings import Recipe
+from vitfocus.recipes import Recipe
 from vitfocus.tasks.base import RecordableBatches, Task
 from vitfocus.train.attention_log import AttentionLog
 from vitfocus.train.checkpoint import (

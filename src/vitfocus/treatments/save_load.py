@@ -16,15 +16,15 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
-from vitfocus.anatomy import inserted, mark_inserted, pixels_of, remember_normalising, unwrap
+from vitfocus.anatomy import pixels_of, remember_normalising, unwrap
 from vitfocus.core import __version__
 from vitfocus.core.arguments import checked
 from vitfocus.core.errors import VitfocusError, nearest, reason
 from vitfocus.core.files import atomic_path, digest, write_text
-from vitfocus.core.modules import separate_tensors
+from vitfocus.core.modules import inserted, mark_inserted, separate_tensors
 from vitfocus.core.records import Count, convert, read_json, write_json
-from vitfocus.data.vqa.tokenizer import FILE as TOKENIZER_FILE
-from vitfocus.data.vqa.tokenizer import QuestionTokenizer, attach_tokenizer, tokenizer_of
+from vitfocus.data.vqa.dataset import FILE as TOKENIZER_FILE
+from vitfocus.data.vqa.dataset import QuestionTokenizer, attach_tokenizer, tokenizer_of
 from vitfocus.treatments.arguments import file_arguments, is_elsewhere, require_named
 from vitfocus.treatments.origin import (
     Origin,

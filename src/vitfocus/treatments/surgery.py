@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from vitfocus.anatomy import Anatomy, Block, Family, anatomy, build_example, is_trained, mark_inserted, unwrap
-from vitfocus.anatomy.trained import MARK
+from vitfocus.anatomy import Anatomy, Block, Family, anatomy, build_example, unwrap
 from vitfocus.core.arguments import checked
 from vitfocus.core.errors import VitfocusError, warn
+from vitfocus.core.modules import MARK, is_trained, mark_inserted
 from vitfocus.treatments.base import Treatment, all_treatments, refuse_unused
 from vitfocus.treatments.operations import AddHook, AddModule, Operation, Override, Surgeon, SwapModule
 from vitfocus.treatments.spec import is_record, parse_treatments, write_record

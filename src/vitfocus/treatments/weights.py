@@ -15,10 +15,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.serialization import safe_globals
 
-from vitfocus.anatomy import Block, anatomy, is_trained, mark_inserted, unwrap
+from vitfocus.anatomy import Block, anatomy, unwrap
 from vitfocus.core.arguments import checked
 from vitfocus.core.errors import VitfocusError, reason, warn
 from vitfocus.core.files import digest
+from vitfocus.core.modules import is_trained, mark_inserted
 from vitfocus.treatments.base import Treatment, choose_blocks
 from vitfocus.treatments.spec import is_record, parse_treatments, recorded_treatments
 from vitfocus.treatments.surgery import added_names, applied, insert_all, note_insertion, surgeons, untreat_

@@ -20,7 +20,7 @@ from torch import Tensor
 from vitfocus.core.errors import VitfocusError
 from vitfocus.data.image_files import Normalise
 from vitfocus.data.loader import DRAWS, MIX, seed_for
-from vitfocus.recipes.settings import Augment
+from vitfocus.recipes import Augment
 
 _CROP, _ERASE = 5, 7  # uniform numbers per image: for crop and flip, and for erasing
 _NOISE = 512  # side of the noise image that erasing copies from

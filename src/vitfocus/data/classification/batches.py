@@ -42,7 +42,7 @@ from vitfocus.data.loader import (
     seeded,
     to_device,
 )
-from vitfocus.recipes.settings import Augment, Data
+from vitfocus.recipes import Augment, Data
 
 
 class ResidentBatches:

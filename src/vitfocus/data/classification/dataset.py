@@ -26,7 +26,7 @@ from vitfocus.data.image_files import (
 )
 from vitfocus.data.loader import Broken, BrokenLog, read_or_broken
 from vitfocus.data.shapes.dataset import CLASSES, shapes_batch
-from vitfocus.recipes.settings import Data
+from vitfocus.recipes import Data
 
 SHAPES_LENGTH = {"train": 20_000, "val": 2_000}
 _TORCHVISION = {

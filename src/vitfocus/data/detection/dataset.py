@@ -29,7 +29,7 @@ from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.records import MOST_ANNOTATIONS, read_json
 from vitfocus.data.image_files import read_rgb, to_tensor
 from vitfocus.data.shapes.dataset import CLASSES, VERSION, Shapes, drawn_scenes, instances
-from vitfocus.recipes.settings import Data
+from vitfocus.recipes import Data
 
 Target = dict[str, Tensor]
 SOURCES = ("shapes", "coco")

@@ -14,11 +14,10 @@ import torch
 from PIL import Image
 
 from vitfocus.core.errors import VitfocusError, nearest
-from vitfocus.core.files import PICTURES
 from vitfocus.core.records import read_json
-from vitfocus.data.image_files import SPLITS, rgb_picture
+from vitfocus.data.image_files import IMAGE_SUFFIXES, SPLITS, rgb_picture
 from vitfocus.data.shapes.dataset import MASK_CLASSES, Shapes
-from vitfocus.recipes.settings import Data
+from vitfocus.recipes import Data
 
 IGNORE = 255  # the label of pixels that are not trained on or scored
 
@@ -213,7 +212,7 @@ def _missing(root: Path, what: str, *folders: Path) -> NoReturn:
 
 
 def _has_images(folder: Path) -> bool:
-    return folder.is_dir() and any(path.suffix.lower() in PICTURES for path in folder.iterdir())
+    return folder.is_dir() and any(path.suffix.lower() in IMAGE_SUFFIXES for path in folder.iterdir())
 
 
 def _by_stem(images: Path, folder: Path) -> list[Pair]:
@@ -226,7 +225,7 @@ def _by_stem(images: Path, folder: Path) -> list[Pair]:
 
 
 def _is_image(path: Path) -> bool:
-    return path.suffix.lower() in PICTURES and not path.name.startswith(".")
+    return path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith(".")
 
 
 def _present(pairs: Iterable[tuple[Path, Path | None]]) -> list[Pair]:

@@ -22,8 +22,17 @@ from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.files import write_bytes
 from vitfocus.data.detection.dataset import polygons, run_lengths
 from vitfocus.data.segmentation.dataset import CITYSCAPES_IDS, IGNORE
-from vitfocus.data.shapes.dataset import CLASSES, VERSION, Size, drawn_scenes, instances, picture_size, semantic_mask
-from vitfocus.data.shapes.questions import Question, ask
+from vitfocus.data.shapes.dataset import (
+    CLASSES,
+    VERSION,
+    Question,
+    Size,
+    ask,
+    drawn_scenes,
+    instances,
+    picture_size,
+    semantic_mask,
+)
 from vitfocus.data.shapes.scene import MAIN, SPLITS, SceneObject
 
 Files = Iterator[tuple[str, bytes]]  # path below the root, content

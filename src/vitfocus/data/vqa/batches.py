@@ -31,8 +31,7 @@ from vitfocus.data.loader import (
     seed_for,
     seeded,
 )
-from vitfocus.data.vqa.dataset import VqaDataset
-from vitfocus.data.vqa.tokenizer import QuestionTokenizer
+from vitfocus.data.vqa.dataset import QuestionTokenizer, VqaDataset
 
 LONGEST_SIDE = 1333 / 800  # as a multiple of the short side, as in ViLT
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 
-from vitfocus.anatomy import insertion_sentence, insertions_sentence
 from vitfocus.attention.diagnosis import Diagnosis
 from vitfocus.attention.readings import Chart, charts
 from vitfocus.core.metrics import METRICS
+from vitfocus.core.modules import insertion_sentence, insertions_sentence
 from vitfocus.core.tables import counted
 from vitfocus.report.charts import dot_chart
 from vitfocus.report.comparison import Estimate, MetricRow, SharedTest, key_rows

@@ -17,9 +17,8 @@ from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.progress import Progress
 from vitfocus.core.statistics import evenly_spaced
 from vitfocus.corruptions import CORRUPTIONS, EXTRA_CORRUPTIONS, corrupt, fingerprint
-from vitfocus.corruptions.constants import Setting
+from vitfocus.corruptions.base import Draws, Setting
 from vitfocus.corruptions.digital import jpeg_compression
-from vitfocus.corruptions.draws import Draws
 from vitfocus.data.image_files import Preprocessing, list_classes
 from vitfocus.robustness.classification import (
     CLEAN,
@@ -43,7 +42,7 @@ from vitfocus.robustness.sources import (
     digest_of,
     one_size,
 )
-from vitfocus.robustness.suites.options import DataForm, refuse_unused
+from vitfocus.robustness.suites.options import DataForm
 
 ALL_CORRUPTIONS = (*CORRUPTIONS, *EXTRA_CORRUPTIONS)
 SEVERITIES = (1, 2, 3, 4, 5)
@@ -79,9 +78,9 @@ def imagenet_c(arguments: EvaluationArguments) -> Plan:
     published = _published_folders(arguments.folder) if arguments.folder is not None else {}
     if published:
         # Published files are never resized, but the clean ones beside them are.
-        refuse_unused(arguments.options, DataForm(published=True, resized=bool(arguments.options.clean_data)))
+        arguments.refuse_unused(DataForm(published=True, resized=bool(arguments.options.clean_data)))
         return _published(arguments, classes, published)
-    refuse_unused(arguments.options, DataForm())
+    arguments.refuse_unused(DataForm())
     notes = []
     if classes != 1000:
         notes.append("AlexNet's errors are ImageNet's: on other data, CE and mCE serve to compare models only.")
@@ -99,7 +98,7 @@ def cifar_c(arguments: EvaluationArguments) -> Plan:
         notes.append(f"Corrupted at 32x32, then enlarged to the model's {height}x{width} (bicubic).")
         protocol = {"enlarged_to": [height, width]}
     if arguments.folder is not None and any(arguments.folder.glob("*.npy")):
-        refuse_unused(arguments.options, DataForm(published=True, resized=False, class_folders=False))
+        arguments.refuse_unused(DataForm(published=True, resized=False, class_folders=False))
         plan = _arrays(arguments, classes, arguments.folder, notes)
     else:
         plan = _generated(arguments, classes, "cifar", None, notes)

@@ -21,7 +21,7 @@ from vitfocus.robustness.engine import Condition, EvaluationArguments, Group, Ou
 from vitfocus.robustness.pixel_model import PixelModel
 from vitfocus.robustness.run_folder import Columns
 from vitfocus.robustness.sources import Collated, EvaluationBatch, ItemSource
-from vitfocus.robustness.suites.options import DataForm, refuse_unused
+from vitfocus.robustness.suites.options import DataForm
 from vitfocus.tasks.detection.evaluation import DetectionWriter, coco_results, coco_scores
 from vitfocus.treatments.save_load import task_of
 
@@ -37,7 +37,7 @@ def detection(arguments: EvaluationArguments) -> Plan:
     """
     mask_tools()  # says what to install where it is missing
     options = arguments.options
-    refuse_unused(arguments.options, DataForm(drawn=shapes_named(arguments.data, 1) is not None))
+    arguments.refuse_unused(DataForm(drawn=shapes_named(arguments.data, 1) is not None))
     images = open_detections(arguments.data, options.split, arguments.models[0].model)
     for model in arguments.models:
         _check_classes(model.name, model.model, images)

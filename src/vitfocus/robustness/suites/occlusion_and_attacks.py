@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from vitfocus.core.arguments import real, several, whole
 from vitfocus.core.errors import VitfocusError, nearest
-from vitfocus.corruptions.draws import Draws
+from vitfocus.corruptions.base import Draws
 from vitfocus.robustness.classification import CLEAN, classification_plan, classify, num_classes, open_images
 from vitfocus.robustness.engine import Condition, EvaluationArguments, Group, Plan
 from vitfocus.robustness.metrics import condition_summary

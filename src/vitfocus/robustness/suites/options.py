@@ -5,14 +5,12 @@ This module imports no torch: the command line and shell completion read it.
 
 from __future__ import annotations
 
-import functools
 import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, NamedTuple
 
-from vitfocus.core import arguments
 from vitfocus.core.arguments import OnlyWith
 
 
@@ -47,24 +45,6 @@ _PUBLISHED = OnlyWith(
     lambda form: form.published, "is for published files, and these corruptions are generated: give published files"
 )
 _READ = OnlyWith(lambda form: not form.drawn, "is about a folder, and Shapes is drawn: give a folder")
-
-
-def refuse_unused(options: NoOptions, form: DataForm) -> None:
-    """Refuse options that have no effect on data of this form; "val" and "shapes" are what Shapes is anyway."""
-    declared = _conditions(type(options))  # type: ignore[arg-type]
-    values = {one.name: (getattr(options, one.name), one.default) for one in fields(options) if one.name in declared}
-    given = [
-        name
-        for name, (value, default) in values.items()
-        if value is not False and value not in (default, "val", "shapes")
-    ]
-    if given:
-        arguments.refuse_unused(given, declared, form)
-
-
-@functools.cache
-def _conditions(record: type) -> dict[str, OnlyWith]:
-    return arguments.conditions(record)
 
 
 @dataclass(frozen=True)

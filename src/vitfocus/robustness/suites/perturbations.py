@@ -21,10 +21,9 @@ from torch.nn import functional as F
 from vitfocus.core.arguments import several, whole
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.statistics import evenly_spaced
-from vitfocus.corruptions.constants import Setting
+from vitfocus.corruptions.base import Draws, Setting, to_uint8
 from vitfocus.corruptions.digital import brightness
-from vitfocus.corruptions.draws import Draws
-from vitfocus.corruptions.filters import clipped_zoom, streak, to_uint8
+from vitfocus.corruptions.filters import clipped_zoom, streak
 from vitfocus.corruptions.noise_and_blur import gaussian_noise, shot_noise
 from vitfocus.data.image_files import ClassFolders, Entry, list_classes
 from vitfocus.robustness.classification import (
@@ -37,7 +36,7 @@ from vitfocus.robustness.engine import Condition, EvaluationArguments, Group, Ou
 from vitfocus.robustness.metrics import ALEXNET_FLIPS, flip_share, perturbation_summary, top5_distance
 from vitfocus.robustness.pixel_model import PixelModel
 from vitfocus.robustness.sources import EvaluationBatch, ImageSamples, ItemSource, collate_images, digest_of
-from vitfocus.robustness.suites.options import DataForm, refuse_unused
+from vitfocus.robustness.suites.options import DataForm
 
 _VIDEOS = frozenset({".mp4", ".avi", ".mkv"})
 _FRAMES_AT_ONCE = 128
@@ -98,7 +97,7 @@ def _from_videos(arguments: EvaluationArguments, classes: int, names: list[str],
             f"{root} looks like ImageNet-P but lacks {', '.join(missing)}: it is only half extracted "
             "(name the ones you have with perturbations=, --perturbations)."
         )
-    refuse_unused(arguments.options, DataForm(published=True, resized=False))
+    arguments.refuse_unused(DataForm(published=True, resized=False))
     groups, counts = [], {}
     for name in names:
         folders = list_classes(root / _folder(name, difficulty), _VIDEOS)

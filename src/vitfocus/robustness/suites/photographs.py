@@ -14,9 +14,8 @@ from typing import Annotated, Any
 import msgspec
 
 from vitfocus.core.errors import VitfocusError
-from vitfocus.core.files import PICTURES
 from vitfocus.core.records import read_json
-from vitfocus.data.image_files import ClassFolders, Entry, list_classes
+from vitfocus.data.image_files import IMAGE_SUFFIXES, ClassFolders, Entry, list_classes
 from vitfocus.robustness.classification import (
     CLEAN,
     Images,
@@ -172,7 +171,7 @@ def _timm_real() -> list[list[int]]:
 
 
 def _validation_files(root: Path) -> list[Entry]:
-    flat = sorted(file for file in root.iterdir() if file.suffix.lower() in PICTURES)
+    flat = sorted(file for file in root.iterdir() if file.suffix.lower() in IMAGE_SUFFIXES)
     if flat:
         return [Entry(file.name, "", file.stat().st_size) for file in flat]
     return list(list_classes(root).entries)

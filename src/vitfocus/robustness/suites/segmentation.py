@@ -23,9 +23,8 @@ from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.statistics import evenly_spaced, repeat_interval
 from vitfocus.core.tables import counted
 from vitfocus.corruptions import corrupt, fingerprint
-from vitfocus.corruptions.constants import Setting
-from vitfocus.corruptions.draws import Draws, as_ids
-from vitfocus.corruptions.filters import gaussian, to_uint8
+from vitfocus.corruptions.base import Draws, Setting, as_ids, to_uint8
+from vitfocus.corruptions.filters import gaussian
 from vitfocus.corruptions.noise_and_blur import shot_noise
 from vitfocus.data.segmentation.batches import WholeImages
 from vitfocus.data.segmentation.dataset import (
@@ -39,14 +38,14 @@ from vitfocus.data.segmentation.dataset import (
 )
 from vitfocus.data.segmentation.dataset import acdc as acdc_layout
 from vitfocus.data.shapes.dataset import shapes_named
-from vitfocus.recipes.settings import Data
+from vitfocus.recipes import Data
 from vitfocus.robustness.engine import Condition, EvaluationArguments, Group, Outcome, Plan, Reduced
 from vitfocus.robustness.metrics import Summary
 from vitfocus.robustness.pixel_model import PixelModel
 from vitfocus.robustness.run_folder import Columns
 from vitfocus.robustness.sources import Collated, EvaluationBatch, ItemSource, Source, StreamSource
 from vitfocus.robustness.suites.corruptions import ALL_CORRUPTIONS, chosen_corruptions
-from vitfocus.robustness.suites.options import DataForm, refuse_unused
+from vitfocus.robustness.suites.options import DataForm
 from vitfocus.tasks.segmentation.evaluation import (
     InferenceSettings,
     class_counts,
@@ -220,7 +219,7 @@ def _test_protocol(arguments: EvaluationArguments) -> InferenceSettings:
     """How pictures are tested: the options, and what they leave open as the first model was trained to be tested."""
     for model in arguments.models:
         _refuse_other_tasks(model, arguments.suite.name)
-    refuse_unused(arguments.options, DataForm(drawn=shapes_named(arguments.data, 1) is not None))
+    arguments.refuse_unused(DataForm(drawn=shapes_named(arguments.data, 1) is not None))
     options = arguments.options
     given = {name: getattr(options, name) for name in ("window", "stride", "flip", "short_side")}
     test = {**task_of(arguments.models[0].model).get("test", {}), **{k: v for k, v in given.items() if v is not None}}

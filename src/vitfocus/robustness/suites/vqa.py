@@ -19,14 +19,21 @@ from vitfocus.core.statistics import evenly_spaced, mean_interval
 from vitfocus.data.loader import Broken, read_or_broken, seeded
 from vitfocus.data.shapes.dataset import shapes_named
 from vitfocus.data.vqa.batches import VqaPreprocessing, pad_images
-from vitfocus.data.vqa.dataset import Question, TensorImages, VqaDataset, read_vqav2, shapes_questions, splits_in
-from vitfocus.data.vqa.tokenizer import QuestionTokenizer
+from vitfocus.data.vqa.dataset import (
+    Question,
+    QuestionTokenizer,
+    TensorImages,
+    VqaDataset,
+    read_vqav2,
+    shapes_questions,
+    splits_in,
+)
 from vitfocus.robustness.engine import Condition, EvaluationArguments, Group, Outcome, Plan, Reduced
 from vitfocus.robustness.metrics import Summary, percent
 from vitfocus.robustness.pixel_model import PixelModel
 from vitfocus.robustness.run_folder import Columns
 from vitfocus.robustness.sources import Collated, EvaluationBatch, ItemSource
-from vitfocus.robustness.suites.options import DataForm, refuse_unused
+from vitfocus.robustness.suites.options import DataForm
 from vitfocus.tasks.vqa.evaluation import Answerer, language_alone, soft_accuracy
 from vitfocus.treatments.save_load import task_of
 
@@ -39,7 +46,7 @@ def answers(arguments: EvaluationArguments) -> Plan:
     there as the official server takes them; of a split whose answers are withheld that is the only result.
     """
     split = arguments.options.split
-    refuse_unused(arguments.options, DataForm(drawn=shapes_named(arguments.data, 1) is not None))
+    arguments.refuse_unused(DataForm(drawn=shapes_named(arguments.data, 1) is not None))
     asked = open_questions(arguments.data, split, _picture_size(arguments.models[0].model))
     if not asked.annotated and arguments.out is None:
         raise VitfocusError(

@@ -24,7 +24,7 @@ from vitfocus.treatments.save_load import create_model, load
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from vitfocus.recipes.settings import Distill, Loss
+    from vitfocus.recipes import Distill, Loss
 
 
 class Teacher(nn.Module):

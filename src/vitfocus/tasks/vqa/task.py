@@ -19,8 +19,7 @@ from vitfocus.core.errors import VitfocusError
 from vitfocus.core.modules import eval_mode
 from vitfocus.data.loader import SampleBatches, SampleOrder
 from vitfocus.data.vqa.batches import QuestionBatch, QuestionSamples, every_question, fitted_size, reading_batches
-from vitfocus.data.vqa.dataset import VqaDataset, open_questions
-from vitfocus.data.vqa.tokenizer import QuestionTokenizer, attach_tokenizer, tokenizer_of
+from vitfocus.data.vqa.dataset import QuestionTokenizer, VqaDataset, attach_tokenizer, open_questions, tokenizer_of
 from vitfocus.tasks.base import DiversityTerm, RunContext, Task, create_seeded, start_from
 from vitfocus.tasks.vqa.evaluation import (
     AnswerVocabulary,
