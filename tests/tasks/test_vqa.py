@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
+import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from PIL import Image
 
 import vitfocus as vf
@@ -20,10 +24,14 @@ from vitfocus.data.vqa.dataset import (
     QuestionTokenizer,
     VqaDataset,
     attach_tokenizer,
+    open_questions,
     read_vqav2,
     shapes_questions,
     tokenizer_of,
 )
+from vitfocus.reproduce import load_item
+from vitfocus.reproduce.results import Measurement, Measuring, measure, submissions
+from vitfocus.reproduce.runs import DataFolders, plan_row
 from vitfocus.tasks.vqa.evaluation import (
     Answerer,
     AnswerVocabulary,
@@ -370,3 +378,43 @@ def test_withheld_answers_are_not_scored_but_answered(vqav2: Path, tmp_path: Pat
     assert "withheld" in str(scores.table())
     written = json.loads((tmp_path / "answers.json").read_text())
     assert [one["question_id"] for one in written] == [one.number for one in bare.questions]
+
+
+def test_train_and_val_are_trained_on_and_test_dev_is_answered(vqav2: Path, tmp_path: Path) -> None:
+    """As ViLT is fine-tuned: some images of val2014 are held out, answers come from both splits, and a file is for the
+    server that has test-dev's answers. Every number says its split."""
+    root = tmp_path / "vqav2"
+    shutil.copytree(vqav2, root)
+    (root / "test2015").mkdir()
+    questions = json.loads((root / "v2_OpenEnded_mscoco_val2014_questions.json").read_text())
+    (root / "v2_OpenEnded_mscoco_test-dev2015_questions.json").write_text(json.dumps(questions))
+    for file in (root / "val2014").iterdir():
+        shutil.copy(file, root / "test2015" / file.name.replace("val2014", "test2015"))
+    splits = {"data.train_split": "train2014+val2014", "data.holdout": 3, "data.size": 16}
+    recipe = load_recipe("shapes_answer", overrides(root, **splits))
+    training, held = (open_questions(recipe.data, split) for split in ("train", "val"))
+    both = read_vqav2(root, "train2014+val2014")
+    pictures = {Path(held.images.name(question.image)).parent.name for question in held.questions}
+    assert len({question.image for question in held.questions}) == 3 and pictures == {"val2014"}
+    assert not {q.image for q in held.questions} & {q.image for q in training.questions}
+    assert {q.number for q in held.questions} | {q.number for q in training.questions} <= {
+        q.number for q in both.questions
+    }
+    assert len(held) + len(training) == len(both) == 34 * 3
+    results = train(recipe, out=tmp_path / "run")
+    assert results["splits"]["val"] == "3 held-out images of val2014" and results["val_images"] == 9
+    counts = Counter(normalise(question.agreed) for question in both.questions)
+    assert results["answers"] == len(counts), "from train and val"
+
+    item = load_item("cb/table10")
+    planned = plan_row(item, item.rows[0], "smoke", DataFolders(), tmp_path)
+    assert planned is not None
+    run = dataclasses.replace(planned, recipe=recipe, folder=tmp_path / "run")
+    value = measure("vqa", run, results, Measuring(DataFolders()))
+    assert isinstance(value, Measurement) and value.title == "VQA accuracy on 3 held-out images of val2014"
+    (note,) = submissions(item.measures, run, Measuring(DataFolders()))
+    written = json.loads(Path(note.rpartition(": ")[2].rstrip(".")).read_text())
+    assert [one["question_id"] for one in written] == [one["question_id"] for one in questions["questions"]]
+    assert "test-dev2015" in note and all(isinstance(one["answer"], str) for one in written)
+    with pytest.raises(vf.VitfocusError, match=r"data\.holdout=10 leaves none of the 10 images of val2014"):
+        open_questions(replace(recipe.data, holdout=10), "train")

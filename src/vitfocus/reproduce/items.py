@@ -255,7 +255,7 @@ MEASURES: dict[str, Measure] = {
     "train_loss": Measure("training loss", "curve", "", "down", 3, "loss"),
     "miou": _result("miou"),
     **{f"{kind}_ap{level}": _result(f"{kind}_ap{level}") for kind in ("box", "mask") for level in ("", "50", "75")},
-    "vqa": _result("accuracy", "VQA accuracy", 2),
+    "vqa": _result("accuracy", "VQA accuracy on test-dev", 2),
     "entropy": _reading("mean entropy", "entropy", "nats"),
     "entropy_p15": _reading("15th percentile of entropy", "entropy_p15", "nats"),
     "entropy_bound": _reading("bound of entropy", "entropy_bound", "nats"),

@@ -10,7 +10,7 @@ import functools
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -25,6 +25,8 @@ from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import write_text
 from vitfocus.core.statistics import wilson_interval
 from vitfocus.core.tables import Table, counted
+from vitfocus.data.segmentation.dataset import has_acdc_test
+from vitfocus.data.vqa.dataset import splits_in
 from vitfocus.reproduce.items import MEASURES, Item, Measure, Printed, Row, Suite
 from vitfocus.reproduce.runs import (
     CLASSES,
@@ -330,7 +332,9 @@ def _from_results(measure: Measure, results: Mapping[str, Any]) -> Measurement |
     if measure.key in ("top1", "top5") and images:
         low, high = wilson_interval(share, images)
         interval = 50 * (high - low)
-    return Measurement(measure.scale * share, interval, images=images or None)
+    split = results.get("splits", {}).get("val", "")
+    title = f"{measure.title.partition(' on ')[0]} on {split}" if split else ""
+    return Measurement(measure.scale * share, interval, title, images=images or None)
 
 
 def _from_diagnosis(measure: Measure, diagnosis: Diagnosis) -> Measurement | NotMeasured:
@@ -361,16 +365,53 @@ def _from_suite(measure: Measure, suite: Suite, run: PlannedRun, how: Measuring)
         holder, found = found, found[step]
     low, high = holder.get(f"{suite.path[-1]}_interval", (None, None))
     interval = None if low is None or high is None else (high - low) / 2
-    return Measurement(float(found), interval, suite.title, scores.notes, scores.images)
+    title = suite.title
+    if suite.suite == "answers":
+        title = f"{measure.title.partition(' on ')[0]} on {scores.fingerprint['protocol']['split']}"
+    return Measurement(float(found), interval, title, scores.notes, scores.images)
+
+
+def submissions(measures: Sequence[str], run: PlannedRun, how: Measuring) -> list[str]:
+    """Write predictions on splits whose truth only a server has, where their images are there; where they are."""
+    found = []
+    data = run.recipe.data if run.recipe is not None else None
+    if "vqa" in measures and data is not None and data.source == "vqav2":
+        if "test-dev2015" in splits_in(data.root):
+            suite = Suite("answers", (), options={"split": "test-dev2015"})
+            file = _folder(suite, run, None, how) / "answers.json"
+            _scores(suite, run, None, how)
+            found.append(f"Answers of {run.row.label} to test-dev2015, for the evaluation server: {file}.")
+        else:
+            found.append("Answers for the evaluation server: put the questions and images of test-dev2015 into --data.")
+    folder = how.folders.find("acdc") if how.folders else None
+    if "acdc" in measures and folder is not None and has_acdc_test(folder):
+        place = run.folder / "submissions" / "acdc-test"
+        suite = Suite("acdc", (), "acdc", options={"split": "test", "submission": str(place)})
+        _scores(suite, run, folder, how)
+        found.append(f"Predictions of {run.row.label} on ACDC test, for its server: {place}.")
+    return found
+
+
+def _options(suite: Suite, folder: Path | None, how: Measuring) -> dict[str, Any]:
+    given = {**suite.options, **how.options.get(suite.suite, {})}
+    return given | ({suite.folder_option: str(folder)} if suite.folder_option and folder else {})
+
+
+def _limit(suite: Suite, how: Measuring) -> int | None:
+    return min(suite.limit or how.limit or 0, how.limit or suite.limit or 0) or None
+
+
+def _folder(suite: Suite, run: PlannedRun, folder: Path | None, how: Measuring) -> Path:
+    """Where an evaluation is kept: named by all that determines it."""
+    content = [suite.suite, _options(suite, folder, how), _limit(suite, how), str(folder or "")]
+    described = json.dumps(content, sort_keys=True)
+    return run.folder / "evaluations" / f"{suite.suite}-{hashlib.sha256(described.encode()).hexdigest()[:8]}"
 
 
 def _scores(suite: Suite, run: PlannedRun, folder: Path | None, how: Measuring) -> Scores:
-    images = min(suite.limit or how.limit or 0, how.limit or suite.limit or 0) or None
-    options = {**suite.options, **how.options.get(suite.suite, {})}
-    options |= {suite.folder_option: str(folder)} if suite.folder_option and folder else {}
-    described = json.dumps([suite.suite, options, images, str(folder or "")], sort_keys=True)
-    name = f"{suite.suite}-{hashlib.sha256(described.encode()).hexdigest()[:8]}"
-    out = run.folder / "evaluations" / name
+    images = _limit(suite, how)
+    options = _options(suite, folder, how)
+    out = _folder(suite, run, folder, how)
     if (out / "results.json").is_file():
         return load_scores(out)
     data = folder if folder is not None and not suite.folder_option else validation_data(run)

@@ -22,6 +22,7 @@ from vitfocus.reproduce.results import (
     RowResult,
     count,
     measure,
+    submissions,
 )
 from vitfocus.reproduce.runs import PRETRAINED, DataFolders, PlannedRun, plan_row, why_not_pretrained, with_weights
 from vitfocus.robustness.suites import SUITES
@@ -287,6 +288,8 @@ def _run_row(planned: PlannedItem, row: Row, outcome: ItemResult, how: Measuring
         else:
             found.values[name] = value
             outcome.missing += [note for note in value.notes if "generated" in note]
+    if found.measured:
+        outcome.missing += submissions(item.measures, run, how)
     return found
 
 

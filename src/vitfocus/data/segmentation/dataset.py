@@ -111,6 +111,11 @@ def acdc(root: Path, split: str, given: str, condition: str = "") -> Layout:
     return Layout(pairs, layout.classes, layout.table)
 
 
+def has_acdc_test(root: Path) -> bool:
+    """Whether a folder has the images of ACDC's test split."""
+    return any((root / above / "rgb_anon" / CONDITIONS[0] / "test").is_dir() for above in ("", "rgb_anon_trainvaltest"))
+
+
 def camvid(root: Path, split: str, given: str) -> Layout:
     """CamVid's eleven classes (11 is void): train and trainannot, or images/train and annotations/train."""
     name = given or split

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
@@ -193,10 +194,11 @@ class VqaImages(Protocol):
 
 @dataclass
 class VqaDataset:
-    """The questions of a split, and their images."""
+    """The questions of a split, and their images; `name` says which split, in a few words."""
 
     questions: Sequence[Question]
     images: VqaImages
+    name: str = ""
 
     def __len__(self) -> int:
         return len(self.questions)
@@ -208,7 +210,8 @@ class VqaDataset:
 
     def first(self, count: int) -> VqaDataset:
         """The questions about the first `count` images."""
-        return VqaDataset([question for question in self.questions if question.image < count], self.images)
+        some = [question for question in self.questions if question.image < count]
+        return VqaDataset(some, self.images, f"the first {count:,} images of {self.name}")
 
     def digest(self) -> str:
         """SHA-256 of the questions, the answers and the images' listing."""
@@ -225,6 +228,7 @@ def open_questions(data: Data, split: str, annotated: bool = True) -> VqaDataset
 
     Args:
         data: The [data] section of a recipe; `train_split` and `val_split` name VQAv2's splits, several joined by "+".
+            With `holdout`, the questions about so many images of the last training split, drawn once, are "val".
         split: "train" or "val".
         annotated: Whether the answers are required.
 
@@ -238,9 +242,24 @@ def open_questions(data: Data, split: str, annotated: bool = True) -> VqaDataset
         return shapes_questions(split, length or {"train": 10_000, "val": 1_000}[split], data.size)
     if data.source != "vqav2":
         raise VitfocusError(f"There is no source of questions {data.source!r}: {nearest(data.source, SOURCES)}")
-    given = (data.train_split if split == "train" else data.val_split) or SPLITS[split]
+    given = (data.train_split if split == "train" or data.holdout else data.val_split) or SPLITS[split]
     found = read_vqav2(data.root, given, annotated)
+    if data.holdout:
+        found = _part(found, split, data.holdout, given.rpartition("+")[2].strip())
     return found.first(length) if length else found
+
+
+def _part(whole: VqaDataset, split: str, count: int, last: str) -> VqaDataset:
+    """The questions about `count` images of the last split, as ViLT holds them out, or the others."""
+    files = [index for index in range(len(whole.images)) if Path(whole.images.name(index)).parent.name == last]
+    if count >= len(files):
+        raise VitfocusError(f"data.holdout={count} leaves none of the {len(files)} images of {last} to train on.")
+    held = {files[place] for place in np.random.default_rng(0).permutation(len(files))[:count].tolist()}
+    chosen = [question for question in whole.questions if (question.image in held) == (split == "val")]
+    name = (
+        f"{count:,} held-out images of {last}" if split == "val" else f"{whole.name} without {count:,} held-out images"
+    )
+    return VqaDataset(chosen, whole.images, name)
 
 
 def splits_in(root: str | Path) -> list[str]:
@@ -266,7 +285,7 @@ def read_vqav2(root: str | Path, split: str, annotated: bool = True) -> VqaDatas
         files += images
     if not questions:
         raise VitfocusError(f"The split {split} in {root} has no questions.")
-    return VqaDataset(questions, FileImages(files))
+    return VqaDataset(questions, FileImages(files), split)
 
 
 def shapes_questions(split: str, count: int, size: int | tuple[int, int], seed: int = 0) -> VqaDataset:
@@ -281,7 +300,7 @@ def shapes_questions(split: str, count: int, size: int | tuple[int, int], seed: 
                 number = item * QUESTIONS_PER_IMAGE + place
                 questions.append(Question(number, item, one.text, one.answers, one.answer, one.answer_type, one.kind))
             item += 1
-    return VqaDataset(questions, TensorImages(torch.cat(pixels), f"Shapes {split}"))
+    return VqaDataset(questions, TensorImages(torch.cat(pixels), f"Shapes {split}"), f"Shapes {split}")
 
 
 @dataclass

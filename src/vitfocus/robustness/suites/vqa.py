@@ -59,13 +59,13 @@ def answers(arguments: EvaluationArguments) -> Plan:
     source = ItemSource(samples, pick, samples.collate, digest=asked.digest(), **arguments.reading)
     questions = [asked.questions[index] for index in pick]
     baselines = language_alone(questions) if asked.annotated else None
-    note = "The answers are withheld, so nothing is scored; answers.json holds the model's own."
+    note = f"The answers of {asked.name} are withheld, so nothing is scored; answers.json is for its server."
     if baselines is not None:
         constant = baselines["constant_answer"]
-        note = f"VQAv2's official accuracy. Without looking: always {constant!r}, or by question type."
+        note = f"VQAv2's official accuracy on {asked.name}. Without looking: always {constant!r}, or by question type."
     return Plan(
         (Group("answers", source, (Condition("all", partial(_answer, answerers)),)),),
-        {"split": split, "limit": arguments.limit},
+        {"split": asked.name, "limit": arguments.limit},
         partial(_reduce, questions, baselines),
         (note,),
         batch_sizes=(16, 64),
@@ -122,7 +122,7 @@ def _from_dataset(data: Any) -> VqaDataset:
         questions.append(Question(number, number, target["question"], tuple(target["answers"]), answer_type=kind))
     if len({tuple(getattr(picture, "shape", ())) for picture in pictures}) != 1:
         raise VitfocusError("answers takes a data set whose pictures are uint8 tensors (3, H, W) of one size.")
-    return VqaDataset(questions, TensorImages(torch.stack(pictures), "picture"))
+    return VqaDataset(questions, TensorImages(torch.stack(pictures), "picture"), "the given questions")
 
 
 def _picture_size(model: nn.Module) -> int:

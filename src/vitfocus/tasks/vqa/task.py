@@ -54,7 +54,7 @@ class Answer(Task):
         "data": frozenset(
             {"source", "root", "train_split", "val_split", "train_length", "val_length", "size", "batch", "workers"}
         )
-        | {"broken"},
+        | {"broken", "holdout"},
     }
 
     train: VqaDataset
@@ -77,7 +77,8 @@ class Answer(Task):
             (question.text for question in self.train.questions), vocabulary or section.words, section.longest
         )
         if answers is None:
-            agreed = (question.agreed for question in self.train.questions)
+            known = [self.train, self.val] if recipe.data.holdout else [self.train]  # held-out images are of training
+            agreed = (question.agreed for part in known for question in part.questions)
             answers = list(AnswerVocabulary.build(agreed, section.answers, section.least).answers)
         self.classes = answers
         self.numbers = {answer: number for number, answer in enumerate(answers)}
@@ -178,7 +179,7 @@ class Answer(Task):
         """The accuracy, and those of answers without looking at the image."""
         blind = self.without_looking
         return (
-            f"accuracy {100 * scores['accuracy']:.2f} % (always {blind['constant_answer']!r}: "
+            f"accuracy on {self.val.name} {100 * scores['accuracy']:.2f} % (always {blind['constant_answer']!r}: "
             f"{100 * blind['constant_accuracy']:.2f} %, the best answer to each type of question: "
             f"{100 * blind['question_type_accuracy']:.2f} %)"
         )
@@ -195,6 +196,7 @@ class Answer(Task):
         """Sizes of the vocabularies, the share of questions they can answer, and accuracies without looking."""
         reached = sum(normalise(question.agreed) in self.numbers for question in self.train.questions)
         return {
+            "splits": {"train": self.train.name, "val": self.val.name},
             "answers": len(self.classes),
             "answers_cover": reached / len(self.train),
             "word_pieces": len(self.tokenizer),
