@@ -10,7 +10,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from adversarial import words
+from adversarial import files, words
 from adversarial.harness import Tally
 
 ATTACKS = {
@@ -18,6 +18,10 @@ ATTACKS = {
     "command lines": words.command_lines,
     "overrides": words.overrides,
     "calls": words.calls,
+    "JSON and TOML": files.records,
+    "archives": files.archives,
+    "images": files.images,
+    "shards": files.shards,
 }
 
 if __name__ == "__main__":

@@ -219,6 +219,8 @@ def convert(
         return msgspec.convert(content, kind, str_keys=True, dec_hook=_custom)
     except msgspec.ValidationError as error:
         said = _sentence(str(error), content, kind)
+    except UnicodeEncodeError as error:
+        said = f"It has {error.object[error.start]!r}, which is not a character."
     if not source:
         raise VitfocusError(said)
     ending = f"; {hint}." if hint else "." if said[-1] not in ".?" else ""

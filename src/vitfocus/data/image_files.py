@@ -25,7 +25,7 @@ IMAGE_SUFFIXES = frozenset(
 )
 
 #: What Pillow raises for a file that is not an image, is truncated, or would not fit into memory.
-UNREADABLE = (UnidentifiedImageError, Image.DecompressionBombError, OSError, SyntaxError, ValueError)
+UNREADABLE = (UnidentifiedImageError, Image.DecompressionBombError, OSError, RuntimeError, SyntaxError, ValueError)
 
 #: Usual names of the folders or files of a split.
 SPLITS = {"train": ("train", "training"), "val": ("val", "validation", "test")}

@@ -29,6 +29,7 @@ from vitfocus.data.image_files import rgb_picture
 _IMAGES = ("jpg", "jpeg", "png", "webp", "ppm", "bmp")
 _LABELS = ("cls", "json")
 _OPEN_FILES = 32
+_MOST_SHARDS = 100_000
 _LARGEST_LABEL = 2**31 - 1
 
 
@@ -109,8 +110,15 @@ def find_shards(root: str, split: str, given: str = "") -> list[Path]:
     usual = ("train",) if split == "train" else ("val", "validation", "test")
     patterns = [given] if given else [f"{name}*.tar" for name in usual] + [f"{name}/*.tar" for name in usual]
     for pattern in patterns:
-        found = [path for one in expand_braces(pattern) for path in sorted(Path(root).glob(one))]
-        if found:
+        try:
+            found = [path for one in expand_braces(pattern) for path in sorted(Path(root).glob(one))]
+        except (
+            NotImplementedError,
+            OSError,
+            ValueError,
+        ) as error:  # of `glob`; a `VitfocusError` is a ValueError as well
+            raise VitfocusError(f"data.{split}_split is {pattern!r}, which no shard can match: {error}") from None
+        if found := [path for path in found if path.is_file()]:
             return found
     raise VitfocusError(f"No shard matches {' or '.join(patterns)} in {root!r}: set data.root and data.{split}_split.")
 
@@ -120,14 +128,20 @@ def expand_braces(pattern: str) -> list[str]:
 
     >>> expand_braces("train-{08..10}.tar")
     ['train-08.tar', 'train-09.tar', 'train-10.tar']
+    >>> expand_braces("train-{0..99999999999}.tar")
+    Traceback (most recent call last):
+    vitfocus.core.errors.VitfocusError: 'train-{0..99999999999}.tar' stands for more than 100,000 shards.
     """
     head, brace, rest = pattern.partition("{")
     span, closing, tail = rest.partition("}")
-    low, dots, high = span.partition("..")
-    if not (brace and closing and dots and low.isdigit() and high.isdigit()):
+    ends = re.fullmatch(r"([0-9]{1,18})\.\.([0-9]{1,18})", span)
+    if not (brace and closing and ends):
         return [pattern]
-    numbers = [f"{number:0{len(low)}d}" for number in range(int(low), int(high) + 1)]
-    return [head + number + after for number in numbers for after in expand_braces(tail)]
+    numbers = range(int(ends[1]), int(ends[2]) + 1)
+    after = expand_braces(tail)
+    if len(numbers) * len(after) > _MOST_SHARDS:
+        raise VitfocusError(f"{pattern!r} stands for more than {_MOST_SHARDS:,} shards.")
+    return [f"{head}{number:0{len(ends[1])}d}{rest}" for number in numbers for rest in after]
 
 
 class ShardIndex(msgspec.Struct):
@@ -150,7 +164,7 @@ def _index(shard: Path) -> list[tuple[str, tuple[int, int], tuple[int, int], str
     samples: dict[str, dict[str, tuple[int, int]]] = {}
     end = 0
     try:
-        with tarfile.open(shard) as tar:
+        with tarfile.open(shard, "r:") as tar:  # a compressed one cannot be read at offsets
             for member in tar:
                 end = member.offset_data + (member.size + 511) // 512 * 512
                 folder, _, name = member.name.rpartition("/")
@@ -158,8 +172,8 @@ def _index(shard: Path) -> list[tuple[str, tuple[int, int], tuple[int, int], str
                 if member.isfile() and stem:
                     parts = samples.setdefault(f"{folder}/{stem}".lstrip("/"), {})
                     parts[extension.lower()] = (member.offset_data, member.size)
-    except tarfile.TarError as error:
-        raise VitfocusError(f"{shard} cannot be read as a shard: {error}.") from None
+    except (tarfile.TarError, OSError, ValueError) as error:
+        raise VitfocusError(f"{shard} cannot be read as a shard, an uncompressed tar file: {error}.") from None
     with shard.open("rb") as stream:  # tarfile does not notice a truncated file; an archive ends with a block of zeros
         stream.seek(end)
         if stream.read(512) != bytes(512):
