@@ -10,7 +10,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from adversarial import files, words
+from adversarial import files, runs, words
 from adversarial.harness import Tally
 
 ATTACKS = {
@@ -22,6 +22,12 @@ ATTACKS = {
     "archives": files.archives,
     "images": files.images,
     "shards": files.shards,
+    "flipped bits": runs.flips,
+    "kills in checkpoints": runs.checkpoint_kills,
+    "kills in evaluations": runs.evaluation_kills,
+    "kills in training": runs.training_kills,
+    "concurrent runs": runs.concurrent,
+    "two processes": runs.processes,
 }
 
 if __name__ == "__main__":

@@ -116,7 +116,7 @@ def find_shards(root: str, split: str, given: str = "") -> list[Path]:
             NotImplementedError,
             OSError,
             ValueError,
-        ) as error:  # of `glob`; a `VitfocusError` is a ValueError as well
+        ) as error:  # of `glob`, or too many
             raise VitfocusError(f"data.{split}_split is {pattern!r}, which no shard can match: {error}") from None
         if found := [path for path in found if path.is_file()]:
             return found
