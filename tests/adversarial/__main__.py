@@ -10,7 +10,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from adversarial import files, runs, words
+from adversarial import files, folders, runs, words
 from adversarial.harness import Tally
 
 ATTACKS = {
@@ -22,6 +22,7 @@ ATTACKS = {
     "archives": files.archives,
     "images": files.images,
     "shards": files.shards,
+    "hostile folders": folders.folders,
     "flipped bits": runs.flips,
     "kills in checkpoints": runs.checkpoint_kills,
     "kills in evaluations": runs.evaluation_kills,
