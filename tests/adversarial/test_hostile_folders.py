@@ -7,6 +7,7 @@ functions are replaced by ones that note the call and fail.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,9 @@ from safetensors.torch import save_file
 
 import vitfocus as vf
 from vitfocus.cli import main
+from vitfocus.core.files import lock_folder
+from vitfocus.reproduce.items import load_item
+from vitfocus.reproduce.runs import DataFolders, plan_row
 from vitfocus.train.recipe import load_recipe
 
 transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
@@ -197,3 +201,29 @@ def test_the_commands_open_a_sound_folder(images: Path, tmp_path: Path, touched:
         if arguments[0] != "report":  # for which a model alone is not enough
             assert main(arguments) == 0, arguments[0]
     spared(tmp_path, touched)
+
+
+def test_a_run_that_reproduce_takes_for_finished(
+    door: tuple[str, str, dict[str, Any]], tmp_path: Path, touched: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The folder of results comes from a stranger: a run in it claims to be finished, and its model is a door."""
+    for name in ("cb/figure4", "cb/table8"):  # which diagnose and evaluate the model
+        out = tmp_path / name.replace("/", "-")
+        item = load_item(name)
+        run = plan_row(item, item.rows[0], "smoke", DataFolders(), out / "smoke")
+        assert run is not None and run.recipe is not None
+        hostile(run.folder / "model", *door)
+        (run.folder / "config.toml").write_text(run.recipe.to_toml())
+        (run.folder / "results.json").write_text(json.dumps({"finished": True, "steps": 1, "top1": 99.0}))
+        code = main(["reproduce", name, "--rows", "1", "--images", "4", "--out", str(out)])
+        said = capsys.readouterr().err
+        spared(tmp_path, touched)
+        assert code == 2 and said.splitlines()[-1].startswith("vitfocus: ") and "Traceback" not in said, said
+        assert not list((out / "smoke" / "items").rglob("*.json"))
+
+
+def test_two_reproductions_of_one_item(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with lock_folder(tmp_path / "smoke" / "items" / "cb-table4a"):
+        assert main(["reproduce", "cb/table4a", "--rows", "1", "--out", str(tmp_path)]) == 2
+    assert f"cb-table4a is in use by process {os.getpid()} on" in capsys.readouterr().err
+    assert not list((tmp_path / "smoke").glob("*/checkpoints"))

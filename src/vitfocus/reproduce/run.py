@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from vitfocus.core.arguments import checked
 from vitfocus.core.environment import is_main_process
 from vitfocus.core.errors import VitfocusError, nearest
+from vitfocus.core.files import lock_folder
 from vitfocus.reproduce.figures import draw
 from vitfocus.reproduce.items import MEASURES, SCALES, Item, Row, load_item
 from vitfocus.reproduce.results import (
@@ -71,7 +73,7 @@ def reproduce(
         One result, or one per part ("cb/table4" has a and b).
 
     Raises:
-        VitfocusError: If there is no such item, scale or row, or data are missing.
+        VitfocusError: If there is no such item, scale or row, data are missing, or another process is at the item.
         Stopped: If a signal ended a run early.
     """
     changed = suite_options(options)
@@ -82,15 +84,17 @@ def reproduce(
         item = one.item
         outcome = ItemResult(item, scale, changed=(*overrides, *options), limit=images if trains(item) else None)
         how = Measuring(one.folders, images, changed)
-        for number, row in enumerate(one.rows, 1):
-            _say(f"{item.name} at {scale} scale, row {number} of {len(one.rows)}: {row.label}")
-            outcome.rows.append(_run_row(one, row, outcome, how))
-        if count_only and trains(item) and any(row.model for row in one.rows):
-            outcome.missing.append("A dash marks what --count leaves out: nothing was trained, measured or drawn.")
-        if not count_only and is_main_process():
-            where = Path(out) / scale / "items" / item.name.replace("/", "-")
-            outcome.figures = draw(outcome, where, images)
-            outcome.save(where)
+        where = Path(out) / scale / "items" / item.name.replace("/", "-")
+        writes = not count_only and is_main_process()
+        with lock_folder(where) if writes else nullcontext():
+            for number, row in enumerate(one.rows, 1):
+                _say(f"{item.name} at {scale} scale, row {number} of {len(one.rows)}: {row.label}")
+                outcome.rows.append(_run_row(one, row, outcome, how))
+            if count_only and trains(item) and any(row.model for row in one.rows):
+                outcome.missing.append("A dash marks what --count leaves out: nothing was trained, measured or drawn.")
+            if writes:
+                outcome.figures = draw(outcome, where, images)
+                outcome.save(where)
         outcomes.append(outcome)
     return outcomes
 
