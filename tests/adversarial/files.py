@@ -31,7 +31,7 @@ from vitfocus.data.loader import read_or_broken
 from vitfocus.data.segmentation.dataset import open_masks
 from vitfocus.data.shapes.layouts import write_layout
 from vitfocus.data.vqa.dataset import open_questions
-from vitfocus.recipes.settings import Data
+from vitfocus.recipes import Data
 from vitfocus.report.model_card import read_cards
 from vitfocus.report.runs import find_runs
 from vitfocus.robustness.classification import read_index
