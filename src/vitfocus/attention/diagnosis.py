@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from vitfocus.anatomy import Anatomy, Block, anatomy
 from vitfocus.anatomy.block import Size
 from vitfocus.attention.capture import can_be_read, model_name, pick_blocks, reading
-from vitfocus.attention.findings import SECOND, default_thresholds, findings
+from vitfocus.attention.findings import SECOND, Explained, Situation, default_thresholds, explain
 from vitfocus.attention.images import Batches, ImageBatch, Images, paired, text_length, with_text, without_padding
 from vitfocus.attention.layer import LayerReadings, NormReadings, geometry_of, layer_rows
 from vitfocus.attention.plots import plot, png
@@ -26,9 +26,9 @@ from vitfocus.attention.readings import READINGS, cell, columns, context_scale, 
 from vitfocus.core.arguments import checked
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import write_bytes
-from vitfocus.core.modules import inserted, insertion_sentence
+from vitfocus.core.modules import carried, inserted, insertion_sentence, is_trained
 from vitfocus.core.records import Count, OpenDict, convert, read_json
-from vitfocus.core.tables import Table, counted
+from vitfocus.core.tables import Table, bullet, counted
 from vitfocus.data.shapes.dataset import shapes_named
 from vitfocus.kernels.attention import Observation
 
@@ -60,6 +60,9 @@ class DiagnosisRecord(msgspec.Struct):
     inserted: str = ""
     high_norm_places: dict[int, list[list[float]]] = msgspec.field(default_factory=dict)
     taken_as: str = ""
+    treatments: str = ""
+    trained: bool = True
+    depth: Count = 0
 
 
 @dataclass
@@ -77,6 +80,9 @@ class Diagnosis:
             place of the grid is one (a list of rows).
         inserted: treatments that were inserted after the model's weights were last trained.
         taken_as: how the images were understood: "pixels", "normalised", or "normalised (assumed)" by their range.
+        treatments: the specs of the model's treatments, joined by " + ".
+        trained: whether the model's weights are trained.
+        depth: the model's number of blocks.
     """
 
     rows: list[dict[str, Any]]
@@ -88,11 +94,20 @@ class Diagnosis:
     inserted: str = ""
     high_norm_places: dict[int, list[list[float]]] = field(default_factory=dict)
     taken_as: str = "pixels"
+    treatments: str = ""
+    trained: bool = True
+    depth: int = 0
 
     @property
     def findings(self) -> list[str]:
-        """What stands out, in sentences, by the default thresholds of `vitfocus.attention.findings`."""
-        return findings(self.rows, self.against)
+        """What stands out by the default thresholds, one paragraph per finding."""
+        return [str(finding) for finding in self.explained]
+
+    @property
+    def explained(self) -> list[Explained]:
+        """The same as records: what was read, the reference, what it may mean, the evidence, and what to do next."""
+        specs = tuple(self.treatments.split(" + ")) if self.treatments else ()
+        return explain(self.rows, Situation(specs, self.trained, self.against, self.depth))
 
     def table(self) -> Table:
         """The rows as a table, with the columns for which any layer has a number: print it, or pass it to rich."""
@@ -113,8 +128,12 @@ class Diagnosis:
             "against": self.against,
             "inserted": self.inserted,
             "taken_as": self.taken_as,
+            "treatments": self.treatments,
+            "trained": self.trained,
+            "depth": self.depth,
             "rows": [dict(row) for row in self.rows],
             "findings": self.findings,
+            "explained": [finding.to_dict() for finding in self.explained],
             "thresholds": default_thresholds(),
             "stability_values": {str(layer): values for layer, values in self.stability_values.items()},
             "high_norm_places": {str(layer): rows for layer, rows in self.high_norm_places.items()},
@@ -161,7 +180,7 @@ class Diagnosis:
     def save(self, folder: str | Path) -> list[Path]:
         """Write diagnosis.json, the table as text, and every figure if matplotlib is installed; return the files."""
         folder = Path(folder)
-        text = f"{self.table().text()}\n" + "".join(f"- {sentence}\n" for sentence in self.findings)
+        text = "\n".join([self.table().text(), *(bullet(str(one), 120) for one in self.explained), ""])
         files = {"diagnosis.json": self.to_json().encode(), "diagnosis.txt": text.encode()}
         if importlib.util.find_spec("matplotlib") is not None:
             files |= {f"{kind}.png": png(self.plot(kind)) for kind in self.plots()}
@@ -174,7 +193,7 @@ class Diagnosis:
         return compare(self, other, labels)
 
     def __str__(self) -> str:
-        return "\n".join([str(self.table()), *(f"- {sentence}" for sentence in self.findings)])
+        return "\n".join([str(self.table()), *map(bullet, self.findings)])
 
 
 @dataclass(frozen=True)
@@ -232,7 +251,7 @@ class Comparison:
         return plot(dict(zip(self.labels, (self.first, self.second), strict=True)), kind)
 
     def __str__(self) -> str:
-        return "\n".join([str(self.table()), *(f"- {sentence}" for sentence in self.findings)])
+        return "\n".join([str(self.table()), *map(bullet, self.findings)])
 
 
 def compare(first: Diagnosis, second: Diagnosis, labels: Sequence[str] | None = None) -> Comparison:
@@ -332,7 +351,8 @@ def diagnose(
     described = None if against is None else corruption or SECOND
     stability = {block.depth: torch.cat(found).tolist() for block in blocks if (found := reader.stability[block.name])}
     name, late = name or model_name(model), "+".join(inserted(model))
-    return Diagnosis(rows, name, count, session.size, described, stability, late, places, given.taken_as)
+    facts = " + ".join(carried(model)), is_trained(model), len(body)
+    return Diagnosis(rows, name, count, session.size, described, stability, late, places, given.taken_as, *facts)
 
 
 def _corruption(against: Images | str | None) -> str | None:

@@ -1,8 +1,17 @@
-"""What stands out in a diagnosis, in plain sentences, by the thresholds of the readings' records."""
+"""What stands out in a diagnosis: what was read, against which reference, what it may mean, the evidence, what next.
+
+Thresholds are in the records of the readings. References are the readings of well-known models (`reference.json`,
+written by `benchmarks/reference_readings.py`). The evidence is that of docs/should-i-use-it.md and depends on the
+situation: the model's treatments, and whether its weights are trained.
+"""
 
 from __future__ import annotations
 
+import functools
+import importlib.resources
+import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from vitfocus.attention.readings import READINGS, Finding
@@ -12,6 +21,62 @@ Row = dict[str, Any]
 
 #: What a diagnosis against a second set of images, not a named corruption, calls it.
 SECOND = "the second images"
+#: Mean entropy as a share of its bound from which a layer is called nearly uniform.
+NEARLY_UNIFORM = 0.95
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What the advice depends on: specs of the model's treatments, whether its weights are trained, the corruption."""
+
+    treatments: tuple[str, ...] = ()
+    trained: bool = True
+    against: str | None = None
+    depth: int = 0  # the model's number of blocks
+
+    def carries(self, *names: str) -> list[str]:
+        """The model's treatments of these names, as specs."""
+        return [spec for spec in self.treatments if spec.partition("(")[0] in names]
+
+    def place(self, row: Row) -> float:
+        """Where a layer is between the first (0) and the last (1)."""
+        return min(row["layer"] / (self.depth - 1), 1.0) if self.depth > 1 else 1.0
+
+
+@dataclass(frozen=True)
+class Explained:
+    """One finding. `str` joins its sentences.
+
+    Attributes:
+        kind: the name of the threshold, or another short name.
+        layers: the layers it is about.
+        read: what was read.
+        reference: values to compare with.
+        meaning: what it may mean.
+        evidence: what is known about treating it, in this situation.
+        command: what to do next.
+    """
+
+    kind: str
+    layers: tuple[int, ...]
+    read: str
+    reference: str = ""
+    meaning: str = ""
+    evidence: str = ""
+    command: str = ""
+
+    def __str__(self) -> str:
+        said = [self.read, self.reference, self.meaning, self.evidence]
+        return " ".join(filter(None, [*said, f"Next: {self.command}" if self.command else ""]))
+
+    @property
+    def explanation(self) -> str:
+        """Everything but what was read."""
+        return str(replace(self, read=""))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self) | {"layers": list(self.layers)}
 
 
 def default_thresholds() -> dict[str, float]:
@@ -20,13 +85,14 @@ def default_thresholds() -> dict[str, float]:
     >>> default_thresholds()["overfocus"]
     0.3
     """
-    return {finding.name: finding.threshold for reading in READINGS.values() for finding in reading.findings}
+    found = {finding.name: finding.threshold for reading in READINGS.values() for finding in reading.findings}
+    return found | {"uniform": NEARLY_UNIFORM}
 
 
 def findings(
     rows: Sequence[Row], against: str | None = None, thresholds: Mapping[str, float] | None = None
 ) -> list[str]:
-    """The sentences that are true of these rows, one per kind of finding, overfocus first.
+    """The findings for these rows as text, one per kind, for a trained model without treatments.
 
     Args:
         rows: the rows of a diagnosis.
@@ -35,25 +101,231 @@ def findings(
 
     Example:
         >>> rows = [{"layer": 11, "attention_kind": "global", "overfocus": 0.55}]
-        >>> findings(rows)[0]
-        'Layer 11: 5 % of the tokens receive 55 % of the attention.'
+        >>> findings(rows)[0].partition(". ")[0]
+        'Layer 11: 5 % of the tokens receive 55 % of the attention'
     """
+    depth = max((row["layer"] for row in rows), default=0) + 1
+    return [str(one) for one in explain(rows, Situation(against=against, depth=depth), thresholds)]
+
+
+def explain(
+    rows: Sequence[Row], situation: Situation, thresholds: Mapping[str, float] | None = None
+) -> list[Explained]:
+    """The findings for these rows in a situation, the most important first; no layer is overfocused and uniform."""
     limits = default_thresholds() | dict(thresholds or {})
     read = [row for row in rows if "entropy" in row or "overfocus" in row]
-    sentences = _unread(rows)
-    over = sorted((row for row in read if row.get("overfocus", 0) >= limits["overfocus"]), key=_least_overfocus)
-    sentences += _overfocused(over, against)
-    told = {row["layer"] for row in over[:3]} if against else set()
+    found = [Explained("unread", (), sentence) for sentence in _unread(rows)]
+    if read and not situation.trained:
+        found.append(_untrained(read))
+    over = [row for row in read if row.get("overfocus", 0) >= limits["overfocus"]]
+    uniform = [row for row in read if row not in over and _entropy_share(row) >= limits["uniform"]]
+    told = {row["layer"] for row in over}
+    if over:
+        found.append(_overfocus(over, situation))
+    if uniform:
+        found.append(_uniform(uniform, situation))
+    flat = {row["layer"] for row in uniform}
+    spoken = {"spread": told | flat, "alike_rows": told, "unstable": told, "alike_heads": flat}
     for key, reading in READINGS.items():
         for finding in reading.findings:
-            found = [row for row in rows if finding.holds(row, key, limits[finding.name])]
-            if key == "stability":
-                found = [row for row in found if row["layer"] not in told]
-            if finding.sentence and found:
-                sentences.append(_sentence(found, key, finding, against))
-    if read and not sentences:
-        sentences.append("Nothing stands out by the default thresholds.")
-    return sentences
+            known = spoken.get(finding.name, ())
+            held = [r for r in read if finding.holds(r, key, limits[finding.name]) and r["layer"] not in known]
+            if finding.sentence and held:
+                found.append(_general(held, key, finding, situation))
+    if read and not found:
+        found.append(Explained("nothing", (), "Nothing stands out by the default thresholds."))
+    return found
+
+
+def _untrained(read: Sequence[Row]) -> Explained:
+    return Explained(
+        "untrained",
+        tuple(row["layer"] for row in read),
+        "The weights are untrained.",
+        meaning="Attention at initialisation is close to uniform and says nothing about the trained model.",
+        command="load weights (`--weights FILE` or `--pretrained`), or train first.",
+    )
+
+
+def _overfocus(over: Sequence[Row], situation: Situation) -> Explained:
+    """The overfocused layers in one finding, the most overfocused first."""
+    ordered = sorted(over, key=lambda row: -float(row["overfocus"]))
+    worst = ordered[0]
+    said = f"Layer {worst['layer']}: 5 % of the tokens receive {100 * worst['overfocus']:.0f} % of the attention"
+    if situation.against and "stability" in worst:
+        said += f"; {_under(situation.against)} its maps have a cosine similarity of {worst['stability']:.2f} with the "
+        said += "clean ones"
+    if len(ordered) > 1:
+        others = [row["overfocus"] for row in ordered[1:]]
+        said += f". {_layers(row['layer'] for row in ordered[1:])}: {_span(others, 100, '.0f')} %"
+    meaning = "Nearly all queries attend to the same few tokens"
+    alike = [row["diversity_official"] for row in ordered if "diversity_official" in row]
+    meaning += f" (similarity of rows {_span(alike)})" if alike else ""
+    return Explained(
+        "overfocus",
+        tuple(sorted(row["layer"] for row in over)),
+        f"{said}.",
+        _reference("overfocus", situation.place(worst), 100, ".0f", " %", "uniform attention has 5 %"),
+        f"{meaning}: if noise changes these tokens, it changes everything that follows. In a training that failed, the "
+        "same reading means that attention collapsed.",
+        *_treating_overfocus(situation),
+    )
+
+
+def _treating_overfocus(situation: Situation) -> tuple[str, str]:
+    carried = situation.carries("tap", "adl")
+    if carried:
+        return (
+            f"The model carries {' and '.join(carried)}, which are meant to reduce this.",
+            "compare with the model without them: `vitfocus report RUN_PLAIN RUN_TREATED`.",
+        )
+    if not situation.trained:
+        return "", ""
+    return (
+        "Our study found no gain from adding TAP or ADL to trained weights: in a short fine-tuning ADL cost 0.52 "
+        "points of accuracy, and TAP made no significant difference. From scratch both helped a baseline that trained "
+        "badly; the gain over a good one is not known.",
+        "measure whether it matters: `vitfocus evaluate MODEL --suite imagenet-c --data DIR`. If you trained the model "
+        "and its accuracy is poor, try a lower learning rate first.",
+    )
+
+
+def _uniform(uniform: Sequence[Row], situation: Situation) -> Explained:
+    shares = [_entropy_share(row) for row in uniform]
+    lead = max(uniform, key=_entropy_share)
+    return Explained(
+        "uniform",
+        tuple(row["layer"] for row in uniform),
+        f"{_layers(row['layer'] for row in uniform)}: the mean entropy is {_span(shares, 100, '.0f')} % of that of "
+        "uniform attention.",
+        _reference("entropy", situation.place(lead), 100, ".0f", " %"),
+        "The attention is nearly uniform: these layers average the tokens. Low overfocus and high stability follow "
+        "from this alone and are no sign of robustness.",
+        *_treating_spread(situation),
+    )
+
+
+def _treating_spread(situation: Situation) -> tuple[str, str]:
+    carried = situation.carries("cb", "cbs")
+    if carried:
+        return f"The model carries {' and '.join(carried)}, which supplies uniform attention directly.", ""
+    if not situation.trained:
+        return "", ""
+    return (
+        "Context Broadcasting supplies this part directly, but our study could not tell whether it helps: no "
+        "significant difference, from scratch or in a short fine-tuning.",
+        "nothing to treat in trained weights. If you train from scratch, compare with and without `cb(layers=upper)` "
+        "over several seeds.",
+    )
+
+
+_MEANINGS = {
+    "unstable": "What these layers attend to depends on the noise.",
+    "alike_rows": "All queries look at the same tokens, though these are not few.",
+    "alike_heads": "The heads do much the same; some may be redundant. No treatment here addresses this alone.",
+    "narrow": "Often usual in early layers, which look at neighbours or at single tokens.",
+    "spread": "Softmax learns uniform rows poorly.",
+}
+
+
+def _general(held: Sequence[Row], key: str, finding: Finding, situation: Situation) -> Explained:
+    """A finding with the sentence of its record, for all layers of which it is true."""
+    low, high = (f"{pick(row[key] for row in held):{_number(key)}}" for pick in (min, max))
+    bound = max((row.get("entropy_bound", 0.0) for row in held), default=0.0)
+    value = low if low == high else f"{low} to {high}"
+    said = finding.sentence.format(value, bound=bound, under=_under(situation.against))
+    scaled = [row[key] / row[finding.share_of] if finding.share_of else row[key] for row in held]
+    lead = held[scaled.index((min if finding.below else max)(scaled))]
+    factor, form, unit = (100, ".0f", " %") if finding.share_of else (1, ".2f", "")
+    evidence, command = "", ""
+    if finding.name == "spread":
+        evidence, command = _treating_spread(situation)
+    elif finding.name in ("unstable", "alike_rows"):
+        evidence, command = _treating_overfocus(situation)
+    unit += " of the bound" if finding.share_of else ""
+    same = key != "stability" or situation.against == reference()["against"]
+    return Explained(
+        finding.name,
+        tuple(row["layer"] for row in held),
+        f"{_layers(row['layer'] for row in held)}: {said}",
+        _reference(key, situation.place(lead), factor, form, unit) if same else "",
+        _MEANINGS.get(finding.name, ""),
+        evidence,
+        command,
+    )
+
+
+def _number(key: str) -> str:
+    return READINGS[key].format if READINGS[key].format.endswith("%") else ".2f"
+
+
+@functools.cache
+def reference() -> dict[str, Any]:
+    """The readings of well-known models by layer, for comparison."""
+    text = importlib.resources.files("vitfocus.attention").joinpath("reference.json").read_text("utf-8")
+    content: dict[str, Any] = json.loads(text)
+    return content
+
+
+def reference_values(key: str, place: float) -> dict[str, float]:
+    """A reading of the reference models at a place between the first layer (0) and the last (1); {} if there is none.
+
+    >>> sorted(reference_values("overfocus", 1.0))
+    ['DeiT-Ti', 'ViT-Ti (ImageNet-21k)']
+    """
+    found = {name: model[key] for name, model in reference()["models"].items() if key in model}
+    return {name: values[round(place * (len(values) - 1))] for name, values in found.items()}
+
+
+def threshold_lines(key: str, rows: Sequence[Row]) -> list[tuple[str, list[tuple[float, float]]]]:
+    """The thresholds of a reading by layer, each with a name; a share of the bound is multiplied by it."""
+    limits = [(one.threshold, one.share_of, one.below) for one in READINGS[key].findings]
+    limits += [(NEARLY_UNIFORM, "entropy_bound", False)] if key == "entropy" else []
+    drawn = [row for row in rows if key in row]
+    return [
+        (f"threshold: {'low' if below else 'high'}", [(r["layer"], limit * (r[of] if of else 1.0)) for r in drawn])
+        for limit, of, below in limits
+    ]
+
+
+def known_band(key: str, rows: Sequence[Row], depth: int, against: str | None) -> list[tuple[float, float, float]]:
+    """The range of the reference models' readings at the depth of each layer, as (layer, low, high)."""
+    if depth < 2 or (key == "stability" and against != reference()["against"]):
+        return []
+    band = []
+    for row in rows:
+        values = reference_values(key, Situation(depth=depth).place(row)).values() if key in row else ()
+        scale = row["entropy_bound"] if key.startswith("entropy") else 1.0
+        if values:
+            band.append((float(row["layer"]), scale * min(values), scale * max(values)))
+    return band
+
+
+#: What the band is called.
+KNOWN = "DeiT-Ti and ViT-Ti, for comparison"
+
+
+def _reference(key: str, place: float, factor: float, form: str, unit: str, more: str = "") -> str:
+    """The reference models' values at the same depth."""
+    known = [f"{name} {factor * value:{form}}{unit}" for name, value in reference_values(key, place).items()]
+    if not known:
+        return ""
+    said = f"For comparison, at this depth: {' and '.join(known)}"
+    return f"{said}; {more}." if more else f"{said}."
+
+
+def _entropy_share(row: Row) -> float:
+    return float(row["entropy"] / row["entropy_bound"]) if row.get("entropy_bound") and "entropy" in row else 0.0
+
+
+def _span(values: Sequence[float], factor: float = 1.0, form: str = ".2f") -> str:
+    """The range of some values as text.
+
+    >>> _span([0.5, 0.25], 100, ".0f")
+    '25 to 50'
+    """
+    low, high = (format(factor * value, form) for value in (min(values), max(values)))
+    return low if low == high else f"{low} to {high}"
 
 
 def _unread(rows: Sequence[Row]) -> list[str]:
@@ -79,44 +351,8 @@ def _unread(rows: Sequence[Row]) -> list[str]:
     return sentences
 
 
-def _least_overfocus(row: Row) -> float:
-    return -float(row["overfocus"])
-
-
-def _overfocused(over: Sequence[Row], against: str | None) -> list[str]:
-    """One sentence for each of the three most overfocused layers, and one for the rest."""
-    sentences = []
-    for row in over[:3]:
-        text = f"Layer {row['layer']}: 5 % of the tokens receive {100 * row['overfocus']:.0f} % of the attention"
-        if against and "stability" in row:
-            text += (
-                f"; {_under(against)} its maps have a cosine similarity of {row['stability']:.2f} with the clean ones"
-            )
-        sentences.append(f"{text}.")
-    if len(over) > 3:
-        rest = over[3:]
-        low, high = (f"{100 * row['overfocus']:.0f}" for row in (rest[-1], rest[0]))
-        share = f"{low} to {high}" if low != high else low
-        sentences.append(f"{_layers(row['layer'] for row in rest)}: 5 % of the tokens receive {share} %.")
-    if over:
-        sentences.append(
-            "Token-aware Average Pooling (tap) and the Attention Diversification Loss (adl) treat overfocus."
-        )
-    return sentences
-
-
 def _under(against: str | None) -> str:
     return f"against {against}" if against in (SECOND, None) else f"under {against}"
-
-
-def _sentence(rows: Sequence[Row], key: str, finding: Finding, against: str | None) -> str:
-    """One sentence for all layers of which it is true."""
-    written = READINGS[key].format if READINGS[key].format.endswith("%") else ".2f"
-    low, high = (format(pick(row[key] for row in rows), written) for pick in (min, max))
-    value = low if low == high else f"{low} to {high}"
-    bound = max((row.get("entropy_bound", 0.0) for row in rows), default=0.0)
-    text = finding.sentence.format(value, bound=bound, under=_under(against))
-    return f"{_layers(row['layer'] for row in rows)}: {text}"
 
 
 def _layers(layers: Iterable[int]) -> str:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from vitfocus.anatomy import Block, anatomy
 from vitfocus.attention.capture import model_name
+from vitfocus.attention.findings import KNOWN, known_band, threshold_lines
 from vitfocus.attention.images import Batches, Images, normalised
 from vitfocus.attention.maps import AttentionMaps, attention_maps, enlarged, normalise_together, on_grid, rollout
 from vitfocus.attention.readings import Chart, charts, figures
@@ -33,6 +34,7 @@ class Plotted(Protocol):
 
     rows: list[dict[str, Any]]
     against: str | None
+    depth: int
     stability_values: dict[int, list[list[float]]]
 
 
@@ -89,6 +91,7 @@ def _entropy(diagnoses: Diagnoses) -> Figure:
             axes.plot(class_depth, class_values, color=COLOURS[index], linestyle=":", label=f"{label}: class token")
     depth, bound = _series(next(iter(diagnoses.values())), "entropy_bound")
     axes.plot(depth, bound, color=BOUND, linestyle="--", label="bound log K (uniform)")
+    _guides(axes, diagnoses, "entropy")
     axes.set_ylim(0, max(bound) * 1.08)
     axes.set_title("How widely attention spreads (band: 15th to 85th percentile of rows)")
     return _finished(figure, axes)
@@ -100,6 +103,7 @@ def _lines(diagnoses: Diagnoses, key: str, chart: Chart) -> Figure:
     for index, (label, diagnosis) in enumerate(diagnoses.items()):
         depth, values = _series(diagnosis, key)
         _line(axes, (depth, [chart.factor * value for value in values]), index, label)
+    _guides(axes, diagnoses, key, chart.factor)
     if chart.high == 1.0:
         axes.set_ylim(0, 1.02)
     elif chart.low is not None:
@@ -119,6 +123,7 @@ def _overfocus(diagnoses: Diagnoses) -> Figure:
             axes.axhline(points[0][1], color=BOUND, linestyle="--", label=name)
         else:
             axes.plot(*zip(*points, strict=True), color=BOUND, linestyle="--", label=name)
+    _guides(axes, diagnoses, "overfocus", 100)
     axes.set_title("How much attention the most attended tokens receive")
     return _finished(figure, axes)
 
@@ -154,6 +159,7 @@ def _diversity(diagnoses: Diagnoses) -> Figure:
         _line(axes, _series(diagnosis, "diversity_official"), index, f"{label}: official form")
         depth, values = _series(diagnosis, "diversity_paper")
         axes.plot(depth, values, color=COLOURS[index], linestyle=":", label=f"{label}: paper's form")
+    _guides(axes, diagnoses, "diversity_official")
     axes.set_ylim(0, 1.02)
     axes.set_title("How similar the rows of a map are")
     return _finished(figure, axes)
@@ -250,6 +256,19 @@ def _series(diagnosis: Plotted, *keys: str) -> tuple[list[Any], ...]:
     """The depths of the layers that have all keys, and the values of each key."""
     rows = [row for row in diagnosis.rows if all(key in row for key in keys)]
     return ([row["layer"] for row in rows], *([row[key] for row in rows] for key in keys))
+
+
+def _guides(axes: Axes, diagnoses: Diagnoses, key: str, factor: float = 1.0) -> None:
+    """The thresholds of a reading, and the range of well-known models."""
+    deepest = max(diagnoses.values(), key=lambda one: len(one.rows))
+    for index, (name, points) in enumerate(threshold_lines(key, deepest.rows)):
+        layers, values = zip(*points, strict=True)
+        scaled = [factor * value for value in values]
+        axes.plot(layers, scaled, color="0.45", linestyle=("-.", ":")[index % 2], linewidth=1, label=name)
+    band = known_band(key, deepest.rows, deepest.depth, deepest.against)
+    if len(band) > 1:
+        layers, low, high = zip(*((layer, factor * a, factor * b) for layer, a, b in band), strict=True)
+        axes.fill_between(layers, low, high, color="0.5", alpha=0.15, linewidth=0, label=KNOWN, zorder=0)
 
 
 def _line(axes: Axes, series: tuple[list[Any], ...], index: int, label: str) -> None:

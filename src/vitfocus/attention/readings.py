@@ -167,7 +167,7 @@ READINGS: dict[str, Reading] = {
                 Finding(
                     "narrow",
                     0.35,
-                    "mean entropy {} of at most {bound:.2f} nats: each query looks at very few tokens.",
+                    "the mean entropy is {} of at most {bound:.2f} nats: each query looks at very few tokens.",
                     below=True,
                     share_of="entropy_bound",
                 ),
@@ -185,8 +185,7 @@ READINGS: dict[str, Reading] = {
                 Finding(
                     "spread",
                     0.90,
-                    "15 % of the rows have an entropy of {} or more, where uniform attention has {bound:.2f} nats: "
-                    "nearly uniform, which softmax learns badly; Context Broadcasting (cb) supplies it directly.",
+                    "15 % of the rows have an entropy of {} or more, where uniform attention has {bound:.2f} nats.",
                     share_of="entropy_bound",
                 ),
             ),
@@ -256,7 +255,7 @@ READINGS: dict[str, Reading] = {
                 Finding(
                     "alike_heads",
                     0.80,
-                    "the heads' maps have a mean cosine similarity of {}: the heads do much the same.",
+                    "the heads' maps have a mean cosine similarity of {}.",
                 ),
             ),
             chart=Chart(
@@ -278,8 +277,7 @@ READINGS: dict[str, Reading] = {
                 Finding(
                     "alike_rows",
                     0.80,
-                    "the rows of a map have a cosine similarity of {} with their mean: all queries look at the same "
-                    "tokens; the Attention Diversification Loss (adl) is meant for this.",
+                    "the rows of a map have a cosine similarity of {} with their mean.",
                 ),
             ),
             chart=Chart(

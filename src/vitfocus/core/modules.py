@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from vitfocus.core.errors import VitfocusError
 
 MARK = "_vitfocus_inserted"
+#: The attribute of a treated module that holds the treatments in order, each with its record as `treatment`.
+TREATED = "_vitfocus_treatments"
 _VALUES = 4  # of each parameter that a mark remembers
 _PRECISIONS = (torch.float64, torch.float16, torch.bfloat16)
 
@@ -185,6 +187,11 @@ def inserted(model: nn.Module) -> tuple[str, ...]:
     """The treatments that were inserted after a model's weights were last trained."""
     marked = [(module, module.__dict__[MARK]) for module in unwrap(model).modules() if MARK in module.__dict__]
     return tuple(spec for module, mark in marked if mark.holds(module) for spec in mark.specs)
+
+
+def carried(model: nn.Module) -> tuple[str, ...]:
+    """The specs of a model's treatments, in order."""
+    return tuple(str(one.treatment) for m in unwrap(model).modules() for one in m.__dict__.get(TREATED, ()))
 
 
 def insertion_sentence(specs: str, model: str = "") -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
+import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,8 @@ _PROSE = 88
 class Table:
     """Cells of text under headings. `print` shows it in colour on a terminal and plain elsewhere; rich renders it too.
 
-    Lines are as long as they need to be, however narrow the terminal.
+    On a terminal that is too narrow, the columns continue below, with the first column repeated. Elsewhere lines are as
+    long as they need to be.
 
     >>> print(Table("Two layers", ["layer", "entropy"], [["0", "4.51"], ["1", "4.32"]]))
     Two layers
@@ -55,10 +57,10 @@ class Table:
         return table
 
     def __str__(self) -> str:
-        return self.text(styled=sys.stdout.isatty())
+        return self.text(styled=sys.stdout.isatty(), width=terminal_width())
 
-    def text(self, *, styled: bool = False) -> str:
-        """The table as lines, `styled` with terminal escapes or plain, for files.
+    def text(self, *, styled: bool = False, width: int | None = None) -> str:
+        """The table as lines, `styled` with terminal escapes or plain, for files; at most `width` columns if given.
 
         Title and caption are not squeezed to the width of a narrow table.
         """
@@ -76,15 +78,50 @@ class Table:
             markup=False,
             highlight=False,
         )
-        cells = replace(self, title="", caption="").__rich__()
-        width = max(console.measure(cells).maximum, _PROSE)
-        if self.title:
-            console.print(Text(self.title, style="table.title"))
-        console.print(cells)
-        for line in textwrap.wrap(self.caption, width, break_long_words=False):
+        parts = [replace(self, title="", caption="")]
+        while width and len(parts[-1].columns) > 2 and console.measure(parts[-1].__rich__()).maximum > width:
+            parts[-1:] = parts[-1]._broken(lambda table: console.measure(table.__rich__()).maximum <= width)
+        prose = max(_PROSE, *(console.measure(part.__rich__()).maximum for part in parts))
+        prose = min(prose, width or prose)
+        for line in textwrap.wrap(self.title, width or _WIDTH, break_long_words=False):
+            console.print(Text(line, style="table.title"))
+        for part in parts:
+            console.print(part.__rich__())
+        for line in textwrap.wrap(self.caption, prose, break_long_words=False):
             console.print(Text(line, style="table.caption"))
         lines = [line.rstrip() for line in buffer.getvalue().splitlines()]
         return "\n".join(line for line in lines if line)
+
+    def _broken(self, fits: Callable[[Table], bool]) -> list[Table]:
+        """The first columns, as many as fit, and the rest under the first column; at least two columns each."""
+
+        def only(keep: Sequence[int]) -> Table:
+            rows = [[row[index] for index in keep] for row in self.rows]
+            return replace(self, columns=[self.columns[index] for index in keep], rows=rows)
+
+        count = len(self.columns) - 1
+        while count > 2 and not fits(only(range(count))):
+            count -= 1
+        return [only(range(count)), only([0, *range(count, len(self.columns))])]
+
+
+def terminal_width() -> int | None:
+    """The number of columns of the terminal, or None if the output goes elsewhere."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def bullet(text: str, width: int | None = None) -> str:
+    """A paragraph as a list item, wrapped to `width` columns (default: those of the terminal) unless it is piped.
+
+    >>> print(bullet("One sentence. Another sentence.", 20))
+    - One sentence.
+      Another sentence.
+    """
+    columns = width or terminal_width()
+    if columns is None:
+        return f"- {text}"
+    wrapped = textwrap.wrap(text, max(columns, 20), initial_indent="- ", subsequent_indent="  ", break_long_words=False)
+    return "\n".join(wrapped)
 
 
 def counted(number: float, what: str, form: str = ",") -> str:

@@ -144,11 +144,12 @@ class Line:
 
 @dataclass(frozen=True)
 class Reference:
-    """A reference line: one level, or a level per x."""
+    """A reference: a line at one level, a level per x, or a band (x, low, high)."""
 
     name: str
     points: Sequence[tuple[float, float]] = ()
     level: float | None = None
+    band: Sequence[tuple[float, float, float]] = ()
 
 
 def line_chart(
@@ -168,6 +169,7 @@ def line_chart(
     ys = [y for line in lines for _, y in line.points]
     ys += [bound for line in lines for _, *bounds in line.band for bound in bounds]
     ys += [y for one in references for _, y in one.points] + [r.level for r in references if r.level is not None]
+    ys += [bound for one in references for _, *bounds in one.band for bound in bounds]
     low_x, high_x = (min(xs), max(xs)) if xs else (0.0, 1.0)
     pad_x = 0.3 if whole_x else 0.0
     low, high = (y_range[0] if y_range[0] is not None else min(ys)), y_range[1] if y_range[1] is not None else max(ys)
@@ -183,11 +185,10 @@ def line_chart(
         places = [(x(a), y(b)) for a, b in reference.points]
         if reference.level is not None:
             places = [(LEFT, y(reference.level)), (WIDTH - RIGHT, y(reference.level))]
-        parts.append(element("path", d=path(places), kind="reference"))
+        parts.append(_band(reference.band, x, y, "known") if reference.band else _reference_line(places))
     for line in lines:
         if line.band:
-            around = [(x(a), y(b)) for a, b, _ in line.band] + [(x(a), y(c)) for a, _, c in reversed(line.band)]
-            parts.append(element("path", d=path(around, closed=True), kind=f"band c{line.colour}"))
+            parts.append(_band(line.band, x, y, f"band c{line.colour}"))
     for line in lines:
         places = [(x(a), y(b)) for a, b in line.points]
         parts.append(element("path", d=path(places), kind=f"line c{line.colour}{' dashed' if line.dashed else ''}"))
@@ -196,6 +197,17 @@ def line_chart(
                 hint = element("title", f"{value:.4g}")
                 parts.append(element("g", hint + marker(line.colour, a, b, f"dot c{line.colour}")))
     return drawing(WIDTH, HEIGHT, parts, title)
+
+
+def _band(
+    band: Sequence[tuple[float, float, float]], x: Callable[[float], float], y: Callable[[float], float], kind: str
+) -> str:
+    around = [(x(a), y(b)) for a, b, _ in band] + [(x(a), y(c)) for a, _, c in reversed(band)]
+    return element("path", d=path(around, closed=True), kind=kind)
+
+
+def _reference_line(places: Sequence[tuple[float, float]]) -> str:
+    return element("path", d=path(places), kind="reference")
 
 
 def _axes(
@@ -227,15 +239,16 @@ def _axes(
 def _legend(lines: Sequence[Line], references: Sequence[Reference]) -> tuple[list[str], float]:
     """The legend above a chart, wrapped, and the y at which the chart starts."""
     parts, x, y = [], LEFT, 34.0
-    entries: list[tuple[str, Line | None]] = [(line.name, line) for line in lines]
-    entries += [(reference.name, None) for reference in references]
+    entries: list[tuple[str, Line | Reference]] = [(line.name, line) for line in lines]
+    entries += [(reference.name, reference) for reference in references]
     for name, line in entries:
         shown = short(name, 52)
         width = 30 + 6.6 * len(shown)
         if x > LEFT and x + width > WIDTH:
             x, y = LEFT, y + 17
-        if line is None:
-            parts.append(element("path", d=path([(x, y - 4), (x + 20, y - 4)]), kind="reference"))
+        if isinstance(line, Reference):
+            patch = element("rect", x=x, y=y - 10, width=20, height=12, kind="known")
+            parts.append(patch if line.band else _reference_line([(x, y - 4), (x + 20, y - 4)]))
         else:
             dashed = " dashed" if line.dashed else ""
             parts.append(element("path", d=path([(x, y - 4), (x + 20, y - 4)]), kind=f"line c{line.colour}{dashed}"))

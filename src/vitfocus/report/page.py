@@ -75,9 +75,11 @@ class Page:
         kind = ' class="quiet"' if quiet else ' class="lead"' if lead else ""
         self._add(f"<p{kind}>{escape(minus(words))}</p>")
 
-    def points(self, sentences: Sequence[str]) -> None:
-        """A list of sentences, with commands in backticks; nothing if there are none."""
-        items = [re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(minus(sentence))) for sentence in sentences]
+    def points(self, sentences: Sequence[str | tuple[str, str]]) -> None:
+        """A list of sentences, with commands in backticks; the first of a pair is prominent."""
+        pairs = [("", one) if isinstance(one, str) else one for one in sentences]
+        texts = [(f"<b>{escape(minus(lead))}</b> " if lead else "") + escape(minus(rest)) for lead, rest in pairs]
+        items = [re.sub(r"`([^`]+)`", r"<code>\1</code>", words) for words in texts]
         if items:
             self._add("<ul>" + "".join(f"<li>{item}</li>" for item in items) + "</ul>")
 

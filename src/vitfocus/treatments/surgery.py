@@ -20,11 +20,11 @@ from vitfocus.anatomy import Anatomy, Block, Family, anatomy, build_example, unw
 from vitfocus.core.arguments import checked
 from vitfocus.core.errors import VitfocusError, warn
 from vitfocus.core.modules import MARK, is_trained, mark_inserted
+from vitfocus.core.modules import TREATED as _RECORD
 from vitfocus.treatments.base import Treatment, all_treatments, refuse_unused
 from vitfocus.treatments.operations import AddHook, AddModule, Operation, Override, Surgeon, SwapModule
 from vitfocus.treatments.spec import is_record, parse_treatments, write_record
 
-_RECORD = "_vitfocus_treatments"
 _PAUSED = "_vitfocus_paused"
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, quantiles
 
 from vitfocus.attention.diagnosis import Diagnosis
+from vitfocus.attention.findings import KNOWN, known_band, threshold_lines
 from vitfocus.attention.plots import uniform_levels
 from vitfocus.attention.readings import Chart, cell, charts, columns
 from vitfocus.core.tables import counted
@@ -40,7 +41,7 @@ def add_attention(page: Page, models: Sequence[ReportModel], colours: Mapping[st
         page.figures(*drawn)
         for name, diagnosis in diagnoses.items():
             page.heading(f"Findings for {name}")
-            page.points(diagnosis.findings or ["No reading crosses its threshold."])
+            page.points([(one.read, one.explanation) for one in diagnosis.explained])
         for name, diagnosis in diagnoses.items():
             shown = columns()
             keys = [key for key in shown if any(key in row for row in diagnosis.rows)]
@@ -68,6 +69,7 @@ def reading_chart(key: str, diagnoses: Diagnoses, colours: Mapping[str, int]) ->
         references.append(Reference("bound: uniform attention", bound))
     if key == "overfocus":
         references += overfocus_references(diagnoses)
+    references += guides(key, diagnoses, chart.factor)
     ends = [y for line in lines for _, y in line.points] + [b for line in lines for _, b, _ in line.band]
     low = chart.low if chart.low is not None else min(0.0, *ends) if chart.high == 1.0 else None
     return line_chart(
@@ -79,6 +81,19 @@ def reading_chart(key: str, diagnoses: Diagnoses, colours: Mapping[str, int]) ->
         (low, chart.high),
         True,
     )
+
+
+def guides(key: str, diagnoses: Diagnoses, factor: float) -> list[Reference]:
+    """The thresholds of a reading, and the range of well-known models, by the layers of the deepest model."""
+    deepest = max(diagnoses.values(), key=lambda one: len(one.rows))
+    found = [
+        Reference(name, [(layer, factor * value) for layer, value in points])
+        for name, points in threshold_lines(key, deepest.rows)
+        if points
+    ]
+    band = known_band(key, deepest.rows, deepest.depth, deepest.against)
+    scaled = [(layer, factor * low, factor * high) for layer, low, high in band]
+    return found + ([Reference(KNOWN, band=scaled)] if len(scaled) > 1 else [])
 
 
 def overfocus_references(diagnoses: Diagnoses) -> list[Reference]:

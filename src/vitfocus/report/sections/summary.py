@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 
 from vitfocus.attention.diagnosis import Diagnosis
+from vitfocus.attention.findings import NEARLY_UNIFORM
 from vitfocus.attention.readings import Chart, charts
 from vitfocus.core.metrics import METRICS
 from vitfocus.core.modules import insertion_sentence, insertions_sentence
@@ -21,8 +22,6 @@ from vitfocus.report.sections.training import training_charts
 #: The readings of attention in the summary, and at most this many figures.
 _READINGS = ("stability", "overfocus", "entropy")
 _FIGURES = 3
-#: Mean entropy as a share of its bound from which attention is called nearly uniform.
-_NEARLY_UNIFORM = 0.97
 
 
 def add_summary(
@@ -84,7 +83,8 @@ def _findings(models: Sequence[ReportModel]) -> Iterator[str]:
     for model in models:
         for diagnosis in model.diagnoses[:1]:
             prefix = f"{model.name}: " if len(models) > 1 else ""
-            yield from (f"{prefix}{finding}" for finding in diagnosis.findings[: 2 if len(models) == 1 else 1])
+            for finding in diagnosis.explained[: 2 if len(models) == 1 else 1]:
+                yield f"{prefix}{finding.read} {finding.reference}".rstrip()
 
 
 def _attention(models: Sequence[ReportModel]) -> str:
@@ -110,7 +110,7 @@ def _is_nearly_uniform(diagnosis: Diagnosis) -> bool:
     """Whether the mean entropy over the layers is close to its bound."""
     known = [row for row in diagnosis.rows if "entropy" in row and row.get("entropy_bound")]
     shares = [row["entropy"] / row["entropy_bound"] for row in known]
-    return bool(shares) and fmean(shares) >= _NEARLY_UNIFORM
+    return bool(shares) and fmean(shares) >= NEARLY_UNIFORM
 
 
 def _summary_charts(diagnoses: Mapping[str, Diagnosis]) -> dict[str, Chart]:
