@@ -227,3 +227,15 @@ def test_explicit_form_is_the_function_on_whole_maps() -> None:
         torch.testing.assert_close(
             diversity(query, key, scale=0.4, **options), explicit(query, key, None, 0.4, options)
         )
+
+
+@pytest.mark.parametrize("variant", ["official", "paper"])
+def test_a_threshold_of_zero_keeps_every_entry(variant: Any) -> None:
+    """The cosine of each row with the mean row, by hand."""
+    torch.manual_seed(0)
+    query, key = torch.randn(2, 3, 9, 8), torch.randn(2, 3, 9, 8)
+    maps = (query @ key.transpose(-1, -2)).softmax(-1).mean(1)
+    expected = torch.nn.functional.cosine_similarity(maps, maps.mean(1, keepdim=True), dim=-1).mean()
+    found = diversity(query, key, scale=1.0, threshold=0.0, variant=variant, heads="mean")
+    torch.testing.assert_close(found, expected)
+    assert vf.AttentionDiversification(threshold=0).threshold == 0

@@ -22,7 +22,7 @@ from vitfocus.recipes import Recipe
 from vitfocus.reproduce import SCALES, Item, Row, item_names, load_item
 from vitfocus.reproduce.figures import FIGURES
 from vitfocus.reproduce.items import MEASURES, model_setups
-from vitfocus.reproduce.results import Measurement, count, count_parameters_of, softmax_surface
+from vitfocus.reproduce.results import Measurement, _from_diagnosis, count, count_parameters_of, softmax_surface
 from vitfocus.reproduce.run import counted_on, reproduce
 from vitfocus.reproduce.runs import DIAGNOSED, DataFolders, PlannedRun, plan_row, validation_batches
 from vitfocus.train.recipe import difference, load_recipe, refuse_foreign, shipped_recipes
@@ -419,3 +419,42 @@ def test_diagnoses_read_as_many_images_as_asked(tmp_path: Path) -> None:
     assert run is not None
     assert sum(map(len, validation_batches(run, 130))) == 130, "more than the scale's usual number"
     assert sum(map(len, validation_batches(run, None))) == 200 and DIAGNOSED["imagenet"] is None
+
+
+def test_figures_show_single_heads_and_the_night(tmp_path: Path) -> None:
+    """CB's Figure 10: one panel per head and model; TAP's Figure 6: a scene at night where ACDC is given."""
+    short = ["schedule.epochs=0.05", "warmup_epochs=0", "train_length=20", "val_length=6", "batch=10"]
+    outcome = reproduce("cb/figure10", out=tmp_path, overrides=short, images=2)[0]
+    assert [path.name for path in outcome.figures] == ["head_overlays.png"], outcome.missing
+    figure = FIGURES["head_overlays"](outcome, None)
+    assert [axes.get_title() for axes in figure.axes] == [
+        title for label in ("ViT-S", "+ CB") for title in (label, *(f"head {head}" for head in range(4)))
+    ]
+    (tmp_path / "acdc/rgb_anon/night/val/a").mkdir(parents=True)
+    (tmp_path / "acdc/gt/night/val/a").mkdir(parents=True)
+    Image.new("RGB", (80, 60), "navy").save(tmp_path / "acdc/rgb_anon/night/val/a/f_rgb_anon.png")
+    Image.new("L", (80, 60)).save(tmp_path / "acdc/gt/night/val/a/f_gt_labelTrainIds.png")
+    outcome.folders = DataFolders(named={"acdc": tmp_path / "acdc"})
+    figure = FIGURES["predictions"](outcome, None)
+    rows = [axes.get_ylabel() for axes in figure.axes if axes.get_ylabel()]
+    assert rows == ["clean", "snow", "clean", "snow", "night"]
+
+
+def test_both_readings_of_the_distance_are_one_curve(tmp_path: Path) -> None:
+    """The formula as written, an expectation over pairs, by a double loop: the sum over keys divided by N - 1."""
+    model = vf.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, embed_dim=24, num_heads=3)
+    images = torch.randint(0, 256, (3, 3, 32, 32), dtype=torch.uint8)
+    found = vf.diagnose(model, images)
+    pairs = []
+    for layer, maps in enumerate(vf.attention_maps(model, images, layers=[0, 1])):
+        attention = maps.mean(1)[:, 1:, 1:]  # of the 16 patches to each other, heads averaged
+        places = [(row / 3, column / 3) for row in range(4) for column in range(4)]
+        total = 0.0
+        for i, (row, column) in enumerate(places):
+            for j, (other_row, other_column) in enumerate(places):
+                if i != j:
+                    total += float(attention[:, i, j].mean()) * (abs(row - other_row) + abs(column - other_column))
+        pairs.append(total / (16 * 15))
+        assert found.rows[layer]["distance"] == pytest.approx(15 * pairs[-1], rel=1e-4)
+    value = _from_diagnosis(MEASURES["distance_pairs"], found)
+    assert isinstance(value, Measurement) and value.number == pytest.approx(sum(pairs) / 2, rel=1e-4)

@@ -11,22 +11,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vitfocus.anatomy import anatomy
+from vitfocus.attention.maps import attention_maps, enlarged, normalise_together, on_grid
 from vitfocus.attention.plots import (
     COLOURS,
     MARKERS,
+    OVERLAY_COLOURS,
     head_maps,
     map_matrices,
     new_figure,
     plot,
-    query_overlay,
     style_axes,
 )
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import write_bytes
+from vitfocus.core.statistics import evenly_spaced
 from vitfocus.corruptions import corrupt
+from vitfocus.data.segmentation.dataset import MaskFiles, acdc
 from vitfocus.reproduce.items import MEASURES
 from vitfocus.reproduce.results import ItemResult, RowResult, softmax_surface
-from vitfocus.reproduce.runs import diagnosis_of, model_of, training_metrics, validation_images
+from vitfocus.reproduce.runs import centre_of, diagnosis_of, model_of, training_metrics, validation_images
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -187,14 +190,39 @@ def _head_maps(result: ItemResult, _: int | None) -> Figure:
     return _stacked([head_maps(model, clean, _last(models)) for model in models.values()], list(models))
 
 
-def _overlay(result: ItemResult, _: int | None) -> Figure:
+def _head_overlays(result: ItemResult, _: int | None) -> Figure:
+    """What the class token, or the middle patch, attends to in each head of the last layer: one row per model.
+
+    For all heads and models alike, attention below 2/K is cut, and one min-max scale is used.
+    """
     clean, _noisy = _pictures(result)
     models = _models(result)
-    return query_overlay(models, clean, (1, 1), _last(models))
+    found: list[list[torch.Tensor]] = []
+    for model in models.values():
+        block = anatomy(model).trunk[-1]
+        size = (int(clean.shape[-2]), int(clean.shape[-1]))
+        (rows, columns), keys = block.attention_grids(size)
+        token = 0 if block.class_token else block.prefix_tokens + rows // 2 * columns + columns // 2
+        maps = attention_maps(model, clean, layers=[block.depth], queries=token)[0][0]
+        found.append([on_grid(head[0], keys, block.prefix_tokens) for head in maps])
+    shown = iter(normalise_together([one for row in found for one in row], 2.0, block.prefix_tokens))
+    picture = clean[0].permute(1, 2, 0)
+    heads = max(map(len, found))
+    figure, axes = new_figure(1.8 * (1 + heads), 2.0 * len(models), len(models), 1 + heads, squeeze=False)
+    for panels, name, row in zip(axes, models, found, strict=True):
+        panels[0].imshow(picture)
+        panels[0].set_title(name, fontsize="small")
+        for head, panel in enumerate(panels[1 : 1 + len(row)]):
+            panel.imshow(picture.float().mean(dim=-1), cmap="gray")
+            panel.imshow(enlarged(next(shown), size), cmap=OVERLAY_COLOURS, vmin=0, vmax=1, alpha=0.65)
+            panel.set_title(f"head {head}", fontsize="small")
+        for panel in panels:
+            panel.axis("off")
+    return figure
 
 
 def _predictions(result: ItemResult, _: int | None) -> Figure:
-    """Segmented images, clean and in snow, one column per model."""
+    """Segmented images, clean and in snow, and ACDC's at night where it is given; one column per model."""
     from vitfocus.robustness.pixel_model import PixelModel
     from vitfocus.tasks.segmentation.evaluation import InferenceSettings, overlay, predict
 
@@ -203,12 +231,20 @@ def _predictions(result: ItemResult, _: int | None) -> Figure:
     section = run.recipe.segment
     protocol = InferenceSettings(section.window, section.stride, section.test_flip, section.short_side)
     clean = validation_images(run, 2)
-    shown = torch.stack([clean, corrupt(clean, "snow", severity=3, flavour="any")], 1).flatten(0, 1)
+    shown = list(torch.stack([clean, corrupt(clean, "snow", severity=3, flavour="any")], 1).flatten(0, 1))
+    labels = ["clean", "snow"] * len(clean)
+    folder = result.folders.find("acdc") if result.folders is not None else None
+    if folder is not None:
+        night = MaskFiles(folder, acdc(folder, "val", "", "night"))
+        shown += [centre_of(night.read(index)[0], run.recipe.data.size) for index in evenly_spaced(len(night), 2)]
+        labels += ["night"] * (len(shown) - len(labels))
+    elif result.scale == "imagenet":
+        result.missing.append("The figure's scenes at night are of ACDC: --data acdc=DIR.")
     models = {name: PixelModel(name, model.eval()) for name, model in _models(result).items()}
     figure, axes = new_figure(3.0 * (1 + len(models)), 3.0 * len(shown), len(shown), 1 + len(models), squeeze=False)
     for row, image in enumerate(shown):
         axes[row, 0].imshow(image.permute(1, 2, 0))
-        axes[row, 0].set_ylabel("snow" if row % 2 else "clean")
+        axes[row, 0].set_ylabel(labels[row])
         for column, (name, model) in enumerate(models.items(), 1):
             with torch.no_grad():
                 scores = predict(model, image[None], protocol)
@@ -252,7 +288,7 @@ FIGURES: dict[str, Drawing] = {
     "softmax": _softmax,
     "maps": _maps,
     "head_maps": _head_maps,
-    "overlay": _overlay,
+    "head_overlays": _head_overlays,
     "predictions": _predictions,
 }
-_PHOTOGRAPHS = ("maps", "head_maps", "overlay", "predictions")
+_PHOTOGRAPHS = ("maps", "head_maps", "head_overlays", "predictions")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -100,6 +101,7 @@ class ItemResult:
 
     item: Item
     scale: str
+    folders: DataFolders | None = None
     rows: list[RowResult] = field(default_factory=list)
     figures: list[Path] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
@@ -347,10 +349,16 @@ def _from_diagnosis(measure: Measure, diagnosis: Diagnosis) -> Measurement | Not
         return NotMeasured("there is only one layer")
     number = {
         "": lambda: fmean(values),
+        "pairs": lambda: fmean(row[key] / (_placed_tokens(row) - 1) for row in diagnosis.rows if key in row),
         "last": lambda: values[-1],
         "rise": lambda: fmean(values[half:]) - fmean(values[:half]),
     }[how]()
     return Measurement(measure.scale * number, images=diagnosis.images)
+
+
+def _placed_tokens(row: Mapping[str, Any]) -> int:
+    """The tokens of a layer that have a place in the image: all but a class token."""
+    return round(math.exp(row["entropy_bound"])) - ("entropy_cls" in row)
 
 
 def _from_suite(measure: Measure, suite: Suite, run: PlannedRun, how: Measuring) -> Measurement | NotMeasured:

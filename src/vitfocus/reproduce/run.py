@@ -82,7 +82,8 @@ def reproduce(
     outcomes = []
     for one in planned:
         item = one.item
-        outcome = ItemResult(item, scale, changed=(*overrides, *options), limit=images if trains(item) else None)
+        limit = images if trains(item) else None
+        outcome = ItemResult(item, scale, one.folders, changed=(*overrides, *options), limit=limit)
         how = Measuring(one.folders, images, changed)
         where = Path(out) / scale / "items" / item.name.replace("/", "-")
         writes = not count_only and is_main_process()

@@ -43,7 +43,7 @@ class AttentionDiversification(Treatment):
     Args:
         variant: "official" as in the released code, "paper" as in the equations.
         heads: "mean" averages the maps of the heads first, "each" treats every head's map separately.
-        threshold: τ; entries below τ/N are set to zero.
+        threshold: τ; entries below τ/N are set to zero, and with 0 none is.
         weight: λ, the factor of the loss.
         tokens: "patch" excludes prefix tokens from rows and columns.
         rows: An integer k takes a random subset of k query rows, drawn anew for every forward pass.
@@ -69,9 +69,9 @@ class AttentionDiversification(Treatment):
     layers: Layers = layers_option("upper")
 
     def check(self) -> None:
-        """Positive threshold and rows, and a weight that is not negative."""
-        if not isinstance(self.threshold, int | float) or not self.threshold > 0:
-            raise VitfocusError(f"adl needs a threshold above 0, not {self.threshold!r}.")
+        """Positive rows, and a threshold and a weight that are not negative."""
+        if not isinstance(self.threshold, int | float) or not 0 <= self.threshold < math.inf:
+            raise VitfocusError(f"adl needs a finite threshold of at least 0, not {self.threshold!r}.")
         if not isinstance(self.weight, int | float) or not 0 <= self.weight < math.inf:
             raise VitfocusError(f"adl needs a finite weight of at least 0, not {self.weight!r}.")
         if self.rows is not None and (not isinstance(self.rows, int) or self.rows < 1):
