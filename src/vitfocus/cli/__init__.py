@@ -27,6 +27,7 @@ from vitfocus.core.files import write_place
 GROUPS = {
     "Look": {
         "diagnose": "measure what each attention layer of a model does",
+        "serve": "open a local page that shows where a model looks in your pictures, as you change them",
         "report": "write one HTML page that compares runs, with figures and the attention explorer",
     },
     "Treat": {

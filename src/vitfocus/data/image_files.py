@@ -27,6 +27,9 @@ IMAGE_SUFFIXES = frozenset(
 #: What Pillow raises for a file that is not an image, is truncated, or would not fit into memory.
 UNREADABLE = (UnidentifiedImageError, Image.DecompressionBombError, OSError, RuntimeError, SyntaxError, ValueError)
 
+#: The formats that browsers send; Pillow has decoders for many more.
+_USUAL = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
+
 #: Usual names of the folders or files of a split.
 SPLITS = {"train": ("train", "training"), "val": ("val", "validation", "test")}
 
@@ -85,8 +88,10 @@ def as_pictures(images: Any) -> list[Any] | None:
     return list(images) if listed else None
 
 
-def open_picture(picture: Any) -> Image.Image:
+def open_picture(picture: Any, most: int | None = None) -> Image.Image:
     """A picture (see `is_picture`) as 8-bit RGB, turned as its EXIF data says; arrays are uint8 or floats in [0, 1].
+
+    `most` is for a file from outside: only the usual formats are decoded, and only up to this many pixels.
 
     >>> open_picture(np.full((4, 6), 0.5)).getpixel((0, 0))
     (128, 128, 128)
@@ -96,8 +101,13 @@ def open_picture(picture: Any) -> Image.Image:
     try:
         if isinstance(picture, Image.Image):
             return rgb_picture(upright(picture))
-        with Image.open(picture) as opened:
+        with Image.open(picture, formats=None if most is None else _USUAL) as opened:
+            if most is not None and opened.width * opened.height > most:
+                size = f"{opened.width} x {opened.height} pixels"
+                raise VitfocusError(f"The picture has {size}; expected at most {most / 1e6:g} million.")
             return rgb_picture(upright(opened))
+    except VitfocusError:
+        raise
     except UNREADABLE as error:
         raise VitfocusError(unreadable(picture, error)) from error
 

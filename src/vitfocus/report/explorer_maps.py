@@ -25,7 +25,7 @@ from vitfocus.anatomy.block import Size
 from vitfocus.attention.capture import can_be_read, reading
 from vitfocus.attention.images import ImageBatch
 from vitfocus.attention.layer import geometry_of, rows_by_head
-from vitfocus.attention.readings import READINGS, cell
+from vitfocus.attention.readings import READINGS, cell, high_norm
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.modules import logits_of
 from vitfocus.core.records import Count
@@ -52,13 +52,13 @@ class View(TypedDict):
         d: levels of all heads, column by column, deflated, as base64.
         m: the value of the highest level of each head.
         r: the readings as text, of all heads together and then of each head.
-        k: tokens to mark in the photograph, counted with the prefix tokens.
+        k: centres (x, y) of the high-norm patch tokens at the layer's output, as shares of the image.
     """
 
     d: str
     m: list[float]
     r: list[dict[str, str]]
-    k: NotRequired[list[Count]]
+    k: NotRequired[list[tuple[float, float]]]
 
 
 Layer = TypedDict(
@@ -80,9 +80,13 @@ Prediction = list[tuple[str, float]]
 
 @dataclass(frozen=True)
 class Look:
-    """One image as a model saw it: the observed attention by layer, the image size, and the likeliest classes."""
+    """One image as a model saw it: by layer the observed attention and the high-norm tokens; and the likeliest classes.
+
+    `size` is that of the image at the stem.
+    """
 
     seen: dict[str, Observation]
+    marks: dict[str, list[tuple[float, float]]]
     size: Size
     best: Prediction
 
@@ -128,12 +132,22 @@ class Reader:
 
     def _run(self, batch: Tensor) -> Look:
         seen: dict[str, Observation] = {}
-        with reading(
-            self.model, self.body, self.blocks, lambda block, one, _: seen.update({block.name: one})
-        ) as session:
+        marks: dict[str, list[tuple[float, float]]] = {}
+
+        def keep(block: Block, one: Observation, _: Size) -> None:
+            seen[block.name] = one
+
+        def mark(block: Block, norms: Tensor) -> None:
+            _, rows, columns = norms.shape
+            marks[block.name] = [
+                (round((place % columns + 0.5) / columns, 4), round((place // columns + 0.5) / rows, 4))
+                for place in high_norm(norms.flatten(1))[0].nonzero().flatten().tolist()
+            ]
+
+        with reading(self.model, self.body, self.blocks, keep, norms=mark, outputs=self.blocks) as session:
             output = session.run(ImageBatch(batch))
         self._keep_placed(seen, session.size)
-        return Look(seen, session.size, self._predict(output))
+        return Look(seen, marks, session.size, self._predict(output))
 
     def _keep_placed(self, seen: dict[str, Observation], size: Size) -> None:
         """Drop layers whose tokens fit no grid."""
@@ -184,11 +198,12 @@ class Reader:
         other = clean.seen[block.name] if clean is not None else None
         rows = rows_by_head(seen, other, geometry_of(block, seen, look.size), block.mixes_tokens_by_attention)
         levels, tops = encode(block, look.size, seen.attention()[0].float().cpu(), entries)
-        return {
+        view: View = {
             "d": base64.b64encode(zlib.compress(levels, effort)).decode(),
             "m": tops,
             "r": [{key: cell(row, key) for key in SHOWN if key in row} for row in rows],
         }
+        return {**view, "k": marks} if (marks := look.marks.get(block.name)) else view
 
     def notes(self) -> list[str]:
         """Which layers cannot be explored, and why."""

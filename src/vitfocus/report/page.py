@@ -41,7 +41,7 @@ class Page:
     >>> page = Page("Comparison <of> two")
     >>> page.section("Numbers").table("top-1", ["", "plain", "treated"], [["top-1", 0.5, Cell("0.6", 0.59999)]])
     >>> html = page.html()
-    >>> "Comparison &lt;of&gt; two" in html, '<td class="n">0.5</td>' in html, 'data-value="0.59999">0.6</td>' in html
+    >>> "Comparison &lt;of&gt; two" in html, 'data-label="plain">0.5<' in html, 'data-value="0.59999">0.6<' in html
     (True, True, True)
     """
 
@@ -104,11 +104,12 @@ class Page:
             for heading, n in zip(headings, numeric, strict=True)
         )
         body = "".join(
-            "<tr>" + "".join(_cell(cell, n) for cell, n in zip(row, numeric, strict=True)) + "</tr>" for row in rows
+            "<tr>" + "".join(_cell(*one) for one in zip(row, numeric, headings, strict=True)) + "</tr>" for row in rows
         )
         content = f' data-csv="{escape(json.dumps(saved), quote=True)}"' if saved is not None else ""
         table = (
-            f'<div class="block"><div class="wide" tabindex="0" role="region" aria-label="{escape(name, quote=True)}">'
+            f'<div class="block"><div class="wide{" stack" * (len(headings) <= _STACKED)}" tabindex="0" role="region" '
+            f'aria-label="{escape(name, quote=True)}">'
             f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
             f'<button type="button" class="save" data-save="csv" data-name="{_file(name)}"{content}>'
             f"Save table as CSV</button></div>"
@@ -127,12 +128,14 @@ class Page:
         explorer, data, tab = "", "", ""
         style, script = static("page.css"), static("page.js")
         policy = _POLICY.format(files=" 'self' file:" if self.data and self.data.get("files") else "")
+        live = static("live.js") if self.data and self.data.get("live") else ""
+        policy += "; connect-src 'self'" if live else ""
         if self.explorer:
             tab = '<a class="tab" href="#explorer">Attention explorer</a>'
             explorer = f'<main id="explorer">{self.explorer}</main>'
             plain = json.dumps(self.data, separators=(",", ":")).replace("<", "\\u003c")
             data = f'<script type="application/json" id="explorer-data">{plain}</script>'
-            style, script = style + static("explorer.css"), script + static("explorer.js")
+            style, script = style + static("explorer.css"), script + live + static("explorer.js")
         body = f'<main id="report">{"".join(self.parts)}</main>' if self.parts else ""
         tabs = f'<a class="tab" href="#report">Report</a>{tab}' if self.explorer and self.parts else ""
         toc = f'<nav class="toc" aria-label="Sections">{links}</nav>' if len(self.headings) > 1 else ""
@@ -143,7 +146,7 @@ class Page:
             f"<title>{escape(self.title)}</title><style>{style}</style></head>"
             f"<body><header><div><h1>{escape(self.title)}</h1>"
             f"{f'<p class=quiet>{escape(self.subtitle)}</p>' if self.subtitle else ''}</div>"
-            '<button type="button" id="theme" aria-label="Light or dark">◐ <span>auto</span></button></header>'
+            '<button type="button" id="theme">◐ <b>Colours: </b><span>auto</span></button></header>'
             f"{f'<nav class=tabs aria-label=Pages>{tabs}</nav>' if tabs else ''}{toc}{body}{explorer}"
             f"{data}<script>{script}</script></body></html>\n"
         )
@@ -175,10 +178,12 @@ def _figure(name: str, svg: str, caption: str) -> str:
 
 
 _NUMBER = ' class="n"'
+#: On a phone, tables of at most this many columns have one number below the other; wider ones are scrolled.
+_STACKED = 8
 
 
-def _cell(cell: Any, numeric: bool) -> str:
-    kind = _NUMBER * numeric
+def _cell(cell: Any, numeric: bool, heading: str) -> str:
+    kind = _NUMBER * numeric + f' data-label="{escape(heading, quote=True)}"'
     if cell is None:
         return "<td></td>"
     if isinstance(cell, Cell):

@@ -126,7 +126,7 @@
     panels = shown().flatMap((m) => source.views().map((view, v) => {
       const photos = (state.pin === null ? ["pointed"] : ["pinned", "pointed"]).map((kind) => ({ kind, canvas: create("canvas", { role: "img", "data-photo": kind }), words: create("span") }));
       const panel = { m, v, photos, matrix: create("canvas", { role: "img", class: "matrix" }), top: create("span", { class: "top" }), words: create("p"),
-        best: create("ol", { class: "best" }), numbers: create("table", { class: "numbers" }), heading: create("h3", {}, `${data.models[m].name} · ${view}`) };
+        best: create("ol", { class: "best" }), numbers: create("table", { class: "numbers" }), heading: create("h2", { title: data.models[m].name }, `${view.replaceAll("_", " ")} · ${data.models[m].name}`) };
       panel.element = create("figure", { class: "panel", "data-panel": `${m}.${v}` }, create("div", { class: "above" }, panel.heading, panel.top),
         create("div", { class: "photos" }, ...photos.map((photo) => create("div", {}, photo.canvas, photo.words))), panel.words,
         create("div", { class: "details" }, panel.matrix, create("div", {}, panel.best, panel.numbers)));
@@ -324,17 +324,14 @@
     context.drawImage(small, 0, 0, width, height);
     context.globalAlpha = 1;
     const [queryRows, queryColumns] = layer.queries, w = width / queryColumns, h = height / queryRows;
-    const place = (token) => [((token - layer.prefix) % queryColumns) * w, Math.floor((token - layer.prefix) / queryColumns) * h];
-    for (const token of found.marks) {
-      if (token < layer.prefix) continue;
-      const [x, y] = place(token);
-      for (const [colour, thick] of [["#000", 4], ["#fff", 2]]) {
+    for (const [x, y] of found.marks) {
+      for (const [colour, thick] of [["#000", 2 * ratio + 2], ["#fff", 2 * ratio]]) {
         context.strokeStyle = colour; context.lineWidth = thick;
-        context.beginPath(); context.arc(x + w / 2, y + h / 2, Math.min(w, h) / 3, 0, 7); context.stroke();
+        context.beginPath(); context.arc(x * width, y * height, Math.min(w, h) / 3, 0, 7); context.stroke();
       }
     }
     if (query >= layer.prefix) {
-      const [x, y] = place(query), colour = kind === "pinned" ? "#d55e00" : "#0072b2";
+      const patch = query - layer.prefix, x = (patch % queryColumns) * w, y = Math.floor(patch / queryColumns) * h, colour = kind === "pinned" ? "#d55e00" : "#0072b2";
       for (const [ink, thick] of [["#fff", 2.5 * ratio + 2.5], [colour, 2.5 * ratio]]) { context.strokeStyle = ink; context.lineWidth = thick; context.strokeRect(x, y, w, h); }
     }
   }
@@ -406,8 +403,8 @@
   }
 
   const bars = [create("canvas", { width: 128, height: 8 }), create("canvas", { width: 128, height: 8 })];
-  const tops = [create("span"), create("span")], marked = create("span", { hidden: "" }, "rings: tokens of unusually high norm");
-  const status = create("p", { class: "quiet", role: "status", id: "said" });
+  const tops = [create("span"), create("span")], marked = create("span", { hidden: "" }, "rings: patches whose tokens have a far higher norm than the others at the layer’s output");
+  const status = create("p", { class: "quiet", role: "status", id: "said" }), alarm = create("p", { class: "alert", role: "alert", hidden: "" });
   [OVERLAY, MATRIX].forEach((colours, i) => {
     const context = bars[i].getContext("2d");
     for (let x = 0; x < 128; x++) { context.fillStyle = `rgb(${[...colours.slice(6 * x, 6 * x + 3)]})`; context.fillRect(x, 0, 1, 8); }
@@ -423,7 +420,7 @@
   stage.append(
     create("p", { class: "hint" }, source.hint ?? "Point at a patch of a photograph: the colours show what its token attends to. Click to pin a token and compare others with it."),
     ...(source.controls ?? []),
-    create("div", { class: "controls" }, ...controls, create("div", {}, pinButton)), thumbs, grid,
+    create("div", { class: "controls" }, ...controls, create("div", {}, pinButton)), alarm, thumbs, grid,
     create("div", { class: "legend" }, create("span", {}, "attention of the chosen token: 0 ", bars[0], " ", tops[0]),
       create("span", {}, "map: 0 ", bars[1], " ", tops[1]), create("span", {}, "A map has one row per query and one column per key; the bars above it are the mean attention each token receives. A vertical line is a token that all others attend to: overfocus."), marked), status,
     create("p", { class: "quiet" }, ...keys()), ...data.notes.map((note) => create("p", { class: "quiet" }, note)));
@@ -462,6 +459,7 @@
     }
     tops[0].textContent = shared ? percent(top) : "the panel’s strongest";
     tops[1].textContent = shared ? `${percent(mapTop)} or more` : "the panel’s strongest 0.5 %";
+    alarm.hidden = true;
     marked.hidden = !all.some((seen) => seen.found.marks.length);
     stage.setAttribute("aria-busy", "false");
     clearTimeout(addressed);
@@ -477,9 +475,10 @@
   function complain(error) {
     stage.setAttribute("aria-busy", "false");
     if (error.name === "AbortError") return;
-    status.textContent = typeof DecompressionStream === "undefined" ? "This browser is too old to unpack the maps." : `The maps cannot be shown: ${error.message}.`;
+    alarm.hidden = false;
+    alarm.textContent = typeof DecompressionStream === "undefined" ? "This browser is too old to unpack the maps." : `That cannot be shown: ${error.message}.`;
   }
-  source.start?.({ state, changed, complain, status });
+  source.start?.({ state, changed, complain });
   document.addEventListener("themechange", changed);
   document.addEventListener("explorershown", () => { if (stage.clientWidth) changed(); });
   readAddress().finally(changed);

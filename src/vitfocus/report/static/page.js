@@ -36,6 +36,16 @@
   window.addEventListener("hashchange", showPage);
   showPage();
 
+  // A figure that is wider than the window can be scrolled by the keyboard.
+  function showScrolling() {
+    for (const box of document.querySelectorAll("figure .wide")) {
+      if (box.scrollWidth > box.clientWidth) { box.tabIndex = 0; box.setAttribute("role", "region"); box.setAttribute("aria-label", box.querySelector("svg")?.getAttribute("aria-label") ?? "figure"); }
+      else for (const name of ["tabindex", "role", "aria-label"]) box.removeAttribute(name);
+    }
+  }
+  window.addEventListener("resize", showScrolling);
+  showScrolling();
+
   function save(name, type, content) {
     const link = document.createElement("a");
     link.href = URL.createObjectURL(new Blob([content], { type }));

@@ -1,0 +1,92 @@
+"""`vitfocus serve`: a local page that shows where one or two models look in a picture that is given to it."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import secrets
+import socket
+import sys
+import webbrowser
+from pathlib import Path
+
+from vitfocus.cli.common import add_pretrained, model_label, open_named_model, require_positive
+from vitfocus.core.errors import VitfocusError
+
+_HOST = "127.0.0.1"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("models", nargs="+", metavar="MODEL", help="one model or two, as for vitfocus diagnose")
+    parser.add_argument("--weights", metavar="FILE", help="checkpoint to load (safetensors, or a state_dict)")
+    add_pretrained(parser)
+    parser.add_argument("--treat", metavar="SPEC", help="show MODEL beside itself with these treatments inserted")
+    parser.add_argument("--images", metavar="DIR", help="folder of pictures to start with (default: built-in Shapes)")
+    parser.add_argument("--limit", type=int, default=8, metavar="N", help="use at most N of them (default: 8)")
+    parser.add_argument(
+        "--against", default="gaussian_noise/3", metavar="NAME/SEVERITY", help="corruption to start with"
+    )
+    parser.add_argument("--port", type=int, default=0, metavar="N", help="port on 127.0.0.1 (default: a free one)")
+    parser.add_argument("--no-browser", action="store_true", help="print the address without opening it")
+    parser.add_argument("--device", default=None, help="device such as cpu or cuda (default: a GPU if there is one)")
+    parser.add_argument("--json", action="store_true", help="print the address as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Load the models, print the address, and answer requests until interrupted."""
+    from vitfocus.cli.diagnose import image_files
+
+    require_positive(args, "limit")
+    if len(args.models) > 2:
+        raise VitfocusError(f"vitfocus serve shows one model or two, not {len(args.models)}.")
+    if args.treat and len(args.models) > 1:
+        raise VitfocusError("--treat shows one model plain and treated: give one MODEL.")
+    if not 0 <= args.port < 65536:
+        raise VitfocusError(f"--port is {args.port}; expected 1 to 65535, or 0 for a free one.")
+    if any(importlib.util.find_spec(name) is None for name in ("starlette", "uvicorn")):
+        raise VitfocusError("vitfocus serve needs starlette and uvicorn: pip install 'vitfocus[serve]'.")
+    files = image_files(Path(args.images), args.limit) if args.images else []  # before any slow import
+    place = _bind(args.port)
+
+    import uvicorn
+
+    from vitfocus.core.environment import usable_device
+    from vitfocus.data.image_files import open_picture
+    from vitfocus.report.serve import PIXELS, create_app
+
+    device = usable_device(args.device)
+    models = {}
+    for spec, treat in [(one, None) for one in args.models] + ([(args.models[0], args.treat)] if args.treat else []):
+        name = model_label(spec) + (f"+{treat}" if treat else "")
+        name = name if name not in models else f"{name} (2)"
+        models[name] = open_named_model(spec, args.weights, treat, pretrained=args.pretrained).to(device)
+    token = secrets.token_urlsafe(16)
+    pictures = {file.name: open_picture(file, PIXELS) for file in files}
+    app = create_app(models, pictures, against=args.against, token=token)
+    address = f"http://{_HOST}:{place.getsockname()[1]}/?token={token}"
+    print(json.dumps({"url": address}) if args.json else f"{address}\nStop with Ctrl-C.", flush=True)
+    if not args.no_browser:
+        webbrowser.open(address)
+    settings = uvicorn.Config(
+        app, log_level="warning", access_log=False, server_header=False, lifespan="off", limit_concurrency=64
+    )
+    try:
+        uvicorn.Server(settings).run(sockets=[place])
+    except KeyboardInterrupt:
+        print("Stopped.", file=sys.stderr)
+    return 0
+
+
+def _bind(port: int) -> socket.socket:
+    """Take the port, before any slow work."""
+    place = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        place.bind((_HOST, port))
+        place.listen()  # so that a browser which is opened first waits for the answer
+    except OSError as error:
+        place.close()
+        raise VitfocusError(f"Port {port} of {_HOST} cannot be used: {error.strerror}; try another --port.") from None
+    return place

@@ -1,0 +1,284 @@
+"""The live page: the explorer's front end on a picture that is given to it, for models that are in memory.
+
+`create_app` is a Starlette application. `vitfocus serve` binds it to 127.0.0.1; its address carries a token, requests
+must name this host (a page elsewhere could otherwise reach it by DNS rebinding), and no other origin is allowed in.
+Requests carry their whole state, so any number of tabs can be open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import io
+import secrets
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from vitfocus.anatomy import inserted, insertion_sentence
+from vitfocus.attention.images import prepared
+from vitfocus.core.arguments import checked
+from vitfocus.core.errors import VitfocusError
+from vitfocus.corruptions import CORRUPTIONS, EXTRA_CORRUPTIONS, corrupt, parse
+from vitfocus.data.image_files import open_picture, to_image
+from vitfocus.report.explorer_maps import LEVELS, Look, Reader, View, data_url, headings
+from vitfocus.report.page import Page
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+#: The largest picture that is taken: bytes of its file, and pixels.
+BYTES, PIXELS = 20_000_000, 40_000_000
+#: How many pictures, and what the models saw of them, are kept.
+_PICTURES, _LOOKS = 64, 32
+#: Maps of up to this many entries are sent as they are.
+_ENTRIES = 1_200_000
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+
+
+class Live:
+    """Models in memory, the pictures that were given, and what the models saw last. Calls must not overlap."""
+
+    def __init__(self, models: Mapping[str, nn.Module]) -> None:
+        self.readers = [Reader(name, model) for name, model in models.items()]
+        self._pictures: OrderedDict[str, tuple[str, list[Tensor]]] = OrderedDict()
+        self._looks: OrderedDict[tuple[str, str, int], tuple[Tensor, Look]] = OrderedDict()
+        self._secret = secrets.token_bytes(16)
+
+    def add(self, picture: Image.Image) -> str:
+        """Keep a picture as every model takes it; return its id."""
+        pixels = [prepared([picture], reader.body)[0] for reader in self.readers]
+        digest = hashlib.sha256(b"".join(one.numpy().tobytes() for one in pixels)).hexdigest()[:32]
+        name = hmac.new(self._secret, digest.encode(), "sha256").hexdigest()[:32]  # nobody can guess it
+        _remember(self._pictures, name, (digest, pixels), _PICTURES)
+        return name
+
+    def described(self, picture: str, name: str) -> dict[str, Any]:
+        """A picture as the page lists it: its id, its name and a small copy of it."""
+        return {"id": picture, "name": name, "views": [data_url(self._picture(picture)[1][0], 96)]}
+
+    def look(self, picture: str, against: str) -> list[dict[str, Any]]:
+        """For each model, the picture as it sees it and the likeliest classes, clean and, unless empty, corrupted."""
+        found = [self._views(picture, against, model) for model in range(len(self.readers))]
+        return [
+            {"views": [data_url(pixels) for pixels, _ in views], "best": [look.best for _, look in views]}
+            for views in found
+        ]
+
+    def maps(self, picture: str, against: str, model: int, layer: int) -> list[View]:
+        """The maps and readings of one layer, clean and corrupted."""
+        if not 0 <= model < len(self.readers) or not 0 <= layer < len(self.readers[model].blocks):
+            raise VitfocusError(f"There is no layer {layer} of model {model}.")
+        reader = self.readers[model]
+        looks = [look for _, look in self._views(picture, against, model)]
+        return reader.pack(reader.blocks[layer], looks, _ENTRIES, effort=1)
+
+    def _picture(self, name: str) -> tuple[str, list[Tensor]]:
+        if name not in self._pictures:
+            raise VitfocusError("This picture is no longer kept: give it again.")
+        self._pictures.move_to_end(name)
+        return self._pictures[name]
+
+    def _views(self, picture: str, against: str, model: int) -> list[tuple[Tensor, Look]]:
+        digest, pixels = self._picture(picture)
+        views = [self._seen(picture, "", model, lambda: pixels[model])]
+        if against:
+            name, severity = parse(against)
+            views.append(
+                self._seen(picture, against, model, lambda: corrupt(pixels[model], name, severity, ids=[digest]))
+            )
+        return views
+
+    def _seen(self, picture: str, against: str, model: int, make: Callable[[], Tensor]) -> tuple[Tensor, Look]:
+        key = (picture, against, model)
+        if key not in self._looks:
+            image = make()
+            _remember(self._looks, key, (image, self.readers[model].look(image)), _LOOKS * len(self.readers))
+        self._looks.move_to_end(key)
+        return self._looks[key]
+
+
+def _remember(kept: OrderedDict[Any, Any], key: Any, value: Any, most: int) -> None:
+    kept[key] = value
+    kept.move_to_end(key)
+    while len(kept) > most:
+        kept.popitem(last=False)
+
+
+@checked
+def create_app(
+    models: nn.Module | Mapping[str, nn.Module],
+    pictures: Mapping[str, Image.Image] | None = None,
+    *,
+    against: str = "gaussian_noise/3",
+    token: str | None = None,
+    hosts: Sequence[str] = ("127.0.0.1", "localhost"),
+    title: str | None = None,
+) -> Starlette:
+    """The live page as an ASGI application, for `vitfocus serve`, a Space or any ASGI server.
+
+    Args:
+        models: One model, or one or two models by name, shown side by side.
+        pictures: Pictures to start with, by name. Default: three of the built-in data set Shapes.
+        against: Corruption to start with.
+        token: What the page's address must carry as `?token=`; None lets everybody in.
+        hosts: The names under which the page may be asked for; "*" for any.
+        title: Title of the page.
+
+    Returns:
+        The application.
+
+    Raises:
+        VitfocusError: If starlette is not installed, or a model has no layer that attends to the whole image.
+
+    Example:
+        >>> import timm
+        >>> app = create_app(timm.create_model("vit_tiny_patch16_224", depth=2, img_size=64), hosts=["*"])
+        >>> sorted(route.path for route in app.routes)
+        ['/', '/look', '/maps', '/pictures']
+    """
+    try:
+        from starlette.applications import Starlette
+        from starlette.middleware import Middleware
+        from starlette.middleware.trustedhost import TrustedHostMiddleware
+        from starlette.routing import Route
+    except ImportError:
+        raise VitfocusError(NEEDED) from None
+    from vitfocus.attention.capture import model_name
+
+    named = {model_name(models): models} if isinstance(models, nn.Module) else dict(models)
+    parse(against)
+    live = Live(named)
+    starting = dict(pictures) if pictures else _shapes(live)
+    first = [live.described(live.add(picture), name) for name, picture in starting.items()]
+    live.look(first[0]["id"], "")  # after which the layers are known
+    handlers = _Handlers(live, token, first, against, title or " and ".join(named))
+    return Starlette(
+        routes=[
+            Route("/", handlers.page),
+            Route("/pictures", handlers.pictures, methods=["POST"]),
+            Route("/look", handlers.look),
+            Route("/maps", handlers.maps),
+        ],
+        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)],
+        exception_handlers={VitfocusError: handlers.refuse},
+    )
+
+
+NEEDED = "The live page needs starlette and uvicorn, which are not installed: pip install 'vitfocus[serve]'."
+
+
+class _Handlers:
+    """The answers to requests."""
+
+    def __init__(self, live: Live, token: str | None, pictures: list[Any], against: str, title: str) -> None:
+        self.live, self.token = live, token
+        self.queue = asyncio.Lock()  # one request computes at a time; those given up meanwhile are dropped
+        page = Page(title, "Runs on this machine: pictures are not sent anywhere else." if token else "")
+        page.explorer = '<div id="stage"><noscript>The explorer needs JavaScript.</noscript></div>'
+        name, severity = parse(against)
+        notes = [note for reader in live.readers for note in reader.notes()]
+        for reader in live.readers:
+            notes += [insertion_sentence("+".join(late), reader.name)] if (late := inserted(reader.model)) else []
+        page.data = {
+            "live": {
+                "token": token,
+                "corruptions": [*CORRUPTIONS, *EXTRA_CORRUPTIONS],
+                "corruption": name,
+                "severity": severity,
+                "bytes": BYTES,
+            },
+            "images": pictures,
+            "levels": LEVELS,
+            "headings": headings(),
+            "models": [
+                {"name": reader.name, "blocks": len(reader.body), "layers": reader.layers(_ENTRIES)}
+                for reader in live.readers
+            ],
+            "notes": notes,
+        }
+        self.html = page.html()
+
+    def _allowed(self, request: Request, given: str | None) -> None:
+        if self.token is not None and not secrets.compare_digest((given or "").encode(), self.token.encode()):
+            from starlette.exceptions import HTTPException
+
+            raise HTTPException(403, "Open the address that vitfocus serve printed: it carries a token.")
+
+    async def page(self, request: Request) -> Response:
+        """The page itself."""
+        from starlette.responses import HTMLResponse
+
+        self._allowed(request, request.query_params.get("token"))
+        frames = {"X-Frame-Options": "DENY"} if self.token is not None else {}
+        return HTMLResponse(self.html, headers=_HEADERS | frames)
+
+    async def pictures(self, request: Request) -> Response:
+        """Take a picture, the body of the request."""
+        self._allowed(request, request.headers.get("x-token"))
+        content = bytearray()
+        async for part in request.stream():
+            content += part
+            if len(content) > BYTES:
+                raise VitfocusError(f"The picture has more than {BYTES / 1e6:g} MB.")
+        name = request.query_params.get("name", "picture")[:100]
+
+        def add() -> dict[str, Any]:
+            return self.live.described(self.live.add(open_picture(io.BytesIO(content), PIXELS)), name)
+
+        return await self._answer(request, add)
+
+    async def look(self, request: Request) -> Response:
+        """What the models see in a picture: photographs and predictions."""
+        self._allowed(request, request.headers.get("x-token"))
+        asked = request.query_params
+        picture, against = asked.get("picture", ""), asked.get("against", "")
+        return await self._answer(
+            request,
+            lambda: {"models": self.live.look(picture, against), "image": self.live.described(picture, "picture")},
+        )
+
+    async def maps(self, request: Request) -> Response:
+        """The maps and readings of one layer."""
+        self._allowed(request, request.headers.get("x-token"))
+        asked = request.query_params
+        try:
+            model, layer = int(asked.get("model", "")), int(asked.get("layer", ""))
+        except ValueError:
+            raise VitfocusError("model and layer are numbers.") from None
+        picture, against = asked.get("picture", ""), asked.get("against", "")
+        return await self._answer(request, lambda: self.live.maps(picture, against, model, layer))
+
+    async def _answer(self, request: Request, compute: Callable[[], Any]) -> Response:
+        from starlette.concurrency import run_in_threadpool
+        from starlette.responses import JSONResponse, Response
+
+        async with self.queue:
+            if await request.is_disconnected():
+                return Response(status_code=499)
+            return JSONResponse(await run_in_threadpool(compute), headers=_HEADERS)
+
+    async def refuse(self, request: Request, error: Exception) -> Response:
+        """What was wrong with a request, in one sentence."""
+        from starlette.responses import JSONResponse
+
+        return JSONResponse({"error": str(error)}, 400, headers=_HEADERS)
+
+
+def _shapes(live: Live) -> dict[str, Image.Image]:
+    from vitfocus.data.shapes.dataset import shapes_batch
+
+    images = shapes_batch(range(3), split="val", size=live.readers[0].body.build_size)[0]
+    return {f"Shapes {index}": to_image(one) for index, one in enumerate(images.to(torch.uint8))}
