@@ -6,9 +6,11 @@ import base64
 import io
 import json
 import re
+import runpy
 import struct
 import sys
 import zlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -176,6 +178,19 @@ def test_pictures_are_forgotten_and_nobody_can_guess_them(models: dict[str, torc
         one.add(Image.new("RGB", (64, 64), (shade, 0, 0)))
     with pytest.raises(VitfocusError, match="no longer kept"):
         one.look(first, "")
+
+
+def test_the_space_is_open_to_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VITFOCUS_PRETRAINED", "0")
+    monkeypatch.setenv("VITFOCUS_MODELS", "vit_tiny_patch16_224 vit_tiny_patch16_224+cbs")
+    open_model = vf.open_model
+    monkeypatch.setattr(vf, "open_model", lambda name, **_: open_model(name, depth=2, img_size=32))
+    app = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "space" / "app.py"))["app"]
+    client = testclient.TestClient(app, base_url="https://somebody-vitfocus.hf.space")
+    assert "x-frame-options" not in client.get("/").headers  # a Space is shown in a frame
+    given = give(client, picture()).json()["id"]
+    seen = client.get("/look", params={"picture": given, "against": "fog/1"}).json()["models"]
+    assert len(seen) == 2 and client.get("/maps", params={"picture": given, "model": 1, "layer": 1}).status_code == 200
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
