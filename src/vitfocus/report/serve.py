@@ -20,10 +20,10 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from vitfocus.anatomy import inserted, insertion_sentence
 from vitfocus.attention.images import prepared
 from vitfocus.core.arguments import checked
 from vitfocus.core.errors import VitfocusError
+from vitfocus.core.modules import inserted, insertion_sentence
 from vitfocus.corruptions import CORRUPTIONS, EXTRA_CORRUPTIONS, corrupt, parse
 from vitfocus.data.image_files import open_picture, to_image
 from vitfocus.report.explorer_maps import LEVELS, Look, Reader, View, data_url, headings
