@@ -1,12 +1,16 @@
-"""What the treatments cost: a training step of a treated model as a multiple of the plain model's, in the same run.
+"""What the treatments cost: a training step of a treated model as a multiple of the plain model's, in the same process.
 
-    python benchmarks/step_cost.py                       # the whole table; needs a GPU and some minutes
-    python benchmarks/step_cost.py --cases deit-197 --variants cb tap --parts steps
+    python benchmarks/step_cost.py                      # everything; needs a GPU and half an hour
+    python benchmarks/step_cost.py --models deit_s --sizes 197 --settings eager,compiled --variants tap,all
 
-A step is forward, loss, backward and AdamW (fused), under bf16 autocast, compiled (block by block, or with --whole as
-one program, which takes minutes a model), and recorded as one CUDA graph, as the engine records it. Variants take
-turns, round after round, and a ratio is the median over rounds of neighbouring times. `released` variants are the
-papers' published formulations: poolings by unfold, attention maps in full. Results go to
+A step is forward, loss, backward and AdamW (fused), under bf16 autocast, in three settings: `eager`; `compiled`, with
+`torch.compile(model)` and nothing else; `recorded`, compiled block by block and recorded as one CUDA graph, as the
+engine does it. Variants take turns, round after round, and a ratio is the median over rounds of times that follow each
+other. The plain model is there twice: `plain-again` shows what a difference of nothing looks like.
+
+The diversification loss is active: queries are shifted so that rows agree about a third of the tokens. The loss and the
+share of entries above the threshold are printed, and the run stops if they are below 0.1 and 0.2. `released` variants
+are the papers' published formulations: poolings by unfold, attention maps in full. Results go to
 benchmarks/results/step-cost-cuda.json.
 """
 
@@ -18,6 +22,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -29,94 +34,99 @@ from typing import Any
 os.environ.setdefault("TORCHINDUCTOR_UNIQUE_KERNEL_NAMES", "0")
 
 import torch
-from _turns import Turns
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-#: Model, image size, batch.
-CASES = {
-    "deit-197": ("deit_small_patch16_224", 224, 256),
-    "deit-1025": ("deit_small_patch16_224", 512, 64),
-    "deit-4097": ("deit_small_patch16_224", 1024, 8),
-    "swin-t": ("swin_tiny_patch4_window7_224", 224, 128),
-    "fan-s-hybrid": ("fan_small_12_p4_hybrid", 224, 128),
+#: By model: timm's name, further options, side of the bright squares, and by the number of tokens (pixels, batch).
+MODELS: dict[str, tuple[str, dict[str, Any], int, dict[int, tuple[int, int]]]] = {
+    "deit_s": ("deit_small_patch16_224", {}, 16, {197: (224, 256), 1025: (512, 64), 4097: (1024, 8)}),
+    "vit_b": ("vit_base_patch16_224", {}, 16, {197: (224, 128)}),
+    "swin_t": ("swin_tiny_patch4_window7_224", {}, 4, {3136: (224, 128)}),
+    "fan_s": ("fan_small_12_p4_hybrid", {}, 16, {196: (224, 128)}),
+    "vit_ti4": ("vit_tiny_patch16_224", {"patch_size": 4}, 4, {65: (32, 128)}),
 }
-#: The plain model twice, in two processes: how far apart two measurements of one thing lie.
+SETTINGS = ("eager", "compiled", "recorded")
 VARIANTS = {
     "plain": "",
     "plain-again": "",
     "cb": "cb",
-    "cb-upper": "cb(layers=upper)",
     "cbs": "cbs",
     "tap": "tap",
     "adl": "adl",
+    "adl-paper": "adl(variant=paper)",
     "adl-256": "adl(rows=256)",
-    "all": "cb+tap+adl(rows=256)",
+    "tap+adl": "tap+adl",
+    "all": "cb+tap+adl",
+    "all-256": "cb+tap+adl(rows=256)",
     "released-tap": "tap",
     "released-adl": "adl",
 }
-TARGETS = {
-    "cb": (1.01,) * 3,
-    "tap": (1.10,) * 3,
-    "adl": (1.20, 1.5, 2.2),
-    "adl-256": (1.10,) * 3,
-    "all": (1.20,) * 3,
-}
-#: The kernels alone, training steps, statistics of attention.
-PARTS = ("kernels", "steps", "statistics")
+DEFAULT = ("cb", "tap", "adl", "all")
+PARTS = ("steps", "kernels", "first", "statistics")
+#: The least loss, and share of entries above the threshold, of a diversification loss that counts as active.
+LEAST_LOSS, LEAST_SHARE = 0.1, 0.2
 #: Batches of a diagnosis.
 BATCHES = 8
 RESULTS = Path(__file__).parent / "results" / "step-cost-cuda.json"
 
 
 class Step:
-    """A model and its training step."""
+    """A model and its training step in one of the settings."""
 
-    def __init__(self, case: str, variant: str, whole: bool = False) -> None:
+    def __init__(self, model: str, tokens: int, variant: str, setting: str) -> None:
         import vitfocus as vf
         from vitfocus.train.compile import compile_blocks
+        from vitfocus.treatments.cost import activate_diversity, patchy_images, share_above
 
-        name, size, batch = CASES[case]
-        spec = "+".join(filter(None, [name, VARIANTS[variant]]))
+        name, options, tile, sizes = MODELS[model]
+        size, batch = sizes[tokens]
         torch.manual_seed(0)
         with torch.device("cuda"):  # where weights are drawn in a moment
-            self.model = vf.create_model(spec, img_size=size).train()
-        self.released = variant.startswith("released")
+            self.model = vf.create_model(
+                "+".join(filter(None, [name, VARIANTS[variant]])), img_size=size, **options
+            ).train()
+        self.images = patchy_images(batch, size, size, tile).cuda()
+        self.labels = torch.randint(0, 1000, (batch,), device="cuda")
+        few = self.images[: max(1, 2000 // tokens)]
+        activate_diversity(self.model, few)
+        self.share = share_above(self.model, few)
+        self.released, self.graph = variant.startswith("released"), None
         if variant == "released-tap":
             pool_by_unfold(self.model)
-        self.optimiser = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True, capturable=True)
-        self.images = torch.randn(batch, 3, size, size, device="cuda")
-        self.labels = torch.randint(0, 1000, (batch,), device="cuda")
-        self.loss = torch.compile(self._loss) if whole else self._loss
-        if not whole:
+        self.optimiser = torch.optim.AdamW(self.model.parameters(), lr=1e-7, fused=True, capturable=True)
+        self.forward: Callable[[Tensor], Tensor] = self.model
+        if setting == "compiled":
+            self.forward = torch.compile(self.model)
+        elif setting == "recorded":
             compile_blocks(self.model)
 
-    def _loss(self, images: Tensor, labels: Tensor) -> Tensor:
+    def take(self) -> Tensor:
+        """One step, launched kernel by kernel; returns the diversification loss."""
         import vitfocus as vf
 
         with torch.autocast("cuda", torch.bfloat16):
-            return F.cross_entropy(self.model(images), labels) + vf.auxiliary_loss(self.model)
-
-    def take(self) -> None:
-        """One step, launched kernel by kernel."""
-        self.loss(self.images, self.labels).backward()
+            loss = F.cross_entropy(self.forward(self.images), self.labels)
+        extra = vf.auxiliary_loss(self.model)
+        (loss + extra).backward()
         self.optimiser.step()
         self.optimiser.zero_grad()
+        return extra.detach()
 
-    def record(self) -> None:
+    def record(self, pool: Any) -> None:
         """Record the step as one CUDA graph, as the engine does: from now on a call replays it."""
         from vitfocus.treatments.attention_diversification import forget_losses
 
-        for _ in range(2):
-            self.take()
-        torch.cuda.synchronize()
         forget_losses(self.model)
+        torch.cuda.synchronize()
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        with torch.cuda.graph(self.graph, pool=pool):
             self.take()
 
     def __call__(self) -> None:
-        self.graph.replay()
+        if self.graph is not None:
+            self.graph.replay()
+        else:
+            self.take()
 
     def backend(self) -> Any:
         """What the step runs under."""
@@ -142,59 +152,97 @@ def pool_by_unfold(model: nn.Module) -> None:
             module.pool = pool.__get__(module)  # type: ignore[method-assign]
 
 
-def seconds(step: Any, repeats: int) -> float:
+def seconds(call: Callable[[], Any], repeats: int) -> float:
     """Time of one call."""
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
     start.record()
     for _ in range(repeats):
-        step()
+        call()
     stop.record()
     torch.cuda.synchronize()
     return start.elapsed_time(stop) / 1000 / repeats
 
 
-def prepare(case: str, variant: str, whole: bool) -> tuple[int, Callable[[int], float]]:
-    """Compile and record a variant's step: the memory it takes, and how to time it."""
-    torch.set_float32_matmul_precision("high")
-    step = Step(case, variant, whole)
-    with step.backend():
-        step.take()
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        step.take()
-        memory = torch.cuda.max_memory_allocated()
-        step.record()
-    return memory, partial(seconds, step)
-
-
-def measure(case: str, variants: list[str], rounds: int, whole: bool) -> dict[str, Any]:
-    """Times and peak memory of the variants of one case."""
-    turns = Turns(prepare, {variant: (case, variant, whole) for variant in variants})
-    memory = turns.said
-    warm = {name: [turns.seconds(name, 2) for _ in range(2)][1] for name in memory}
-    repeats = max(2, round(0.25 / warm["plain"]))
-    times: dict[str, list[float]] = {name: [] for name in memory}
+def measure(model: str, tokens: int, setting: str, variants: list[str], rounds: int) -> dict[str, Any]:
+    """Times and peak memory of the variants of one model, of one size, in one setting."""
+    steps: dict[str, Step] = {}
+    row: dict[str, Any] = {}
+    pool = torch.cuda.graph_pool_handle()
+    for name in variants:
+        torch._dynamo.reset()
+        began = time.perf_counter()
+        step = Step(model, tokens, name, setting)
+        try:
+            with step.backend():
+                for _ in range(3):
+                    extra = step.take()
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
+                before = torch.cuda.memory_allocated()
+                torch.cuda.reset_peak_memory_stats()
+                step.take()
+                weights = 12 * sum(parameter.numel() for parameter in step.model.parameters())
+                memory = torch.cuda.max_memory_allocated() - before + weights
+                if setting == "recorded":
+                    step.record(pool)
+        except Exception as error:  # one variant that fails must not hide the others
+            print(f"{model} {tokens} {setting} {name}: {type(error).__name__}: {str(error)[:2000]}", flush=True)
+            continue
+        row[name] = {"memory": memory, "ready_s": time.perf_counter() - began}
+        if "adl" in VARIANTS[name]:
+            row[name] |= {"loss": float(extra), "share": step.share}
+            if not (float(extra) >= LEAST_LOSS and step.share >= LEAST_SHARE):
+                raise SystemExit(
+                    f"{model} {name}: the loss is {float(extra):.3f}, the share {step.share:.3f}: inactive."
+                )
+        steps[name] = step
+    warm = {name: [seconds(step, 2) for _ in range(2)][1] for name, step in steps.items()}
+    repeats = max(2, round(0.15 / warm["plain"]))
+    times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
-        for name in memory:
-            times[name].append(turns.seconds(name, repeats))
-    turns.close()
-    row = {}
-    for name in memory:
+        for name, step in steps.items():
+            times[name].append(seconds(step, repeats))
+    for name in steps:
         ratio = statistics.median(mine / plain for mine, plain in zip(times[name], times["plain"], strict=True))
-        taken = statistics.median(times[name])
-        row[name] = {"ms": 1e3 * taken, "ratio": ratio, "memory_ratio": memory[name] / memory["plain"]}
+        made = row[name]
+        made |= {"ms": 1e3 * statistics.median(times[name]), "ratio": ratio}
+        made["memory_ratio"] = made["memory"] / row["plain"]["memory"]
+        active = f"  loss {made['loss']:.3f} share {made['share']:.2f}" if "loss" in made else ""
         print(
-            f"{case:<14}{name:<14}{1e3 * taken:9.2f} ms  {ratio:6.3f} ×   memory {row[name]['memory_ratio']:.3f} ×",
+            f"{model:<9}{tokens:<6}{setting:<10}{name:<13}{made['ms']:8.2f} ms {ratio:7.3f} ×  memory "
+            f"{made['memory_ratio']:.3f} ×  ready {made['ready_s']:5.1f} s{active}",
             flush=True,
         )
     return row
 
 
-def statistics_cost(case: str) -> dict[str, float]:
-    """Reading every layer of some batches, against the forward passes alone: time and peak memory."""
+def first_call(variant: str) -> float:
+    """Seconds that the first eager step takes longer than the second; a plain model's step has been taken before."""
+    plain, step = Step("deit_s", 197, "plain", "eager"), Step("deit_s", 197, variant, "eager")
+    plain.take()
+    return seconds(step.take, 1) - seconds(step.take, 1)
+
+
+def first_calls(variants: list[str]) -> dict[str, float]:
+    """`first_call` of some variants, each in a process with an empty Triton cache."""
+    result = {}
+    for variant in variants:
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, __file__, "--first-call", variant]
+            environment = os.environ | {"TRITON_CACHE_DIR": folder}
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        result[variant] = float(done.stdout.split()[-1])
+        print(f"first call of {variant} with an empty cache: {result[variant]:.1f} s", flush=True)
+    return result
+
+
+def statistics_cost(tokens: int) -> dict[str, float]:
+    """Reading every layer of some batches of DeiT-S, against the forward passes alone: time and peak memory."""
     import vitfocus as vf
 
-    name, size, batch = CASES[case]
+    name, _, _, sizes = MODELS["deit_s"]
+    size, batch = sizes[tokens]
     model = vf.create_model(name, img_size=size).cuda().eval().bfloat16()
     images = torch.randn(batch, 3, size, size, device="cuda", dtype=torch.bfloat16)
 
@@ -218,7 +266,7 @@ def statistics_cost(case: str) -> dict[str, float]:
     result["extra_over_forward"] = statistics.median(read / forward for forward, read in pairs) - 1
     result["memory_ratio"] = result["diagnose_memory"] / result["forward_memory"]
     more, memory = result["extra_over_forward"], result["memory_ratio"]
-    print(f"{case:<14}statistics: {more:.2f} × a forward more, memory {memory:.3f} ×", flush=True)
+    print(f"statistics at {tokens}: {more:.2f} × a forward more, memory {memory:.3f} ×", flush=True)
     return result
 
 
@@ -232,113 +280,116 @@ def ceiling() -> dict[str, float]:
     return {"copy_GB_per_s": 2 * source.numel() / copy / 1e9, "bf16_TFLOP_per_s": 2 * 8192**3 / product / 1e12}
 
 
-def recorded(call: Callable[[], Any]) -> float:
-    """Seconds of one call on the device, however long the host takes to launch it."""
+def kernel_times(call: Callable[[], Any]) -> dict[str, float]:
+    """Microseconds of each kernel that a call launches, on the device, by name."""
     for _ in range(3):
         call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
         for _ in range(5):
             call()
-    return seconds(graph.replay, 10) / 5
+        torch.cuda.synchronize()
+    times: dict[str, float] = {}
+    for event in seen.key_averages():
+        if event.device_time_total:
+            times[event.key[:48]] = event.device_time_total / 5
+    return dict(sorted(times.items(), key=lambda item: -item[1]))
 
 
-def kernel_rates() -> dict[str, Any]:
-    """The kernels alone at DeiT-S's sizes: time, and work against the ceiling. docs/kernels.md counts the work."""
-    import vitfocus.kernels.context.op
-    import vitfocus.kernels.diversity.op
-    import vitfocus.kernels.pooling.op  # noqa: F401  (they register the operators)
+def kernel_rates(sizes: list[int]) -> dict[str, Any]:
+    """The operations alone at DeiT-S's sizes, forward and backward: microseconds by kernel."""
+    from vitfocus.kernels.context.op import share_mean
+    from vitfocus.kernels.diversity.op import diversity
+    from vitfocus.kernels.pooling.op import mix_dilated, predict_hidden
 
-    ops, rates = torch.ops.vitfocus, {}
-    form = (0.125, 0, True, False, 2.0)
-    for batch, side in ((256, 14), (64, 32), (8, 64)):
-        count = side * side + 1
-        query, key, value = torch.randn(batch, count, 3, 6, 64, device="cuda", dtype=torch.bfloat16).permute(
-            2, 0, 3, 1, 4
-        )
-        lse = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[1]
-        made = ops.diversity(query, key, None, None, lse, *form)
-        weight = torch.ones((), device="cuda")
-        saved = (query, key, None, lse, None, *made[2:], *form, False)
-        tokens, slope = torch.randn(2, batch, count, 384, device="cuda", dtype=torch.bfloat16).unbind()
-        scores = torch.randn(batch, count - 1, 4, device="cuda", dtype=torch.bfloat16)
-        weights = ops.mix_dilated(tokens, scores, side, side)[1]
-        product, size = 2 * batch * count * count * 384, 2 * tokens.numel()
-        calls: dict[str, tuple[Callable[[], Any], float, float]] = {
-            "sdpa_forward": (partial(F.scaled_dot_product_attention, query, key, value), 2 * product, 4 * size),
-            "adl_forward": (partial(ops.diversity, query, key, None, None, lse, *form), product, 2 * size),
-            "adl_backward": (partial(ops.diversity_backward, weight, *saved), 4 * product, 4 * size),
-            "tap_forward": (partial(ops.mix_dilated, tokens, scores, side, side), 0, 2 * size),
-            "tap_backward": (
-                partial(ops.mix_dilated_backward, slope, tokens, weights, side, side, torch.bfloat16), 0, 3 * size
-            ),
-            "cb_either_way": (partial(ops.share_mean, tokens, None, 0.5, torch.bfloat16), 0, 2 * size),
-        }  # fmt: skip
-        row = rates[f"N={count}"] = {}
-        for name, (call, flops, moved) in calls.items():
-            taken = recorded(call)
-            row[name] = {"us": 1e6 * taken, "TFLOP_per_s": flops / taken / 1e12, "GB_per_s": moved / taken / 1e9}
-            print(f"N={count:<6}{name:<16}", *(f"{key} {value:8.1f}" for key, value in row[name].items()), flush=True)
+    rates: dict[str, Any] = {}
+    for count in sizes:
+        pixels, batch = MODELS["deit_s"][3][count]
+        side = pixels // 16
+        draw = partial(torch.randn, device="cuda", dtype=torch.bfloat16)
+        query, key, value = draw(batch, count, 3, 6, 64).permute(2, 0, 3, 1, 4)
+        # All queries like the same keys, so that a third of the columns is above the threshold.
+        key = key + 3 * (torch.rand(batch, 1, count, 1, device="cuda") < 0.3).to(key.dtype)
+        query, key = (query + 1).requires_grad_(), key.requires_grad_()
+        lse = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, scale=0.125)[1].detach()
+        tokens = draw(batch, count, 384).requires_grad_()
+        first, second = draw(4, 384, 3, 3).float().requires_grad_(), draw(4, 4, 3, 3).float().requires_grad_()
+
+        def attend(query: Tensor = query, key: Tensor = key, value: Tensor = value) -> None:
+            F.scaled_dot_product_attention(query, key, value).sum().backward()
+
+        def diversify(query: Tensor = query, key: Tensor = key, lse: Tensor = lse) -> None:
+            diversity(query, key, scale=0.125, lse=lse).backward()
+
+        def pool(tokens: Tensor = tokens, first: Tensor = first, second: Tensor = second, side: int = side) -> None:
+            hidden = predict_hidden(tokens, first, (side, side))
+            mixed = mix_dilated(tokens, hidden, second)
+            mixed.backward(mixed.detach())
+
+        def share(tokens: Tensor = tokens) -> None:
+            mixed = share_mean(tokens)
+            mixed.backward(mixed.detach())
+
+        print(f"N={count}: loss {float(diversity(query, key, scale=0.125, lse=lse)):.3f}", flush=True)
+        for name, call in {"sdpa": attend, "adl": diversify, "tap": pool, "cb": share}.items():
+            found = rates.setdefault(f"N={count}", {})[name] = kernel_times(call)
+            print(f"N={count} {name}: {sum(found.values()):8.1f} us in kernels", flush=True)
+            for kernel, taken in list(found.items())[:9]:
+                print(f"      {taken:8.1f}  {kernel}", flush=True)
     return rates
 
 
-def warm_caches(cases: list[str], variants: list[str], workers: int, whole: bool) -> None:
-    """Compile everything in processes of their own, which leaves it in the compiler's cache; the plain models first."""
-    rest = [(case, variant) for variant in variants for case in cases if variant not in ("plain", "plain-again")]
-    for jobs in ([(case, "plain") for case in cases], rest):
-        running: list[subprocess.Popen[bytes]] = []
-        for case, variant in jobs:
-            while sum(one.poll() is None for one in running) >= workers:
-                time.sleep(0.1)
-            command = [sys.executable, __file__, "--compile-only", "--cases", case, "--variants", variant]
-            command += ["--whole"] if whole else []
-            running.append(subprocess.Popen(command, env={**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "3"}))
-        for one in running:
-            one.wait()
-
-
 def main() -> None:
+    def several(text: str) -> list[str]:
+        return text.split(",")
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
-    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
+    parser.add_argument("--models", type=several, default=list(MODELS), help=",".join(MODELS))
+    parser.add_argument("--sizes", type=several, help="tokens, such as 197,1025 (default: all that a model has)")
+    parser.add_argument("--settings", type=several, default=list(SETTINGS), help=",".join(SETTINGS))
+    parser.add_argument("--variants", type=several, default=list(DEFAULT), help=",".join(VARIANTS))
+    parser.add_argument("--parts", type=several, default=list(PARTS), help=",".join(PARTS))
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--workers", type=int, default=0, help="processes that compile ahead")
-    parser.add_argument("--whole", action="store_true", help="compile a model as one program, not block by block")
-    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS, help="what is measured")
-    parser.add_argument("--compile-only", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--first-call", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     if not torch.cuda.is_available():
         print("step_cost measures GPU kernels, and there is no CUDA device here; skipped.")
         return
     torch.set_float32_matmul_precision("high")
-    if args.compile_only:
-        step = Step(args.cases[0], args.variants[0], args.whole)
-        with step.backend():
-            step.take()
-        torch.cuda.synchronize()
+    if args.first_call:
+        print(first_call(args.first_call))
         return
-    if args.workers:
-        warm_caches(args.cases, args.variants, args.workers, args.whole)
     import timm
     import triton
 
     variants = list(dict.fromkeys(["plain", "plain-again", *args.variants]))
     versions = {"torch": torch.__version__, "triton": triton.__version__, "timm": timm.__version__}
     result: dict[str, Any] = json.loads(args.out.read_text()) if args.out.is_file() else {}
-    result |= {"device": torch.cuda.get_device_name(), "versions": versions, "targets": TARGETS}
-    if "kernels" in args.parts:
-        result["ceiling"], result["kernels"] = ceiling(), kernel_rates()
-        print(result["ceiling"], flush=True)
-    for case in args.cases:
-        torch.cuda.empty_cache()
-        if "steps" in args.parts:
-            steps = result.setdefault("steps_as_one_program" if args.whole else "steps", {})
-            steps[case] = steps.get(case, {}) | measure(case, variants, args.rounds, args.whole)
-        if case.startswith("deit") and "statistics" in args.parts:
-            result.setdefault("statistics", {})[case] = statistics_cost(case)
+    result |= {"device": torch.cuda.get_device_name(), "versions": versions}
+
+    def write() -> None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+    wanted = [int(size) for size in args.sizes or []]
+    deit = [size for size in MODELS["deit_s"][3] if not wanted or size in wanted]
+    if "kernels" in args.parts:
+        result["ceiling"] = ceiling()
+        result.setdefault("kernels", {}).update(kernel_rates(deit))
+        write()
+    for setting in args.settings if "steps" in args.parts else ():
+        for model in args.models:
+            for tokens in [size for size in MODELS[model][3] if not wanted or size in wanted]:
+                torch.cuda.empty_cache()
+                steps = result.setdefault("steps", {}).setdefault(setting, {})
+                case = f"{model}-{tokens}"
+                steps[case] = steps.get(case, {}) | measure(model, tokens, setting, variants, args.rounds)
+                write()
+    if "statistics" in args.parts:
+        result.setdefault("statistics", {}).update({str(size): statistics_cost(size) for size in deit})
+    if "first" in args.parts:
+        result.setdefault("first_call_s", {}).update(first_calls([name for name in args.variants if name != "plain"]))
+    write()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vitfocus.kernels.backends import has_triton, interpreting
-from vitfocus.kernels.shared_memory import fits
+from vitfocus.kernels.shared_memory import fits, padded
 from vitfocus.kernels.statistics.op import MOST_BYTES, MOST_HEADS
 
 pytestmark = pytest.mark.skipif(
@@ -39,7 +39,9 @@ def described(value: Any, place: tuple[int, ...], constants: dict[Any, Any], ali
     if value is None or isinstance(value, bool) or value == 1:
         constants[place] = value
         return "constexpr"
-    return "i32"
+    if value % 16 == 0:
+        aligned[place] = [["tt.divisibility", 16]]
+    return "i32" if abs(value) < 2**31 else "i64"
 
 
 class Compiler:
@@ -68,7 +70,7 @@ class Compiler:
             else:
                 signature[parameter.name] = described(value, (number,), constants, aligned)
         self.compiled.append(kernel.fn.__name__)
-        key = repr((kernel.fn.__name__, signature, constants, options))
+        key = repr((kernel.fn.__name__, signature, constants, aligned, options))
         if key not in self.known:
             self.known.add(key)
             source = ASTSource(kernel, signature, constants, aligned)
@@ -89,7 +91,6 @@ def compiler(request: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> It
     made = Compiler(request.param)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(JITFunction, "run", lambda self, *args, **keywords: made.run(self, *args, **keywords))
-    monkeypatch.setattr(diversity_op, "_hopper", lambda device: request.param == 90)
     for launch in (diversity_op, statistics_kernels, tiles):
         monkeypatch.setattr(launch, "available", lambda device: made.shared)
     yield made
@@ -107,32 +108,33 @@ def attention(
 def diversity(
     dtype: torch.dtype, mean: bool, paper: bool, biased: bool, sampled: bool, size: tuple[int, int] | None = None
 ) -> None:
-    import vitfocus.kernels.diversity.op  # noqa: F401  (registers the operators)
+    from vitfocus.kernels.diversity import op
+    from vitfocus.kernels.diversity.chunked import LossOptions
 
     query, key, bias = attention(dtype, biased, size)
     rows = torch.arange(0, 70, 2) if sampled else None
-    form = (0.125, 0, mean, paper, 2.0)
-    ops = torch.ops.vitfocus
-    made = ops.diversity(query, key, bias, rows, None, *form)
-    lse = torch.zeros(query.shape[:3])
-    ops.diversity_backward(torch.ones(()), query, key, bias, lse, rows, *made[2:], *form, biased)
+    options = LossOptions(0.125, 0, mean, paper, 2.0)
+    _, *saved = op.launch_forward(query, key, bias, rows, None, options)
+    op.launch_backward(torch.ones(()), query, key, bias, rows, options, tuple(saved), biased)
 
 
-def pooling(dtype: torch.dtype) -> None:
-    import vitfocus.kernels.pooling.op  # noqa: F401
+def pooling(dtype: torch.dtype, branches: int = 4, channels: int = 64) -> None:
+    from vitfocus.kernels.pooling import triton as fused
 
-    tokens, scores = torch.randn(2, 50, 64, dtype=dtype), torch.randn(2, 49, 4, dtype=dtype)
-    weights = torch.ops.vitfocus.mix_dilated(tokens, scores, 7, 7)[1]
-    torch.ops.vitfocus.mix_dilated_backward(tokens, tokens, weights, 7, 7, dtype)
+    tokens, second = torch.randn(2, 50, channels, dtype=dtype), torch.randn(branches, branches, 3, 3)
+    hidden = fused.gather(torch.randn(2, 50, -(-9 * branches // 8) * 8, dtype=dtype), (7, 7), branches)
+    fused.scatter(hidden, (7, 7), 50, -(-9 * branches // 8) * 8, dtype)
+    weights = fused.forward(tokens, hidden, second, (7, 7))[1]
+    fused.backward(tokens, tokens, hidden, second, weights, (7, 7))
 
 
 def context(dtype: torch.dtype) -> None:
-    import vitfocus.kernels.context.op  # noqa: F401
+    from vitfocus.kernels.context import triton as fused
 
     for count in (50, 1025):
         tokens = torch.randn(1, count, 64, dtype=dtype)
-        torch.ops.vitfocus.share_mean(tokens, None, 0.5, torch.bfloat16)
-        torch.ops.vitfocus.share_mean(tokens, torch.zeros(64), 1.0, dtype)
+        fused.share_mean(tokens, None, 0.5, torch.bfloat16)
+        fused.share_mean(tokens, torch.zeros(64), 1.0, dtype)
 
 
 def statistics(dtype: torch.dtype, biased: bool, size: tuple[int, int] | None = None) -> None:
@@ -149,10 +151,10 @@ CASES: dict[str, tuple[Callable[..., None], tuple[Any, ...], set[str]]] = {
     "loss": (
         diversity,
         (HALF, True, False, False, False),
-        {"row_pass", "column_pass", "dot_pass", "slope_column_pass", "slope_pass", "key_gradient", "query_gradient"},
+        {"mean_pass", "column_pass", "unit_pass", "slope_pass", "key_gradient", "query_gradient"},
     ),
     "loss, other form": (diversity, (SINGLE, False, True, True, True), {"bias_gradient", "log_sum_exp"}),
-    "pooling": (pooling, (HALF,), {"mix_forward", "mix_backward"}),
+    "pooling": (pooling, (HALF,), {"gather_taps", "scatter_taps", "mix_forward", "mix_backward", "score_backward"}),
     "context": (context, (SINGLE,), {"share_mean_kernel", "block_sums"}),
     "statistics": (statistics, (HALF, False), {"dense_pass", "unit_pass", "conclude_pass", "pair_pass"}),
     "statistics, with a bias": (statistics, (SINGLE, True), {"dense_pass", "unit_pass", "pair_pass"}),
@@ -166,42 +168,89 @@ def test_kernels_compile(name: str, compiler: Compiler) -> None:
     assert kernels <= set(compiler.compiled)
 
 
-#: Heads and width: of DeiT-S, ViT-B, ViT-L, ViT-H, Swin's last stage, few wide ones, and one wider than models have.
-SIZES = [(6, 64), (12, 64), (16, 64), (16, 80), (24, 32), (4, 128), (1, 192)]
+#: Channels of a head. Heads are not compiled in: 6 stand for all whose mean is taken, and each one is taken alone.
+WIDTHS = (16, 24, 32, 48, 64, 80, 96, 128, 192, 256)
+#: Heads and width of the statistics, which hold all heads: one wide one, DeiT-S, ViT-B, ViT-L, ViT-H, Swin, many.
+SIZES = [(1, 192), (8, 96), (8, 128), (6, 64), (12, 64), (16, 64), (16, 80), (24, 32), (4, 128), (48, 16), (3, 256)]
+TYPED = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("compiler", [80, 89, 90], indirect=True, ids=["sm80", "sm89", "sm90"])
-@pytest.mark.parametrize("size", SIZES, ids=lambda size: "x".join(map(str, size)))
-@pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=TYPES.get)
-def test_kernels_fit_into_shared_memory(
-    dtype: torch.dtype, size: tuple[int, int], compiler: Compiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def taken(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Bytes of shared memory of everything launched, by kernel.
+
+    The compiler knows them when it has come to PTX; assembling that is the longer half, and is left out.
+    """
     from triton.backends.nvidia.compiler import CUDABackend
 
-    if not fits(*size, dtype.itemsize, compiler.shared):
-        pytest.skip("the loss of such heads is taken in chunks there")
-    taken: dict[str, int] = {}
-
     class Enough(Exception):
-        """The compiler knows the shared memory when it has come to PTX; assembling that is the longer half."""
+        pass
 
     def stop(self: Any, source: Any, metadata: dict[str, Any], *rest: Any) -> None:
         raise Enough(metadata["shared"])
+
+    bytes_of: dict[str, int] = {}
 
     def run(self: Any, *args: Any, **keywords: Any) -> None:
         try:
             compiler.run(self, *args, **keywords)
         except Enough as known:
-            taken[self.fn.__name__] = max(taken.get(self.fn.__name__, 0), known.args[0])
+            bytes_of[self.fn.__name__] = max(bytes_of.get(self.fn.__name__, 0), known.args[0])
 
     monkeypatch.setattr(CUDABackend, "make_ptx", stop)
     monkeypatch.setattr("triton.runtime.jit.JITFunction.run", run)
+    return bytes_of
+
+
+def check_diversity(compiler: Compiler, taken: dict[str, int], width: int, dtype: torch.dtype) -> None:
+    for heads in (6, 1):
+        for biased in (False, True):
+            diversity(dtype, True, False, biased, False, (heads, width))
+    assert {"mean_pass", "key_gradient", "query_gradient", "bias_gradient", "log_sum_exp"} <= set(taken)
+    assert max(taken.values()) <= compiler.shared, taken
+
+
+@pytest.mark.parametrize("compiler", [90], indirect=True, ids=["sm90"])
+def test_eight_heads_of_128_channels_fit_into_shared_memory(compiler: Compiler, taken: dict[str, int]) -> None:
+    diversity(HALF, True, False, False, False, (8, 128))
+    assert {"mean_pass", "key_gradient", "query_gradient", "log_sum_exp"} <= set(taken)
+    assert max(taken.values()) <= compiler.shared, taken
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", [80, 89, 90], indirect=True, ids=["sm80", "sm89", "sm90"])
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("dtype", TYPED.values(), ids=TYPED)
+def test_all_heads_fit_into_shared_memory(
+    dtype: torch.dtype, width: int, compiler: Compiler, taken: dict[str, int]
+) -> None:
+    check_diversity(compiler, taken, width, dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", [80, 89, 90], indirect=True, ids=["sm80", "sm89", "sm90"])
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: "x".join(map(str, size)))
+@pytest.mark.parametrize("dtype", TYPED.values(), ids=TYPED)
+def test_statistics_fit_into_shared_memory(
+    dtype: torch.dtype, size: tuple[int, int], compiler: Compiler, taken: dict[str, int]
+) -> None:
+    heads, width = size
+    if heads > MOST_HEADS or heads * padded(width) * dtype.itemsize > MOST_BYTES:
+        pytest.skip("such heads are read in tiles of plain torch")
+    if not fits(heads, width, dtype.itemsize, compiler.shared):
+        pytest.skip("such heads are read in tiles of plain torch on this GPU")
     for biased in (False, True):
-        diversity(dtype, True, False, biased, False, size)
-    diversity(dtype, False, False, False, False, size)
-    if size[0] <= MOST_HEADS and size[0] * size[1] * dtype.itemsize <= MOST_BYTES:
-        statistics(dtype, False, size)
-        assert "dense_pass" in taken
-    assert {"row_pass", "key_gradient", "query_gradient", "bias_gradient", "log_sum_exp"} <= set(taken)
+        statistics(dtype, biased, size)
+    assert "dense_pass" in taken
+    assert max(taken.values()) <= compiler.shared, taken
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", [80, 89, 90], indirect=True, ids=["sm80", "sm89", "sm90"])
+@pytest.mark.parametrize(("branches", "channels"), [(1, 96), (4, 384), (8, 768)])
+@pytest.mark.parametrize("dtype", TYPED.values(), ids=TYPED)
+def test_pooling_fits_into_shared_memory(
+    dtype: torch.dtype, branches: int, channels: int, compiler: Compiler, taken: dict[str, int]
+) -> None:
+    pooling(dtype, branches, channels)
     assert max(taken.values()) <= compiler.shared, taken

@@ -85,6 +85,31 @@ def test_gradcheck(name: str, variant: Any, heads: Any, monkeypatch: pytest.Monk
         assert torch.autograd.gradcheck(loss, inputs)
 
 
+@pytest.mark.parametrize("rows", [None, 3])
+def test_the_gradient_can_be_differentiated(rows: int | None) -> None:
+    """From whole maps, as the gradient of a chunk is computed without a graph."""
+    query, key, bias, options = Attention("twice", (1, 2, 7, 16), bias=(1, 2, 7, 7), rows=rows).inputs(0)
+    given, results = (query, key, bias), []
+    for name in ("chunked", "reference"):
+        with backend(name):
+            loss = diversity(query, key, scale=0.3, bias=bias, **options)
+            slopes = torch.autograd.grad(loss, given, create_graph=True)
+            results.append(torch.autograd.grad(sum(one.square().sum() for one in slopes), given))
+    for one, other in zip(*results, strict=True):
+        assert other.norm() > 0
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["reference", "chunked"])
+def test_a_query_that_is_not_a_number_is_not_hidden(name: str) -> None:
+    query, key, _, options = Attention("nan", (2, 2, 23, 16)).inputs(0)
+    spoilt = query.detach().clone()
+    spoilt[1, 0, 3, 2] = float("nan")
+    with backend(name):
+        assert diversity(spoilt, key, scale=0.3, **options).isnan()
+        assert diversity(spoilt[:1], key[:1], scale=0.3, **options).isfinite()
+
+
 def test_operator_keeps_the_rules_of_custom_operators() -> None:
     query, key, bias, _ = Attention("rules", (2, 2, 7, 4), bias=(1, 2, 7, 7)).inputs(0)
     rows = torch.tensor([3, 1, 6])

@@ -15,7 +15,7 @@ import vitfocus as vf
 from vitfocus.kernels.attention import attention_with_normalisers
 from vitfocus.kernels.backends import backend, has_triton
 from vitfocus.kernels.diversity.op import diversity
-from vitfocus.kernels.pooling.op import mix_dilated
+from vitfocus.kernels.pooling.op import mix_dilated, predict_hidden
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,6 +24,7 @@ pytestmark = [
 ]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+FORMS = [("paper", "mean"), ("official", "each"), ("paper", "each")]
 SIZES = (1, 7, 49, 50, 197, 785, 1025)
 #: Few distinct widths and numbers of heads, for each set is compiled.
 ATTENTION = [
@@ -42,6 +43,10 @@ ATTENTION = [
         for width in (16, 48, 128)
         for name in ("fp32", "bf16")
     ),
+    *(Attention(f"deit-s-{name}", (4, 6, 197, 64), dtype=dtype) for name, dtype in DTYPES.items()),
+    *(Attention(f"deit-s-{v}-{h}", (4, 6, 197, 64), variant=v, heads=h, dtype=torch.bfloat16) for v, h in FORMS),
+    *(Attention(f"eight-of-{width}", (2, 8, 197, width), dtype=torch.float16) for width in (96, 128, 256)),
+    Attention("twenty-four-heads", (1, 24, 49, 32), dtype=torch.bfloat16),
     Attention("many-heads", (1, 12, 197, 64), dtype=torch.bfloat16),
     Attention("many-heads-fp32", (1, 12, 197, 64)),
     Attention("more-heads", (1, 16, 197, 64), dtype=torch.bfloat16),
@@ -81,7 +86,7 @@ POOLING = [
 
 @pytest.mark.parametrize("case", POOLING, ids=lambda case: case.name)
 def test_pooling(case: Pooling) -> None:
-    check_pooling(case, mix_dilated, seed=len(case.name), device="cuda")
+    check_pooling(case, seed=len(case.name), device="cuda")
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
@@ -179,13 +184,14 @@ def test_compiled_training_is_eager_training(mode: str) -> None:
 def test_a_whole_step_is_captured_and_replayed() -> None:
     query, key, bias, options = Attention("graph", (2, 3, 197, 64), bias=(1, 3, 197, 197)).inputs(0, "cuda")
     tokens = torch.randn(2, 197, 192, device="cuda", requires_grad=True)
-    scores = torch.randn(2, 196, 4, device="cuda", requires_grad=True)
-    inputs = (query, key, bias, tokens, scores)
+    first = torch.randn(4, 192, 3, 3, device="cuda", requires_grad=True)
+    second = torch.randn(4, 4, 3, 3, device="cuda", requires_grad=True)
+    inputs = (query, key, bias, tokens, first, second)
 
     def work() -> tuple[Tensor, ...]:
         loss = (
             diversity(query, key, scale=0.2, bias=bias, **options)
-            + mix_dilated(tokens, scores, (14, 14)).square().mean()
+            + mix_dilated(tokens, predict_hidden(tokens, first, (14, 14)), second).square().mean()
         )
         return loss, *torch.autograd.grad(loss, inputs)
 

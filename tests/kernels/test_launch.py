@@ -45,7 +45,6 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     monkeypatch.setattr(JITFunction, "run", run)
     monkeypatch.setattr(torch.cuda, "_exchange_device", exchange)
     monkeypatch.setattr(torch.cuda, "_maybe_exchange_device", exchange)
-    monkeypatch.setattr(diversity_op, "_hopper", lambda device: True)
     for launch in (diversity_op, statistics_kernels, tiles):
         monkeypatch.setattr(launch, "available", lambda device: 227 * 1024)
     return seen
@@ -62,26 +61,28 @@ def launch_all(images: int, device: str) -> None:
     half: dict[str, Any] = {"dtype": torch.float16, "device": device}
     for count in (4, 513):  # at once, and in blocks
         context.share_mean(torch.empty(images, count, 1, **half), None, 0.5, torch.float16)
-    tokens, scores = torch.empty(images, 4, 8, **half), torch.empty(images, 4, 2, **half)
-    weights = pooling.forward(tokens, scores, (2, 2), 0)[1]
-    pooling.backward(tokens, tokens, weights, (2, 2), 0, torch.float16)
+    tokens, second = torch.empty(images, 4, 8, **half), torch.empty(2, 2, 3, 3, **half)
+    hidden = pooling.gather(torch.empty(images, 4, 24, **half), (2, 2), 2)
+    pooling.scatter(hidden, (2, 2), 4, 24, torch.float16)
+    weights = pooling.forward(tokens, hidden, second, (2, 2))[1]
+    pooling.backward(tokens, tokens, hidden, second, weights, (2, 2))
     query, bias, place = (
         torch.empty(images, 2, 4, 16, **half),
         torch.empty(1, 2, 4, 4, **half),
         LossOptions(1, 0, True, True, 2),
     )
-    _, norms, *rest = diversity_op.launch_forward(query, query, bias, None, None, place)
-    saved = diversity_op.Saved(norms, *rest)
-    diversity_op.launch_backward(torch.ones((), device=device), query, query, bias, None, place, saved, True)
+    _, *saved = diversity_op.launch_forward(query, query, bias, None, None, place)
+    diversity_op.launch_backward(torch.ones((), device=device), query, query, bias, None, place, tuple(saved), True)
     statistics_kernels.statistics(query, query, None, None, 1.0, [], 2.0, 1)
     statistics_kernels.pair_products((query, query, None, None), (query, query, None, None), 1.0)
 
 
 #: All kernels, those that only others call left out.
 KERNELS = {
-    *("share_mean_kernel", "block_sums", "mix_forward", "mix_backward", "log_sum_exp", "row_pass", "column_pass"),
-    *("dot_pass", "slope_column_pass", "slope_pass", "query_gradient", "key_gradient", "bias_gradient"),
-    *("dense_pass", "unit_pass", "conclude_pass", "pair_pass"),
+    *("share_mean_kernel", "block_sums", "gather_taps", "scatter_taps", "mix_forward", "mix_backward"),
+    *("score_backward", "log_sum_exp", "mean_pass", "column_pass", "unit_pass", "slope_pass", "query_gradient"),
+    *("key_gradient", "bias_gradient", "unit_pass"),
+    *("dense_pass", "conclude_pass", "pair_pass"),
 }
 
 

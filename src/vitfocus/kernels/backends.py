@@ -117,11 +117,14 @@ def outside_autocast(device: torch.device) -> AbstractContextManager[Any]:
 def on_device_of_first(launch: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Run the function with its first tensor's GPU as the current device: Triton launches on the current one.
 
-    The first argument is that tensor, or a tuple that begins with it. On a CPU, for the interpreter, nothing changes.
+    The first argument is that tensor, or a tuple that begins with it. On a CPU, for the interpreter, nothing changes,
+    and compiled code takes care of the device itself.
     """
 
     @wraps(launch)
     def launch_there(*args: Arguments.args, **keywords: Arguments.kwargs) -> Result:
+        if torch.compiler.is_compiling():
+            return launch(*args, **keywords)
         first = args[0][0] if isinstance(args[0], tuple) else args[0]
         assert isinstance(first, Tensor)
         with torch.cuda.device_of(first):

@@ -1,9 +1,6 @@
-"""GPU shared memory: how much a program needs that holds the queries and keys of every head, and how much there is.
+"""GPU shared memory: how much there is, and tiles that fit into it.
 
-A *row* here is one token of all heads of a map: `group` heads of `width` channels. The formulas were fitted to what the
-compiler reports for compute capabilities 8.0 and 9.0 (tests/kernels/test_compile.py checks them). In half precision a
-program holds its rows and columns once, and a second copy of what the gradients multiply with another tile. float32 is
-multiplied in parts, which are held beside the original, one head at a time.
+tests/kernels/test_compile.py compares what is estimated here with what the compiler reports.
 """
 
 from __future__ import annotations
@@ -14,8 +11,8 @@ import torch
 LARGE = 227 * 1024
 #: The fewest rows and columns of a tile that the matrix units take.
 LEAST = 16
-#: Heads that are unrolled; more would take minutes to compile.
-MOST_HEADS = 32
+#: The most channels of a head that kernels take.
+MOST_CHANNELS = 256
 
 
 @torch.compiler.assume_constant_result
@@ -30,40 +27,60 @@ def available(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
 
 
-def needed(kind: str, group: int, width: int, item: int, rows: int, columns: int) -> int:
-    """Bytes that a program with so many rows and columns needs; `kind` is what it computes: "row", "query" or "key".
+def row_tiles(
+    width: int, item: int, rows: int, keys: int, space: int, columns: int = 64, maps: int = 1
+) -> tuple[int, int, int]:
+    """Rows, columns and stages of a program that multiplies queries with keys of one head at a time, of so many maps.
 
-    >>> needed("key", 6, 64, 2, 64, 32)
-    126464
+    >>> row_tiles(64, 2, 197, 197, LARGE), row_tiles(64, 4, 197, 7, LARGE), row_tiles(256, 2, 197, 197, 99 * 1024)
+    ((64, 64, 3), (64, 16, 1), (32, 32, 1))
     """
-    if item == 4:
-        mine, others = (columns, rows) if kind == "key" else (rows, columns)
-        tokens = 2 * mine + others + 2 * others // group
-    else:
-        tokens = rows + columns + {"row": 0, "query": columns, "key": rows}[kind]
+    # float32 is multiplied in three parts, which lie beside the original.
+    high, wide, stages, copies = (64, columns, 3, 1) if item == 2 else (64, 32, 1, 2)
+    token = maps * padded(width) * item
+
+    def needed() -> int:
+        return (stages + copies) * token * (high + wide) + 4 * high * wide
+
+    while needed() > space and max(high, wide, stages) > LEAST:
+        if stages > 1:
+            stages -= 1
+        elif high > wide:
+            high //= 2
+        else:
+            wide //= 2
+    return min(high, padded(rows)), min(wide, padded(keys)), stages
+
+
+def needed(group: int, width: int, item: int, rows: int, columns: int) -> int:
+    """Bytes of a program that holds rows and columns of all heads: `group` heads of `width` channels.
+
+    >>> needed(6, 64, 2, 64, 32)
+    77312
+    """
+    # float32 is multiplied in parts, which lie beside the original, one head at a time.
+    tokens = rows + columns if item == 2 else 2 * rows + columns + 2 * columns // group
     return group * padded(width) * item * tokens + 4 * rows * (2 * group + 2)
 
 
-def shrink(kind: str, group: int, width: int, item: int, rows: int, columns: int, space: int) -> tuple[int, int]:
+def shrink(group: int, width: int, item: int, rows: int, columns: int, space: int) -> tuple[int, int]:
     """Rows and columns, halved until they fit into `space` bytes or cannot be smaller.
 
-    >>> shrink("key", 6, 64, 2, 64, 32, LARGE), shrink("key", 16, 64, 2, 64, 16, LARGE)
+    >>> shrink(6, 64, 2, 64, 32, LARGE), shrink(16, 128, 2, 64, 32, LARGE)
     ((64, 32), (32, 16))
     """
-    while needed(kind, group, width, item, rows, columns) > space and max(rows, columns) > LEAST:
+    while needed(group, width, item, rows, columns) > space and max(rows, columns) > LEAST:
         rows, columns = (rows // 2, columns) if rows >= columns else (rows, columns // 2)
     return rows, columns
 
 
 def fits(group: int, width: int, item: int, space: int) -> bool:
-    """Whether the smallest tiles of every kind fit into `space` bytes.
+    """Whether the smallest tiles fit into `space` bytes.
 
     >>> fits(16, 64, 2, LARGE), fits(16, 80, 4, LARGE)
     (True, False)
     """
-    kinds = ("row", "query", "key")
-    most = max(needed(kind, group, width, item, LEAST, LEAST) for kind in kinds)
-    return group <= MOST_HEADS and most <= space
+    return needed(group, width, item, LEAST, LEAST) <= space
 
 
 def padded(width: int) -> int:

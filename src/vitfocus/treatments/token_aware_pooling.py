@@ -20,7 +20,7 @@ from vitfocus.core.arguments import only_with
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.modules import SharedBatchNorm2d
 from vitfocus.kernels.backends import chosen, exporting
-from vitfocus.kernels.pooling.op import mix_dilated, predict_scores
+from vitfocus.kernels.pooling.op import mix_dilated, predict_hidden
 from vitfocus.kernels.pooling.reference import box_mean, dilated_mean, mix_poolings
 from vitfocus.treatments.base import Layers, Treatment, choose_blocks, layers_option, option
 from vitfocus.treatments.operations import ForwardContext, Surgeon, track_image_size
@@ -159,8 +159,8 @@ class DilationPredictor(TokenPooling):
             flat, (rows, columns) = tokens, self._grid(tokens.shape[1] - self.prefix_tokens)
         if torch.is_autocast_enabled("cuda"):  # once, for the predictor's product and for the mixing
             flat = flat.to(torch.get_autocast_dtype("cuda"))
-        scores = predict_scores(flat, first.weight, norm, second.weight, (rows, columns))
-        return mix_dilated(flat, scores, (rows, columns)).view(tokens.shape)
+        hidden = norm(predict_hidden(flat, first.weight, (rows, columns)))
+        return mix_dilated(flat, hidden, second.weight).view(tokens.shape)
 
     def pool(self, image: Tensor) -> Tensor:
         """Σ_k softmax(proj(x))_k · pool_k(x)."""

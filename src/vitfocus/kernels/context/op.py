@@ -1,8 +1,8 @@
-"""Context Broadcasting as one operator, `vitfocus::share_mean`, with its gradient.
+"""Context Broadcasting with its gradient.
 
 `share_mean` covers the mean and the scaled form; the operation is its own transpose. On a GPU it is one kernel launch
 forward and one backward. Compiled code computes the forward pass in plain torch, so that it fuses with the residual
-addition that follows.
+addition that follows, and traces into the kernel of the backward pass.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ def share_mean(tokens: Tensor, scale: Tensor | None = None) -> Tensor:
 class _ShareMean(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, scale: Tensor | None) -> Tensor:
+        from vitfocus.kernels.context import triton as fused
+
         kept = 0.5 if scale is None else 1.0
         if torch.compiler.is_compiling():
             wide = tokens.float()
@@ -35,30 +37,17 @@ class _ShareMean(torch.autograd.Function):
             if tokens.dtype != torch.float32 and not torch.is_autocast_enabled("cuda"):
                 mixed = mixed.to(tokens.dtype)
         else:
-            mixed, mean = _share_mean(tokens, scale, kept, tokens.dtype)
+            mixed, mean = fused.share_mean(tokens, scale, kept, tokens.dtype)
         ctx.dtype, ctx.kept, ctx.count = tokens.dtype, kept, tokens.shape[1]
         ctx.save_for_backward(*((mean, scale) if scale is not None else ()))
         return mixed
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None]:
+        from vitfocus.kernels.context import triton as fused
+
         if not ctx.saved_tensors:
-            return _share_mean(gradient, None, ctx.kept, ctx.dtype)[0], None
+            return fused.share_mean(gradient, None, ctx.kept, ctx.dtype)[0], None
         mean, scale = ctx.saved_tensors
-        back, means = _share_mean(gradient, scale, ctx.kept, ctx.dtype)
+        back, means = fused.share_mean(gradient, scale, ctx.kept, ctx.dtype)
         return back, (means * mean).sum(dim=0).mul(ctx.count).to(scale.dtype)
-
-
-@torch.library.custom_op("vitfocus::share_mean", mutates_args=())
-def _share_mean(tokens: Tensor, scale: Tensor | None, kept: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """kept · x + scale · mean, or (1 − kept) · mean, and the means (B, C)."""
-    from vitfocus.kernels.context import triton as fused
-
-    return fused.share_mean(tokens, scale, kept, dtype)
-
-
-@_share_mean.register_fake
-def _(tokens: Tensor, scale: Tensor | None, kept: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    batch, _, channels = tokens.shape
-    means = tokens.new_empty((batch, channels), dtype=torch.float32)
-    return torch.empty_like(tokens, dtype=dtype).contiguous(), means

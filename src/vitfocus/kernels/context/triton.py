@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vitfocus.kernels.backends import on_device_of_first
+from vitfocus.kernels.shared_memory import power_of_two
 
 #: Channels of a program, and the numbers that it can keep.
 CHANNELS, MOST = 32, 16384
@@ -70,17 +71,17 @@ def share_mean(values: Tensor, scale: Tensor | None, kept: float, dtype: torch.d
     values, scale = values.contiguous(), scale.contiguous() if scale is not None else None
     batch, count, channels = values.shape
     out = torch.empty_like(values, dtype=dtype)
-    rows = max(16, triton.next_power_of_2(count))
+    rows = max(16, power_of_two(count))
     whole = rows * CHANNELS <= MOST
-    parts = triton.cdiv(channels, CHANNELS)
+    parts = -(-channels // CHANNELS)
     if whole:
         means = torch.empty(batch, channels, dtype=torch.float32, device=values.device)
     else:
         rows = 128
-        sums = torch.empty(batch, triton.cdiv(count, rows), channels, dtype=torch.float32, device=values.device)
-        block_sums[parts * sums.shape[1] * batch,](values, sums, count, channels, BT=rows, BC=CHANNELS, num_warps=4)
-        means = sums.sum(dim=1).div_(count)
-    share_mean_kernel[parts * triton.cdiv(count, rows) * batch,](
+        sums = torch.empty(batch, -(-count // rows), channels, dtype=torch.float32, device=values.device)
+        block_sums[(parts * sums.shape[1] * batch,)](values, sums, count, channels, BT=rows, BC=CHANNELS, num_warps=4)
+        means = sums.sum(dim=1) / count
+    share_mean_kernel[(parts * -(-count // rows) * batch,)](
         values, values if scale is None else scale, out, means, count, channels, kept, HAS_SCALE=scale is not None,
         WHOLE=whole, BT=rows, BC=CHANNELS, num_warps=8 if rows > 256 else 4,
     )  # fmt: skip

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from vitfocus.kernels.diversity.reference import row_similarity
+
 #: Numbers in a chunk of maps: what a core's caches hold; a GPU without Triton wants more to be busy.
 CPU_CHUNK, GPU_CHUNK = 1 << 19, 1 << 24
 
@@ -46,10 +48,39 @@ class Gradients(NamedTuple):
     bias: Tensor
 
 
-def empty_like_tokens(tokens: Tensor) -> Tensor:
+def empty_like_tokens(tokens: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """An empty (B, H, N, D) with the memory layout (B, N, H, D), as projections produce and take it."""
     batch, heads, count, width = tokens.shape
-    return tokens.new_empty(batch, count, heads, width).transpose(1, 2)
+    return tokens.new_empty((batch, count, heads, width), dtype=dtype).transpose(1, 2)
+
+
+def on_whole_maps(query: Tensor, key: Tensor, bias: Tensor | None, rows: Tensor | None, options: LossOptions) -> Tensor:
+    """The loss from whole maps, as `row_similarity` defines it."""
+    pick = slice(options.first, None) if rows is None else rows
+    wide = torch.promote_types(query.dtype, torch.float32)
+    scores = query[:, :, pick].to(wide) * options.scale @ key.to(wide).mT
+    if bias is not None:
+        scores = scores + (bias if bias.shape[-2] == 1 else bias[..., pick, :]).to(wide)
+    # As an operator, because torch.compile does not trace the function of that name.
+    maps = scores.softmax(dim=-1) if bias is None else torch.ops.aten._safe_softmax(scores, -1)
+    return row_similarity(
+        maps[..., options.first :],
+        variant="paper" if options.paper else "official",
+        heads="mean" if options.average_heads else "each",
+        threshold=options.threshold,
+    )
+
+
+def differentiable_gradients(
+    gradient: Tensor, query: Tensor, key: Tensor, bias: Tensor | None, rows: Tensor | None, options: LossOptions
+) -> tuple[Tensor | None, ...]:
+    """Gradients of queries, keys and bias that can be differentiated again, from whole maps."""
+    given = [query, key] if bias is None else [query, key, bias]
+    wanted = [one for one in given if one.requires_grad]
+    loss = on_whole_maps(query, key, bias, rows, options)
+    made = iter(torch.autograd.grad(loss, wanted, gradient, create_graph=True))
+    found = [next(made) if one.requires_grad else None for one in given]
+    return (*found, *(None,) * (3 - len(found)))
 
 
 def forward(
@@ -283,23 +314,27 @@ def _(query: Tensor, key: Tensor, bias: Tensor | None, *rest: Any) -> tuple[Tens
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    query, key, bias, rows, _, ctx.first, *_ = inputs
+    query, key, bias, rows, *ctx.options = inputs[:9]
     ctx.set_materialize_grads(False)
-    ctx.queries = query.shape[2]
-    ctx.dtypes = (query.dtype, key.dtype, bias.dtype if bias is not None else None)
-    ctx.save_for_backward(rows, *output[1:])
+    ctx.save_for_backward(query, key, bias, rows, *output[1:])
 
 
 def _gradient(ctx: Any, gradient: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if gradient is None:
         return (None,) * 11
-    rows, *made = ctx.saved_tensors
-    scaled = [(one * gradient).to(dtype) if one.numel() else None for one, dtype in zip(made, ctx.dtypes, strict=True)]
+    query, key, bias, rows, *made = ctx.saved_tensors
+    options = LossOptions(*ctx.options)
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
+        return *differentiable_gradients(gradient, query, key, bias, rows, options), *(None,) * 8
+    scaled: list[Any] = [
+        (one * gradient).to(given.dtype) if one.numel() else None
+        for one, given in zip(made, (query, key, bias), strict=True)
+    ]
     if scaled[0] is not None and rows is not None:
         batch, heads, _, width = scaled[0].shape
-        scaled[0] = scaled[0].new_zeros(batch, heads, ctx.queries, width).index_copy(2, rows, scaled[0])
-    elif scaled[0] is not None and ctx.first:
-        scaled[0] = torch.nn.functional.pad(scaled[0], (0, 0, ctx.first, 0))
+        scaled[0] = scaled[0].new_zeros(batch, heads, query.shape[2], width).index_copy(2, rows, scaled[0])
+    elif scaled[0] is not None and options.first:
+        scaled[0] = torch.nn.functional.pad(scaled[0], (0, 0, options.first, 0))
     return *scaled, *(None,) * 8
 
 

@@ -1,28 +1,37 @@
-"""The Attention Diversification Loss from queries and keys, without a map: `vitfocus::diversity` and its gradient.
+"""The Attention Diversification Loss from queries and keys, without keeping a map, with its gradient.
 
-`diversity` chooses the backend: Triton on a GPU, chunks elsewhere, the reference on whole maps that fit a cache. The
-operator's backward pass recomputes tiles. docs/kernels.md derives both passes.
+`diversity` chooses the backend: Triton on a GPU, chunks elsewhere, the reference on whole maps that fit a cache.
+torch.compile traces into the launches. docs/kernels.md derives both passes.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vitfocus.kernels.attention import matched
 from vitfocus.kernels.backends import chosen, forced, on_device_of_first
-from vitfocus.kernels.diversity.chunked import LossOptions, diversity_in_chunks, empty_like_tokens
-from vitfocus.kernels.diversity.reference import Heads, Variant, row_similarity
-from vitfocus.kernels.shared_memory import available, fits, padded, power_of_two, shrink
+from vitfocus.kernels.diversity.chunked import (
+    LossOptions,
+    differentiable_gradients,
+    diversity_in_chunks,
+    empty_like_tokens,
+    on_whole_maps,
+)
+from vitfocus.kernels.diversity.reference import Heads, Variant
+from vitfocus.kernels.shared_memory import MOST_CHANNELS, available, padded, power_of_two, row_tiles
 
 #: Numbers in maps that stay in a core's caches: up to here, chunks are no faster than whole maps.
 SMALL = 1 << 19
-#: The number of programs that keep a large GPU busy, and of partial sums that one program adds up.
-BUSY, MANY_BLOCKS = 264, 32
-#: Heads of a map whose tiles stay in registers in full precision, as the compiler reports for an H200.
-FEW_HEADS = 8
+#: The number of programs that keep a large GPU busy.
+BUSY = 264
+#: Up to so many keys, one program computes both gradients of a head.
+JOINT_KEYS = 0
+#: Bytes of heads' mean maps that exist at a time: at least so many, and at most so many times those of the queries.
+LEAST_MAP, MAP_OVER_QUERIES = 1 << 24, 4
 
 
 def diversity(
@@ -42,200 +51,110 @@ def diversity(
 
     `bias` is broadcastable to (B, H, Q, K). `rows` (R,) picks distinct query rows; `first` leaves that many keys out
     (and, where no rows are picked, queries). `lse` (B, H, Q) are the softmax's normalisers, if they are
-    known already; the gradient is that of a softmax in either case. No map is made. A row with every key masked by -inf
-    counts as empty.
+    known already; the gradient is that of a softmax in either case. A row with every key masked by -inf counts as
+    empty; without any image or row the loss is 0.
 
     >>> q, k = torch.randn(2, 2, 3, 5, 8).unbind()
+    >>> from vitfocus.kernels.diversity.reference import row_similarity
     >>> whole = row_similarity((q @ k.mT).softmax(-1), variant="paper")
     >>> torch.allclose(diversity(q, k, scale=1.0, variant="paper"), whole)
     True
     """
     query, key = matched(query, key)
     name = chosen(query, key, bias)
-    group = query.shape[1] if heads == "mean" else 1
-    if name == "triton" and not fits(group, query.shape[3], query.element_size(), available(query.device)):
+    count = query.shape[2] - first if rows is None else rows.shape[0]
+    if query.shape[0] * count * (key.shape[2] - first) == 0:
+        return (query.sum() + key.sum()).to(torch.promote_types(query.dtype, torch.float32)) * 0
+    if name == "triton" and query.shape[3] > MOST_CHANNELS:
         name = "chunked"
-    if not query.numel():  # no images: nothing to launch
-        name = "reference"
     if name == "chunked" and forced() == "auto" and query.shape[:3].numel() * key.shape[2] <= SMALL:
         name = "reference"
     if bias is not None:
         bias = bias[(None,) * (4 - bias.ndim)]
-    if name == "reference":
-        pick = slice(first, None) if rows is None else rows
-        wide = torch.promote_types(query.dtype, torch.float32)
-        scores = query[:, :, pick].to(wide) * scale @ key.to(wide).mT
-        if bias is not None:
-            scores = scores + (bias if bias.shape[-2] == 1 else bias[..., pick, :]).to(wide)
-        # As an operator, because torch.compile does not trace the function of that name.
-        maps = scores.softmax(dim=-1) if bias is None else torch.ops.aten._safe_softmax(scores, -1)
-        return row_similarity(maps[..., first:], variant=variant, heads=heads, threshold=threshold)
     options = LossOptions(scale, first, heads == "mean", variant == "paper", threshold)
+    if name == "reference":
+        return on_whole_maps(query, key, bias, rows, options)
     if name == "chunked":
         return diversity_in_chunks(query, key, bias, rows, options)
-    made: tuple[Tensor, ...] = _diversity(query, key, bias, rows, lse, *options)
-    return made[0]
+    query, key = (one if one.stride(3) == 1 else one.contiguous() for one in (query, key))
+    made: Tensor = _Diversity.apply(query, key, bias, rows, lse, *options)
+    return made
 
 
-@torch.library.custom_op("vitfocus::diversity", mutates_args=())
-def _diversity(
-    query: Tensor,
-    key: Tensor,
-    bias: Tensor | None,
-    rows: Tensor | None,
-    lse: Tensor | None,
-    scale: float,
-    first: int,
-    average_heads: bool,
-    paper: bool,
-    threshold: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The loss, and what its backward pass needs: normalisers unless given, column averages and slopes, row vectors."""
-    options = LossOptions(scale, first, average_heads, paper, threshold)
-    return launch_forward(query, key, bias, rows, lse, options)
+class _Diversity(torch.autograd.Function):
+    """The loss by the Triton kernels."""
 
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        bias: Tensor | None,
+        rows: Tensor | None,
+        lse: Tensor | None,
+        scale: float,
+        first: int,
+        average_heads: bool,
+        paper: bool,
+        threshold: float,
+    ) -> Tensor:
+        ctx.options = (scale, first, average_heads, paper, threshold)
+        ctx.wants_bias = bias is not None and bias.requires_grad
+        loss, *saved = launch_forward(query, key, bias, rows, lse, LossOptions(*ctx.options))
+        ctx.save_for_backward(query, key, bias, rows, *saved)
+        return loss
 
-@_diversity.register_fake
-def _(
-    query: Tensor,
-    key: Tensor,
-    bias: Tensor | None,
-    rows: Tensor | None,
-    lse: Tensor | None,
-    scale: float,
-    first: int,
-    average_heads: bool,
-    paper: bool,
-    threshold: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    batch, heads, queries, _ = query.shape
-    keys, count = key.shape[2], queries - first if rows is None else rows.shape[0]
-    maps, group = (batch, heads) if average_heads else (batch * heads, 1)
-    wide = query.new_empty(0, dtype=torch.float32)
-    by_row, by_column = (maps, count), (maps, keys)
-    norms = (batch, heads, queries) if lse is None else (0,)
-    shapes: tuple[Any, ...] = ((), norms, by_column, by_column, by_row, by_row, (maps, group, count))
-    return tuple(wide.new_empty(shape) for shape in shapes)  # type: ignore[return-value]
-
-
-@torch.library.custom_op("vitfocus::diversity_backward", mutates_args=())
-def _diversity_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    bias: Tensor | None,
-    lse: Tensor,
-    rows: Tensor | None,
-    average: Tensor,
-    slopes: Tensor,
-    towards: Tensor,
-    along: Tensor,
-    inner: Tensor,
-    scale: float,
-    first: int,
-    average_heads: bool,
-    paper: bool,
-    threshold: float,
-    wants_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and bias (empty where it wants none)."""
-    options = LossOptions(scale, first, average_heads, paper, threshold)
-    saved = Saved(lse, average, slopes, towards, along, inner)
-    return launch_backward(gradient, query, key, bias, rows, options, saved, wants_bias)
-
-
-@_diversity_backward.register_fake
-def _(gradient: Tensor, query: Tensor, key: Tensor, bias: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    wants_bias = bool(rest[-1])
-    like = bias if bias is not None and wants_bias else query.new_empty(0)
-    return empty_like_tokens(query), empty_like_tokens(key), torch.empty_like(like).contiguous()
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    query, key, bias, rows, lse, *rest = inputs
-    ctx.rest = rest
-    ctx.set_materialize_grads(False)
-    ctx.wants_bias = bias is not None and bias.requires_grad
-    ctx.save_for_backward(query, key, bias, output[1] if lse is None else lse, rows, *output[2:])
-
-
-def _gradient(ctx: Any, gradient: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    if gradient is None:
-        return (None,) * 10
-    made = _diversity_backward(gradient, *ctx.saved_tensors, *ctx.rest, ctx.wants_bias)
-    return (made[0], made[1], made[2] if ctx.wants_bias else None, *(None,) * 7)
-
-
-_diversity.register_autograd(_gradient, setup_context=_setup)
-
-
-class Saved(NamedTuple):
-    """What the forward pass leaves for the backward pass."""
-
-    lse: Tensor
-    average: Tensor
-    slopes: Tensor
-    towards: Tensor
-    along: Tensor
-    inner: Tensor
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        query, key, bias, rows, *saved = ctx.saved_tensors
+        options = LossOptions(*ctx.options)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
+            made = differentiable_gradients(gradient, query, key, bias, rows, options)
+        else:
+            made = launch_backward(gradient, query, key, bias, rows, options, tuple(saved), ctx.wants_bias)
+        return (*made, *(None,) * 7)
 
 
 @on_device_of_first
 def launch_forward(
     query: Tensor, key: Tensor, bias: Tensor | None, rows: Tensor | None, lse: Tensor | None, options: LossOptions
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The loss and what the backward pass needs, as the operator returns them; normalisers only if none are given."""
+) -> tuple[Tensor, ...]:
+    """The loss; then what the backward pass needs: normalisers, column averages and slopes, two vectors by row, a map.
+
+    The heads' mean map is kept if it is smaller than the queries, and empty if not.
+    """
     from vitfocus.kernels.diversity import triton as kernels
     from vitfocus.kernels.tiles import normalisers
 
-    shape = _Shape(query, key, bias, rows, options)
-    norms = normalisers(query, key, bias, options.scale) if lse is None else lse.contiguous()
-    inputs = (query, key, norms, shape.bias, shape.rows)
-    maps, group, count, keys = shape.maps, shape.group, shape.count, shape.keys
-    floats: Any = {"dtype": torch.float32, "device": query.device}
-    blocks, settings = shape.row_blocks("row")
-    parts = shape.parts(blocks, settings)
-    sums = torch.empty(maps, blocks, keys, **floats)
-    squares, overlaps = torch.empty(parts, maps, count, **floats), torch.empty(parts, maps, group, count, **floats)
-    kernels.row_pass[blocks * parts * maps,](
-        *inputs, sums, squares, overlaps, options.scale, shape.bound, *shape.sizes, maps, parts, *shape.strides,
-        **settings,
+    launch = _Launch(query, key, bias, rows, options)
+    maps, count, keys = launch.maps, launch.count, launch.keys
+    inputs = launch.inputs(normalisers(query, key, bias, options.scale) if lse is None else lse.contiguous())
+    settings = launch.settings("mean")
+    blocks, chunks = _ceil_div(count, settings["BM"]), launch.chunks(settings["BM"])
+    stored = len(chunks) == 1 and not launch.alone
+    mean_map = launch.empty_map(count if stored else 0)
+    parts = launch.parts(blocks, settings["BN"])
+    empty = launch.empty
+    sums, squares = empty(maps, blocks, keys), empty(parts, maps, count)
+    average, slopes, lengths, losses = empty(maps, keys), empty(maps, keys), empty(maps), empty(maps)
+    towards, along = empty(maps, count), empty(maps, count)
+    kernels.mean_pass[(blocks * parts * maps,)](
+        *inputs, mean_map, sums, squares, *launch.numbers, launch.stride, 0, count, maps, parts, **settings,
+        STORED=stored,
     )  # fmt: skip
-    squares, overlaps, sums = _added(squares, 0), _added(overlaps, 0), _added(sums, 1, MANY_BLOCKS)
-    average, column_slopes = torch.empty(maps, keys, **floats), torch.empty(maps, keys, **floats)
-    weights, slopes = torch.empty(2, maps, keys, **floats).unbind()
-    kept = torch.empty(maps, keys, dtype=torch.int32, device=query.device)
-    counts = torch.empty(maps, dtype=torch.int32, device=query.device)
-    lengths, losses = torch.empty(2, maps, **floats).unbind()
     width = min(1024, power_of_two(keys))
-    kernels.column_pass[maps,](
-        sums, average, column_slopes, kept, weights, counts, lengths, shape.bound, sums.shape[1], keys, count, BK=width,
-        PAPER=options.paper,
+    kernels.column_pass[(maps,)](sums, average, lengths, launch.bound, blocks, keys, count, BK=width,
+                                 PAPER=options.paper)  # fmt: skip
+    units = sums  # read for the last time by the pass before
+    kernels.unit_pass[(blocks * maps,)](
+        *inputs, mean_map, average, lengths, squares, towards, along, units, *launch.numbers, launch.stride, maps,
+        parts, **settings, STORED=stored,
     )  # fmt: skip
-    dots, towards, along = (torch.empty(maps, count, **floats) for _ in range(3))
-    head_dots, inner = torch.empty(maps, group, count, **floats), torch.empty(maps, group, count, **floats)
-    units = torch.empty(maps, blocks, keys, **floats)
-    kernels.dot_pass[blocks * maps,](
-        *inputs, kept, weights, counts, squares, dots, head_dots, units, options.scale, shape.bound, *shape.sizes,
-        *shape.strides, **settings,
-    )  # fmt: skip
-    units = _added(units, 1, MANY_BLOCKS)
-    kernels.slope_column_pass[maps,](
-        units, kept, weights, counts, lengths, slopes, column_slopes, losses, units.shape[1], keys, count, BK=width
-    )
-    kernels.slope_pass[blocks * maps,](
-        *inputs, kept, slopes, counts, lengths, squares, dots, overlaps, head_dots, towards, along, inner,
-        options.scale, shape.bound, *shape.sizes, *shape.strides, **settings,
-    )  # fmt: skip
-    own_norms = norms if lse is None else norms.new_empty(0)
-    return losses.mean(), own_norms, average, column_slopes, towards, along, inner
-
-
-def _added(parts: Tensor, axis: int, most: int = 1) -> Tensor:
-    """Partial sums, added up if there are more than `most`; the axis stays, with a length of one, if `most` > 1."""
-    if parts.shape[axis] > most:
-        return parts.sum(dim=axis, keepdim=most > 1)
-    return parts if most > 1 else parts.squeeze(axis)
+    kernels.slope_pass[(maps,)](units, average, lengths, slopes, losses, blocks, keys, count, BK=width,
+                                PAPER=options.paper)  # fmt: skip
+    if not (stored and keys <= launch.group * launch.width):
+        mean_map = launch.empty_map(0)
+    return losses.mean(), inputs[2], average, slopes, towards, along, mean_map
 
 
 @on_device_of_first
@@ -246,152 +165,165 @@ def launch_backward(
     bias: Tensor | None,
     rows: Tensor | None,
     options: LossOptions,
-    saved: Saved,
+    saved: tuple[Tensor, ...],
     wants_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and bias."""
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of queries, keys and bias, from what the forward pass left."""
     from vitfocus.kernels.diversity import triton as kernels
 
-    shape = _Shape(query, key, bias, rows, options)
-    vectors = (saved.average, saved.slopes, saved.towards, saved.along, saved.inner, gradient)
-    inputs = (query, key, saved.lse.contiguous(), shape.bias, shape.rows, *vectors)
-    share = 1 / (shape.maps * shape.count)
-    key_gradient = empty_like_tokens(key)
-    settings = shape.settings("key")
-    kernels.key_gradient[_ceil_div(shape.keys, settings["BN"]) * shape.maps,](
-        *inputs, key_gradient, share, options.scale, shape.bound, *shape.sizes, *shape.strides, key_gradient.stride(),
-        **settings, NARROW=shape.narrow,
-    )  # fmt: skip
-    query_gradient = _query_gradient(shape, inputs, query, rows, options, share)
-    if bias is None or not wants_bias:
-        return query_gradient, key_gradient, query.new_empty(0)
-    return query_gradient, key_gradient, _bias_gradient(shape, inputs, bias, options, share)
-
-
-def _query_gradient(
-    shape: _Shape, inputs: tuple[Any, ...], query: Tensor, rows: Tensor | None, options: LossOptions, share: float
-) -> Tensor:
-    """Written directly; or, if there are few rows, in parts by columns that are summed afterwards."""
-    from vitfocus.kernels.diversity import triton as kernels
-
-    made = empty_like_tokens(query)
-    if shape.count != query.shape[2]:
-        made.zero_()
-    blocks, settings = shape.row_blocks("query")
-    parts = shape.parts(blocks, settings)
-    out = made
-    if parts > 1:
-        out = torch.empty(parts * shape.batch, shape.heads, shape.count, shape.width, device=query.device)
-    kernels.query_gradient[blocks * parts * shape.maps,](
-        *inputs, out, share, options.scale, shape.bound, *shape.sizes, parts, *shape.strides, out.stride(), **settings,
-        PARTS=parts > 1, NARROW=shape.narrow, TURNED=shape.turned,
-    )  # fmt: skip
-    if parts > 1:
-        summed = out.unflatten(0, (parts, shape.batch)).sum(dim=0).to(query.dtype)
-        if rows is None:
-            made[:, :, options.first :] = summed
+    launch = _Launch(query, key, bias, rows, options)
+    maps, count, group = launch.maps, launch.count, launch.group
+    lse, *vectors, mean_map = saved
+    inputs = launch.inputs(lse)
+    mean, mine = launch.settings("mean"), launch.settings("gradient") | {"ALONE": launch.alone}
+    chunks = launch.chunks(mean["BM"])
+    inner, share = launch.empty(launch.batch, launch.heads, count), 1 / (maps * count * group)
+    query_gradient, key_gradient = empty_like_tokens(query), empty_like_tokens(key)
+    if count != launch.queries:
+        query_gradient.zero_()
+    key_sum = key_gradient if len(chunks) == 1 else empty_like_tokens(key, torch.float32)
+    bias_sum = _BiasSum(bias, launch, mine) if bias is not None and wants_bias else None
+    for begin, end in chunks:
+        if not launch.alone and not mean_map.shape[1]:
+            mean_map = launch.empty_map(end - begin)
+            blocks = _ceil_div(end - begin, mean["BM"])
+            parts = launch.parts(blocks, mean["BN"])
+            sums, squares = (
+                launch.empty(maps, _ceil_div(count, mean["BM"]), launch.keys),
+                launch.empty(parts, maps, count),
+            )
+            kernels.mean_pass[(blocks * parts * maps,)](
+                *inputs, mean_map, sums, squares, *launch.numbers, launch.stride, begin, end, maps, parts, **mean,
+                STORED=True,
+            )  # fmt: skip
+        given = (*inputs, mean_map, *vectors, inner, gradient)
+        rest = (share, *launch.numbers, launch.stride, begin, end)
+        if launch.joint:
+            kernels.joint_gradient[(group * maps,)](
+                *given, query_gradient, key_gradient, *rest, *query_gradient.stride()[:3], *key_gradient.stride()[:3],
+                **launch.settings("joint"), ALONE=launch.alone,
+            )  # fmt: skip
         else:
-            made.index_copy_(2, rows, summed)
-    return made
+            kernels.query_gradient[(group * _ceil_div(end - begin, mine["BM"]) * maps,)](
+                *given, query_gradient, *rest, *query_gradient.stride()[:3], **mine
+            )
+            kernels.key_gradient[(group * _ceil_div(launch.keys, mine["BN"]) * maps,)](
+                *given, key_sum, *rest, *key_sum.stride()[:3], **mine
+            )
+        if bias_sum is not None:
+            bias_sum.add(given, rest, begin, end)
+        mean_map = mean_map if len(chunks) == 1 else launch.empty_map(0)
+    if len(chunks) > 1:
+        key_gradient.copy_(key_sum)
+    return query_gradient, key_gradient, bias_sum.total() if bias_sum is not None else None
 
 
-def _bias_gradient(shape: _Shape, inputs: tuple[Any, ...], bias: Tensor, options: LossOptions, share: float) -> Tensor:
-    """Per image if the bias is per image; else summed over images in chunks, so that many cores work."""
-    from vitfocus.kernels.diversity import triton as kernels
+class _BiasSum:
+    """The gradient of a bias: per image if the bias is; else summed over images in parts, so that many cores work.
 
-    batch, heads, queries, keys = shape.batch, shape.heads, shape.queries, shape.keys
-    at_once = 1 if bias.shape[0] > 1 else max(1, _ceil_div(batch, 64))
-    chunks = _ceil_div(batch, at_once)
-    partial = torch.zeros(chunks, heads, queries, keys, dtype=torch.float32, device=bias.device)
-    blocks, settings = shape.row_blocks("row")
-    grid = (blocks * _ceil_div(keys, settings["BN"]) * chunks * (heads // shape.group),)
-    kernels.bias_gradient[grid](
-        *inputs, partial, share, options.scale, shape.bound, *shape.sizes, batch, at_once, *shape.strides,
-        partial.stride(), **settings, NARROW=shape.narrow,
-    )  # fmt: skip
-    for axis in range(4):
-        if bias.shape[axis] == 1 and partial.shape[axis] > 1:
-            partial = partial.sum(dim=axis, keepdim=True)
-    return partial.to(bias.dtype)
+    Nothing is larger than the bias itself or a few megabytes: it is summed over rows at once if the bias has one row.
+    A bias that is the same for all keys of a row does not change attention.
+    """
+
+    def __init__(self, bias: Tensor, launch: _Launch, settings: dict[str, Any]) -> None:
+        self.bias, self.launch, self.settings = bias, launch, settings
+        self.by_row = bias.shape[2] > 1 or launch.queries == 1
+        size = launch.heads * (launch.queries if self.by_row else 1) * launch.keys
+        most = max(1, LEAST_MAP // (4 * size))
+        self.at_once = 1 if bias.shape[0] > 1 else _ceil_div(launch.batch, min(64, most, launch.batch))
+        parts = _ceil_div(launch.batch, self.at_once)
+        shape = (parts, launch.heads, launch.queries if self.by_row else 1, launch.keys)
+        self.sums = torch.zeros(shape, dtype=torch.float32, device=bias.device)
+
+    def add(self, given: tuple[Any, ...], rest: tuple[Any, ...], begin: int, end: int) -> None:
+        from vitfocus.kernels.diversity import triton as kernels
+
+        launch, settings = self.launch, self.settings
+        row_blocks = _ceil_div(end - begin, settings["BM"]) if self.by_row else 1
+        tiles = row_blocks * _ceil_div(launch.keys, settings["BN"])
+        kernels.bias_gradient[(tiles * launch.heads * self.sums.shape[0],)](
+            *given, self.sums, *rest, launch.batch, self.at_once, **settings, BY_ROW=self.by_row
+        )
+
+    def total(self) -> Tensor:
+        sums = self.sums
+        for axis in range(4):
+            if self.bias.shape[axis] == 1 and sums.shape[axis] > 1:
+                sums = sums.sum(dim=axis, keepdim=True)
+        return sums.expand(self.bias.shape).to(self.bias.dtype)
 
 
-class _Shape:
-    """The sizes of a call, and the block sizes that fit them."""
+class _Launch:
+    """The sizes of a call, and what its kernels take of them."""
 
     def __init__(
         self, query: Tensor, key: Tensor, bias: Tensor | None, rows: Tensor | None, options: LossOptions
     ) -> None:
+        from vitfocus.kernels.tiles import strides
+
         self.batch, self.heads, self.queries, self.width = query.shape
+        self.query, self.key, self.bias, self.rows = query, key, bias, rows
         self.keys = key.shape[2]
-        self.count = self.queries - options.first if rows is None else len(rows)
+        self.count = self.queries - options.first if rows is None else rows.shape[0]
         self.group = self.heads if options.average_heads else 1
+        self.alone = self.group == 1
         self.maps = self.batch * self.heads // self.group
-        self.bound = options.bound(self.keys)
-        self.paper, self.has_bias, self.has_rows = options.paper, bias is not None, rows is not None
-        self.bias: Tensor = bias if bias is not None else query
-        self.rows: Tensor = rows.contiguous() if rows is not None else query
-        spread = (self.batch, self.heads, self.queries, self.keys)
-        bias_strides = bias.expand(spread).stride() if bias is not None else (0, 0, 0, 0)
-        self.strides = (query.stride(), key.stride(), bias_strides)
-        self.sizes = (self.heads, self.queries, self.keys, self.count, options.first)
-        self.item, self.shared_memory = query.element_size(), available(query.device)
-        self.narrow = self.group > FEW_HEADS  # the tiles of more would not stay in registers
-        few = self.group > 1 and self.group * self.width <= FEW_HEADS * 64
-        self.turned = few and self.width > 32 and query.element_size() == 2 and _hopper(query.device)
+        self.bound = options.bound(self.keys) * self.keys
+        self.stride = _ceil_div(self.keys, 16) * 16
+        self.paper, self.item, self.space = options.paper, query.element_size(), available(query.device)
+        sizes = (self.heads, self.group, self.queries, self.keys, self.count, options.first)
+        self.numbers = (options.scale, self.bound, math.log2(self.keys), *sizes, *strides(query, key, bias))
 
-    def row_blocks(self, kind: str) -> tuple[int, dict[str, Any]]:
-        """How many blocks of rows there are, and the kernel's settings."""
-        settings = self.settings(kind)
-        return _ceil_div(self.count, settings["BM"]), settings
+    def inputs(self, lse: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys, normalisers, bias and rows; queries stand in for what there is none of."""
+        bias = self.bias if self.bias is not None else self.query
+        rows = self.rows.contiguous() if self.rows is not None else self.query
+        return self.query, self.key, lse, bias, rows
 
-    def parts(self, blocks: int, settings: dict[str, Any]) -> int:
+    def empty(self, *shape: int) -> Tensor:
+        """An empty float32 tensor."""
+        return torch.empty(shape, dtype=torch.float32, device=self.query.device)
+
+    def empty_map(self, rows: int) -> Tensor:
+        """Space for so many rows of every map; a head's own map is never stored, nor rounded."""
+        dtype = torch.float32 if self.alone or self.item == 4 else torch.float16
+        return torch.empty(self.maps, rows, self.stride, dtype=dtype, device=self.query.device)
+
+    def chunks(self, block: int) -> list[tuple[int, int]]:
+        """The rows whose mean maps exist at the same time, a multiple of `block` of them, from and to."""
+        if self.alone:
+            return [(0, self.count)]
+        most = max(LEAST_MAP, MAP_OVER_QUERIES * self.batch * self.heads * self.queries * self.width * self.item)
+        rows = max(1, most // (self.maps * self.stride * self.item) // block) * block
+        return [(begin, min(begin + rows, self.count)) for begin in range(0, self.count, rows)]
+
+    def parts(self, blocks: int, columns: int) -> int:
         """How many programs share the columns, if there are too few blocks of rows."""
         programs = blocks * self.maps
-        if 2 * programs > BUSY:
-            return 1
-        return max(1, min(_ceil_div(self.keys, 4 * settings["BN"]), BUSY // programs))
+        return 1 if 2 * programs > BUSY else max(1, min(_ceil_div(self.keys, 2 * columns), BUSY // programs))
+
+    @property
+    def joint(self) -> bool:
+        """Whether one program takes all columns of a head, for both gradients."""
+        return self.keys <= JOINT_KEYS and self.item == 2 and self.width <= 64
 
     def settings(self, kind: str) -> dict[str, Any]:
-        """Block sizes: the tiles of all heads, and their gradients, are to stay in registers."""
-        wide = padded(self.width)
-        rows, columns, warps = block_sizes(kind, self.group, wide, self.count, self.keys, self.turned)
-        rows, columns = shrink(kind, self.group, self.width, self.item, rows, columns, self.shared_memory)
+        """Block sizes and what else the kernels are compiled for."""
+        columns = 128 if kind == "mean" and self.width <= 64 else 64
+        rows, columns, stages = row_tiles(self.width, self.item, self.count, self.keys, self.space, columns)
+        if kind == "joint":
+            rows, columns, stages = 32, padded(self.keys), 2
         return {
-            "G": self.group,
             "D": self.width,
-            "DP": wide,
+            "DP": padded(self.width),
             "BM": rows,
             "BN": columns,
-            "HAS_BIAS": self.has_bias,
-            "HAS_ROWS": self.has_rows,
+            "HAS_BIAS": self.bias is not None,
+            "HAS_ROWS": self.rows is not None,
             "PAPER": self.paper,
-            "num_warps": warps,
-            "num_stages": 1 if self.item == 4 else 2,  # float32 leaves no shared memory to read ahead
+            "num_warps": 8 if kind == "joint" and columns > 128 else 4,
+            "num_stages": stages,
         }
-
-
-def _hopper(device: torch.device) -> bool:
-    """Whether the GPU's matrix units take transposed tiles (compute capability 9); the interpreter tests them too."""
-    return device.type == "cpu" or torch.cuda.get_device_capability(device)[0] == 9
-
-
-def block_sizes(kind: str, group: int, width: int, rows: int, keys: int, turned: bool) -> tuple[int, int, int]:
-    """Rows, columns and warps of a program, as measured on an H200 for 6 heads of 64 channels, scaled for others."""
-    high, wide = ((16, 64) if turned else (32, 32)) if kind == "query" else (64, 32)
-    if group == 1:
-        high, wide = 64, 64
-    kept = group * width * (wide if kind == "key" else high)
-    while kind in ("query", "key") and kept > 16384 and max(high, wide) > 16:  # gradients stay in registers
-        high, wide = (max(16, high // 2), wide) if kind == "query" else (high, max(16, wide // 2))
-        if (kind == "query" and high == 16) or (kind == "key" and wide == 16):
-            break
-        kept //= 2
-    while group * high * wide > 16384 and high > 16:  # and so do the heads' tiles
-        high //= 2
-    high = min(high, padded(rows))
-    wide = min(wide, padded(keys))
-    warps = 4 if group * (high * wide + (width * max(high, wide) if kind in ("query", "key") else 0)) <= 40960 else 8
-    return high, wide, warps
 
 
 def _ceil_div(a: int, b: int) -> int:

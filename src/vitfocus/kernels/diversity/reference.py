@@ -36,16 +36,17 @@ def row_similarity(
     bound = threshold / maps.shape[-1]
     if variant == "official":
         mean = maps.mean(dim=-2, keepdim=True)
-        rows, mean = _keep(maps, maps > bound), _keep(mean, mean > bound)
+        rows, mean = _drop(maps, maps <= bound), _drop(mean, mean <= bound)
     else:
-        rows = _keep(maps, maps >= bound)
+        rows = _drop(maps, maps < bound)
         mean = rows.mean(dim=-2, keepdim=True)
     dots = (rows * mean).sum(dim=-1)
     return (dots * _inverse_norm(rows) * _inverse_norm(mean)).mean()
 
 
-def _keep(values: Tensor, where: Tensor) -> Tensor:
-    return torch.where(where, values, torch.zeros_like(values))
+def _drop(values: Tensor, where: Tensor) -> Tensor:
+    """0 there; what is not a number stays."""
+    return torch.where(where, torch.zeros_like(values), values)
 
 
 def _inverse_norm(vectors: Tensor) -> Tensor:

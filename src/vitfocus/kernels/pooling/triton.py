@@ -1,11 +1,10 @@
-"""Token-aware Average Pooling's mixing in one kernel forward and one backward, on tokens as they lie: (B, N, C).
+"""Token-aware Average Pooling on tokens as they lie, (B, N, C): the predictor's convolutions, and the mixing.
 
 Mixing is a product with a matrix M that has a row for each patch: M[i, j] is what patch j gives to patch i, and is not
 zero only where j lies on one of the rings of eight around i, one ring per dilation. A program computes a tile of M from
 the weights, in registers, and multiplies it with the tokens it needs, so that a token is read a few times, where
 gathering would read it once for every place on a ring. A program owns a square of patches and reads only the patches
-around it.
-Prefix tokens pass.
+around it. Prefix tokens pass. The second convolution and the softmax are part of the mixing.
 """
 
 from __future__ import annotations
@@ -16,9 +15,12 @@ import triton.language as tl
 from torch import Tensor
 
 from vitfocus.kernels.backends import on_device_of_first
+from vitfocus.kernels.shared_memory import power_of_two
 
 #: A program owns a square of so many patches a side.
 SIDE = 8
+#: Numbers of a program that moves them, and programs that keep a large GPU busy.
+_BLOCK, _BUSY = 1024, 264
 
 
 @triton.jit
@@ -30,18 +32,103 @@ def _own(height, width, groups, SIDE: tl.constexpr):
 
 
 @triton.jit
-def _softmax(scores, place, ok, K: tl.constexpr):
-    """The K weights of some patches, a tuple of vectors."""
-    most = tl.load(scores + place * K, mask=ok, other=0.0).to(tl.float32)
-    values = (most,)
+def gather_taps(spread, hidden, count, height, width, prefix, P, K: tl.constexpr, BLOCK: tl.constexpr):
+    """The first convolution's sum, of what each position and its neighbours hold for it: (B, N, P) to (B, H·W, K).
+
+    `spread` holds K numbers for each of the nine places that a token is seen from, padded to P.
+    """
+    length = height * width * K
+    blocks = tl.cdiv(length, BLOCK)
+    batch = (tl.program_id(0) // blocks).to(tl.int64)
+    places = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    ok, patch, k = places < length, places // K, places % K
+    row, column = patch // width, patch % width
+    total = tl.zeros([BLOCK], tl.float32)
+    for tap in tl.static_range(9):
+        near_row, near_column = row + tap // 3 - 1, column + tap % 3 - 1
+        inside = ok & (near_row >= 0) & (near_row < height) & (near_column >= 0) & (near_column < width)
+        place = (prefix + near_row * width + near_column) * P + tap * K + k
+        total += tl.load(spread + batch * count * P + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(hidden + batch * length + places, total, mask=ok)
+
+
+@triton.jit
+def scatter_taps(gradient, spread, count, height, width, prefix, P, K: tl.constexpr, BLOCK: tl.constexpr):
+    """The opposite of `gather_taps`: the gradient of `spread`, 0 for prefix tokens and for the padding."""
+    length = count * P
+    blocks = tl.cdiv(length, BLOCK)
+    batch = (tl.program_id(0) // blocks).to(tl.int64)
+    places = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    ok, patch, tap, k = places < length, places // P - prefix, (places % P) // K, places % P % K
+    row, column = patch // width - (tap // 3 - 1), patch % width - (tap % 3 - 1)
+    inside = ok & (patch >= 0) & (tap < 9) & (row >= 0) & (row < height) & (column >= 0) & (column < width)
+    place = batch * (height * width * K) + (row * width + column) * K + k
+    value = tl.load(gradient + place, mask=inside, other=0.0)
+    tl.store(spread + batch * length + places, value.to(spread.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def _around_patches(values, patch, shift, k, ok, height, width, K: tl.constexpr):
+    """(T, S): number k of the patch on a tap of each patch; `shift` and `k` (S,); 0 outside the grid."""
+    row = (patch // width)[:, None] + (shift // 3 - 1)[None, :]
+    column = (patch % width)[:, None] + (shift % 3 - 1)[None, :]
+    inside = ok & (row >= 0) & (row < height) & (column >= 0) & (column < width)
+    return tl.load(values + (row * width + column) * K + k[None, :], mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def score_backward(score_gradient, hidden, second, hidden_gradient, weight_gradient, height, width, parts,
+                   K: tl.constexpr, KP: tl.constexpr, TAPS: tl.constexpr, BT: tl.constexpr):  # fmt: skip
+    """The second convolution's gradients: of its input (B, H·W, K), and of its weights, (B · parts, K, 9 · K) in parts.
+
+    Each is one product for a block of patches. A program takes a part of an image's patches. TAPS is 9 · K, padded.
+    """
+    part, batch = tl.program_id(0) % parts, (tl.program_id(0) // parts).to(tl.int64)
+    start = batch * (height * width * K)
+    k, taps = tl.arange(0, KP), tl.arange(0, TAPS)
+    tap, other, exists = taps // K, taps % K, taps < 9 * K
+    matrix = tl.load(second + (other[:, None] * K + k[None, :]) * 9 + tap[:, None],
+                     mask=exists[:, None] & (k < K)[None, :], other=0.0).to(tl.float32)  # fmt: skip
+    length = tl.cdiv(tl.cdiv(height * width, BT), parts) * BT
+    stop = tl.minimum((part + 1) * length, height * width)
+    sums = tl.zeros([KP, TAPS], tl.float32)
+    for begin in range(part * length, stop, BT):
+        patch = begin + tl.arange(0, BT)
+        ok = (patch < stop)[:, None] & exists[None, :]
+        place, inside = start + patch[:, None] * K + k[None, :], (patch < stop)[:, None] & (k < K)[None, :]
+        mine = tl.load(score_gradient + place, mask=inside, other=0.0)
+        near = _around_patches(hidden + start, patch, tap, other, ok, height, width, K)
+        sums = tl.dot(tl.trans(mine), near, sums, input_precision="tf32x3")
+        slopes = _around_patches(score_gradient + start, patch, 8 - tap, other, ok, height, width, K)
+        made = tl.dot(slopes, matrix, input_precision="tf32x3")
+        tl.store(hidden_gradient + place, made, mask=inside)
+    place = ((batch * parts + part) * K + k[:, None]) * (9 * K) + taps[None, :]
+    tl.store(weight_gradient + place, sums, mask=(k < K)[:, None] & exists[None, :])
+
+
+@triton.jit
+def _weights(hidden, second, row, column, ok, height, width, K: tl.constexpr):
+    """The second convolution and the softmax: the K weights of some patches, a tuple of vectors."""
+    scores = ()
+    for _ in tl.static_range(K):
+        scores = scores + (tl.zeros(row.shape, tl.float32),)
+    for tap in tl.static_range(9):
+        near_row, near_column = row + tap // 3 - 1, column + tap % 3 - 1
+        inside = ok & (near_row >= 0) & (near_row < height) & (near_column >= 0) & (near_column < width)
+        for j in tl.static_range(K):
+            place = (near_row * width + near_column) * K + j
+            value = tl.load(hidden + place, mask=inside, other=0.0).to(tl.float32)
+            more = ()
+            for k in tl.static_range(K):
+                more = more + (scores[k] + value * tl.load(second + (k * K + j) * 9 + tap).to(tl.float32),)
+            scores = more
+    most = scores[0]
     for k in tl.static_range(1, K):
-        value = tl.load(scores + place * K + k, mask=ok, other=0.0).to(tl.float32)
-        most = tl.maximum(most, value)
-        values = values + (value,)
+        most = tl.maximum(most, scores[k], propagate_nan=tl.PropagateNan.ALL)
     total = tl.zeros_like(most)
     powers = ()
     for k in tl.static_range(K):
-        power = tl.exp(values[k] - most)
+        power = tl.exp(scores[k] - most)
         total += power
         powers = powers + (power,)
     weights = ()
@@ -154,15 +241,15 @@ def _copy_prefix(source, out, prefix, channel, C, BC: tl.constexpr, NC: tl.const
 
 
 @triton.jit
-def mix_forward(tokens, scores, out, weights_out, count, height, width, prefix, C, PRECISION: tl.constexpr,
+def mix_forward(tokens, hidden, second, out, weights_out, count, height, width, prefix, C, PRECISION: tl.constexpr,
                 K: tl.constexpr, SIDE: tl.constexpr, SPAN: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr,
                 NC: tl.constexpr):  # fmt: skip
-    """out = Σ_k softmax(scores)_k · pool_k(tokens); the weights are kept for the backward pass."""
+    """out = Σ_k softmax(conv(hidden))_k · pool_k(tokens); the weights are kept for the backward pass."""
     block, group, batch = _own(height, width, tl.cdiv(C, NC * BC), SIDE)
     channel = group * NC * BC
-    _, _, _, _, patch, ok = _block(block, height, width, SIDE)
+    _, _, row, column, patch, ok = _block(block, height, width, SIDE)
     mine = batch * (height * width) * K
-    weights = _softmax(scores + mine, patch, ok, K)
+    weights = _weights(hidden + mine, second, row, column, ok, height, width, K)
     if group == 0:
         for k in tl.static_range(K):
             tl.store(weights_out + mine + patch * K + k, weights[k], mask=ok)
@@ -236,30 +323,66 @@ def mix_backward(tokens, weights, gradient, token_gradient, score_gradient, coun
 
 
 @on_device_of_first
-def forward(tokens: Tensor, scores: Tensor, grid: tuple[int, int], prefix: int) -> tuple[Tensor, Tensor]:
+def gather(spread: Tensor, grid: tuple[int, int], branches: int) -> Tensor:
+    """`gather_taps` in float32."""
+    batch, count, padded = spread.shape
+    height, width = grid
+    hidden = torch.empty(batch, height * width, branches, dtype=torch.float32, device=spread.device)
+    gather_taps[(_blocks(height * width * branches) * batch,)](
+        spread, hidden, count, height, width, count - height * width, padded, K=branches, BLOCK=_BLOCK, num_warps=4
+    )
+    return hidden
+
+
+@on_device_of_first
+def scatter(gradient: Tensor, grid: tuple[int, int], count: int, padded: int, dtype: torch.dtype) -> Tensor:
+    """`scatter_taps` in that dtype."""
+    batch, patches, branches = gradient.shape
+    spread = torch.empty(batch, count, padded, dtype=dtype, device=gradient.device)
+    scatter_taps[(_blocks(count * padded) * batch,)](
+        gradient, spread, count, *grid, count - patches, padded, K=branches, BLOCK=_BLOCK, num_warps=4
+    )
+    return spread
+
+
+@on_device_of_first
+def forward(tokens: Tensor, hidden: Tensor, second: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Mixed tokens (B, N, C) and the weights (B, H·W, K) in float32."""
-    tokens, scores = tokens.contiguous(), scores.contiguous()
     batch, count, channels = tokens.shape
     out = torch.empty_like(tokens)
-    weights = torch.empty(scores.shape, dtype=torch.float32, device=tokens.device)
-    blocks, groups, settings = launch_settings("forward", tokens, grid, scores.shape[-1])
-    mix_forward[blocks * groups * batch,](tokens, scores, out, weights, count, *grid, prefix, channels, **settings)
+    weights = torch.empty(hidden.shape, dtype=torch.float32, device=tokens.device)
+    blocks, groups, settings = launch_settings("forward", tokens, grid, hidden.shape[-1])
+    mix_forward[(blocks * groups * batch,)](
+        tokens, hidden, second, out, weights, count, *grid, count - grid[0] * grid[1], channels, **settings
+    )
     return out, weights
 
 
 @on_device_of_first
 def backward(
-    gradient: Tensor, tokens: Tensor, weights: Tensor, grid: tuple[int, int], prefix: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Gradients of tokens and scores, the latter in their dtype."""
-    tokens, gradient = tokens.contiguous(), gradient.contiguous()
+    gradient: Tensor, tokens: Tensor, hidden: Tensor, second: Tensor, weights: Tensor, grid: tuple[int, int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of tokens, of the hidden numbers and of the second convolution's weights, the last two in float32."""
     batch, count, channels = tokens.shape
-    token_gradient, score_gradient = torch.empty_like(tokens), torch.empty_like(weights, dtype=dtype)
-    blocks, groups, settings = launch_settings("backward", tokens, grid, weights.shape[-1])
-    mix_backward[blocks * (groups + 1) * batch,](
-        tokens, weights, gradient, token_gradient, score_gradient, count, *grid, prefix, channels, groups, **settings
-    )
-    return token_gradient, score_gradient
+    branches, patches = weights.shape[-1], grid[0] * grid[1]
+    token_gradient, score_gradient = torch.empty_like(tokens), torch.empty_like(weights)
+    blocks, groups, settings = launch_settings("backward", tokens, grid, branches)
+    mix_backward[(blocks * (groups + 1) * batch,)](
+        tokens, weights, gradient, token_gradient, score_gradient, count, *grid, count - patches, channels, groups,
+        **settings,
+    )  # fmt: skip
+    parts = max(1, min(-(-_BUSY // max(batch, 1)), -(-patches // 64)))
+    hidden_gradient = torch.empty_like(weights)
+    sums = torch.empty(batch * parts, branches, 9 * branches, dtype=torch.float32, device=tokens.device)
+    score_backward[(batch * parts,)](
+        score_gradient, hidden, second, hidden_gradient, sums, *grid, parts, K=branches, KP=16,
+        TAPS=max(16, power_of_two(9 * branches)), BT=64, num_warps=4, num_stages=1,
+    )  # fmt: skip
+    return token_gradient, hidden_gradient, sums.sum(dim=0).view(branches, 9, branches).mT.reshape(second.shape)
+
+
+def _blocks(length: int) -> int:
+    return -(-length // _BLOCK)
 
 
 def launch_settings(
@@ -267,7 +390,7 @@ def launch_settings(
 ) -> tuple[int, int, dict[str, object]]:
     """Squares of patches, groups of channels, and what a program is compiled for."""
     channels, chunks, warps, stages = block_sizes(kind, tokens.shape[2], tokens.dtype)
-    span = max(16, triton.next_power_of_2(SIDE + 2 * (branches - 1)))
+    span = max(16, power_of_two(SIDE + 2 * (branches - 1)))
     settings: dict[str, object] = {
         "PRECISION": "tf32x3",  # of float32; others are multiplied as they are
         "K": branches,
@@ -279,14 +402,14 @@ def launch_settings(
         "num_warps": warps,
         "num_stages": stages,
     }
-    squares = triton.cdiv(grid[0], SIDE) * triton.cdiv(grid[1], SIDE)
-    return squares, triton.cdiv(tokens.shape[2], channels * chunks), settings
+    squares = -(-grid[0] // SIDE) * -(-grid[1] // SIDE)
+    return squares, -(-tokens.shape[2] // (channels * chunks)), settings
 
 
 def block_sizes(kind: str, width: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
     """Channels at a time, how many such chunks a program holds, warps, stages: as measured on an H200."""
     if dtype == torch.float32:
-        return min(64, max(16, triton.next_power_of_2(width))), 1 if width <= 64 else 2, 4, 2
+        return min(64, max(16, power_of_two(width))), 1 if width <= 64 else 2, 4, 2
     if width <= 128:
-        return max(16, triton.next_power_of_2(width)), 1, 4, 3
-    return (128, min(3, triton.cdiv(width, 128)), 8, 3) if kind == "forward" else (64, 3, 4, 3)
+        return max(16, power_of_two(width)), 1, 4, 3
+    return (128, min(3, -(-width // 128)), 8, 3) if kind == "forward" else (64, 3, 4, 3)

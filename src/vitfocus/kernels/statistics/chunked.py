@@ -58,7 +58,8 @@ def tiled_statistics(
 
 def row_sums(seen: Observation, functions: list[Callable[[Tensor], Tensor]], budget: int | None = None) -> list[Tensor]:
     """For each function of rows, maps (B, H, T, K) to (B, H, T), the sum of its values over all rows: scalars."""
-    totals = [torch.zeros((), device=seen.device) for _ in functions]
+    wide = torch.promote_types(seen.source.dtype, torch.float32)
+    totals = [torch.zeros((), dtype=wide, device=seen.device) for _ in functions]
     for _, rows, piece, _ in _tiles(seen, None, budget):
         attention = piece.attention(rows)
         totals = [total + function(attention).sum() for total, function in zip(totals, functions, strict=True)]

@@ -6,6 +6,7 @@ for. What the numbers mean is defined in `reference.py`; which of them a diagnos
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,6 +46,10 @@ def statistics(
     True
     """
     top = top_tokens(seen.shape[3]) if top is None else top
+    if seen.bias is not None:
+        seen = replace(seen, bias=seen.bias[(None,) * (4 - seen.bias.ndim)])
+    if other is not None and other.bias is not None:
+        other = replace(other, bias=other.bias[(None,) * (4 - other.bias.ndim)])
     name = backend_for(seen)
     if name == "chunked":
         return tiled_statistics(seen, other, grids, threshold, top, budget)
@@ -60,7 +65,7 @@ def statistics(
 
 def backend_for(seen: Observation) -> str:
     """The backend for an observed attention."""
-    if seen.query is None or seen.key is None:
+    if seen.query is None or seen.key is None or not seen.query.shape[0]:
         return "chunked"
     name = chosen(seen.query, seen.key, seen.bias)
     if name != "triton":

@@ -267,17 +267,20 @@ def _of_head(entropies, sums, numbers, batch, head, images, queries, keys, top, 
         share = _number(column + cols, cols < keys) * one
         spread -= tl.where(share > 0.0, share * tl.log(tl.maximum(share, 1e-37)), 0.0)
     largest = _of_the_top(column, keys, top, BN).to(tl.float32) * 9.094947017729282e-13
-    tl.store(numbers + mine, tl.sum(entropy, 0))
-    tl.store(numbers + images * G + mine, _number(sums + images * (G + 3) * keys + mine, True))
+    total = tl.sum(entropy, 0)
+    nothing = total * 0.0  # or not a number, which whole numbers cannot be
+    tl.store(numbers + mine, total)
+    tl.store(numbers + images * G + mine, _number(sums + images * (G + 3) * keys + mine, True) + nothing)
     tl.store(numbers + 2 * images * G + mine, tl.load(entropies + mine * queries))
-    tl.store(numbers + 3 * images * G + mine, largest * one)
-    tl.store(numbers + 4 * images * G + mine, tl.exp(tl.sum(spread, 0)))
+    tl.store(numbers + 3 * images * G + mine, largest * one + nothing)
+    tl.store(numbers + 4 * images * G + mine, tl.exp(tl.sum(spread, 0)) + nothing)
 
 
 @triton.jit
 def _of_image(
-    sums, numbers, batch, images, bound, queries, keys, placed, G: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr
-):
+    entropies, sums, numbers, batch, images, bound, queries, keys, placed,
+    G: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
     """One image's four numbers, in the place of its first head."""
     one = 1.0 / queries
     product, length = tl.zeros([BN], tl.float32), tl.zeros([BN], tl.float32)
@@ -299,12 +302,17 @@ def _of_image(
         length_paper += mean * mean
     official = one * tl.sum(product, 0) / tl.maximum(tl.sqrt(tl.sum(length, 0)), 1e-8)
     paper = one * tl.sum(product_paper, 0) / tl.maximum(tl.sqrt(tl.sum(length_paper, 0)), 1e-8)
+    nothing = tl.zeros([BN], tl.float32)
+    for start in range(0, G * queries, BN):
+        rows = start + tl.arange(0, BN)
+        nothing += tl.load(entropies + batch * G * queries + rows, mask=rows < G * queries, other=0.0) * 0.0
+    official += tl.sum(nothing, 0)
     heads = tl.arange(0, GP)
     place, first, ok = numbers + (5 * images + batch) * G + heads, heads == 0, heads < G
-    tl.store(place, tl.where(first, _number(of_all, True) / placed, 0.0), mask=ok)
-    tl.store(place + images * G, tl.where(first, _number(of_all + images, True), 0.0), mask=ok)
+    tl.store(place, tl.where(first, _number(of_all, True) / placed + official * 0.0, 0.0), mask=ok)
+    tl.store(place + images * G, tl.where(first, _number(of_all + images, True) + official * 0.0, 0.0), mask=ok)
     tl.store(place + 2 * images * G, tl.where(first, official, 0.0), mask=ok)
-    tl.store(place + 3 * images * G, tl.where(first, paper, 0.0), mask=ok)
+    tl.store(place + 3 * images * G, tl.where(first, paper + official * 0.0, 0.0), mask=ok)
 
 
 @triton.jit
@@ -318,7 +326,7 @@ def conclude_pass(
     if part < G:
         _of_head(entropies, sums, numbers, batch, part, images, queries, keys, top, G, BN)
     else:
-        _of_image(sums, numbers, batch, images, bound, queries, keys, placed, G, GP, BN)
+        _of_image(entropies, sums, numbers, batch, images, bound, queries, keys, placed, G, GP, BN)
 
 
 @triton.jit
@@ -326,6 +334,7 @@ def pair_pass(
     q, k, lse, bias, other_q, other_k, other_lse, other_bias, products, scale, heads, queries, keys,
     q_strides, k_strides, bias_strides, other_q_strides, other_k_strides, other_bias_strides,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, HAS_BIAS: tl.constexpr,
+    OTHER_BIAS: tl.constexpr,
 ):  # fmt: skip
     """By row and head of two maps p and r: Σ_j p r, Σ_j p² and Σ_j r², three vectors (B, H, Q) one after the other."""
     pair, block = tl.program_id(0), tl.program_id(1)
@@ -345,7 +354,7 @@ def pair_pass(
         ))  # fmt: skip
         corrupted = tl.exp2(_log_tile(
             other_query, other_k, other_norm[0], scale, other_bias, batch, head, rows, row_ok, cols, col_ok,
-            other_k_strides, other_bias_strides, D, DP, HAS_BIAS,
+            other_k_strides, other_bias_strides, D, DP, OTHER_BIAS,
         ))  # fmt: skip
         both += tl.sum(clean * corrupted, 1)
         one += tl.sum(clean * clean, 1)
@@ -396,7 +405,7 @@ def statistics(
 @on_device_of_first
 def pair_products(one: Attention, two: Attention, scale: float) -> Tensor:
     """Inner products of two maps, (3, B, H)."""
-    (query, key, bias, _), (other_query, other_key, _, _) = one, two
+    (query, key, bias, _), (other_query, other_key, other_bias, _) = one, two
     batch, heads, queries, width = query.shape
     norms, given, strides = _inputs(one, scale)
     other_norms, other_given, other_strides = _inputs(two, scale)
@@ -405,7 +414,7 @@ def pair_products(one: Attention, two: Attention, scale: float) -> Tensor:
     rows, settings = _settings(1, 2, width, item, queries, key.shape[2], bias is not None, space)
     pair_pass[batch * heads, -(-queries // rows)](
         query, key, norms, given, other_query, other_key, other_norms, other_given, products, scale, heads, queries,
-        key.shape[2], *strides, *other_strides, **settings,
+        key.shape[2], *strides, *other_strides, **settings, OTHER_BIAS=other_bias is not None,
     )  # fmt: skip
     return products.sum(dim=-1)
 
@@ -452,7 +461,7 @@ def block_sizes(heads: int, width: int, item: int, queries: int, keys: int, spac
     rows, cols, token = 64, 32, heads * padded(width) * item
     while rows > 16 and rows * token > 65536:
         rows //= 2
-    rows, cols = shrink("row", heads, width, item, rows, cols, space)
+    rows, cols = shrink(heads, width, item, rows, cols, space)
     rows = min(rows, max(16, triton.next_power_of_2(queries)))
     cols = min(cols, max(16, triton.next_power_of_2(keys)))
     ahead = (2 * cols + (rows if rows == 64 else 0)) * token

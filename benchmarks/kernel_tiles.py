@@ -1,0 +1,112 @@
+"""Which block sizes are fast: the kernels of ADL and TAP with several, at DeiT-S's sizes, in microseconds.
+
+    python benchmarks/kernel_tiles.py                    # needs a GPU and two minutes
+
+Prints one row per choice; the one in use is marked. Results go to benchmarks/results/kernel-tiles-cuda.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from step_cost import MODELS, kernel_times
+
+from vitfocus.kernels.diversity import op as diversity_op
+from vitfocus.kernels.pooling import triton as pooling
+from vitfocus.kernels.pooling.op import mix_dilated, predict_hidden
+
+#: Rows, columns, warps, stages.
+DIVERSITY = {
+    "mean": [(64, 128, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2), (128, 64, 8, 3), (128, 128, 8, 2), (64, 128, 8, 3)],
+    "gradient": [(64, 64, 4, 3), (64, 64, 4, 2), (128, 64, 8, 2), (64, 128, 8, 2), (64, 32, 4, 3), (128, 128, 8, 2)],
+    "joint": [(32, 256, 8, 2), (64, 256, 8, 2), (32, 256, 8, 1), (16, 256, 4, 2), (32, 256, 16, 2)],
+}
+#: Channels at a time, chunks of them, warps, stages.
+POOLING = {
+    "forward": [(128, 3, 8, 3), (64, 3, 4, 3), (128, 1, 4, 3), (64, 2, 4, 4), (128, 3, 8, 2)],
+    "backward": [(64, 3, 4, 3), (128, 3, 8, 3), (128, 1, 4, 3), (64, 2, 4, 3), (64, 6, 8, 2)],
+}
+RESULTS = Path(__file__).parent / "results" / "kernel-tiles-cuda.json"
+
+
+def diversity_times(count: int, kind: str, choice: tuple[int, ...]) -> dict[str, float]:
+    """Kernel times of the loss and its gradient."""
+    _, batch = MODELS["deit_s"][3][count]
+    query, key, value = torch.randn(batch, count, 3, 6, 64, device="cuda", dtype=torch.bfloat16).permute(2, 0, 3, 1, 4)
+    query, key = (query + 1).requires_grad_(), key.requires_grad_()
+    lse = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, scale=0.125)[1].detach()
+    settings = diversity_op._Launch.settings
+
+    def chosen(self: Any, which: str) -> dict[str, Any]:
+        made = settings(self, which)
+        return made | dict(zip(("BM", "BN", "num_warps", "num_stages"), choice, strict=True)) if which == kind else made
+
+    diversity_op._Launch.settings = chosen  # type: ignore[method-assign]
+    keys, diversity_op.JOINT_KEYS = diversity_op.JOINT_KEYS, 256 if kind == "joint" else 0
+    try:
+        return kernel_times(lambda: diversity_op.diversity(query, key, scale=0.125, lse=lse).backward())
+    finally:
+        diversity_op._Launch.settings = settings  # type: ignore[method-assign]
+        diversity_op.JOINT_KEYS = keys
+
+
+def pooling_times(count: int, kind: str, choice: tuple[int, ...]) -> dict[str, float]:
+    """Kernel times of the pooling and its gradient."""
+    pixels, batch = MODELS["deit_s"][3][count]
+    draw = partial(torch.randn, device="cuda", dtype=torch.bfloat16)
+    tokens, first = draw(batch, count, 384).requires_grad_(), draw(4, 384, 3, 3).float()
+    second, sizes = draw(4, 4, 3, 3).float(), pooling.block_sizes
+    pooling.block_sizes = lambda which, *rest: choice if which == kind else sizes(which, *rest)  # type: ignore
+
+    def call() -> None:
+        mixed = mix_dilated(tokens, predict_hidden(tokens, first, (pixels // 16, pixels // 16)), second)
+        mixed.backward(mixed.detach())
+
+    try:
+        return kernel_times(call)
+    finally:
+        pooling.block_sizes = sizes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=lambda text: [int(one) for one in text.split(",")], default=[197, 1025, 4097])
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("kernel_tiles measures GPU kernels, and there is no CUDA device here; skipped.")
+        return
+    shown = {
+        "mean": ("mean_pass", "unit_pass"),
+        "gradient": ("query_gradient", "key_gradient"),
+        "joint": ("joint_gradient",),
+        "forward": ("mix_forward",),
+        "backward": ("mix_backward",),
+    }
+    result: dict[str, dict[str, float]] = {}
+    for measure, choices in ((diversity_times, DIVERSITY), (pooling_times, POOLING)):
+        for kind, options in choices.items():
+            for number, choice in enumerate(options):
+                for count in [size for size in args.sizes if kind != "joint" or size <= 256]:
+                    try:
+                        found = measure(count, kind, choice)
+                    except Exception as error:  # does not fit
+                        print(f"{kind} {choice}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+                        break
+                    mine = {name: found.get(name, 0.0) for name in shown[kind]}
+                    result[f"{kind} {choice} N={count}"] = mine
+                    times = "  ".join(f"{name} {taken:8.1f}" for name, taken in mine.items())
+                    mark = "*" if number == 0 else " "
+                    print(
+                        f"{mark} {kind:<9}{choice!s:<18} N={count:<5} {times}  all {sum(found.values()):8.1f}",
+                        flush=True,
+                    )
+    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
