@@ -15,7 +15,7 @@ from pathlib import Path
 import vitfocus as vf
 from vitfocus.core.environment import versions
 from vitfocus.core.statistics import evenly_spaced
-from vitfocus.data.image_files import as_pictures
+from vitfocus.data.image_files import as_images
 
 OUT = Path(__file__).parents[1] / "src" / "vitfocus" / "attention" / "reference.json"
 MODELS = {"DeiT-Ti": "deit_tiny_patch16_224", "ViT-Ti (ImageNet-21k)": "vit_tiny_patch16_224"}
@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--images", type=Path, required=True, help="folder of photographs")
     parser.add_argument("--limit", type=int, default=200, help="number of photographs, evenly spaced")
     args = parser.parse_args()
-    files = as_pictures(args.images) or []
+    files = as_images(args.images) or []
     chosen = [files[index] for index in evenly_spaced(len(files), args.limit)]
     models = {}
     for label, name in MODELS.items():

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import vitfocus as vf
-from vitfocus.anatomy import pixels_of, remember_normalising
+from vitfocus.anatomy import input_spec, remember_normalising
 from vitfocus.attention.images import corrupted, normalised
 from vitfocus.data.image_files import Normalise
 from vitfocus.treatments.save_load import open_model
@@ -48,7 +48,7 @@ SETTINGS = {"image_mean": MEAN, "image_std": STD}
 )
 def test_a_checkpoints_own_image_processor_knows_better(tmp_path: Path, beside, mean, std) -> None:
     model = open_model(str(folder_of(tmp_path, **beside)))
-    wanted = pixels_of(model)
+    wanted = input_spec(model)
     assert (wanted.mean, wanted.std, vf.anatomy(model).mean) == (mean, std, mean)
 
 
@@ -68,7 +68,7 @@ def test_a_note_is_told_by_copies_and_by_models_without_an_anatomy() -> None:
     for name, options in (("vit_tiny_patch16_224", {"depth": 1}), ("resnet18", {})):
         model = timm.create_model(name, **options)
         remember_normalising(model, MEAN, STD)
-        assert pixels_of(copy.deepcopy(model))[:2] == (MEAN, STD)
+        assert input_spec(copy.deepcopy(model))[:2] == (MEAN, STD)
 
 
 def test_a_model_of_one_channel() -> None:
@@ -99,7 +99,7 @@ def test_what_is_no_model_is_said() -> None:
 
 
 def test_a_detector_may_stand_on_what_has_no_anatomy() -> None:
-    seen = pixels_of(timm.create_model("resnet18"))
+    seen = input_spec(timm.create_model("resnet18"))
     wanted = Normalise(seen.mean, seen.std, torch.device("cpu"))
     white = wanted(torch.full((3, 2, 2), 255, dtype=torch.uint8))
     torch.testing.assert_close(white[:, 0, 0], (1 - torch.tensor([0.485, 0.456, 0.406])) / wanted.std.flatten() * 255)

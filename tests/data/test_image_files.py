@@ -18,7 +18,7 @@ from vitfocus.cli import main
 from vitfocus.cli.diagnose import image_files
 from vitfocus.core.errors import VitfocusError
 from vitfocus.data.classification.dataset import FolderImages
-from vitfocus.data.image_files import Preprocessing, cut_centre, read_image, rgb_picture, standard_preprocessing
+from vitfocus.data.image_files import Preprocessing, cut_centre, read_image, standard_preprocessing, to_rgb
 from vitfocus.robustness import evaluate
 
 
@@ -30,7 +30,7 @@ def test_deep_pictures_keep_their_greys(name: str, kind: str, full: int, tmp_pat
     grey, file = pictures(1, 24)[0][..., 0], tmp_path / name
     Image.fromarray((grey * (full / 255)).astype(kind)).save(file)
     with Image.open(file) as stored:
-        read = np.asarray(rgb_picture(stored))
+        read = np.asarray(to_rgb(stored))
     assert np.array_equal(read, np.repeat(grey[..., None], 3, axis=2))
     assert np.asarray(read_image(file, (24, 24), crop=1.0)).std() == pytest.approx(grey.std(), rel=1e-3)
 

@@ -413,7 +413,7 @@ def test_every_task_draws_as_many_scenes_as_are_asked_for() -> None:
     from vitfocus.robustness.suites.vqa import open_questions
 
     first = open_detections("shapes:3", "", nn.Identity())
-    assert len(first) == 3 and torch.equal(first.picture(2), open_detections("shapes:9", "", nn.Identity()).picture(2))
+    assert len(first) == 3 and torch.equal(first.image(2), open_detections("shapes:9", "", nn.Identity()).image(2))
     segmenter = nn.Conv2d(3, 11, 1)
     assert evaluate(segmenter, "segmentation", "shapes:4", device="cpu", progress=False).images == 4
     asked, more = (open_questions(f"shapes:{count}").questions for count in (3, 9))

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import vitfocus as vf
-from vitfocus.anatomy import pixels_of
+from vitfocus.anatomy import input_spec
 from vitfocus.treatments.save_load import open_model
 from vitfocus.treatments.weights import load_weights
 
@@ -153,10 +153,10 @@ def test_what_few_people_change_is_told_from_the_model(name: str, options: dict[
 
 def test_a_loaded_model_wants_the_pixels_it_wanted_when_saved(tmp_path: Path) -> None:
     other, plain = (timm.create_model(f"vit_base_patch16_224{tag}", **_VIT) for tag in (".mae", ""))
-    assert pixels_of(other).mean != pixels_of(plain).mean
+    assert input_spec(other).mean != input_spec(plain).mean
     loaded = vf.load(vf.save(other, tmp_path / "a"))
     again = vf.load(vf.save(vf.treat_(loaded, "cbs"), tmp_path / "b"))
-    assert pixels_of(loaded) == pixels_of(again) == pixels_of(other)
+    assert input_spec(loaded) == input_spec(again) == input_spec(other)
     for key in ("crop_pct", "interpolation"):
         assert again.pretrained_cfg[key] == other.pretrained_cfg[key]
 
@@ -203,7 +203,7 @@ def test_only_treatments(tmp_path: Path) -> None:
     base, _ = build("vit", seed=1)
     base.load_state_dict(plain)
     assert torch.equal(vf.load(tmp_path / "a", onto=base)(images), model(images))
-    with pytest.raises(vf.VitfocusError, match="onto=model"):
+    with pytest.raises(vf.VitfocusError, match="onto its base model"):
         vf.load(tmp_path / "a")
     with pytest.raises(vf.VitfocusError, match="no treatment"):
         vf.save(vf.untreat_(model), tmp_path / "b", only="treatments")

@@ -29,7 +29,7 @@ _FILES = ("preprocessor_config.json", "processor_config.json")
 Values = tuple[float, ...]
 
 
-class Pixels(NamedTuple):
+class InputSpec(NamedTuple):
     """Mean and standard deviation of each channel, for pixels from 0 to 1, and (height, width)."""
 
     mean: Values
@@ -38,7 +38,7 @@ class Pixels(NamedTuple):
 
 
 def remember_normalising(model: nn.Module, mean: Sequence[float], std: Sequence[float]) -> None:
-    """Store on a model how its images are normalised; `anatomy` and `pixels_of` return it from then on."""
+    """Store on a model how its images are normalised; `anatomy` and `input_spec` return it from then on."""
     model.__dict__[_NOTE] = (tuple(map(float, mean)), tuple(map(float, std)))
 
 
@@ -235,14 +235,14 @@ def anatomy(model: nn.Module) -> Anatomy:
     return result
 
 
-def pixels_of(model: nn.Module) -> Pixels:
+def input_spec(model: nn.Module) -> InputSpec:
     """The normalisation and image size that a model expects, whether or not it is a vision transformer.
 
     It is what the anatomy says, else what is stored on the model or on a timm model inside it, else ImageNet's values.
 
     Example:
         >>> import timm
-        >>> pixels_of(timm.create_model("resnet18")).size, pixels_of(nn.Linear(2, 2)).std
+        >>> input_spec(timm.create_model("resnet18")).size, input_spec(nn.Linear(2, 2)).std
         ((224, 224), (0.229, 0.224, 0.225))
     """
     try:
@@ -252,8 +252,8 @@ def pixels_of(model: nn.Module) -> Pixels:
         own = tuple(config.get("mean") or _IMAGENET[0]), tuple(config.get("std") or _IMAGENET[1])
         mean, std = stated_normalising(unwrap(model)) or own
         height, width = (config.get("input_size") or (3, 224, 224))[1:]
-        return Pixels(mean, std, (int(height), int(width)))
-    return Pixels(tuple(body.mean), tuple(body.std), body.build_size)
+        return InputSpec(mean, std, (int(height), int(width)))
+    return InputSpec(tuple(body.mean), tuple(body.std), body.build_size)
 
 
 def _outermost(

@@ -83,6 +83,13 @@ class Diagnosis:
         treatments: the specs of the model's treatments, joined by " + ".
         trained: whether the model's weights are trained.
         depth: the model's number of blocks.
+
+    Example:
+        >>> import timm, torch
+        >>> model = timm.create_model("vit_tiny_patch16_224", depth=2, img_size=64)
+        >>> diagnosis = diagnose(model, torch.rand(2, 3, 64, 64))
+        >>> len(diagnosis.rows), diagnosis.images, diagnosis.size
+        (2, 2, (64, 64))
     """
 
     rows: list[dict[str, Any]]

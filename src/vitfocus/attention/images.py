@@ -26,11 +26,11 @@ from torchvision.transforms.functional import rgb_to_grayscale
 from vitfocus.anatomy import Anatomy, unwrap
 from vitfocus.core.errors import VitfocusError, VitfocusWarning
 from vitfocus.data.image_files import (
-    as_pictures,
+    as_images,
     evaluation_preprocessing,
-    is_picture,
+    is_image,
     model_interpolation,
-    open_picture,
+    open_image,
     out_of_range,
 )
 from vitfocus.data.shapes.dataset import Shapes, shapes_named
@@ -134,7 +134,7 @@ _EXPECTED = (
 def _batches(images: Images, size: int | None, body: Anatomy) -> Iterator[ImageBatch]:
     if isinstance(images, str) and (count := shapes_named(images, SHAPES)) is not None:
         images = Shapes("val", length=count, size=body.build_size)
-    if isinstance(images, np.ndarray) and as_pictures(images) is None:
+    if isinstance(images, np.ndarray) and as_images(images) is None:
         images = torch.from_numpy(images)
     if isinstance(images, Tensor) and images.ndim in (3, 4):
         whole = images if images.ndim == 4 else images[None]
@@ -148,7 +148,7 @@ def _batches(images: Images, size: int | None, body: Anatomy) -> Iterator[ImageB
         yield from _batches(torch.stack(list(images)), size, body)
         return
     if isinstance(images, str | PathLike | Image.Image | np.ndarray | list | tuple):
-        pictures = as_pictures(images)
+        pictures = as_images(images)
         if pictures is not None:
             step = size or BATCH
             for start in range(0, len(pictures), step):
@@ -170,7 +170,7 @@ class _Collate:
 
     def __call__(self, items: list[Any]) -> Any:
         first = items[0][0] if isinstance(items[0], tuple | list) and items[0] else items[0]
-        if not is_picture(first):
+        if not is_image(first):
             return torch.utils.data.default_collate(items)
         pictures = [item[0] if isinstance(item, tuple | list) else item for item in items]
         return (prepared(pictures, self.body),)
@@ -180,7 +180,7 @@ def prepared(pictures: Iterable[Any], body: Anatomy) -> Tensor:
     """Pictures as a uint8 tensor (B, 3, H, W), resized and cropped as for an evaluation of the model."""
     config: Any = getattr(body.root, "pretrained_cfg", None) or {}
     preprocessing = evaluation_preprocessing(body.build_size, model_interpolation(config))
-    return torch.stack([preprocessing.apply(open_picture(picture)) for picture in pictures])
+    return torch.stack([preprocessing.apply(open_image(picture)) for picture in pictures])
 
 
 def _batch(item: Any, body: Anatomy) -> ImageBatch:
@@ -190,10 +190,10 @@ def _batch(item: Any, body: Anatomy) -> ImageBatch:
         extras = {k: v for k, v in item.items() if isinstance(v, Tensor) and k not in ("pixel_values", "labels")}
         return ImageBatch(item["pixel_values"], extras, _questions(item))
     asked = None
-    if isinstance(item, list | tuple) and item and as_pictures(item) is None:
+    if isinstance(item, list | tuple) and item and as_images(item) is None:
         asked = next((_questions(other) for other in item[1:] if isinstance(other, Mapping)), None)
         item = item[0]
-    if not isinstance(item, Tensor) and (pictures := as_pictures(item)) is not None:
+    if not isinstance(item, Tensor) and (pictures := as_images(item)) is not None:
         item = prepared(pictures, body)
     if not isinstance(item, Tensor):
         raise VitfocusError(f"A batch is {_described(item)}: {_EXPECTED}")

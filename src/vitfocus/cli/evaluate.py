@@ -132,7 +132,7 @@ def _say(result: Any, as_json: bool) -> None:
 
 def _evaluate(args: argparse.Namespace) -> int:
     from vitfocus.core.errors import VitfocusError
-    from vitfocus.data.shapes.dataset import Shapes, picture_size, shapes_named
+    from vitfocus.data.shapes.dataset import Shapes, image_size, shapes_named
     from vitfocus.robustness.suites import SUITES, find_suite
 
     if args.model:
@@ -159,14 +159,14 @@ def _evaluate(args: argparse.Namespace) -> int:
     if length is None and not Path(args.data).is_dir():
         raise VitfocusError(f"There is no folder {args.data}; --data expects the folder of the images, or shapes:N.")
 
-    from vitfocus.anatomy import pixels_of
+    from vitfocus.anatomy import input_spec
     from vitfocus.core.environment import is_main_process
     from vitfocus.robustness.evaluation import evaluate
 
     models = _models(args)
     if length is not None and suite.task == "classify" and getattr(args, "size", None):  # as the run was trained
-        own = (32, 32) if suite.small_images else pixels_of(next(iter(models.values()))).size
-        drawn = picture_size(args.size)
+        own = (32, 32) if suite.small_images else input_spec(next(iter(models.values()))).size
+        drawn = image_size(args.size)
         data = Shapes("val", length=length, size=drawn, transform=None if drawn == own else partial(_enlarged, own))
     scores = evaluate(
         models,

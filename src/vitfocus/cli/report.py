@@ -94,23 +94,23 @@ def _explore(args: argparse.Namespace) -> Any:
     from vitfocus.report.runs import collect_models
     from vitfocus.treatments.save_load import load
 
-    subjects = [subject for subject in collect_models(args.runs) if subject.model_folder is not None]
-    if not subjects:
+    found = [model for model in collect_models(args.runs) if model.model_folder is not None]
+    if not found:
         raise VitfocusError(
             "None of these runs contains a model that can be loaded; to explore a model: vitfocus diagnose MODEL "
             "--out DIR --explore."
         )
-    chosen = subjects[:_EXPLORED]
-    if len(subjects) > _EXPLORED:
-        print(f"Exploring {' and '.join(s.name for s in chosen)}, the first {_EXPLORED}.", file=sys.stderr)
-    models = {subject.name: load(subject.model_folder) for subject in chosen if subject.model_folder is not None}
+    chosen = found[:_EXPLORED]
+    if len(found) > _EXPLORED:
+        print(f"Exploring {' and '.join(model.name for model in chosen)}, the first {_EXPLORED}.", file=sys.stderr)
+    models = {model.name: load(model.model_folder) for model in chosen if model.model_folder is not None}
     images, names = _images(args, chosen, next(iter(models.values())))
     against = None if args.against in ("", "none") else args.against
     print(f"Reading {counted(len(images), 'image')} with {counted(len(models), 'model')}.", file=sys.stderr)
     return explorer_data(models, images, against, names=names, limit=args.limit, budget=args.budget)
 
 
-def _images(args: argparse.Namespace, subjects: Sequence[ReportModel], model: Any) -> tuple[Tensor, list[str]]:
+def _images(args: argparse.Namespace, found: Sequence[ReportModel], model: Any) -> tuple[Tensor, list[str]]:
     """The images of --images, or validation images of the first run, as uint8, and their names."""
     import torch
 
@@ -122,10 +122,10 @@ def _images(args: argparse.Namespace, subjects: Sequence[ReportModel], model: An
     if args.images:
         files = image_files(Path(args.images), args.limit)
         return torch.stack([read_image(file, size) for file in files]), [file.name for file in files]
-    return _validation(subjects[0], args.limit, size)
+    return _validation(found[0], args.limit, size)
 
 
-def _validation(subject: ReportModel, limit: int, size: tuple[int, int]) -> tuple[Tensor, list[str]]:
+def _validation(model: ReportModel, limit: int, size: tuple[int, int]) -> tuple[Tensor, list[str]]:
     from dataclasses import replace
 
     import torch
@@ -135,14 +135,14 @@ def _validation(subject: ReportModel, limit: int, size: tuple[int, int]) -> tupl
     from vitfocus.data.image_files import standard_preprocessing
     from vitfocus.train.recipe import build_recipe, refuse_downloads
 
-    assert subject.training is not None
+    assert model.training is not None
     try:
-        recipe = build_recipe(subject.training.recipe)
+        recipe = build_recipe(model.training.recipe)
         refuse_downloads(recipe, "its recipe", sections=("data",))
         found = open_images(recipe.data, "val")
     except (VitfocusError, OSError, TypeError, KeyError) as error:
         raise VitfocusError(
-            f"The validation images of {subject.name} cannot be opened ({error}): give images with --images DIR."
+            f"The validation images of {model.name} cannot be opened ({error}): give images with --images DIR."
         ) from None
     preprocessing = replace(standard_preprocessing(size, recipe.data.crop, recipe.data.interpolation), keep=size)
     picked = evenly_spaced(len(found), limit)

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     import uvicorn
 
     from vitfocus.core.environment import usable_device
-    from vitfocus.data.image_files import open_picture
+    from vitfocus.data.image_files import open_image
     from vitfocus.report.serve import PIXELS, create_app
 
     device = usable_device(args.device)
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         name = name if name not in models else f"{name} (2)"
         models[name] = open_named_model(spec, args.weights, treat, pretrained=args.pretrained).to(device)
     token = secrets.token_urlsafe(16)
-    pictures = {file.name: open_picture(file, PIXELS) for file in files}
+    pictures = {file.name: open_image(file, PIXELS) for file in files}
     app = create_app(models, pictures, against=args.against, token=token)
     address = f"http://{_HOST}:{place.getsockname()[1]}/?token={token}"
     print(json.dumps({"url": address}) if args.json else f"{address}\nStop with Ctrl-C.", flush=True)

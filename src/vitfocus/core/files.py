@@ -1,8 +1,7 @@
-"""Writing files atomically (a crash leaves the old or the new file, never a part), locking folders, finding images."""
+"""Writing files atomically (a crash leaves the old or the new file, never a part), and locking folders."""
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import re
@@ -165,25 +164,19 @@ def _take_lock(folder: Path) -> int | None:
             status = os.fstat(file)
             if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
                 raise VitfocusError(f"{path} is not a lock file of vitfocus: remove it, or name another folder.")
-            import fcntl  # not on Windows
-
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            locked = _lock(file)
+            if locked is False:
+                text = os.read(file, 1000).decode(errors="replace")
+                owner = "".join(filter(str.isprintable, text)) or "another process"
+                raise FolderInUse(f"{folder} is in use by {owner}: wait for it to end, or name another folder.")
+            if locked is None:
+                path.unlink(missing_ok=True)
+                warn(f"{folder} cannot be locked on this file system: see that no other run is started there.")
+                os.close(file)
+                return None
             if not (path.exists() and os.path.samestat(status, path.lstat())):  # its owner has just removed it
                 os.close(file)
                 continue
-        except BlockingIOError:
-            text = os.read(file, 1000).decode(errors="replace")
-            os.close(file)
-            owner = "".join(filter(str.isprintable, text)) or "another process"
-            raise FolderInUse(f"{folder} is in use by {owner}: wait for it to end, or name another folder.") from None
-        except (ImportError, OSError) as error:
-            os.close(file)
-            without = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
-            if isinstance(error, OSError) and error.errno not in without:
-                raise
-            path.unlink(missing_ok=True)
-            warn(f"{folder} cannot be locked on this file system: see that no other run is started there.")
-            return None
         except BaseException:
             os.close(file)
             raise
@@ -257,14 +250,16 @@ def digest(path: str | Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _lock(handle: int) -> bool:
-    """Lock an open file unless another process has; False too where the file system has no locks."""
+def _lock(handle: int) -> bool | None:
+    """Lock an open file: True, False if another process has locked it, None where the file system has no locks."""
     if sys.platform == "win32":
-        return False
+        return None
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         return False
+    except OSError:
+        return None
     return True
 
 

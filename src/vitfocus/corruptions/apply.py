@@ -18,7 +18,7 @@ from vitfocus.core.arguments import whole
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.corruptions import digital, noise_and_blur, weather
 from vitfocus.corruptions.base import CONSTANTS, CORRUPTIONS, EXTRA_CORRUPTIONS, FLAVOURS, Draws, Setting, as_ids
-from vitfocus.data.image_files import as_pictures, is_picture, open_picture, out_of_range, to_image, to_tensor
+from vitfocus.data.image_files import as_images, is_image, open_image, out_of_range, to_image, to_tensor
 
 VERSION = 1
 """Incremented whenever any output changes."""
@@ -144,19 +144,19 @@ def corrupt(
 
 def _in_kind(images: Any, change: Callable[..., Tensor], ids: Any) -> Any:
     """Images that are not a tensor, changed and returned as they came."""
-    pictures = as_pictures(images)
+    pictures = as_images(images)
     if pictures is None and isinstance(images, np.ndarray):
         return change(torch.from_numpy(images), ids=ids).numpy()
     if pictures is not None:
         folder = Path(images).expanduser() if isinstance(images, str | os.PathLike) else None
-        single = is_picture(images) and not (folder is not None and folder.is_dir())
+        single = is_image(images) and not (folder is not None and folder.is_dir())
         if ids is None and folder is not None and not single:
             ids = [picture.relative_to(folder).as_posix() for picture in pictures]
         names = range(len(pictures)) if ids is None else [ids] if isinstance(ids, Integral | str) else list(ids)
         if len(names) != len(pictures):
             raise VitfocusError(f"Got {len(names)} ids for {len(pictures)} images; expected one id per image.")
         pairs = zip(pictures, names, strict=True)
-        changed = [_picture_in_kind(one, change(to_tensor(open_picture(one)), ids=[name])) for one, name in pairs]
+        changed = [_picture_in_kind(one, change(to_tensor(open_image(one)), ids=[name])) for one, name in pairs]
         if single:
             return changed[0]
         return np.stack(changed) if isinstance(images, np.ndarray) else changed
@@ -179,7 +179,7 @@ def _changed_batches(loader: Iterable[Any], change: Callable[..., Tensor], ids: 
     """The batches of a loader with their images changed: a tensor, or the first of a tuple or list."""
     names, done = None if ids is None else iter(ids), 0
     for item in loader:
-        pair = isinstance(item, list | tuple) and not all(map(is_picture, item))
+        pair = isinstance(item, list | tuple) and not all(map(is_image, item))
         images = item[0] if pair else item
         count = len(images) if not isinstance(images, Tensor) or images.ndim == 4 else 1
         chosen = range(done, done + count) if names is None else list(islice(names, count))

@@ -53,20 +53,20 @@ def files_below(folder: str | Path, suffixes: Collection[str] = IMAGE_SUFFIXES) 
 def read_rgb(path: str | Path) -> Image.Image:
     """Open and decode an image file as 8-bit RGB, as it is stored: annotations refer to these pixels."""
     with Image.open(path) as image:
-        return rgb_picture(image)
+        return to_rgb(image)
 
 
-def is_picture(one: Any) -> bool:
+def is_image(one: Any) -> bool:
     """Whether this is a single picture: a path, a PIL image, or an array (H, W), (H, W, 1), (H, W, 3) or (H, W, 4)."""
     if isinstance(one, np.ndarray):
         return one.ndim == 2 or (one.ndim == 3 and one.shape[-1] in (1, 3, 4))
     return isinstance(one, str | os.PathLike | Image.Image)
 
 
-def as_pictures(images: Any) -> list[Any] | None:
+def as_images(images: Any) -> list[Any] | None:
     """The pictures of a folder (read recursively), a file, a PIL image, an array or a list; None for other things.
 
-    >>> len(as_pictures(np.zeros((5, 8, 8, 3)))), as_pictures(torch.zeros(5, 3, 8, 8))
+    >>> len(as_images(np.zeros((5, 8, 8, 3)))), as_images(torch.zeros(5, 3, 8, 8))
     (5, None)
     """
     if isinstance(images, str | os.PathLike):
@@ -82,30 +82,30 @@ def as_pictures(images: Any) -> list[Any] | None:
         return list(found)
     if isinstance(images, np.ndarray) and images.ndim == 4:
         images = list(images)
-    if is_picture(images):
+    if is_image(images):
         return [images]
-    listed = isinstance(images, list | tuple) and len(images) > 0 and all(map(is_picture, images))
+    listed = isinstance(images, list | tuple) and len(images) > 0 and all(map(is_image, images))
     return list(images) if listed else None
 
 
-def open_picture(picture: Any, most: int | None = None) -> Image.Image:
-    """A picture (see `is_picture`) as 8-bit RGB, turned as its EXIF data says; arrays are uint8 or floats in [0, 1].
+def open_image(picture: Any, most: int | None = None) -> Image.Image:
+    """A picture (see `is_image`) as 8-bit RGB, turned as its EXIF data says; arrays are uint8 or floats in [0, 1].
 
     `most` is for a file from outside: only the usual formats are decoded, and only up to this many pixels.
 
-    >>> open_picture(np.full((4, 6), 0.5)).getpixel((0, 0))
+    >>> open_image(np.full((4, 6), 0.5)).getpixel((0, 0))
     (128, 128, 128)
     """
     if isinstance(picture, np.ndarray):
-        return rgb_picture(Image.fromarray(_bytes(picture)))
+        return to_rgb(Image.fromarray(_bytes(picture)))
     try:
         if isinstance(picture, Image.Image):
-            return rgb_picture(upright(picture))
+            return to_rgb(upright(picture))
         with Image.open(picture, formats=None if most is None else _USUAL) as opened:
             if most is not None and opened.width * opened.height > most:
                 size = f"{opened.width} x {opened.height} pixels"
                 raise VitfocusError(f"The picture has {size}; expected at most {most / 1e6:g} million.")
-            return rgb_picture(upright(opened))
+            return to_rgb(upright(opened))
     except VitfocusError:
         raise
     except UNREADABLE as error:
@@ -144,11 +144,11 @@ def _bytes(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return np.rint(255 * values.clip(0, 1)).astype(np.uint8)
 
 
-def rgb_picture(image: Image.Image) -> Image.Image:
+def to_rgb(image: Image.Image) -> Image.Image:
     """Convert to 8-bit RGB; 16-bit and 32-bit greyscale values are scaled, where Pillow would clip them to white.
 
     >>> deep = Image.fromarray(np.array([[0, 32896, 65535]], np.uint16))
-    >>> np.asarray(rgb_picture(deep))[0, :, 0].tolist()
+    >>> np.asarray(to_rgb(deep))[0, :, 0].tolist()
     [0, 128, 255]
     """
     if not image.mode.startswith("I") and image.mode != "F":
@@ -323,7 +323,7 @@ class Preprocessing:
 
     def apply(self, picture: Image.Image) -> Tensor:
         """The image as uint8 (3, height, width)."""
-        picture = rgb_picture(picture)
+        picture = to_rgb(picture)
         if self.keep == (picture.height, picture.width):
             return T.pil_to_tensor(picture)
         if self.resize is not None:
@@ -384,4 +384,4 @@ def evaluation_preprocessing(size: tuple[int, int], interpolation: str, crop_pct
 
 def read_image(file: Path, size: tuple[int, int], crop: float = 0.875, interpolation: str = "bicubic") -> Tensor:
     """Read an image file as a model of that size is evaluated: uint8 (3, height, width)."""
-    return evaluation_preprocessing(size, interpolation, crop).apply(open_picture(file))
+    return evaluation_preprocessing(size, interpolation, crop).apply(open_image(file))

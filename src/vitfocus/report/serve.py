@@ -25,7 +25,7 @@ from vitfocus.core.arguments import checked
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.modules import inserted, insertion_sentence
 from vitfocus.corruptions import CORRUPTIONS, EXTRA_CORRUPTIONS, corrupt, parse
-from vitfocus.data.image_files import open_picture, to_image
+from vitfocus.data.image_files import open_image, to_image
 from vitfocus.report.explorer_maps import LEVELS, Look, Reader, View, data_url, headings
 from vitfocus.report.page import Page
 
@@ -236,7 +236,7 @@ class _Handlers:
         name = request.query_params.get("name", "picture")[:100]
 
         def add() -> dict[str, Any]:
-            return self.live.described(self.live.add(open_picture(io.BytesIO(content), PIXELS)), name)
+            return self.live.described(self.live.add(open_image(io.BytesIO(content), PIXELS)), name)
 
         return await self._answer(request, add)
 

@@ -27,7 +27,7 @@ from vitfocus.data.image_files import (
     Entry,
     Preprocessing,
     evaluation_preprocessing,
-    is_picture,
+    is_image,
     list_classes,
     out_of_range,
 )
@@ -46,8 +46,8 @@ from vitfocus.robustness.sources import (
     check_readable,
     collate_images,
     digest_of,
+    image_and_label,
     one_size,
-    picture_and_label,
     require_one_number,
 )
 from vitfocus.robustness.suites.options import DataForm
@@ -245,13 +245,13 @@ def _open_dataset(
     notes: tuple[str, ...] = ()
     if not len(data):
         raise VitfocusError("The data set holds no images.")
-    sample, label = picture_and_label(data[0], "Item 0 of the data")
+    sample, label = image_and_label(data[0], "Item 0 of the data")
     require_one_number(label, "Item 0 of the data")
     names = getattr(data, "classes", None)  # as Shapes and torchvision's data sets have them
     if isinstance(names, list | tuple) and len(names) != classes:
         notes += (f"The data has {len(names):,} classes, but the model tells {classes:,} apart.",)
     preprocessing = None
-    if is_picture(sample):
+    if is_image(sample):
         if arguments.normalised:
             raise VitfocusError("normalised=True is for tensors, and these are pictures: leave it out.")
         preprocessing, more = _preprocessing(arguments, interpolation, crop, size)

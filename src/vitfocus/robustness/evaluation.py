@@ -86,7 +86,7 @@ def evaluate(
     if precision not in PRECISIONS:
         raise VitfocusError(f"There is no precision {precision!r}: {nearest(str(precision), PRECISIONS)}")
     if resume and out is None:
-        raise VitfocusError("There is nothing to resume without a run's folder: name it with out (--out).")
+        raise VitfocusError("There is nothing to resume without a run's folder: name it with the option out.")
     processes = join_processes(device)
     limit = None if limit is None else whole("limit", limit, low=1)
     modules = named_models(model)

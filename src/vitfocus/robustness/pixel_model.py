@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vitfocus.anatomy import pixels_of, unwrap
+from vitfocus.anatomy import input_spec, unwrap
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.modules import inserted, logits_of
 from vitfocus.data.image_files import model_interpolation
@@ -38,7 +38,7 @@ class PixelModel:
         self.name, self.model, self.precision, self.resize = name, model, precision, resize
         inner = unwrap(model)
         config = getattr(inner, "pretrained_cfg", None) or {}
-        self.mean, self.std, self.size = pixels_of(model)
+        self.mean, self.std, self.size = input_spec(model)
         self.interpolation = model_interpolation(config)
         weight = next((weight for weight in inner.parameters() if weight.is_floating_point()), None)
         self.dtype = torch.float32 if weight is None else weight.dtype

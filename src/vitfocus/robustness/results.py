@@ -98,18 +98,28 @@ class Results(msgspec.Struct):
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """A suite's numbers by model, in percent, with the fingerprint of how they came about.
+    """What `evaluate` measured, in percent. With one model, `scores["mce"]` is its number.
 
-    `models` maps a name to its summary: headline numbers (`top1`, `mce`..., each with `_interval`, its bootstrap 95 %
-    interval), `cells` (every condition) and, for corruptions, `corruptions`. With one model, `scores["mce"]` is its.
-    `samples` holds every image's outcome: cell -> model -> columns.
+    Attributes:
+        suite: The name of the suite.
+        images: The number of images.
+        models: For each model its summary: headline numbers (`top1`, `mce`..., each with `_interval`, its bootstrap
+            95 % interval), `cells` (every condition) and, for corruptions, `corruptions`.
+        notes: Sentences about what the numbers do not cover.
+        fingerprint: How they were measured: data, models, protocol, versions.
+        samples: The outcome of every image: condition -> model -> columns.
+
+    Example:
+        >>> scores = Scores("clean", 100, {"vit": {"top1": 75.0, "cells": {}}})
+        >>> scores["top1"], scores["vit"]["top1"]
+        (75.0, 75.0)
     """
 
     suite: str
     images: int
     models: dict[str, Summary]
-    notes: tuple[str, ...]
-    fingerprint: dict[str, Any]
+    notes: tuple[str, ...] = ()
+    fingerprint: dict[str, Any] = field(default_factory=dict)
     samples: Samples = field(default_factory=dict, repr=False)
 
     def __getitem__(self, key: str) -> Any:
@@ -183,7 +193,23 @@ class Scores:
 
 
 def load_scores(folder: str | Path) -> Scores:
-    """Read a finished run back; without the outcomes of single images where only results.json was kept."""
+    """Read the scores of a finished run.
+
+    Args:
+        folder: The folder that `evaluate(out=...)` or `Scores.save` wrote.
+
+    Returns:
+        The scores; without the outcomes of single images if only results.json was kept.
+
+    Raises:
+        VitfocusError: If the folder is not a finished run, or one of its files is damaged.
+
+    Example:
+        >>> import tempfile
+        >>> scores = Scores("clean", 100, {"vit": {"top1": 75.0, "cells": {}}})
+        >>> load_scores(scores.save(tempfile.mkdtemp()))["top1"]
+        75.0
+    """
     folder = Path(folder)
     missing = f"{folder} is not a finished run"
     results = read_json(folder / RESULTS, Results, writer="vitfocus evaluate", missing=missing)
@@ -242,9 +268,28 @@ class Comparison:
 
 
 def compare(first: Scores | str | Path, second: Scores | str | Path, force: bool = False, seed: int = 0) -> Comparison:
-    """Compare two models' results, given as `Scores` or as run folders, image by image.
+    """Compare the results of two models image by image.
 
-    Runs whose protocols differ are refused, with what differs, unless forced; they must still hold the same images.
+    Args:
+        first: The scores of one model, or the folder of its run.
+        second: Those of the other.
+        force: Compare runs whose protocols differ; they must still contain the same images.
+        seed: Seed of the bootstrap.
+
+    Returns:
+        The differences per condition, with paired intervals and McNemar's test.
+
+    Raises:
+        VitfocusError: If a run has several models or no outcomes of single images, or if the protocols differ.
+
+    Example:
+        >>> outcomes = {"plain": np.array([True, False, False, True]), "treated": np.array([True, True, False, True])}
+        >>> runs = [
+        ...     Scores("clean", 4, {name: {"cells": {}}}, samples={"clean": {name: {"top1": right}}})
+        ...     for name, right in outcomes.items()
+        ... ]
+        >>> compare(*runs).rows[0]["difference"]
+        25.0
     """
     one, two = (scores if isinstance(scores, Scores) else load_scores(scores) for scores in (first, second))
     for scores in (one, two):
@@ -255,8 +300,8 @@ def compare(first: Scores | str | Path, second: Scores | str | Path, force: bool
     differing = differences(one.fingerprint, two.fingerprint, FREE)
     if differing and not force:
         raise VitfocusError(
-            "These runs were not made by the same protocol, so their numbers do not compare (force=True, --force, does "
-            f"it all the same); they differ in {'; '.join(differing)}."
+            "These runs were not made by the same protocol, so their numbers do not compare (the option force "
+            f"compares them anyway); they differ in {'; '.join(differing)}."
         )
     names = [next(iter(scores.models)) for scores in (one, two)]
     cells = [

@@ -51,7 +51,7 @@ class RunFolder:
         if known.is_file():
             if not resume:
                 raise VitfocusError(
-                    f"{self.folder} already holds a run: resume it (resume=True, --resume), or name another folder."
+                    f"{self.folder} already holds a run: resume it with the option resume, or name another folder."
                 )
             changed = differences(read_json(known, dict[str, Any]), fingerprint)
             if changed:

@@ -27,9 +27,9 @@ from vitfocus.data.image_files import (
     UNREADABLE,
     Entry,
     Preprocessing,
-    as_pictures,
-    is_picture,
-    open_picture,
+    as_images,
+    is_image,
+    open_image,
     unreadable,
 )
 from vitfocus.data.loader import Broken
@@ -203,13 +203,13 @@ class ListedImages(Dataset[Any]):
 def labelled_images(data: Any) -> ListedImages | None:
     """A data set from (images, labels) or from a list of (image, label); None for other things.
 
-    Images are a tensor (B, 3, H, W), or single pictures in any form that `as_pictures` takes.
+    Images are a tensor (B, 3, H, W), or single pictures in any form that `as_images` takes.
     """
     if not isinstance(data, list | tuple) or not len(data):
         return None
     if len(data) == 2 and not isinstance(data[0], tuple | Mapping | str) and not isinstance(data[1], str):
         images, labels = data
-        pictures = images if isinstance(images, Tensor) and images.ndim == 4 else as_pictures(images)
+        pictures = images if isinstance(images, Tensor) and images.ndim == 4 else as_images(images)
         listed = isinstance(labels, list | tuple) or getattr(labels, "ndim", 0) > 0
         if pictures is not None and listed:
             if len(pictures) != len(labels):
@@ -217,7 +217,7 @@ def labelled_images(data: Any) -> ListedImages | None:
             return ListedImages(list(zip(pictures, labels, strict=True)))
     first = data[0]
     if isinstance(first, tuple | list) and len(first) == 2:
-        single = is_picture(first[0]) or (isinstance(first[0], Tensor) and first[0].ndim == 3)
+        single = is_image(first[0]) or (isinstance(first[0], Tensor) and first[0].ndim == 3)
         return ListedImages(data) if single else None
     return None
 
@@ -236,9 +236,9 @@ class ImageSamples:
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor, str]:
         what = f"Item {index} of the data"
-        image, label = picture_and_label(self.items[index], what)
-        if is_picture(image):
-            image = (self.preprocessing or Preprocessing(None, None)).apply(open_picture(image))
+        image, label = image_and_label(self.items[index], what)
+        if is_image(image):
+            image = (self.preprocessing or Preprocessing(None, None)).apply(open_image(image))
         if not isinstance(image, Tensor) or image.ndim < 3:
             kind = f"tensor of shape {tuple(image.shape)}" if isinstance(image, Tensor) else type(image).__name__
             raise VitfocusError(f"{what} is a {kind}; expected a picture or a tensor (3, H, W).")
@@ -274,7 +274,7 @@ _PICTURES, _LABELS = ("image", "images", "pixel_values", "img"), ("label", "labe
 _PAIR = "expected (picture, label), or a dict with image and label"
 
 
-def picture_and_label(item: Any, what: str, expected: str = _PAIR) -> tuple[Any, Any]:
+def image_and_label(item: Any, what: str, expected: str = _PAIR) -> tuple[Any, Any]:
     """The first two of a tuple, or those entries of a dict that are named so."""
     if isinstance(item, Mapping):
         pair = [next((item[key] for key in keys if key in item), None) for keys in (_PICTURES, _LABELS)]
@@ -293,7 +293,7 @@ _EXPECTED = "expected batches of (images, labels), images uint8 or floats in [0,
 
 def images_and_labels(item: Any) -> tuple[Tensor, Tensor]:
     """One batch of a user's loader as tensors: images (B, 3, H, W) and class numbers (B,)."""
-    images, labels = picture_and_label(item, "A batch of the data", _EXPECTED)
+    images, labels = image_and_label(item, "A batch of the data", _EXPECTED)
     if not isinstance(images, Tensor) or images.ndim != 4 or not isinstance(labels, Tensor | list | tuple):
         raise VitfocusError(f"A batch holds no usable images or labels; {_EXPECTED}.")
     try:
@@ -452,7 +452,7 @@ class ImageFiles:
         return len(self.names)
 
     def __getitem__(self, index: int) -> tuple[Image.Image, Any]:
-        return open_picture(Path(self.root, self.names[index])), self.labels[index]
+        return open_image(Path(self.root, self.names[index])), self.labels[index]
 
 
 def other_size(name: str, found: Sequence[int], expected: Sequence[int]) -> str:

@@ -46,7 +46,7 @@ class RunContext:
     until_stopped: Callable[[Iterable[Any]], Iterator[Any]] = iter
 
 
-class RecordableBatches(Protocol):
+class CapturableBatches(Protocol):
     """Batches whose making can be captured in a CUDA graph: inputs that differ by step, and operations that do not."""
 
     def inputs(self, step: int) -> tuple[Tensor, ...]:
@@ -93,7 +93,7 @@ class Task(ABC):
     def iterate(self, start: int, stop: int) -> Generator[Any, None, None]:
         """This process's parts of the steps from start to stop; each depends on (seed, step) only."""
 
-    def recordable(self) -> RecordableBatches | None:
+    def capturable_batches(self) -> CapturableBatches | None:
         """The batches, if a whole step can be captured in a CUDA graph."""
         return None
 

@@ -25,7 +25,7 @@ from vitfocus.core.errors import VitfocusError
 from vitfocus.core.progress import Progress
 from vitfocus.data.loader import STEP, seed_for
 from vitfocus.recipes import Recipe
-from vitfocus.tasks.base import RecordableBatches, Task
+from vitfocus.tasks.base import CapturableBatches, Task
 from vitfocus.train.attention_log import AttentionLog
 from vitfocus.train.checkpoint import (
     Checkpoint,
@@ -198,10 +198,10 @@ class Trainer:
         self.step += 1
         self.record.window_steps += 1
 
-    def _capture(self) -> tuple[RecordableBatches | None, CapturedStep | None]:
+    def _capture(self) -> tuple[CapturableBatches | None, CapturedStep | None]:
         """A step to be captured as a CUDA graph: on one process and one CUDA device, in one part, without a scaler."""
         engine, accelerator, optimiser = self.recipe.engine, self.accelerator, self.optimiser.optimizer
-        batches = self.task.recordable()
+        batches = self.task.capturable_batches()
         if (
             batches is None
             or engine.record == "no"

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
-from vitfocus.anatomy import pixels_of, remember_normalising, unwrap
+from vitfocus.anatomy import input_spec, remember_normalising, unwrap
 from vitfocus.core import __version__
 from vitfocus.core.arguments import checked
 from vitfocus.core.errors import VitfocusError, nearest, reason
@@ -221,7 +221,7 @@ def load(folder: str | Path, *, onto: nn.Module | None = None, pretrained: bool 
     tensors = read_weights(folder / _WEIGHTS[config.only], config.sha256)
     if config.only == "treatments" and onto is None and not pretrained:
         raise VitfocusError(
-            f"{folder} contains only treatments: load it onto its base model (onto=model), or with pretrained=True."
+            f"{folder} contains only treatments: load it onto its base model, or with the pretrained weights of it."
         )
     library, base, where = config.library, config.base, str(folder / "config.json")
     if onto is None:
@@ -373,6 +373,10 @@ def push(model: nn.Module, repository: str, **options: Any) -> str:
 
     Raises:
         VitfocusError: If it cannot be inferred how the model was built.
+
+    Example:
+        >>> push(vf.create_model("deit_small_patch16_224+cb"), "me/deit-small-cb")  # doctest: +SKIP
+        'https://huggingface.co/me/deit-small-cb/tree/main/'
     """
     from huggingface_hub import HfApi
 
@@ -410,7 +414,7 @@ def is_pushed(name: str) -> bool:
 
 
 def _preprocessing(model: nn.Module) -> PixelSettings:
-    wanted = pixels_of(model)
+    wanted = input_spec(model)
     cfg: Any = next((c for module in model.modules() if (c := getattr(module, "pretrained_cfg", None))), {})
     known = {key: cfg[key] for key in ("interpolation", "crop_pct") if key in cfg}
     return PixelSettings(list(wanted.mean), list(wanted.std), wanted.size, **known)

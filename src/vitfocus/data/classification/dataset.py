@@ -19,10 +19,10 @@ from vitfocus.data.classification.shards import ShardImages, find_shards
 from vitfocus.data.image_files import (
     find_split,
     list_classes,
-    open_picture,
-    rgb_picture,
+    open_image,
     standard_preprocessing,
     to_image,
+    to_rgb,
 )
 from vitfocus.data.loader import Broken, BrokenLog, read_or_broken
 from vitfocus.data.shapes.dataset import CLASSES, shapes_batch
@@ -100,7 +100,7 @@ class FolderImages:
     def read(self, index: int) -> tuple[Image.Image, int]:
         """Decode one file."""
         name, label, _ = self.samples[index]
-        return open_picture(self.folder / name), label
+        return open_image(self.folder / name), label
 
     def name(self, index: int) -> str:
         """The file's path."""
@@ -141,7 +141,7 @@ class TimmImages:
     def read(self, index: int) -> tuple[Image.Image, int]:
         """One image and its label."""
         image, label = self.inner[index]
-        return rgb_picture(image), int(label)
+        return to_rgb(image), int(label)
 
     def name(self, index: int) -> str:
         """The file's name if timm knows it."""

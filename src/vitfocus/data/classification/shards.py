@@ -24,7 +24,7 @@ from PIL import Image
 
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.records import Count, parse_json, read_json, write_json
-from vitfocus.data.image_files import rgb_picture
+from vitfocus.data.image_files import to_rgb
 
 _IMAGES = ("jpg", "jpeg", "png", "webp", "ppm", "bmp")
 _LABELS = ("cls", "json")
@@ -57,7 +57,7 @@ class ShardImages:
         shard = self._shard(index)
         picture = Image.open(io.BytesIO(self._bytes(shard, start, size)))
         label = self._bytes(shard, label_start, label_size)
-        return rgb_picture(picture), self._label(label.decode(errors="replace"), index)
+        return to_rgb(picture), self._label(label.decode(errors="replace"), index)
 
     def name(self, index: int) -> str:
         """The shard and the sample's key."""

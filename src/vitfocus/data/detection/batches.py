@@ -92,7 +92,7 @@ class EvaluationSamples(Dataset[Any]):
         self.images = images
 
     def __getitem__(self, index: int) -> tuple[Tensor, int] | Broken:
-        image = read_or_broken(self.images, index, self.images.picture)
+        image = read_or_broken(self.images, index, self.images.image)
         return image if isinstance(image, Broken) else (image, index)
 
 

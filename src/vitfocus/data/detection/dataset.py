@@ -45,7 +45,7 @@ class DetectionDataset(Protocol):
 
     def __len__(self) -> int: ...
 
-    def picture(self, index: int) -> Tensor:
+    def image(self, index: int) -> Tensor:
         """The image, uint8 (3, H, W); any exception means that it is broken."""
 
     def read(self, index: int) -> tuple[Tensor, Target]:
@@ -119,7 +119,7 @@ class CocoDetections:
     def __len__(self) -> int:
         return len(self.images)
 
-    def picture(self, index: int) -> Tensor:
+    def image(self, index: int) -> Tensor:
         """Decode one image."""
         image = self.images[index]
         pixels = to_tensor(read_rgb(self.folder / image["file_name"]))
@@ -133,7 +133,7 @@ class CocoDetections:
 
     def read(self, index: int) -> tuple[Tensor, Target]:
         """Decode one image and the masks of its objects."""
-        image, pixels = self.images[index], self.picture(index)
+        image, pixels = self.images[index], self.image(index)
         height, width = pixels.shape[1:]
         objects = [one for one in self.annotations[image["id"]] if _teaches(one)]
         boxes = torch.tensor([one["bbox"] for one in objects], dtype=torch.float32).reshape(-1, 4)
@@ -219,7 +219,7 @@ class ShapesDetections:
     def __len__(self) -> int:
         return len(self.inner)
 
-    def picture(self, index: int) -> Tensor:
+    def image(self, index: int) -> Tensor:
         """One scene without its target."""
         return self.read(index)[0]
 

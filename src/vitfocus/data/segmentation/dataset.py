@@ -15,7 +15,7 @@ from PIL import Image
 
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.records import read_json
-from vitfocus.data.image_files import IMAGE_SUFFIXES, SPLITS, rgb_picture
+from vitfocus.data.image_files import IMAGE_SUFFIXES, SPLITS, to_rgb
 from vitfocus.data.shapes.dataset import MASK_CLASSES, Shapes
 from vitfocus.recipes import Data
 
@@ -347,7 +347,7 @@ class MaskFiles:
         file, mask = self.pairs[index]
         if mask is None:
             with Image.open(file) as image:
-                return rgb_picture(image), np.full((image.height, image.width), IGNORE, np.uint8)
+                return to_rgb(image), np.full((image.height, image.width), IGNORE, np.uint8)
         with Image.open(file) as image, Image.open(mask) as stored:
             if stored.mode not in ("L", "P", "1"):
                 raise VitfocusError(f"{mask} has the mode {stored.mode}; a mask has one 8-bit number per pixel")
@@ -355,7 +355,7 @@ class MaskFiles:
             if values.shape != (image.height, image.width):
                 size = f"{values.shape[1]}x{values.shape[0]}"
                 raise VitfocusError(f"{mask} is {size} pixels, but its image is {image.width}x{image.height}")
-            return rgb_picture(image), self.table[values]
+            return to_rgb(image), self.table[values]
 
     def name(self, index: int) -> str:
         """The image's path."""

@@ -185,7 +185,7 @@ def shapes_batch(indices: npt.ArrayLike, split: str = "train", size: Size = 64, 
         >>> images.shape, images.dtype, labels.shape
         (torch.Size([4, 3, 32, 48]), torch.uint8, torch.Size([4]))
     """
-    items, (height, width) = np.asarray(indices, np.int64).reshape(-1), picture_size(size)
+    items, (height, width) = np.asarray(indices, np.int64).reshape(-1), image_size(size)
     images = torch.empty((len(items), 3, height, width), dtype=torch.uint8)
     done = 0
     for scenes, drawn, _ in drawn_scenes(items, split, size, seed):
@@ -198,7 +198,7 @@ def drawn_scenes(
     indices: npt.ArrayLike, split: str = "train", size: Size = 64, seed: int = 0
 ) -> Iterator[tuple[Scenes, npt.NDArray[np.uint8], npt.NDArray[np.int8]]]:
     """Yield items in order and in small batches: the scenes, their images, and the slot that each pixel shows."""
-    items, shape = np.asarray(indices, np.int64).reshape(-1), picture_size(size)
+    items, shape = np.asarray(indices, np.int64).reshape(-1), image_size(size)
     if len(items) and items.min() < 0:
         raise VitfocusError(f"Shapes has no item {items.min()}; items are numbered from 0.")
     step = max(1, PIXELS_AT_ONCE // (shape[0] * shape[1]))
@@ -207,10 +207,10 @@ def drawn_scenes(
         yield scenes, *paint(scenes, shape)
 
 
-def picture_size(size: Size) -> tuple[int, int]:
+def image_size(size: Size) -> tuple[int, int]:
     """Height and width of a size given as one number or two.
 
-    >>> picture_size(64)
+    >>> image_size(64)
     (64, 64)
     """
     shape = (size, size) if isinstance(size, int) else tuple(size)
@@ -288,7 +288,7 @@ class Shapes(Dataset[tuple[Any, Any]]):
                 raise VitfocusError(f"Shapes has no {what} {given!r}: {nearest(given, known)}")
         if length < 0:
             raise VitfocusError(f"Shapes needs a length of 0 or more, but length={length}.")
-        self.split, self.length, self.size, self.seed, self.task = split, length, picture_size(size), seed, task
+        self.split, self.length, self.size, self.seed, self.task = split, length, image_size(size), seed, task
         self.transform = transform
 
     @property

@@ -29,8 +29,8 @@ from vitfocus.data.shapes.dataset import (
     Size,
     ask,
     drawn_scenes,
+    image_size,
     instances,
-    picture_size,
     semantic_mask,
 )
 from vitfocus.data.shapes.scene import MAIN, SPLITS, SceneObject
@@ -91,7 +91,7 @@ def write_layout(
             f"Shapes cannot write count={count} and val_count={val_count} images; both must be 0 or more."
         )
     root = Path(root)
-    manifest = {"layout": layout, **counts, "size": picture_size(size), "seed": seed, "version": VERSION}
+    manifest = {"layout": layout, **counts, "size": image_size(size), "seed": seed, "version": VERSION}
     _claim(root, json.dumps(manifest).encode())
     for split in SPLITS:
         for path, content in LAYOUTS[layout](split, _draw(split, counts[split], size, seed)):

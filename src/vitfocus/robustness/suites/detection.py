@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from vitfocus.anatomy import pixels_of
+from vitfocus.anatomy import input_spec
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.statistics import evenly_spaced
 from vitfocus.data.detection.batches import EvaluationSamples
@@ -43,7 +43,7 @@ def detection(arguments: EvaluationArguments) -> Plan:
         _check_classes(model.name, model.model, images)
     pick = evenly_spaced(len(images), arguments.limit)
     source = ItemSource(EvaluationSamples(images), pick, _collate, digest=images.digest(), **arguments.reading)
-    pixels = {model.name: pixels_of(model.model) for model in arguments.models}
+    pixels = {model.name: input_spec(model.model) for model in arguments.models}
     normalise = {name: Normalise(one.mean, one.std, arguments.device) for name, one in pixels.items()}
     writers = _writers(options.pictures, arguments.models, images)
     condition = Condition("clean", partial(_detect, images, pick, normalise, writers))

@@ -52,7 +52,7 @@ from vitfocus.tasks.segmentation.evaluation import (
     iou_by_class,
     predict,
     scores_of,
-    write_pictures,
+    write_images,
     write_submission,
 )
 from vitfocus.treatments.save_load import task_of
@@ -61,7 +61,7 @@ Collected = Mapping[str, Columns]  # one model's outcomes by condition
 
 
 @dataclass(frozen=True)
-class MaskedPictures:
+class MaskedImages:
     """A source of pictures with masks: class names, the layout, the set itself, names and files by position."""
 
     source: Source
@@ -78,7 +78,7 @@ class _Drawing:
 
     folder: str
     model: str
-    pictures: MaskedPictures
+    pictures: MaskedImages
     submission: bool = False
 
     def __call__(self, position: int, image: Tensor, found: Tensor, mask: Tensor, classes: int) -> None:
@@ -87,12 +87,12 @@ class _Drawing:
             write_submission(self.folder, known.files[position], found, layout)
         else:
             name = known.names[position] if known.names else f"{position:05d}"
-            write_pictures(self.folder, name, image, found, mask, classes, layout)
+            write_images(self.folder, name, image, found, mask, classes, layout)
 
 
 def clean(arguments: EvaluationArguments) -> Plan:
     """The pictures as they are, with every class's IoU."""
-    test, pictures = _test_protocol(arguments), open_pictures(arguments)
+    test, pictures = _test_protocol(arguments), open_images(arguments)
     groups = [Group("clean", pictures.source, (_condition(arguments, test, pictures, "clean", draw=True),))]
     return _plan(arguments, test, groups, partial(_reduce_clean, pictures.classes))
 
@@ -103,7 +103,7 @@ def noise(arguments: EvaluationArguments) -> Plan:
     if not isinstance(repeats, int) or repeats < 2:
         raise VitfocusError(f"{arguments.suite.name} needs repeats of at least 2 for an interval, not {repeats!r}.")
     repeat_interval([0.0] * repeats)  # refuses a number it has no interval for
-    test, pictures = _test_protocol(arguments), open_pictures(arguments)
+    test, pictures = _test_protocol(arguments), open_images(arguments)
     conditions = [_condition(arguments, test, pictures, "clean")]
     for repeat in range(repeats):
         for name in NOISES:
@@ -124,7 +124,7 @@ def corruptions(arguments: EvaluationArguments) -> Plan:
     """
     options = arguments.options
     chosen = severities_by_type(options.types, options.corruptions, options.severities)
-    test, pictures = _test_protocol(arguments), open_pictures(arguments)
+    test, pictures = _test_protocol(arguments), open_images(arguments)
     conditions = [_condition(arguments, test, pictures, "clean")]
     stored_in = options.corrupted_data
     if stored_in is None and isinstance(pictures.masks, MaskFiles):
@@ -189,7 +189,7 @@ def severities_by_type(
 def acdc(arguments: EvaluationArguments) -> Plan:
     """ACDC's four conditions, each and together. The masks of its test split are on its server alone."""
     test, split = _test_protocol(arguments), arguments.options.split or "val"
-    opened = {name: open_pictures(arguments, name) for name in CONDITIONS}
+    opened = {name: open_images(arguments, name) for name in CONDITIONS}
     groups = [
         Group(name, pictures.source, (_condition(arguments, test, pictures, name, draw=True),))
         for name, pictures in opened.items()
@@ -239,7 +239,7 @@ def _refuse_other_tasks(model: PixelModel, suite: str) -> None:
         raise VitfocusError(f"{model.name} is {kind}, and {suite} measures segmenters (upernet:NAME, segformer:NAME).")
 
 
-def open_pictures(arguments: EvaluationArguments, weather: str = "") -> MaskedPictures:
+def open_images(arguments: EvaluationArguments, weather: str = "") -> MaskedImages:
     """Pictures with masks from whatever the data is: a folder, Shapes, a data set, or batches; `weather` is ACDC's.
 
     A folder's layout is `source`, or told by its names, or that of what the model was trained on, or plain masks.
@@ -252,7 +252,7 @@ def open_pictures(arguments: EvaluationArguments, weather: str = "") -> MaskedPi
         drawn = Data(source="shapes", size=int(card.get("size", 0)) or 64, val_length=length)
         return _file_source(arguments, open_masks(drawn, "val"), short_side, "shapes")
     if arguments.folder is None:
-        return MaskedPictures(_given_source(arguments), layout=trained_on)
+        return MaskedImages(_given_source(arguments), layout=trained_on)
     root = arguments.require_folder("pictures with masks")
     source = "acdc" if suite == "acdc" else options.source
     if source and source not in LAYOUTS:
@@ -267,7 +267,7 @@ def open_pictures(arguments: EvaluationArguments, weather: str = "") -> MaskedPi
 
 def _file_source(
     arguments: EvaluationArguments, masks: SegmentationDataset, short_side: int, layout: str = ""
-) -> MaskedPictures:
+) -> MaskedImages:
     """A numbered set; draws belong to a file's path below the root, or to its number."""
     pick = evenly_spaced(len(masks), arguments.limit)
     ids: list[Any] = list(range(len(masks)))
@@ -277,7 +277,7 @@ def _file_source(
     source = ItemSource(samples, pick, _collate_by_size, ids=ids, digest=masks.digest(), **arguments.reading)
     names = tuple(ids[i].rpartition(".")[0].replace("/", "_") for i in pick) if isinstance(masks, MaskFiles) else ()
     files = tuple(masks.pairs[i][0].name for i in pick) if isinstance(masks, MaskFiles) else ()
-    return MaskedPictures(source, tuple(masks.classes), layout, names, masks, files)
+    return MaskedImages(source, tuple(masks.classes), layout, names, masks, files)
 
 
 def _given_source(arguments: EvaluationArguments) -> Source:
@@ -329,7 +329,7 @@ def _collate_by_size(items: list[tuple[Tensor, Tensor]]) -> list[Collated]:
 def _condition(
     arguments: EvaluationArguments,
     test: InferenceSettings,
-    pictures: MaskedPictures,
+    pictures: MaskedImages,
     name: str,
     change: Any = None,
     draw: bool = False,
@@ -473,7 +473,7 @@ def add_noise(images: Tensor, name: str, seed: int = 0, ids: Tensor | Sequence[i
     return to_uint8(draws.normal(images.shape[1:]).mul_(float(amount)).add_(images).add_(0.5))
 
 
-def _stored(folder: str, clean_pictures: MaskedPictures, chosen: Mapping[str, Sequence[int]]) -> dict[str, MaskFiles]:
+def _stored(folder: str, clean_pictures: MaskedImages, chosen: Mapping[str, Sequence[int]]) -> dict[str, MaskFiles]:
     """Stored corrupted pictures by condition; those that are missing are named."""
     stored = stored_corruptions(folder, clean_pictures.masks, ALL_CORRUPTIONS)
     wanted = [(name, severity) for name, severities in chosen.items() for severity in severities]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from vitfocus.anatomy import pixels_of
+from vitfocus.anatomy import input_spec
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.statistics import evenly_spaced, mean_interval
 from vitfocus.data.loader import Broken, read_or_broken, seeded
@@ -47,13 +47,13 @@ def answers(arguments: EvaluationArguments) -> Plan:
     """
     split = arguments.options.split
     arguments.refuse_unused(DataForm(drawn=shapes_named(arguments.data, 1) is not None))
-    asked = open_questions(arguments.data, split, _picture_size(arguments.models[0].model))
+    asked = open_questions(arguments.data, split, _image_size(arguments.models[0].model))
     if not asked.annotated and arguments.out is None:
         raise VitfocusError(
             f"The answers of {split or 'these questions'} are withheld, so there is nothing to score: name a folder "
-            "with out (--out) to keep what the model answers."
+            "with the option out to keep what the model answers."
         )
-    answerers = {model.name: Answerer(model.model, _picture_size(model.model)) for model in arguments.models}
+    answerers = {model.name: Answerer(model.model, _image_size(model.model)) for model in arguments.models}
     samples = QuestionItems(asked, {name: (one.tokenizer, one.preprocessing) for name, one in answerers.items()})
     pick = evenly_spaced(len(asked), arguments.limit)
     source = ItemSource(samples, pick, samples.collate, digest=asked.digest(), **arguments.reading)
@@ -125,9 +125,9 @@ def _from_dataset(data: Any) -> VqaDataset:
     return VqaDataset(questions, TensorImages(torch.stack(pictures), "picture"), "the given questions")
 
 
-def _picture_size(model: nn.Module) -> int:
+def _image_size(model: nn.Module) -> int:
     """The shorter side of the pictures that a model was trained on, or else built for."""
-    return int(task_of(model).get("size") or min(pixels_of(model).size))
+    return int(task_of(model).get("size") or min(input_spec(model).size))
 
 
 def _answer(

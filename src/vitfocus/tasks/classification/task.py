@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitfocus.anatomy import anatomy, pixels_of, unwrap
+from vitfocus.anatomy import anatomy, input_spec, unwrap
 from vitfocus.core.errors import VitfocusError, reason
 from vitfocus.core.modules import eval_mode, logits_of
 from vitfocus.data.classification.augmentation import Augmenter, ClassificationBatch, augment_patches
@@ -54,7 +54,7 @@ class Teacher(nn.Module):
         if section.weights:
             start_from(self.net, section.weights)
         self.net.requires_grad_(False)
-        own_mean, own_std, _ = pixels_of(self.net)
+        own_mean, own_std, _ = input_spec(self.net)
         scale = torch.tensor(std) / torch.tensor(own_std)
         shift = (torch.tensor(mean) - torch.tensor(own_mean)) / torch.tensor(own_std)
         self.register_buffer("scale", scale[:, None, None], persistent=False)
@@ -73,7 +73,7 @@ class Teacher(nn.Module):
     def _try(self, classes: int) -> None:
         """Run the teacher on one image, so that a misfit is an error before training."""
         try:
-            shape = tuple(self(torch.zeros(1, 3, *pixels_of(self.net).size)).shape)
+            shape = tuple(self(torch.zeros(1, 3, *input_spec(self.net).size)).shape)
         except Exception as error:  # libraries raise many types for unexpected images
             raise VitfocusError(
                 f"The teacher {self.section.teacher} does not accept images: {reason(error)}."
@@ -184,7 +184,7 @@ class Classify(Task):
         """Keep small data sets on the device; read others in worker processes."""
         data, seed, device, partition = self.recipe.data, self.recipe.engine.seed, context.device, context.partition
         self.context = context
-        self.mean, self.std, _ = mean, std, _ = pixels_of(model)
+        self.mean, self.std, _ = mean, std, _ = input_spec(model)
         teacher = None
         if self.recipe.distill.teacher:
             teacher = Teacher(self.recipe.distill, self.count, mean, std).to(device)
@@ -237,7 +237,7 @@ class Classify(Task):
         """Augmented, normalised and mixed batches."""
         return self.batches.iterate(start, stop)
 
-    def recordable(self) -> ResidentBatches | None:
+    def capturable_batches(self) -> ResidentBatches | None:
         """The batches of images that are kept on the device."""
         return self.batches if isinstance(self.batches, ResidentBatches) else None
 

@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torchvision.ops import box_convert
 
-from vitfocus.anatomy import pixels_of
+from vitfocus.anatomy import input_spec
 from vitfocus.core.files import atomic_path
 from vitfocus.data.detection.batches import EvaluationSamples
 from vitfocus.data.detection.dataset import DetectionDataset, encode_masks, mask_tools
@@ -110,7 +110,7 @@ def detect(
     Yields:
         The detections of each batch, in the format of COCO's results.
     """
-    wanted = pixels_of(model)
+    wanted = input_spec(model)
     normalise = Normalise(wanted.mean, wanted.std, device)
     keys = [indices[start : start + batch_size] for start in range(0, len(indices), batch_size)]
     for items, _, _ in evaluation_batches(EvaluationSamples(images), keys, list, workers, device, log, say):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 
-from vitfocus.anatomy import pixels_of, unwrap
+from vitfocus.anatomy import input_spec, unwrap
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.modules import eval_mode
 from vitfocus.data.detection.batches import DetectionAugment, DetectionBatch, DetectionSamples, collate
@@ -80,7 +80,7 @@ class Detect(Task):
     def start(self, model: nn.Module, context: RunContext) -> None:
         """Worker processes read and augment training images."""
         recipe, data, section = self.recipe, self.recipe.data, self.recipe.detect
-        wanted = pixels_of(model)
+        wanted = input_spec(model)
         self.context, self.normalise = context, Normalise(wanted.mean, wanted.std, context.device)
         self.diversity = DiversityTerm(model, recipe.loss.adl_warmup_epochs)
         self.names = [name.removeprefix("loss_") for name in _LOSSES] + self.diversity.names

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
-from vitfocus.anatomy import pixels_of
+from vitfocus.anatomy import input_spec
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import atomic_path
 from vitfocus.core.modules import eval_mode, logits_of
@@ -195,7 +195,7 @@ def segment(model: nn.Module, images: Tensor, settings: InferenceSettings | None
         >>> segment(model, torch.zeros(1, 3, 32, 48, dtype=torch.uint8)).shape
         torch.Size([1, 32, 48])
     """
-    seen = pixels_of(model)
+    seen = input_spec(model)
     normalise = Normalise(seen.mean, seen.std, next(model.parameters()).device)
     with eval_mode(model):
         return predict(model, normalise(images), settings or InferenceSettings()).argmax(1)
@@ -224,7 +224,7 @@ def write_submission(folder: str | Path, file: str, guess: Tensor, source: str) 
     return Path(folder) / file
 
 
-def write_pictures(
+def write_images(
     folder: str | Path, name: str, image: Tensor, guess: Tensor, truth: Tensor | None, count: int, source: str = ""
 ) -> Path:
     """Write NAME.png (the coloured prediction) and NAME_overlay.png (image, ground truth if given, prediction)."""

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitfocus.anatomy import pixels_of, unwrap
+from vitfocus.anatomy import input_spec, unwrap
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.metrics import METRICS
 from vitfocus.core.modules import eval_mode, logits_of
@@ -100,7 +100,7 @@ class Segment(Task):
     def start(self, model: nn.Module, context: RunContext) -> None:
         """Worker processes make training crops, which are normalised on the device."""
         data, section, seed = self.recipe.data, self.recipe.segment, self.recipe.engine.seed
-        seen = pixels_of(model)
+        seen = input_spec(model)
         self.context, self.normalise = context, Normalise(seen.mean, seen.std, context.device)
         self.diversity = DiversityTerm(model, self.recipe.loss.adl_warmup_epochs)
         self.auxiliary = getattr(model, "auxiliary", None) is not None
