@@ -252,3 +252,19 @@ def test_names_that_are_no_text_are_spelled_out(tmp_path: Path) -> None:
     assert (tmp_path / "a.html").read_text(encoding="utf-8") == "caf\\udce9"
     write_text(tmp_path / ("x" * 250), "whole")
     assert (tmp_path / ("x" * 250)).read_text() == "whole"
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["diagnose", MODEL, "--out", ""], "--out"),
+        (["evaluate", MODEL, "--data", ""], "--data"),
+        (["evaluate", "", "--suite", "clean"], "MODEL"),
+        (["bench", MODEL, "--treat", ""], "--treat"),
+        (["train", "shapes", ""], "key=value"),
+    ],
+)
+def test_empty_text_does_not_count_as_absent(words: list[str], name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """As an unset variable of the shell gives it."""
+    assert main(words) == 2
+    assert capsys.readouterr().err.endswith(f"vitfocus: {name} is empty: give it a value, or leave it out.\n")

@@ -369,6 +369,20 @@ def test_a_label_in_a_shard_is_a_whole_number(kind: str, label: str, tmp_path: P
     assert str(read_or_broken(images, 1)).startswith(f"{shard}:bad (has the label ")
 
 
+def test_a_label_that_no_class_has_names_its_sample(tmp_path: Path) -> None:
+    """In training and in validation, where the data set does not list its classes."""
+    data = Data(source="shards", root=str(write_shards(tmp_path)), size=32, workers=0)
+    images, partition = open_images(data, "val"), BatchPartition(4)
+    expected = "its label is 2, but there are 2 classes"
+    order, augmenter = SampleOrder(len(images), 4), Augmenter(PLAIN, ZERO, ONE, "cpu", device_crop=False)
+    batches = LoaderBatches(images, data, order, augmenter, partition, BrokenLog(fatal=True), classes=2)
+    with pytest.raises(VitfocusError, match=rf"\.tar:\w+ \({expected}, 0 to 1"):
+        list(batches.iterate(0, 3))
+    shown = EvaluationBatches(data, partition, ZERO, ONE, "cpu", images=images, log=BrokenLog(fatal=True), classes=2)
+    with pytest.raises(VitfocusError, match=rf"\.tar:\w+ \({expected}"):
+        list(shown)
+
+
 def test_training_and_evaluation_find_the_same_files_of_a_folder(tmp_path: Path) -> None:
     """GIFs, folders inside class folders, hidden ones: what is trained on is what is measured."""
     picture = Image.fromarray(np.full((8, 8, 3), 90, np.uint8))

@@ -519,3 +519,15 @@ def test_other_treatments_than_the_weights_were_trained_with_are_named() -> None
     kind = r"cb was in blocks 2, 3, and here it is in no block; cb\(site=attention\) was in no block, and here"
     with pytest.warns(vf.VitfocusWarning, match=kind):
         load_weights(make("vit_tiny_patch16_224+cb(site=attention,layers=upper)"), state)
+
+
+def test_patches_that_do_not_cover_the_image_are_warned_of() -> None:
+    with pytest.warns(vf.VitfocusWarning, match="does not see the last 4 rows and 0 columns of pixels"):
+        vf.create_model("vit_tiny_patch16_224", depth=1, img_size=(36, 32))
+    with pytest.warns(vf.VitfocusWarning, match="Patches of 16×16 pixels do not divide an image of 40×40"):
+        small = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+        vf.create_model("transformers:ViTForImageClassification", image_size=40, patch_size=16, **small)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", vf.VitfocusWarning)
+        vf.create_model("vit_tiny_patch16_224", depth=1, img_size=32)
+        vf.create_model("vit_tiny_patch16_224", depth=1, img_size=36, dynamic_img_pad=True)

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
-from vitfocus.cli.common import refuse_unused
+from vitfocus.cli.common import refuse_empty, refuse_unused
 from vitfocus.core import __version__
 from vitfocus.core.errors import VitfocusError, VitfocusWarning, nearest
 from vitfocus.core.files import write_place
@@ -127,6 +127,7 @@ def _run(words: list[str]) -> int:
     parser, module = build_parser(command)
     args = parser.parse_intermixed_args(rest)
     refuse_unused(parser, args)
+    refuse_empty(parser, args)
     if out := getattr(args, "out", None):  # before any slow work; a report is a file, or goes into a folder
         write_place(out, folder=command != "report" or Path(out).is_dir())
     return int(module.run(args) or 0)
@@ -141,7 +142,7 @@ def _help() -> str:
 
 
 def _refuse(reason: str) -> int:
-    print(f"vitfocus: {reason}", file=sys.stderr)
+    print(f"vitfocus: {VitfocusError(reason)}", file=sys.stderr)
     return 2
 
 

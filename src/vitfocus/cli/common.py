@@ -55,6 +55,17 @@ def refuse_unused(parser: argparse.ArgumentParser, args: argparse.Namespace) -> 
             raise VitfocusError(why)
 
 
+def refuse_empty(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuse empty text, such as that of an unset shell variable: it must not count as absent. A title may be empty."""
+    for action in parser._actions:
+        given = getattr(args, action.dest, None)
+        if given == action.default or action.dest == "title":
+            continue
+        if "" in (given if isinstance(given, list) else [given]):
+            name = action.option_strings[-1] if action.option_strings else str(action.metavar or action.dest)
+            raise VitfocusError(f"{name} is empty: give it a value, or leave it out.")
+
+
 def require_positive(args: argparse.Namespace, *names: str) -> None:
     """Refuse values below 1 in options that count something; None means that an option was not given."""
     for name in names:

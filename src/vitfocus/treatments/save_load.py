@@ -19,7 +19,7 @@ from torch import nn
 from vitfocus.anatomy import input_spec, remember_normalising, unwrap
 from vitfocus.core import __version__
 from vitfocus.core.arguments import checked
-from vitfocus.core.errors import VitfocusError, nearest, reason
+from vitfocus.core.errors import VitfocusError, nearest, reason, warn
 from vitfocus.core.files import atomic_path, digest, write_text
 from vitfocus.core.modules import inserted, mark_inserted, separate_tensors
 from vitfocus.core.records import Count, convert, read_json, write_json
@@ -113,6 +113,7 @@ def create_model(spec: str, pretrained: bool = False, **arguments: Any) -> nn.Mo
     model = Origin(library, name, arguments).build(pretrained)
     if library == "transformers" and Path(name).is_dir():
         _attach_tokenizer(model, Path(name))
+    _warn_of_left_out_pixels(model)
     return treat_(model, *treatments) if treatments else model
 
 
@@ -385,6 +386,24 @@ def push(model: nn.Module, repository: str, **options: Any) -> str:
         save(model, folder)
         hub.create_repo(repository, exist_ok=True)
         return str(hub.upload_folder(repo_id=repository, folder_path=folder, **options))
+
+
+def _warn_of_left_out_pixels(model: nn.Module) -> None:
+    """Warn if the patches of a model do not cover its image."""
+    config: Any = getattr(model, "config", None)
+    stem: Any = next((part for part in model.modules() if isinstance(getattr(part, "proj", None), nn.Conv2d)), model)
+    image = getattr(stem, "img_size", None) or getattr(config, "image_size", None)
+    patch = getattr(stem, "patch_size", None) or getattr(config, "patch_size", None)
+    pads = getattr(stem, "dynamic_img_pad", False)
+    if pads or not all(isinstance(size, int | tuple | list) for size in (image, patch)):
+        return
+    (height, width), (rows, columns) = (size if not isinstance(size, int) else (size, size) for size in (image, patch))
+    down, across = height % rows, width % columns
+    if down or across:
+        warn(
+            f"Patches of {rows}×{columns} pixels do not divide an image of {height}×{width}: the model does not see "
+            f"the last {down} rows and {across} columns of pixels."
+        )
 
 
 def _attach_tokenizer(model: nn.Module, folder: Path) -> None:

@@ -117,19 +117,14 @@ class LoaderBatches(SampleBatches):
         device: torch.device | str = "cpu",
         classes: int | None = None,
     ) -> None:
-        self.augmenter, self.classes = augmenter, classes
-        samples = TransformedImages(images, train_transform(data, augmenter.section), order.seed)
+        self.augmenter = augmenter
+        samples = TransformedImages(images, train_transform(data, augmenter.section), order.seed, classes)
         super().__init__(
             samples, order, partition, stack, self._finish, workers=data.workers, device=device, log=log, say=say
         )
 
     def _finish(self, batch: tuple[Tensor, Tensor], step: int, rows: Tensor) -> ClassificationBatch:
         pixels, labels = batch
-        if self.classes is not None and int(labels.max()) >= self.classes:
-            raise VitfocusError(
-                f"A training image has the label {int(labels.max())}, but the model has {self.classes} classes: "
-                "set model.arguments.num_classes."
-            )
         uniform = draw_uniform(self.order.seed, step, self.partition.batch, self.augmenter.columns)[rows]
         images = self.augmenter(pixels.to(self.device, non_blocking=True), to_device(uniform, self.device))
         labels = labels.to(self.device, non_blocking=True)
@@ -153,8 +148,10 @@ class EvaluationBatches:
         images: ClassificationDataset | None = None,
         log: BrokenLog | None = None,
         say: Callable[[str], None] = print,
+        classes: int | None = None,
     ) -> None:
         self.data, self.partition, self.device, self.log, self.say = data, partition, torch.device(device), log, say
+        self.classes = classes
         self.normalise = Normalise(mean, std, device)
         self.resident = (resident[0].to(device), resident[1].to(device)) if resident else None
         self.images = images
@@ -190,25 +187,41 @@ class EvaluationBatches:
 
     def _read(self, batches: list[list[tuple[int, bool]]]) -> Iterator[tuple[Tensor, Tensor, list[bool]]]:
         assert self.images is not None and self.log is not None
-        samples = TransformedImages(self.images, self._preprocessing().apply, 0)
+        samples = TransformedImages(self.images, self._preprocessing().apply, 0, self.classes)
         loaded = evaluation_batches(samples, batches, stack, self.data.workers, self.device, self.log, self.say)
         for (pixels, labels), keys, rows in loaded:
             yield pixels, labels, [keys[row][1] for row in rows.tolist()]
 
 
 class TransformedImages(Dataset[Any]):
-    """Transformed images and labels by (index, position); the position seeds the transform in any worker process."""
+    """Transformed images and labels by (index, position); the position seeds the transform in any worker process.
 
-    def __init__(self, images: ClassificationDataset, transform: Callable[[Any], Any], seed: int) -> None:
-        self.images, self.transform, self.seed = images, transform, seed
+    An image whose label is not below `classes` is broken.
+    """
+
+    def __init__(
+        self,
+        images: ClassificationDataset,
+        transform: Callable[[Any], Any],
+        seed: int,
+        classes: int | None = None,
+    ) -> None:
+        self.images, self.transform, self.seed, self.classes = images, transform, seed, classes
 
     def __getitem__(self, key: Key) -> tuple[Tensor, int] | Broken:
         index, position = key
         item = read_or_broken(self.images, index)
         if isinstance(item, Broken):
             return item
+        if self.classes is not None and item[1] >= self.classes:
+            return Broken(self.images.name(index), too_large(item[1], self.classes))
         with seeded(seed_for(self.seed, SAMPLE, position)):
             return torch.as_tensor(self.transform(item[0])), item[1]
+
+
+def too_large(label: int, classes: int) -> str:
+    """What is wrong with a label that no class has."""
+    return f"its label is {label}, but there are {classes} classes, 0 to {classes - 1}: see model.arguments.num_classes"
 
 
 def stack(items: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:

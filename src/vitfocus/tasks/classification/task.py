@@ -229,7 +229,7 @@ class Classify(Task):
             log, val_log, say = self.broken["train"], self.broken["val"], context.say
             self.batches = LoaderBatches(self.train, data, order, augmenter, partition, log, say, device, self.count)
             self.validation = EvaluationBatches(
-                data, partition, mean, std, device, images=self.val, log=val_log, say=say
+                data, partition, mean, std, device, images=self.val, log=val_log, say=say, classes=self.count
             )
         self.val_images = self.validation.length
 
