@@ -397,7 +397,8 @@ def _warn_of_left_out_pixels(model: nn.Module) -> None:
     pads = getattr(stem, "dynamic_img_pad", False)
     if pads or not all(isinstance(size, int | tuple | list) for size in (image, patch)):
         return
-    (height, width), (rows, columns) = (size if not isinstance(size, int) else (size, size) for size in (image, patch))
+    sizes: list[Any] = [(size, size) if isinstance(size, int) else size for size in (image, patch)]
+    (height, width), (rows, columns) = sizes
     down, across = height % rows, width % columns
     if down or across:
         warn(
