@@ -7,18 +7,21 @@ have the names of the published layout, so almost nothing is renamed when a chec
 from __future__ import annotations
 
 import math
+import re
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import get_device_dtype, resample_abs_pos_embed, to_2tuple, trunc_normal_
-from timm.models import build_model_with_cfg, checkpoint, generate_default_cfgs
+from timm.models import build_model_with_cfg, checkpoint, generate_default_cfgs, register_model
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
-from ..core.errors import VitfocusError, nearest
+from vitfocus.core.errors import VitfocusError, nearest
 
 Grid = tuple[int, int]
 Size = int | tuple[int, int]
@@ -63,7 +66,6 @@ class PatchEmbed(nn.Module):
         return img_size[0] // self.patch_size[0], img_size[1] // self.patch_size[1]
 
     def forward(self, x: Tensor) -> tuple[Tensor, Grid]:
-        """Embed the patches."""
         x = self.proj(x)
         return self.norm(to_tokens(x)), (x.shape[2], x.shape[3])
 
@@ -158,7 +160,6 @@ class Backbone(nn.Module, ABC):
 
     @torch.jit.ignore
     def get_classifier(self) -> nn.Module:
-        """Return the final linear layer."""
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
@@ -227,41 +228,39 @@ class Backbone(nn.Module, ABC):
         return self.forward_head(self.forward_features(x))
 
 
-def imagenet_cfgs(names: Iterable[str], first_conv: str, paper: str, title: str, origin: str, crop_pct: float) -> Any:
-    """Return timm's default configurations for `names`; none has weights to download."""
-    cfg = {
-        "num_classes": 1000,
-        "input_size": (3, 224, 224),
-        "crop_pct": crop_pct,
-        "interpolation": "bicubic",
-        "mean": (0.485, 0.456, 0.406),
-        "std": (0.229, 0.224, 0.225),
-        "first_conv": first_conv,
-        "classifier": "head",
-        "paper_ids": paper,
-        "paper_name": title,
-        "origin_url": origin,
-    }
-    return generate_default_cfgs({name: dict(cfg) for name in names})
+def register_variants(
+    cls: type[Backbone],
+    variants: Mapping[str, Mapping[str, Any]],
+    out_indices: Callable[[Mapping[str, Any]], int | tuple[int, ...]],
+    **cfg: Any,
+) -> None:
+    """Register a family's sizes with timm: constructor arguments by name; none has weights to download.
 
+    `out_indices(arguments)` are the features that `features_only=True` gives by default, `cfg` what all share of timm's
+    default configuration.
+    """
+    module: Any = sys.modules[cls.__module__]
+    image = {"num_classes": 1000, "input_size": (3, 224, 224), "crop_pct": 0.875, "interpolation": "bicubic"}
+    cfg = image | {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD, "classifier": "head"} | cfg
+    module.default_cfgs = getattr(module, "default_cfgs", {}) | generate_default_cfgs({n: dict(cfg) for n in variants})
 
-def build(
-    cls: type, variant: str, pretrained: bool, out_indices: int | tuple[int, ...], arguments: dict[str, Any]
-) -> Any:
-    """Build `cls` as timm does; `out_indices` are the features that `features_only=True` gives by default."""
-    return build_model_with_cfg(
-        cls,
-        variant,
-        pretrained,
-        pretrained_filter_fn=checkpoint_filter_fn,
-        feature_cfg={"out_indices": out_indices, "feature_cls": "getter"},
-        **arguments,
-    )
+    def entrypoint(name: str) -> Callable[..., Any]:
+        def create(pretrained: bool = False, **kwargs: Any) -> Any:
+            arguments = {**variants[name], **kwargs}
+            features = {"out_indices": out_indices(arguments), "feature_cls": "getter"}
+            return build_model_with_cfg(
+                cls, name, pretrained, pretrained_filter_fn=checkpoint_filter_fn, feature_cfg=features, **arguments
+            )
+
+        create.__name__, create.__module__ = name, cls.__module__
+        return create
+
+    for name in variants:
+        setattr(module, name, register_model(entrypoint(name)))
 
 
 # Averaged weights first, as in timm's own loader: a training checkpoint holds both and the average is what is reported.
 _NESTS = ("state_dict_ema", "model_ema", "state_dict", "model")
-_PREFIXES = ("module.", "_orig_mod.")
 
 
 class Loaded(NamedTuple):
@@ -280,20 +279,11 @@ def unwrap(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     {'head.bias': tensor([0., 0.])}
     """
     if not isinstance(checkpoint, Mapping):
-        raise VitfocusError(
-            f"A checkpoint is a mapping from names to tensors, but {type(checkpoint).__name__} was given."
-        )
-    nested = next(
-        (checkpoint[key] for key in _NESTS if isinstance(checkpoint.get(key), Mapping) and checkpoint[key]), None
-    )
-    if nested is not None:
-        return unwrap(nested)
-    state = {}
-    for name, value in checkpoint.items():
-        while name.startswith(_PREFIXES):
-            name = name.split(".", 1)[1]
-        state[name] = value
-    return state
+        raise VitfocusError(f"A checkpoint is a mapping from names to tensors, not a {type(checkpoint).__name__}.")
+    for key in _NESTS:
+        if isinstance(checkpoint.get(key), Mapping) and checkpoint[key]:
+            return unwrap(checkpoint[key])
+    return {re.sub(r"^(module\.|_orig_mod\.)+", "", name): value for name, value in checkpoint.items()}
 
 
 def checkpoint_filter_fn(state_dict: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
@@ -317,15 +307,15 @@ def load_published(model: nn.Module, state_dict: Mapping[str, Any]) -> Loaded:
     (['head.bias'], ['decoder.bias'], 37)
     """
     state = checkpoint_filter_fn(state_dict, model)
-    own = model.state_dict()
-    fitting = {name: value for name, value in state.items() if name in own and isinstance(value, Tensor)}
-    misfits = [name for name, value in fitting.items() if value.shape != own[name].shape]
+    current = model.state_dict()
+    fitting = {name: value for name, value in state.items() if name in current and isinstance(value, Tensor)}
+    misfits = [name for name, value in fitting.items() if value.shape != current[name].shape]
     if misfits:
         name = misfits[0]
         others = f" (and {len(misfits) - 1} more tensors differ)" if len(misfits) > 1 else ""
         raise VitfocusError(
-            f"{name} has shape {tuple(fitting[name].shape)} in the checkpoint but {tuple(own[name].shape)} in the model"
-            f"{others}: build the model with the checkpoint's sizes and num_classes; nothing was loaded."
+            f"{name} has shape {tuple(fitting[name].shape)} in the checkpoint but {tuple(current[name].shape)} in the "
+            f"model{others}: build the model with the checkpoint's sizes and num_classes; nothing was loaded."
         )
     missing = model.load_state_dict(fitting, strict=False).missing_keys
     return Loaded(list(fitting), list(missing), [name for name in state if name not in fitting])

@@ -6,21 +6,19 @@ which is under a non-commercial licence, was neither copied nor read.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from timm.layers import DropPath, LayerNorm2d, to_2tuple, trunc_normal_
-from timm.models import register_model
 from timm.models.convnext import ConvNeXtStage
 from timm.models.xcit import ClassAttentionBlock, PositionalEncodingFourier
 from torch import Tensor, nn
 
-from vitfocus.models.base import Attention, Backbone, Grid, Size, build, heads_divide, imagenet_cfgs, to_map, to_tokens
-
-from ..core.errors import VitfocusError
+from vitfocus.core.errors import VitfocusError
+from vitfocus.models.base import Attention, Backbone, Grid, Size, heads_divide, register_variants, to_map, to_tokens
 
 __all__ = ["FAN"]
 
@@ -62,12 +60,10 @@ class SampleLayerNorm2d(nn.LayerNorm):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise each position."""
         ratio = x.shape[1] / (x.shape[1] - 1)
         weight = self.weight * ratio**-0.5
-        return F.layer_norm(x.permute(0, 2, 3, 1), self.normalized_shape, weight, self.bias, self.eps / ratio).permute(
-            0, 3, 1, 2
-        )
+        x = F.layer_norm(x.permute(0, 2, 3, 1), self.normalized_shape, weight, self.bias, self.eps / ratio)
+        return x.permute(0, 3, 1, 2)
 
 
 class ConvNeXtStem(nn.Module):
@@ -130,7 +126,6 @@ class DepthwisePair(nn.Module):
         self.conv2 = nn.Conv2d(dim, dim, 3, padding=1, groups=dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Mix each channel's neighbourhood."""
         return self.conv2(self.bn(self.act(self.conv1(x))))
 
 
@@ -271,32 +266,13 @@ class FAN(Backbone):
         self.pos_embed = PositionalEncodingFourier(dim=embed_dim)
         self.pos_drop = nn.Dropout(pos_drop_rate)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
+        options = {"proj_drop": proj_drop_rate, "attn_drop": attn_drop_rate, "eta": eta, "norm_layer": norm_layer}
         self.blocks = nn.ModuleList(
-            FANBlock(
-                embed_dim,
-                num_heads,
-                mlp_ratio,
-                qkv_bias,
-                proj_drop_rate,
-                attn_drop_rate,
-                drop_path_rate,
-                eta,
-                norm_layer,
-            )
+            FANBlock(embed_dim, num_heads, mlp_ratio, qkv_bias, drop_path=drop_path_rate, **options)
             for _ in range(depth)
         )
         self.cls_attn_blocks = nn.ModuleList(
-            ClassAttentionBlock(
-                embed_dim,
-                num_heads,
-                mlp_ratio,
-                qkv_bias,
-                proj_drop=proj_drop_rate,
-                attn_drop=attn_drop_rate,
-                norm_layer=norm_layer,
-                eta=eta,
-                tokens_norm=tokens_norm,
-            )
+            ClassAttentionBlock(embed_dim, num_heads, mlp_ratio, qkv_bias, tokens_norm=tokens_norm, **options)
             for _ in range(cls_attn_layers)
         )
         self.norm = norm_layer(embed_dim)
@@ -360,73 +336,31 @@ class FAN(Backbone):
             self.register_parameter("cls_token", None)
 
 
-_VIT = ("fan_tiny_12_p16_224", "fan_small_12_p16_224", "fan_base_18_p16_224", "fan_large_24_p16_224")
-_HYBRID = ("fan_tiny_8_p4_hybrid", "fan_small_12_p4_hybrid", "fan_base_16_p4_hybrid", "fan_large_16_p4_hybrid")
+def _feature_indices(arguments: Mapping[str, Any]) -> int | tuple[int, ...]:
+    """One feature per stride: the stem's stages and the last block; a ViT has one stride, so timm's last three."""
+    return (*range(len(arguments["stem_depths"])), -1) if arguments.get("stem_depths") else 3
+
+
 _ORIGIN: dict[str, Any] = {
-    "paper": "arXiv:2204.12451",
-    "title": "Understanding The Robustness in Vision Transformers",
-    "origin": "https://github.com/NVlabs/FAN",
+    "paper_ids": "arXiv:2204.12451",
+    "paper_name": "Understanding The Robustness in Vision Transformers",
+    "origin_url": "https://github.com/NVlabs/FAN",
     "crop_pct": 1.0,
 }
-default_cfgs = imagenet_cfgs(_VIT, "patch_embed.proj.0.0", **_ORIGIN)
-default_cfgs |= imagenet_cfgs(_HYBRID, "patch_embed.backbone.stem.0", **_ORIGIN)
-
-
-def _create_fan(variant: str, pretrained: bool, kwargs: dict[str, Any], **sizes: Any) -> FAN:
-    arguments = sizes | kwargs
-    stem = arguments.get("stem_depths")
-    # One feature per stride: the stem's stages and the last block; a ViT has one stride, so timm's last three.
-    return build(FAN, variant, pretrained, 3 if stem is None else (*range(len(stem)), -1), arguments)
-
-
-@register_model
-def fan_tiny_12_p16_224(pretrained: bool = False, **kwargs: Any) -> FAN:
-    """FAN-T-ViT, 7.320 M parameters."""
-    return _create_fan("fan_tiny_12_p16_224", pretrained, kwargs, embed_dim=192, depth=12, num_heads=4)
-
-
-@register_model
-def fan_small_12_p16_224(pretrained: bool = False, **kwargs: Any) -> FAN:
-    """FAN-S-ViT, 28.345 M parameters."""
-    return _create_fan("fan_small_12_p16_224", pretrained, kwargs, embed_dim=384, depth=12, num_heads=8)
-
-
-@register_model
-def fan_base_18_p16_224(pretrained: bool = False, **kwargs: Any) -> FAN:
-    """FAN-B-ViT, 54.350 M parameters."""
-    return _create_fan("fan_base_18_p16_224", pretrained, kwargs, embed_dim=448, depth=18, num_heads=8)
-
-
-@register_model
-def fan_large_24_p16_224(pretrained: bool = False, **kwargs: Any) -> FAN:
-    """FAN-L-ViT, 80.574 M parameters."""
-    return _create_fan("fan_large_24_p16_224", pretrained, kwargs, embed_dim=480, depth=24, num_heads=10)
-
-
-def _create_hybrid(variant: str, pretrained: bool, kwargs: dict[str, Any], **sizes: Any) -> FAN:
-    return _create_fan(variant, pretrained, kwargs, **({"stem_depths": (3, 3), "stem_dims": (128, 256)} | sizes))
-
-
-@register_model
-def fan_tiny_8_p4_hybrid(pretrained: bool = False, **kwargs: Any) -> FAN:
-    """FAN-T-Hybrid, 7.467 M parameters."""
-    return _create_hybrid("fan_tiny_8_p4_hybrid", pretrained, kwargs, embed_dim=192, depth=8, num_heads=8)
-
-
-@register_model
-def fan_small_12_p4_hybrid(pretrained: bool = False, **kwargs: Any) -> FAN:
-    """FAN-S-Hybrid, 26.118 M parameters; 10 blocks deep in spite of its published name."""
-    return _create_hybrid("fan_small_12_p4_hybrid", pretrained, kwargs, embed_dim=384, depth=10, num_heads=8)
-
-
-@register_model
-def fan_base_16_p4_hybrid(pretrained: bool = False, **kwargs: Any) -> FAN:
-    """FAN-B-Hybrid, 50.475 M parameters."""
-    return _create_hybrid("fan_base_16_p4_hybrid", pretrained, kwargs, embed_dim=448, depth=16, num_heads=8)
-
-
-@register_model
-def fan_large_16_p4_hybrid(pretrained: bool = False, **kwargs: Any) -> FAN:
-    """FAN-L-Hybrid, 76.855 M parameters; 22 blocks deep in spite of its published name."""
-    sizes: dict[str, Any] = {"embed_dim": 480, "depth": 22, "num_heads": 10, "stem_depths": (3, 5)}
-    return _create_hybrid("fan_large_16_p4_hybrid", pretrained, kwargs, **sizes, head_init_scale=0.001)
+_VIT: dict[str, dict[str, Any]] = {
+    "fan_tiny_12_p16_224": {"embed_dim": 192, "depth": 12, "num_heads": 4},
+    "fan_small_12_p16_224": {"embed_dim": 384, "depth": 12, "num_heads": 8},
+    "fan_base_18_p16_224": {"embed_dim": 448, "depth": 18, "num_heads": 8},
+    "fan_large_24_p16_224": {"embed_dim": 480, "depth": 24, "num_heads": 10},
+}
+_STEM = {"stem_depths": (3, 3), "stem_dims": (128, 256)}
+_DEEPER_STEM = {"stem_depths": (3, 5), "stem_dims": (128, 256)}
+# The published names of the small and the large hybrid do not give their depth.
+_HYBRID: dict[str, dict[str, Any]] = {
+    "fan_tiny_8_p4_hybrid": {"embed_dim": 192, "depth": 8, "num_heads": 8} | _STEM,
+    "fan_small_12_p4_hybrid": {"embed_dim": 384, "depth": 10, "num_heads": 8} | _STEM,
+    "fan_base_16_p4_hybrid": {"embed_dim": 448, "depth": 16, "num_heads": 8} | _STEM,
+    "fan_large_16_p4_hybrid": {"embed_dim": 480, "depth": 22, "num_heads": 10, "head_init_scale": 0.001} | _DEEPER_STEM,
+}
+register_variants(FAN, _VIT, _feature_indices, first_conv="patch_embed.proj.0.0", **_ORIGIN)
+register_variants(FAN, _HYBRID, _feature_indices, first_conv="patch_embed.backbone.stem.0", **_ORIGIN)

@@ -10,25 +10,22 @@ from typing import Any
 
 import torch
 from timm.layers import DropPath, resample_abs_pos_embed, to_2tuple, trunc_normal_
-from timm.models import register_model
 from timm.models.vision_transformer import Attention
 from torch import Tensor, nn
 
+from vitfocus.core.errors import VitfocusError
 from vitfocus.models.base import (
     Backbone,
     Grid,
     PatchEmbed,
     Size,
-    build,
     fit_position,
     heads_divide,
-    imagenet_cfgs,
     increasing,
+    register_variants,
     to_map,
     to_tokens,
 )
-
-from ..core.errors import VitfocusError
 
 __all__ = ["LocalViT"]
 
@@ -46,7 +43,6 @@ class SqueezeExcite(nn.Module):
         self.fc = nn.Sequential(nn.Linear(dim, squeezed), nn.ReLU(), nn.Linear(squeezed, dim), nn.Hardsigmoid())
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scale the channels."""
         return x * self.fc(x.mean(dim=(2, 3)))[:, :, None, None]
 
 
@@ -71,7 +67,6 @@ class LocalFeedForward(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Process the map of patch tokens."""
         return x + self.conv(x)
 
 
@@ -204,63 +199,21 @@ class LocalViT(Backbone):
         self.blocks = self.blocks[: last + 1]
 
 
-default_cfgs = imagenet_cfgs(
-    (
-        "localvit_tiny",
-        "localvit_small",
-        "localvit_tiny_mlp6_act1",
-        "localvit_tiny_mlp4_act3_r4",
-        "localvit_tiny_mlp4_act3_r192",
-        "localvit_small_mlp4_act3_r384",
-    ),
-    first_conv="patch_embed.proj",
-    paper="arXiv:2104.05707",
-    title="LocalViT: Bringing Locality to Vision Transformers",
-    origin="https://github.com/ofsoundof/LocalViT",
-    crop_pct=0.875,
-)
-
-
-def _create_localvit(variant: str, pretrained: bool, kwargs: dict[str, Any], **sizes: Any) -> LocalViT:
-    return build(LocalViT, variant, pretrained, 3, sizes | kwargs)
-
-
-_TINY: dict[str, Any] = {"embed_dim": 192, "num_heads": 4}
+_TINY: dict[str, Any] = {"embed_dim": 192, "num_heads": 4, "se_reduction": 192}
 _SMALL: dict[str, Any] = {"embed_dim": 384, "num_heads": 8, "se_reduction": 384}
-
-
-@register_model
-def localvit_tiny(pretrained: bool = False, **kwargs: Any) -> LocalViT:
-    """LocalViT-T, 5.909 M parameters; published as `localvit_tiny_mlp4_act3_r192`."""
-    return _create_localvit("localvit_tiny", pretrained, kwargs, **_TINY, se_reduction=192)
-
-
-@register_model
-def localvit_small(pretrained: bool = False, **kwargs: Any) -> LocalViT:
-    """LocalViT-S, 22.433 M parameters; published as `localvit_small_mlp4_act3_r384`."""
-    return _create_localvit("localvit_small", pretrained, kwargs, **_SMALL)
-
-
-@register_model
-def localvit_tiny_mlp6_act1(pretrained: bool = False, **kwargs: Any) -> LocalViT:
-    """LocalViT-T with a sixfold MLP, ReLU6 and no squeeze-and-excitation, 7.655 M parameters."""
-    sizes = _TINY | {"mlp_ratio": 6.0, "se_reduction": None, "act_layer": nn.ReLU6}
-    return _create_localvit("localvit_tiny_mlp6_act1", pretrained, kwargs, **sizes)
-
-
-@register_model
-def localvit_tiny_mlp4_act3_r4(pretrained: bool = False, **kwargs: Any) -> LocalViT:
-    """LocalViT-T with a squeeze-and-excitation of reduction 4, 9.376 M parameters."""
-    return _create_localvit("localvit_tiny_mlp4_act3_r4", pretrained, kwargs, **_TINY, se_reduction=4)
-
-
-@register_model
-def localvit_tiny_mlp4_act3_r192(pretrained: bool = False, **kwargs: Any) -> LocalViT:
-    """LocalViT-T, 5.909 M parameters: the published name of `localvit_tiny`."""
-    return _create_localvit("localvit_tiny_mlp4_act3_r192", pretrained, kwargs, **_TINY, se_reduction=192)
-
-
-@register_model
-def localvit_small_mlp4_act3_r384(pretrained: bool = False, **kwargs: Any) -> LocalViT:
-    """LocalViT-S, 22.433 M parameters: the published name of `localvit_small`."""
-    return _create_localvit("localvit_small_mlp4_act3_r384", pretrained, kwargs, **_SMALL)
+register_variants(
+    LocalViT,
+    {
+        "localvit_tiny": _TINY,
+        "localvit_small": _SMALL,
+        "localvit_tiny_mlp6_act1": _TINY | {"mlp_ratio": 6.0, "se_reduction": None, "act_layer": nn.ReLU6},
+        "localvit_tiny_mlp4_act3_r4": _TINY | {"se_reduction": 4},
+        "localvit_tiny_mlp4_act3_r192": _TINY,  # the published name of localvit_tiny
+        "localvit_small_mlp4_act3_r384": _SMALL,  # the published name of localvit_small
+    },
+    out_indices=lambda arguments: 3,
+    first_conv="patch_embed.proj",
+    paper_ids="arXiv:2104.05707",
+    paper_name="LocalViT: Bringing Locality to Vision Transformers",
+    origin_url="https://github.com/ofsoundof/LocalViT",
+)

@@ -10,23 +10,20 @@ from typing import Any
 
 import torch
 from timm.layers import DropPath, Mlp, resample_abs_pos_embed, to_2tuple, trunc_normal_
-from timm.models import register_model
 from torch import Tensor, nn
 
+from vitfocus.core.errors import VitfocusError
 from vitfocus.models.base import (
     Attention,
     Backbone,
     Grid,
     PatchEmbed,
     Size,
-    build,
     fit_position,
-    imagenet_cfgs,
     increasing,
+    register_variants,
     to_map,
 )
-
-from ..core.errors import VitfocusError
 
 __all__ = ["PVT"]
 
@@ -107,6 +104,7 @@ class PVT(Backbone):
         self.depths = tuple(depths)
         self.num_stages = len(self.depths)
         self.feature_info = []
+        drops = (proj_drop_rate, attn_drop_rate)
         rates = iter(increasing(drop_path_rate, sum(depths)))
         self.img_size: Grid = to_2tuple(img_size)
         size, chans = self.img_size, in_chans
@@ -117,16 +115,7 @@ class PVT(Backbone):
             position = nn.Parameter(torch.zeros(1, prefix_tokens + size[0] * size[1], dim))
             trunc_normal_(position, std=0.02)
             blocks = [
-                PVTBlock(
-                    dim,
-                    num_heads[i],
-                    mlp_ratios[i],
-                    sr_ratios[i],
-                    qkv_bias,
-                    proj_drop_rate,
-                    attn_drop_rate,
-                    next(rates),
-                )
+                PVTBlock(dim, num_heads[i], mlp_ratios[i], sr_ratios[i], qkv_bias, *drops, next(rates))
                 for _ in range(depths[i])
             ]
             self.add_module(f"patch_embed{i + 1}", embed)
@@ -174,15 +163,8 @@ class PVT(Backbone):
             x, grid = embed(x if i == 0 else to_map(x, grid))
             if final:
                 x = torch.cat((self.cls_token.expand(x.shape[0], -1, -1), x), dim=1)
-            position = resample_abs_pos_embed(
-                getattr(self, f"pos_embed{i + 1}"),
-                list(grid),
-                list(embed.grid_size),
-                int(final),
-                "bilinear",
-                antialias=False,
-            )
-            x = self.pos_drop(x + position)
+            position, grids = getattr(self, f"pos_embed{i + 1}"), (list(grid), list(embed.grid_size))
+            x = self.pos_drop(x + resample_abs_pos_embed(position, *grids, int(final), "bilinear", antialias=False))
             for block in getattr(self, f"block{i + 1}"):
                 x = self._call(block, x, grid)
             if i in take:
@@ -201,40 +183,17 @@ class PVT(Backbone):
             self.register_parameter("cls_token", None)
 
 
-default_cfgs = imagenet_cfgs(
-    ("pvt_tiny", "pvt_small", "pvt_medium", "pvt_large"),
+register_variants(
+    PVT,
+    {
+        "pvt_tiny": {"depths": (2, 2, 2, 2)},
+        "pvt_small": {"depths": (3, 4, 6, 3)},
+        "pvt_medium": {"depths": (3, 4, 18, 3)},
+        "pvt_large": {"depths": (3, 8, 27, 3)},
+    },
+    out_indices=lambda arguments: tuple(range(len(arguments["depths"]))),
     first_conv="patch_embed1.proj",
-    paper="arXiv:2102.12122",
-    title="Pyramid Vision Transformer",
-    origin="https://github.com/whai362/PVT",
-    crop_pct=0.875,
+    paper_ids="arXiv:2102.12122",
+    paper_name="Pyramid Vision Transformer",
+    origin_url="https://github.com/whai362/PVT",
 )
-
-
-def _create_pvt(variant: str, pretrained: bool, kwargs: dict[str, Any], **sizes: Any) -> PVT:
-    arguments = sizes | kwargs
-    return build(PVT, variant, pretrained, tuple(range(len(arguments["depths"]))), arguments)
-
-
-@register_model
-def pvt_tiny(pretrained: bool = False, **kwargs: Any) -> PVT:
-    """PVT-Tiny, 13.229 M parameters."""
-    return _create_pvt("pvt_tiny", pretrained, kwargs, depths=(2, 2, 2, 2))
-
-
-@register_model
-def pvt_small(pretrained: bool = False, **kwargs: Any) -> PVT:
-    """PVT-Small, 24.486 M parameters."""
-    return _create_pvt("pvt_small", pretrained, kwargs, depths=(3, 4, 6, 3))
-
-
-@register_model
-def pvt_medium(pretrained: bool = False, **kwargs: Any) -> PVT:
-    """PVT-Medium, 44.208 M parameters."""
-    return _create_pvt("pvt_medium", pretrained, kwargs, depths=(3, 4, 18, 3))
-
-
-@register_model
-def pvt_large(pretrained: bool = False, **kwargs: Any) -> PVT:
-    """PVT-Large, 61.369 M parameters."""
-    return _create_pvt("pvt_large", pretrained, kwargs, depths=(3, 8, 27, 3))

@@ -8,31 +8,27 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Collection, Sequence
-from functools import partial
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from timm.layers import DropPath, Mlp, to_2tuple
-from timm.models import register_model
 from torch import Tensor, nn
 
+from vitfocus.core.errors import VitfocusError
 from vitfocus.models.base import (
     Backbone,
     Grid,
     Size,
-    build,
     heads_divide,
-    imagenet_cfgs,
     increasing,
+    register_variants,
     resize_pair_map,
     to_map,
     to_tokens,
 )
-
-from ..core.errors import VitfocusError
 
 __all__ = ["RVT"]
 
@@ -57,7 +53,6 @@ class ConvStem(nn.Module):
         return height, width
 
     def forward(self, x: Tensor) -> tuple[Tensor, Grid]:
-        """Embed the image."""
         x = self.proj(x)
         return to_tokens(x), (x.shape[2], x.shape[3])
 
@@ -246,24 +241,16 @@ class RVT(Backbone):
             )
         self.pos_drop = nn.Dropout(pos_drop_rate)
         rates = iter(increasing(drop_path_rate, sum(depths)))
-        block = partial(
-            RVTBlock, mlp_ratio=mlp_ratio, qkv_bias=qkv_bias, proj_drop=proj_drop_rate, attn_drop=attn_drop_rate
-        )
-        self.transformers: Any = nn.ModuleList(
-            Stage(
-                [
-                    block(
-                        width,
-                        heads[stage],
-                        conv_mlp=width != _PLAIN_MLP_WIDTH if conv_mlp is None else conv_mlp,
-                        drop_path=next(rates),
-                        mask_grid=self.grid_size if stage == 0 and i < masked_blocks else None,
-                    )
-                    for i in range(depths[stage])
-                ]
-            )
-            for stage, width in enumerate(widths)
-        )
+        drops = (proj_drop_rate, attn_drop_rate)
+        self.transformers: Any = nn.ModuleList()
+        for stage, width in enumerate(widths):
+            convolutional = width != _PLAIN_MLP_WIDTH if conv_mlp is None else conv_mlp
+            masks = [self.grid_size if stage == 0 and i < masked_blocks else None for i in range(depths[stage])]
+            blocks = [
+                RVTBlock(width, heads[stage], mlp_ratio, convolutional, qkv_bias, *drops, next(rates), mask)
+                for mask in masks
+            ]
+            self.transformers.append(Stage(blocks))
         self.pools = nn.ModuleList(Pool(before, after) for before, after in pairwise(widths))
         self.norm = nn.LayerNorm(widths[-1], eps=1e-6)
         self.head = nn.Linear(widths[-1], num_classes) if num_classes > 0 else nn.Identity()
@@ -283,15 +270,9 @@ class RVT(Backbone):
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Group parameters by depth, for layer-wise learning rates."""
-        if coarse:
-            blocks: Any = [(r"^transformers\.(\d+)", None), (r"^pools\.(\d+)", (0,)), (r"^norm", (99999,))]
-        else:
-            blocks = [
-                (r"^transformers\.(\d+)\.blocks\.(\d+)", None),
-                (r"^pools\.(\d+)", (99998,)),
-                (r"^norm", (99999,)),
-            ]
-        return {"stem": r"^patch_embed", "blocks": blocks}
+        blocks, pools = (r"", 0) if coarse else (r"\.blocks\.(\d+)", 99998)
+        groups = [(rf"^transformers\.(\d+){blocks}", None), (r"^pools\.(\d+)", (pools,)), (r"^norm", (99999,))]
+        return {"stem": r"^patch_embed", "blocks": groups}
 
     def fit_published(self, state: dict[str, Any]) -> dict[str, Any]:
         """Interpolate position masks made for another square grid."""
@@ -303,18 +284,15 @@ class RVT(Backbone):
                     state[name] = resize_pair_map(value, (side, side), self.grid_size)
         return state
 
-    def _warn_once(self, grid: Grid) -> None:
-        self._warned = True
-        warnings.warn(
-            f"This RVT's position masks were made for {self.grid_size[0]}×{self.grid_size[1]} tokens and are "
-            f"interpolated to {grid[0]}×{grid[1]}: build it with the img_size that you use, or expect to fine-tune.",
-            stacklevel=3,
-        )
-
     def _trunk(self, x: Tensor, take: Collection[int], norm: bool, last: int | None) -> tuple[Tensor, list[Tensor]]:
         x, grid = self.patch_embed(x)
         if self.masked_blocks and not torch.compiler.is_compiling() and not self._warned and grid != self.grid_size:
-            self._warn_once(grid)
+            self._warned = True
+            warnings.warn(
+                f"This RVT's position masks were made for {self.grid_size[0]}×{self.grid_size[1]} tokens and are inter"
+                f"polated to {grid[0]}×{grid[1]}: build it with the img_size that you use, or expect to fine-tune.",
+                stacklevel=2,
+            )
         x = self.pos_drop(x)
         maps: list[Tensor] = []
         index = 0
@@ -348,60 +326,28 @@ class RVT(Backbone):
         return x if pre_logits else self.head(x)
 
 
-default_cfgs = imagenet_cfgs(
-    (f"rvt_{size}{plus}" for size in ("tiny", "small", "base") for plus in ("", "_plus")),
-    first_conv="patch_embed.proj.0",
-    paper="arXiv:2105.07926",
-    title="Towards Robust Vision Transformer",
-    origin="https://github.com/vtddggg/Robust-Vision-Transformer",
-    crop_pct=0.875,
-)
-
-
-def _create_rvt(variant: str, pretrained: bool, kwargs: dict[str, Any], **sizes: Any) -> RVT:
-    arguments = sizes | kwargs
+def _feature_indices(arguments: Mapping[str, Any]) -> int | tuple[int, ...]:
+    """One feature per stage; with a single stage, timm's last three blocks."""
     depths = arguments["depths"]
-    # One feature per stage; with a single stage, timm's last three blocks.
-    out_indices = tuple(end - 1 for end in accumulate(depths)) if len(depths) > 1 else min(3, depths[0])
-    return build(RVT, variant, pretrained, out_indices, arguments)
+    return tuple(end - 1 for end in accumulate(depths)) if len(depths) > 1 else min(3, depths[0])
 
 
 _TINY: dict[str, Any] = {"base_dims": (32, 32), "depths": (10, 2), "heads": (6, 12)}
 _SMALL: dict[str, Any] = {"base_dims": (64,), "depths": (12,), "heads": (6,)}
 _BASE: dict[str, Any] = {"base_dims": (64,), "depths": (12,), "heads": (12,)}
-
-
-@register_model
-def rvt_tiny(pretrained: bool = False, **kwargs: Any) -> RVT:
-    """RVT-Ti, 8.646 M parameters."""
-    return _create_rvt("rvt_tiny", pretrained, kwargs, **_TINY)
-
-
-@register_model
-def rvt_tiny_plus(pretrained: bool = False, **kwargs: Any) -> RVT:
-    """RVT-Ti*, 10.951 M parameters."""
-    return _create_rvt("rvt_tiny_plus", pretrained, kwargs, **_TINY, masked_blocks=10)
-
-
-@register_model
-def rvt_small(pretrained: bool = False, **kwargs: Any) -> RVT:
-    """RVT-S, 22.148 M parameters."""
-    return _create_rvt("rvt_small", pretrained, kwargs, **_SMALL)
-
-
-@register_model
-def rvt_small_plus(pretrained: bool = False, **kwargs: Any) -> RVT:
-    """RVT-S*, 23.301 M parameters."""
-    return _create_rvt("rvt_small_plus", pretrained, kwargs, **_SMALL, masked_blocks=5)
-
-
-@register_model
-def rvt_base(pretrained: bool = False, **kwargs: Any) -> RVT:
-    """RVT-B, 86.224 M parameters."""
-    return _create_rvt("rvt_base", pretrained, kwargs, **_BASE)
-
-
-@register_model
-def rvt_base_plus(pretrained: bool = False, **kwargs: Any) -> RVT:
-    """RVT-B*, 88.529 M parameters (5 masked blocks, as in the published definition)."""
-    return _create_rvt("rvt_base_plus", pretrained, kwargs, **_BASE, masked_blocks=5)
+register_variants(
+    RVT,
+    {
+        "rvt_tiny": _TINY,
+        "rvt_tiny_plus": _TINY | {"masked_blocks": 10},
+        "rvt_small": _SMALL,
+        "rvt_small_plus": _SMALL | {"masked_blocks": 5},
+        "rvt_base": _BASE,
+        "rvt_base_plus": _BASE | {"masked_blocks": 5},  # as in the published definition
+    },
+    _feature_indices,
+    first_conv="patch_embed.proj.0",
+    paper_ids="arXiv:2105.07926",
+    paper_name="Towards Robust Vision Transformer",
+    origin_url="https://github.com/vtddggg/Robust-Vision-Transformer",
+)
