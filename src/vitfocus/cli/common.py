@@ -106,7 +106,9 @@ def model_label(name: str) -> str:
     return run if path.name == "model" else f"{run} ({path.name})"
 
 
-def finish_run(folder: str | Path, models: Mapping[str, nn.Module] | None = None) -> Path | None:
+def finish_run(
+    folder: str | Path, models: Mapping[str, nn.Module] | None = None, gallery: bool | None = None
+) -> Path | None:
     """Write the cards of the given models and the run's report, and print the report's path.
 
     A report that fails does not fail the run, which may have taken days: the error is printed instead.
@@ -117,7 +119,7 @@ def finish_run(folder: str | Path, models: Mapping[str, nn.Module] | None = None
     try:
         if models:
             write_cards(folder, models)
-        written = report(folder)
+        written = report(folder, gallery=gallery)
     except Exception as error:
         print(f"The report could not be written: {error}", file=sys.stderr)
         return None

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
+import re
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +21,15 @@ from vitfocus.cli.common import (
     open_named_model,
     require_positive,
 )
+from vitfocus.core import __version__
 from vitfocus.core.arguments import OnlyWith
 from vitfocus.core.statistics import evenly_spaced
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from vitfocus.anatomy import Anatomy
+    from vitfocus.attention.diagnosis import Diagnosis
 
 
 _IMAGES = 64
@@ -35,10 +39,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument(
         "model",
+        nargs="+",
         metavar="MODEL",
-        help="a timm name, optionally with treatments (name+tap+cb), or a folder of vitfocus, transformers or timm",
+        help="a timm name, optionally with treatments (name+tap+cb), or a folder of vitfocus, transformers or timm; "
+        "several make a gallery in --out, one folder each, and resume if run again",
     )
-    parser.add_argument("--weights", metavar="FILE", help="checkpoint to load (safetensors, or a state_dict)")
+    parser.add_argument(
+        "--weights",
+        metavar="FILE",
+        action="append",
+        help="checkpoint (safetensors, or a state_dict); give it once, or once per model ('none' for a model without)",
+    )
     add_pretrained(parser)
     parser.add_argument(
         "--images",
@@ -56,31 +67,136 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", metavar="DIR", help="folder for diagnosis.json, the table, the figures and report.html"
     )
+    accuracy = parser.add_argument(
+        "--accuracy",
+        action="store_true",
+        help="with --out: also measure the accuracy, for --images with one folder per class",
+    )
+    saved = OnlyWith(lambda args: bool(args.out), "adds to the report, which needs a folder: add --out DIR")
+    only_with(accuracy, saved)
     explore = parser.add_argument(
         "--explore",
         action="store_true",
         help="with --out: add the interactive attention explorer to the report",
     )
-    only_with(explore, OnlyWith(lambda args: bool(args.out), "adds to the report, which needs a folder: add --out DIR"))
+    only_with(explore, saved)
+    explored = parser.add_argument(
+        "--explore-images", metavar="DIR", help="with --explore: folder of the explorer's images (default: --images)"
+    )
+    only_with(explored, OnlyWith(lambda args: args.explore, "is for the attention explorer: add --explore"))
     add_budget(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
+@dataclass(frozen=True)
+class _Request:
+    """One model to diagnose, with its label and the folder of its diagnosis."""
+
+    model: str
+    weights: str | None
+    label: str
+    out: str | None
+
+    def described(self, args: argparse.Namespace, files: list[Path] | None) -> dict[str, Any]:
+        """What the diagnosis depends on, as plain data: an equal one need not be made again."""
+        held = Path(self.model)
+        read = [Path(self.weights)] if self.weights else sorted(held.rglob("*.safetensors")) if held.is_dir() else []
+        given = {name: getattr(args, name) for name in _SETTINGS}
+        images: Any = args.limit if files is None else [_stamp(file) for file in files]
+        return given | {"model": self.model, "weights": [_stamp(f) for f in read], "of": images, "made": __version__}
+
+
+#: The options that a diagnosis depends on; the images are compared file by file.
+_SETTINGS = ("pretrained", "against", "treat", "seed", "accuracy", "explore", "explore_images", "budget")
+_REQUEST = "request.json"
+
+
+def _stamp(file: Path) -> list[Any]:
+    known = file.stat() if file.is_file() else None
+    return [file.name, known.st_size, known.st_mtime_ns] if known else [file.name]
+
+
 def run(args: argparse.Namespace) -> int:
     """Diagnose, print the table, and save everything if --out is given."""
+    from vitfocus.core.errors import VitfocusError
     from vitfocus.core.files import writable_folder
 
     require_positive(args, "limit", "batch_size")
     drawn = _drawn(args)
     args.limit = args.limit or drawn or _IMAGES
     files = None if drawn else image_files(Path(args.images), args.limit)  # before any slow import
+    if args.explore_images:
+        image_files(Path(args.explore_images), 1)
+    requests = _requests(args)
     if args.out:
         writable_folder(args.out)  # before any slow work
     if args.against is not None:
         from vitfocus.corruptions import parse
 
         parse(args.against)
+    if len(requests) == 1:
+        diagnosis = _diagnose(args, requests[0], files)
+        print(diagnosis.to_json() if args.json else diagnosis)
+        return 0
+    from vitfocus.report.gallery import means_table
 
+    found = _diagnose_many(args, requests, files)
+    print(json.dumps([one.to_dict() for one in found], indent=2) if args.json else means_table(found))
+    if failed := len(requests) - len(found):
+        raise VitfocusError(f"{failed} of {len(requests)} models could not be diagnosed, for the reasons above.")
+    return 0
+
+
+def _requests(args: argparse.Namespace) -> list[_Request]:
+    """One request per model; several models have a folder each in --out."""
+    from vitfocus.core.errors import VitfocusError
+
+    weights = [None if file == "none" else file for file in args.weights or ["none"]]
+    if len(weights) not in (1, len(args.model)):
+        raise VitfocusError(
+            f"--weights is given {len(weights)} times for {len(args.model)} models; give it once, or once per model."
+        )
+    requests: list[_Request] = []
+    for model, file in zip(args.model, weights * (len(args.model) if len(weights) == 1 else 1), strict=True):
+        label = model_label(model) + (f"+{args.treat}" if args.treat else "")
+        number = sum(one.label == label or one.label.startswith(f"{label} #") for one in requests)
+        label += f" #{number + 1}" if number else ""
+        own = Path(args.out) / re.sub(r"[^\w.+=(),-]+", "_", label) if args.out and len(args.model) > 1 else args.out
+        requests.append(_Request(model, file, label, str(own) if own else None))
+    return requests
+
+
+def _diagnose_many(args: argparse.Namespace, requests: list[_Request], files: list[Path] | None) -> list[Diagnosis]:
+    """The diagnoses of several models; those in --out that are finished are read, and one that fails is passed over."""
+    from vitfocus.attention.diagnosis import Diagnosis
+    from vitfocus.core.errors import VitfocusError
+    from vitfocus.core.records import read_json, write_json
+
+    found = []
+    for number, request in enumerate(requests):
+        wanted = request.described(args, files)
+        kept = Path(request.out) / _REQUEST if request.out else None
+        _say(f"{request.label} ({number + 1} of {len(requests)})")
+        try:
+            if kept is not None and kept.is_file() and read_json(kept, dict[str, Any]) == wanted:
+                found.append(Diagnosis.load(kept.parent))
+                _say(f"Already in {request.out}.")
+                continue
+            if kept is not None:
+                kept.unlink(missing_ok=True)
+            found.append(_diagnose(args, request, files))
+        except VitfocusError as error:
+            _say(f"{request.label}: {error}")
+            continue
+        if kept is not None:
+            write_json(kept, wanted, indent=1)
+    if args.out and found:
+        finish_run(args.out, gallery=True)
+    return found
+
+
+def _diagnose(args: argparse.Namespace, request: _Request, files: list[Path] | None) -> Diagnosis:
+    """Diagnose one model, and save everything if it has a folder."""
     from vitfocus.anatomy import anatomy
     from vitfocus.attention.diagnosis import diagnose
     from vitfocus.core.environment import usable_device
@@ -88,7 +204,8 @@ def run(args: argparse.Namespace) -> int:
     from vitfocus.treatments.save_load import task_of
 
     device = usable_device(args.device)
-    model = open_named_model(args.model, args.weights, args.treat, pretrained=args.pretrained)
+    fetched = args.pretrained and not (len(args.model) > 1 and Path(request.model).is_dir())
+    model = open_named_model(request.model, request.weights, args.treat, pretrained=fetched)
     model.to(device)
     body = anatomy(model)
     if task_of(model).get("task") == "segment":  # a segmenter takes larger images than its backbone
@@ -96,28 +213,39 @@ def run(args: argparse.Namespace) -> int:
     if body.text is not None and (asked := _questions(args, body)) is not None:
         count, batches = asked
     elif files is None:
-        count = drawn
+        count = args.limit
         _say(f"Using {count} images of the built-in data set Shapes, {_by(body.build_size)}.")
         batches = _shapes(count, args.batch_size, body)
     else:
         count = len(files)
         batches = _photographs(files, args.batch_size, body)
-    name = model_label(args.model) + (f"+{args.treat}" if args.treat else "")
     state = hashlib.sha256()
     stream = _noted(_with_progress(batches, count), state)
-    diagnosis = diagnose(model, stream, args.against, seed=args.seed, name=name)
-    if args.out:
-        written = diagnosis.save(args.out)
-        write_data_source(args.out, "Shapes" if files is None else Path(args.images).name, state.hexdigest())
-        _say(f"Saved {len(written)} files in {args.out}: {', '.join(file.name for file in written)}.")
+    diagnosis = diagnose(model, stream, args.against, seed=args.seed, name=request.label)
+    if request.out:
+        written = diagnosis.save(request.out)
+        write_data_source(request.out, "Shapes" if files is None else Path(args.images).name, state.hexdigest())
+        _say(f"Saved {len(written)} files in {request.out}: {', '.join(file.name for file in written)}.")
+        if args.accuracy:
+            _evaluate(args, request, model)
         if args.explore:
-            _explore(args, {name: model}, files, body)
-        finish_run(args.out, {name: model})
-    if args.json:
-        print(diagnosis.to_json())
-    else:
-        print(diagnosis)
-    return 0
+            _explore(args, request, model, files, body)
+        finish_run(request.out, {request.label: model})
+    return diagnosis
+
+
+def _evaluate(args: argparse.Namespace, request: _Request, model: nn.Module) -> None:
+    """Measure the accuracy on the same images, in a folder inside that of the diagnosis."""
+    from vitfocus.core.errors import VitfocusError
+    from vitfocus.robustness.evaluation import evaluate
+
+    assert request.out is not None
+    data = args.images or f"shapes:{args.limit}"
+    try:
+        scores = evaluate({request.label: model}, "clean", data, limit=args.limit, seed=args.seed, device=args.device)
+        scores.save(Path(request.out) / "evaluation")
+    except VitfocusError as error:  # the diagnosis itself has succeeded
+        _say(f"The accuracy was not measured: {error}")
 
 
 def _drawn(args: argparse.Namespace) -> int:
@@ -154,13 +282,17 @@ def _photographs(files: list[Path], batch_size: int, body: Anatomy) -> Iterator[
     return (batch.pixels for batch in Batches(list(files), body, batch_size))
 
 
-def _explore(args: argparse.Namespace, models: dict[str, Any], files: list[Path] | None, body: Anatomy) -> None:
+def _explore(
+    args: argparse.Namespace, request: _Request, model: nn.Module, files: list[Path] | None, body: Anatomy
+) -> None:
     """Save the explorer's data for a few images."""
     import torch
 
     from vitfocus.core.errors import VitfocusError
     from vitfocus.report.explorer import IMAGES, explorer_data, write_explorer
 
+    assert request.out is not None
+    files = image_files(Path(args.explore_images), IMAGES) if args.explore_images else files
     count = min(IMAGES, args.limit if files is None else len(files))
     if files is None:
         images, names = next(_shapes(count, count, body)), None
@@ -169,11 +301,11 @@ def _explore(args: argparse.Namespace, models: dict[str, Any], files: list[Path]
         images, names = torch.cat(list(_photographs(few, count, body))), [file.name for file in few]
     against = args.against or "gaussian_noise/3"
     try:
-        data = explorer_data(models, images, against, names=names, budget=args.budget, seed=args.seed)
+        data = explorer_data({request.label: model}, images, against, names=names, budget=args.budget, seed=args.seed)
     except VitfocusError as error:  # the diagnosis itself has succeeded and gets its report
         _say(f"The report has no explorer: {error}")
         return
-    write_explorer(args.out, data)
+    write_explorer(request.out, data)
 
 
 def _questions(args: argparse.Namespace, body: Anatomy) -> tuple[int, Iterator[Any]] | None:

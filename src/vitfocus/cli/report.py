@@ -36,6 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out", metavar="FILE", help="output file (default: RUN/report.html; for several runs: report.html)"
     )
     parser.add_argument("--title", help="title of the page (default: the names of the models)")
+    parser.add_argument(
+        "--gallery",
+        action=argparse.BooleanOptionalAction,
+        help="one sortable table with a row per model (default: for three or more models that were only diagnosed)",
+    )
     explorer = parser.add_argument_group("attention explorer")
     explorer.add_argument(
         "--explore", action="store_true", help="load the trained models and add the interactive attention explorer"
@@ -68,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     if args.limit < 1:
         raise VitfocusError(f"--limit must be at least 1, but is {args.limit}.")
     data = _explore(args) if args.explore else None
-    written = report(*args.runs, out=args.out, title=args.title, explorer=data)
+    written = report(*args.runs, out=args.out, title=args.title, explorer=data, gallery=args.gallery)
     if args.json:
         print(json.dumps(written.to_dict(), indent=2))
     else:

@@ -13,6 +13,7 @@ from vitfocus.core.arguments import checked
 from vitfocus.core.errors import VitfocusError
 from vitfocus.report.comparison import Difference, Estimate, MetricRow, compare_models, find_tests
 from vitfocus.report.explorer import add_explorer, load_explorer
+from vitfocus.report.gallery import add_gallery, is_gallery
 from vitfocus.report.page import Page
 from vitfocus.report.runs import ReportModel, collect_models
 from vitfocus.report.sections.attention import add_attention
@@ -76,11 +77,13 @@ def report(
     title: str | None = None,
     about: str = "",
     explorer: Any = None,
+    gallery: bool | None = None,
 ) -> WrittenReport:
     """Write one self-contained page about run folders of train, evaluate and diagnose.
 
     The contents of all folders are collected model by model. The first model is the baseline that the others are
-    compared with.
+    compared with. Three or more models that were only diagnosed make a gallery instead: one sortable table with a row
+    per model.
 
     Args:
         *runs: Run folders, or folders of run folders.
@@ -88,6 +91,8 @@ def report(
         title: The page's heading. Default: the models' names.
         about: An introductory paragraph.
         explorer: The result of `explorer_data` for these models. Default: explorer data saved in the folders, if any.
+        gallery: Whether to write a gallery. Default: if there are three or more models, each was diagnosed, and none
+            was trained in these folders.
 
     Returns:
         The page's path and size, and the metrics it shows.
@@ -109,8 +114,12 @@ def report(
     target = Path(out) if out is not None else (Path(runs[0]) if len(runs) == 1 else Path()) / REPORT
     if target.is_dir() or str(out).endswith("/"):
         target = target / REPORT
-    page, rows = build_page(models, title, about)
-    data = explorer if explorer is not None else load_explorer(models)
+    if is_gallery(models) if gallery is None else gallery:
+        page, rows = build_gallery(models, target, title, about)
+        data = explorer
+    else:
+        page, rows = build_page(models, title, about)
+        data = explorer if explorer is not None else load_explorer(models)
     if data is not None:
         add_explorer(page, data, target)
     page.write(target)
@@ -124,10 +133,7 @@ def build_page(
     names = [model.name for model in models]
     if title is None:
         title = " and ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
-    stamp = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    page = Page(title, f"Written by vitfocus {__version__} on {stamp}.")
-    if about:
-        page.text(about)
+    page = _new_page(title, about)
     colours = {name: index % _COLOURS for index, name in enumerate(names)}
     tests = find_tests(models)
     rows = compare_models(models, tests)
@@ -140,3 +146,24 @@ def build_page(
     add_training(page, models, colours)
     add_provenance(page, models, tests)
     return page, rows
+
+
+def build_gallery(
+    models: Sequence[ReportModel], target: Path, title: str | None = None, about: str = ""
+) -> tuple[Page, list[MetricRow]]:
+    """The gallery that will be written to `target`, and the metrics of its models."""
+    if not any(model.diagnoses for model in models):
+        raise VitfocusError("A gallery shows diagnoses, and these folders hold none: run vitfocus diagnose first.")
+    tests = find_tests(models)
+    page = _new_page(title if title is not None else "Where vision transformers look", about)
+    add_gallery(page, models, target)
+    add_provenance(page, models, tests)
+    return page, compare_models(models, tests)
+
+
+def _new_page(title: str, about: str) -> Page:
+    stamp = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    page = Page(title, f"Written by vitfocus {__version__} on {stamp}.")
+    if about:
+        page.text(about)
+    return page

@@ -37,8 +37,8 @@ def text(x: float, y: float, words: str, anchor: str = "start", kind: str = "ink
     return element("text", escape(words), x=x, y=y, text_anchor=anchor, kind=kind, **more)
 
 
-def drawing(width: float, height: float, parts: Sequence[str], title: str) -> str:
-    """The whole figure; screen readers announce the title."""
+def drawing(width: float, height: float, parts: Sequence[str], title: str, enlarged: float = 1.35) -> str:
+    """The whole figure, at most `enlarged` times as large as given; screen readers announce the title."""
     head = element("title", escape(title))
     return element(
         "svg",
@@ -47,7 +47,7 @@ def drawing(width: float, height: float, parts: Sequence[str], title: str) -> st
         viewBox=f"0 0 {_short(width)} {_short(height)}",
         role="img",
         kind="chart",
-        style=f"max-width:{_short(width * 1.35)}px",
+        style=f"max-width:{_short(width * enlarged)}px",
     )
 
 

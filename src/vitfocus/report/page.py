@@ -29,6 +29,22 @@ class Cell:
     value: Any = None
 
 
+@dataclass(frozen=True)
+class Drawn(Cell):
+    """A cell with a figure (SVG text) above what it shows."""
+
+    svg: str = ""
+
+
+@dataclass(frozen=True)
+class Linked:
+    """A cell that names something, says a little about it, and links to pages as (words, address)."""
+
+    name: str
+    about: str = ""
+    links: tuple[tuple[str, str], ...] = ()
+
+
 @cache
 def static(name: str) -> str:
     """The text of a file in `static/`."""
@@ -90,25 +106,29 @@ class Page:
         rows: Sequence[Sequence[Any]],
         folded: bool = False,
         saved: Sequence[Sequence[Any]] | None = None,
+        sortable: bool = False,
     ) -> None:
         """A table that can be saved as CSV under that name; None is an empty cell; `folded` collapses it at first.
 
         Empty columns are left out. `saved` are the rows of the CSV file, headings first, if it holds more than the
-        table shows.
+        table shows. The rows of a `sortable` table can be sorted by each of its columns.
         """
         filled = [i for i in range(len(headings)) if not i or any(row[i] is not None for row in rows)]
         headings, rows = [headings[i] for i in filled], [[row[i] for i in filled] for row in rows]
         numeric = [any(isinstance(row[i], Cell | int | float) for row in rows) for i in range(len(headings))]
         head = "".join(
-            f'<th scope="col"{_NUMBER * n}>{_breakable(heading)}</th>'
+            f'<th scope="col"{_NUMBER * n}>{(_SORT if sortable else "{}").format(_breakable(heading))}</th>'
             for heading, n in zip(headings, numeric, strict=True)
         )
+        order = "".join(f'<option value="{i}">{escape(heading)}</option>' for i, heading in enumerate(headings))
+        sorting = f'<label class="sorting">Sort by <select>{order}</select></label>' if sortable else ""
+        kinds = " stack" * (sortable or len(headings) <= _STACKED) + " sortable" * sortable
         body = "".join(
             "<tr>" + "".join(_cell(*one) for one in zip(row, numeric, headings, strict=True)) + "</tr>" for row in rows
         )
         content = f' data-csv="{escape(json.dumps(saved), quote=True)}"' if saved is not None else ""
         table = (
-            f'<div class="block"><div class="wide{" stack" * (len(headings) <= _STACKED)}" tabindex="0" role="region" '
+            f'<div class="block">{sorting}<div class="wide{kinds}" tabindex="0" role="region" '
             f'aria-label="{escape(name, quote=True)}">'
             f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
             f'<button type="button" class="save" data-save="csv" data-name="{_file(name)}"{content}>'
@@ -178,6 +198,7 @@ def _figure(name: str, svg: str, caption: str) -> str:
 
 
 _NUMBER = ' class="n"'
+_SORT = '<button type="button" class="sort">{}</button>'
 #: On a phone, tables of at most this many columns have one number below the other; wider ones are scrolled.
 _STACKED = 8
 
@@ -188,7 +209,13 @@ def _cell(cell: Any, numeric: bool, heading: str) -> str:
         return "<td></td>"
     if isinstance(cell, Cell):
         value = "" if cell.value is None else f' data-value="{escape(str(cell.value), quote=True)}"'
-        return f"<td{kind}{value}>{escape(minus(cell.shown))}</td>"
+        return f"<td{kind}{value}>{cell.svg if isinstance(cell, Drawn) else ''}{escape(minus(cell.shown))}</td>"
+    if isinstance(cell, Linked):
+        links = " ".join(f'<a href="{escape(where, quote=True)}">{escape(words)}</a>' for words, where in cell.links)
+        return (
+            f'<td{kind} data-value="{escape(cell.name, quote=True)}"><b>{_breakable(cell.name)}</b>'
+            f"<small>{escape(cell.about)}</small>{links}</td>"
+        )
     return f"<td{kind}>{f'{cell:g}' if isinstance(cell, float) else _breakable(str(cell))}</td>"
 
 

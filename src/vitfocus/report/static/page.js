@@ -46,6 +46,24 @@
   window.addEventListener("resize", showScrolling);
   showScrolling();
 
+  // Tables that can be sorted: by a click on a heading, or by the list above the table where headings do not fit.
+  for (const box of document.querySelectorAll(".sortable")) {
+    const table = box.querySelector("table"), body = table.tBodies[0], heads = [...table.tHead.rows[0].cells];
+    const list = box.parentElement.querySelector(".sorting select");
+    const valueOf = (row, i) => { const cell = row.cells[i], text = cell.dataset.value ?? cell.textContent; return text === "" ? null : Number.isNaN(Number(text)) ? text : Number(text); };
+    function sort(i, down) {
+      const order = (a, b) => (typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b), "en", { numeric: true }));
+      const rows = [...body.rows].map((row) => [row, valueOf(row, i)]);
+      rows.sort(([, a], [, b]) => (a === null ? (b === null ? 0 : 1) : b === null ? -1 : (down ? -1 : 1) * order(a, b)));  // what is not known comes last
+      body.append(...rows.map(([row]) => row));
+      heads.forEach((head, j) => (j === i ? head.setAttribute("aria-sort", down ? "descending" : "ascending") : head.removeAttribute("aria-sort")));
+      list.value = String(i);
+    }
+    const numbers = (i) => [...body.rows].some((row) => typeof valueOf(row, i) === "number");
+    heads.forEach((head, i) => head.querySelector("button").addEventListener("click", () => sort(i, head.getAttribute("aria-sort") ? head.getAttribute("aria-sort") === "ascending" : numbers(i))));
+    list.addEventListener("change", () => sort(Number(list.value), numbers(Number(list.value))));
+  }
+
   function save(name, type, content) {
     const link = document.createElement("a");
     link.href = URL.createObjectURL(new Blob([content], { type }));
