@@ -3,6 +3,7 @@
     python studies/cifar100/tiers.py plan                                  # the runs and comparisons
     python studies/cifar100/tiers.py run --data DIR --tier 1 [--limit 4]   # unfinished runs, seed by seed
     python studies/cifar100/tiers.py table                                 # the analysis of what is finished
+    python studies/cifar100/tiers.py report                                # the same with tables and figures, on a page
 
 A run is one process: it trains by its group's recipe, measures the final model on the test images and writes
 results/long/GROUP/ARM/seedK.json. An interrupted run resumes from its checkpoint in --work. DIR holds CIFAR-100; the
@@ -24,7 +25,7 @@ HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "long"
 sys.path[:0] = [] if str(HERE) in sys.path else [str(HERE)]
 
-from reporting.intervals import holm, quantile, within  # noqa: E402
+from reporting.intervals import additive, holm, quantile, within  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class LongRun:
     keys: tuple[str, ...] = ()
     recipe: str = "cifar100"
     weights: str = ""
+    as_long_as: str = ""  # the arm whose training time this one gets
+    readings_only: bool = False
 
     @property
     def place(self) -> str:
@@ -62,19 +65,37 @@ def planned_runs(plan: Mapping[str, Any], tier: int | None = None) -> Iterator[L
         if tier is not None and entry["tier"] != tier:
             continue
         group = plan["groups"][entry["group"]]
-        same = {"recipe": group.get("recipe", "cifar100"), "weights": group.get("weights", "")}
+        same = {key: group[key] for key in ("recipe", "weights", "readings_only") if key in group}
         for seed in entry["seeds"]:
             for arm, treatments in entry["arms"].items():
                 spec = "+".join(filter(None, [group["base"], treatments]))
                 keys = (*group["keys"], *entry.get("arm_keys", {}).get(arm, ()))
-                yield LongRun(entry["tier"], entry["group"], arm, spec, seed, keys, **same)
+                longer = entry.get("as_long_as", {}).get(arm, "")
+                yield LongRun(entry["tier"], entry["group"], arm, spec, seed, keys, as_long_as=longer, **same)
 
 
-def overrides(run: LongRun, data: Path, work: Path) -> list[str]:
+def matched_epochs(run: LongRun, found: Mapping[tuple[str, str, int], Mapping[str, Any]]) -> int:
+    """The epochs in which plain takes as long as the arm `run.as_long_as` did, over the seeds that both have."""
+    seeds = _seeds(found, run.group, "plain") & _seeds(found, run.group, run.as_long_as)
+    if not seeds:
+        sys.exit(
+            f"{run.place} is trained for as long as {run.as_long_as}: finish a seed of that arm and of plain first."
+        )
+    taken = {
+        arm: sum(found[run.group, arm, seed]["seconds_of_training"] for seed in seeds)
+        for arm in ("plain", run.as_long_as)
+    }
+    epochs = found[run.group, "plain", min(seeds)]["epochs"]
+    return round(epochs * taken[run.as_long_as] / taken["plain"])
+
+
+def overrides(run: LongRun, data: Path, work: Path, results: Path = RESULTS) -> list[str]:
     """The keys of a run over its recipe."""
     import mosaics
 
     keys = [f"spec={run.spec}", f"seed={run.seed}", "checkpoint_minutes=1", "keep=1"]
+    if run.as_long_as:
+        keys.append(f"epochs={matched_epochs(run, finished(results))}")
     if run.weights:
         keys.append(f"model.weights={data.parent / run.weights}")
     if run.recipe == "camvid":
@@ -91,7 +112,7 @@ def carry_out(run: LongRun, data: Path, work: Path, results: Path = RESULTS) -> 
     from vitfocus.core.files import write_text
     from vitfocus.train import load_recipe, train
 
-    recipe = load_recipe(run.recipe, overrides(run, data, work))
+    recipe = load_recipe(run.recipe, overrides(run, data, work, results))
     folder = work / run.place
     trained = train(recipe, folder, resume="auto")
     if not trained["finished"]:
@@ -108,7 +129,7 @@ def carry_out(run: LongRun, data: Path, work: Path, results: Path = RESULTS) -> 
         "recipe": recipe_record(recipe),
         "curve": [{"epoch": row["epoch"], score: 100 * row[score]} for row in rows if row["kind"] == "eval"],
         "attention": [
-            {key: row[key] for key in ("epoch", "entropy_share", "overfocus")}
+            {key: row[key] for key in ("epoch", "layer", "entropy_share", "overfocus")}
             for row in rows
             if row["kind"] == "attention"
         ],
@@ -144,6 +165,11 @@ def measured(run: LongRun, model: Any, recipe: Any, data: Path) -> dict[str, Any
         }
         return {**found, "kept": 100 * corrupted["miou_corrupted"] / clean["miou"]}
     test: Any = open_images(recipe.data, "val")
+    if run.readings_only:
+        return {
+            "clean": clean_accuracy(model, test.pixels, test.labels),
+            "reading": measure.reading(model, test.pixels[:1_000].to(default_device())),
+        }
     if recipe.data.enlarge:
         some, their = evenly(test.pixels, test.labels, 2_500)
         found = {
@@ -182,25 +208,6 @@ def value_of(result: Mapping[str, Any], metric: str) -> float:
     return float(value)
 
 
-def additive_difference(arms: Mapping[str, Sequence[float]], base: str, arm: str) -> tuple[float, float, int]:
-    """The difference of an arm to the base in the model arm + seed: estimate, standard error, degrees of freedom.
-
-    >>> effect, error, freedom = additive_difference({"plain": [1.0, 2.0, 3.0], "cb": [2.0, 3.1, 3.9]}, "plain", "cb")
-    >>> round(effect, 6), round(error, 4), freedom
-    (1.0, 0.0577, 2)
-    """
-    columns = [list(values) for values in arms.values()]
-    count, number = len(columns[0]), len(columns)
-    means = {name: sum(values) / count for name, values in arms.items()}
-    seeds = [sum(column[i] for column in columns) / number for i in range(count)]
-    whole = sum(seeds) / count
-    squares = sum(
-        (value - means[name] - seeds[i] + whole) ** 2 for name, values in arms.items() for i, value in enumerate(values)
-    )
-    freedom = (number - 1) * (count - 1)
-    return means[arm] - means[base], (2 / count * squares / freedom) ** 0.5, freedom
-
-
 def analyse(plan: Mapping[str, Any], found: Mapping[tuple[str, str, int], Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Every comparison that has at least two common seeds: difference, intervals, p-value, and what may be said."""
     rows = []
@@ -212,7 +219,8 @@ def analyse(plan: Mapping[str, Any], found: Mapping[tuple[str, str, int], Mappin
             continue
         names = {a for g, a, _ in found if g == group and set(seeds) <= _seeds(found, group, a)} | {"plain", arm}
         arms = {name: [value_of(found[group, name, seed], metric) for seed in seeds] for name in sorted(names)}
-        effect, error, freedom = additive_difference(arms, "plain", arm)
+        effects, error, freedom = additive(arms, "plain")
+        effect = effects[arm]
         p_value = 1.0 if error == 0 == effect else 0.0 if error == 0 else 1 - within(abs(effect) / error, freedom)
         wide, narrow = quantile(freedom) * error, quantile(freedom, 0.90) * error
         rows.append(
@@ -256,7 +264,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 def main() -> None:
     """Parse the command line and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("plan", "run", "table", "one"))
+    parser.add_argument("command", choices=("plan", "run", "table", "report", "one"))
     parser.add_argument("place", nargs="?", help="of `one`: GROUP/ARM/seedK, in this process")
     parser.add_argument("--data", type=Path, default=Path("data/cifar100"))
     parser.add_argument("--work", type=Path, default=Path("runs/cifar100-long"))
@@ -272,6 +280,10 @@ def main() -> None:
             print(f"tier {run.tier}  {run.place:<28}{'' if run in missing else 'finished  '}{run.spec}")
     elif args.command == "table":
         print(table(analyse(plan, finished())))
+    elif args.command == "report":
+        from reporting.long import write_report
+
+        print(write_report(RESULTS, runs, finished(), analyse(plan, finished())))
     elif args.command == "one":
         named = [run for run in planned_runs(plan) if run.place == args.place]
         if not named:

@@ -14,6 +14,8 @@ STUDY = Path(__file__).parents[2] / "studies" / "cifar100"
 sys.path.insert(0, str(STUDY))
 
 import tiers  # noqa: E402
+from reporting import intervals, long  # noqa: E402
+from reporting.intervals import additive  # noqa: E402
 
 
 def result(group: str, arm: str, seed: int, accuracy: float, kept: float = 80.0) -> dict[str, object]:
@@ -39,24 +41,25 @@ def test_every_comparison_names_a_planned_arm_and_every_spec_can_be_read() -> No
     arms = {(run.group, run.arm) for run in runs}
     assert {(one["group"], one["arm"]) for one in plan["comparisons"]} <= arms
     assert {(group, "plain") for group, _ in arms} <= arms
-    assert all(bool(split_spec(run.spec)[1]) == (run.arm != "plain") for run in runs)
+    assert all(bool(split_spec(run.spec)[1]) == (not run.arm.startswith("plain")) for run in runs)
 
 
 def test_examples() -> None:
     assert doctest.testmod(tiers).failed == 0
+    assert doctest.testmod(intervals, optionflags=doctest.ELLIPSIS).failed == 0
 
 
 def test_the_additive_model_is_least_squares() -> None:
     draw = np.random.default_rng(1)
     arms = {name: draw.normal(70, 1, 4).tolist() for name in ("plain", "a", "b")}
-    effect, error, freedom = tiers.additive_difference(arms, "plain", "a")
+    effects, error, freedom = additive(arms, "plain")
     names = list(arms)
     design = np.array([[1, i == 1, i == 2, j == 1, j == 2, j == 3] for i in range(3) for j in range(4)], float)
     values = np.array([arms[name][j] for name in names for j in range(4)])
     solution, residual, *_ = np.linalg.lstsq(design, values, rcond=None)
     variance = residual[0] / (len(values) - design.shape[1])
     assert freedom == len(values) - design.shape[1]
-    assert effect == pytest.approx(solution[1])
+    assert effects["a"] == pytest.approx(solution[1])
     assert error == pytest.approx(np.sqrt(variance * np.linalg.inv(design.T @ design)[1, 1]))
 
 
@@ -79,11 +82,18 @@ def test_every_planned_run_has_a_recipe(tmp_path: Path, monkeypatch: pytest.Monk
     from vitfocus.train import load_recipe
 
     monkeypatch.setattr(mosaics, "data_keys", lambda data, work: ["source=arrays", f"root={data}"])
+    found = {
+        ("vit-s", arm, 0): {"seconds_of_training": s, "epochs": 200} for arm, s in (("plain", 400), ("tap-adl", 500))
+    }
+    monkeypatch.setattr(tiers, "finished", lambda results: found)
     recipes = {
         run.place: load_recipe(run.recipe, tiers.overrides(run, tmp_path / "cifar100", tmp_path / "work"))
         for run in tiers.planned_runs(tiers.read_plan())
     }
     assert recipes["vit-s/plain/seed3"].schedule.epochs == 200 and recipes["vit-s/plain/seed3"].engine.seed == 3
+    assert recipes["vit-s/plain-longer/seed1"].schedule.epochs == 250  # 200 epochs, and a quarter more time
+    steep = recipes["collapse/qknorm/seed1"]
+    assert (steep.optimiser.name, steep.optimiser.lr, steep.schedule.epochs) == ("adamw", 1e-3, 100)
     tuned = recipes["fine-tune/adl/seed0"]
     assert tuned.schedule.epochs == 10 and tuned.loss.adl_warmup_epochs == 3 and tuned.data.enlarge == 224
     assert tuned.model.weights == str(tmp_path / "deit_tiny_patch16_224.safetensors")
@@ -100,7 +110,7 @@ def test_one_run_leaves_one_result(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     keys += ["warmup_epochs=0", "evaluate_every=1", *(f"model.arguments.{key}" for key in small)]
     real = tiers.overrides
     monkeypatch.setattr(mosaics, "data_keys", lambda data, work: [])
-    monkeypatch.setattr(tiers, "overrides", lambda run, data, work: [*real(run, data, work), *keys])
+    monkeypatch.setattr(tiers, "overrides", lambda *given: [*real(*given), *keys])
     measured = {"clean": {"accuracy": 50.0}, "corruption": {"mean_error": 60.0}}
     monkeypatch.setattr(measure, "measure", lambda model, images, labels, **options: measured)
     run = tiers.LongRun(1, "vit-s", "cb-upper", "deit_tiny_patch16_224+cb", 0)
@@ -109,3 +119,23 @@ def test_one_run_leaves_one_result(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert written["kept"] == 80.0 and written["curve"] and len(written["attention"][0]["overfocus"]) == 2
     assert written["seed"] == 0 and written["spec"].endswith("+cb")
     assert list(tiers.finished(tmp_path / "results")) == [("vit-s", "cb-upper", 0)]
+
+
+def test_the_report_shows_what_is_finished(tmp_path: Path) -> None:
+    plan = tiers.read_plan()
+    runs = list(tiers.planned_runs(plan))
+    found = results({"plain": 0.0, "tap-adl": 2.0}, noise=0.1, seeds=2)
+    for (_, arm, seed), one in found.items():
+        one |= {"seconds_of_training": 400.0, "curve": [{"epoch": e, "top1": e / 4 + seed} for e in (100, 200)]}
+        one["attention"] = [{"epoch": 0, "layer": [0, 1, 2], "entropy_share": [0.9] * 3, "overfocus": [0.1] * 3}]
+        one["curve"][-1]["top1"] += 3.0 * (arm == "tap-adl")
+    rows = one["attention"] + [{"epoch": 50, "layer": [0, 1, 2], "entropy_share": [0.2] * 3, "overfocus": [0.8] * 3}]
+    failed = {**one, "group": "collapse", "arm": "plain", "attention": rows}
+    path = long.write_report(tmp_path, runs, {**found, ("collapse", "plain", 0): failed}, tiers.analyse(plan, found))
+    text = path.read_text()
+    assert "ViT-S/4 on CIFAR-100: 4 of 30" in text and "collapse: " not in text
+    assert "| failed |" in text and "| 50 |" in text
+    assert "DeiT-Ti fine-tuned" in text and "fine-tune-training" not in text
+    gains = (tmp_path / "vit-s-training.svg").read_text()
+    assert "Gain over plain" in gains and ">3<" in gains.replace(".0<", "<")
+    assert (tmp_path / "collapse-attention.svg").is_file()

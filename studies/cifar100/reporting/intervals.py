@@ -107,27 +107,38 @@ def holm(p_values: Sequence[float], level: float = 1 - LEVEL) -> list[bool]:
     return rejected
 
 
-def pooled(arms: Mapping[str, Sequence[float]], base: str) -> dict[str, Estimate]:
-    """Each arm's difference to `base` in the additive model arm + seed, whose residual variance all arms share.
+def additive(arms: Mapping[str, Sequence[float]], base: str) -> tuple[dict[str, float], float, int]:
+    """The additive model arm + seed: each arm's difference to `base`, their standard error, the degrees of freedom.
 
     Every arm has the same seeds in the same order, at least two. With a arms and n seeds there are (a - 1)(n - 1)
-    degrees of freedom, against n - 1 for one pair of arms. The estimates carry no values of their own.
+    degrees of freedom, against n - 1 for one pair of arms; all arms share the residual variance.
 
-    >>> pooled({"plain": [1.0, 2.0, 3.0], "cb": [2.0, 3.0, 4.0], "tap": [0.9, 2.1, 3.0]}, "plain")["cb"]
-    Estimate(values=(), mean=1.0, interval=(0.869..., 1.130...))
+    >>> effects, error, freedom = additive({"plain": [1.0, 2.0, 3.0], "cb": [2.0, 3.1, 3.9]}, "plain")
+    >>> round(effects["cb"], 6), round(error, 4), freedom
+    (1.0, 0.0577, 2)
     """
     columns = [list(values) for values in arms.values()]
     count = len(columns[0])
     if count < 2 or len(columns) < 2 or any(len(column) != count for column in columns):
-        raise ValueError("the pooled model needs at least two arms with the same two or more seeds")
+        raise ValueError("the additive model needs at least two arms with the same two or more seeds")
     means = {arm: fmean(values) for arm, values in arms.items()}
     seeds = [fmean(column[i] for column in columns) for i in range(count)]
     whole = fmean(seeds)
     residuals = [v - means[arm] - seeds[i] + whole for arm, values in arms.items() for i, v in enumerate(values)]
     freedom = (len(columns) - 1) * (count - 1)
-    half = quantile(freedom) * math.sqrt(2 / count * sum(r * r for r in residuals) / freedom)
-    apart = {arm: mean - means[base] for arm, mean in means.items() if arm != base}
-    return {arm: Estimate((), mean, (mean - half, mean + half)) for arm, mean in apart.items()}
+    error = math.sqrt(2 / count * sum(r * r for r in residuals) / freedom)
+    return {arm: mean - means[base] for arm, mean in means.items() if arm != base}, error, freedom
+
+
+def pooled(arms: Mapping[str, Sequence[float]], base: str) -> dict[str, Estimate]:
+    """Each arm's difference to `base` with its interval in the `additive` model. The estimates carry no values.
+
+    >>> pooled({"plain": [1.0, 2.0, 3.0], "cb": [2.0, 3.0, 4.0], "tap": [0.9, 2.1, 3.0]}, "plain")["cb"]
+    Estimate(values=(), mean=1.0, interval=(0.869..., 1.130...))
+    """
+    effects, error, freedom = additive(arms, base)
+    half = quantile(freedom) * error
+    return {arm: Estimate((), mean, (mean - half, mean + half)) for arm, mean in effects.items()}
 
 
 def power(effect: float, spread: float, count: int) -> float:
