@@ -18,12 +18,13 @@ from PIL import Image
 import vitfocus as vf
 from vitfocus.cli import main
 from vitfocus.core.errors import VitfocusError
+from vitfocus.data.classification.dataset import open_images
 from vitfocus.recipes import Recipe
 from vitfocus.reproduce import SCALES, Item, Row, item_names, load_item
 from vitfocus.reproduce.figures import FIGURES
-from vitfocus.reproduce.items import MEASURES, model_setups
+from vitfocus.reproduce.items import MEASURES, model_setups, protocol_facts
 from vitfocus.reproduce.results import Measurement, _from_diagnosis, count, count_parameters_of, softmax_surface
-from vitfocus.reproduce.run import counted_on, reproduce
+from vitfocus.reproduce.run import counted_on, reproduce, suite_options
 from vitfocus.reproduce.runs import DIAGNOSED, DataFolders, PlannedRun, plan_row, validation_batches
 from vitfocus.train.recipe import difference, load_recipe, refuse_foreign, shipped_recipes
 from vitfocus.train.run import train
@@ -62,6 +63,32 @@ def test_every_item_of_both_papers_is_there_and_complete() -> None:
         stated = {name for row in item.rows for name in row.paper}
         assert stated <= set(item.measures), f"{item.name} quotes what it does not measure: {stated}"
         assert stated or any("no numbers" in note or "neither its numbers" in note for note in item.notes)
+
+
+def test_every_item_says_what_is_exact_assumed_and_different(capsys: pytest.CaptureFixture[str]) -> None:
+    items = [item for item in map(load_item, item_names()) if not item.parts]
+    assert all(item.protocol["exact"] for item in items)
+    for fact in protocol_facts():
+        assert any(fact.holds_for(item) for item in items), f"no item has {fact}"
+        assert bool(fact.option) == bool(fact.tried)
+        if fact.option:  # each value to try is one that the suite takes
+            suite_options([f"{fact.option}={value}" for value in fact.tried])
+    assumed = {item.name: " ".join(item.protocol["assumed"]) for item in items}
+    expected = {
+        "cb/table8": ("FGSM's ε is 1/255", "Zero means black", "Λ starts at 0"),
+        "cb/table9": ("255 photons",),
+        "tap/figure5": ("severity 3",),
+        "cb/table11": ("counted through all stages",),
+    }
+    for name, texts in expected.items():
+        assert all(text in assumed[name] for text in texts)
+    assert main(["reproduce", "tap/table4", "--list"]) == 0
+    listed = capsys.readouterr().out
+    assert "cb/table8" not in listed and "16 corruptions" in listed
+    assert listed.index("exactly the paper's") < listed.index("assumed") < listed.index("ACDC's val")
+    assert main(["reproduce", "--list", "--json"]) == 0
+    found = {one["item"]: one["protocol"] for one in json.loads(capsys.readouterr().out)["items"]}
+    assert found["cb/table8"] == load_item("cb/table8").protocol
 
 
 def test_every_row_resolves_at_every_scale_it_has(tmp_path: Path) -> None:
@@ -375,9 +402,41 @@ def test_rows_are_measured_with_weights_that_people_have(tmp_path: Path) -> None
         reproduce("cb/table8", out=tmp_path / "b", overrides=TINY, rows=[1], weights=[f"1={treated.folder}"])
 
 
+def test_unstated_values_are_calibrated_with_given_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every candidate is measured on the same images; options are what the table measures, and no longer assumed."""
+    given = ["reproduce", "cb/table8", *TINY, "--images", "12", "--out", str(tmp_path)]
+    assert main([*given, "--rows", "1", "--option", "fgsm.eps=2", "--json"]) == 0
+    whole = json.loads(capsys.readouterr().out)
+    assert not any("FGSM's ε" in note for note in whole["notes"]) and any("black" in note for note in whole["notes"])
+    weights = ["--weights", f"1={whole['rows'][0]['run']}", "--calibrate"]
+    assert main([*given, *weights, "--option", "fgsm.eps=0,2", "--json"]) == 0
+    trials = json.loads(capsys.readouterr().out)
+    assert [(one["option"], one["value"]) for one in trials] == [
+        *(("occlusion.fill", fill) for fill in ("black", "mean")),
+        *(("fgsm.eps", eps) for eps in (0, 2)),
+    ]
+    clean = vf.evaluate(vf.load(Path(whole["rows"][0]["run"]) / "model"), "clean", shapes_of(12), progress=False)
+    assert trials[2]["ours"]["number"] == pytest.approx(clean["top1"]), "an epsilon of 0 attacks nothing"
+    assert trials[3]["ours"]["number"] == whole["rows"][0]["measures"]["fgsm"]["ours"]
+    assert trials[3]["off"] == pytest.approx(trials[3]["ours"]["number"] - 27.2)
+    assert main([*given, *weights]) == 0
+    assert "is closest" in capsys.readouterr().out
+    assert main([*given, "--calibrate"]) == 2 and "give --weights ROW=FILE" in capsys.readouterr().err
+
+
+def shapes_of(count: int) -> torch.utils.data.TensorDataset:
+    images = open_images(load_recipe("shapes_quick", [f"val_length={count}"]).data, "val")
+    return torch.utils.data.TensorDataset(images.pixels, images.labels)
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
+        (["cb/table5", "--calibrate"], "no value to calibrate"),
+        (["cb/table8", "--calibrate", "--count"], "--calibrate"),
+        (["cb/table8", "--option", "fgsm.eps=1,2"], "the table shows one"),
+        (["tap/figure5", "--option", "diagnosis.severity=6"], "from 1 to 5"),
+        (["cb/table8", "--option", "diagnosis.severity=2"], "does not measure that suite"),
         (["cb/table8", "--weights", "9=x.pth"], "--weights 9=x.pth"),
         (["cb/table8", "--weights", "1=/nowhere.pth"], "There are no weights /nowhere.pth"),
         (["cb/table8", "--pretrained"], "use --scale imagenet"),

@@ -143,6 +143,34 @@ def test_occlusion_hides_exactly_what_it_says() -> None:
     assert torch.equal(drop_patches(images[1:], 98, torch.tensor([5]), seed=1), dropped[1:])
 
 
+@pytest.mark.parametrize("fill", ["black", "mean"])
+def test_occlusion_equals_one_written_in_numpy(fill: str, tmp_path: Path) -> None:
+    """A trained-like model, files on disk: zero as a pixel, or zero after normalisation (up to 8 bits)."""
+    model, _ = build("deit_distilled")  # 1,000 classes at 64 pixels, whose mean differs from channel to channel
+    model.eval()
+    images = pictures(8, 64)
+    with torch.no_grad():
+        mean, std = MEAN.double(), STD.double()
+        x = (torch.from_numpy(images).permute(0, 3, 1, 2) / 255 - mean) / std
+        x[:, :, 16:48, 16:48] = 0 if fill == "mean" else -mean / std
+        expected = model(x.float())
+    labels = expected.argmax(1)
+    labels[::2] = (labels[::2] + 1) % expected.shape[1]  # half of them wrong
+    data = [(torch.from_numpy(images).permute(0, 3, 1, 2), labels)]
+    scores = evaluate(model, "occlusion", data, sizes=[112], drops=[98], fill=fill, progress=False, device="cpu")
+    assert scores["centre/112"]["top1"] == 50
+    hidden = occlude_centre(data[0][0], 112, fill=(124, 116, 104) if fill == "mean" else (0,))
+    with torch.no_grad():
+        got = model(((hidden / 255 - mean) / std).float())
+    torch.testing.assert_close(got, expected, atol=0.05, rtol=0.05)
+    dropped = drop_patches(data[0][0], 98, torch.arange(8), fill=(124, 116, 104))
+    hit = (dropped == torch.tensor([124, 116, 104], dtype=torch.uint8).view(3, 1, 1)).all(1)
+    same = (dropped == data[0][0]).all(1)
+    assert (hit | same).all() and 0.4 < float(hit.float().mean()) < 0.6
+    with pytest.raises(VitfocusError, match="did you mean 'mean'"):
+        evaluate(model, "occlusion", data, fill="means", progress=False)
+
+
 def test_the_occlusion_suite_is_a_curve() -> None:
     model = Blobs(10, size=28)
     images = pictures(12, 28)

@@ -10,6 +10,7 @@ import pytest
 import timm
 import torch
 from helpers.processes import run_in_two_processes
+from scipy import ndimage
 from torch import Tensor, nn
 
 import vitfocus as vf
@@ -61,6 +62,31 @@ def test_noise_suite_equals_a_naive_count() -> None:
     assert low < shot["miou"] < high and shot["miou"] == pytest.approx(np.mean(expected), abs=1e-4)
     assert "miou_interval" not in scores["blur/1"] and scores.images == 6
     assert "mIoU" in str(scores.table()) and scores.to_dict()["fingerprint"]["data"]["images"] == 6
+
+
+@pytest.mark.parametrize("photons", [255, 60])
+def test_noises_have_the_laws_of_independent_code(photons: int) -> None:
+    """Each grey level's mean and variance against NumPy's generators, and the blur against SciPy's."""
+    levels = torch.tensor([0, 20, 90, 128, 200], dtype=torch.uint8)
+    images = levels.view(-1, 1, 1, 1).expand(-1, 3, 120, 120).contiguous()
+    random = np.random.default_rng(1)
+    shot = add_noise(images, "shot", seed=4, photons=photons).double()
+    for level, got in zip(levels.tolist(), shot, strict=True):
+        counted = random.poisson(level / 255 * photons, 200_000) / photons
+        expected = np.floor(np.clip(counted, 0, 1) * 255 + 1e-9)
+        assert float(got.mean()) == pytest.approx(expected.mean(), abs=0.6), level
+        assert float(got.std()) == pytest.approx(expected.std(), rel=0.03, abs=1e-6), level
+    for sigma in (5, 10):
+        noisy = add_noise(images[1:], f"gaussian/{sigma}", seed=4).double()
+        for level, got in zip(levels[1:].tolist(), noisy, strict=True):
+            expected = np.clip(np.round(level + sigma * random.standard_normal(200_000)), 0, 255)
+            assert float(got.mean()) == pytest.approx(expected.mean(), abs=0.2)
+            assert float(got.std()) == pytest.approx(expected.std(), rel=0.03)
+    pictures, _ = next(iter(torch.utils.data.DataLoader(Shapes("val", length=2, size=48, task="segment"), 2)))
+    for sigma in (1, 2):
+        blurred = add_noise(pictures, f"blur/{sigma}").double().numpy()
+        expected = ndimage.gaussian_filter(pictures.double().numpy(), (0, 0, sigma, sigma), mode="nearest", truncate=4)
+        assert np.abs(blurred - expected).max() <= 0.51  # rounded to a level
 
 
 def test_two_models_and_bad_input() -> None:

@@ -117,6 +117,49 @@ def test_baselines_count_what_the_paper_counts() -> None:
     assert counts["kernel"] == pytest.approx(50.736, abs=1e-3)
 
 
+def window_sums(image: Tensor, size: int, kernel: Tensor) -> Tensor:
+    """Each place's sum over its window of zero-padded neighbours times a kernel (out, in, size, size), tap by tap."""
+    radius, (height, width) = size // 2, image.shape[-2:]
+    padded = torch.zeros(*image.shape[:2], height + 2 * radius, width + 2 * radius)
+    padded[..., radius : radius + height, radius : radius + width] = image
+    taps = [
+        torch.einsum("oc,bchw->bohw", kernel[:, :, i, j], padded[..., i : i + height, j : j + width])
+        for i in range(size)
+        for j in range(size)
+    ]
+    return torch.stack(taps).sum(0)
+
+
+@pytest.mark.parametrize("mode", ["average3", "average5", "conv3", "conv5", "kernel"])
+def test_every_form_equals_a_vit_written_out(mode: str) -> None:
+    """The baselines of Table 1 in each block of a rectangular ViT: pooled before attention, not on the shortcut."""
+    model, images = build("vit_rect")
+    vf.treat_(model, f"tap(mode={mode})")
+    with torch.no_grad():
+        treated = model(images)
+        x = model._pos_embed(model.patch_embed(images))
+        for block in model.blocks:
+            image = x[:, 1:].transpose(1, 2).reshape(2, -1, 4, 6)
+            channels, mean = image.shape[1], torch.eye(image.shape[1])[..., None, None]
+            if mode == "kernel":
+                weights = block.dilation_predictor.proj(image).softmax(1)
+                sizes = [2 * branch + 1 for branch in range(4)]
+                boxes = [window_sums(image, s, mean.expand(-1, -1, s, s) / s**2) for s in sizes]
+                pooled = sum(weights[:, [branch]] * box for branch, box in enumerate(boxes))
+            else:
+                size = int(mode[-1])
+                learned = block.local_pooling.conv.weight if "conv" in mode else None
+                kernel = mean.expand(-1, -1, size, size) / size**2 if learned is None else learned
+                assert kernel.shape == (channels, channels, size, size)
+                pooled = window_sums(image, size, kernel)
+            tokens = torch.cat([x[:, :1], pooled.flatten(2).transpose(1, 2)], 1)
+            normed = F.layer_norm(tokens, tokens.shape[-1:], block.norm1.weight, block.norm1.bias, block.norm1.eps)
+            x = x + block.attn(normed)
+            x = x + block.mlp(block.norm2(x))
+        expected = model.forward_head(model.norm(x))
+    torch.testing.assert_close(treated, expected, atol=1e-5, rtol=1e-4)
+
+
 def test_fixed_average_counts_padding() -> None:
     model, images = build("vit_rect")
     vf.treat_(model, "tap(mode=average5)")

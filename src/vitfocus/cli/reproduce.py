@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import textwrap
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("item", nargs="?", help="table or figure, such as cb/table4a; without it, list them")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="values to change in the recipe of every row")
-    parser.add_argument("--list", action="store_true", help="list every table and figure of both papers")
+    parser.add_argument(
+        "--list",
+        action="store_true",
+        help="list every table and figure, or the one named, and how its protocol compares",
+    )
     parser.add_argument("--scale", default="smoke", help="smoke, cifar100 or imagenet (default: smoke)")
     parser.add_argument(
         "--data",
@@ -58,6 +64,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SUITE.NAME=VALUE",
         help="option of an evaluation suite, such as fgsm.eps=2 or cityscapes-c.types=all; may be repeated",
     )
+    calibrate = parser.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="measure rows of --weights or --pretrained with each candidate of values that the paper does not state",
+    )
+    alone = "goes with none of --count, --plan, --train and --submit"
+    only_with(calibrate, OnlyWith(lambda args: not (args.count or args.plan or args.train or args.submit), alone))
     parser.add_argument(
         "--plan", action="store_true", help="print the runs and measurements as commands with their dependencies"
     )
@@ -90,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
             "The table or figure is missing (such as cb/table4a); `vitfocus reproduce --list` lists them."
         )
     if args.list or args.item is None:
-        return _list(args.json)
+        return _list(args.json, args.item)
     from vitfocus.core.environment import is_main_process
     from vitfocus.reproduce.run import Stopped, plan_item, reproduce, train_planned
 
@@ -99,6 +112,8 @@ def run(args: argparse.Namespace) -> int:
     chosen = {name: getattr(args, name) for name in ("data", "out", "overrides", "rows", "weights", "pretrained")}
     if args.plan or args.submit:
         return _plan(args, chosen)
+    if args.calibrate:
+        return _calibrate(args, chosen)
     try:
         if args.train:
             train_planned(args.train, plan_item(args.item, args.scale, **chosen))
@@ -147,6 +162,18 @@ def _plan(args: argparse.Namespace, chosen: dict[str, Any]) -> int:
     return 0
 
 
+def _calibrate(args: argparse.Namespace, chosen: dict[str, Any]) -> int:
+    """Print what each candidate of an unstated value gives."""
+    from vitfocus.core.environment import is_main_process
+    from vitfocus.reproduce.run import calibrate, calibration_text
+
+    trials = calibrate(args.item, args.scale, images=args.images, options=args.option, **chosen)
+    if is_main_process():
+        as_data = [{**asdict(one), "off": one.off, "agrees": one.agrees} for one in trials]
+        print(json.dumps(as_data, indent=1, ensure_ascii=False) if args.json else calibration_text(trials))
+    return 0
+
+
 def _setting(text: str) -> tuple[str, int | str]:
     key, equals, value = text.partition("=")
     if not (equals and key):
@@ -163,10 +190,16 @@ def _numbers(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 1,3") from None
 
 
-def _list(as_json: bool) -> int:
+_KINDS = {"exact": "exactly the paper's:", "assumed": "assumed, not stated:", "differs": "different:"}
+
+
+def _list(as_json: bool, name: str | None = None) -> int:
+    """Print the items, or one, each with what is exactly the paper's protocol, what is assumed, and what differs."""
+    from vitfocus.core.tables import bullet, terminal_width
     from vitfocus.reproduce.items import PAPERS, SCALES, item_names, load_item
 
-    items = [load_item(name) for name in item_names()]
+    named = [] if name is None else [name, *load_item(name).parts]
+    items = [load_item(one) for one in item_names() if not named or one in named]
     if as_json:
         listed = [
             {
@@ -176,18 +209,25 @@ def _list(as_json: bool) -> int:
                 "data": item.data,
                 "rows": [row.label for row in item.rows],
                 "parts": list(item.parts),
+                "protocol": item.protocol,
             }
             for item in items
         ]
         print(json.dumps({"items": listed, "scales": SCALES}, indent=1, ensure_ascii=False))
         return 0
-    width = max(len(item.name) for item in items)
+    width, wide = max(len(item.name) for item in items), terminal_width()
     for paper, title in PAPERS.items():
-        print(title)
-        for item in items:
-            if item.name.startswith(f"{paper}/"):
-                parts = f" ({' and '.join(part.partition('/')[2] for part in item.parts)})" if item.parts else ""
-                print(f"  {item.name:<{width}}  {item.title}{parts}")
+        found = [item for item in items if item.name.startswith(f"{paper}/")]
+        if found:
+            print(title)
+        for item in found:
+            parts = f" ({' and '.join(part.partition('/')[2] for part in item.parts)})" if item.parts else ""
+            print(f"  {item.name:<{width}}  {item.title}{parts}")
+            for kind, texts in item.protocol.items():
+                if texts:
+                    print(f"      {_KINDS[kind]}")
+                for text in texts:
+                    print(textwrap.indent(bullet(text, wide and wide - 6), " " * 6))
     print("Scales")
     for scale, about in SCALES.items():
         print(f"  {scale:<{width}}  {about}")

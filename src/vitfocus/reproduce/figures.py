@@ -68,7 +68,9 @@ def _where(result: ItemResult) -> str:
 
 def _by_depth(kind: str) -> Drawing:
     def drawing(result: ItemResult, images: int | None) -> Figure:
-        return plot({one.row.label: diagnosis_of(one.run, images) for one in _trained(result) if one.run}, kind)
+        return plot(
+            {one.row.label: diagnosis_of(one.run, images, result.severity) for one in _trained(result) if one.run}, kind
+        )
 
     return drawing
 
@@ -166,7 +168,7 @@ def _pictures(result: ItemResult, count: int = 1) -> tuple[torch.Tensor, torch.T
     run = _trained(result)[0].run
     assert run is not None
     clean = validation_images(run, count)
-    return clean, corrupt(clean, "gaussian_noise", severity=3, flavour="any")
+    return clean, corrupt(clean, "gaussian_noise", severity=result.severity, flavour="any")
 
 
 def _models(result: ItemResult) -> dict[str, Any]:

@@ -11,8 +11,9 @@ import dataclasses
 import functools
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from importlib import resources
 from typing import Any
 
@@ -62,6 +63,9 @@ class Item:
     measures: tuple[str, ...] = ()
     figures: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    exact: tuple[str, ...] = ()  # of its protocol at ImageNet scale, beside what protocols.toml says
+    assumed: tuple[str, ...] = ()
+    differs: tuple[str, ...] = ()
     count_on: str = ""  # the model whose FLOPs the paper counts, if not the row's
     parts: tuple[str, ...] = ()  # the items that this one consists of
     rows: tuple[Row, ...] = ()
@@ -73,12 +77,59 @@ class Item:
         kind, number = re.fullmatch(r"([a-z]+)(.+)", place).groups()  # type: ignore[union-attr]
         return f"{ {'cb': 'CB', 'tap': 'TAP & ADL'}[paper] }, {kind.capitalize()} {number}"
 
+    @property
+    def facts(self) -> list[Fact]:
+        """What protocols.toml says that holds for this item."""
+        return [fact for fact in protocol_facts() if fact.holds_for(self)]
+
+    @property
+    def protocol(self) -> dict[str, list[str]]:
+        """What is exactly the paper's protocol at ImageNet scale, what is assumed, and what differs.
+
+        >>> load_item("cb/table8").protocol["assumed"][-1]
+        "FGSM's ε is 1/255 of the pixels' range (--option fgsm.eps)."
+        """
+        return {kind: [*getattr(self, kind), *self.stated(kind)] for kind in ("exact", "assumed", "differs")}
+
+    def stated(self, kind: str, scale: str = "imagenet", given: Collection[str] = ()) -> list[str]:
+        """The shared facts of a kind; at another scale those about training do not hold, nor do options `given`."""
+        facts = [fact for fact in self.facts if (scale == "imagenet" or not fact.models) and fact.option not in given]
+        return [
+            f"{text[:-1]} (--option {fact.option})." if kind == "assumed" and fact.option else text
+            for fact in facts
+            if (text := getattr(fact, kind))
+        ]
+
     def baseline(self, row: Row) -> Row | None:
         """The untreated row that a treated row is compared with: the nearest above with the same model and changes."""
         if not row.treat:
             return None
         above = self.rows[: self.rows.index(row)]
         return next((r for r in reversed(above) if not r.treat and (r.model, r.set) == (row.model, row.set)), None)
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A statement about the protocols of all items that it holds for; see protocols.toml."""
+
+    models: tuple[str, ...] = ()
+    treats: str = ""  # a pattern of the rows' treatments
+    measures: tuple[str, ...] = ()
+    exact: str = ""
+    assumed: str = ""
+    differs: str = ""
+    option: str = ""  # SUITE.NAME of an assumed value that an evaluation can vary
+    tried: tuple[Any, ...] = ()
+
+    def holds_for(self, item: Item) -> bool:
+        """Whether the item has such a row, and such a measure."""
+
+        def one_of(name: str, patterns: tuple[str, ...]) -> bool:
+            return not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
+
+        built = [row for row in item.rows if row.model and model_setups()[row.model]["imagenet"].recipe]
+        rows = any(one_of(row.model, self.models) and re.search(self.treats, row.treat) for row in built)
+        return rows and any(one_of(measure, self.measures) for measure in item.measures)
 
 
 @dataclass(frozen=True)
@@ -138,6 +189,13 @@ def model_setups() -> dict[str, dict[str, ModelSetup]]:
     }
 
 
+@functools.cache
+def protocol_facts() -> tuple[Fact, ...]:
+    """The contents of protocols.toml."""
+    text = (resources.files("vitfocus") / "reproduce" / "protocols.toml").read_text(encoding="utf-8")
+    return tuple(_record(Fact, one, f"protocols.toml, fact {n}") for n, one in enumerate(tomllib.loads(text)["facts"]))
+
+
 def _record(kind: type[Any], tree: Mapping[str, Any], where: str) -> Any:
     known = [entry.name for entry in dataclasses.fields(kind)]
     for key in tree:
@@ -185,7 +243,7 @@ class Suite:
     """
 
     suite: str
-    path: tuple[str, ...]
+    path: tuple[str, ...]  # "{eps}" is the value of this option
     data: str = ""
     generated: bool = False
     folder_option: str = ""  # the suite's option that takes the folder, if it is not the data
@@ -313,13 +371,13 @@ MEASURES: dict[str, Measure] = {
         "centre occluded",
         "suite",
         suites=dict.fromkeys(
-            _ALL, Suite("occlusion", ("cells", "centre/112", "top1"), options={"sizes": [112], "drops": []})
+            _ALL, Suite("occlusion", ("cells", "centre/{sizes}", "top1"), options={"sizes": [112], "drops": []})
         ),
     ),
     "fgsm": Measure(
         "FGSM",
         "suite",
-        suites=dict.fromkeys(_ALL, Suite("fgsm", ("cells", "fgsm/1", "top1"), options={"eps": [1]})),
+        suites=dict.fromkeys(_ALL, Suite("fgsm", ("cells", "fgsm/{eps}", "top1"), options={"eps": [1]})),
     ),
     **{
         f"noise_{short}": Measure(

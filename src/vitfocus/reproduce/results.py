@@ -31,6 +31,7 @@ from vitfocus.data.vqa.dataset import splits_in
 from vitfocus.reproduce.items import MEASURES, Item, Measure, Printed, Row, Suite
 from vitfocus.reproduce.runs import (
     CLASSES,
+    SEVERITY,
     DataFolders,
     PlannedRun,
     describe_data,
@@ -107,6 +108,7 @@ class ItemResult:
     missing: list[str] = field(default_factory=list)
     changed: tuple[str, ...] = ()
     limit: int | None = None  # of the images in evaluations and diagnoses
+    severity: int = SEVERITY  # of the noise in diagnoses and figures
 
     def table(self) -> Table:
         """One line per number: the paper's, ours, and the difference of each from its untreated row."""
@@ -140,11 +142,17 @@ class ItemResult:
         return "\n".join([title, table, *(f"- {note}" for note in self.all_notes())])
 
     def all_notes(self) -> list[str]:
-        """The item's notes, what was changed, and what was not measured."""
+        """The item's notes, what is assumed and differs from the paper, what was changed, and what was not measured."""
+        given = [text.partition("=")[0] for text in self.changed]
+        kinds = ("assumed", "differs") if self.scale == "imagenet" else ("assumed",)
+        notes = list(self.item.notes)
+        for kind in kinds:
+            texts = (*getattr(self.item, kind), *self.item.stated(kind, self.scale, given))
+            notes += [f"{kind.capitalize()}: {text}" for text in texts]
         changed = [f"The recipes were changed: {' '.join(self.changed)}."] if self.changed else []
         if self.limit is not None:
             changed.append(f"Evaluations and diagnoses of trained models used at most {counted(self.limit, 'image')}.")
-        return [*self.item.notes, *changed, *dict.fromkeys(self.missing)]
+        return [*notes, *changed, *dict.fromkeys(self.missing)]
 
     def _changes(self, outcome: RowResult, name: str) -> tuple[str, str]:
         plain = self.item.baseline(outcome.row)
@@ -170,6 +178,7 @@ class ItemResult:
             "changed": list(self.changed),
             "rows": [self._row(outcome) for outcome in self.rows],
             "figures": [str(path) for path in self.figures],
+            "protocol": self.item.protocol,
             "notes": self.all_notes(),
         }
 
@@ -243,6 +252,11 @@ class Measuring:
     limit: int | None = None
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
+    @property
+    def severity(self) -> int:
+        """Of the noise under which attention is compared."""
+        return int(self.options.get("diagnosis", {}).get("severity", SEVERITY))
+
 
 def measure(name: str, run: PlannedRun, results: Mapping[str, Any], how: Measuring) -> Measurement | NotMeasured:
     """A number of a run's model."""
@@ -257,7 +271,7 @@ def measure(name: str, run: PlannedRun, results: Mapping[str, Any], how: Measuri
     if column.source == "curve":
         return _from_curve(column, training_metrics(run))
     if column.source == "diagnosis":
-        return _from_diagnosis(column, diagnosis_of(run, how.limit))
+        return _from_diagnosis(column, diagnosis_of(run, how.limit, how.severity))
     if column.source == "suite":
         suite = column.suites.get(run.scale)
         if suite is None:
@@ -367,11 +381,13 @@ def _from_suite(measure: Measure, suite: Suite, run: PlannedRun, how: Measuring)
         return NotMeasured(f"{measure.title} needs its images: --data {suite.data}=DIR")
     scores = _scores(suite, run, folder, how)
     found: Any = next(iter(scores.models.values()))
-    for step in suite.path:
+    single = {key: f"{value[0]:g}" for key, value in _options(suite, folder, how).items() if key in ("eps", "sizes")}
+    path = [step.format(**single) for step in suite.path]
+    for step in path:
         if not isinstance(found, Mapping) or step not in found:
-            return NotMeasured(f"the suite {suite.suite} gave no {' '.join(suite.path)}")
+            return NotMeasured(f"the suite {suite.suite} gave no {' '.join(path)}")
         holder, found = found, found[step]
-    low, high = holder.get(f"{suite.path[-1]}_interval", (None, None))
+    low, high = holder.get(f"{path[-1]}_interval", (None, None))
     interval = None if low is None or high is None else (high - low) / 2
     title = suite.title
     if suite.suite == "answers":

@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vitfocus.core.arguments import checked
+from vitfocus.core.arguments import checked, whole
 from vitfocus.core.environment import is_main_process
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.files import lock_folder
+from vitfocus.core.tables import Table
 from vitfocus.reproduce.figures import draw
 from vitfocus.reproduce.items import MEASURES, SCALES, Item, Row, load_item
 from vitfocus.reproduce.results import (
@@ -24,10 +25,21 @@ from vitfocus.reproduce.results import (
     RowResult,
     count,
     measure,
+    printed_text,
     submissions,
+    value_text,
 )
-from vitfocus.reproduce.runs import PRETRAINED, DataFolders, PlannedRun, plan_row, why_not_pretrained, with_weights
+from vitfocus.reproduce.runs import (
+    PRETRAINED,
+    SEVERITY,
+    DataFolders,
+    PlannedRun,
+    plan_row,
+    why_not_pretrained,
+    with_weights,
+)
 from vitfocus.robustness.suites import SUITES
+from vitfocus.robustness.suites.options import Option
 from vitfocus.train.recipe import full_key, why_unused
 from vitfocus.train.run import train
 
@@ -83,8 +95,10 @@ def reproduce(
     for one in planned:
         item = one.item
         limit = images if trains(item) else None
-        outcome = ItemResult(item, scale, one.folders, changed=(*overrides, *options), limit=limit)
         how = Measuring(one.folders, images, changed)
+        outcome = ItemResult(
+            item, scale, one.folders, changed=(*overrides, *options), limit=limit, severity=how.severity
+        )
         where = Path(out) / scale / "items" / item.name.replace("/", "-")
         writes = not count_only and is_main_process()
         with lock_folder(where) if writes else nullcontext():
@@ -156,6 +170,10 @@ def plan_item(
     return planned
 
 
+_SEVERITY = Option("severity", int, False, SEVERITY, "a severity of the noise, 1 to 5")
+_OPTIONS = {"diagnosis": [_SEVERITY], **{name: suite.option_list for name, suite in SUITES.items()}}
+
+
 def suite_options(given: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Options of suites by suite, from "SUITE.NAME=VALUE"; several values are separated by commas.
 
@@ -166,9 +184,9 @@ def suite_options(given: Sequence[str]) -> dict[str, dict[str, Any]]:
     for text in given:
         key, equals, value = text.partition("=")
         suite, _, name = key.partition(".")
-        if not (equals and name) or suite not in SUITES:
-            raise VitfocusError(f"--option {text} is not SUITE.NAME=VALUE: {nearest(suite, SUITES)}")
-        known = {option.name: option for option in SUITES[suite].option_list}
+        if not (equals and name) or suite not in _OPTIONS:
+            raise VitfocusError(f"--option {text} is not SUITE.NAME=VALUE: {nearest(suite, _OPTIONS)}")
+        known = {option.name: option for option in _OPTIONS[suite]}
         if name not in known:
             raise VitfocusError(f"The suite {suite} has no option {name!r}: {nearest(name, known)}")
         option = known[name]
@@ -177,6 +195,8 @@ def suite_options(given: Sequence[str]) -> dict[str, dict[str, Any]]:
             values = tuple(kind(word) for word in value.split(",")) if option.several else kind(value)
         except (TypeError, ValueError):
             raise VitfocusError(f"--option {text}: {name} takes {option.help}, not {value!r}.") from None
+        if option is _SEVERITY:
+            whole("diagnosis.severity", values, 1, 5)
         found.setdefault(suite, {})[name] = values
     return found
 
@@ -184,9 +204,108 @@ def suite_options(given: Sequence[str]) -> dict[str, dict[str, Any]]:
 def _refuse_unmeasured(options: Mapping[str, Any], planned: Sequence[PlannedItem]) -> None:
     measures = [MEASURES[name] for one in planned for name in one.item.measures]
     used = {suite.suite for measure in measures for suite in measure.suites.values()}
-    for suite in options:
+    used |= {"diagnosis"} if any(measure.key == "stability" for measure in measures) else set()
+    for suite, given in options.items():
         if suite not in used:
             raise VitfocusError(f"--option {suite}: {planned[0].item.name} does not measure that suite.")
+        for name in ("eps", "sizes"):
+            if len(given.get(name, ())) > 1:
+                raise VitfocusError(f"--option {suite}.{name} has several values, and the table shows one: choose it.")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A row measured with one value of an option that the paper does not state."""
+
+    row: str
+    measure: str
+    option: str
+    value: Any
+    ours: Measurement | NotMeasured
+    paper: Any
+
+    @property
+    def off(self) -> float | None:
+        """How far our number is from the paper's; None without one."""
+        printed = self.paper[0] if isinstance(self.paper, tuple) else self.paper
+        return self.ours.number - printed if isinstance(self.ours, Measurement) and printed is not None else None
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the paper's number lies in our interval."""
+        wide = self.ours.interval if isinstance(self.ours, Measurement) else None
+        return self.off is not None and abs(self.off) <= (wide or 0.0) + 0.05  # papers round to 0.1
+
+
+@checked
+def calibrate(
+    name: str,
+    scale: str = "imagenet",
+    *,
+    data: Sequence[str | Path] | str | Path = (),
+    out: str | Path = "runs/reproduce",
+    overrides: Sequence[str] = (),
+    rows: Sequence[int] = (),
+    images: int | None = None,
+    weights: Sequence[str] = (),
+    pretrained: bool = False,
+    options: Sequence[str] = (),
+) -> list[Trial]:
+    """Measure rows whose weights are known with each candidate of what the paper does not state.
+
+    The arguments are those of `reproduce`. `options` replaces the candidates of protocols.toml:
+    "fgsm.eps=1.5,2.5" tries these two.
+
+    Returns:
+        One trial per row, measure and value.
+
+    Raises:
+        VitfocusError: If the item has no such value, or no row has weights.
+    """
+    given = suite_options(options)
+    planned = plan_item(name, scale, data, out, overrides, rows, False, weights, pretrained)
+    facts = {fact.option: fact for one in planned for fact in one.item.facts if fact.option}
+    if not facts:
+        raise VitfocusError(f"{name} has no value to calibrate: every evaluation of it is stated or has no option.")
+    known = [(one, row, run) for one in planned for row in one.rows if (run := one.runs[row.label]) and run.weights]
+    if not known:
+        raise VitfocusError(
+            "--calibrate measures rows whose weights are known: give --weights ROW=FILE or --pretrained."
+        )
+    trials = []
+    for one, row, run in known:
+        for option, fact in facts.items():
+            suite, _, key = option.partition(".")
+            several = isinstance(next(o for o in _OPTIONS[suite] if o.name == key).default, tuple)
+            asked = given.get(suite, {}).get(key, fact.tried)
+            for measured in set(one.item.measures) & set(fact.measures):
+                for value in asked if isinstance(asked, tuple) else (asked,):
+                    _say(f"{one.item.name}, {row.label}: {option}={value}")
+                    how = Measuring(one.folders, images, {suite: {key: (value,) if several else value}})
+                    found = measure(measured, run, {}, how)
+                    trials.append(Trial(row.label, measured, option, value, found, row.paper.get(measured)))
+    return trials
+
+
+def calibration_text(trials: Sequence[Trial]) -> str:
+    """The trials as a table, and for each measure the value that comes closest to the paper's number."""
+    lines, advice = [], []
+    for one in trials:
+        ours = value_text(one.measure, one.ours) if isinstance(one.ours, Measurement) else one.ours.why
+        off = "" if one.off is None else f"{one.off:+.{MEASURES[one.measure].digits}f}"
+        heading = MEASURES[one.measure].heading
+        lines.append([one.row, heading, f"{one.option}={one.value}", ours, printed_text(one.paper), off])
+    for key in dict.fromkeys((one.row, one.measure, one.option) for one in trials):
+        close = [one for one in trials if (one.row, one.measure, one.option) == key and one.off is not None]
+        if not close:
+            continue
+        best = min(close, key=lambda one: abs(one.off or 0.0))
+        says = "whose interval holds the paper's number" if best.agrees else "which is not the paper's number either"
+        advice.append(
+            f"- {best.row}, {MEASURES[best.measure].title}: --option {best.option}={best.value} is closest, {says}."
+        )
+    table = Table("", ["row", "measure", "option", "ours", "paper", "Δ"], lines)
+    return "\n".join([table.text(), *advice])
 
 
 def train_planned(run: str, planned: Sequence[PlannedItem]) -> None:

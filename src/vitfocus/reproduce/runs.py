@@ -42,7 +42,8 @@ from vitfocus.treatments.save_load import create_model, load, remember_task
 from vitfocus.treatments.spec import split_spec
 from vitfocus.treatments.weights import load_weights, treatment_differences
 
-CORRUPTION = "gaussian_noise/3"
+#: Of the Gaussian noise under which attention is compared, unless --option diagnosis.severity says it.
+SEVERITY = 3
 #: Number of images that a diagnosis reads unless --images says it; at ImageNet scale all, as in the papers.
 DIAGNOSED = {"smoke": 64, "cifar100": 256, "imagenet": None}
 PRETRAINED = "pretrained"
@@ -315,16 +316,16 @@ def training_metrics(run: PlannedRun) -> list[dict[str, Any]]:
     return [row for row in read_metrics(run.folder) if "kind" in row and "epoch" in row]
 
 
-def diagnosis_of(run: PlannedRun, limit: int | None = None) -> Diagnosis:
+def diagnosis_of(run: PlannedRun, limit: int | None = None, severity: int = SEVERITY) -> Diagnosis:
     """The diagnosis of a run's model on validation images, clean and under noise; saved in the run's folder."""
     count = limit or DIAGNOSED[run.scale]
-    folder = run.folder / f"diagnosis-{count or 'all'}"
+    folder = run.folder / f"diagnosis-{count or 'all'}{f'-noise-{severity}' if severity != SEVERITY else ''}"
     if (folder / "diagnosis.json").is_file():
         return Diagnosis.load(folder)
     model = model_of(run)
     trunk = [block.depth for block in anatomy(model).trunk]  # without class attention, as in FAN's last layers
     images = validation_batches(run, count)
-    found = diagnose(model, images, CORRUPTION, layers=trunk, name=run.row.label)
+    found = diagnose(model, images, f"gaussian_noise/{severity}", layers=trunk, name=run.row.label)
     write_text(folder / "diagnosis.json", found.to_json())
     return found
 

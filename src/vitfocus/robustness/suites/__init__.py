@@ -151,7 +151,7 @@ SUITES: dict[str, Suite] = {
             "occlusion",
             "accuracy with the centre or random patches hidden",
             _CLASS_FOLDERS,
-            "top-1 with the centre or random cells set to black",
+            "top-1 with the centre or random cells hidden",
             "occlusion_and_attacks:occlusion",
             OcclusionOptions,
         ),

@@ -20,6 +20,7 @@ from vitfocus.robustness.pixel_model import PixelModel
 from vitfocus.robustness.sources import EvaluationBatch
 
 GRID = 14
+FILLS = ("black", "mean")
 
 
 def _plan(
@@ -41,22 +42,36 @@ def occlusion(arguments: EvaluationArguments) -> Plan:
             ("drops", arguments.options.drops, GRID * GRID),
         )
     )
-    conditions = [Condition(f"centre/{side}", classify, partial(_centre, side)) for side in centres]
-    conditions += [Condition(f"drop/{count}", classify, partial(_drop, count, arguments.seed)) for count in drops]
-    protocol = {"sizes": centres, "drops": drops, "grid": GRID, "fill": "black, before normalisation"}
+    named, means = arguments.options.fill, {model.mean for model in arguments.models}
+    if named not in FILLS:
+        raise VitfocusError(f"There is no fill {named!r}: {nearest(str(named), FILLS)}")
+    if named == "mean" and len(means) > 1:
+        raise VitfocusError("fill=mean hides with the model's mean, and these models have different ones: use black.")
+    fill = tuple(round(255 * value) for value in next(iter(means))) if named == "mean" else (0,)
+    conditions = [Condition(f"centre/{side}", classify, partial(_centre, side, fill)) for side in centres]
+    conditions += [Condition(f"drop/{count}", classify, partial(_drop, count, fill, arguments.seed)) for count in drops]
+    protocol = {"sizes": centres, "drops": drops, "grid": GRID, "fill": f"{named}, before normalisation: {list(fill)}"}
     return _plan(arguments, conditions, protocol)
 
 
-def _centre(side: int, batch: EvaluationBatch) -> Tensor:
-    return occlude_centre(batch.images, side)
+def _centre(side: int, fill: Sequence[int], batch: EvaluationBatch) -> Tensor:
+    return occlude_centre(batch.images, side, fill=fill)
 
 
-def _drop(count: int, seed: int, batch: EvaluationBatch) -> Tensor:
-    return drop_patches(batch.images, count, batch.ids, seed)
+def _drop(count: int, fill: Sequence[int], seed: int, batch: EvaluationBatch) -> Tensor:
+    return drop_patches(batch.images, count, batch.ids, seed, fill=fill)
 
 
-def occlude_centre(images: Tensor, side: int, base: int = 224) -> Tensor:
-    """Black out the central square of `side` pixels, measured on an image of `base`: (B, C, H, W) of any dtype.
+def _filling(images: Tensor, fill: Sequence[int]) -> Tensor:
+    """Levels of 255 as the images hold them: (1, 1, 1) or (C, 1, 1)."""
+    levels = torch.tensor(fill, device=images.device).view(-1, 1, 1)
+    return levels.to(images.dtype) if images.dtype == torch.uint8 else levels.to(images.dtype) / 255
+
+
+def occlude_centre(images: Tensor, side: int, base: int = 224, fill: Sequence[int] = (0,)) -> Tensor:
+    """Hide the central square of `side` pixels, measured on an image of `base`: (B, C, H, W), uint8 or in [0, 1].
+
+    `fill` is one level of 255, or one per channel.
 
     >>> images = occlude_centre(torch.ones(1, 1, 8, 8), side=4, base=8)
     >>> int(images.sum()), float(images[0, 0, 2, 2]), float(images[0, 0, 1, 2])
@@ -68,12 +83,14 @@ def occlude_centre(images: Tensor, side: int, base: int = 224) -> Tensor:
     tall, wide = round(side * height / base), round(side * width / base)
     top, left = (height - tall) // 2, (width - wide) // 2
     hidden = images.clone()
-    hidden[..., top : top + tall, left : left + wide] = 0
+    hidden[..., top : top + tall, left : left + wide] = _filling(images, fill)
     return hidden
 
 
-def drop_patches(images: Tensor, count: int, ids: Tensor, seed: int = 0, grid: int = GRID) -> Tensor:
-    """Black out `count` random cells of a `grid` x `grid` grid, drawn for each image from (seed, id): (B, C, H, W).
+def drop_patches(
+    images: Tensor, count: int, ids: Tensor, seed: int = 0, grid: int = GRID, fill: Sequence[int] = (0,)
+) -> Tensor:
+    """Hide `count` random cells of a `grid` x `grid` grid, drawn for each image from (seed, id): (B, C, H, W).
 
     >>> images = drop_patches(torch.ones(2, 1, 28, 28), 98, ids=torch.tensor([5, 6]))
     >>> images.sum(dim=(1, 2, 3)).tolist()
@@ -85,7 +102,7 @@ def drop_patches(images: Tensor, count: int, ids: Tensor, seed: int = 0, grid: i
     keep = (draws.argsort(dim=1).argsort(dim=1) >= count).view(-1, 1, grid, grid)
     rows = torch.arange(images.shape[-2], device=images.device) * grid // images.shape[-2]
     columns = torch.arange(images.shape[-1], device=images.device) * grid // images.shape[-1]
-    return images * keep[:, :, rows][:, :, :, columns].to(images.dtype)
+    return torch.where(keep[:, :, rows][:, :, :, columns], images, _filling(images, fill))
 
 
 def attack(arguments: EvaluationArguments) -> Plan:

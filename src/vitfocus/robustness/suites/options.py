@@ -116,6 +116,7 @@ class OcclusionOptions(ClassFolderOptions):
 
     sizes: tuple[int, ...] = _option("side lengths of the hidden centre, in pixels at 224", (56, 112, 168))
     drops: tuple[int, ...] = _option("numbers of cells of a 14x14 grid to hide at random", (49, 98, 147))
+    fill: str = _option("what hides: black (default), or mean: the model's mean, which is 0 once normalised", "black")
 
 
 @dataclass(frozen=True)
@@ -172,6 +173,7 @@ class SegmentationNoiseOptions(LayoutOptions):
     """Segmentation under noise."""
 
     repeats: int = _option("number of draws of random noise, 2 to 10 (default: 5)", 5)
+    photons: int = _option("photons of a white pixel in shot noise (default: 255)", 255)
 
 
 @dataclass(frozen=True)

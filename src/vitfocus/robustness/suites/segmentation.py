@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from vitfocus.anatomy import unwrap
 from vitfocus.anatomy.registry import family_of
-from vitfocus.core.arguments import several
+from vitfocus.core.arguments import several, whole
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.statistics import evenly_spaced, repeat_interval
 from vitfocus.core.tables import counted
@@ -103,18 +103,18 @@ def noise(arguments: EvaluationArguments) -> Plan:
     if not isinstance(repeats, int) or repeats < 2:
         raise VitfocusError(f"{arguments.suite.name} needs repeats of at least 2 for an interval, not {repeats!r}.")
     repeat_interval([0.0] * repeats)  # refuses a number it has no interval for
+    photons = whole("photons", arguments.options.photons, 1, 1000)
     test, pictures = _test_protocol(arguments), open_images(arguments)
     conditions = [_condition(arguments, test, pictures, "clean")]
     for repeat in range(repeats):
         for name in NOISES:
             if repeat == 0 or not name.startswith("blur"):
-                change = partial(_noisy, name, arguments.seed + repeat)
+                change = partial(_noisy, name, arguments.seed + repeat, photons)
                 conditions.append(_condition(arguments, test, pictures, _repeat(name, repeat), change))
     note = f"Random noises: mean and 95 % interval of {repeats} repeats; clean and blur draw nothing and ran once."
     group = Group("noise", pictures.source, tuple(conditions))
-    return _plan(
-        arguments, test, [group], partial(_reduce_noise, pictures.classes, repeats), [note], {"repeats": repeats}
-    )
+    reduce = partial(_reduce_noise, pictures.classes, repeats)
+    return _plan(arguments, test, [group], reduce, [note], {"repeats": repeats, "photons": photons})
 
 
 def corruptions(arguments: EvaluationArguments) -> Plan:
@@ -371,8 +371,8 @@ def _segment(
     return {"counts": counts.int()}
 
 
-def _noisy(name: str, seed: int, batch: EvaluationBatch) -> Tensor:
-    return add_noise(batch.images, name, seed=seed, ids=batch.ids)
+def _noisy(name: str, seed: int, photons: int, batch: EvaluationBatch) -> Tensor:
+    return add_noise(batch.images, name, seed=seed, ids=batch.ids, photons=photons)
 
 
 def _corrupted(name: str, severity: int, seed: int, frost: str | None, batch: EvaluationBatch) -> Tensor:
@@ -450,11 +450,17 @@ NOISES = ("shot", "gaussian/5", "gaussian/10", "blur/1", "blur/2")
 REPEATS = 5
 
 
-def add_noise(images: Tensor, name: str, seed: int = 0, ids: Tensor | Sequence[int | str] | None = None) -> Tensor:
+def add_noise(
+    images: Tensor,
+    name: str,
+    seed: int = 0,
+    ids: Tensor | Sequence[int | str] | None = None,
+    photons: int = 255,
+) -> Tensor:
     """Noisy copies of uint8 images (B, 3, H, W): one of `NOISES`; draws belong to (seed, id).
 
-    "shot" draws every value from the Poisson law of its own grey level; "gaussian/S" adds normal noise of S levels,
-    rounded; "blur/S" is a Gaussian blur of S pixels.
+    "shot" counts the photons of every value, of which white has `photons`: 255 is the Poisson law of the grey level
+    itself. "gaussian/S" adds normal noise of S levels, rounded; "blur/S" is a Gaussian blur of S pixels.
 
     >>> images = torch.full((1, 3, 16, 16), 100, dtype=torch.uint8)
     >>> bool((add_noise(images, "blur/2") == images).all()), bool((add_noise(images, "shot") == images).all())
@@ -469,7 +475,7 @@ def add_noise(images: Tensor, name: str, seed: int = 0, ids: Tensor | Sequence[i
         return to_uint8(gaussian(images, float(amount)) + 0.5)
     draws = Draws(seed, f"segmentation {name}", 0, as_ids(ids, len(images), images.device))
     if kind == "shot":
-        return shot_noise(images, Setting(255, "any"), draws)  # 255 photons at white: the grey level is the mean count
+        return shot_noise(images, Setting(photons, "any"), draws)
     return to_uint8(draws.normal(images.shape[1:]).mul_(float(amount)).add_(images).add_(0.5))
 
 
