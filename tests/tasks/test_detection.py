@@ -205,13 +205,20 @@ def test_regions_are_cut_at_the_true_scale_whatever_is_padding() -> None:
         ("maskrcnn:vit_tiny_patch16_224", {"dept": 2}, "dept"),
         ("maskrcnn:vit_tiny_patch16_224", {"indices": [1, 2]}, "are not 4"),
         ("maskrcnn:vit_small_patch14_reg4_dinov2", {"depth": 4}, "strides of 14, 14, 14, 14"),
-        ("maskrcnn:convit_tiny", {}, "returns no features"),
         ("maskrcnn:vit_tiny_patch16_224", {"num_classes": 0}, "at least one class"),
     ],
 )
 def test_what_cannot_be_built_is_said_in_words(spec: str, options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(vf.VitfocusError, match=sentence):
         vf.create_model(spec, **options)
+
+
+def test_a_backbone_without_features_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(
+        "timm.models.convit.ConVit.forward_intermediates", raising=False
+    )  # as in older versions of timm
+    with pytest.raises(vf.VitfocusError, match="returns no features"):
+        vf.create_model("maskrcnn:convit_tiny")
 
 
 def test_a_treated_run_resumes_bit_for_bit_and_its_model_is_scored_alike(tmp_path: Path) -> None:

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from vitfocus.anatomy import anatomy
 from vitfocus.core.errors import VitfocusError, reason
 from vitfocus.core.modules import eval_mode, inserted
-from vitfocus.data.loader import BatchPartition, BrokenLog
+from vitfocus.data.loader import BatchPartition, BrokenLog, SampleBatches, SampleOrder
 from vitfocus.treatments import AttentionDiversification, auxiliary_loss
 from vitfocus.treatments.arguments import file_arguments
 from vitfocus.treatments.origin import split_library
@@ -58,13 +59,17 @@ class CapturableBatches(Protocol):
 
 
 class Task(ABC):
-    """One task of one recipe. `start` must set `train_images`, `val_images` and `names`."""
+    """One task of one recipe. `open_data` must set `train` and `val`, `start` the images, `names` and `batches`."""
 
     name: ClassVar[str]
     best: ClassVar[str]  # the score by which the best model is chosen; higher is better
     #: Keys of a recipe's shared sections that this task reads; sections that are missing here are read completely.
     reads: ClassVar[Mapping[str, frozenset[str]]] = {}
     compiles: ClassVar[bool] = True  # whether engine.compile=auto compiles the model on a GPU
+
+    train: Any  # the data sets
+    val: Any
+    batches: Any
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -89,9 +94,24 @@ class Task(ABC):
     def start(self, model: nn.Module, context: RunContext) -> None:
         """Prepare batches, losses and evaluation data; `model` is on the device and not wrapped."""
 
-    @abstractmethod
     def iterate(self, start: int, stop: int) -> Generator[Any, None, None]:
         """This process's parts of the steps from start to stop; each depends on (seed, step) only."""
+        return self.batches.iterate(start, stop)
+
+    def sample_batches(
+        self,
+        samples: Dataset[Any],
+        collate: Callable[[list[Any]], Any],
+        finish: Callable[[Any, int, Tensor], Any],
+        context: RunContext,
+    ) -> SampleBatches:
+        """Training batches of samples that are read one by one; the arguments are those of `SampleBatches`."""
+        data, seed = self.recipe.data, self.recipe.engine.seed
+        self.train_images, self.val_images = len(self.train), len(self.val)
+        order = SampleOrder(len(self.train), data.batch, seed, data.repeats)
+        batches = SampleBatches(samples, order, context.partition, collate, finish, workers=data.workers)
+        batches.device, batches.log, batches.say = context.device, self.broken["train"], context.say
+        return batches
 
     def capturable_batches(self) -> CapturableBatches | None:
         """The batches, if a whole step can be captured in a CUDA graph."""
@@ -141,7 +161,7 @@ class Task(ABC):
 
     def digests(self) -> dict[str, str]:
         """A SHA-256 of each split of the data."""
-        return {}
+        return {"train": self.train.digest(), "val": self.val.digest()}
 
     def card(self) -> dict[str, Any]:
         """What a saved model records about its task, for JSON; `treatments.save_load.task_of` reads it.
@@ -246,19 +266,13 @@ def model_arguments(recipe: Recipe, classes: int) -> dict[str, Any]:
         usual = timm.get_pretrained_cfg(name) if timm.is_model(name.partition(".")[0]) else None
         side = recipe.data.enlarge or recipe.data.size
         unusual = library == "timm" and usual is not None and usual.input_size[-1] != side
-        if unusual and _takes_image_size(name, usual):
+        # Models for any size, such as timm's PVTv2, take no image size.
+        ours = unusual and timm.model_entrypoint(name).__module__.startswith("vitfocus.")
+        if unusual and usual is not None and (usual.fixed_input_size or ours):
             arguments["img_size"] = side
         if recipe.model.drop_path:
             arguments["drop_path_rate"] = recipe.model.drop_path
     return {**arguments, **given}
-
-
-def _takes_image_size(name: str, usual: Any) -> bool:
-    """Whether the constructor of a timm model takes an image size; models for any size, such as PVTv2, do not."""
-    import timm
-
-    ours = timm.model_entrypoint(name).__module__.startswith("vitfocus.")
-    return bool(usual.fixed_input_size) or ours
 
 
 def start_from(model: nn.Module, source: str) -> None:
@@ -284,26 +298,22 @@ def start_from(model: nn.Module, source: str) -> None:
     if not Path(source).is_dir():
         known = [str(treatment) for treatment in recorded_treatments(tensors, source)]
     tensors = {name: tensor for name, tensor in tensors.items() if not is_record(name)}
-    own = model.state_dict()
-    root = _transformer_inside(model) if not set(tensors) & set(own) else None
-    if root is not None:
-        _start_backbone(model, root, tensors, source, known)
-        return
-    heads = {name for name in own if name.split(".")[0] in HEADS}
-    other = {name for name in heads if name in tensors and tensors[name].shape != own[name].shape}
+    current = model.state_dict()
+    if not set(tensors) & set(current):
+        try:
+            root = anatomy(model).root
+        except VitfocusError:
+            root = model
+        if root is not model:
+            _start_backbone(model, root, tensors, source, known)
+            return
+    heads = {name for name in current if name.split(".")[0] in HEADS}
+    other = {name for name in heads if name in tensors and tensors[name].shape != current[name].shape}
     kept = {name: value for name, value in tensors.items() if name not in other}
     report = load_weights(model, kept, strict=not other, trained_with=known)
     wrong = [name for name in (*report.missing, *report.unexpected) if name not in other]
     if wrong:
         raise VitfocusError(f"{source} does not fit {type(model).__name__}: {', '.join(wrong[:4])}.")
-
-
-def _transformer_inside(model: nn.Module) -> nn.Module | None:
-    try:
-        root = anatomy(model).root
-    except VitfocusError:
-        return None
-    return root if root is not model else None
 
 
 def _start_backbone(model: nn.Module, root: nn.Module, tensors: dict[str, Any], source: str, known: list[str]) -> None:

@@ -67,15 +67,12 @@ class ArrayImages:
         return len(self.labels)
 
     def read(self, index: int) -> tuple[Image.Image, int]:
-        """One image and its label."""
         return to_image(self.pixels[index]), int(self.labels[index])
 
     def name(self, index: int) -> str:
-        """The data set's name and the index."""
         return f"{self.title} {index}"
 
     def digest(self) -> str:
-        """SHA-256 of pixels and labels."""
         digest = hashlib.sha256(self.pixels.contiguous().numpy().data)
         digest.update(self.labels.contiguous().numpy().data)
         return digest.hexdigest()
@@ -98,12 +95,10 @@ class FolderImages:
         return len(self.samples)
 
     def read(self, index: int) -> tuple[Image.Image, int]:
-        """Decode one file."""
         name, label, _ = self.samples[index]
         return open_image(self.folder / name), label
 
     def name(self, index: int) -> str:
-        """The file's path."""
         return str(self.folder / self.samples[index][0])
 
     def digest(self) -> str:
@@ -139,19 +134,16 @@ class TimmImages:
         return self.length
 
     def read(self, index: int) -> tuple[Image.Image, int]:
-        """One image and its label."""
         image, label = self.inner[index]
         return to_rgb(image), int(label)
 
     def name(self, index: int) -> str:
-        """The file's name if timm knows it."""
         try:
             return str(self.inner.filename(index, absolute=True))
         except Exception:
             return f"{self.title} {index}"
 
     def digest(self) -> str:
-        """SHA-256 of the name and the number of images."""
         return hashlib.sha256(f"{self.title} {self.length}".encode()).hexdigest()
 
 
@@ -165,15 +157,12 @@ class SubsetImages:
         return len(self.indices)
 
     def read(self, index: int) -> tuple[Image.Image, int]:
-        """One image and its label."""
         return self.inner.read(self.indices[index])
 
     def name(self, index: int) -> str:
-        """Its name in the whole data set."""
         return self.inner.name(self.indices[index])
 
     def digest(self) -> str:
-        """SHA-256 of the whole data set's digest and the indices."""
         return hashlib.sha256(f"{self.inner.digest()} {list(self.indices)}".encode()).hexdigest()
 
 

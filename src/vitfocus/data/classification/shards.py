@@ -52,7 +52,6 @@ class ShardImages:
         return len(self._keys)
 
     def read(self, index: int) -> tuple[Image.Image, int]:
-        """Decode one sample."""
         start, size, label_start, label_size = self._places[index].tolist()
         shard = self._shard(index)
         picture = Image.open(io.BytesIO(self._bytes(shard, start, size)))
@@ -60,7 +59,6 @@ class ShardImages:
         return to_rgb(picture), self._label(label.decode(errors="replace"), index)
 
     def name(self, index: int) -> str:
-        """The shard and the sample's key."""
         return f"{self.shards[self._shard(index)]}:{self._keys[index]}"
 
     def digest(self) -> str:

@@ -12,21 +12,21 @@ through it, and both parts are listed.
 from __future__ import annotations
 
 import hashlib
-import json
-import math
 import os
-from collections.abc import Container, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol, TypedDict
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from vitfocus.core.errors import VitfocusError, nearest
-from vitfocus.core.records import MOST_ANNOTATIONS, read_json
+from vitfocus.core.records import FINITE, MOST_ANNOTATIONS, read_json
 from vitfocus.data.image_files import read_rgb, to_tensor
 from vitfocus.data.shapes.dataset import CLASSES, VERSION, Shapes, drawn_scenes, instances
 from vitfocus.recipes import Data
@@ -92,114 +92,86 @@ def open_detections(
     return found
 
 
+class CocoImage(msgspec.Struct):
+    """An image in COCO's JSON."""
+
+    id: int
+    file_name: str
+    height: int
+    width: int
+
+
+class CocoCategory(msgspec.Struct):
+    """A category in COCO's JSON."""
+
+    id: int
+    name: str
+
+
+class RunLengths(TypedDict):
+    """A mask as COCO's run lengths, compressed or not."""
+
+    size: list[int]
+    counts: list[int] | str
+
+
+_Number = Annotated[float, msgspec.Meta(ge=-FINITE, le=FINITE)]
+_Polygon = Annotated[list[_Number], msgspec.Meta(min_length=6)]  # x, y, x, y, ...: three points at least
+
+
+class CocoAnnotation(msgspec.Struct):
+    """An object in COCO's JSON: its outline is a list of polygons, or the run lengths of a crowd."""
+
+    id: int
+    image_id: int
+    category_id: int
+    bbox: Annotated[list[_Number], msgspec.Meta(min_length=4, max_length=4)]
+    area: _Number
+    segmentation: Annotated[list[_Polygon], msgspec.Meta(min_length=1)] | RunLengths
+    iscrowd: int = 0
+
+    @property
+    def teaches(self) -> bool:
+        """Whether it is a single object with a box: what a detector learns from."""
+        return not self.iscrowd and min(self.bbox[2:]) >= 1
+
+
+class CocoInstances(msgspec.Struct):
+    """annotations/instances_NAME.json."""
+
+    images: list[CocoImage]
+    annotations: list[CocoAnnotation]
+    categories: list[CocoCategory]
+
+
 class CocoDetections:
     """COCO's layout: `annotations/instances_NAME.json`, and the images in a folder NAME or images/NAME."""
 
     def __init__(self, root: str | Path, split: str, given: str = "", keep_empty: bool = True, length: int = 0) -> None:
         self.file, self.folder = find_coco(Path(root), split, given)
-        content = _read(self.file)
-        _require(self.file, "image", content["images"], {"id": int, "file_name": str, "height": int, "width": int})
-        _require(self.file, "category", content["categories"], {"id": int, "name": str})
-        categories = sorted(content["categories"], key=lambda category: category["id"])
-        self.classes = [str(category["name"]) for category in categories]
-        self.category_ids = [int(category["id"]) for category in categories]
+        content = read_json(self.file, CocoInstances, writer="COCO", most_bytes=MOST_ANNOTATIONS)
+        self._categories = sorted(content.categories, key=lambda category: category.id)
+        self.classes = [category.name for category in self._categories]
+        self.category_ids = [category.id for category in self._categories]
         self._labels = {number: label for label, number in enumerate(self.category_ids, start=1)}
-        self._categories = categories
-        of_image: dict[int, list[dict[str, Any]]] = {image["id"]: [] for image in content["images"]}
-        for annotation in content["annotations"]:
-            self._check(annotation, of_image)
-            of_image[annotation["image_id"]].append(annotation)
-        images = [one for one in content["images"] if keep_empty or any(map(_teaches, of_image[one["id"]]))]
+        of_image: dict[int, list[CocoAnnotation]] = {image.id: [] for image in content.images}
+        listed: dict[str, list[Any]] = {"image": content.images, "category": content.categories}
+        for what, records in listed.items():
+            if twice := [number for number, count in Counter(one.id for one in records).items() if count > 1]:
+                raise VitfocusError(f"{self.file} lists the {what} {twice[0]} twice.")
+        for one in content.annotations:
+            for what, number, known in (("image", one.image_id, of_image), ("category", one.category_id, self._labels)):
+                if number not in known:
+                    unlisted = f"the {what} {number}, which is not in its list"
+                    raise VitfocusError(f"Annotation {one.id} in {self.file} is about {unlisted}.")
+            of_image[one.image_id].append(one)
+        images = [one for one in content.images if keep_empty or any(each.teaches for each in of_image[one.id])]
         self.images = images[:length] if length else images
-        self.annotations = {image["id"]: of_image[image["id"]] for image in self.images}
+        self.annotations = {image.id: of_image[image.id] for image in self.images}
         if not self.images:
             raise VitfocusError(f"{self.file} lists no image{'' if keep_empty else ' with an object'}.")
-        self._check_files()
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def image(self, index: int) -> Tensor:
-        """Decode one image."""
-        image = self.images[index]
-        pixels = to_tensor(read_rgb(self.folder / image["file_name"]))
-        height, width = pixels.shape[1:]
-        if (height, width) != (image["height"], image["width"]):
-            raise VitfocusError(
-                f"{image['file_name']} is {width} x {height} pixels, and {image['width']} x {image['height']} in "
-                f"{self.file.name}"
-            )
-        return pixels
-
-    def read(self, index: int) -> tuple[Tensor, Target]:
-        """Decode one image and the masks of its objects."""
-        image, pixels = self.images[index], self.image(index)
-        height, width = pixels.shape[1:]
-        objects = [one for one in self.annotations[image["id"]] if _teaches(one)]
-        boxes = torch.tensor([one["bbox"] for one in objects], dtype=torch.float32).reshape(-1, 4)
-        boxes[:, 2:] += boxes[:, :2]
-        boxes[:, 0::2].clamp_(0, width)
-        boxes[:, 1::2].clamp_(0, height)
-        kept = ((boxes[:, 2:] - boxes[:, :2]) >= 1).all(dim=1)
-        objects = [one for one, keep in zip(objects, kept.tolist(), strict=True) if keep]
-        masks = np.zeros((len(objects), height, width), np.uint8)
-        for place, one in enumerate(objects):
-            masks[place] = decode_mask(one["segmentation"], height, width)
-        labels = torch.tensor([self._labels[one["category_id"]] for one in objects], dtype=torch.int64)
-        return pixels, {"boxes": boxes[kept], "labels": labels, "masks": torch.from_numpy(masks)}
-
-    def image_id(self, index: int) -> int:
-        """The id in the JSON file."""
-        return int(self.images[index]["id"])
-
-    def name(self, index: int) -> str:
-        """The file's path."""
-        return str(self.folder / self.images[index]["file_name"])
-
-    def digest(self) -> str:
-        """SHA-256 of the annotations, and of the images' names and sizes in bytes."""
-        listing = hashlib.sha256(json.dumps(self.truth(), sort_keys=True).encode())
-        for image in self.images:
-            listing.update(f"{image['file_name']} {(self.folder / image['file_name']).stat().st_size}\n".encode())
-        return listing.hexdigest()
-
-    def truth(self) -> dict[str, Any]:
-        """The part of the JSON file about these images, crowds included."""
-        annotations = [one for image in self.images for one in self.annotations[image["id"]]]
-        return {"info": {}, "images": self.images, "annotations": annotations, "categories": self._categories}
-
-    def _check(self, annotation: Any, images: dict[int, Any]) -> None:
-        if not isinstance(annotation, dict):
-            raise VitfocusError(f"An annotation in {self.file} is not an object: {str(annotation)[:80]}")
-        number = annotation.get("id")
-        absent = [key for key in ("image_id", "category_id", "bbox", "area") if key not in annotation]
-        if absent:
-            raise VitfocusError(f"Annotation {number} in {self.file} has no {absent[0]}.")
-        box = annotation["bbox"]
-        if not (isinstance(box, list) and len(box) == 4 and all(_is_finite(side) for side in box)):
-            raise VitfocusError(f"Annotation {number} in {self.file} has the bbox {box!r}; expected four numbers.")
-        if not _is_number_of(annotation["image_id"], images):
-            raise VitfocusError(f"Annotation {number} in {self.file} is about the image {annotation['image_id']}, "
-                                "which is not in its list.")  # fmt: skip
-        if not _is_number_of(annotation["category_id"], self._labels):
-            raise VitfocusError(
-                f"Annotation {number} in {self.file} has the category {annotation['category_id']}, which is not in its "
-                "list."
-            )
-        outline = annotation.get("segmentation")
-        if not outline:
-            raise VitfocusError(
-                f"Annotation {number} in {self.file} has no segmentation, and Mask R-CNN learns from outlines."
-            )
-        if not _is_outline(outline):
-            raise VitfocusError(
-                f"Annotation {number} in {self.file} has a segmentation that is neither polygons nor a run-length code "
-                "with size and counts."
-            )
-
-    def _check_files(self) -> None:
         there = {entry.name for entry in os.scandir(self.folder)}
-        absent = [image["file_name"] for image in self.images if image["file_name"] not in there]
+        absent = [image.file_name for image in self.images if image.file_name not in there]
         absent = [name for name in absent if "/" not in name or not (self.folder / name).is_file()]
         if absent:
             raise VitfocusError(
@@ -207,12 +179,57 @@ class CocoDetections:
                 f"{self.folder}, the first of them {absent[0]}."
             )
 
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def image(self, index: int) -> Tensor:
+        image = self.images[index]
+        pixels = to_tensor(read_rgb(self.folder / image.file_name))
+        height, width = pixels.shape[1:]
+        if (height, width) != (image.height, image.width):
+            listed = f"{image.width} x {image.height} in {self.file.name}"
+            raise VitfocusError(f"{image.file_name} is {width} x {height} pixels, and {listed}")
+        return pixels
+
+    def read(self, index: int) -> tuple[Tensor, Target]:
+        pixels = self.image(index)
+        height, width = pixels.shape[1:]
+        objects = [one for one in self.annotations[self.images[index].id] if one.teaches]
+        boxes = torch.tensor([one.bbox for one in objects], dtype=torch.float32).reshape(-1, 4)
+        boxes[:, 2:] += boxes[:, :2]
+        boxes[:, 0::2].clamp_(0, width)
+        boxes[:, 1::2].clamp_(0, height)
+        kept = ((boxes[:, 2:] - boxes[:, :2]) >= 1).all(dim=1)
+        objects = [one for one, keep in zip(objects, kept.tolist(), strict=True) if keep]
+        masks = np.zeros((len(objects), height, width), np.uint8)
+        for place, one in enumerate(objects):
+            masks[place] = decode_mask(one.segmentation, height, width)
+        labels = torch.tensor([self._labels[one.category_id] for one in objects], dtype=torch.int64)
+        return pixels, {"boxes": boxes[kept], "labels": labels, "masks": torch.from_numpy(masks)}
+
+    def image_id(self, index: int) -> int:
+        return self.images[index].id
+
+    def name(self, index: int) -> str:
+        return str(self.folder / self.images[index].file_name)
+
+    def digest(self) -> str:
+        listing = hashlib.sha256(msgspec.json.encode(self.truth()))
+        for image in self.images:
+            listing.update(f"{image.file_name} {(self.folder / image.file_name).stat().st_size}\n".encode())
+        return listing.hexdigest()
+
+    def truth(self) -> dict[str, Any]:
+        annotations = [one for image in self.images for one in self.annotations[image.id]]
+        content = {"info": {}, "images": self.images, "annotations": annotations, "categories": self._categories}
+        return msgspec.to_builtins(content)
+
 
 class ShapesDetections:
     """Shapes; it has no crowds."""
 
-    def __init__(self, split: str, length: int, size: int, seed: int = 0) -> None:
-        self.inner = Shapes(split, length, size, seed, task="detect")
+    def __init__(self, split: str, length: int, size: int) -> None:
+        self.inner = Shapes(split, length, size, task="detect")
         self.classes = list(CLASSES)
         self.category_ids = list(range(1, len(CLASSES) + 1))
 
@@ -220,7 +237,6 @@ class ShapesDetections:
         return len(self.inner)
 
     def image(self, index: int) -> Tensor:
-        """One scene without its target."""
         return self.read(index)[0]
 
     def read(self, index: int) -> tuple[Tensor, Target]:
@@ -234,46 +250,29 @@ class ShapesDetections:
         return torch.from_numpy(images[index]), {**target, "masks": torch.from_numpy(masks.astype(np.uint8))}
 
     def image_id(self, index: int) -> int:
-        """The index, counted from 1."""
         return index + 1
 
     def name(self, index: int) -> str:
-        """The split and the index."""
         return f"Shapes {self.inner.split} {index}"
 
     def digest(self) -> str:
-        """SHA-256 of everything that the scenes depend on."""
         inner = self.inner
         facts = f"shapes {VERSION} detect {inner.split} {inner.length} {inner.size} {inner.seed}"
         return hashlib.sha256(facts.encode()).hexdigest()
 
     def truth(self) -> dict[str, Any]:
-        """Boxes and run-length encoded masks of all objects."""
         height, width = self.inner.size
         annotations: list[dict[str, Any]] = []
         for index in range(len(self)):
             target = self.read(index)[1]
             rows = zip(target["boxes"].tolist(), target["labels"].tolist(), target["masks"].numpy(), strict=True)
             for (x0, y0, x1, y1), label, mask in rows:
-                annotations.append(
-                    {
-                        "id": len(annotations) + 1,
-                        "image_id": self.image_id(index),
-                        "category_id": label,
-                        "bbox": [x0, y0, x1 - x0, y1 - y0],
-                        "area": int(mask.sum()),
-                        "iscrowd": 0,
-                        "segmentation": encode_masks(mask[None])[0],
-                    }
-                )
-        return {
-            "info": {},
-            "images": [{"id": self.image_id(i), "height": height, "width": width} for i in range(len(self))],
-            "annotations": annotations,
-            "categories": [
-                {"id": number, "name": name} for number, name in zip(self.category_ids, self.classes, strict=True)
-            ],
-        }
+                ids = {"id": len(annotations) + 1, "image_id": index + 1, "category_id": label, "iscrowd": 0}
+                box = {"bbox": [x0, y0, x1 - x0, y1 - y0], "area": int(mask.sum())}
+                annotations.append({**ids, **box, "segmentation": encode_masks(mask[None])[0]})
+        images = [{"id": index + 1, "height": height, "width": width} for index in range(len(self))]
+        categories = [{"id": number, "name": name} for number, name in enumerate(self.classes, start=1)]
+        return {"info": {}, "images": images, "annotations": annotations, "categories": categories}
 
     @cached_property
     def _drawn(self) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
@@ -309,50 +308,6 @@ def find_coco(root: Path, split: str, given: str = "") -> tuple[Path, Path]:
     return file, folders[0]
 
 
-def _require(file: Path, what: str, records: list[Any], fields: dict[str, type]) -> None:
-    """Every record has these fields, of these kinds, and an id of its own."""
-    seen: set[int] = set()
-    for record in records:
-        wrong = [
-            key for key, kind in fields.items() if not isinstance(record, dict) or not isinstance(record.get(key), kind)
-        ]
-        if wrong:
-            raise VitfocusError(f"A {what} in {file} has no usable {wrong[0]}: {str(record)[:80]}")
-        if record["id"] in seen:
-            raise VitfocusError(f"{file} lists the {what} {record['id']} twice.")
-        seen.add(record["id"])
-
-
-def _is_number_of(value: Any, known: Container[int]) -> bool:
-    return isinstance(value, int) and value in known
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
-
-
-def _is_outline(outline: Any) -> bool:
-    """Polygons of x, y, x, y, … (three points at least), or a run-length code."""
-    if isinstance(outline, dict):
-        return isinstance(outline.get("size"), list) and isinstance(outline.get("counts"), list | str)
-    return isinstance(outline, list) and all(
-        isinstance(one, list) and len(one) >= 6 and all(map(_is_finite, one)) for one in outline
-    )
-
-
-def _teaches(annotation: dict[str, Any]) -> bool:
-    """Whether an annotation is a single object with a box: what a detector learns from."""
-    return not annotation.get("iscrowd") and min(annotation["bbox"][2:]) >= 1
-
-
-def _read(file: Path) -> dict[str, Any]:
-    content = read_json(file, dict[str, Any], writer="COCO", most_bytes=MOST_ANNOTATIONS)
-    for key in ("images", "annotations", "categories"):
-        if not isinstance(content.get(key), list):
-            raise VitfocusError(f"{file} has no {key}: it is not COCO's json of instances.")
-    return content
-
-
 Mask = npt.NDArray[np.bool_]
 Loop = list[tuple[int, int]]
 
@@ -375,7 +330,7 @@ def encode_masks(masks: Any) -> list[dict[str, Any]]:
     """Encode masks (n, height, width) as COCO's compressed run lengths, with counts as text for JSON."""
     stacked = np.asfortranarray(np.asarray(masks, np.uint8).transpose(1, 2, 0))
     encoded = mask_tools().encode(stacked) if stacked.shape[2] else []
-    return [{"size": list(one["size"]), "counts": _text(one["counts"])} for one in encoded]
+    return [{"size": list(one["size"]), "counts": bytes(one["counts"]).decode("ascii")} for one in encoded]
 
 
 def mask_tools() -> Any:
@@ -406,7 +361,7 @@ def polygons(mask: Mask) -> list[list[int]]:
     """
     loops = _loops(mask)
     for loop in loops:
-        if _signed_area(loop) < 0:
+        if sum(x0 * y1 - x1 * y0 for (x0, y0), (x1, y1) in zip(loop, loop[1:] + loop[:1], strict=True)) < 0:
             middle = (min(x for x, _ in loop) + max(x for x, _ in loop)) // 2
             left, right = mask.copy(), mask.copy()
             left[:, middle:], right[:, :middle] = False, False
@@ -455,12 +410,3 @@ def _steps(mask: Mask) -> dict[tuple[int, int], Loop]:
         for y, x in np.argwhere(mask & outside).tolist():
             steps.setdefault((x + start[0], y + start[1]), []).append((x + end[0], y + end[1]))
     return steps
-
-
-def _signed_area(loop: Loop) -> float:
-    """The enclosed area, negative for a hole."""
-    return sum(x0 * y1 - x1 * y0 for (x0, y0), (x1, y1) in zip(loop, loop[1:] + loop[:1], strict=True)) / 2
-
-
-def _text(counts: bytes | str) -> str:
-    return counts.decode("ascii") if isinstance(counts, bytes) else counts

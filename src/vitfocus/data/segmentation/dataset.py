@@ -70,9 +70,7 @@ class Layout:
 def ade20k(root: Path, split: str, given: str) -> Layout:
     """ADEChallengeData2016: classes are stored from 1, and 0 is unlabelled."""
     images, masks = _two_folders(root, split, given, "ADE20K", ("images",), ("annotations",))
-    table = np.full(256, IGNORE, np.uint8)
-    table[1:151] = np.arange(150)
-    return Layout(_by_stem(images, masks), ADE20K, table)
+    return Layout(_by_stem(images, masks), ADE20K, _table(range(1, 151)))
 
 
 def cityscapes(root: Path, split: str, given: str) -> Layout:
@@ -124,9 +122,7 @@ def camvid(root: Path, split: str, given: str) -> Layout:
         pairs = _by_stem(root / name, root / f"{name}annot")
     else:
         pairs = _by_stem(*_two_folders(root, split, given, "CamVid", ("images",), ("annotations", "labels", "masks")))
-    table = np.full(256, IGNORE, np.uint8)
-    table[:11] = np.arange(11)
-    return Layout(pairs, CAMVID, table)
+    return Layout(pairs, CAMVID, _table(range(11)))
 
 
 def masks(root: Path, split: str, given: str) -> Layout:
@@ -150,36 +146,34 @@ LAYOUTS: dict[str, Callable[[Path, str, str], Layout]] = {
 def _withheld(root: Path, images: Path, ending: str, what: str) -> Layout:
     """Images whose masks only a server has."""
     _need(root, what, images)
+    files = _street_images(images, ending, what)
+    return Layout([(file, None) for file in files], CITYSCAPES, _table(range(19)))
+
+
+def _street_images(images: Path, ending: str, what: str) -> list[Path]:
     files = sorted(images.rglob(f"*{ending}"))
     if not files:
         raise VitfocusError(f"{images} has no file *{ending}, which is how {what} names its images.")
-    return Layout([(file, None) for file in files], CITYSCAPES, _train_ids())
+    return files
 
 
 def _street(images: Path, folder: Path, ending: str, mark: str, what: str) -> Layout:
-    files = sorted(images.rglob(f"*{ending}"))
-    if not files:
-        raise VitfocusError(f"{images} has no file *{ending}, which is how {what} names its images.")
+    files = _street_images(images, ending, what)
     places = {file: folder / file.parent.relative_to(images) / file.name.removesuffix(ending) for file in files}
     if images.name == "clean" and images.parent in folder.parents:  # whose copies may leave out the folders of cities
         city = {file: folder / file.name.partition("_")[0] / file.name.removesuffix(ending) for file in files}
         places = {file: city[file] if city[file].parent.is_dir() else place for file, place in places.items()}
-    for suffix, table in ((f"{mark}_labelTrainIds.png", _train_ids()), (f"{mark}_labelIds.png", _own_ids())):
+    for suffix, stored in ((f"{mark}_labelTrainIds.png", range(19)), (f"{mark}_labelIds.png", CITYSCAPES_IDS)):
         found = {file: place.with_name(place.name + suffix) for file, place in places.items()}
         if any(mask.is_file() for mask in found.values()):
-            return Layout(_present(found.items()), CITYSCAPES, table)
+            return Layout(_present(found.items()), CITYSCAPES, _table(stored))
     raise VitfocusError(f"{folder} has neither *{mark}_labelTrainIds.png nor *{mark}_labelIds.png.")
 
 
-def _train_ids() -> Table:
+def _table(stored: Sequence[int]) -> Table:
+    """The classes 0, 1, ... of these stored values; all others are ignored."""
     table = np.full(256, IGNORE, np.uint8)
-    table[:19] = np.arange(19)
-    return table
-
-
-def _own_ids() -> Table:
-    table = np.full(256, IGNORE, np.uint8)
-    table[list(CITYSCAPES_IDS)] = np.arange(19)
+    table[list(stored)] = np.arange(len(stored))
     return table
 
 
@@ -190,7 +184,7 @@ def _two_folders(
     names = (given,) if given else SPLITS[split]
     wanted = [tuple(root / kind / name for name in names for kind in kinds) for kinds in (images, others)]
     found = [next((folder for folder in folders if folder.is_dir()), None) for folders in wanted]
-    if found[0] is None and not given and _has_images(root / images[0]):
+    if found[0] is None and not given and any(map(_is_image, (root / images[0]).glob("*"))):
         flat = [root / images[0], next((root / kind for kind in others if (root / kind).is_dir()), None)]
         if flat[1] is not None and not any(path.is_dir() for path in (root / images[0]).iterdir()):
             found = flat
@@ -216,10 +210,6 @@ def _missing(root: Path, what: str, *folders: Path) -> NoReturn:
     raise VitfocusError(f"{what} keeps its files in {wanted}, but {root} has only: {there}.")
 
 
-def _has_images(folder: Path) -> bool:
-    return folder.is_dir() and any(path.suffix.lower() in IMAGE_SUFFIXES for path in folder.iterdir())
-
-
 def _by_stem(images: Path, folder: Path) -> list[Pair]:
     """Pair files of the same name in both folders, whatever their extensions."""
     known = {path.relative_to(folder).with_suffix(""): path for path in folder.rglob("*") if _is_image(path)}
@@ -234,16 +224,10 @@ def _is_image(path: Path) -> bool:
 
 
 def _present(pairs: Iterable[tuple[Path, Path | None]]) -> list[Pair]:
-    whole: list[Pair] = []
-    lone = []
-    for image, mask in pairs:
-        if mask is not None and mask.is_file():
-            whole.append((image, mask))
-        else:
-            lone.append(image)
-    if lone:
-        raise VitfocusError(f"{len(lone)} of {len(lone) + len(whole)} images have no mask; the first is {lone[0]}.")
-    return whole
+    found = list(pairs)
+    if lone := [image for image, mask in found if mask is None or not mask.is_file()]:
+        raise VitfocusError(f"{len(lone)} of {len(found)} images have no mask; the first is {lone[0]}.")
+    return found
 
 
 def _class_names(root: Path) -> tuple[str, ...]:
@@ -261,10 +245,10 @@ def palette(classes: int, source: str = "") -> npt.NDArray[np.uint8]:
     >>> palette(19, "cityscapes")[0].tolist(), palette(3)[:3].tolist()
     ([128, 64, 128], [[128, 0, 0], [0, 128, 0], [128, 128, 0]])
     """
-    own = {"cityscapes": _CITYSCAPES_COLOURS, "acdc": _CITYSCAPES_COLOURS, "camvid": _CAMVID_COLOURS}.get(source)
+    known = {"cityscapes": _CITYSCAPES_COLOURS, "acdc": _CITYSCAPES_COLOURS, "camvid": _CAMVID_COLOURS}.get(source)
     colours = np.array([_spread(number + 1) for number in range(256)], np.uint8)
-    if own is not None and len(own) == classes:
-        colours[:classes] = own
+    if known is not None and len(known) == classes:
+        colours[:classes] = known
     colours[IGNORE] = 0
     return colours
 
@@ -343,7 +327,6 @@ class MaskFiles:
         return any(mask is None for _, mask in self.pairs)
 
     def read(self, index: int) -> tuple[Image.Image, Mask]:
-        """Decode an image and its mask."""
         file, mask = self.pairs[index]
         if mask is None:
             with Image.open(file) as image:
@@ -358,7 +341,6 @@ class MaskFiles:
             return to_rgb(image), self.table[values]
 
     def name(self, index: int) -> str:
-        """The image's path."""
         return str(self.pairs[index][0])
 
     def digest(self) -> str:
@@ -390,15 +372,12 @@ class ShapesMasks:
         return self.length
 
     def read(self, index: int) -> tuple[Image.Image, Mask]:
-        """One scene and its mask."""
         return Image.fromarray(np.ascontiguousarray(self.pixels[index].transpose(1, 2, 0))), self.masks[index]
 
     def name(self, index: int) -> str:
-        """The split and the index."""
         return f"shapes/{self.split} {index}"
 
     def digest(self) -> str:
-        """SHA-256 of pixels and masks."""
         digest = hashlib.sha256(np.ascontiguousarray(self.pixels).data)
         digest.update(np.ascontiguousarray(self.masks).data)
         return digest.hexdigest()
@@ -429,15 +408,14 @@ def stored_corruptions(
     for (name, severity), pairs in found.items():
         if len(pairs) != len(masks):
             raise VitfocusError(f"{root} has {len(pairs)} pictures of {name} at severity {severity}, not {len(masks)}.")
+    order = {picture.stem: place for place, (picture, _) in enumerate(clean.pairs)}
     return {
-        key: MaskFiles(Path(root.anchor), Layout(_in_order(clean, pairs), clean.classes, clean.table))
+        key: MaskFiles(
+            Path(root.anchor),
+            Layout(sorted(pairs, key=lambda pair: order[pair[0].stem]), clean.classes, clean.table),
+        )
         for key, pairs in found.items()
     }
-
-
-def _in_order(clean: MaskFiles, pairs: list[Pair]) -> list[Pair]:
-    by_stem = {picture.stem: (picture, mask) for picture, mask in pairs}
-    return [by_stem[picture.stem] for picture, _ in clean.pairs]
 
 
 def _corruption_in(parts: tuple[str, ...], names: Sequence[str]) -> tuple[str, int] | None:

@@ -78,42 +78,36 @@ class _Draws:
 def _count(objects: Sequence[SceneObject], draws: _Draws) -> Question:
     if draws.chance(0.3):
         return Question("how many", "How many objects are there?", str(len(objects)))
-    seen = Counter(one_object.shape for one_object in objects)
+    seen = Counter(one.shape for one in objects)
     several = [shape for shape, count in seen.items() if count > 1]
     # Most shapes occur once: ask about the others if there are any, and sometimes about one that is missing.
     shapes = several if several and draws.chance(0.7) else SHAPES if draws.chance(0.25) else sorted(seen)
     shape = draws.pick(shapes)
-    return Question("how many", f"How many {_plural(shape)} are there?", str(seen[shape]))
+    return Question("how many", f"How many {shape}{'es' if shape.endswith('s') else 's'} are there?", str(seen[shape]))
+
+
+def _named(objects: Sequence[SceneObject], draws: _Draws, key: str) -> tuple[SceneObject, str]:
+    """An object and its shape or colour (`key`), by which it can be told; "" for the main object, told by its size."""
+    counts = Counter(getattr(one, key) for one in objects)
+    one = draws.pick([one for one in objects if one.main or counts[getattr(one, key)] == 1])
+    alone = not one.main or (counts[getattr(one, key)] == 1 and draws.chance(0.7))
+    return one, getattr(one, key) if alone else ""
 
 
 def _colour(objects: Sequence[SceneObject], draws: _Draws) -> Question:
-    shapes = Counter(one_object.shape for one_object in objects)
-    one_object = draws.pick([one_object for one_object in objects if one_object.main or shapes[one_object.shape] == 1])
-    name = (
-        one_object.shape
-        if not one_object.main or (shapes[one_object.shape] == 1 and draws.chance(0.7))
-        else "largest object"
-    )
-    return Question("what color is the", f"What color is the {name}?", one_object.colour)
+    one, shape = _named(objects, draws, "shape")
+    return Question("what color is the", f"What color is the {shape or 'largest object'}?", one.colour)
 
 
 def _shape(objects: Sequence[SceneObject], draws: _Draws) -> Question:
-    colours = Counter(one_object.colour for one_object in objects)
-    one_object = draws.pick(
-        [one_object for one_object in objects if one_object.main or colours[one_object.colour] == 1]
-    )
-    name = (
-        one_object.colour
-        if not one_object.main or (colours[one_object.colour] == 1 and draws.chance(0.7))
-        else "largest"
-    )
-    return Question("what shape is the", f"What shape is the {name} object?", one_object.shape)
+    one, colour = _named(objects, draws, "colour")
+    return Question("what shape is the", f"What shape is the {colour or 'largest'} object?", one.shape)
 
 
 def _existence(objects: Sequence[SceneObject], draws: _Draws) -> Question:
     """Ask for a shape or for a shape of some colour; yes and no are equally frequent."""
     coloured, truth = draws.chance(0.5), draws.chance(0.5)
-    seen = {(one_object.colour if coloured else "", one_object.shape) for one_object in objects}
+    seen = {(one.colour if coloured else "", one.shape) for one in objects}
     possible = [(colour, shape) for colour in (COLOURS if coloured else ("",)) for shape in SHAPES]
     colour, shape = draws.pick([pair for pair in possible if (pair in seen) == truth])
     name = f"{colour} {shape}".strip()
@@ -123,8 +117,8 @@ def _existence(objects: Sequence[SceneObject], draws: _Draws) -> Question:
 
 def _relation(objects: Sequence[SceneObject], draws: _Draws) -> Question | None:
     """Compare two shapes that occur once each and whose centres are clearly apart horizontally."""
-    shapes = Counter(one_object.shape for one_object in objects)
-    single = [one_object for one_object in objects if shapes[one_object.shape] == 1]
+    shapes = Counter(one.shape for one in objects)
+    single = [one for one in objects if shapes[one.shape] == 1]
     pairs = [(one, other) for one in single for other in single if abs(one.x - other.x) > 0.1]
     if not pairs:
         return None
@@ -133,10 +127,6 @@ def _relation(objects: Sequence[SceneObject], draws: _Draws) -> Question | None:
     truth = one.x < other.x if side == "left" else one.x > other.x
     text = f"Is the {one.shape} to the {side} of the {other.shape}?"
     return Question("is the", text, "yes" if truth else "no")
-
-
-def _plural(shape: str) -> str:
-    return shape + ("es" if shape.endswith("s") else "s")
 
 
 def _annotated(question: Question, draws: _Draws) -> Question:

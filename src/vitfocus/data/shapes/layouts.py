@@ -124,15 +124,13 @@ def _draw(split: str, count: int, size: Size, seed: int) -> Iterator[DrawnScene]
         masks = semantic_mask(scenes, owner)
         for scene in range(len(scenes)):
             objects = scenes.objects(scene)
+            image, label, questions = (
+                images[scene].transpose(1, 2, 0),
+                int(scenes.label[scene]),
+                ask(objects, seed, split, item),
+            )
             yield DrawnScene(
-                item=item,
-                image=images[scene].transpose(1, 2, 0),
-                label=int(scenes.label[scene]),
-                objects=objects,
-                mask=masks[scene],
-                shape_class=scenes.shape_class[scene],
-                owner=owner[scene],
-                questions=ask(objects, seed, split, item),
+                item, image, label, objects, masks[scene], scenes.shape_class[scene], owner[scene], questions
             )
             item += 1
 
@@ -155,9 +153,9 @@ def _cityscapes(split: str, scenes: Iterator[DrawnScene]) -> Files:
     """Masks with both kinds of ids: Cityscapes' labelIds, and labelTrainIds with 255 for ignored pixels."""
     for scene in scenes:
         name = f"{split}/shapes/shapes_{scene.item:06d}_000019"
-        own = np.array(CITYSCAPES_IDS, np.uint8)[scene.mask]
+        ids = np.array(CITYSCAPES_IDS, np.uint8)[scene.mask]
         yield f"leftImg8bit/{name}_leftImg8bit.png", _png(scene.image)
-        yield f"gtFine/{name}_gtFine_labelIds.png", _png(_with_border(own, CITYSCAPES_BORDER))
+        yield f"gtFine/{name}_gtFine_labelIds.png", _png(_with_border(ids, CITYSCAPES_BORDER))
         yield f"gtFine/{name}_gtFine_labelTrainIds.png", _png(_with_border(scene.mask, IGNORE))
 
 

@@ -10,7 +10,7 @@ of the short side, x points right and y points down.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
@@ -111,16 +111,9 @@ class Surface:
 
     def at(self, scene: Integers, slot: Integers) -> Surface:
         """The surfaces of some objects."""
-        where = scene, slot
-        return Surface(
-            tones=(self.tones[0][where], self.tones[1][where]),
-            texture=self.texture[where],
-            period=self.period[where],
-            cosine=self.cosine[where],
-            sine=self.sine[where],
-            phase=self.phase[where],
-            clouds=self.clouds[where],
-        )
+        (first, second), *others = (getattr(self, one.name) for one in fields(self))
+        tones = (first[scene, slot], second[scene, slot])
+        return Surface(tones, *(values[scene, slot] for values in others))
 
 
 @dataclass(frozen=True)
@@ -187,20 +180,10 @@ def compose(
     colour = random.integers(len(COLOURS), SLOTS)
     present, x, y, radius = _place(random, extent)
     cosine, sine = _direction(random.uniform(SLOTS, low=-MAX_TURN, high=MAX_TURN))
-    return Scenes(
-        label=label,
-        shape_class=shape_class,
-        colour=colour,
-        present=present,
-        x=x,
-        y=y,
-        radius=radius,
-        cosine=cosine,
-        sine=sine,
-        surface=_surface(random, _object_tones(random, colour), (SLOTS,), period=(0.09, 0.15)),
-        ground=_surface(random, _ground_tones(random), (), period=(0.12, 0.3)),
-        light=random.uniform(2, low=-0.25, high=0.25),
-    )
+    surface = _surface(random, _object_tones(random, colour), (SLOTS,), period=(0.09, 0.15))
+    ground = _surface(random, _ground_tones(random), (), period=(0.12, 0.3))
+    light = random.uniform(2, low=-0.25, high=0.25)
+    return Scenes(label, shape_class, colour, present, x, y, radius, cosine, sine, surface, ground, light)
 
 
 def _place(random: ItemRandom, extent: tuple[float, float]) -> tuple[npt.NDArray[np.bool_], Floats, Floats, Floats]:
@@ -240,22 +223,14 @@ def _surface(
 ) -> Surface:
     texture = random.integers(len(TEXTURES), *shape)
     cosine, sine = _direction(random.uniform(*shape, high=np.pi))
-    return Surface(
-        tones=tones,
-        texture=texture,
-        period=random.uniform(*shape, low=period[0], high=period[1]),
-        cosine=cosine,
-        sine=sine,
-        phase=random.uniform(*shape, 2),
-        clouds=random.uniform(*shape, 64),
-    )
+    periods = random.uniform(*shape, low=period[0], high=period[1])
+    return Surface(tones, texture, periods, cosine, sine, random.uniform(*shape, 2), random.uniform(*shape, 64))
 
 
 def _object_tones(random: ItemRandom, colour: Integers) -> tuple[Floats, Floats]:
     """A saturated tone of each colour, and a lighter or darker one."""
-    hue = np.array([0.0, 0.075, 0.145, 0.36, 0.5, 0.61, 0.76, 0.9])[colour] + random.uniform(
-        SLOTS, low=-0.012, high=0.012
-    )
+    hue = np.array([0.0, 0.075, 0.145, 0.36, 0.5, 0.61, 0.76, 0.9])[colour]
+    hue = hue + random.uniform(SLOTS, low=-0.012, high=0.012)
     saturation = random.uniform(SLOTS, low=0.75, high=0.95)
     value = random.uniform(SLOTS, low=0.76, high=0.95)
     lighter = random.uniform(SLOTS) < 0.5

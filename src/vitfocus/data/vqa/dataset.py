@@ -13,8 +13,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
+import msgspec
 import numpy as np
 import torch
 from PIL import Image
@@ -152,9 +153,7 @@ def _library() -> Any:
     try:
         import tokenizers
     except ImportError:
-        raise VitfocusError(
-            "Tokenizing questions needs the tokenizers library: install the extra vitfocus[hf]."
-        ) from None
+        raise VitfocusError("Tokenizing questions needs the library tokenizers, in the extra vitfocus[hf].") from None
     return tokenizers
 
 
@@ -256,10 +255,8 @@ def _part(whole: VqaDataset, split: str, count: int, last: str) -> VqaDataset:
         raise VitfocusError(f"data.holdout={count} leaves none of the {len(files)} images of {last} to train on.")
     held = {files[place] for place in np.random.default_rng(0).permutation(len(files))[:count].tolist()}
     chosen = [question for question in whole.questions if (question.image in held) == (split == "val")]
-    name = (
-        f"{count:,} held-out images of {last}" if split == "val" else f"{whole.name} without {count:,} held-out images"
-    )
-    return VqaDataset(chosen, whole.images, name)
+    part = f"{count:,} held-out images"
+    return VqaDataset(chosen, whole.images, f"{part} of {last}" if split == "val" else f"{whole.name} without {part}")
 
 
 def splits_in(root: str | Path) -> list[str]:
@@ -277,8 +274,7 @@ def read_vqav2(root: str | Path, split: str, annotated: bool = True) -> VqaDatas
     root = Path(root)
     if not root.is_dir():
         raise VitfocusError(f"There is no data folder {str(root)!r}: set data.root to the folder of VQAv2's files.")
-    questions: list[Question] = []
-    files: list[Path] = []
+    questions, files = list[Question](), list[Path]()
     for one in split.split("+"):
         more, images = _read_split(root, one.strip(), annotated, len(files))
         questions += more
@@ -288,15 +284,15 @@ def read_vqav2(root: str | Path, split: str, annotated: bool = True) -> VqaDatas
     return VqaDataset(questions, FileImages(files), split)
 
 
-def shapes_questions(split: str, count: int, size: int | tuple[int, int], seed: int = 0) -> VqaDataset:
+def shapes_questions(split: str, count: int, size: int | tuple[int, int]) -> VqaDataset:
     """Shapes: `count` scenes with three questions each, the same ones as in its written layout "vqav2"."""
     pixels: list[Tensor] = []
     questions: list[Question] = []
     item = 0
-    for scenes, images, _ in drawn_scenes(range(count), split, size, seed):
+    for scenes, images, _ in drawn_scenes(range(count), split, size):
         pixels.append(torch.from_numpy(images))
         for scene in range(len(scenes)):
-            for place, one in enumerate(ask(scenes.objects(scene), seed, split, item)[:QUESTIONS_PER_IMAGE]):
+            for place, one in enumerate(ask(scenes.objects(scene), 0, split, item)[:QUESTIONS_PER_IMAGE]):
                 number = item * QUESTIONS_PER_IMAGE + place
                 questions.append(Question(number, item, one.text, one.answers, one.answer, one.answer_type, one.kind))
             item += 1
@@ -314,15 +310,12 @@ class TensorImages:
         return len(self.pixels)
 
     def read(self, index: int) -> Tensor:
-        """One image, uint8 (3, H, W)."""
         return self.pixels[index]
 
     def name(self, index: int) -> str:
-        """The data set's name and the index."""
         return f"{self.title} {index}"
 
     def listing(self) -> list[str]:
-        """One line for all pixels."""
         return [hashlib.sha256(self.pixels.contiguous().numpy().data).hexdigest()]
 
 
@@ -336,50 +329,68 @@ class FileImages:
         return len(self.files)
 
     def read(self, index: int) -> Image.Image:
-        """Decode one file."""
         return read_rgb(self.files[index])
 
     def name(self, index: int) -> str:
-        """The file's path."""
         return str(self.files[index])
 
     def listing(self) -> Iterable[str]:
-        """Names and sizes; the contents are not read."""
         return (f"{file.name} {file.stat().st_size}" for file in self.files)
 
 
+class _Asked(msgspec.Struct):
+    question_id: int
+    image_id: int
+    question: str
+
+
+class _Given(msgspec.Struct):
+    answer: str | int | float
+
+
+class _Answered(msgspec.Struct):
+    question_id: int
+    answers: Annotated[list[_Given], msgspec.Meta(min_length=1)]
+    multiple_choice_answer: str | int | float = ""
+    answer_type: str = ""
+    question_type: str = ""
+
+
+class _Questions(msgspec.Struct):
+    questions: list[_Asked]
+
+
+class _Annotations(msgspec.Struct):
+    annotations: list[_Answered]
+
+
 def _read_split(root: Path, split: str, annotated: bool, first: int) -> tuple[list[Question], list[Path]]:
-    asked = _records(_find_json(root, split, "questions"), "questions", ("question_id", "image_id", "question"))
-    answered: dict[int, dict[str, Any]] = {}
+    options: dict[str, Any] = {"writer": "VQAv2", "most_bytes": MOST_ANNOTATIONS}
+    asked = read_json(_find_json(root, split, "questions"), _Questions, **options).questions
+    answered: dict[int, _Answered] = {}
     file = _find_json(root, split, "annotations", needed=annotated)
     if file is not None:
-        answered = {one["question_id"]: one for one in _records(file, "annotations", ("question_id", "answers"))}
-        without = [one["question_id"] for one in asked if one["question_id"] not in answered]
+        answered = {one.question_id: one for one in read_json(file, _Annotations, **options).annotations}
+        without = [one.question_id for one in asked if one.question_id not in answered]
         if without:
             raise VitfocusError(
                 f"{file} answers {len(asked) - len(without)} of the {len(asked)} questions of {split}; the question "
                 f"{without[0]} is the first without an answer."
             )
-    numbers = sorted({int(one["image_id"]) for one in asked})
+    numbers = sorted({one.image_id for one in asked})
     images = _find_images(root, split, numbers)
     places = {number: first + place for place, number in enumerate(numbers)}
-    return [_question(one, places, answered.get(one["question_id"], {})) for one in asked], images
+    return [_question(one, places[one.image_id], answered.get(one.question_id)) for one in asked], images
 
 
-def _question(asked: dict[str, Any], places: dict[int, int], answered: dict[str, Any]) -> Question:
-    answers = tuple(sys.intern(str(one["answer"])) for one in answered.get("answers", ()))
+def _question(asked: _Asked, place: int, answered: _Answered | None) -> Question:
+    if answered is None:
+        return Question(asked.question_id, place, asked.question)
+    answers = tuple(sys.intern(str(one.answer)) for one in answered.answers)
     # The agreed answer is in the file; if it is missing, it is the most frequent one, by VQAv2's definition.
-    common = Counter(answers).most_common(1)[0][0] if answers else ""
-    agreed = str(answered.get("multiple_choice_answer") or common)
-    kinds = (sys.intern(str(answered.get(key, ""))) for key in ("answer_type", "question_type"))
-    return Question(
-        int(asked["question_id"]),
-        places[int(asked["image_id"])],
-        asked["question"],
-        answers,
-        sys.intern(agreed),
-        *kinds,
-    )
+    agreed = str(answered.multiple_choice_answer or Counter(answers).most_common(1)[0][0])
+    labels = (sys.intern(text) for text in (agreed, answered.answer_type, answered.question_type))
+    return Question(asked.question_id, place, asked.question, answers, *labels)
 
 
 def _find_json(root: Path, split: str, what: str, needed: bool = True) -> Any:
@@ -394,27 +405,6 @@ def _find_json(root: Path, split: str, what: str, needed: bool = True) -> Any:
     raise VitfocusError(f"{root} lacks VQAv2's {what} of {split}: neither {usual} nor {capital}/{usual} is there.")
 
 
-def _records(file: Path, key: str, fields: Sequence[str]) -> list[dict[str, Any]]:
-    records = read_json(file, dict[str, Any], writer="VQAv2", most_bytes=MOST_ANNOTATIONS).get(key)
-    if not isinstance(records, list):
-        raise VitfocusError(f"{file} has no list of {key}, as VQAv2's files have.")
-    for record in records:
-        absent = [name for name in fields if not isinstance(record, dict) or name not in record]
-        if absent:
-            raise VitfocusError(f"An entry of {file} lacks {', '.join(absent)}: {str(record)[:80]}")
-        wrong = [name for name in fields if not _usable(name, record[name])]
-        if wrong:
-            raise VitfocusError(f"An entry of {file} has no usable {wrong[0]}: {str(record[wrong[0]])[:60]}")
-    return records
-
-
-def _usable(field: str, value: Any) -> bool:
-    """Whether a field has the type that VQAv2 has there: a number, a sentence, or a non-empty list of answers."""
-    if field == "answers":
-        return isinstance(value, list) and bool(value) and all(isinstance(o, dict) and "answer" in o for o in value)
-    return isinstance(value, str if field == "question" else int)
-
-
 def _find_images(root: Path, split: str, numbers: Sequence[int]) -> list[Path]:
     """The COCO images with these numbers; the test-dev questions are about the test images."""
     name = split.replace("test-dev", "test")
@@ -422,16 +412,11 @@ def _find_images(root: Path, split: str, numbers: Sequence[int]) -> list[Path]:
     if folder is None:
         raise VitfocusError(f"{root} lacks the COCO images of {split}: there is no folder {name} or images/{name}.")
     there = {file.name for file in folder.iterdir()}
-    found, lost = [], []
-    for number in numbers:
-        names = (f"COCO_{name}_{number:012d}.jpg", f"{number:012d}.jpg", f"{number}.jpg")
-        file = next((one for one in names if one in there), None)
-        if file is None:
-            lost.append(names[0])
-        else:
-            found.append(folder / file)
-    if lost:
+    usual = {number: f"COCO_{name}_{number:012d}.jpg" for number in numbers}
+    names = {number: (file, f"{number:012d}.jpg", f"{number}.jpg") for number, file in usual.items()}
+    found = {number: next((one for one in some if one in there), None) for number, some in names.items()}
+    if lost := [usual[number] for number, file in found.items() if file is None]:
         raise VitfocusError(
             f"{folder} lacks {len(lost)} of the {len(numbers)} images that the questions are about, such as {lost[0]}."
         )
-    return found
+    return [folder / file for file in found.values() if file is not None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -46,25 +46,23 @@ class Teacher(nn.Module):
                 "distill.pretrained=true to let timm download them, or name a folder that vitfocus.save wrote."
             )
         self.section = section
-        self.net = (
-            load(section.teacher)
-            if saved
-            else create_model(section.teacher, pretrained=section.pretrained, num_classes=classes).eval()
-        )
+        options: dict[str, Any] = {"pretrained": section.pretrained, "num_classes": classes}
+        self.net = load(section.teacher) if saved else create_model(section.teacher, **options).eval()
         if section.weights:
             start_from(self.net, section.weights)
         self.net.requires_grad_(False)
-        own_mean, own_std, _ = input_spec(self.net)
-        scale = torch.tensor(std) / torch.tensor(own_std)
-        shift = (torch.tensor(mean) - torch.tensor(own_mean)) / torch.tensor(own_std)
+        mean_of_net, std_of_net = (torch.tensor(values) for values in input_spec(self.net)[:2])
+        scale, shift = torch.tensor(std) / std_of_net, (torch.tensor(mean) - mean_of_net) / std_of_net
         self.register_buffer("scale", scale[:, None, None], persistent=False)
         self.register_buffer("shift", shift[:, None, None], persistent=False)
-        self.size = self._fixed_size()
+        try:
+            self.size: tuple[int, int] | None = anatomy(self.net).build_size
+        except VitfocusError:  # a convolutional network accepts any size
+            self.size = None
         self._try(classes)
 
     @torch.no_grad()
     def forward(self, images: Tensor) -> Tensor:
-        """The teacher's logits."""
         images = images * self.scale + self.shift  # type: ignore[operator]
         if self.size is not None and tuple(images.shape[-2:]) != self.size:
             images = F.interpolate(images, self.size, mode="bicubic", antialias=True)
@@ -75,9 +73,7 @@ class Teacher(nn.Module):
         try:
             shape = tuple(self(torch.zeros(1, 3, *input_spec(self.net).size)).shape)
         except Exception as error:  # libraries raise many types for unexpected images
-            raise VitfocusError(
-                f"The teacher {self.section.teacher} does not accept images: {reason(error)}."
-            ) from None
+            raise VitfocusError(f"The teacher {self.section.teacher} does not accept images: {reason(error)}") from None
         if shape != (1, classes):
             said = f"{shape[1]} classes" if len(shape) == 2 else f"an output of shape {shape}"
             raise VitfocusError(
@@ -92,13 +88,6 @@ class Teacher(nn.Module):
         targets = F.log_softmax(teacher.float() / heat, 1)
         return F.kl_div(F.log_softmax(student / heat, 1), targets, reduction="batchmean", log_target=True) * heat**2
 
-    def _fixed_size(self) -> tuple[int, int] | None:
-        """The image size of a transformer; None for a convolutional network, which accepts any."""
-        try:
-            return anatomy(self.net).build_size
-        except VitfocusError:
-            return None
-
 
 class Losses:
     """Computes the terms, whose sum is the loss; `names` lists those of this run."""
@@ -109,7 +98,6 @@ class Losses:
         self.names = ["ce", *self.diversity.names] + ["distill"] * (teacher is not None)
 
     def __call__(self, output: Any, batch: ClassificationBatch, epoch: float) -> list[Tensor]:
-        """The terms in the order of `names`."""
         first, second = split_output(output)
         terms = [cross_entropy(first, batch, self.section.smoothing), *self.diversity(epoch)]
         if self.teacher is not None:
@@ -161,9 +149,8 @@ class Classify(Task):
         model: Any = build_model(self.recipe, self.count)
         if self.recipe.distill.teacher and hasattr(model, "set_distilled_training"):
             model.set_distilled_training(True)
-        self.try_model(
-            model, self.recipe.data.enlarge or self.recipe.data.size, lambda image: self._judged(model(image))
-        )
+        side = self.recipe.data.enlarge or self.recipe.data.size
+        self.try_model(model, side, lambda image: self._judged(model(image)))
         return model
 
     def _judged(self, output: Any) -> None:
@@ -177,7 +164,6 @@ class Classify(Task):
             )
 
     def arguments(self) -> dict[str, Any]:
-        """The number of classes, and the image size if it is not the default."""
         return model_arguments(self.recipe, self.count)
 
     def start(self, model: nn.Module, context: RunContext) -> None:
@@ -233,12 +219,7 @@ class Classify(Task):
             )
         self.val_images = self.validation.length
 
-    def iterate(self, start: int, stop: int) -> Generator[ClassificationBatch, None, None]:
-        """Augmented, normalised and mixed batches."""
-        return self.batches.iterate(start, stop)
-
     def capturable_batches(self) -> ResidentBatches | None:
-        """The batches of images that are kept on the device."""
         return self.batches if isinstance(self.batches, ResidentBatches) else None
 
     def terms(self, model: nn.Module, batch: ClassificationBatch, epoch: float) -> list[Tensor]:
@@ -271,26 +252,18 @@ class Classify(Task):
         return {"top1": first / count, "top5": five / count, "loss": loss_sum / count}
 
     def sample_images(self, count: int) -> Tensor:
-        """The first validation images."""
         return self.validation.first(count)
 
     def headline(self, scores: Mapping[str, float]) -> str:
-        """Both accuracies and the loss."""
         return f"top-1 {100 * scores['top1']:.2f} %, top-5 {100 * scores['top5']:.2f} %, loss {scores['loss']:.4f}"
 
-    def digests(self) -> dict[str, str]:
-        """A SHA-256 of each split."""
-        return {"train": self.train.digest(), "val": self.val.digest()}
-
     def facts(self) -> dict[str, Any]:
-        """Number of classes, where images were kept, and their preprocessing."""
         crop = 1.0 if self.resident else self.recipe.data.crop
         data = self.recipe.data
         preprocessing = {"size": data.enlarge or data.size, "mean": self.mean, "std": self.std, "crop": crop}
         return {"classes": self.count, "resident": self.resident, "preprocessing": preprocessing}
 
     def head_names(self, model: nn.Module) -> set[str]:
-        """The classifier's parameters."""
         try:
             root: Any = anatomy(model).root
         except VitfocusError:  # the classifier is not a transformer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from vitfocus.core.modules import eval_mode
 from vitfocus.data.detection.batches import DetectionAugment, DetectionBatch, DetectionSamples, collate
 from vitfocus.data.detection.dataset import DetectionDataset, mask_tools, open_detections
 from vitfocus.data.image_files import Normalise
-from vitfocus.data.loader import SampleBatches, SampleOrder, first_images, strided_indices
+from vitfocus.data.loader import first_images, strided_indices
 from vitfocus.tasks.base import DiversityTerm, RunContext, Task, build_with, over_several_gpus
 from vitfocus.tasks.detection.evaluation import coco_scores, detect
 from vitfocus.treatments.origin import split_library
@@ -84,28 +84,10 @@ class Detect(Task):
         self.context, self.normalise = context, Normalise(wanted.mean, wanted.std, context.device)
         self.diversity = DiversityTerm(model, recipe.loss.adl_warmup_epochs)
         self.names = [name.removeprefix("loss_") for name in _LOSSES] + self.diversity.names
-        self.train_images, self.val_images = len(self.train), len(self.val)
-        augment = DetectionAugment(
-            (int(section.sides[0]) or data.size, int(section.sides[1]) or data.size),
-            section.longest,
-            recipe.augment.flip,
-            section.jitter,
-        )
-        self.batches = SampleBatches(
-            DetectionSamples(self.train, augment, recipe.engine.seed),
-            SampleOrder(len(self.train), data.batch, recipe.engine.seed, data.repeats),
-            context.partition,
-            collate,
-            self._finish,
-            workers=data.workers,
-            device=context.device,
-            log=self.broken["train"],
-            say=context.say,
-        )
-
-    def iterate(self, start: int, stop: int) -> Generator[DetectionBatch, None, None]:
-        """Batches of normalised images and their targets."""
-        return self.batches.iterate(start, stop)
+        sides = (int(section.sides[0]) or data.size, int(section.sides[1]) or data.size)
+        augment = DetectionAugment(sides, section.longest, recipe.augment.flip, section.jitter)
+        samples = DetectionSamples(self.train, augment, recipe.engine.seed)
+        self.batches = self.sample_batches(samples, collate, self._finish, context)
 
     def terms(self, model: nn.Module, batch: DetectionBatch, epoch: float) -> list[Tensor]:
         """Mask R-CNN's five losses, and attention diversification."""
@@ -143,22 +125,16 @@ class Detect(Task):
         return first_images(self.val, count // 16, self.recipe.data.size)
 
     def headline(self, scores: Mapping[str, float]) -> str:
-        """AP and AP50 of boxes and masks."""
         return ", ".join(
             f"{kind} AP {100 * scores[f'{kind}_ap']:.1f}, AP50 {100 * scores[f'{kind}_ap50']:.1f}"
             for kind in ("box", "mask")
         )
-
-    def digests(self) -> dict[str, str]:
-        """A SHA-256 of each split."""
-        return {"train": self.train.digest(), "val": self.val.digest()}
 
     def card(self) -> dict[str, Any]:
         """Names of the labels 1, 2, ..., and their COCO ids."""
         return {**super().card(), "category_ids": list(self.train.category_ids)}
 
     def facts(self) -> dict[str, Any]:
-        """Number of classes and image sizes."""
         sizes = {"shortest": self.recipe.data.size, "longest": self.recipe.detect.longest}
         return {"classes": len(self.classes), "preprocessing": sizes}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -15,7 +15,7 @@ from vitfocus.core.metrics import METRICS
 from vitfocus.core.modules import eval_mode, logits_of
 from vitfocus.core.registry import COMPOSED_MODELS
 from vitfocus.data.image_files import Normalise
-from vitfocus.data.loader import SampleBatches, SampleOrder, first_images, strided_indices
+from vitfocus.data.loader import first_images, strided_indices
 from vitfocus.data.segmentation.batches import (
     SegmentationBatch,
     TrainingCrops,
@@ -88,7 +88,6 @@ class Segment(Task):
         return model
 
     def arguments(self) -> dict[str, Any]:
-        """The number of classes, and the recipe's arguments."""
         return model_arguments(self.recipe, len(self.classes))
 
     @property
@@ -105,7 +104,6 @@ class Segment(Task):
         self.diversity = DiversityTerm(model, self.recipe.loss.adl_warmup_epochs)
         self.auxiliary = getattr(model, "auxiliary", None) is not None
         self.names = ["ce", *["aux"] * self.auxiliary, *self.diversity.names]
-        self.train_images, self.val_images = len(self.train), len(self.val)
         crops = TrainingCrops(
             self.train,
             data.size,
@@ -117,21 +115,7 @@ class Segment(Task):
             most_of_one=section.most_of_one,
             fill=seen.mean,
         )
-        self.batches = SampleBatches(
-            crops,
-            SampleOrder(len(self.train), data.batch, seed, data.repeats),
-            context.partition,
-            stack,
-            self._finish,
-            workers=data.workers,
-            device=context.device,
-            log=self.broken["train"],
-            say=context.say,
-        )
-
-    def iterate(self, start: int, stop: int) -> Generator[SegmentationBatch, None, None]:
-        """Batches of random crops."""
-        return self.batches.iterate(start, stop)
+        self.batches = self.sample_batches(crops, stack, self._finish, context)
 
     def terms(self, model: nn.Module, batch: SegmentationBatch, epoch: float) -> list[Tensor]:
         """Pixel-wise cross-entropy of both heads, and attention diversification."""
@@ -167,24 +151,14 @@ class Segment(Task):
         return first_images(self.val, count // 8, self.recipe.data.size)
 
     def headline(self, scores: Mapping[str, float]) -> str:
-        """The three scores."""
         return ", ".join(f"{METRICS[key].short} {100 * scores[key]:.2f} %" for key in ("miou", "macc", "aacc"))
-
-    def digests(self) -> dict[str, str]:
-        """A SHA-256 of each split."""
-        return {"train": self.train.digest(), "val": self.val.digest()}
 
     def card(self) -> dict[str, Any]:
         """The classes, the data set's name (for its colours and layout), image size and test settings."""
-        return {
-            **super().card(),
-            "source": self.recipe.data.source,
-            "size": self.recipe.data.size,
-            "test": vars(self.inference_settings),
-        }
+        data = {"source": self.recipe.data.source, "size": self.recipe.data.size}
+        return {**super().card(), **data, "test": vars(self.inference_settings)}
 
     def facts(self) -> dict[str, Any]:
-        """Number of classes and test settings."""
         return {"classes": len(self.classes), "test": vars(self.inference_settings)}
 
     def _finish(self, batch: tuple[Tensor, Tensor], step: int, rows: Tensor) -> SegmentationBatch:

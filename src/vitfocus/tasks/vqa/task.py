@@ -6,7 +6,7 @@ questions, and the answers are the most frequent ones of the training annotation
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.modules import eval_mode
-from vitfocus.data.loader import SampleBatches, SampleOrder
 from vitfocus.data.vqa.batches import QuestionBatch, QuestionSamples, every_question, fitted_size, reading_batches
 from vitfocus.data.vqa.dataset import QuestionTokenizer, VqaDataset, attach_tokenizer, open_questions, tokenizer_of
 from vitfocus.tasks.base import DiversityTerm, RunContext, Task, create_seeded, start_from
@@ -116,30 +115,15 @@ class Answer(Task):
         self.preprocessing = preprocessing_of(model, recipe.data.size)
         self.diversity = DiversityTerm(model, recipe.loss.adl_warmup_epochs)
         self.names = ["bce", *self.diversity.names]
-        self.train_images, self.val_images = len(self.train), len(self.val)
         prepared = self.tokenizer, self.preprocessing
         samples = QuestionSamples(self.train, *prepared, recipe.augment.randaugment, recipe.engine.seed)
         self.val_samples = QuestionSamples(self.val, *prepared)
-        self.batches = SampleBatches(
-            samples,
-            SampleOrder(len(self.train), recipe.data.batch, recipe.engine.seed),
-            context.partition,
-            samples.collate,
-            self._finish,
-            workers=recipe.data.workers,
-            device=context.device,
-            log=self.broken["train"],
-            say=context.say,
-        )
+        self.batches = self.sample_batches(samples, samples.collate, self._finish, context)
         for key in self.unread:
             if (value := getattr(recipe.answer, key)) != getattr(type(recipe.answer)(), key):
                 context.say(f"The checkpoint has its own, so answer.{key}={value} is not used.")
         if self.words_from == "the training questions" and recipe.model.pretrained:
             context.say(f"{self.checkpoint} has no tokenizer: one is trained on the training questions.")
-
-    def iterate(self, start: int, stop: int) -> Generator[QuestionBatch, None, None]:
-        """Batches with soft targets."""
-        return self.batches.iterate(start, stop)
 
     def terms(self, model: nn.Module, batch: QuestionBatch, epoch: float) -> list[Tensor]:
         """Binary cross-entropy with the soft targets, summed over answers as in ViLT, and attention diversification."""
@@ -183,10 +167,6 @@ class Answer(Task):
             f"{100 * blind['constant_accuracy']:.2f} %, the best answer to each type of question: "
             f"{100 * blind['question_type_accuracy']:.2f} %)"
         )
-
-    def digests(self) -> dict[str, str]:
-        """A SHA-256 of each split."""
-        return {"train": self.train.digest(), "val": self.val.digest()}
 
     def card(self) -> dict[str, Any]:
         """The image size; the tokenizer is in tokenizer.json, and the answers are in the model's config."""
