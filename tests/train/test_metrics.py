@@ -1,17 +1,21 @@
-"""Every row of a run reaches metrics.jsonl and TensorBoard, once, though the disk is full now and then."""
+"""Every row of a run reaches metrics.jsonl, TensorBoard and a tracker, once, though the disk is full now and then."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
-from collections.abc import Collection
+import signal
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.train_tools import tiny
 
-from vitfocus.train.metrics import Metrics
+from vitfocus.core.errors import VitfocusError
+from vitfocus.train import load_recipe, train
+from vitfocus.train.metrics import ExperimentTracker, Metrics
 
 Event = tuple[int, str, float]
 
@@ -143,3 +147,68 @@ def test_a_run_that_goes_on_shows_no_row_twice(tmp_path: Path, step: int) -> Non
         again.add(row)
     assert written(tmp_path) == rows(7)
     assert shown(tmp_path) == events(rows(7))
+
+
+def stop_at(step: int) -> Callable[[int], None]:
+    def before_step(now: int) -> None:
+        if now == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return before_step
+
+
+def test_mlflow_gets_each_row_of_a_resumed_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow", reason="needs the extra [mlflow]")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
+    recipe = tiny("track=mlflow", "log_every=1", "checkpoint_steps=3")
+    assert not train(recipe, tmp_path / "run", before_step=stop_at(4))["finished"]
+    (tmp_path / "run" / "checkpoints" / "00000005" / "state.json").unlink()  # resumes from step 3
+    results = train(recipe, tmp_path / "run", resume="auto")
+    (run,) = mlflow.search_runs(search_all_experiments=True, output_format="list")
+    assert run.info.run_name == "run" and run.info.status == "FINISHED" and run.data.params["data.batch"] == "16"
+    client = mlflow.MlflowClient()
+    for key, kind in (("loss", "train"), ("top1", "eval")):
+        sent = [(one.step, one.value) for one in client.get_metric_history(run.info.run_id, f"{kind}/{key}")]
+        assert sent == [(row["step"], row[key]) for row in written(tmp_path / "run") if row["kind"] == kind]
+    assert sent[-1] == (results["steps"], results["last"]["top1"]) and "attention/entropy/layer_00" in run.data.metrics
+
+
+def test_wandb_offline_continues_the_run_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="needs the extra [wandb]")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    recipe = tiny("track=wandb")
+    assert not train(recipe, tmp_path, before_step=stop_at(2))["finished"]
+    train(recipe, tmp_path, resume="auto")
+    number = json.loads((tmp_path / "tracker.json").read_text())["wandb"]
+    logs = sorted((tmp_path / "wandb").glob(f"offline-run-*/run-{number}.wandb"))
+    assert logs and b"attention/overfocus/layer_00" in logs[-1].read_bytes()
+
+
+class Unreachable:
+    def init_trackers(self, *arguments: Any, **options: Any) -> None:
+        """Begins, and fails later."""
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        raise ConnectionError("no route to host. Try again\nlater")
+
+    trackers = ()
+
+
+def test_a_tracker_that_fails_does_not_end_the_run(tmp_path: Path) -> None:
+    said: list[str] = []
+    metrics = Metrics(tmp_path, 0)
+    metrics.track(ExperimentTracker("wandb", Unreachable(), tmp_path, {}, said.append))
+    for row in rows(2):
+        metrics.add(row)
+    metrics.close()
+    assert said == ["W&B gets no more rows (no route to host); all rows are in metrics.jsonl."]
+    assert written(tmp_path) == rows(2)
+
+
+def test_a_recipe_file_sends_nothing_unless_asked_on_the_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('extends = "shapes"\n[engine]\ntrack = "wandb"\n')
+    with pytest.raises(VitfocusError, match=r"does not use the network by itself: add engine\.track=wandb"):
+        load_recipe(file)
+    assert load_recipe(file, ["track=wandb"]).engine.track == "wandb"

@@ -36,9 +36,7 @@ class SqueezeExcite(nn.Module):
     def __init__(self, dim: int, reduction: int) -> None:
         super().__init__()
         if not 1 <= reduction <= dim:
-            raise VitfocusError(
-                f"se_reduction must lie between 1 and the hidden width {dim}, but {reduction} was given."
-            )
+            raise VitfocusError(f"se_reduction must lie between 1 and the hidden width {dim}, but is {reduction}.")
         squeezed = dim // reduction
         self.fc = nn.Sequential(nn.Linear(dim, squeezed), nn.ReLU(), nn.Linear(squeezed, dim), nn.Hardsigmoid())
 
@@ -110,8 +108,6 @@ class LocalViT(Backbone):
     token never sees, get no gradient from a classifier on it. Different from it: position embeddings are resampled for
     any image size, rectangles included. The authors state 5.7 M parameters for the tiny model, 9.4 M with
     `se_reduction` 4, and 22.4 M for the small one; the shapes count to 5.909, 9.376 and 22.433 M.
-
-    Licence: the published code is MIT; this is a new text under vitfocus' own licence.
 
     >>> model = LocalViT(32, 16, embed_dim=16, depth=1, num_heads=2, mlp_ratio=2, se_reduction=8, num_classes=5).eval()
     >>> model(torch.zeros(1, 3, 32, 48)).shape

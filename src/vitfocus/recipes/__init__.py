@@ -290,6 +290,7 @@ class Engine(Section, frozen=True):
     checkpoint_minutes: Annotated[Amount, HARMLESS] = 5.0  # and when the last one is this old; 0: not by time
     keep: Annotated[Positive, HARMLESS] = 2  # newest checkpoints kept
     tensorboard: Annotated[bool, HARMLESS] = False
+    track: Annotated[Literal["no", "wandb", "mlflow"], HARMLESS] = "no"  # log to W&B or MLflow as well
 
 
 class Segment(Section, frozen=True):

@@ -1,18 +1,31 @@
-"""What a run writes: metrics.jsonl, one JSON object per line, TensorBoard events, and results.json."""
+"""What a run writes: metrics.jsonl (one JSON object per line), its copies in TensorBoard and trackers, results.json."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import os
+import secrets
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import Appender, remove_stale, write_text
-from vitfocus.core.records import Count, OpenDict, parse_json
+from vitfocus.core.records import Count, OpenDict, parse_json, read_json
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+#: Packages by the name of the tracker, and what its users call it.
+TRACKERS = {"wandb": "W&B", "mlflow": "MLflow"}
+TRACKER_HINTS = {
+    "wandb": "log in with `wandb login`, or set WANDB_MODE=offline",
+    "mlflow": "set MLFLOW_TRACKING_URI to a server or a database, such as sqlite:///mlflow.db",
+}
 
 
 class Metrics:
@@ -24,16 +37,30 @@ class Metrics:
     def __init__(self, folder: Path, step: int, tensorboard: bool = False) -> None:
         self.path = folder / "metrics.jsonl"
         remove_stale(self.path)
-        kept = [row for row in self.rows() if row["step"] <= step] if step else []
-        write_text(self.path, "".join(json.dumps(row) + "\n" for row in kept))
+        before = self.rows() if step else []
+        write_text(self.path, "".join(json.dumps(row) + "\n" for row in before if row["step"] <= step))
         self._file = Appender(self.path)
         self._board = TensorBoard(folder / "tensorboard", step) if tensorboard else None
+        self._tracker: ExperimentTracker | None = None
+        self._tracked = {(row.get("kind"), row["step"]) for row in before}  # a tracker has these, and forgets none
+
+    def track(self, tracker: ExperimentTracker) -> None:
+        """Send rows to a tracker as well, those that it has not got from an earlier part of the run."""
+        self._tracker = tracker
 
     def add(self, row: dict[str, Any]) -> None:
         """Write one row."""
         self._file.add((json.dumps(row) + "\n").encode())
         if self._board is not None:
             self._board.add([row])
+        if self._tracker is not None and (row["kind"], row["step"]) not in self._tracked:
+            self._tracker.add(row)
+
+    def close(self) -> None:
+        """Write what was delayed, and end the tracker's run."""
+        self.catch_up()
+        if self._tracker is not None:
+            self._tracker.finish()
 
     def catch_up(self) -> None:
         """Write what a full disk has delayed, if that is possible now."""
@@ -99,6 +126,77 @@ class TensorBoard:
         with suppress(OSError):
             if writer is not None:
                 writer.close()
+
+
+class ExperimentTracker:
+    """A run in W&B or MLflow, through accelerate's trackers.
+
+    `tracker.json` keeps the id of that run, so that a resumed run continues it. If the tracker fails, no more rows are
+    sent, and training continues.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        accelerator: Accelerator,
+        folder: Path,
+        settings: Mapping[str, Any],
+        say: Callable[[str], None],
+    ) -> None:
+        self.accelerator, self.say = accelerator, say
+        self.label = TRACKERS[name]
+        file = folder / "tracker.json"
+        ids: dict[str, str] = read_json(file, dict[str, str], writer="vitfocus train") if file.is_file() else {}
+        if name == "wandb":
+            ids.setdefault(name, secrets.token_hex(4))
+            options = {"id": ids[name], "resume": "allow", "name": folder.name, "dir": str(folder)}
+        else:
+            options = {"run_id": ids[name]} if name in ids else {"run_name": folder.name}
+        project = os.environ.get("WANDB_PROJECT", "vitfocus")
+        try:
+            accelerator.init_trackers(project, dict(settings), init_kwargs={name: options})
+        except Exception as error:  # each tracker has its own kinds
+            hint = (
+                "log in with `wandb login`, or set WANDB_MODE=offline" if name == "wandb" else "see MLFLOW_TRACKING_URI"
+            )
+            raise VitfocusError(f"{self.label} cannot begin a run ({first_line(error)}): {hint}.") from None
+        if name == "mlflow":
+            ids[name] = accelerator.get_tracker(name, unwrap=True).info.run_id
+        write_text(file, json.dumps(ids) + "\n")
+        self._open = True
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Send one row."""
+        if self._open:
+            values = {f"{row['kind']}/{key}": value for key, value in scalars(row).items()}
+            self._attempt(lambda: self.accelerator.log(values, step=row["step"]))
+
+    def finish(self) -> None:
+        """End the run in the tracker."""
+        if self._open:
+            self._attempt(lambda: [one.finish() for one in self.accelerator.trackers])
+
+    def _attempt(self, send: Callable[[], Any]) -> None:
+        try:
+            send()
+        except Exception as error:
+            self._open = False
+            self.say(f"{self.label} gets no more rows ({first_line(error)}); all rows are in metrics.jsonl.")
+
+
+def require_tracker(name: str) -> None:
+    """Refuse a tracker whose package is not installed."""
+    if find_spec(name) is None:
+        raise VitfocusError(f"engine.track={name} needs the extra vitfocus[{name}].")
+
+
+def first_line(error: Exception) -> str:
+    """The first sentence of an error that another library raised.
+
+    >>> first_line(ValueError("no such run. See the manual\\nfor more"))
+    'no such run'
+    """
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].split(". ")[0].rstrip(".:")
 
 
 def scalars(row: dict[str, Any]) -> dict[str, float]:

@@ -148,9 +148,12 @@ def difference(old: Recipe, new: Recipe) -> list[str]:
 
 
 def refuse_downloads(
-    recipe: Recipe, source: str, typed: Set[str] = frozenset(), sections: Iterable[str] = ("model", "distill", "data")
+    recipe: Recipe,
+    source: str,
+    typed: Set[str] = frozenset(),
+    sections: Iterable[str] = ("model", "distill", "data", "engine"),
 ) -> None:
-    """Refuse what a recipe file would download, unless the same key was given on the command line as well.
+    """Refuse what a recipe file would download or send, unless the same key was given on the command line as well.
 
     Shipped recipes may say so themselves.
     """
@@ -163,12 +166,13 @@ def refuse_downloads(
         "distill.pretrained": recipe.distill.pretrained and bool(teacher),
         "data.source": recipe.data.source.startswith("timm:") and "/" in recipe.data.source,
         "data.download": recipe.data.download,
+        "engine.track": recipe.engine.track != "no",
     }
     for key, downloads in asked.items():
         if downloads and key not in typed and key.partition(".")[0] in sections:
             value = _shown(value_of(recipe, key))
             raise VitfocusError(
-                f"{source} says {key} = {value}, and a recipe file downloads nothing by itself: add "
+                f"{source} says {key} = {value}, and a recipe file does not use the network by itself: add "
                 f"{key}={value.strip(chr(34))} to the command if you want that."
             )
 

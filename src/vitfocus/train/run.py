@@ -23,12 +23,12 @@ from vitfocus.core.modules import mark_inserted
 from vitfocus.core.progress import Progress
 from vitfocus.core.records import convert, parse_json, parse_toml, read_json, read_text
 from vitfocus.data.loader import BatchPartition
-from vitfocus.recipes import Recipe
+from vitfocus.recipes import KEYS, Recipe, value_of
 from vitfocus.tasks import find_task
 from vitfocus.tasks.base import RunContext, Task
 from vitfocus.train.checkpoint import Checkpoint, Checkpoints, model_tensors, read_checkpoint, replace_folder
 from vitfocus.train.compile import compile_blocks, compile_mode
-from vitfocus.train.metrics import Metrics, TrainingResults
+from vitfocus.train.metrics import ExperimentTracker, Metrics, TrainingResults, require_tracker
 from vitfocus.train.optimiser import TrainingSchedule, choose_trained, create_optimiser, normalises_batches
 from vitfocus.train.recipe import build_recipe, difference, load_recipe, refuse_foreign
 from vitfocus.train.trainer import StopRequest, Trainer
@@ -109,6 +109,9 @@ def _train(
     trainer, facts = _assemble(recipe, folder, checkpoints, accelerator, progress, checkpoint)
     if accelerator.is_main_process:
         write_text(folder / "config.toml", recipe.to_toml())
+    if recipe.engine.track != "no" and trainer.metrics is not None:
+        settings = {key: value_of(recipe, key) for key in KEYS if trainer.task.uses(*key.split("."))}
+        trainer.metrics.track(ExperimentTracker(recipe.engine.track, accelerator, folder, settings, progress.say))
     trainer.before_step = before_step
     cuda = [accelerator.device] if accelerator.device.type == "cuda" else []
     try:
@@ -117,7 +120,7 @@ def _train(
     finally:
         progress.close()
         if trainer.metrics is not None:
-            trainer.metrics.catch_up()
+            trainer.metrics.close()
     results = {"finished": finished, "signal": trainer.signal, **facts, **_describe(trainer)}
     if accelerator.num_processes > 1:  # each process has its own
         found: list[dict[str, dict[str, str]]] = gather_object([results["broken_images"]])
@@ -143,7 +146,10 @@ def _accelerator(recipe: Recipe) -> Accelerator:
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     AcceleratorState._reset_state(reset_partial_state=not distributed)  # an earlier run may have had other settings
     mode = compile_mode(recipe, cuda)
+    if engine.track != "no":
+        require_tracker(engine.track)
     return Accelerator(
+        log_with=[engine.track] if engine.track != "no" else None,
         mixed_precision=precision,
         cpu=not cuda,
         dynamo_plugin=TorchDynamoPlugin(backend="inductor", mode=mode) if mode not in (None, "blocks") else None,
