@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from adversarial.harness import Tally, explore
 from hypothesis import strategies as st
@@ -158,7 +159,7 @@ def command_lines(tally: Tally, tries: int, folder: Path) -> None:
             [str(model)],
         ],
         "report": [[str(model)], [str(images)]],
-        "models": [["swin*"], [str(model)]],
+        "models": [["deit_tiny*"], [str(model)]],
         "train": [[], ["shapes", "nope=1", "--out", str(folder / "run")], ["nope"]],
         "reproduce": [["--list"], ["cb/table4a", "--count", "--rows", "1"], ["nope"]],
         "bench": [
@@ -166,12 +167,13 @@ def command_lines(tally: Tally, tries: int, folder: Path) -> None:
         ],
         "demo": [["--epochs", "0"], ["--nope"]],
         "completion": [["bash"], ["csh"]],
+        "serve": [[str(model), "--no-browser", "--limit", "1"], [str(model), "--no-browser", "--images", str(images)]],
     }
 
     @st.composite
     def command(draw: Any) -> list[str]:
         name = draw(st.sampled_from([*COMMANDS]))
-        words = list(draw(st.sampled_from(small[name])))
+        words = list(draw(st.sampled_from(small.get(name, [["--nope"]]))))
         for _ in range(draw(st.integers(0, 3))):
             extra = [draw(st.sampled_from(flags[name]))] if draw(st.booleans()) else []
             if "--compile" in extra or "--pretrained" in extra or "--help" in extra:
@@ -186,7 +188,13 @@ def command_lines(tally: Tally, tries: int, folder: Path) -> None:
             words.append("--nope")  # these take long if they are right
         return [draw(st.sampled_from([name] * 30 + ["", "diagnos", "--", "\0"])), *words]
 
-    explore(command(), tries, tally.seed, lambda words: tally.command("command lines", words))
+    def serve_nothing(*_: Any, **__: Any) -> None:
+        """In the place of a server's loop and of the browser."""
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr("uvicorn.Server.run", serve_nothing)
+        monkeypatch.setattr("webbrowser.open", serve_nothing)
+        explore(command(), tries, tally.seed, lambda words: tally.command("command lines", words))
 
 
 def overrides(tally: Tally, tries: int, folder: Path) -> None:

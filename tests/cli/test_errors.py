@@ -177,7 +177,7 @@ def test_bench_says_what_it_cannot_measure(capsys: pytest.CaptureFixture[str]) -
         (["--size", "12y"], "512x1024"),
         (["--rounds", "0"], "--rounds must"),
         (["--treat", "tpa"], "tap"),
-        (["--treat", ""], "'' names no treatment"),
+        (["--treat", ""], "--treat is empty"),
         (["--treat", "cb", "--treat", "cb(layers=[99])"], "There is no treatable block 99"),
     ):
         assert main(["bench", MODEL, *wrong]) == 2
@@ -217,7 +217,7 @@ def test_what_cannot_be_kept_is_said_before_anything_slow(tmp_path: Path, capsys
         assert main(["diagnose", MODEL, "--limit", "1", "--out", str(out)]) == 2
         error = capsys.readouterr().err
         assert str(out) in error and "Reading" not in error and len(error.splitlines()) == 1
-    for words, reason in ((["--images", "0"], "at least 1"), (["--treat", ""], "names no treatment")):
+    for words, reason in ((["--images", "0"], "at least 1"), (["--treat", ""], "--treat is empty")):
         assert main(["demo", "--out", str(tmp_path / "demo"), *words]) == 2
         assert reason in capsys.readouterr().err and not (tmp_path / "demo").exists()
     for words in (["diagnose", MODEL], ["evaluate", MODEL, "--suite", "clean", "--data", "shapes:2"]):

@@ -119,12 +119,13 @@ def parse_size(text: str | None) -> tuple[int, int] | None:
     >>> parse_size("224"), parse_size("512x1024"), parse_size(None)
     ((224, 224), (512, 1024), None)
     """
+    from vitfocus.core.arguments import number_in
     from vitfocus.core.errors import VitfocusError
 
     if text is None:
         return None
     sides = text.lower().split("x")
-    if len(sides) > 2 or not all(side.isdigit() and int(side) for side in sides):
+    if len(sides) > 2 or not all(number_in(side) for side in sides):
         raise VitfocusError(f"--size expects a number of pixels, or height x width such as 512x1024, not {text!r}.")
     return int(sides[0]), int(sides[-1])
 

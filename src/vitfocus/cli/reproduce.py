@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vitfocus.cli.common import only_with
-from vitfocus.core.arguments import OnlyWith
+from vitfocus.core.arguments import OnlyWith, number_in
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -180,7 +180,8 @@ def _setting(text: str) -> tuple[str, int | str]:
         from vitfocus.core.errors import VitfocusError
 
         raise VitfocusError(f"--slurm {text} is not KEY=VALUE, such as gpus_per_node=8.")
-    return key, int(value) if value.isdigit() else value
+    number = number_in(value)
+    return key, value if number is None else number
 
 
 def _numbers(text: str) -> list[int]:

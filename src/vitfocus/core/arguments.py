@@ -14,6 +14,7 @@ import inspect
 import math
 import operator
 import os
+import re
 import reprlib
 import types
 import typing
@@ -161,6 +162,15 @@ def whole(name: str, value: Any, low: int | None = None, high: int | None = None
         bounds = f" from {low} to {high}" if high is not None else "" if low is None else f" of at least {low}"
         raise VitfocusError(f"{name} is {value!r}; expected a whole number{bounds}.")
     return number
+
+
+def number_in(text: str) -> int | None:
+    """The whole number that a text is, in plain digits; None for "²", "-1", "1_0" and what has more than 18 digits.
+
+    >>> number_in("0042"), number_in("²"), number_in("9" * 5000)
+    (42, None, None)
+    """
+    return int(text) if re.fullmatch("[0-9]{1,18}", text) else None
 
 
 def real(name: str, value: Any, expected: str) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
@@ -13,6 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
+from io import BufferedReader
 from pathlib import Path
 
 from vitfocus.core.errors import VitfocusError, warn
@@ -53,6 +55,20 @@ def write_place(target: str | Path, folder: bool = False) -> Path:
     if not real.is_relative_to(target.parent.resolve()):
         raise VitfocusError(f"{target} is a link out of its folder; {expected}, such as {real} itself.")
     return real
+
+
+def open_file(path: str | Path) -> BufferedReader:
+    """Open a regular file to read it; anything else, such as a FIFO that nobody writes to, is an `OSError`.
+
+    >>> open_file("/dev/zero")
+    Traceback (most recent call last):
+    OSError: [Errno 22] not a regular file: '/dev/zero'
+    """
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return os.fdopen(handle, "rb")
 
 
 @contextmanager
@@ -246,7 +262,7 @@ class Appender:
 
 def digest(path: str | Path) -> str:
     """The SHA-256 of a file, in hexadecimal."""
-    with Path(path).open("rb") as file:
+    with open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 import reprlib
-import stat
 import sys
 import tomllib
 from pathlib import Path
@@ -19,7 +18,7 @@ import msgspec
 from msgspec import inspect
 
 from vitfocus.core.errors import VitfocusError, nearest
-from vitfocus.core.files import write_text
+from vitfocus.core.files import open_file, write_text
 
 #: A whole number that counts something.
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -121,12 +120,11 @@ def read_text(path: str | Path, *, hint: str = "", missing: str = "", most_bytes
     """Read a regular file as UTF-8 text; arguments and errors are those of `read_json`."""
     path = Path(path)
     try:
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode):
-            raise VitfocusError(f"{path} is not a file.")
-        if found.st_size > most_bytes:
-            raise VitfocusError(f"{path} has {found.st_size:,} bytes; expected at most {most_bytes:,}.")
-        return path.read_bytes().decode("utf-8-sig")
+        with open_file(path) as file:
+            content = file.read(most_bytes + 1)
+        if len(content) > most_bytes:
+            raise VitfocusError(f"{path} is too large; expected at most {most_bytes:,} bytes.")
+        return content.decode("utf-8-sig")
     except FileNotFoundError:
         raise VitfocusError(f"There is no {path}{missing and f': {missing}'}.") from None
     except UnicodeDecodeError:

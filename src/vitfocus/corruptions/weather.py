@@ -20,13 +20,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
 from vitfocus.core.errors import VitfocusError
 from vitfocus.corruptions.base import Draws, Setting, to_uint8
 from vitfocus.corruptions.filters import clipped_zoom, correlate3, gaussian, streak
+from vitfocus.data.image_files import UNREADABLE, image_file
 
 # Spatter.
 _WATER = (175, 238, 238)
@@ -271,9 +271,9 @@ def _load_frost(folder: str) -> tuple[Tensor, ...]:
     overlays = []
     for name in FROST_FILES:
         try:
-            with Image.open(Path(folder) / name) as image:
+            with image_file(Path(folder) / name) as image:
                 overlays.append(torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1).contiguous())
-        except OSError as problem:
+        except UNREADABLE as problem:
             raise VitfocusError(
                 f"The frost overlay {str(Path(folder) / name)!r} cannot be read: {problem}."
             ) from problem

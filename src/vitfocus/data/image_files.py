@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from torchvision.transforms import functional as T
 
 from vitfocus.core.arguments import real
 from vitfocus.core.errors import VitfocusError
+from vitfocus.core.files import open_file
 
 #: File name endings of images, in lower case.
 IMAGE_SUFFIXES = frozenset(
@@ -27,8 +29,8 @@ IMAGE_SUFFIXES = frozenset(
 #: What Pillow raises for a file that is not an image, is truncated, or would not fit into memory.
 UNREADABLE = (UnidentifiedImageError, Image.DecompressionBombError, OSError, RuntimeError, SyntaxError, ValueError)
 
-#: The formats that browsers send; Pillow has decoders for many more.
-_USUAL = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
+#: The formats that are decoded, whatever a file is called. Pillow has many more, of which EPS runs Ghostscript.
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
 
 #: Usual names of the folders or files of a split.
 SPLITS = {"train": ("train", "training"), "val": ("val", "validation", "test")}
@@ -50,9 +52,16 @@ def files_below(folder: str | Path, suffixes: Collection[str] = IMAGE_SUFFIXES) 
         yield from (Path(place, name) for name in files if name[0] != "." and Path(name).suffix.lower() in suffixes)
 
 
+@contextmanager
+def image_file(path: str | Path) -> Iterator[Image.Image]:
+    """Open an image file of the usual `FORMATS`; what is none raises one of `UNREADABLE`."""
+    with open_file(path) as stream, Image.open(stream, formats=FORMATS) as image:
+        yield image
+
+
 def read_rgb(path: str | Path) -> Image.Image:
     """Open and decode an image file as 8-bit RGB, as it is stored: annotations refer to these pixels."""
-    with Image.open(path) as image:
+    with image_file(path) as image:
         return to_rgb(image)
 
 
@@ -91,7 +100,7 @@ def as_images(images: Any) -> list[Any] | None:
 def open_image(picture: Any, most: int | None = None) -> Image.Image:
     """A picture (see `is_image`) as 8-bit RGB, turned as its EXIF data says; arrays are uint8 or floats in [0, 1].
 
-    `most` is for a file from outside: only the usual formats are decoded, and only up to this many pixels.
+    A picture from outside may also be the stream of a file, of at most `most` pixels.
 
     >>> open_image(np.full((4, 6), 0.5)).getpixel((0, 0))
     (128, 128, 128)
@@ -101,7 +110,8 @@ def open_image(picture: Any, most: int | None = None) -> Image.Image:
     try:
         if isinstance(picture, Image.Image):
             return to_rgb(upright(picture))
-        with Image.open(picture, formats=None if most is None else _USUAL) as opened:
+        named = isinstance(picture, str | os.PathLike)
+        with image_file(picture) if named else Image.open(picture, formats=FORMATS) as opened:
             if most is not None and opened.width * opened.height > most:
                 size = f"{opened.width} x {opened.height} pixels"
                 raise VitfocusError(f"The picture has {size}; expected at most {most / 1e6:g} million.")

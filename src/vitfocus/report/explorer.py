@@ -22,7 +22,7 @@ from vitfocus.attention.capture import model_name
 from vitfocus.core.arguments import checked
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import write_text
-from vitfocus.core.records import Count, convert, read_json
+from vitfocus.core.records import Count, convert, parse_json, read_json, read_text
 from vitfocus.core.statistics import evenly_spaced
 from vitfocus.corruptions import corrupt, parse
 from vitfocus.report.explorer_maps import ENTRIES, LEVELS, Layer, Prediction, Reader, View, data_url, headings
@@ -261,10 +261,10 @@ def read_chunk(file: Path, key: str) -> list[View]:
         VitfocusError: If the file is missing or was changed.
     """
     try:
-        text = file.read_text("utf-8")
-        content = json.loads(text.removeprefix(f'vitfocusChunk("{key}",').removesuffix(");\n"))
-    except (OSError, ValueError) as error:
-        raise VitfocusError(f"{file} cannot be read ({error}): diagnose again with --explore.") from None
+        text = read_text(file)
+        content = parse_json(text.removeprefix(f'vitfocusChunk("{key}",').removesuffix(");\n"), file)
+    except VitfocusError as error:
+        raise VitfocusError(f"{str(error).rstrip('.')}: diagnose again with --explore.") from None
     views: list[View] = convert(content, list[View], file, writer="vitfocus diagnose --explore")
     if chunk_text(key, views) != text:
         raise VitfocusError(f"{file} is not as vitfocus wrote it: diagnose again with --explore.")

@@ -260,7 +260,7 @@ def _given_model(run: PlannedRun) -> nn.Module:
     """The model of a row that is measured with given weights."""
     assert run.recipe is not None
     if Path(run.weights).is_dir():
-        model = load(run.weights)
+        model = load(Path(run.weights))
         if differences := treatment_differences(model, [run.row.treat] if run.row.treat else []):
             raise VitfocusError(f"{run.weights} is not the model of {run.row.label!r}: {'; '.join(differences)}.")
         return model

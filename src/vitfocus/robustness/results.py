@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from vitfocus.core.errors import VitfocusError, nearest
+from vitfocus.core.files import open_file
 from vitfocus.core.metrics import METRICS
 from vitfocus.core.modules import insertion_sentence, insertions_sentence
 from vitfocus.core.records import Count, OpenDict, read_json
@@ -218,7 +219,7 @@ def load_scores(folder: str | Path) -> Scores:
     samples: Samples = {}
     if (folder / SAMPLES).exists():
         try:
-            with np.load(folder / SAMPLES) as stored:
+            with open_file(folder / SAMPLES) as file, np.load(file) as stored:
                 samples = unflatten({name: stored[name] for name in stored.files})
         except DAMAGED as error:
             raise VitfocusError(f"{folder / SAMPLES} cannot be read: {error}.") from None

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from vitfocus.core.environment import Processes
 from vitfocus.core.errors import VitfocusError
-from vitfocus.core.files import atomic_path, write_text
+from vitfocus.core.files import atomic_path, open_file, write_text
 from vitfocus.core.records import read_json
 
 Columns = dict[str, npt.NDArray[Any]]  # one entry per image, in order of position
@@ -83,7 +83,7 @@ class RunFolder:
         parts = []
         for path in sorted((self.folder / PARTS).glob(f"{_slug(group)}.[0-9]*.npz")):
             try:
-                with np.load(path) as content:
+                with open_file(path) as file, np.load(file) as content:
                     parts.append({name: _decoded(content[name]) for name in content.files})
             except (*DAMAGED, KeyError):
                 path.unlink(missing_ok=True)

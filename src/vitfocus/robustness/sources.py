@@ -28,6 +28,7 @@ from vitfocus.data.image_files import (
     Entry,
     Preprocessing,
     as_images,
+    image_file,
     is_image,
     open_image,
     unreadable,
@@ -418,7 +419,7 @@ def check_readable(root: Path, entries: Sequence[Entry]) -> dict[str, tuple[int,
 
     def look(entry: Entry) -> tuple[int, int] | str:
         try:
-            with Image.open(root / entry.name) as picture:
+            with image_file(root / entry.name) as picture:
                 return picture.height, picture.width
         except UNREADABLE as error:
             return unreadable(root / entry.name, error)

@@ -287,7 +287,7 @@ def start_from(model: nn.Module, source: str) -> None:
         first = f"train it first (vitfocus train {place[1]}), or " if place[::2] == ("runs", "model") else ""
         raise VitfocusError(f"There is no {source} to start from: {first}name other weights with model.weights=PATH.")
     if Path(source).is_dir():
-        saved = load(source)
+        saved = load(Path(source))
         tensors = saved.state_dict()
         known = [str(treatment) for treatment in applied(saved) if str(treatment) not in inserted(saved)]
     else:

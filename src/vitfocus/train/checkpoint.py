@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
+from vitfocus.core.arguments import number_in
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import digest, write_place
 from vitfocus.core.modules import separate_tensors
@@ -86,8 +87,8 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """The steps that have one, newest first."""
-        names = [path.name for path in self.folder.glob("*") if path.name.isdigit()] if self.folder.is_dir() else []
-        return sorted(map(int, names), reverse=True)
+        found = [number_in(path.name) for path in self.folder.glob("*")] if self.folder.is_dir() else []
+        return sorted((step for step in found if step is not None), reverse=True)
 
     def write(self, checkpoint: Checkpoint) -> Path:
         """Write one, complete or not at all; raises `VitfocusError` where that fails, the others untouched."""

@@ -159,12 +159,14 @@ def refuse_downloads(
     """
     teacher = "" if Path(recipe.distill.teacher).is_dir() else recipe.distill.teacher
     library, name = _base(recipe.model.spec)
+    reader = recipe.data.source.startswith("timm:") and "/" in recipe.data.source
     asked = {
         "model.spec": _is_remote(library, name),
         "model.pretrained": recipe.model.pretrained and not (library == "transformers" and Path(name).is_dir()),
         "distill.teacher": _is_remote(*_base(teacher)),
         "distill.pretrained": recipe.distill.pretrained and bool(teacher),
-        "data.source": recipe.data.source.startswith("timm:") and "/" in recipe.data.source,
+        "data.source": reader,
+        "data.root": reader and bool(recipe.data.root),  # which such a reader may take for an address or a command
         "data.download": recipe.data.download,
         "engine.track": recipe.engine.track != "no",
     }
@@ -230,10 +232,18 @@ def _text(source: str) -> str:
         return read_text(source, missing="expected a recipe")
     if Path(source, "config.toml").is_file():
         raise VitfocusError(f"{source} is a run's folder, and its recipe is {source}/config.toml.")
-    file = resources.files("vitfocus") / "recipes" / f"{source}.toml"
-    if not file.is_file():
-        raise VitfocusError(f"There is no recipe {source!r}: {nearest(source, shipped_recipes())}")
-    return file.read_text(encoding="utf-8")
+    folder = resources.files("vitfocus") / "recipes"
+    if f"{source}.toml" not in (file.name for file in folder.iterdir()):  # "/tmp/x" would leave the folder
+        there = f"; for the file, write {source}.toml" if _is_file(f"{source}.toml") else ""
+        raise VitfocusError(f"There is no recipe {source!r}{there}: {nearest(source, shipped_recipes())}")
+    return (folder / f"{source}.toml").read_text(encoding="utf-8")
+
+
+def _is_file(path: str) -> bool:
+    try:
+        return Path(path).is_file()
+    except (OSError, ValueError):  # a name that is too long, or has NUL
+        return False
 
 
 def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:

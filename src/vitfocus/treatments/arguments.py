@@ -101,7 +101,6 @@ def transformers_config(config_class: Any, fields: Mapping[str, Any], where: str
     So `auto_map`, which points at a folder's own Python, and `quantization_config` have no effect.
     """
     _require_plain(fields, where)
-    _require_attention(fields.get("attn_implementation", fields.get("_attn_implementation")), where)
     return config_class.from_dict(_fields(config_class, fields, where))
 
 
@@ -110,6 +109,8 @@ def checkpoint_config(name: str) -> Any:
     transformers = import_transformers()
     try:
         local = Path(name).is_dir()
+        if local and Path(name, "adapter_config.json").exists():  # names another model, on the hub or elsewhere
+            raise ValueError("it holds an adapter: merge it into its base model first, and save that")
         fields, _ = transformers.PretrainedConfig.get_config_dict(name, local_files_only=local)
         kind = fields.get("model_type")
         if kind not in transformers.CONFIG_MAPPING:
@@ -137,6 +138,8 @@ def _fields(config_class: Any, given: Mapping[str, Any], where: str) -> dict[str
         raise VitfocusError(f"{where} holds a {config_class.__name__}, which fetches what it names: open it with timm.")
     known, kept = _config_names(config_class) | {"attn_implementation"}, {}
     for key, value in given.items():
+        if "attn_implementation" in key and not isinstance(value, bool):  # also that of a part, such as vision_config
+            _require_attention(value, where)
         if key in _NEVER - {"dtype"} or key not in known:
             continue
         if key == "dtype" and not (isinstance(value, str) and re.fullmatch(r"b?float\d+", value)):

@@ -217,7 +217,8 @@ def load(folder: str | Path, *, onto: nn.Module | None = None, pretrained: bool 
         >>> [str(treatment) for treatment in applied(load(folder))]
         ['cb']
     """
-    folder = _fetch(str(folder)) if str(folder).startswith("hf-hub:") else Path(folder)
+    # A path is never a name on the hub, although a folder may be called "hf-hub:...".
+    folder = _fetch(folder) if isinstance(folder, str) and folder.startswith("hf-hub:") else Path(folder)
     config = _read_config(folder)
     tensors = read_weights(folder / _WEIGHTS[config.only], config.sha256)
     if config.only == "treatments" and onto is None and not pretrained:

@@ -15,6 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from vitfocus.core.errors import VitfocusError, nearest, reason
+from vitfocus.core.files import open_file
 from vitfocus.data.classification.shards import ShardImages, find_shards
 from vitfocus.data.image_files import (
     find_split,
@@ -231,7 +232,7 @@ def array_images(path: Path, size: int) -> ArrayImages:
     Smaller images than `size` are padded with zeros. Nothing in the file is unpickled.
     """
     try:
-        with np.load(path, allow_pickle=False) as stored:
+        with open_file(path) as file, np.load(file, allow_pickle=False) as stored:
             images, labels = stored["images"], stored["labels"]
             classes = [str(name) for name in stored["classes"]] if "classes" in stored.files else []
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
@@ -300,7 +301,7 @@ def _torchvision_images(source: str, root: str, split: str, download: bool, size
     name, folder = _TORCHVISION[source]
     try:
         data: Any = getattr(datasets, name)(root, train=split == "train", download=download)
-    except (RuntimeError, OSError) as error:
+    except Exception as error:  # torchvision raises many types for files that are not as published
         if (Path(root) / folder).is_dir():
             raise VitfocusError(
                 f"{folder} in {root!r} does not hold the published files of {name}, whose checksums torchvision "

@@ -22,9 +22,10 @@ import msgspec
 import numpy as np
 from PIL import Image
 
+from vitfocus.core.arguments import number_in
 from vitfocus.core.errors import VitfocusError
-from vitfocus.core.records import Count, parse_json, read_json, write_json
-from vitfocus.data.image_files import to_rgb
+from vitfocus.core.records import Count, parse_json, read_json, read_text, write_json
+from vitfocus.data.image_files import FORMATS, to_rgb
 
 _IMAGES = ("jpg", "jpeg", "png", "webp", "ppm", "bmp")
 _LABELS = ("cls", "json")
@@ -54,7 +55,7 @@ class ShardImages:
     def read(self, index: int) -> tuple[Image.Image, int]:
         start, size, label_start, label_size = self._places[index].tolist()
         shard = self._shard(index)
-        picture = Image.open(io.BytesIO(self._bytes(shard, start, size)))
+        picture = Image.open(io.BytesIO(self._bytes(shard, start, size)), formats=FORMATS)
         label = self._bytes(shard, label_start, label_size)
         return to_rgb(picture), self._label(label.decode(errors="replace"), index)
 
@@ -77,7 +78,7 @@ class ShardImages:
         if self._json[index]:
             content = parse_json(text, self.name(index))
             given = content.get("label") if isinstance(content, dict) else None
-        number = int(given) if isinstance(given, str) and re.fullmatch("[0-9]{1,20}", given) else given
+        number = number_in(given) if isinstance(given, str) else given
         if type(number) is not int or not 0 <= number <= _LARGEST_LABEL:
             raise VitfocusError(
                 f"{self.name(index)} has the label {reprlib.repr(given)}; expected a whole number from 0 to "
@@ -155,7 +156,8 @@ def _index(shard: Path) -> list[tuple[str, tuple[int, int], tuple[int, int], str
     file = [state.st_size, state.st_mtime_ns]
     try:
         kept = read_json(cache, ShardIndex)
-        if kept.file == file:
+        ends = (start + size for _, *places, _ in kept.samples for start, size in places)
+        if kept.file == file and max(ends, default=0) <= state.st_size:
             return kept.samples
     except VitfocusError:  # missing or damaged: it is made again
         pass
@@ -167,6 +169,8 @@ def _index(shard: Path) -> list[tuple[str, tuple[int, int], tuple[int, int], str
                 end = member.offset_data + (member.size + 511) // 512 * 512
                 folder, _, name = member.name.rpartition("/")
                 stem, _, extension = name.partition(".")
+                if end > state.st_size:
+                    raise VitfocusError(f"{shard} is truncated: {member.name!r} ends behind it.")
                 if member.isfile() and stem:
                     parts = samples.setdefault(f"{folder}/{stem}".lstrip("/"), {})
                     parts[extension.lower()] = (member.offset_data, member.size)
@@ -191,9 +195,6 @@ def _index(shard: Path) -> list[tuple[str, tuple[int, int], tuple[int, int], str
 def _class_names(folder: Path) -> list[str]:
     """The names in classes.txt beside the shards, one per line, if the file exists."""
     file = folder / "classes.txt"
-    if not file.is_file():
-        return []
-    try:
-        return file.read_text(encoding="utf-8").removesuffix("\n").split("\n")
-    except UnicodeDecodeError:
-        raise VitfocusError(f"{file} is not UTF-8 text; expected one class name per line.") from None
+    hint = "expected one class name per line"
+    text = read_text(file, hint=hint).replace("\r\n", "\n") if file.is_file() else ""
+    return text.removesuffix("\n").split("\n") if text else []

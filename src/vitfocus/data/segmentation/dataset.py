@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 
 from vitfocus.core.errors import VitfocusError, nearest
-from vitfocus.core.records import read_json
-from vitfocus.data.image_files import IMAGE_SUFFIXES, SPLITS, to_rgb
+from vitfocus.core.records import read_json, read_text
+from vitfocus.data.image_files import IMAGE_SUFFIXES, SPLITS, image_file, to_rgb
 from vitfocus.data.shapes.dataset import MASK_CLASSES, Shapes
 from vitfocus.recipes import Data
 
@@ -234,7 +234,7 @@ def _class_names(root: Path) -> tuple[str, ...]:
     if (root / "classes.json").is_file():
         return tuple(read_json(root / "classes.json", list[str], writer="a data set with class names"))
     if (root / "classes.txt").is_file():
-        lines = (root / "classes.txt").read_text(encoding="utf-8").splitlines()
+        lines = read_text(root / "classes.txt").splitlines()
         return tuple(line.strip() for line in lines if line.strip())
     return ()
 
@@ -329,9 +329,9 @@ class MaskFiles:
     def read(self, index: int) -> tuple[Image.Image, Mask]:
         file, mask = self.pairs[index]
         if mask is None:
-            with Image.open(file) as image:
+            with image_file(file) as image:
                 return to_rgb(image), np.full((image.height, image.width), IGNORE, np.uint8)
-        with Image.open(file) as image, Image.open(mask) as stored:
+        with image_file(file) as image, image_file(mask) as stored:
             if stored.mode not in ("L", "P", "1"):
                 raise VitfocusError(f"{mask} has the mode {stored.mode}; a mask has one 8-bit number per pixel")
             values = np.asarray(stored, np.uint8)

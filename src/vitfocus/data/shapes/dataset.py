@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from vitfocus.core.arguments import number_in
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.data.shapes.paint import PIXELS_AT_ONCE, extent, paint
 from vitfocus.data.shapes.scene import COLOURS, SHAPES, SLOTS, SPLITS, ItemRandom, SceneObject, Scenes, compose, labels
@@ -345,6 +346,6 @@ def shapes_named(data: Any, default: int) -> int | None:
     word, colon, number = data.partition(":") if isinstance(data, str) else ("", "", "")
     if word != "shapes" or Path(data).is_dir():
         return None
-    if colon and not (number.isdecimal() and int(number)):
+    if colon and not number_in(number):
         raise VitfocusError(f"{data!r} has no valid number of scenes: write shapes, or shapes:300.")
     return int(number) if colon else default

@@ -32,6 +32,7 @@ from vitfocus.robustness.classification import (
 )
 from vitfocus.robustness.engine import Condition, EvaluationArguments, Group, Plan
 from vitfocus.robustness.metrics import corruption_summary
+from vitfocus.robustness.run_folder import DAMAGED
 from vitfocus.robustness.sources import (
     EvaluationBatch,
     ImageFiles,
@@ -300,6 +301,9 @@ def _sums(array: Any, start: int, count: int) -> str:
 
 def _load(path: Path) -> Any:
     try:
-        return np.load(path, mmap_mode="r")
-    except (OSError, ValueError, EOFError) as error:
+        array = np.load(path, mmap_mode="r")
+    except DAMAGED as error:
         raise VitfocusError(f"{path} cannot be read as an array: {error}.") from None
+    if not isinstance(array, np.ndarray) or not array.ndim:
+        raise VitfocusError(f"{path} holds no list of images or labels.")
+    return array

@@ -177,7 +177,7 @@ def _with_av(path: str) -> list[np.ndarray]:
     import av
 
     try:
-        with av.open(path) as container:
+        with av.open(path, options={"protocol_whitelist": "file"}) as container:
             return [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
     except (av.FFmpegError, OSError, IndexError):
         return []

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from vitfocus.anatomy import unwrap
 from vitfocus.anatomy.registry import family_of
-from vitfocus.core.arguments import several, whole
+from vitfocus.core.arguments import number_in, several, whole
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.statistics import evenly_spaced, repeat_interval
 from vitfocus.core.tables import counted
@@ -179,9 +179,12 @@ def severities_by_type(
         name, slash, listed = str(text).partition("/")
         usual = range(1, 4) if types == _PAPER and name.endswith("noise") else None
         low, _, high = listed.partition("-")
-        if slash and not (low.isdigit() and (high or low).isdigit() and int(low) <= int(high or low)):
-            raise VitfocusError(f"{text!r} does not say at which severities: write {name}/3 or {name}/2-4.")
-        given = range(int(low), int(high or low) + 1) if slash else severities if severities is not None else usual
+        first, last = number_in(low), number_in(high or low)
+        given = severities if severities is not None else usual
+        if slash:
+            if first is None or last is None or not first <= last <= 5:
+                raise VitfocusError(f"{text!r} does not say at which severities: write {name}/3 or {name}/2-4.")
+            given = range(first, last + 1)
         (found[name],) = [chosen_corruptions([name], given)[1]]
     return found
 

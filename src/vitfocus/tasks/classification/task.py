@@ -47,7 +47,7 @@ class Teacher(nn.Module):
             )
         self.section = section
         options: dict[str, Any] = {"pretrained": section.pretrained, "num_classes": classes}
-        self.net = load(section.teacher) if saved else create_model(section.teacher, **options).eval()
+        self.net = load(Path(section.teacher)) if saved else create_model(section.teacher, **options).eval()
         if section.weights:
             start_from(self.net, section.weights)
         self.net.requires_grad_(False)
