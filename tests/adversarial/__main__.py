@@ -1,4 +1,7 @@
-"""All attacks: `python -m adversarial --seed 0 --tries 20000`, with tests on the path; some: `--only specs calls`."""
+"""All attacks: `python -m adversarial --seed 0 --tries 20000`, with tests on the path; some: `--only specs calls`.
+
+`--out FILE` keeps the table; categories that are not run again keep their rows.
+"""
 
 from __future__ import annotations
 
@@ -10,41 +13,27 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from adversarial import files, folders, runs, words
+from adversarial.attacks import ATTACKS, share
 from adversarial.harness import Tally
-
-ATTACKS = {
-    "specs": words.specs,
-    "command lines": words.command_lines,
-    "overrides": words.overrides,
-    "calls": words.calls,
-    "JSON and TOML": files.records,
-    "archives": files.archives,
-    "images": files.images,
-    "shards": files.shards,
-    "hostile folders": folders.folders,
-    "flipped bits": runs.flips,
-    "kills in checkpoints": runs.checkpoint_kills,
-    "kills in evaluations": runs.evaluation_kills,
-    "kills in training": runs.training_kills,
-    "concurrent runs": runs.concurrent,
-    "two processes": runs.processes,
-}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tries", type=int, default=1000)
-    parser.add_argument("--only", nargs="*", default=[*ATTACKS])
+    parser.add_argument("--tries", type=int, default=20_000, help="of all categories together")
+    parser.add_argument("--only", nargs="*", default=[*ATTACKS], choices=[*ATTACKS])
+    parser.add_argument("--out", type=Path, help="Markdown file with the table")
     args = parser.parse_args()
+    out = args.out and args.out.absolute()
+    tally = Tally(args.seed)
     with tempfile.TemporaryDirectory() as place:
         os.chdir(place)
-        tally = Tally(args.seed)
         for name in args.only:
             folder = Path(place, name.replace(" ", "-"))
             folder.mkdir()
-            ATTACKS[name](tally, args.tries, folder)
+            ATTACKS[name](tally, share(name, args.tries), folder)
             print(name, tally.tried[name], len(tally.failed[name]), f"{tally.seconds[name]:.0f} s", file=sys.stderr)
+            if out:
+                tally.keep(out)
         os.chdir("/")
     print(tally.table())
     for name, failures in tally.failed.items():
@@ -54,3 +43,4 @@ if __name__ == "__main__":
         for kind, count in kinds.most_common(60):
             example = next(one for one in failures if kind in one)
             print(f"{count:5} {name}: {example[:400]}")
+    sys.exit(any(tally.failed.values()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import socket
 import urllib.request
@@ -56,6 +57,23 @@ def watch_network(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[str]:
     return seen
 
 
+def serve_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let servers end at once, and open no browser."""
+    monkeypatch.setattr("uvicorn.Server.run", lambda *_, **__: None)
+    monkeypatch.setattr("webbrowser.open", lambda *_, **__: None)
+
+
+def write_pickle(folder: Path, marker: Path) -> None:
+    """In the place of the weights of a folder, a pickle that would leave the marker."""
+
+    class Evil:
+        def __reduce__(self) -> Any:
+            return os.system, (f"touch {marker}",)
+
+    (folder / "model.safetensors").unlink(missing_ok=True)
+    torch.save({"head.weight": Evil()}, folder / "pytorch_model.bin")
+
+
 def write_payload(tmp_path: Path) -> Path:
     folder = tmp_path / "payload"
     folder.mkdir()
@@ -94,6 +112,9 @@ DOORS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "hub name": ("transformers", "google/vit-base-patch16-224", {}),
     "kernel": ("transformers", "ViTForImageClassification", {"attn_implementation": "someone/kernel"}),
     "kernel in a config": config_of("ViTForImageClassification", {**VIT, "attn_implementation": "someone/kernel"}),
+    "kernel of a part": config_of(
+        "CLIPForImageClassification", {"vision_config": {**VIT, "_attn_implementation": "someone/kernel"}}, "CLIPConfig"
+    ),
     "flash kernel": config_of("ViTForImageClassification", {**VIT, "_attn_implementation": "flash_attention_2"}),
     "function as a class": config_of("pipeline", VIT),
     "function as a config": config_of("ViTForImageClassification", VIT, "AutoModel"),
@@ -129,9 +150,11 @@ DOORS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def commands(model: Path, images: Path, out: Path) -> list[list[str]]:
-    """Every command that opens a model by its folder."""
+    """Every command that opens a model by its folder; `serve` needs `serve_nothing`."""
     return [
-        ["diagnose", str(model), "--images", str(images), "--out", str(out / "diagnosis")],
+        ["diagnose", str(model), "--images", str(images), "--limit", "1", "--explore", "--out", str(out / "diagnosis")],
+        ["serve", str(model), "--images", str(images), "--limit", "1", "--no-browser"],
+        ["reproduce", "cb/figure4", "--rows", "1", "--images", "1", "--weights", f"1={model}", "--out", str(out / "r")],
         ["evaluate", str(model), "--suite", "clean", "--data", str(images), "--out", str(out / "evaluation")],
         ["models", str(model)],
         ["bench", str(model), "--device", "cpu", "--rounds", "1", "--treat", "cb"],
@@ -144,6 +167,7 @@ FOREIGN: dict[str, dict[str, Any]] = {
     "auto_map": {**VIT, "auto_map": {"AutoConfig": "evil.C", "AutoModelForImageClassification": "evil.M"}},
     "hub auto_map": {**VIT, "auto_map": {"AutoModelForImageClassification": "someone/evil--evil.M"}},
     "kernel": {**VIT, "attn_implementation": "someone/kernel"},
+    "kernel of a part": {"model_type": "clip", "vision_config": {**VIT, "attn_implementation": "someone/kernel"}},
     "quantizer": {**VIT, "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
     "timm wrapper": {"model_type": "timm_wrapper", "architecture": "hf-hub:someone/evil"},
     "timm model_args": {"architecture": "vit_tiny_patch16_224", "model_args": {"checkpoint_path": "x"}},
@@ -162,6 +186,7 @@ def folders(tally: Tally, tries: int, folder: Path) -> None:
     tally.marker = folder / "marker"
     with pytest.MonkeyPatch.context() as monkeypatch:
         seen = watch_network(monkeypatch, folder)
+        serve_nothing(monkeypatch)
         while tally.tried["hostile folders"] < tries:
             if draw.random() < 0.7:
                 name, (library, base, arguments) = draw.choice([*DOORS.items()])

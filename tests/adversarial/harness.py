@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import random
+import re
 import signal
 import time
 import traceback
@@ -24,7 +25,9 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.strategies import SearchStrategy
 
 from vitfocus.cli import main
+from vitfocus.core.environment import versions
 from vitfocus.core.errors import VitfocusError
+from vitfocus.core.files import write_text
 
 #: Seconds after which an attempt counts as a hang.
 PATIENCE = 60
@@ -90,13 +93,23 @@ class Tally:
         if problem:
             self.failed[category].append(f"{what}: {problem}")
 
-    def table(self) -> str:
-        """Tried, held and failed, by category, as Markdown."""
-        rows = [(name, self.tried[name], len(self.failed[name])) for name in sorted(self.tried)]
-        rows.append(("all", sum(self.tried.values()), sum(map(len, self.failed.values()))))
-        lines = ["| category | tried | held | failed |", "|---|---:|---:|---:|"]
-        lines += [f"| {name} | {tried:,} | {tried - failed:,} | {failed:,} |" for name, tried, failed in rows]
-        return "\n".join(lines)
+    def table(self, kept: str = "") -> str:
+        """Tried, held and failed, by category, as Markdown; rows of an earlier table are kept."""
+        found = re.findall(r"^\| ([^|]+) \| ([\d,]+) \| [\d,]+ \| ([\d,]+) \| (\d+) \|", kept, re.M)
+        rows = {name: (int(a.replace(",", "")), int(b.replace(",", "")), seed) for name, a, b, seed in found}
+        rows |= {name: (self.tried[name], len(self.failed[name]), str(self.seed)) for name in self.tried}
+        rows.pop("all", None)
+        lines = ["| category | tried | held | failed | seed |", "|---|---:|---:|---:|---:|"]
+        lines += [f"| {name} | {a:,} | {a - b:,} | {b:,} | {seed} |" for name, (a, b, seed) in sorted(rows.items())]
+        tried, failed = (sum(row[place] for row in rows.values()) for place in (0, 1))  # type: ignore[misc]
+        return "\n".join([*lines, f"| all | {tried:,} | {tried - failed:,} | {failed:,} | |"])
+
+    def keep(self, file: Path) -> None:
+        """Write the table, with the versions that were attacked."""
+        known = file.read_text() if file.is_file() else ""
+        present = ", ".join(f"{name} {version}" for name, version in versions("timm", "transformers").items())
+        about = "What `make test-adversarial` tried, and what held: it ended in time with a result or one sentence."
+        write_text(file, f"# Attacks\n\n{about}\n\n{self.table(known)}\n\nLast run with {present}.\n")
 
 
 def fault_of(message: str) -> str:

@@ -184,6 +184,8 @@ def evaluation_kills(tally: Tally, tries: int, folder: Path) -> None:
             problem = ""
             if code not in (0, -signal.SIGKILL):
                 problem = f"exit {code}: {said_by(answer)}"
+            elif code == 0 and (left := [path.name for path in place.rglob(".*")]):
+                problem = f"left behind: {', '.join(left)}"
             elif code == 0 and json.dumps(json.loads(answer.read_text())["result"]) != json.dumps(json.loads(whole)):
                 problem = "other results"
             tried += 1
@@ -209,7 +211,10 @@ def _same(one: Path, other: Path) -> str:
         for run in (one, other)
         for kind in ("train", "eval")
     ]
-    return "" if lines[:2] == lines[2:] else "other rows of metrics"
+    if lines[:2] != lines[2:]:
+        return "other rows of metrics"
+    left = [str(path.relative_to(other)) for path in other.rglob(".*")]
+    return f"left behind: {', '.join(left)}" if left else ""
 
 
 def training_kills(tally: Tally, tries: int, folder: Path) -> None:
@@ -243,11 +248,29 @@ def training_kills(tally: Tally, tries: int, folder: Path) -> None:
 
 
 def concurrent(tally: Tally, tries: int, folder: Path) -> None:
-    """Two or three runs in one folder at once: one goes on as if alone, the others are told who holds the folder."""
+    """Two or three runs in one folder at once: one goes on as if alone, the others are told who holds the folder.
+
+    Every second one is an evaluation.
+    """
     draw = random.Random(tally.seed)
     recipe = tiny(*TRAINED)
     whole = folder / "whole"
     assert ended(forked(lambda: train(recipe, out=whole), folder / _ANSWER)) == 0, said_by(folder / _ANSWER)
+    images = tiny_images(folder / "images")
+    model = vf.create_model("vit_tiny_patch16_224", **SMALL).eval()
+
+    def measure(out: Path) -> Any:
+        options: dict[str, Any] = {"device": "cpu", "workers": 0, "progress": False, "batch_size": 1}
+        return vf.evaluate(model, "clean", images, out=out, resume=True, **options).models
+
+    measured = json.dumps(measure(folder / "measured"), default=str)
+
+    def compare(place: Path, answers: list[Path]) -> str:
+        if number % 2:
+            said = [json.loads(answer.read_text()) for answer in answers]
+            return "" if all(json.dumps(one["result"]) == measured for one in said) else "other results"
+        return _same(whole, place)
+
     for number in range(tries):
         place = folder / f"shared-{number}"
         children = []
@@ -255,13 +278,15 @@ def concurrent(tally: Tally, tries: int, folder: Path) -> None:
             time.sleep(draw.uniform(0, 0.05))
             answer = folder / f"{part}-{_ANSWER}"
             answer.unlink(missing_ok=True)
-            children.append((forked(lambda place=place: train(recipe, out=place, resume="auto"), answer), answer))
+            run = measure if number % 2 else lambda out: train(recipe, out=out, resume="auto")
+            children.append((forked(lambda place=place, run=run: run(place), answer), answer))
         ends = [(ended(child), answer) for child, answer in children]
         problem = "" if any(code == 0 for code, _ in ends) else "none finished"
         for code, answer in ends:
             if code not in (0, 2) or (code == 2 and "is in use by process" not in said_by(answer)):
                 problem = f"exit {code}: {said_by(answer)}"
-        tally.count("concurrent runs", f"no. {number}", problem or _same(whole, place))
+        finished = [answer for code, answer in ends if code == 0]
+        tally.count("concurrent runs", f"no. {number}", problem or compare(place, finished))
         shutil.rmtree(place, ignore_errors=True)
 
 

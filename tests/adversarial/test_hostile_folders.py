@@ -19,8 +19,10 @@ from adversarial.folders import (
     VIT,
     commands,
     hostile,
+    serve_nothing,
     watch_network,
     write_payload,
+    write_pickle,
 )
 from PIL import Image
 from safetensors.torch import save_file
@@ -38,6 +40,7 @@ transformers = pytest.importorskip("transformers", reason="the hf extra is not i
 @pytest.fixture
 def touched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """What was reached for on the network; also, nobody is at hand to answer a question."""
+    serve_nothing(monkeypatch)
     return watch_network(monkeypatch, tmp_path)
 
 
@@ -123,6 +126,7 @@ def _toml(value: Any) -> str:
         ('[data]\nsource = "cifar10"\ndownload = true', "data.download"),
         ('[data]\nsource = "timm:hfds/someone/evil"', "data.source"),
         ('[data]\nsource = "timm:wds/evil"\nroot = "pipe:touch marker"', "data.source"),
+        ('[data]\nsource = "timm:folder"\nroot = "x.tar"', "data.source"),
     ],
 )
 def test_a_recipe_file_fetches_nothing_by_itself(
@@ -227,3 +231,56 @@ def test_two_reproductions_of_one_item(tmp_path: Path, capsys: pytest.CaptureFix
         assert main(["reproduce", "cb/table4a", "--rows", "1", "--out", str(tmp_path)]) == 2
     assert f"cb-table4a is in use by process {os.getpid()} on" in capsys.readouterr().err
     assert not list((tmp_path / "smoke").glob("*/checkpoints"))
+
+
+def test_a_recipe_by_its_path_is_no_built_in_one(
+    tmp_path: Path, touched: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without its ending, and as the base of another; a folder is not a name on the hub, whatever it is called."""
+    (tmp_path / "evil.toml").write_text('[model]\nspec = "vit_tiny_patch16_224"\npretrained = true\n')
+    assert main(["train", str(tmp_path / "evil"), "--out", str(tmp_path / "run")]) == 2
+    assert f"write {tmp_path / 'evil.toml'}" in capsys.readouterr().err
+    (tmp_path / "base.toml").write_text(f'extends = "{tmp_path / "evil"}"\n')
+    assert main(["train", str(tmp_path / "base.toml"), "--out", str(tmp_path / "run")]) == 2
+    spared(tmp_path, touched)
+
+
+def test_a_root_that_a_loader_would_run_is_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The person typed the loader's name; what it is given is still the file's word."""
+    (tmp_path / "a.toml").write_text(f'[data]\nroot = "pipe:touch {tmp_path / "marker"}"\n')
+    assert main(["train", str(tmp_path / "a.toml"), "data.source=timm:wds/x", "--out", str(tmp_path / "run")]) == 2
+    assert "says data.root = " in capsys.readouterr().err and not (tmp_path / "marker").exists()
+
+
+def test_folders_named_like_places_on_the_hub(
+    tmp_path: Path, touched: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = "hf-hub:someone/evil"
+    vf.save(vf.create_model("vit_tiny_patch16_224", **SMALL), Path(name))
+    small = ["train_length=8", "val_length=8", "epochs=1", "batch=4", "model.arguments.depth=1"]
+    for key in ("model.weights", "distill.teacher", "distill.weights"):
+        Path("a.toml").write_text(f'extends = "shapes"\n[{key.split(".")[0]}]\n{key.split(".")[1]} = "{name}"\n')
+        main(["train", "a.toml", *small, "--out", "run"])
+        assert "Traceback" not in capsys.readouterr().err
+    main(["report", ".", "--explore", "--out", "page.html"])
+    spared(tmp_path, touched)
+
+
+@pytest.mark.parametrize("config", [VIT, {"architecture": "vit_tiny_patch16_224", "pretrained_cfg": {}}])
+def test_pickled_weights_of_other_libraries(
+    config: dict[str, Any], payload: Path, images: Path, tmp_path: Path, touched: list[str]
+) -> None:
+    (payload / "config.json").write_text(json.dumps(config))
+    write_pickle(payload, tmp_path / "marker")
+    for words in commands(payload, images, tmp_path / "out"):
+        assert main(words) == 2, words
+        spared(tmp_path, touched)
+
+
+def test_an_adapter_opens_no_other_model(payload: Path, tmp_path: Path, touched: list[str]) -> None:
+    (payload / "config.json").write_text(json.dumps(VIT))
+    (payload / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "someone/evil"}))
+    with pytest.raises(vf.VitfocusError, match="adapter"):
+        vf.open_model(str(payload))
+    spared(tmp_path, touched)

@@ -188,12 +188,10 @@ def command_lines(tally: Tally, tries: int, folder: Path) -> None:
             words.append("--nope")  # these take long if they are right
         return [draw(st.sampled_from([name] * 30 + ["", "diagnos", "--", "\0"])), *words]
 
-    def serve_nothing(*_: Any, **__: Any) -> None:
-        """In the place of a server's loop and of the browser."""
+    from adversarial.folders import serve_nothing
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr("uvicorn.Server.run", serve_nothing)
-        monkeypatch.setattr("webbrowser.open", serve_nothing)
+        serve_nothing(monkeypatch)
         explore(command(), tries, tally.seed, lambda words: tally.command("command lines", words))
 
 

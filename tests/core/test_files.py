@@ -16,7 +16,6 @@ import vitfocus as vf
 from vitfocus.cli import main
 from vitfocus.core import files
 from vitfocus.train.checkpoint import replace_folder
-from vitfocus.train.metrics import Metrics
 
 
 def _append(path: Path) -> None:
@@ -138,10 +137,9 @@ def test_what_a_killed_run_left_is_removed_and_what_is_in_use_stays(tmp_path: Pa
     for name in ("metrics.jsonl", "results.json"):
         subprocess.run([sys.executable, "-c", killed, str(tmp_path / name)], check=False)
     (tmp_path / ".metrics.jsonl.backup").touch()  # not a name that atomic_path makes
-    assert len(list(tmp_path.glob(".metrics.jsonl.*.jsonl"))) == len(list(tmp_path.glob(".results.json.*"))) == 1
+    assert len(list(tmp_path.glob(".vitfocus-*"))) == 2
     with files.atomic_path(tmp_path / "metrics.jsonl") as live:
         live.write_text("")
-        Metrics(tmp_path, 0)
-        assert list(tmp_path.glob(".metrics.jsonl.*.jsonl")) == [live]
-    assert len(list(tmp_path.glob(".results.json.*"))) == 1
-    assert {path.name for path in tmp_path.glob("*metrics*")} == {"metrics.jsonl", ".metrics.jsonl.backup"}
+        with files.lock_folder(tmp_path):
+            assert list(tmp_path.glob(".vitfocus-*")) == [live]
+    assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", ".metrics.jsonl.backup"}

@@ -82,7 +82,7 @@ def test_a_missing_file_a_folder_and_a_pipe_are_refused(tmp_path: Path) -> None:
         read_json(tmp_path / "f.json", Outer, missing="train it first")
     os.mkfifo(tmp_path / "pipe")
     for place in (tmp_path, tmp_path / "pipe"):
-        with pytest.raises(vf.VitfocusError, match="not a regular file|Is a directory"):
+        with pytest.raises(vf.VitfocusError, match=r"not a regular file|Is a directory"):
             read_json(place, Outer)
 
 

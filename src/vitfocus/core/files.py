@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-import re
 import shlex
 import socket
 import stat
@@ -26,6 +25,7 @@ _KINDS = {stat.S_IFREG: "a file", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIF
 
 #: The lock file of a run folder that is in use; it may stay behind where a run was killed.
 LOCK = ".lock"
+_TEMPORARY = ".vitfocus-"  # begins the names of files that are being written
 _locks: set[int] = set()  # descriptors of the locks that this process holds
 
 
@@ -85,11 +85,11 @@ def atomic_path(target: str | Path, sync: bool = True) -> Iterator[Path]:
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         # A long name is shortened to leave room for the random part.
-        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name[:40]}.", suffix=target.suffix[:20])
+        handle, name = tempfile.mkstemp(target.suffix[:20], f"{_TEMPORARY}{target.name[:40]}.", target.parent)
     except OSError as error:  # which names the temporary file
         raise type(error)(error.errno, error.strerror, str(target)) from None
     temporary = Path(name)
-    locked = _lock(handle)  # until it is closed, which a killed process does too: see remove_stale
+    locked = _lock(handle)  # until it is closed, which a killed process does too: see _remove_stale
     if not locked:
         os.close(handle)
     try:
@@ -105,13 +105,11 @@ def atomic_path(target: str | Path, sync: bool = True) -> Iterator[Path]:
             os.close(handle)
 
 
-def remove_stale(target: str | Path) -> None:
-    """Remove temporary files of `atomic_path` for this target that a killed process left; those in use stay."""
-    target = write_place(target)
-    pattern = re.compile(rf"\.{re.escape(target.name[:40])}\.[a-z0-9_]{{8}}{re.escape(target.suffix[:20])}")
+def _remove_stale(folder: Path) -> None:
+    """Remove temporary files of `atomic_path` in a folder that a killed process left; those in use stay."""
     with suppress(OSError):
-        for path in target.parent.iterdir():
-            if pattern.fullmatch(path.name) and stat.S_ISREG(path.lstat().st_mode):
+        for path in folder.glob(f"{_TEMPORARY}*"):
+            if stat.S_ISREG(path.lstat().st_mode):
                 with path.open("rb+") as file:
                     if _lock(file.fileno()):
                         path.unlink()
@@ -140,6 +138,8 @@ class FolderInUse(VitfocusError):
 def lock_folder(folder: str | Path) -> Iterator[None]:
     """Create the folder if it is missing, and keep other processes out of it; the lock ends with this process.
 
+    What a killed process was writing there is removed.
+
     A folder that is read-only needs no lock. On a file system without locks there is a warning.
 
     >>> folder = Path(tempfile.mkdtemp())
@@ -158,6 +158,8 @@ def lock_folder(folder: str | Path) -> Iterator[None]:
     except OSError as error:
         raise VitfocusError(f"The run cannot be kept in {folder}: {error.strerror or error}.") from None
     try:
+        if lock is not None:
+            _remove_stale(folder)
         yield
     finally:
         if lock in _locks:  # not in a forked process

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vitfocus.core.errors import VitfocusError
-from vitfocus.core.files import Appender, remove_stale, write_text
+from vitfocus.core.files import Appender, write_text
 from vitfocus.core.records import Count, OpenDict, parse_json, read_json
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ class Metrics:
 
     def __init__(self, folder: Path, step: int, tensorboard: bool = False) -> None:
         self.path = folder / "metrics.jsonl"
-        remove_stale(self.path)
         before = self.rows() if step else []
         write_text(self.path, "".join(json.dumps(row) + "\n" for row in before if row["step"] <= step))
         self._file = Appender(self.path)

@@ -159,7 +159,7 @@ def refuse_downloads(
     """
     teacher = "" if Path(recipe.distill.teacher).is_dir() else recipe.distill.teacher
     library, name = _base(recipe.model.spec)
-    reader = recipe.data.source.startswith("timm:") and "/" in recipe.data.source
+    reader = recipe.data.source.startswith("timm:")
     asked = {
         "model.spec": _is_remote(library, name),
         "model.pretrained": recipe.model.pretrained and not (library == "transformers" and Path(name).is_dir()),
@@ -174,8 +174,8 @@ def refuse_downloads(
         if downloads and key not in typed and key.partition(".")[0] in sections:
             value = _shown(value_of(recipe, key))
             raise VitfocusError(
-                f"{source} says {key} = {value}, and a recipe file does not use the network by itself: add "
-                f"{key}={value.strip(chr(34))} to the command if you want that."
+                f"{source} says {key} = {value}, and a recipe file neither uses the network nor starts a loader by "
+                f"itself: add {key}={value.strip(chr(34))} to the command if you want that."
             )
 
 

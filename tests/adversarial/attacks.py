@@ -1,0 +1,45 @@
+"""The categories of attacks, and how many of all tries each gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from adversarial import files, folders, places, runs, words
+from adversarial.harness import Tally
+
+ATTACKS: dict[str, Callable[[Tally, int, Path], None]] = {
+    "specs": words.specs,
+    "command lines": words.command_lines,
+    "overrides": words.overrides,
+    "calls": words.calls,
+    "JSON and TOML": files.records,
+    "archives": files.archives,
+    "images": files.images,
+    "shards": files.shards,
+    "special files": places.places,
+    "requests": places.requests,
+    "hostile folders": folders.folders,
+    "flipped bits": runs.flips,
+    "kills in checkpoints": runs.checkpoint_kills,
+    "kills in evaluations": runs.evaluation_kills,
+    "kills in training": runs.training_kills,
+    "concurrent runs": runs.concurrent,
+    "two processes": runs.processes,
+}
+#: Tries of each category in 20,000; an attempt takes between a millisecond and a minute.
+_SHARES = {
+    **{"specs": 5000, "command lines": 600, "overrides": 2000, "calls": 2500, "JSON and TOML": 2500, "archives": 900},
+    **{"images": 1500, "shards": 1200, "special files": 500, "requests": 500, "hostile folders": 500},
+    **{"flipped bits": 1500, "kills in checkpoints": 600, "kills in evaluations": 300, "kills in training": 70},
+    **{"concurrent runs": 26, "two processes": 4},
+}
+
+
+def share(name: str, tries: int) -> int:
+    """The number of tries of a category, at least one.
+
+    >>> sum(share(name, 20_000) for name in ATTACKS) >= 20_000
+    True
+    """
+    return max(1, round(_SHARES[name] * tries / 20_000))
