@@ -29,10 +29,10 @@ ATTACKS: dict[str, Callable[[Tally, int, Path], None]] = {
 }
 #: Tries of each category in 20,000; an attempt takes between a millisecond and a minute.
 _SHARES = {
-    **{"specs": 5000, "command lines": 600, "overrides": 2000, "calls": 2500, "JSON and TOML": 2500, "archives": 900},
-    **{"images": 1500, "shards": 1200, "special files": 500, "requests": 500, "hostile folders": 500},
-    **{"flipped bits": 1500, "kills in checkpoints": 600, "kills in evaluations": 300, "kills in training": 70},
-    **{"concurrent runs": 26, "two processes": 4},
+    **{"specs": 5000, "command lines": 400, "overrides": 2000, "calls": 2800, "JSON and TOML": 2500, "archives": 800},
+    **{"images": 1400, "shards": 1200, "special files": 400, "requests": 600, "hostile folders": 300},
+    **{"flipped bits": 1800, "kills in checkpoints": 600, "kills in evaluations": 200, "kills in training": 40},
+    **{"concurrent runs": 16, "two processes": 4},
 }
 
 

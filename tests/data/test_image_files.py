@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import zlib
 from pathlib import Path
@@ -18,7 +19,7 @@ from vitfocus.cli import main
 from vitfocus.cli.diagnose import image_files
 from vitfocus.core.errors import VitfocusError
 from vitfocus.data.classification.dataset import FolderImages
-from vitfocus.data.image_files import Preprocessing, cut_centre, read_image, standard_preprocessing, to_rgb
+from vitfocus.data.image_files import Preprocessing, cut_centre, open_image, read_image, standard_preprocessing, to_rgb
 from vitfocus.robustness import evaluate
 
 
@@ -112,3 +113,21 @@ def test_preprocessing_is_that_of_timm(size: tuple[int, int], crop: float, inter
     for shape in ((50, 71), (97, 40), (33, 33), (20, 25)):
         picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (*shape, 3), np.uint8))
         assert np.array_equal(preprocessing.apply(picture).numpy(), transform(picture)), shape
+
+
+def test_only_usual_formats_are_decoded(tmp_path: Path) -> None:
+    """PostScript, for which Pillow starts Ghostscript, under any name; the usual ones open under any name too."""
+    for kind in ("EPS", "PCX", "TGA"):
+        Image.new("RGB", (8, 8)).save(tmp_path / "x.png", kind)
+        with pytest.raises(VitfocusError, match="UnidentifiedImageError"):
+            open_image(tmp_path / "x.png")
+    for kind in ("AVIF", "PPM", "WEBP", "JPEG", "GIF", "BMP", "TIFF"):
+        Image.new("RGB", (8, 8)).save(tmp_path / "x.png", kind)
+        assert open_image(tmp_path / "x.png").size == (8, 8)
+        assert open_image(io.BytesIO((tmp_path / "x.png").read_bytes()), most=64).size == (8, 8)
+
+
+def test_a_fifo_among_the_images_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x.png")
+    with pytest.raises(VitfocusError, match=r"x\.png cannot be read"):
+        open_image(tmp_path / "x.png")
