@@ -7,7 +7,6 @@ functions are replaced by ones that note the call and fail.
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ from safetensors.torch import save_file
 
 import vitfocus as vf
 from vitfocus.cli import main
-from vitfocus.core.files import lock_folder
 from vitfocus.reproduce.items import load_item
 from vitfocus.reproduce.runs import DataFolders, plan_row
 from vitfocus.train.recipe import load_recipe
@@ -224,13 +222,6 @@ def test_a_run_that_reproduce_takes_for_finished(
         spared(tmp_path, touched)
         assert code == 2 and said.splitlines()[-1].startswith("vitfocus: ") and "Traceback" not in said, said
         assert not list((out / "smoke" / "items").rglob("*.json"))
-
-
-def test_two_reproductions_of_one_item(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with lock_folder(tmp_path / "smoke" / "items" / "cb-table4a"):
-        assert main(["reproduce", "cb/table4a", "--rows", "1", "--out", str(tmp_path)]) == 2
-    assert f"cb-table4a is in use by process {os.getpid()} on" in capsys.readouterr().err
-    assert not list((tmp_path / "smoke").glob("*/checkpoints"))
 
 
 def test_a_recipe_by_its_path_is_no_built_in_one(

@@ -8,6 +8,7 @@ import shlex
 import signal
 import stat
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 
 from vitfocus.cli import main
 from vitfocus.core.errors import VitfocusError
+from vitfocus.core.files import lock_folder
 from vitfocus.reproduce.jobs import Command, Job, launched, plan_jobs, submit
 
 submitit = pytest.importorskip("submitit")
@@ -145,6 +147,32 @@ def test_a_table_is_run_by_the_local_executor(tmp_path: Path, capsys: pytest.Cap
     found = {job["name"]: job["id"] for job in json.loads(capsys.readouterr().out)}
     assert found[first["name"]] is None and sum(value is not None for value in found.values()) == 2
     assert (tmp_path / "smoke" / "items" / "cb-table4a" / "outcome.json").is_file()
+
+
+def test_a_process_waits_for_another_that_has_the_run_its_numbers_or_the_item(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rows of one table are jobs of their own, which may run at the same time, also on the same run."""
+    given = ["reproduce", "cb/table8", *TINY, "--rows", "1", "--images", "4", "--out", str(tmp_path)]
+    assert main([*given, "--plan", "--json"]) == 0
+    run = tmp_path / "smoke" / json.loads(capsys.readouterr().out)[0]["name"]
+    held = [run, run / "evaluations", tmp_path / "smoke" / "items" / "cb-table8"]
+    for folder in held:
+        ready, done = threading.Event(), threading.Event()
+
+        def hold(folder: Path = folder, ready: threading.Event = ready, done: threading.Event = done) -> None:
+            with lock_folder(folder):
+                ready.set()
+                done.wait(1.0)
+
+        other = threading.Thread(target=hold)
+        other.start()
+        ready.wait()
+        assert main(given) == 0
+        other.join()
+        said = capsys.readouterr().err
+        assert f"{folder} is in use by process {os.getpid()} on" in said and "; waiting for it." in said
+    assert (held[2] / "outcome.json").is_file()
 
 
 def test_signals_reach_the_job_alone(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ import argparse
 import json
 import math
 import shutil
+import subprocess
+import sys
 import tomllib
 from importlib import resources
 from pathlib import Path
@@ -18,9 +20,10 @@ from PIL import Image
 import vitfocus as vf
 from vitfocus.cli import main
 from vitfocus.core.errors import VitfocusError
+from vitfocus.corruptions import CORRUPTIONS
 from vitfocus.data.classification.dataset import open_images
 from vitfocus.recipes import Recipe
-from vitfocus.reproduce import SCALES, Item, Row, item_names, load_item
+from vitfocus.reproduce import SCALES, Item, Row, item_names, items, load_item
 from vitfocus.reproduce.figures import FIGURES
 from vitfocus.reproduce.items import MEASURES, model_setups, protocol_facts
 from vitfocus.reproduce.results import Measurement, _from_diagnosis, count, count_parameters_of, softmax_surface
@@ -302,6 +305,13 @@ def test_mistakes_are_answered_in_a_sentence(
     assert main(["reproduce", *words, "--out", str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert expected in error and "Traceback" not in error
+
+
+def test_items_are_listed_without_torch() -> None:
+    """Which a job of a cluster imports too, before it starts its command."""
+    code = "import sys, vitfocus.reproduce.jobs, vitfocus.cli.reproduce; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert items.CORRUPTIONS == CORRUPTIONS
 
 
 def test_the_list_and_the_count_need_no_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

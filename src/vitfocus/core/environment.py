@@ -6,6 +6,7 @@ import functools
 import importlib.metadata
 import os
 import platform
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -140,9 +141,10 @@ class Processes:
     def lock(self, folder: str | Path, wait: bool = False) -> Iterator[None]:
         """Keep other runs out of a folder: the first process holds the lock, and all fail where it is refused.
 
-        With `wait`, they wait until the process that holds it is done.
+        With `wait`, they wait until the process that holds it is done, and say so.
         """
         with ExitStack() as stack:
+            said = False
             while True:
                 problem, busy = "", False
                 if self.first:
@@ -155,6 +157,9 @@ class Processes:
                     break
                 if not (busy and wait):
                     raise VitfocusError(problem)
+                if self.first and not said:
+                    print(f"vitfocus: {problem.rpartition(': wait')[0]}; waiting for it.", file=sys.stderr, flush=True)
+                said = True
                 time.sleep(2.0)
             yield
 

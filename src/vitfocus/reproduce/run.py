@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from vitfocus.core.arguments import checked, whole
-from vitfocus.core.environment import is_main_process
+from vitfocus.core.environment import Processes, is_main_process, join_processes
 from vitfocus.core.errors import VitfocusError, nearest
-from vitfocus.core.files import lock_folder
 from vitfocus.core.tables import Table
 from vitfocus.reproduce.figures import draw
 from vitfocus.reproduce.items import MEASURES, SCALES, Item, Row, load_item
@@ -85,7 +86,7 @@ def reproduce(
         One result, or one per part ("cb/table4" has a and b).
 
     Raises:
-        VitfocusError: If there is no such item, scale or row, data are missing, or another process is at the item.
+        VitfocusError: If there is no such item, scale or row, or data are missing.
         Stopped: If a signal ended a run early.
     """
     changed = suite_options(options)
@@ -99,15 +100,14 @@ def reproduce(
         outcome = ItemResult(
             item, scale, one.folders, changed=(*overrides, *options), limit=limit, severity=how.severity
         )
-        where = Path(out) / scale / "items" / item.name.replace("/", "-")
-        writes = not count_only and is_main_process()
-        with lock_folder(where) if writes else nullcontext():
-            for number, row in enumerate(one.rows, 1):
-                _say(f"{item.name} at {scale} scale, row {number} of {len(one.rows)}: {row.label}")
-                outcome.rows.append(_run_row(one, row, outcome, how))
-            if count_only and trains(item) and any(row.model for row in one.rows):
-                outcome.missing.append("A dash marks what --count leaves out: nothing was trained, measured or drawn.")
-            if writes:
+        for number, row in enumerate(one.rows, 1):
+            _say(f"{item.name} at {scale} scale, row {number} of {len(one.rows)}: {row.label}")
+            outcome.rows.append(_run_row(one, row, outcome, how))
+        if count_only and trains(item) and any(row.model for row in one.rows):
+            outcome.missing.append("A dash marks what --count leaves out: nothing was trained, measured or drawn.")
+        if not count_only and is_main_process():
+            where = Path(out) / scale / "items" / item.name.replace("/", "-")
+            with Processes(0, 1, torch.device("cpu")).lock(where, wait=True):  # other rows may end at the same time
                 outcome.figures = draw(outcome, where, images)
                 outcome.save(where)
         outcomes.append(outcome)
@@ -272,6 +272,8 @@ def calibrate(
         raise VitfocusError(
             "--calibrate measures rows whose weights are known: give --weights ROW=FILE or --pretrained."
         )
+    rest = {suite: {k: v for k, v in some.items() if f"{suite}.{k}" not in facts} for suite, some in given.items()}
+    _refuse_unmeasured(rest, planned)
     trials = []
     for one, row, run in known:
         for option, fact in facts.items():
@@ -281,8 +283,13 @@ def calibrate(
             for measured in set(one.item.measures) & set(fact.measures):
                 for value in asked if isinstance(asked, tuple) else (asked,):
                     _say(f"{one.item.name}, {row.label}: {option}={value}")
-                    how = Measuring(one.folders, images, {suite: {key: (value,) if several else value}})
-                    found = measure(measured, run, {}, how)
+                    how = Measuring(
+                        one.folders,
+                        images,
+                        rest | {suite: {**rest.get(suite, {}), key: (value,) if several else value}},
+                    )
+                    with _measuring(run):
+                        found = measure(measured, run, {}, how)
                     trials.append(Trial(row.label, measured, option, value, found, row.paper.get(measured)))
     return trials
 
@@ -377,7 +384,7 @@ def _picked(item: Item, rows: Sequence[int]) -> list[Row]:
 
 def _run_row(planned: PlannedItem, row: Row, outcome: ItemResult, how: Measuring) -> RowResult:
     """Train a row and measure it; without data folders, only count it."""
-    item, runs = planned.item, planned.runs
+    runs = planned.runs
     run = runs[row.label]
     if row.computed:
         return RowResult(row, outcome.scale, values=COMPUTED[row.computed]())
@@ -395,6 +402,21 @@ def _run_row(planned: PlannedItem, row: Row, outcome: ItemResult, how: Measuring
     found = RowResult(row, outcome.scale, run, counts if None not in counts else None)  # type: ignore[arg-type]
     found.measured = bool(results) or (bool(run.weights) and how.folders is not None)
     found.fingerprint = {key: results[key] for key in _FINGERPRINT if key in results}
+    with _measuring(run) if found.measured else nullcontext():
+        _measure_row(planned, found, results, outcome, how)
+    return found
+
+
+def _measuring(run: PlannedRun) -> AbstractContextManager[None]:
+    """Waits while another process measures the run's model; what that one has found is read, not measured again."""
+    return join_processes().lock(run.folder / "evaluations", wait=True)
+
+
+def _measure_row(
+    planned: PlannedItem, found: RowResult, results: dict[str, Any], outcome: ItemResult, how: Measuring
+) -> None:
+    item, runs, row, run = planned.item, planned.runs, found.row, found.run
+    assert run is not None
     for name in item.measures:
         value: Measurement | NotMeasured
         if MEASURES[name].source == "counted":
@@ -414,7 +436,6 @@ def _run_row(planned: PlannedItem, row: Row, outcome: ItemResult, how: Measuring
             outcome.missing += [note for note in value.notes if "generated" in note]
     if found.measured:
         outcome.missing += submissions(item.measures, run, how)
-    return found
 
 
 def counted_on(
