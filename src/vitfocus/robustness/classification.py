@@ -24,7 +24,6 @@ from vitfocus.core.records import Count, read_json
 from vitfocus.core.statistics import evenly_spaced
 from vitfocus.data.image_files import (
     ClassFolders,
-    Entry,
     Preprocessing,
     evaluation_preprocessing,
     is_image,
@@ -99,18 +98,8 @@ def classification_plan(
     resize: bool = False,
 ) -> Plan:
     """A plan that keeps every image's outcome; a note that several sets gave is said once."""
-    return Plan(
-        tuple(groups),
-        protocol,
-        partial(_reduce, summarise),
-        tuple(dict.fromkeys(notes)),
-        partial(check_batch, classes),
-        resize=resize,
-    )
-
-
-def _reduce(summarise: Summarise, outcomes: Mapping[str, Columns], seed: int) -> Reduced:
-    return Reduced(summarise(outcomes, seed), outcomes)
+    said, check = tuple(dict.fromkeys(notes)), partial(check_batch, classes)
+    return Plan(tuple(groups), protocol, lambda o, seed: Reduced(summarise(o, seed), o), said, check, resize=resize)
 
 
 def classify(
@@ -184,7 +173,7 @@ def open_images(
     if isinstance(data, DataLoader) or (isinstance(data, Iterable) and not isinstance(data, Tensor | Mapping)):
         arguments.refuse_unused(DataForm(resized=False))
         source = _in_pixels(arguments, StreamSource(data, arguments.limit))
-        return Images(source, {"preprocessing": _own(arguments, "the loader's own")})
+        return Images(source, {"preprocessing": "the loader's own" + ", normalised" * arguments.normalised})
     raise VitfocusError(
         f"The data is a {type(data).__name__}; expected images with labels: a folder with one folder per class, "
         "(images, labels), a Dataset of (image, label), or batches of (images, labels), images in uint8 or in [0, 1]."
@@ -200,22 +189,16 @@ def _in_pixels(arguments: EvaluationArguments, source: Source) -> Source:
     return Unnormalised(source, arguments.models[0].mean, arguments.models[0].std)
 
 
-def _own(arguments: EvaluationArguments, whose: str) -> str:
-    return f"{whose}, normalised" if arguments.normalised else whose
-
-
 def open_files(
     arguments: EvaluationArguments,
     folders: ClassFolders,
     labels: Sequence[Any],
-    entries: Sequence[Entry] | None = None,
     interpolation: str | None = None,
     crop: bool = True,
     size: tuple[int, int] | None = None,
 ) -> Images:
     """Image files with their labels, limited evenly and looked at first; draws are keyed by the path below the root."""
-    entries = folders.entries if entries is None else entries
-    size = size or arguments.models[0].size
+    entries, size = folders.entries, size or arguments.models[0].size
     pick = evenly_spaced(len(entries), arguments.limit)
     sizes = check_readable(folders.root, [entries[index] for index in pick])
     preprocessing, notes = _preprocessing(arguments, interpolation, crop, size)
@@ -267,7 +250,9 @@ def _open_dataset(
         uniform=crop,
         **arguments.reading,
     )
-    how: Any = preprocessing.to_dict() if preprocessing else _own(arguments, "the data set's own")
+    how: Any = (
+        preprocessing.to_dict() if preprocessing else "the data set's own" + ", normalised" * arguments.normalised
+    )
     return Images(_in_pixels(arguments, source), {"preprocessing": how}, notes)
 
 
@@ -285,9 +270,9 @@ def _preprocessing(
     if options.resize is not None and not options.resize:
         return Preprocessing(None, None), ("The images were taken as they are (resize=False).",)
     chosen = interpolation if options.interpolation is None else options.interpolation
-    own = {model.name: model.interpolation for model in arguments.models}
-    if chosen is None and len(set(own.values())) > 1:
-        listed = ", ".join(f"{name}: {value}" for name, value in own.items())
+    known = {model.name: model.interpolation for model in arguments.models}
+    if chosen is None and len(set(known.values())) > 1:
+        listed = ", ".join(f"{name}: {value}" for name, value in known.items())
         raise VitfocusError(
             f"Models in one pass see the same images, but differ in interpolation ({listed}): choose one."
         )
@@ -309,26 +294,21 @@ def folder_labels(arguments: EvaluationArguments, folders: ClassFolders, classes
             )
     elif classes == 1000 and (len(folders.classes) != 1000 or folders.classes[0] in set(wordnet_ids())):
         labels = folder_indices(folders)
+    elif len(folders.classes) != classes:
+        raise VitfocusError(
+            f"{folders.root} holds {len(folders.classes)} class folders, but the model has {classes} classes."
+        )
     else:
-        return _sorted_labels(folders, classes)
+        note = (
+            "Class folders are numbers, taken in the order of their text (0, 1, 10, 11...), as torchvision's "
+            "ImageFolder does; name an index to say otherwise."
+        )
+        numbered = all(name.isdigit() for name in folders.classes) and classes > 10
+        return {name: place for place, name in enumerate(folders.classes)}, (note,) * numbered
     if len(labels) < classes:
         whose = "ImageNet's" if classes == 1000 else "the model's"
         return labels, (f"{len(labels)} of {whose} {classes:,} classes are present in the data.",)
     return labels, ()
-
-
-def _sorted_labels(folders: ClassFolders, classes: int) -> Labels:
-    if len(folders.classes) != classes:
-        raise VitfocusError(
-            f"{folders.root} holds {len(folders.classes)} class folders, but the model has {classes} classes."
-        )
-    notes: tuple[str, ...] = ()
-    if all(name.isdigit() for name in folders.classes) and classes > 10:
-        notes = (
-            "Class folders are numbers, taken in the order of their text (0, 1, 10, 11...), as torchvision's "
-            "ImageFolder does; name an index to say otherwise.",
-        )
-    return {name: place for place, name in enumerate(folders.classes)}, notes
 
 
 def validation_folder(root: Path) -> Path:

@@ -57,12 +57,10 @@ class EvaluationArguments:
 
     @property
     def device(self) -> torch.device:
-        """Where this process works."""
         return self.processes.device
 
     @property
     def folder(self) -> Path | None:
-        """The data's folder, where it is one."""
         return Path(self.data).expanduser() if isinstance(self.data, str | os.PathLike) else None
 
     def require_folder(self, layout: str) -> Path:
@@ -153,7 +151,6 @@ class Plan:
 
     @property
     def conditions(self) -> list[str]:
-        """The names of all conditions, in order."""
         return [condition.name for group in self.groups for condition in group.conditions]
 
     @property
@@ -225,9 +222,8 @@ def _run_group(
     progress: Progress,
 ) -> Columns:
     """Measure what is not saved yet of a group; images that are not in files are read again and compared."""
-    known = (
-        dict(zip(saved["positions"].tolist(), saved["checksum"].tolist(), strict=True)) if "checksum" in saved else {}
-    )
+    sums = (saved[key].tolist() for key in ("positions", "checksum") if "checksum" in saved)
+    known: dict[int, int] = dict(zip(*sums, strict=True))
     done = frozenset(saved["positions"].tolist()) if saved and not known else frozenset[int]()
     parts: list[Columns] = []
     pending: list[dict[str, Any]] = []
@@ -265,7 +261,11 @@ def _run_group(
         )
     everything = [part for content in processes.gather(parts) for part in content]
     columns = _merge([saved, *everything] if saved else everything)
-    _check_complete(group, columns)
+    expected, found = group.source.count, columns["positions"].tolist() if columns else []
+    if not found:
+        raise VitfocusError("The data holds no images, so there is nothing to measure.")
+    if found != list(range(len(found) if expected is None else expected)):
+        raise RuntimeError(f"{group.name}: {len(found)} images were measured, but there are {expected}.")
     return columns
 
 
@@ -307,16 +307,6 @@ def _merge(parts: list[Columns]) -> Columns:
     columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     _, first = np.unique(columns["positions"], return_index=True)
     return {name: values[first] for name, values in columns.items()}
-
-
-def _check_complete(group: Group, columns: Columns) -> None:
-    """Every image once, none twice."""
-    expected = group.source.count
-    found = columns["positions"].tolist() if columns else []
-    if not found:
-        raise VitfocusError("The data holds no images, so there is nothing to measure.")
-    if found != list(range(len(found) if expected is None else expected)):
-        raise RuntimeError(f"{group.name}: {len(found)} images were measured, but there are {expected}.")
 
 
 _OTHER_DATA = "The data is not what this run began with ({}), so it cannot be resumed: name another folder."

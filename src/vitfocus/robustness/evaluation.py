@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from vitfocus.core.arguments import checked, whole
-from vitfocus.core.environment import Processes, device_name, join_processes, versions
+from vitfocus.core.environment import device_name, join_processes, versions
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.files import write_text
 from vitfocus.core.modules import eval_mode
@@ -97,36 +97,22 @@ def evaluate(
         length = shapes_named(data, limit or _SHAPES)
         size = (32, 32) if chosen.small_images else models[0].size
         data = (labelled_images(data) or data) if length is None else Shapes("val", length=length, size=size)
-    arguments = EvaluationArguments(
-        chosen,
-        typed_options,
-        models,
-        data,
-        processes,
-        None if batch_size is None else whole("batch_size", batch_size, low=1),
-        limit,
-        whole("seed", seed, low=0),
-        _default_workers(processes.device) if workers is None else whole("workers", workers, low=0),
-        progress and processes.first,
-        out,
-        normalised,
-    )
+    if workers is None:  # enough for a GPU, none where they would compete with the model
+        workers = min(16, os.cpu_count() or 1) if processes.device.type == "cuda" else 0
+    batch_size = None if batch_size is None else whole("batch_size", batch_size, low=1)
+    numbers = (batch_size, limit, whole("seed", seed, low=0), whole("workers", workers, low=0))
+    shown = progress and processes.first
+    arguments = EvaluationArguments(chosen, typed_options, models, data, processes, *numbers, shown, out, normalised)
     # attacks need gradients, even where the caller is in inference mode
     with torch.inference_mode(False), eval_mode(*modules.values(), device=processes.device):
-        plan = _plan(arguments)
+        module, _, function = chosen.plan.partition(":")
+        plan: Plan = getattr(importlib.import_module(f"vitfocus.robustness.suites.{module}"), function)(arguments)
         fingerprint = _fingerprint(arguments, plan, precision)
         lasting = {key: value for key, value in fingerprint.items() if key != "environment"}
         if out is None:
             return _measure(arguments, plan, fingerprint, None)
         with processes.lock(out), claim_folder(out, lasting, resume, processes) as folder:
             return _measure(arguments, plan, fingerprint, folder)
-
-
-def _plan(arguments: EvaluationArguments) -> Plan:
-    """Lay the suite out for this call: which conditions, on which images, by which protocol."""
-    module, _, function = arguments.suite.plan.partition(":")
-    plan: Plan = getattr(importlib.import_module(f"vitfocus.robustness.suites.{module}"), function)(arguments)
-    return plan
 
 
 def _measure(
@@ -136,15 +122,16 @@ def _measure(
     processes = arguments.processes
     size = arguments.batch_size or plan.batch_sizes[processes.device.type == "cuda"]
     if folder is not None and processes.agree(folder.finished):
-        return _stored(folder, plan, processes, size)
+        stored = load_scores(folder.folder)
+        if _combined(read_digests(plan, processes, size)) != stored.fingerprint.get("data", {}).get("digest"):
+            raise VitfocusError(f"{folder.folder} holds a finished run on other data: name another folder.")
+        return stored
     models = [model.resizing() for model in arguments.models] if plan.resize else arguments.models
     title = f"{arguments.suite.name}, {', '.join(model.name for model in models)}"
     outcomes, digests, images = run_plan(plan, models, processes, size, folder, arguments.progress, title)
     fingerprint["data"] |= {"digest": _combined(digests), "images": images}
     reduced = {
-        model.name: plan.reduce(
-            {condition: columns[model.name] for condition, columns in outcomes.items()}, arguments.seed
-        )
+        model.name: plan.reduce({name: columns[model.name] for name, columns in outcomes.items()}, arguments.seed)
         for model in models
     }
     samples = {
@@ -159,14 +146,6 @@ def _measure(
                 file = f"{name}-{number}.json" if len(reduced) > 1 else f"{name}.json"
                 write_text(folder.folder / file, json.dumps(content) + "\n")
         folder.finish(scores.to_dict(), flatten(samples))
-    return scores
-
-
-def _stored(folder: RunFolder, plan: Plan, processes: Processes, batch_size: int) -> Scores:
-    """A finished run's scores, once it is certain that they are about the same data."""
-    scores = load_scores(folder.folder)
-    if _combined(read_digests(plan, processes, batch_size)) != scores.fingerprint.get("data", {}).get("digest"):
-        raise VitfocusError(f"{folder.folder} holds a finished run on other data: name another folder.")
     return scores
 
 
@@ -189,8 +168,3 @@ def _fingerprint(arguments: EvaluationArguments, plan: Plan, precision: str) -> 
 def _combined(digests: Mapping[str, str | None]) -> str:
     """One digest of all groups' data, as far as it is known."""
     return digest_of(f"{name} {digest}" for name, digest in digests.items())
-
-
-def _default_workers(device: torch.device) -> int:
-    """Processes that read images: enough for a GPU, none where they would compete with the model."""
-    return min(16, os.cpu_count() or 1) if device.type == "cuda" else 0

@@ -80,9 +80,7 @@ def corruption_error(corruption: str, errors: Sequence[float], clean_error: floa
     if corruption not in ALEXNET_ERRORS:
         raise VitfocusError(f"AlexNet's errors on {corruption!r} are not published, so it has no CE.")
     if len(errors) != 5:
-        raise VitfocusError(
-            f"The CE of {corruption} needs the errors at all 5 severities, but {len(errors)} were given."
-        )
+        raise VitfocusError(f"The CE of {corruption} needs the errors at all 5 severities, not at {len(errors)}.")
     above, below = sum(errors), sum(ALEXNET_ERRORS[corruption])
     if clean_error is not None:
         above, below = above - 5 * clean_error, below - 5 * ALEXNET_CLEAN_ERROR
@@ -119,25 +117,17 @@ def calibration_error(confidence: Array, hit: npt.NDArray[np.bool_], bins: int =
     >>> round(calibration_error(np.array([0.9, 0.9, 0.6, 0.6]), np.array([True, True, True, False])), 6)
     0.1
     """
-    count, gap = _gaps(confidence, hit, bins)
-    return float(np.abs(gap).sum() / max(count.sum(), 1))
-
-
-def _gaps(confidence: Array, hit: npt.NDArray[np.bool_], bins: int) -> tuple[Array, Array]:
     which = np.clip(np.ceil(confidence * bins).astype(np.int64) - 1, 0, bins - 1)  # bins are (low, high]
-    count = np.bincount(which, minlength=bins).astype(np.float64)
-    gap = np.bincount(which, weights=confidence - hit, minlength=bins).astype(np.float64)
-    return count, gap
+    gaps = np.bincount(which, weights=confidence - hit, minlength=bins)
+    return float(np.abs(gaps).sum() / max(len(which), 1))
 
 
-def calibration_interval(
-    confidence: Array, hit: npt.NDArray[np.bool_], seed: int = 0, resamples: int = 200
-) -> tuple[float, float]:
-    """The bootstrap 95 % interval of the ECE."""
+def calibration_interval(confidence: Array, hit: npt.NDArray[np.bool_], seed: int = 0) -> tuple[float, float]:
+    """The bootstrap 95 % interval of the ECE, from 200 resamples."""
     if not len(confidence):
         return math.nan, math.nan
     generator = np.random.default_rng(seed)
-    drawn = (generator.integers(0, len(hit), len(hit)) for _ in range(resamples))
+    drawn = (generator.integers(0, len(hit), len(hit)) for _ in range(200))
     low, high = np.quantile([calibration_error(confidence[pick], hit[pick]) for pick in drawn], [0.025, 0.975])
     return float(low), float(high)
 
@@ -212,7 +202,11 @@ def condition_summary(outcomes: Mapping[str, Columns], seed: int) -> Summary:
 def corruption_summary(outcomes: Mapping[str, Columns], seed: int, alexnet: bool = True) -> Summary:
     """Errors by corruption, the mean over the fifteen, and, for ImageNet-C, CE, mCE and relative mCE."""
     each = {name: accuracy(columns, seed, headline=name == "clean") for name, columns in outcomes.items()}
-    errors = _by_corruption({name: 1 - float(columns["top1"].mean()) for name, columns in outcomes.items()})
+    errors: dict[str, dict[int, float]] = {}
+    for condition, columns in outcomes.items():
+        corruption, slash, severity = condition.partition("/")
+        if slash:
+            errors.setdefault(corruption, {})[int(severity)] = 1 - float(columns["top1"].mean())
     clean = 1 - float(outcomes["clean"]["top1"].mean()) if "clean" in outcomes else None
     whole = {name: values for name, values in errors.items() if sorted(values) == [1, 2, 3, 4, 5]}
     rows: dict[str, Summary] = {}
@@ -235,15 +229,6 @@ def corruption_summary(outcomes: Mapping[str, Columns], seed: int, alexnet: bool
                 result["relative_mce"] = mean_corruption_error(listed_all, clean)
                 result["relative_mce_interval"] = percent(mean_interval(mce_shares(outcomes, True), seed))
     return {**result, "corruptions": rows, "cells": each}
-
-
-def _by_corruption(errors: Mapping[str, float]) -> dict[str, dict[int, float]]:
-    result: dict[str, dict[int, float]] = {}
-    for name, error in errors.items():
-        corruption, slash, severity = name.partition("/")
-        if slash:
-            result.setdefault(corruption, {})[int(severity)] = error
-    return result
 
 
 def mce_shares(outcomes: Mapping[str, Columns], relative: bool | None = False) -> Array:

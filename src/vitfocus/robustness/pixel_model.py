@@ -19,11 +19,7 @@ from vitfocus.data.image_files import model_interpolation
 from vitfocus.treatments import applied
 from vitfocus.treatments.spec import STATE_KEY
 
-PRECISIONS: dict[str, torch.dtype] = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class PixelModel:
@@ -105,14 +101,10 @@ class PixelModel:
 
     def describe(self) -> dict[str, Any]:
         """The model's part of the fingerprint."""
-        return {
-            "digest": weights_digest(self.model),
-            "treatments": "+".join(map(str, applied(self.model))),
-            **({"inserted": "+".join(since)} if (since := inserted(self.model)) else {}),
-            "mean": list(self.mean),
-            "std": list(self.std),
-            "parameters": sum(p.numel() for p in self.model.parameters()),
-        }
+        facts = {"digest": weights_digest(self.model), "treatments": "+".join(map(str, applied(self.model)))}
+        since = {"inserted": "+".join(inserted(self.model))} if inserted(self.model) else {}
+        count = sum(parameter.numel() for parameter in self.model.parameters())
+        return {**facts, **since, "mean": list(self.mean), "std": list(self.std), "parameters": count}
 
 
 def _first_line(error: Exception) -> str:

@@ -23,68 +23,56 @@ from vitfocus.robustness.run_folder import DAMAGED, FREE, RESULTS, SAMPLES, Colu
 Samples = dict[str, dict[str, Columns]]  # condition -> model -> columns
 
 
-class _ConditionFields(msgspec.Struct):
-    severities: dict[int, float] = {}
-    repeats: list[float] = []
-
-
-class Condition(OpenDict):
+class ConditionScores(OpenDict):
     """The numbers of one condition, with their intervals."""
 
-    fields, numbers = _ConditionFields, True
+    numbers = True
+
+    class fields(msgspec.Struct):  # noqa: D106
+        severities: dict[int, float] = {}
+        repeats: list[float] = []
 
 
-class _CorruptionFields(msgspec.Struct):
-    error: float
-
-
-class Corruption(OpenDict):
+class CorruptionScores(OpenDict):
     """The numbers of one corruption, over its severities."""
 
-    fields, numbers = _CorruptionFields, True
+    numbers = True
 
-
-class _SummaryFields(msgspec.Struct):
-    cells: dict[str, Condition]
-    corruptions: dict[str, Corruption] = {}
-    classes: dict[str, float | None] = {}
+    class fields(msgspec.Struct):  # noqa: D106
+        error: float
 
 
 class ModelSummary(OpenDict):
     """What results.json holds of one model."""
 
-    fields, numbers = _SummaryFields, True
+    numbers = True
 
-
-class _ModelFields(msgspec.Struct):
-    digest: str | None = None
-    treatments: str = ""
-    inserted: str = ""
-    parameters: Count = 0
+    class fields(msgspec.Struct):  # noqa: D106
+        cells: dict[str, ConditionScores]
+        corruptions: dict[str, CorruptionScores] = {}
+        classes: dict[str, float | None] = {}
 
 
 class _ModelFingerprint(OpenDict):
-    fields = _ModelFields
-
-
-class _DataFields(msgspec.Struct):
-    digest: str | None = None
+    class fields(msgspec.Struct):
+        digest: str | None = None
+        treatments: str = ""
+        inserted: str = ""
+        parameters: Count = 0
 
 
 class _DataFingerprint(OpenDict):
-    fields = _DataFields
-
-
-class _FingerprintFields(msgspec.Struct):
-    models: dict[str, _ModelFingerprint] = {}
-    data: _DataFingerprint = msgspec.field(default_factory=_DataFingerprint)
-    protocol: dict[str, Any] = {}
+    class fields(msgspec.Struct):
+        digest: str | None = None
 
 
 class Fingerprint(OpenDict):
     """How the numbers were measured."""
 
-    fields = _FingerprintFields
+    class fields(msgspec.Struct):  # noqa: D106
+        models: dict[str, _ModelFingerprint] = {}
+        data: _DataFingerprint = msgspec.field(default_factory=_DataFingerprint)
+        protocol: dict[str, Any] = {}
 
 
 class Results(msgspec.Struct):
@@ -143,14 +131,8 @@ class Scores:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the samples, as plain data: the content of results.json."""
-        return {
-            "suite": self.suite,
-            "images": self.images,
-            "models": self.models,
-            "notes": list(self.notes),
-            "insertions": self.insertions,
-            "fingerprint": self.fingerprint,
-        }
+        head = {"suite": self.suite, "images": self.images, "models": self.models, "notes": list(self.notes)}
+        return {**head, "insertions": self.insertions, "fingerprint": self.fingerprint}
 
     def table(self) -> Table:
         """A table to print: conditions by row and models by column, the headline numbers below."""
@@ -163,9 +145,8 @@ class Scores:
                 rows.append([heading, *(_with_interval(self.models[m], key) for m in names)])
         how = ", with bootstrap 95 % intervals" if self.samples else ""
         caption = f"In percent{how}. " + " ".join(filter(None, (*self.notes, insertions_sentence(self.insertions))))
-        return Table(
-            f"{self.suite}: {counted(self.images, 'image')}", [_what(self.models[names[0]]), *names], rows, caption
-        )
+        title = f"{self.suite}: {counted(self.images, 'image')}"
+        return Table(title, [_what(self.models[names[0]]), *names], rows, caption)
 
     def compare(self, first: str, second: str) -> Comparison:
         """Compare two of the models on the same images; see `compare`."""
@@ -258,12 +239,11 @@ class Comparison:
             ]
             for row in self.rows
         ]
-        caption = (
+        how = (
             "Top-1 unless named otherwise; differences with paired bootstrap 95 % intervals; p by McNemar's exact test."
         )
-        if self.differing:
-            caption += f" Forced: the protocols differ in {'; '.join(self.differing)}."
-        caption = " ".join(filter(None, (caption, insertions_sentence(self.insertions))))
+        forced = f"Forced: the protocols differ in {'; '.join(self.differing)}." if self.differing else ""
+        caption = " ".join(filter(None, (how, forced, insertions_sentence(self.insertions))))
         columns = ["condition", self.first, self.second, "difference", "p"]
         return Table(f"{self.suite}: {self.second} against {self.first}", columns, cells, caption)
 
@@ -293,11 +273,9 @@ def compare(first: Scores | str | Path, second: Scores | str | Path, force: bool
         25.0
     """
     one, two = (scores if isinstance(scores, Scores) else load_scores(scores) for scores in (first, second))
-    for scores in (one, two):
-        if len(scores.models) != 1:
-            raise VitfocusError(
-                f"A run of {len(scores.models)} models: pick one with .only(name): {', '.join(scores.models)}."
-            )
+    for models in (one.models, two.models):
+        if len(models) != 1:
+            raise VitfocusError(f"A run of {len(models)} models: pick one with .only(name): {', '.join(models)}.")
     differing = differences(one.fingerprint, two.fingerprint, FREE)
     if differing and not force:
         raise VitfocusError(
@@ -311,10 +289,7 @@ def compare(first: Scores | str | Path, second: Scores | str | Path, force: bool
     ]
     for known, name in zip(cells, names, strict=True):
         if not known:
-            raise VitfocusError(
-                f"There are no outcomes of single images for {name}, so it cannot be compared image by image; evaluate "
-                f"it anew."
-            )
+            raise VitfocusError(f"There are no outcomes of single images of {name} to compare: evaluate it anew.")
     shared = [cell for cell in cells[0] if cell in cells[1]]
     if not shared:
         raise VitfocusError("These runs have no condition in common, so there is nothing to compare.")
@@ -359,7 +334,7 @@ def flatten(samples: Samples) -> Columns:
 
 
 def unflatten(columns: Columns) -> Samples:
-    """The way back."""
+    """The inverse of `flatten`."""
     samples: Samples = {}
     for key, values in columns.items():
         cell, _, rest = key.partition("|")

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.statistics import evenly_spaced
@@ -80,12 +80,6 @@ class Source(Protocol):
         ...
 
 
-class Samples(Protocol):
-    """Things that give an item, or `Broken`, for an index; a `VitfocusError` says what is wrong with one."""
-
-    def __getitem__(self, index: int) -> Any: ...
-
-
 class Collated(NamedTuple):
     """Some items of a span, by their `rows` in it, as the fields of a batch."""
 
@@ -108,13 +102,14 @@ class _Unreadable:
 class ItemSource:
     """Images read by index. `pick` lists the indices that are evaluated, `ids` names all of them.
 
+    `samples[index]` is an item or `Broken`; a `VitfocusError` says what is wrong with it.
     `collate` makes one or several batches of the items of a span. With `uniform` images must have one size throughout,
     `size` where it is given.
     """
 
     def __init__(
         self,
-        samples: Samples,
+        samples: Any,
         pick: Sequence[int],
         collate: Collate,
         *,
@@ -125,11 +120,8 @@ class ItemSource:
         workers: int = 0,
         pin: bool = False,
     ) -> None:
-        self.pick = pick
+        self.pick, self.digest, self._samples, self._collate = pick, digest, samples, collate
         self.count: int | None = len(pick)
-        self.digest = digest
-        self._samples = samples
-        self._collate = collate
         chosen = pick if ids is None else [ids[index] for index in pick]
         self._ids = as_ids(chosen, len(chosen), torch.device("cpu"))
         self._uniform, self._size, self._workers, self._pin = uniform, size, workers, pin
@@ -166,7 +158,7 @@ class ItemSource:
 class _Reader(Dataset[Any]):
     """Samples as read in worker processes."""
 
-    def __init__(self, samples: Samples) -> None:
+    def __init__(self, samples: Any) -> None:
         self.samples = samples
 
     def __getitem__(self, index: int) -> Any:
@@ -188,20 +180,7 @@ def _collated(collate: Collate, items: list[Any]) -> list[tuple[Any, ...]] | _Un
         return _Unreadable(str(error))
 
 
-class ListedImages(Dataset[Any]):
-    """Items (image, label) as a data set."""
-
-    def __init__(self, items: Sequence[Any]) -> None:
-        self.items = items
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.items[index]
-
-
-def labelled_images(data: Any) -> ListedImages | None:
+def labelled_images(data: Any) -> Dataset[Any] | None:
     """A data set from (images, labels) or from a list of (image, label); None for other things.
 
     Images are a tensor (B, 3, H, W), or single pictures in any form that `as_images` takes.
@@ -215,12 +194,16 @@ def labelled_images(data: Any) -> ListedImages | None:
         if pictures is not None and listed:
             if len(pictures) != len(labels):
                 raise VitfocusError(f"The data has {len(pictures)} images but {len(labels)} labels.")
-            return ListedImages(list(zip(pictures, labels, strict=True)))
+            return _listed(list(zip(pictures, labels, strict=True)))
     first = data[0]
     if isinstance(first, tuple | list) and len(first) == 2:
         single = is_image(first[0]) or (isinstance(first[0], Tensor) and first[0].ndim == 3)
-        return ListedImages(data) if single else None
+        return _listed(data) if single else None
     return None
+
+
+def _listed(items: Any) -> Dataset[Any]:
+    return Subset(items, range(len(items)))
 
 
 class ImageSamples:

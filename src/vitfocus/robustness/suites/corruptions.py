@@ -51,11 +51,9 @@ _TARS = ("noise", "blur", "weather", "digital", "extra")
 _INCOMPLETE = "Not all 15 corruptions at all 5 severities were measured, so there is no mCE."
 
 
-def chosen_corruptions(
-    given: Sequence[str] | None, severities: Sequence[int] | None, usual: Sequence[str] = CORRUPTIONS
-) -> tuple[list[str], list[int]]:
+def chosen_corruptions(given: Sequence[str] | None, severities: Sequence[int] | None) -> tuple[list[str], list[int]]:
     """The corruptions and severities asked for, checked."""
-    names = several("corruptions", usual if given is None else given)
+    names = several("corruptions", CORRUPTIONS if given is None else given)
     for name in names:
         if name not in ALL_CORRUPTIONS:
             raise VitfocusError(f"There is no corruption {name!r}: {nearest(str(name), ALL_CORRUPTIONS)}")
@@ -117,7 +115,8 @@ def _generated(
     conditions = [CLEAN]
     for name in names:
         for severity in severities:
-            change = partial(_corrupted, name, severity, seed, flavour, frost, quality)
+            how = {"name": name, "severity": severity, "seed": seed, "flavour": flavour, "frost": frost}
+            change = partial(corrupted, quality, **how)
             conditions.append(Condition(f"{name}/{severity}", classify, change))
     images = open_images(arguments, classes, interpolation)
     made = fingerprint(flavour, frost, names if quality is None else [*names, "jpeg_compression"])
@@ -134,16 +133,9 @@ def _generated(
     return classification_plan([group], classes, protocol, summarise, notes)
 
 
-def _corrupted(
-    name: str,
-    severity: int,
-    seed: int,
-    flavour: str,
-    frost: str | None,
-    quality: int | None,
-    batch: EvaluationBatch,
-) -> Tensor:
-    images = corrupt(batch.images, name, severity, seed=seed, ids=batch.ids, flavour=flavour, frost=frost)
+def corrupted(quality: int | None, batch: EvaluationBatch, **corruption: Any) -> Tensor:
+    """A batch's images, corrupted as `corrupt` is told to, then compressed as JPEG where a quality is given."""
+    images = corrupt(batch.images, ids=batch.ids, **corruption)
     if quality is None:
         return images
     pixels = images if images.dtype == torch.uint8 else images.mul(255).round().to(torch.uint8)
@@ -196,15 +188,17 @@ def _published(arguments: EvaluationArguments, classes: int, folders: dict[str, 
                 )
                 groups.append(Group(condition, source, (Condition(condition, classify),)))
                 progress.advance(note=condition)
-    _same_counts(arguments.folder, counts)
-    protocol: dict[str, Any] = {
-        "mode": "published",
-        "preprocessing": Preprocessing(None, size).to_dict(),
-        "decoder": image_decoder(),
-    }
-    if size != (own := arguments.models[0].size):
+    most = max(counts.values())
+    if short := [f"{name} holds {count:,}" for name, count in counts.items() if count != most]:
+        listed_some = ", ".join(short[:3]) + ("..." if len(short) > 3 else "")
+        raise VitfocusError(
+            f"{arguments.folder} is only half extracted: most folders hold {most:,} images, but {listed_some}."
+        )
+    protocol: dict[str, Any] = {"mode": "published", "decoder": image_decoder()}
+    protocol["preprocessing"] = Preprocessing(None, size).to_dict()
+    if size != (model_size := arguments.models[0].size):
         notes.append(f"The files measure {size[0]}x{size[1]}; the model scales them to its own size (bicubic).")
-        protocol["scaled_to"] = list(own)
+        protocol["scaled_to"] = list(model_size)
     if clean_data := arguments.options.clean_data:
         notes.append(f"The clean error, for the relative mCE, is measured on {clean_data}.")
         # As the generator took them, whatever the model's size: to 256 pixels, bilinear, cropped to 224.
@@ -219,17 +213,7 @@ def _published(arguments: EvaluationArguments, classes: int, folders: dict[str, 
         groups.insert(0, Group("clean", clean.source, (CLEAN,)))
     else:
         notes.append("The published files hold no clean images, so there is no relative mCE: name them as clean_data.")
-    return classification_plan(groups, classes, protocol, corruption_summary, notes, resize=size != own)
-
-
-def _same_counts(root: Path | None, counts: dict[str, int]) -> None:
-    most = max(counts.values())
-    short = [f"{name} holds {count:,}" for name, count in counts.items() if count != most]
-    if short:
-        raise VitfocusError(
-            f"{root} is only half extracted: most folders hold {most:,} images, but {', '.join(short[:3])}"
-            f"{'...' if len(short) > 3 else ''}."
-        )
+    return classification_plan(groups, classes, protocol, corruption_summary, notes, resize=size != model_size)
 
 
 class ArrayImages:
@@ -259,16 +243,19 @@ def _arrays(arguments: EvaluationArguments, classes: int, root: Path, notes: lis
         raise VitfocusError(
             f"{root} lacks {', '.join(f'{name}.npy' for name in missing[:4])}: it is only half extracted."
         )
-    labels = _labels(root / "labels.npy")
+    labels = _load(root / "labels.npy")
+    if not np.issubdtype(labels.dtype, np.integer) or labels.size != len(labels):
+        found = f"{labels.dtype} {labels.shape}"
+        raise VitfocusError(f"{root / 'labels.npy'} is {found}; expected one whole number per image.")
+    labels = labels.reshape(-1).astype(np.int64)
     groups = []
     for name in names:
         array = _load(root / f"{name}.npy")
         if array.ndim != 4 or array.shape[1:] != (32, 32, 3) or array.dtype != np.uint8 or len(array) % 5:
             raise VitfocusError(f"{root / name}.npy is {array.dtype} {array.shape}; expected uint8 (50000, 32, 32, 3).")
         if len(labels) != len(array):
-            raise VitfocusError(
-                f"{root / 'labels.npy'} holds {len(labels)} labels, but {name}.npy {len(array)} images."
-            )
+            found = f"labels.npy holds {len(labels)} labels, but {name}.npy {len(array)} images"
+            raise VitfocusError(f"In {root}, {found}.")
         each = len(array) // 5
         for severity in severities:
             start = (severity - 1) * each
@@ -284,14 +271,6 @@ def _arrays(arguments: EvaluationArguments, classes: int, root: Path, notes: lis
     notes = [f"{arguments.suite.name}'s published arrays were read.", *notes, *incomplete]
     protocol = {"mode": "published", "preprocessing": "none"}
     return classification_plan(groups, classes, protocol, partial(corruption_summary, alexnet=False), notes)
-
-
-def _labels(path: Path) -> Any:
-    """The class of every image, (N,); a column (N, 1) will do."""
-    labels = _load(path)
-    if not np.issubdtype(labels.dtype, np.integer) or labels.size != len(labels):
-        raise VitfocusError(f"{path} is {labels.dtype} {labels.shape}; expected one whole number per image.")
-    return labels.reshape(-1).astype(np.int64)
 
 
 def _sums(array: Any, start: int, count: int) -> str:

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from vitfocus.anatomy import input_spec
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.statistics import evenly_spaced
 from vitfocus.data.detection.batches import EvaluationSamples
@@ -43,9 +42,11 @@ def detection(arguments: EvaluationArguments) -> Plan:
         _check_classes(model.name, model.model, images)
     pick = evenly_spaced(len(images), arguments.limit)
     source = ItemSource(EvaluationSamples(images), pick, _collate, digest=images.digest(), **arguments.reading)
-    pixels = {model.name: input_spec(model.model) for model in arguments.models}
-    normalise = {name: Normalise(one.mean, one.std, arguments.device) for name, one in pixels.items()}
-    writers = _writers(options.pictures, arguments.models, images)
+    normalise = {model.name: Normalise(model.mean, model.std, arguments.device) for model in arguments.models}
+    writers = {}
+    for number, model in enumerate(arguments.models if options.pictures is not None else ()):
+        ending = f"-{number}" if len(arguments.models) > 1 else ""
+        writers[model.name] = DetectionWriter(f"{options.pictures}{ending}", images)
     condition = Condition("clean", partial(_detect, images, pick, normalise, writers))
     return Plan(
         (Group("detection", source, (condition,)),),
@@ -82,17 +83,6 @@ def _check_classes(name: str, model: nn.Module, images: DetectionDataset) -> Non
     count = predictor.box_predictor.cls_score.out_features - 1
     if count != len(images.classes):
         raise VitfocusError(f"{name} knows {count} classes, and the data has {len(images.classes)}.")
-
-
-def _writers(
-    folder: str | Path | None, models: Sequence[PixelModel], images: DetectionDataset
-) -> Mapping[str, DetectionWriter]:
-    if folder is None:
-        return {}
-    endings = [f"-{number}" if len(models) > 1 else "" for number in range(len(models))]
-    return {
-        model.name: DetectionWriter(f"{folder}{ending}", images) for model, ending in zip(models, endings, strict=True)
-    }
 
 
 def _collate(items: list[tuple[Tensor, int]]) -> list[Collated]:

@@ -96,6 +96,7 @@ def drop_patches(
     >>> images.sum(dim=(1, 2, 3)).tolist()
     [392.0, 392.0]
     """
+    grid = GRID
     if not 0 <= count <= grid * grid:
         raise VitfocusError(f"{count} cells of a {grid}x{grid} grid cannot be dropped; expected 0 to {grid * grid}.")
     draws = Draws(seed, "patch drop", count, ids).uniform((grid * grid,))
@@ -198,15 +199,8 @@ def autoattack(
     """The standard ensemble of the `autoattack` package, where it is installed."""
     eps = _check(norm, eps)
     AutoAttack = require_autoattack()
-    attack = AutoAttack(
-        model,
-        norm={"linf": "Linf", "l2": "L2"}[norm],
-        eps=eps / 255,
-        version="standard",
-        seed=seed,
-        device=images.device,
-        verbose=False,
-    )
+    options = {"norm": {"linf": "Linf", "l2": "L2"}[norm], "eps": eps / 255, "seed": seed, "device": images.device}
+    attack = AutoAttack(model, version="standard", verbose=False, **options)
     with torch.inference_mode(False):
         clean = _as_float(images).clone()
         return attack.run_standard_evaluation(clean, labels.clone(), bs=len(clean)).clamp(0, 1)

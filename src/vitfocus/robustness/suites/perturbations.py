@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,8 @@ from vitfocus.corruptions.base import Draws, Setting, to_uint8
 from vitfocus.corruptions.digital import brightness
 from vitfocus.corruptions.filters import clipped_zoom, streak
 from vitfocus.corruptions.noise_and_blur import gaussian_noise, shot_noise
-from vitfocus.data.image_files import ClassFolders, Entry, list_classes
-from vitfocus.robustness.classification import (
-    classification_plan,
-    num_classes,
-    open_images,
-    top_classes,
-)
+from vitfocus.data.image_files import list_classes
+from vitfocus.robustness.classification import classification_plan, num_classes, open_images, top_classes
 from vitfocus.robustness.engine import Condition, EvaluationArguments, Group, Outcome, Plan
 from vitfocus.robustness.metrics import ALEXNET_FLIPS, flip_share, perturbation_summary, top5_distance
 from vitfocus.robustness.pixel_model import PixelModel
@@ -109,7 +104,7 @@ def _from_videos(arguments: EvaluationArguments, classes: int, names: list[str],
             raise VitfocusError(f"{first} has {len(video)} frames; {name} has {frame_count(name)}.")
         files = [entry.name for entry in folders.entries]
         source = ItemSource(
-            ImageSamples(VideoFiles(folders.root, folders.entries, frame_count(name)), None, files),
+            ImageSamples(VideoFiles(folders.root, files, frame_count(name)), None, files),
             pick,
             collate_images,
             ids=files,
@@ -123,12 +118,16 @@ def _from_videos(arguments: EvaluationArguments, classes: int, names: list[str],
         raise VitfocusError(
             f"{root} is only half extracted: the perturbations hold different numbers of videos ({listed})."
         )
-    protocol = {"mode": "published", "preprocessing": "none", "decoder": decoder_version()}
+    decoder = require_decoder()
+    version = importlib.import_module(decoder).__version__
+    protocol = {"mode": "published", "preprocessing": "none", "decoder": f"{decoder} {version}"}
     return groups, protocol, ["ImageNet-P's published videos were read, without any resizing."]
 
 
 def _generated(arguments: EvaluationArguments, classes: int, names: list[str], difficulty: int) -> Layout:
-    images = open_images(arguments, classes, "bilinear", labels=_no_labels, crop=False)
+    images = open_images(
+        arguments, classes, "bilinear", labels=lambda folders: (dict.fromkeys(folders.classes, 0), ()), crop=False
+    )
     protocol = {**images.protocol, "mode": "generated", "seed": arguments.seed, "sequences": VERSION}
     notes = ["Sequences were generated on the fly, without the published videos' H.264 compression.", *images.notes]
     if not arguments.options.resize:
@@ -141,11 +140,6 @@ def _generated(arguments: EvaluationArguments, classes: int, names: list[str], d
     return [Group("generated", images.source, tuple(conditions))], protocol, notes
 
 
-def _no_labels(folders: ClassFolders) -> tuple[dict[str, int], tuple[str, ...]]:
-    """A sequence needs no label."""
-    return dict.fromkeys(folders.classes, 0), ()
-
-
 def _frames(name: str, crop: tuple[int, int], difficulty: int, seed: int, batch: EvaluationBatch) -> Tensor:
     return frames(batch.images, name, crop, sizes=batch.sizes, difficulty=difficulty, seed=seed, ids=batch.ids)
 
@@ -156,12 +150,6 @@ def require_decoder() -> str:
         if importlib.util.find_spec(name) is not None:
             return name
     raise VitfocusError("Reading ImageNet-P's videos needs a decoder: pip install av (or opencv-python-headless).")
-
-
-def decoder_version() -> str:
-    """The decoder and its version, for the fingerprint."""
-    name = require_decoder()
-    return f"{name} {importlib.import_module(name).__version__}"
 
 
 def read_video(path: str | Path) -> Tensor:
@@ -199,8 +187,8 @@ def _with_opencv(path: str) -> list[np.ndarray]:
 class VideoFiles:
     """Videos as (frames, 0): a sequence needs no label."""
 
-    def __init__(self, root: Path, entries: Sequence[Entry], frames: int) -> None:
-        self.root, self.names, self.frames = root, [entry.name for entry in entries], frames
+    def __init__(self, root: Path, names: Sequence[str], frames: int) -> None:
+        self.root, self.names, self.frames = root, names, frames
 
     def __len__(self) -> int:
         return len(self.names)
@@ -329,11 +317,7 @@ def _brightness(images: Tensor, draws: Draws) -> list[Tensor]:
     return [brightness(images, Setting((i - 15) * 0.02, "imagenet"), draws) for i in range(31)]
 
 
-_WEATHER: dict[str, Callable[[Tensor, Draws], list[Tensor]]] = {
-    "motion_blur": _motion_blur,
-    "snow": _snow,
-    "brightness": _brightness,
-}
+_WEATHER = {"motion_blur": _motion_blur, "snow": _snow, "brightness": _brightness}
 
 
 def _zoom_blur(images: Tensor, sizes: Tensor, crop: Crop) -> list[Tensor]:
@@ -396,12 +380,7 @@ def _tilt(i: int, sizes: Tensor) -> Tensor:
     return half @ torch.linalg.inv(project @ away @ about_x @ about_y @ lift) @ torch.linalg.inv(half)
 
 
-_MOTIONS: dict[str, Callable[[int, Tensor], Tensor]] = {
-    "translate": _translate,
-    "rotate": _rotate,
-    "tilt": _tilt,
-    "scale": _scale,
-}
+_MOTIONS = {"translate": _translate, "rotate": _rotate, "tilt": _tilt, "scale": _scale}
 
 
 def _warp(images: Tensor, sizes: Tensor, crop: Crop, back: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.resources
 import json
 import re
@@ -72,8 +71,7 @@ def subset_of_classes(arguments: EvaluationArguments) -> Plan:
     suite = arguments.suite.name
     short = suite.replace("-", "_")
     names = wordnet_ids(short)
-    text = importlib.resources.files("timm.data._info").joinpath(f"{short}_indices.txt").read_text("utf-8")
-    chosen: tuple[int, ...] | None = tuple(int(line) for line in text.split())
+    chosen: tuple[int, ...] | None = tuple(int(line) for line in _timm_file(f"{short}_indices.txt").split())
     classes = num_classes(arguments)
     if classes == len(names):
         chosen = None
@@ -140,7 +138,8 @@ def imagenet_real(arguments: EvaluationArguments) -> Plan:
         arguments.require_folder("ImageNet's validation photographs, ILSVRC2012_val_*.JPEG, in class folders or not")
     )
     real = read_real(arguments.options.labels)
-    files = _validation_files(root)
+    flat = sorted(file for file in root.iterdir() if file.suffix.lower() in IMAGE_SUFFIXES)
+    files: Sequence[Entry] = [Entry(file.name, "", file.stat().st_size) for file in flat] or list_classes(root).entries
     labelled = [(entry, real[_number(root, entry) - 1]) for entry in files]
     labelled = [(entry, labels) for entry, labels in labelled if labels]
     if not labelled:
@@ -156,26 +155,15 @@ def imagenet_real(arguments: EvaluationArguments) -> Plan:
 def read_real(path: str | Path | None) -> Sequence[list[int]]:
     """ReaL's 50,000 lists of labels: from a file (the published real.json), or as timm ships them."""
     if path is None:
-        return _timm_real()
+        return json.loads(_timm_file("imagenet_real_labels.json"))
     content = read_json(path, list[list[Annotated[int, msgspec.Meta(ge=0, le=999)]]], writer="the authors of ReaL")
     if len(content) != _VALIDATION:
-        raise VitfocusError(
-            f"The label file {path} holds {len(content)} entries; ReaL has {_VALIDATION:,}, one per image."
-        )
+        raise VitfocusError(f"The label file {path} holds {len(content)} entries; ReaL has {_VALIDATION:,}.")
     return content
 
 
-@functools.cache
-def _timm_real() -> list[list[int]]:
-    text = importlib.resources.files("timm.data._info").joinpath("imagenet_real_labels.json").read_text("utf-8")
-    return json.loads(text)
-
-
-def _validation_files(root: Path) -> list[Entry]:
-    flat = sorted(file for file in root.iterdir() if file.suffix.lower() in IMAGE_SUFFIXES)
-    if flat:
-        return [Entry(file.name, "", file.stat().st_size) for file in flat]
-    return list(list_classes(root).entries)
+def _timm_file(name: str) -> str:
+    return importlib.resources.files("timm.data._info").joinpath(name).read_text("utf-8")
 
 
 def _number(root: Path, entry: Entry) -> int:

@@ -22,7 +22,7 @@ from vitfocus.core.arguments import number_in, several, whole
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.statistics import evenly_spaced, repeat_interval
 from vitfocus.core.tables import counted
-from vitfocus.corruptions import corrupt, fingerprint
+from vitfocus.corruptions import fingerprint
 from vitfocus.corruptions.base import Draws, Setting, as_ids, to_uint8
 from vitfocus.corruptions.filters import gaussian
 from vitfocus.corruptions.noise_and_blur import shot_noise
@@ -44,7 +44,7 @@ from vitfocus.robustness.metrics import Summary
 from vitfocus.robustness.pixel_model import PixelModel
 from vitfocus.robustness.run_folder import Columns
 from vitfocus.robustness.sources import Collated, EvaluationBatch, ItemSource, Source, StreamSource
-from vitfocus.robustness.suites.corruptions import ALL_CORRUPTIONS, chosen_corruptions
+from vitfocus.robustness.suites.corruptions import ALL_CORRUPTIONS, chosen_corruptions, corrupted
 from vitfocus.robustness.suites.options import DataForm
 from vitfocus.tasks.segmentation.evaluation import (
     InferenceSettings,
@@ -94,7 +94,11 @@ def clean(arguments: EvaluationArguments) -> Plan:
     """The pictures as they are, with every class's IoU."""
     test, pictures = _test_protocol(arguments), open_images(arguments)
     groups = [Group("clean", pictures.source, (_condition(arguments, test, pictures, "clean", draw=True),))]
-    return _plan(arguments, test, groups, partial(_reduce_clean, pictures.classes))
+
+    def reduce(outcomes: Collected, seed: int) -> Reduced:
+        return Reduced(_by_class(_counts(outcomes, "clean"), pictures.classes))
+
+    return _plan(arguments, test, groups, reduce)
 
 
 def noise(arguments: EvaluationArguments) -> Plan:
@@ -133,7 +137,8 @@ def corruptions(arguments: EvaluationArguments) -> Plan:
     if stored_in is None:
         for name, severities in chosen.items():
             for severity in severities:
-                change = partial(_corrupted, name, severity, arguments.seed, options.frost)
+                drawn = {"seed": arguments.seed, "flavour": "any", "frost": options.frost}
+                change = partial(corrupted, None, name=name, severity=severity, **drawn)
                 conditions.append(_condition(arguments, test, pictures, f"{name}/{severity}", change))
         groups = [Group("generated", pictures.source, tuple(conditions))]
         how: dict[str, Any] = {"corruptions": fingerprint("any", options.frost, list(chosen))}
@@ -378,10 +383,6 @@ def _noisy(name: str, seed: int, photons: int, batch: EvaluationBatch) -> Tensor
     return add_noise(batch.images, name, seed=seed, ids=batch.ids, photons=photons)
 
 
-def _corrupted(name: str, severity: int, seed: int, frost: str | None, batch: EvaluationBatch) -> Tensor:
-    return corrupt(batch.images, name, severity, seed=seed, ids=batch.ids, flavour="any", frost=frost)
-
-
 def _counts(outcomes: Collected, condition: str) -> Tensor:
     """The counts of all pictures together, (3, classes)."""
     return torch.from_numpy(outcomes[condition]["counts"]).sum(0, dtype=torch.int64)
@@ -408,10 +409,6 @@ def _by_class(counts: Tensor, names: Sequence[str]) -> Summary:
     labels = [names[k] if k < len(names) else f"class {k}" for k in range(counts.shape[1])]
     classes = {name: None if v is None else 100 * v for name, v in iou_by_class(counts, labels).items()}
     return {**scores, "classes": classes, "cells": {"clean": scores}}
-
-
-def _reduce_clean(names: Sequence[str], outcomes: Collected, seed: int) -> Reduced:
-    return Reduced(_by_class(_counts(outcomes, "clean"), names))
 
 
 def _reduce_noise(names: Sequence[str], repeats: int, outcomes: Collected, seed: int) -> Reduced:

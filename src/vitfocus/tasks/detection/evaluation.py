@@ -160,12 +160,12 @@ def draw_detections(image: Tensor, prediction: Prediction, classes: Sequence[str
 class DetectionWriter:
     """Writes images with their detections to a folder, as COCO_ID.png."""
 
-    def __init__(self, folder: str | Path, images: DetectionDataset, least: float = 0.5) -> None:
-        self.folder, self.images, self.least = Path(folder), images, least
+    def __init__(self, folder: str | Path, images: DetectionDataset) -> None:
+        self.folder, self.images = Path(folder), images
 
     def __call__(self, index: int, image: Tensor, prediction: Prediction) -> None:
         with atomic_path(self.folder / f"{self.images.image_id(index):012d}.png") as path:
-            draw_detections(image, prediction, self.images.classes, self.least).save(path, "PNG")
+            draw_detections(image, prediction, self.images.classes).save(path, "PNG")
 
 
 def _colour(label: int) -> tuple[int, int, int]:
