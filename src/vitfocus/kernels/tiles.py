@@ -17,6 +17,12 @@ LOG2E = 1.4426950408889634
 
 
 @triton.jit
+def single(number):
+    """A float argument in float32: compiled code declares it as float64, which would spread to all that it meets."""
+    return tl.cast(number, tl.float32)
+
+
+@triton.jit
 def load_rows(pointer, batch, head, rows, ok, strides, D: tl.constexpr, DP: tl.constexpr):
     """Rows (T,) of one head of a (B, H, N, D) tensor with these strides: (T, DP), padded with zeros."""
     channels = tl.arange(0, DP)
@@ -90,6 +96,7 @@ def log_sum_exp(
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """The softmax's normalisers, natural logarithm: (B, H, Q), contiguous. A row with every key masked gives 0."""
+    scale = single(scale)
     pair, block = tl.program_id(0), tl.program_id(1)
     batch, head = pair // heads, pair % heads
     rows = block * BM + tl.arange(0, BM)

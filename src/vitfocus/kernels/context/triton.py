@@ -13,6 +13,7 @@ from torch import Tensor
 
 from vitfocus.kernels.backends import on_device_of_first
 from vitfocus.kernels.shared_memory import power_of_two
+from vitfocus.kernels.tiles import single
 
 #: Channels of a program, and the numbers that it can keep.
 CHANNELS, MOST = 32, 16384
@@ -33,6 +34,7 @@ def _own(count, C, BT: tl.constexpr, BC: tl.constexpr):
 def share_mean_kernel(values, scale, out, means, count, C, kept, HAS_SCALE: tl.constexpr, WHOLE: tl.constexpr,
                       BT: tl.constexpr, BC: tl.constexpr):  # fmt: skip
     """out = kept · x + share · mean(x), share (C,) or 1 − kept. WHOLE: one block has all tokens, and finds the mean."""
+    kept = single(kept)
     part, block, batch, _ = _own(count, C, BT, BC)
     channels = part * BC + tl.arange(0, BC)
     inside = channels < C

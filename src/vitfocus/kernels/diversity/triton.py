@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vitfocus.kernels.tiles import by_row, load_rows, logits, store_rows
+from vitfocus.kernels.tiles import by_row, load_rows, logits, single, store_rows
 
 
 @triton.jit
@@ -77,6 +77,7 @@ def mean_pass(
 
     A program takes a part of the columns; what it finds of a row is a part of the sum. Only rows `begin` to `end`.
     """
+    scale, bound, lift = single(scale), single(bound), single(lift)
     blocks, part = tl.cdiv(end - begin, BM), (tl.program_id(0) // tl.cdiv(end - begin, BM)) % parts
     block, map_index = tl.program_id(0) % blocks, tl.program_id(0) // (blocks * parts)
     batch, head = _place(map_index, heads, group)
@@ -117,6 +118,7 @@ def _added(sums, map_index, blocks, keys, cols, ok, BK: tl.constexpr):
 @triton.jit
 def column_pass(sums, average, lengths, bound, blocks, keys, row_count, BK: tl.constexpr, PAPER: tl.constexpr):
     """The rows' average, thresholded in the official form, by column, and its length."""
+    bound = single(bound)
     map_index = tl.program_id(0).to(tl.int64)
     length = 0.0
     for start in range(0, keys, BK):
@@ -144,6 +146,7 @@ def unit_pass(
     HAS_BIAS: tl.constexpr, HAS_ROWS: tl.constexpr, PAPER: tl.constexpr, STORED: tl.constexpr,
 ):  # fmt: skip
     """Per row: two coefficients of the gradient. Per block of rows: column sums of the rows t at unit length."""
+    scale, bound, lift = single(scale), single(bound), single(lift)
     blocks = tl.cdiv(row_count, BM)
     block, map_index = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     batch, head = _place(map_index, heads, group)
@@ -243,6 +246,7 @@ def query_gradient(
     With p the head's attention, s the slope and I = Σ_j p_j s_j, it is Σ_j p_j (s_j − I) k_j = Σ_j p_j s_j k_j − I Σ_j
     p_j k_j, so that one loop is enough.
     """
+    share, scale, bound, lift = single(share), single(scale), single(bound), single(lift)
     blocks = tl.cdiv(end - begin, BM)
     h, block, map_index = tl.program_id(0) % group, (tl.program_id(0) // group) % blocks, tl.program_id(0) // group
     map_index = map_index // blocks
@@ -290,6 +294,7 @@ def key_gradient(
     HAS_BIAS: tl.constexpr, HAS_ROWS: tl.constexpr, PAPER: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a block of keys of one head; from the second chunk of rows on it is added to what is there."""
+    share, scale, bound, lift = single(share), single(scale), single(bound), single(lift)
     blocks = tl.cdiv(keys, BN)
     h, block, map_index = tl.program_id(0) % group, (tl.program_id(0) // group) % blocks, tl.program_id(0) // group
     map_index = map_index // blocks
@@ -335,6 +340,7 @@ def joint_gradient(
     HAS_BIAS: tl.constexpr, HAS_ROWS: tl.constexpr, PAPER: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
     """The gradients of queries and keys of one head at once, where BN columns are all: every tile is computed once."""
+    share, scale, bound, lift = single(share), single(scale), single(bound), single(lift)
     h, map_index = tl.program_id(0) % group, tl.program_id(0) // group
     batch, head = _place(map_index, heads, group)
     head = head + h
@@ -384,6 +390,7 @@ def bias_gradient(
 
     (chunks, H, Q or 1, K), a block of columns (and BY_ROW of rows); added to what is there, as rows come in chunks.
     """
+    share, scale, bound, lift = single(share), single(scale), single(bound), single(lift)
     row_blocks, col_blocks = tl.cdiv(end - begin, BM), tl.cdiv(keys, BN)
     across = row_blocks if BY_ROW else 1
     tile_index, part = tl.program_id(0) % (across * col_blocks), tl.program_id(0) // (across * col_blocks)

@@ -24,7 +24,7 @@ from torch import Tensor
 from vitfocus.kernels.backends import on_device_of_first
 from vitfocus.kernels.shared_memory import available, padded, shrink
 from vitfocus.kernels.statistics.reference import Numbers
-from vitfocus.kernels.tiles import load_heads, load_rows, load_vectors, logits, normalisers, zeros
+from vitfocus.kernels.tiles import load_heads, load_rows, load_vectors, logits, normalisers, single, zeros
 
 #: Queries, keys, and, where there are any, bias and normalisers.
 Attention = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
@@ -127,6 +127,8 @@ def dense_pass(
 
     By column: Σ_i p of every head, and Σ_i t of the threshold ≥. Of all: every head's Σ_ij p², and Σ_ij a‖p_i − p_j‖₁.
     """
+    scale, bound, query_down, query_across = single(scale), single(bound), single(query_down), single(query_across)
+    key_down, key_across = single(key_down), single(key_across)
     batch, block = tl.program_id(0), tl.program_id(1)
     rows = block * BM + tl.arange(0, BM)
     row_ok = rows < queries
@@ -187,6 +189,7 @@ def unit_pass(
     G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """By column: the sums of the rows t at unit length, for both thresholds. Of all: Σ_ij (Σ_h p_h / ‖p_h‖)²."""
+    scale, bound = single(scale), single(bound)
     batch, block = tl.program_id(0), tl.program_id(1)
     rows = block * BM + tl.arange(0, BM)
     row_ok = rows < queries
@@ -321,6 +324,7 @@ def conclude_pass(
     G: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Nine numbers per head, (9, B, G) in the order of `Numbers`: one program per head, and one for the image."""
+    bound = single(bound)
     batch, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     images = tl.num_programs(0).to(tl.int64)
     if part < G:
@@ -337,6 +341,7 @@ def pair_pass(
     OTHER_BIAS: tl.constexpr,
 ):  # fmt: skip
     """By row and head of two maps p and r: Σ_j p r, Σ_j p² and Σ_j r², three vectors (B, H, Q) one after the other."""
+    scale = single(scale)
     pair, block = tl.program_id(0), tl.program_id(1)
     batch, head = pair // heads, pair % heads
     rows = block * BM + tl.arange(0, BM)
