@@ -17,12 +17,14 @@ from vitfocus.kernels.pooling.op import mix_dilated, predict_hidden
 from vitfocus.kernels.pooling.reference import dilated_mean, mix_poolings
 
 #: Greatest relative error of (loss or output, gradients), by the dtype of the inputs. Sums run in float32 everywhere;
-#: what is multiplied by matrices, and what is written, has the inputs' precision.
+#: what is multiplied by matrices, and what is written, has the inputs' precision. For half types the heads' mean map is
+#: rounded to float16, by up to 2⁻¹¹ = 5e-4 of each entry, which averages out in the loss: to 2e-5 of it in maps of 7
+#: rows, less in larger ones. Attention in bfloat16, by plain torch, is off by 3e-5 to 2e-3.
 TOLERANCES = {
     torch.float64: (1e-12, 1e-10),
     torch.float32: (1e-5, 2e-4),
-    torch.float16: (2e-5, 4e-3),
-    torch.bfloat16: (2e-5, 3e-2),
+    torch.float16: (5e-5, 4e-3),
+    torch.bfloat16: (5e-5, 3e-2),
 }
 
 

@@ -27,9 +27,7 @@ SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int64: "i64", torch.int32: "i32"}
 
 
-def described(
-    value: Any, place: tuple[int, ...], constants: dict[Any, Any], aligned: dict[Any, Any], real: str
-) -> Any:
+def described(value: Any, place: tuple[int, ...], constants: dict[Any, Any], aligned: dict[Any, Any], real: str) -> Any:
     """An argument's type for Triton; `constants` gets what is compiled in, `aligned` what lies at multiples of 16."""
     if isinstance(value, tuple):
         return tuple(described(one, (*place, number), constants, aligned, real) for number, one in enumerate(value))
@@ -83,7 +81,9 @@ class Compiler:
             made = triton.compile(source, target=GPUTarget("cuda", self.capability, 32), options=options)
             assert made.asm["cubin"]
             wide = {line.split()[0] for line in made.asm["ptx"].splitlines() if ".f64" in line.partition("//")[0]}
-            assert wide <= {".param", "ld.param.b64", "cvt.rn.f32.f64"}, f"{kernel.fn.__name__} computes in float64: {wide}"
+            assert wide <= {".param", "ld.param.b64", "cvt.rn.f32.f64"}, (
+                f"{kernel.fn.__name__} computes in float64: {wide}"
+            )
             assert made.metadata.shared <= self.shared, f"{kernel.fn.__name__} takes {made.metadata.shared} bytes"
 
 

@@ -18,6 +18,7 @@ from vitfocus.kernels.attention import Observation
 from vitfocus.kernels.backends import backend, has_triton
 from vitfocus.kernels.context.op import share_mean
 from vitfocus.kernels.diversity.op import diversity
+from vitfocus.kernels.diversity.reference import row_similarity
 from vitfocus.kernels.pooling.op import mix_dilated, predict_hidden
 from vitfocus.kernels.statistics.op import statistics
 from vitfocus.kernels.statistics.reference import map_statistics
@@ -48,6 +49,7 @@ ATTENTION = [
     Attention("bias-of-all-images", (3, 2, 23, 16), bias=(1, 2, 23, 23), variant="paper", heads="each"),
     Attention("bias-of-all-heads", (2, 2, 23, 16), bias=(2, 1, 23, 23), first=1),
     Attention("bias-by-key", (2, 2, 23, 16), bias=(2, 1, 1, 23), masked=0.3),
+    Attention("bias-by-row", (2, 2, 23, 16), bias=(1, 2, 23, 1)),
     Attention("bias-of-two-axes", (2, 2, 23, 16), bias=(23, 23), rows=9),
     Attention("masked", (2, 2, 37, 16), bias=(2, 2, 37, 37), masked=0.5),
     Attention("masked-rows", (2, 2, 7, 16), bias=(2, 2, 7, 7), masked=0.8, variant="paper"),
@@ -71,6 +73,29 @@ ATTENTION = [
 def test_diversity(case: Attention) -> None:
     with backend("triton"):
         check_attention(case, seed=len(case.name))
+
+
+@pytest.mark.parametrize("up", [False, True], ids=["down", "up"])
+@pytest.mark.parametrize("variant", ["official", "paper"])
+def test_rounding_carries_no_entry_across_the_threshold(variant: str, up: bool) -> None:
+    """The stored map is float16: a threshold between an entry and what it rounds to must still tell them apart."""
+    case = Attention("between", (1, 3, 20, 16), variant=variant, dtype=HALF)
+    query, key, _, options = case.inputs(0)
+    exact = (query.detach().double() @ key.detach().double().mT * case.scale).softmax(-1).mean(1) * 20
+    rounded = exact.half().double()
+    between = torch.where((rounded > exact) == up, (exact + rounded) / 2, 0.0)
+    change, options["threshold"] = 0.0, 0.0
+    for threshold in between[between > 1].tolist():  # where it matters most
+        losses = [
+            row_similarity(one[:, None], variant=variant, threshold=threshold) for one in (exact / 20, rounded / 20)
+        ]
+        change, options["threshold"] = max(
+            (change, options["threshold"]), (float(abs(losses[0] - losses[1])), threshold)
+        )
+    assert change > 1e-3, "a case that shows nothing"
+    expected = explicit(query, key, None, case.scale, options)
+    with backend("triton"):
+        compare("loss", diversity(query, key, scale=case.scale, **options), expected, 5e-5)
 
 
 def test_logits_are_as_extreme_as_they_should_be() -> None:

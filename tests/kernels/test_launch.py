@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -101,6 +102,25 @@ def test_launches_are_made_on_the_device_of_the_tensors(launches: list[Launch]) 
     assert {name for name, _, _ in launches} == KERNELS
     assert {device for _, _, device in launches} == {1}
     assert torch.cuda._exchange_device(-1) == 0
+
+
+def test_memory_is_linear_in_the_tokens(launches: list[Launch]) -> None:
+    """One chunk of mean maps at a time, 16 MB, and little else, where one head's map in half precision has 33 MB."""
+    from vitfocus.kernels.diversity import op as diversity_op
+    from vitfocus.kernels.diversity.chunked import LossOptions
+
+    peaks = []
+    for count in (2048, 4096):
+        query = torch.empty(1, count, 3, 64, dtype=torch.bfloat16).transpose(1, 2)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            options = LossOptions(1.0, 0, True, False, 2.0)
+            _, *saved = diversity_op.launch_forward(query, query, None, None, None, options)
+            diversity_op.launch_backward(torch.ones(()), query, query, None, None, options, tuple(saved), False)
+        events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+        sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+        peaks.append(max(itertools.accumulate(sizes)))
+    assert peaks[1] < 4096 * 4096 * 2 and peaks[1] < 3 * peaks[0], peaks
+    assert sum(name == "mean_pass" for name, *_ in launches) == 2 + 3, "in two chunks, of the longer one"
 
 
 def test_which_attention_comes_first_is_the_devices_matter(monkeypatch: pytest.MonkeyPatch) -> None:

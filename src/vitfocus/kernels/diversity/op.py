@@ -182,7 +182,9 @@ def launch_backward(
     if count != launch.queries:
         query_gradient.zero_()
     key_sum = key_gradient if len(chunks) == 1 else empty_like_tokens(key, torch.float32)
-    bias_sum = _BiasSum(bias, launch, mine) if bias is not None and wants_bias else None
+    bias_sum = None
+    if bias is not None and wants_bias and (bias.shape[3] > 1 or launch.keys == 1):
+        bias_sum = _BiasSum(bias, launch, mine)
     for begin, end in chunks:
         if not launch.alone and not mean_map.shape[1]:
             mean_map = launch.empty_map(end - begin)
@@ -212,17 +214,20 @@ def launch_backward(
             )
         if bias_sum is not None:
             bias_sum.add(given, rest, begin, end)
-        mean_map = mean_map if len(chunks) == 1 else launch.empty_map(0)
+        mean_map = launch.empty_map(0)
+        del given  # the next chunk's map takes the place of this one
     if len(chunks) > 1:
         key_gradient.copy_(key_sum)
-    return query_gradient, key_gradient, bias_sum.total() if bias_sum is not None else None
+    if bias is None or not wants_bias:
+        return query_gradient, key_gradient, None
+    # What is added to all keys of a row alike does not change attention.
+    return query_gradient, key_gradient, bias_sum.total() if bias_sum is not None else torch.zeros_like(bias)
 
 
 class _BiasSum:
     """The gradient of a bias: per image if the bias is; else summed over images in parts, so that many cores work.
 
-    Nothing is larger than the bias itself or a few megabytes: it is summed over rows at once if the bias has one row.
-    A bias that is the same for all keys of a row does not change attention.
+    Nothing is larger than a bias by head, or a few megabytes: it is summed over rows at once if the bias has one row.
     """
 
     def __init__(self, bias: Tensor, launch: _Launch, settings: dict[str, Any]) -> None:
@@ -286,7 +291,8 @@ class _Launch:
 
     def empty_map(self, rows: int) -> Tensor:
         """Space for so many rows of every map; a head's own map is never stored, nor rounded."""
-        dtype = torch.float32 if self.alone or self.item == 4 else torch.float16
+        wide = self.alone or self.item == 4 or self.keys > 65504  # the largest K·a there may be
+        dtype = torch.float32 if wide else torch.float16
         return torch.empty(self.maps, rows, self.stride, dtype=dtype, device=self.query.device)
 
     def chunks(self, block: int) -> list[tuple[int, int]]:

@@ -7,7 +7,7 @@ of heads at compile time. All sums have a fixed order, so results repeat bit by 
 
 Shapes: M maps of G heads, R rows, K keys of which the first `first` are left out. Vectors by row lie as (M, R), by
 column as (M, K). Attention is in units of 1/K: a is stored as K·a, rounded to `a`'s dtype, (M, rows, stride), and
-everything else is computed from the rounded numbers.
+everything else is computed from the rounded numbers. Rounding carries no entry across the threshold.
 """
 
 from __future__ import annotations
@@ -51,10 +51,28 @@ def lifted(power, lift):
 
 
 @triton.jit
+def _rounded(mean, bound, PAPER: tl.constexpr, DTYPE: tl.constexpr):
+    """A tile rounded to that dtype; what is above the threshold stays above, and what is not, not. NaN passes."""
+    if mean.dtype == DTYPE:
+        return mean
+    else:
+        # The neighbours of the threshold in float16, whose order is that of its bits.
+        near = tl.cast(bound, tl.float16)
+        bits = near.to(tl.int16, bitcast=True)
+        over = near.to(tl.float32) >= bound if PAPER else near.to(tl.float32) > bound
+        least = tl.where(over, bits, bits + 1).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        most = tl.where(over, bits - 1, bits).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        outside = mean < bound if PAPER else mean <= bound
+        rounded = mean.to(tl.float16).to(tl.float32)
+        above = tl.maximum(rounded, least, propagate_nan=tl.PropagateNan.ALL)
+        return tl.where(outside, tl.minimum(rounded, most), above)
+
+
+@triton.jit
 def _mean_tile(
-    q, k, lse, bias, batch, head, rows, row_ok, cols, col_ok, inside, scale, lift, heads, group, queries, q_strides,
-    k_strides, bias_strides, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    HAS_BIAS: tl.constexpr, DTYPE: tl.constexpr,
+    q, k, lse, bias, batch, head, rows, row_ok, cols, col_ok, inside, scale, bound, lift, heads, group, queries,
+    q_strides, k_strides, bias_strides, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    HAS_BIAS: tl.constexpr, PAPER: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """K times the heads' mean attention, a tile, rounded; 0 outside."""
     total = tl.zeros([BM, BN], tl.float32)
@@ -63,7 +81,7 @@ def _mean_tile(
             q, k, lse, bias, batch, head + h, rows, row_ok, cols, col_ok, scale, lift, heads, queries, q_strides,
             k_strides, bias_strides, D, DP, HAS_BIAS,
         )  # fmt: skip
-    return tl.where(inside, total / group, 0.0).to(DTYPE).to(tl.float32)
+    return tl.where(inside, _rounded(total / group, bound, PAPER, DTYPE), 0.0)
 
 
 @triton.jit
@@ -95,8 +113,8 @@ def mean_pass(
         col_ok = cols < keys
         mean = _mean_tile(
             q, k, lse, bias, batch, head, query_rows, row_ok, cols, col_ok,
-            row_ok[:, None] & ((cols >= first) & col_ok)[None, :], scale, lift, heads, group, queries,
-            (qb, qh, qn, 1), (kb, kh, kn, 1), (bb, bh, bq, bk), D, DP, BM, BN, HAS_BIAS, a.dtype.element_ty,
+            row_ok[:, None] & ((cols >= first) & col_ok)[None, :], scale, bound, lift, heads, group, queries,
+            (qb, qh, qn, 1), (kb, kh, kn, 1), (bb, bh, bq, bk), D, DP, BM, BN, HAS_BIAS, PAPER, a.dtype.element_ty,
         )  # fmt: skip
         kept = _above(mean, bound, PAPER)
         square += tl.sum(kept * kept, 1)
@@ -171,8 +189,9 @@ def unit_pass(
         else:
             mean = _mean_tile(
                 q, k, lse, bias, batch, head, query_rows, row_ok, cols, col_ok,
-                row_ok[:, None] & ((cols >= first) & col_ok)[None, :], scale, lift, heads, group, queries,
-                (qb, qh, qn, 1), (kb, kh, kn, 1), (bb, bh, bq, bk), D, DP, BM, BN, HAS_BIAS, a.dtype.element_ty,
+                row_ok[:, None] & ((cols >= first) & col_ok)[None, :], scale, bound, lift, heads, group, queries,
+                (qb, qh, qn, 1), (kb, kh, kn, 1), (bb, bh, bq, bk), D, DP, BM, BN, HAS_BIAS, PAPER,
+                a.dtype.element_ty,
             )  # fmt: skip
         kept = _above(mean, bound, PAPER)
         weight = tl.load(average + map_index.to(tl.int64) * keys + cols, mask=col_ok, other=0.0)
