@@ -27,11 +27,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
-from vitfocus.anatomy import Block, anatomy, unwrap
-from vitfocus.attention.capture import observing
+from vitfocus.anatomy import anatomy, unwrap
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.modules import eval_mode
-from vitfocus.kernels.attention import Observation
 from vitfocus.treatments.attention_diversification import auxiliary_loss, forget_losses
 from vitfocus.treatments.surgery import surgeons
 
@@ -278,78 +276,3 @@ def _peak(step: Step, device: torch.device) -> int:
         now += change
         highest = max(highest, now)
     return highest
-
-
-def patchy_images(batch: int, height: int, width: int, tile: int = 16) -> Tensor:
-    """Images (B, 3, H, W) of noise in which three of ten squares are bright, so that tokens differ."""
-    draw = torch.Generator().manual_seed(0)
-    bright = torch.rand(batch, 1, -(-height // tile), -(-width // tile), generator=draw) < 0.3
-    bright = bright.float().repeat_interleave(tile, 2).repeat_interleave(tile, 3)[..., :height, :width]
-    return 2 * bright + 0.3 * torch.randn(batch, 3, height, width, generator=draw)
-
-
-@torch.no_grad()
-def activate_diversity(model: nn.Module, images: Tensor, gap: float = 3.0) -> None:
-    """Shift the queries so that all rows of a map attend to the same third of the tokens, as trained models' rows may.
-
-    The attention of random weights is uniform: the diversification loss is 0 there, and its gradient too. Each query's
-    bias is set so that keys on one side of their first principal component gain `gap` in their logits.
-    """
-    hooks = []
-    for block in anatomy(unwrap(model)).trunk:
-        if found := _projections(block.attention):
-            linear, part, bias = found
-            heads = bias.view(int(getattr(block.attention, "num_heads", 1)), -1)
-            hooks.append(linear.register_forward_hook(_ShiftQueries(part, heads, gap)))
-    training = model.training
-    for _ in range(2):
-        model.eval()(images)
-    model.train(training)
-    for hook in hooks:
-        hook.remove()
-
-
-class _ShiftQueries:
-    """A hook of the projection to keys, the `part` of its output: sets the queries' bias (H, D)."""
-
-    def __init__(self, part: slice, bias: Tensor, gap: float) -> None:
-        self.part, self.bias, self.gap = part, bias, gap
-
-    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> None:
-        key = output[..., self.part].float().reshape(-1, *self.bias.shape)
-        key = key[:: max(1, len(key) // 8192)]
-        key = key - key.mean(dim=0)
-        score = key.flatten(1) @ torch.pca_lowrank(key.flatten(1), q=1, center=False)[2][:, 0]
-        score = score * score.pow(3).mean().sign()  # the smaller group is above 0
-        wanted = (score > score.quantile(0.7)).float() - 0.3
-        square = torch.einsum("nhd,nhe->hde", key, key)
-        square += 1e-3 * square.diagonal(dim1=1, dim2=2).mean(dim=1)[:, None, None] * torch.eye(key.shape[2]).to(key)
-        towards = torch.linalg.solve(square, torch.einsum("nhd,n->hd", key, wanted)[..., None])[..., 0]
-        self.bias.copy_(towards * (self.gap * key.shape[2] ** 0.5))
-
-
-def _projections(attention: nn.Module | None) -> tuple[nn.Linear, slice, Tensor] | None:
-    """The projection to keys, their part of its output, and the bias of queries; None if unknown or without a bias."""
-    for query, key in (("qkv", "qkv"), ("q", "kv"), ("q_proj", "k_proj"), ("query", "key")):
-        first, second = getattr(attention, query, None), getattr(attention, key, None)
-        if isinstance(first, nn.Linear) and isinstance(second, nn.Linear) and first.bias is not None:
-            width = len(first.bias) // (3 if query == "qkv" else 1)
-            return second, slice(width, 2 * width) if query == "qkv" else slice(0, width), first.bias[:width]
-    return None
-
-
-@torch.no_grad()
-def share_above(model: nn.Module, images: Tensor, threshold: float = 2.0) -> float:
-    """The share of entries of the heads' mean maps above τ/N, over all layers."""
-    counts = [0.0, 0.0]
-
-    def count(block: Block, seen: Observation) -> None:
-        mean = seen.attention().mean(dim=1)
-        counts[0] += float((mean > threshold / mean.shape[-1]).sum())
-        counts[1] += mean.numel()
-
-    training = model.training
-    with observing([block for block in anatomy(unwrap(model)).trunk if block.attention is not None], count):
-        model.eval()(images)
-    model.train(training)
-    return counts[0] / max(counts[1], 1)
