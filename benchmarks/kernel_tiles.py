@@ -84,7 +84,7 @@ def main() -> None:
         "mean": ("mean_pass", "unit_pass"),
         "gradient": ("query_gradient", "key_gradient"),
         "joint": ("joint_gradient",),
-        "forward": ("mix_forward",),
+        "forward": ("mix_forward", "mixing_weights"),
         "backward": ("mix_backward",),
     }
     result: dict[str, dict[str, float]] = {}

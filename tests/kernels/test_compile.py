@@ -164,7 +164,11 @@ CASES: dict[str, tuple[Callable[..., None], tuple[Any, ...], set[str]]] = {
         {"mean_pass", "column_pass", "unit_pass", "slope_pass", "key_gradient", "query_gradient"},
     ),
     "loss, other form": (diversity, (SINGLE, False, True, True, True), {"bias_gradient", "log_sum_exp"}),
-    "pooling": (pooling, (HALF,), {"gather_taps", "scatter_taps", "mix_forward", "mix_backward", "score_backward"}),
+    "pooling": (
+        pooling,
+        (HALF,),
+        {"gather_taps", "scatter_taps", "mixing_weights", "mix_forward", "mix_backward", "score_backward"},
+    ),
     "context": (context, (SINGLE,), {"share_mean_kernel", "block_sums"}),
     "statistics": (statistics, (HALF, False), {"dense_pass", "unit_pass", "conclude_pass", "pair_pass"}),
     "statistics, with a bias": (statistics, (SINGLE, True), {"dense_pass", "unit_pass", "pair_pass"}),

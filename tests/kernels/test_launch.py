@@ -81,7 +81,16 @@ def launch_all(images: int, device: str) -> None:
 #: All kernels, those that only others call left out.
 KERNELS = {
     *("share_mean_kernel", "block_sums", "gather_taps", "scatter_taps", "mix_forward", "mix_backward"),
-    *("score_backward", "log_sum_exp", "mean_pass", "column_pass", "unit_pass", "slope_pass", "query_gradient"),
+    *(
+        "mixing_weights",
+        "score_backward",
+        "log_sum_exp",
+        "mean_pass",
+        "column_pass",
+        "unit_pass",
+        "slope_pass",
+        "query_gradient",
+    ),
     *("key_gradient", "bias_gradient", "unit_pass"),
     *("dense_pass", "conclude_pass", "pair_pass"),
 }

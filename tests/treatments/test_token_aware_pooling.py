@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import vitfocus as vf
+from vitfocus.kernels.backends import backend
 from vitfocus.models import FAN, load_published
 from vitfocus.treatments.spec import is_record
 
@@ -71,6 +72,31 @@ def test_module_equals_unfold_on_every_layout(family: str, branches: int, mode: 
         expected = tap_by_hand(module.proj, image, mode == "kernel").permute(0, 2, 3, 1)
     torch.testing.assert_close(got[:, prefix:].reshape(expected.shape), expected, atol=1e-6, rtol=1e-5)
     assert torch.equal(got[:, :prefix], given[:, :prefix])
+
+
+@pytest.mark.parametrize("family", ["vit_rect", "swin"])
+def test_by_a_matrix_as_by_poolings(family: str) -> None:
+    """On a CPU: outputs and gradients, of twice differentiated sums too, after a first pass that kept no gradients."""
+    results = []
+    for name in ("auto", "reference"):
+        model, images = build(family)
+        vf.treat_(model, "tap(layers=[1],branches=3)").double()
+        module = vf.anatomy(model)[1].host.dilation_predictor
+        given: list[Tensor] = []
+        hook = module.register_forward_hook(lambda m, args, output, given=given: given.append(args[0].detach()))
+        with torch.inference_mode(), backend(name):
+            model(images.double())
+        hook.remove()
+        tokens = given[0].clone().requires_grad_()
+        with backend(name):
+            pooled = module.train()(tokens)
+            inputs = (tokens, *module.parameters())
+            slopes = torch.autograd.grad(pooled.square().sum(), inputs, create_graph=True)
+            twice = torch.autograd.grad(slopes[0].square().sum(), inputs)
+        results.append((pooled, *slopes, *twice))
+    for one, other in zip(*results, strict=True):
+        assert other.abs().max() > 0
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
 def test_shortcut_keeps_the_unpooled_tokens() -> None:

@@ -20,7 +20,13 @@ from vitfocus.core.arguments import only_with
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.modules import SharedBatchNorm2d
 from vitfocus.kernels.backends import chosen, exporting
-from vitfocus.kernels.pooling.op import mix_dilated, predict_hidden
+from vitfocus.kernels.pooling.op import (
+    MOST_PATCHES,
+    mix_by_matrix,
+    mix_dilated,
+    predict_by_product,
+    predict_hidden,
+)
 from vitfocus.kernels.pooling.reference import box_mean, dilated_mean, mix_poolings
 from vitfocus.treatments.base import Layers, Treatment, choose_blocks, layers_option, option
 from vitfocus.treatments.operations import ForwardContext, Surgeon, track_image_size
@@ -147,16 +153,24 @@ class DilationPredictor(TokenPooling):
             self._start_near_identity(count)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Like every pooling; where the kernel can run, without reshaping the tokens."""
+        """Like every pooling; where tokens are channels-last, without reshaping them, by the kernel or a matrix."""
         first, norm, second = self.proj
         assert isinstance(first, nn.Conv2d) and isinstance(second, nn.Conv2d)
-        if not self.dilated or not fits_kernel(tokens, self.layout, first.out_channels):
+        if not self.dilated or self.layout == "BCHW" or exporting():
+            return super().forward(tokens)
+        by_kernel = fits_kernel(tokens, self.layout, first.out_channels)
+        if not by_kernel and (chosen(tokens) == "reference" or tokens.device.type != "cpu"):
             return super().forward(tokens)
         if self.layout == "BHWC":
             _, rows, columns, width = tokens.shape
             flat = tokens.reshape(-1, rows * columns, width)
         else:
             flat, (rows, columns) = tokens, self._grid(tokens.shape[1] - self.prefix_tokens)
+        if not by_kernel:
+            if rows * columns > MOST_PATCHES:
+                return super().forward(tokens)
+            hidden = norm(predict_by_product(flat, first.weight, (rows, columns)))
+            return mix_by_matrix(flat, second(hidden).softmax(dim=1)).view(tokens.shape)
         if torch.is_autocast_enabled("cuda"):  # once, for the predictor's product and for the mixing
             flat = flat.to(torch.get_autocast_dtype("cuda"))
         hidden = norm(predict_hidden(flat, first.weight, (rows, columns)))

@@ -18,6 +18,9 @@ from vitfocus.kernels.diversity.reference import row_similarity
 #: Numbers in a chunk of maps: what a core's caches hold; a GPU without Triton wants more to be busy.
 CPU_CHUNK, GPU_CHUNK = 1 << 19, 1 << 24
 
+#: Numbers in the maps of several images of one chunk, on a CPU: what the fastest of its caches hold.
+IMAGES_CHUNK = 3 << 17
+
 #: The least rows in a chunk: with fewer, adding to the keys' gradient costs more than computing it.
 LEAST_ROWS = 128
 
@@ -134,8 +137,10 @@ class _Maps:
         self.budget = CPU_CHUNK if query.device.type == "cpu" else GPU_CHUNK
 
     def images(self) -> Iterator[slice]:
-        """Chunks of images."""
-        at_once = max(1, self.budget // (self.heads * self.count * self.keys))
+        """Chunks of images, of nearly the same size."""
+        budget = min(self.budget, IMAGES_CHUNK) if self.query.device.type == "cpu" else self.budget
+        chunks = -(-self.batch // max(1, budget // (self.heads * self.count * self.keys)))
+        at_once = -(-self.batch // chunks)
         for start in range(0, self.batch, at_once):
             yield slice(start, min(start + at_once, self.batch))
 
@@ -150,10 +155,13 @@ class _Maps:
 
 
 class _Rows(NamedTuple):
-    """Some rows: every head's (b, H, r, K), and what is compared, (m, r, K): the heads' mean or each head's own."""
+    """Some rows: every head's (b, H, r, K), what is compared, (m, r, K): the heads' mean or each head's own, and of
+    that the entries above the threshold, the rest 0.
+    """
 
     attention: Tensor
     mean: Tensor
+    kept: Tensor
 
 
 class _Images:
@@ -161,7 +169,7 @@ class _Images:
 
     def __init__(self, maps: _Maps, images: slice) -> None:
         self.maps, self.options, self.images = maps, maps.options, images
-        self.query = maps.pick(maps.query[images]).to(maps.wide).contiguous()
+        self.query = (maps.pick(maps.query[images]).to(maps.wide) * self.options.scale).contiguous()
         self.key = maps.key[images].to(maps.wide).contiguous()
         self.bias: Tensor | None = None
         if maps.bias is not None:
@@ -179,56 +187,50 @@ class _Images:
         waiting = []
         for part in parts:
             rows = self.rows(part)
-            kept = self.kept(rows.mean)
-            unit[:, part] = _inverse(torch.linalg.vector_norm(kept, dim=-1))
-            sums += (kept if self.options.paper else rows.mean).sum(dim=1)
-            units += torch.bmm(unit[:, None, part], kept)[:, 0]
+            unit[:, part] = _inverse(torch.linalg.vector_norm(rows.kept, dim=-1))
+            sums += (rows.kept if self.options.paper else rows.mean).sum(dim=1)
+            units += torch.bmm(unit[:, None, part], rows.kept)[:, 0]
             if keeps:
                 waiting.append(rows)
+            del rows  # before there are others
         average = sums / maps.count
         if not self.options.paper:
             average = torch.threshold(average, maps.bound, 0)
-            average[:, : self.options.first] = 0
+            if self.options.first:
+                average[:, : self.options.first] = 0
         one_over = _inverse(torch.linalg.vector_norm(average, dim=-1))[:, None]
         cosine = (units * average).sum(dim=-1, keepdim=True)
         if made is not None:
-            slopes = (units - cosine * one_over.square() * average) * one_over / maps.count
+            share = one_over / (maps.batch * maps.count * maps.heads)
+            slopes = (units - cosine * one_over.square() * average) * (share / maps.count)
             if not self.options.paper:
                 slopes *= average > 0
             for index, part in enumerate(parts):
                 rows = waiting[index] if waiting else self.rows(part)
-                slope = self.logit_slopes(rows, average, slopes, unit[:, part], one_over)
+                slope = self.logit_slopes(rows, average, slopes, unit[:, part], share)
                 self.add(made, slope, part, wants_bias)
+                del rows, slope
         return (cosine * one_over)[:, 0] / maps.count
 
     def rows(self, part: slice) -> _Rows:
         """Compute some rows."""
-        query = self.query[:, :, part]
-        scores = query.new_empty(*query.shape[:3], self.maps.keys)
-        self.multiply(query, self.key.mT, scores)
+        scores = _products(self.query[:, :, part], self.key.mT)
         if self.bias is None:
             attention = scores.softmax(dim=-1)
         else:
             scores += self.bias if self.bias.shape[2] == 1 else self.bias[:, :, part]
             attention = torch._safe_softmax(scores, dim=-1)  # a row with every key masked is 0
-        return _Rows(attention, attention.mean(dim=1) if self.options.average_heads else attention.flatten(0, 1))
-
-    def multiply(self, left: Tensor, right: Tensor, out: Tensor, more: bool = False) -> None:
-        """Put the product of (b, H, ·, ·) matrices, times the logits' scale, into `out`, or add it to what is there."""
-        products = out.view(-1, *out.shape[2:])
-        products.baddbmm_(left.flatten(0, 1), right.flatten(0, 1), beta=int(more), alpha=self.options.scale)
-
-    def kept(self, mean: Tensor) -> Tensor:
-        """The entries above the threshold, the rest 0."""
+        mean = attention.mean(dim=1) if self.options.average_heads else attention.flatten(0, 1)
         kept = torch.threshold(mean, self.maps.below, 0)
-        kept[..., : self.options.first] = 0
-        return kept
+        if self.options.first:
+            kept[..., : self.options.first] = 0
+        return _Rows(attention, mean, kept)
 
-    def logit_slopes(self, rows: _Rows, average: Tensor, slopes: Tensor, unit: Tensor, one_over: Tensor) -> Tensor:
+    def logit_slopes(self, rows: _Rows, average: Tensor, slopes: Tensor, unit: Tensor, share: Tensor) -> Tensor:
         """The gradient of the loss with respect to the logits of some rows: (b, H, r, K)."""
         maps, options, mean = self.maps, self.options, rows.mean
-        towards = unit * one_over
-        along = towards * torch.bmm(self.kept(mean), average[..., None])[..., 0] * unit.square()
+        towards = unit * share
+        along = towards * torch.bmm(rows.kept, average[..., None])[..., 0] * unit.square()
         slope = towards[..., None] * average[:, None]
         slope.addcmul_(mean, along[..., None], value=-1)
         if options.paper:
@@ -236,18 +238,25 @@ class _Images:
         slope = torch.ops.aten.threshold_backward(slope, mean, maps.below)
         if not options.paper:
             slope += slopes[:, None]
-        slope[..., : options.first] = 0
-        slope *= 1 / (maps.batch * maps.count * maps.heads)
+        if options.first:
+            slope[..., : options.first] = 0
         slope = slope.unsqueeze(1) if options.average_heads else slope.unflatten(0, (-1, maps.heads))
-        return torch._softmax_backward_data(slope.expand_as(rows.attention), rows.attention, -1, maps.wide)
+        slope = rows.attention * slope
+        return slope.addcmul_(rows.attention, slope.sum(dim=-1, keepdim=True), value=-1)
 
     def add(self, made: Gradients, slope: Tensor, part: slice, wants_bias: bool) -> None:
         """Add the gradients of queries, keys and bias from the slopes of some rows' logits."""
         maps = self.maps
-        self.multiply(slope, self.key, made.query[self.images, :, part])
-        self.multiply(slope.mT, self.query[:, :, part], made.key[self.images], more=part.start > 0)
+        torch.mul(_products(slope, self.key), self.options.scale, out=made.query[self.images, :, part])
+        keys = _products(slope.mT, self.query[:, :, part])
+        made.key[self.images] = keys if part.start == 0 else made.key[self.images] + keys
         if wants_bias:
             _add_bias(made.bias, slope, self.images, maps.rows, part, self.options.first)
+
+
+def _products(left: Tensor, right: Tensor) -> Tensor:
+    """(b, H, ·, ·) matrices, multiplied."""
+    return torch.bmm(left.flatten(0, 1), right.flatten(0, 1)).unflatten(0, left.shape[:2])
 
 
 def _add_bias(total: Tensor, slope: Tensor, images: slice, rows: Tensor | None, part: slice, first: int) -> None:
@@ -266,7 +275,7 @@ def _add_bias(total: Tensor, slope: Tensor, images: slice, rows: Tensor | None, 
 
 def _inverse(lengths: Tensor) -> Tensor:
     """1 / length, and 0 for 0."""
-    return torch.where(lengths > 0, 1 / torch.where(lengths > 0, lengths, 1), 0)
+    return torch.where(lengths == 0, lengths, lengths.reciprocal())
 
 
 def diversity_in_chunks(

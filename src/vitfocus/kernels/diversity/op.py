@@ -25,7 +25,7 @@ from vitfocus.kernels.diversity.reference import Heads, Variant
 from vitfocus.kernels.shared_memory import MOST_CHANNELS, available, padded, power_of_two, row_tiles
 
 #: Numbers in maps that stay in a core's caches: up to here, chunks are no faster than whole maps.
-SMALL = 1 << 19
+SMALL = 1 << 18
 #: The number of programs that keep a large GPU busy.
 BUSY = 264
 #: Up to so many keys, one program computes both gradients of a head.

@@ -1,14 +1,22 @@
-"""Token-aware Average Pooling on tokens (B, N, C), without a copy into an image, by Triton kernels.
+"""Token-aware Average Pooling on tokens (B, N, C), without a copy into an image.
 
-`predict_hidden` and `mix_dilated` are what comes before and after the predictor's norm. torch.compile traces into both.
+`predict_hidden` and `mix_dilated` are what comes before and after the predictor's norm, by Triton kernels; compiled
+code is traced into both. `predict_by_product` and `mix_by_matrix` are the same in plain torch, for small grids.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+
+from vitfocus.kernels.backends import outside_autocast
+
+#: Patches up to which one matrix of all pairs of them is faster than the poolings one by one, on a CPU.
+MOST_PATCHES = 256
 
 
 def predict_hidden(tokens: Tensor, first: Tensor, grid: tuple[int, int]) -> Tensor:
@@ -29,6 +37,51 @@ def mix_dilated(tokens: Tensor, hidden: Tensor, second: Tensor) -> Tensor:
     flat = hidden.permute(0, 2, 3, 1).flatten(1, 2).contiguous()
     mixed: Tensor = _Mix.apply(tokens.contiguous(), flat, second.contiguous(), *hidden.shape[2:])
     return mixed
+
+
+def predict_by_product(tokens: Tensor, first: Tensor, grid: tuple[int, int]) -> Tensor:
+    """`predict_hidden` in plain torch: one product, whose nine results `fold` adds up at each position.
+
+    >>> tokens, first = torch.randn(2, 1 + 12, 5), torch.randn(3, 5, 3, 3)
+    >>> image = tokens[:, 1:].mT.unflatten(2, (3, 4))
+    >>> torch.allclose(predict_by_product(tokens, first, (3, 4)), F.conv2d(image, first, padding=1), atol=1e-5)
+    True
+    """
+    matrix = first.flip(2, 3).permute(0, 2, 3, 1).flatten(0, 2)
+    spread = F.linear(tokens, matrix)[:, tokens.shape[1] - grid[0] * grid[1] :]
+    return F.fold(spread.mT, grid, 3, padding=1)
+
+
+def mix_by_matrix(tokens: Tensor, weights: Tensor) -> Tensor:
+    """Σ_k w_k · dilated_mean(x, k) in plain torch: tokens (B, N, C) and weights (B, K, H, W) to (B, N, C).
+
+    One product with the matrix of what each patch takes from each, which is linear in the weights.
+    """
+    height, width = weights.shape[2:]
+    size = (weights.shape[1], height, width, weights.dtype)
+    # What is traced may not meet tensors from before, and must not leave any behind.
+    shares = _shares(*size) if torch.compiler.is_compiling() or type(weights) is not Tensor else _kept_shares(*size)
+    with outside_autocast(weights.device):  # a ninth is not exact in half precision
+        matrix = torch.bmm(weights.flatten(2).permute(2, 0, 1), shares.to(weights.device)).transpose(0, 1)
+    prefix = tokens.shape[1] - height * width
+    mixed = torch.bmm(matrix.to(tokens.dtype), tokens[:, prefix:])
+    return torch.cat((tokens[:, :prefix].to(mixed.dtype), mixed), dim=1) if prefix else mixed
+
+
+def _shares(branches: int, height: int, width: int, dtype: torch.dtype) -> Tensor:
+    """(H·W, K, H·W): what patch i takes of patch j for a weight of 1 of branch k."""
+    row, column = torch.arange(height).repeat_interleave(width), torch.arange(width).repeat(height)
+    down, across = (row[:, None] - row).abs(), (column[:, None] - column).abs()
+    distance = torch.maximum(down, across)
+    straight = (torch.minimum(down, across) == 0) | (down == across)
+    taps = [((distance == 0) | ((distance == k) & straight)).to(dtype) / 9 for k in range(1, branches)]
+    return torch.stack([(distance == 0).to(dtype), *taps], dim=1)
+
+
+@lru_cache(maxsize=16)
+def _kept_shares(*size: Any) -> Tensor:
+    with torch.inference_mode(False), torch.device("cpu"):
+        return _shares(*size)
 
 
 class _Predict(torch.autograd.Function):

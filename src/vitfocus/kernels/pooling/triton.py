@@ -4,7 +4,8 @@ Mixing is a product with a matrix M that has a row for each patch: M[i, j] is wh
 zero only where j lies on one of the rings of eight around i, one ring per dilation. A program computes a tile of M from
 the weights, in registers, and multiplies it with the tokens it needs, so that a token is read a few times, where
 gathering would read it once for every place on a ring. A program owns a square of patches and reads only the patches
-around it. Prefix tokens pass. The second convolution and the softmax are part of the mixing.
+around it. Prefix tokens pass. The second convolution and the softmax are a small kernel of their own: in
+the mixing, all programs would begin with them, and wait for memory before there is anything to multiply.
 """
 
 from __future__ import annotations
@@ -138,6 +139,19 @@ def _weights(hidden, second, row, column, ok, height, width, K: tl.constexpr):
 
 
 @triton.jit
+def mixing_weights(hidden, second, weights, height, width, K: tl.constexpr, BLOCK: tl.constexpr):
+    """softmax(conv(hidden)): (B, H·W, K) to the same."""
+    patches = height * width
+    blocks = tl.cdiv(patches, BLOCK)
+    mine = (tl.program_id(0) // blocks).to(tl.int64) * patches * K
+    patch = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    ok = patch < patches
+    made = _weights(hidden + mine, second, patch // width, patch % width, ok, height, width, K)
+    for k in tl.static_range(K):
+        tl.store(weights + mine + patch * K + k, made[k], mask=ok)
+
+
+@triton.jit
 def _shares(weights, K: tl.constexpr):
     """What a patch gives to itself, then to each place on each ring: K vectors from its K weights."""
     own = weights[0]
@@ -241,22 +255,20 @@ def _copy_prefix(source, out, prefix, channel, C, BC: tl.constexpr, NC: tl.const
 
 
 @triton.jit
-def mix_forward(tokens, hidden, second, out, weights_out, count, height, width, prefix, C, PRECISION: tl.constexpr,
+def mix_forward(tokens, weights, out, count, height, width, prefix, C, PRECISION: tl.constexpr,
                 K: tl.constexpr, SIDE: tl.constexpr, SPAN: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr,
                 NC: tl.constexpr):  # fmt: skip
-    """out = Σ_k softmax(conv(hidden))_k · pool_k(tokens); the weights are kept for the backward pass."""
+    """out = Σ_k weights_k · pool_k(tokens)."""
     block, group, batch = _own(height, width, tl.cdiv(C, NC * BC), SIDE)
     channel = group * NC * BC
-    _, _, row, column, patch, ok = _block(block, height, width, SIDE)
-    mine = batch * (height * width) * K
-    weights = _weights(hidden + mine, second, row, column, ok, height, width, K)
-    if group == 0:
-        for k in tl.static_range(K):
-            tl.store(weights_out + mine + patch * K + k, weights[k], mask=ok)
+    _, _, _, _, patch, ok = _block(block, height, width, SIDE)
+    own = ()
+    for k in tl.static_range(K):
+        own = own + (tl.load(weights + (batch * (height * width) + patch) * K + k, mask=ok, other=0.0),)
     image, image_out = tokens + batch * count * C, out + batch * count * C
     if block == 0:
         _copy_prefix(image, image_out, prefix, channel, C, BC, NC)
-    mixed = _mixed(image + prefix * C, _shares(weights, K), weights_out, block, height, width, channel, C,
+    mixed = _mixed(image + prefix * C, _shares(own, K), weights, block, height, width, channel, C,
                    PRECISION, False, K, SIDE, SPAN, BN, BC, NC)  # fmt: skip
     _store(image_out + prefix * C, mixed, block, height, width, channel, C, SIDE, BC, NC)
 
@@ -351,10 +363,12 @@ def forward(tokens: Tensor, hidden: Tensor, second: Tensor, grid: tuple[int, int
     batch, count, channels = tokens.shape
     out = torch.empty_like(tokens)
     weights = torch.empty(hidden.shape, dtype=torch.float32, device=tokens.device)
-    blocks, groups, settings = launch_settings("forward", tokens, grid, hidden.shape[-1])
-    mix_forward[(blocks * groups * batch,)](
-        tokens, hidden, second, out, weights, count, *grid, count - grid[0] * grid[1], channels, **settings
-    )
+    patches, branches = hidden.shape[1:]
+    mixing_weights[(-(-patches // 128) * batch,)](
+        hidden, second, weights, *grid, K=branches, BLOCK=128, num_warps=4
+    )  # fmt: skip
+    blocks, groups, settings = launch_settings("forward", tokens, grid, branches)
+    mix_forward[(blocks * groups * batch,)](tokens, weights, out, count, *grid, count - patches, channels, **settings)
     return out, weights
 
 
