@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import vitfocus.tasks  # noqa: F401  registers the models that a spec names by a prefix
 from vitfocus.core import __version__
+from vitfocus.core.registry import connect
 
 if TYPE_CHECKING:
     from vitfocus.anatomy import anatomy
@@ -118,3 +119,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
+
+
+connect()

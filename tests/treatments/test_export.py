@@ -131,11 +131,14 @@ def test_two_processes_give_the_gradient_of_one(sharded: bool, tmp_path: Path) -
     assert any("context_scale" in name for name in grads)
 
 
-def test_treating_inside_ddp_is_refused(tmp_path: Path) -> None:
+def test_inside_ddp_no_parameter_is_added(tmp_path: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     try:
         wrapped = nn.parallel.DistributedDataParallel(build("vit")[0])
-        with pytest.raises(vf.VitfocusError, match="before wrapping"):
+        with pytest.raises(vf.VitfocusError, match="cbs adds parameters: treat the model before wrapping"):
             vf.treat_(wrapped, "cbs")
+        assert not vf.applied(wrapped)
+        vf.treat_(wrapped, "cb+adl")
+        assert vf.applied(wrapped) == vf.applied(wrapped.module) != []
     finally:
         dist.destroy_process_group()

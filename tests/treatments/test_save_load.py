@@ -48,7 +48,7 @@ def test_timm_round_trip(family: str, tmp_path: Path) -> None:
     assert vf.applied(loaded) == vf.applied(model) and not loaded.training
     with torch.no_grad():
         assert torch.equal(loaded(images), model(images))
-    assert sorted(file.name for file in (tmp_path / "a").iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(file.name for file in (tmp_path / "a").iterdir()) == ["README.md", "config.json", "model.safetensors"]
 
 
 def test_config_says_everything(tmp_path: Path) -> None:
@@ -332,7 +332,7 @@ def test_a_failed_save_keeps_the_old_one(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(OSError, match="No space"):
         vf.save(build("vit", seed=1)[0], tmp_path / "a")
     assert torch.equal(vf.load(tmp_path / "a")(images), expected)
-    assert sorted(file.name for file in (tmp_path / "a").iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(file.name for file in (tmp_path / "a").iterdir()) == ["README.md", "config.json", "model.safetensors"]
 
 
 def test_hub_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

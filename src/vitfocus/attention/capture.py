@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from vitfocus.anatomy import Anatomy, Block, unwrap
 from vitfocus.anatomy.block import Size, heads_of
 from vitfocus.attention.images import ImageBatch, PatchesInOrder, normalised, with_text
-from vitfocus.core.errors import VitfocusError, nearest
+from vitfocus.core.errors import VitfocusError, nearest, warn
 from vitfocus.core.modules import eval_mode
 from vitfocus.kernels.attention import Observation, attention_with_normalisers, join_heads, matched
 from vitfocus.kernels.backends import chosen, exporting, outside_autocast
@@ -140,6 +140,9 @@ class Watched:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.sink.wants_attention:
             return self._original(*args, **kwargs)
+        if any(isinstance(value, torch.fx.Proxy) for value in (*args, *kwargs.values())):
+            warn("torch.fx traces what a model computes in training, and not the losses of its attention (adl).")
+            return self._original(*args, **kwargs)
         if self.reader == "multihead":
             tokens = args[0] if args else kwargs["query"]
             assert isinstance(self.module, nn.MultiheadAttention)
@@ -148,14 +151,48 @@ class Watched:
         seen: list[Observation] = []
         with _Watch(seen, self.reader == "dropout", heads_of(self.module)):
             output = self._original(*args, **kwargs)
-        if seen:
-            self.sink(seen[0] if len(seen) == 1 else join_heads(seen))
+        if not seen:
+            raise VitfocusError(_unseen(self.module))
+        self.sink(seen[0] if len(seen) == 1 else join_heads(seen))
         return output
 
     def _original(self, *args: Any, **kwargs: Any) -> Any:
         if self.inner is not None:
             return self.inner(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
+
+
+def _unseen(module: nn.Module) -> str:
+    """Why nothing was seen of an attention, and what to do."""
+    kind = _kernel(module)
+    said = f"No attention was seen in {type(module).__name__}"
+    if kind in (None, *_SEEN):
+        return f"{said}: it calls neither softmax nor scaled_dot_product_attention."
+    return f"{said}, which runs {kind}: use model.set_attn_implementation('sdpa')."
+
+
+#: The attention of transformers that can be observed; the others compute it inside one kernel.
+_SEEN = ("sdpa", "eager")
+
+
+def _kernel(module: Any) -> str | None:
+    """The attention that a module of transformers runs, by its name there."""
+    return getattr(getattr(module, "config", None), "_attn_implementation", None)
+
+
+@contextmanager
+def _seen_kernels(blocks: Sequence[Block]) -> Iterator[None]:
+    """Within the context, modules of transformers run an attention that can be observed."""
+    configs = {id(block.attention.config): block.attention.config for block in blocks if _kernel(block.attention)}  # type: ignore[union-attr]
+    before = {key: config._attn_implementation for key, config in configs.items()}  # type: ignore[union-attr]
+    try:
+        for key, config in configs.items():
+            if before[key] not in _SEEN:
+                config._attn_implementation = "sdpa"  # type: ignore[union-attr]
+        yield
+    finally:
+        for key, config in configs.items():
+            config._attn_implementation = before[key]  # type: ignore[union-attr]
 
 
 _readers = 0
@@ -192,7 +229,7 @@ def observing(blocks: Sequence[Block], sink: Callable[[Block, Observation], None
             replacement = Watched(block.attention, block.reader, _BlockSink(block, sink))
             block.attention.__dict__["forward"] = replacement
             watched.append((block.attention, replacement))
-        with torch.compiler.set_stance("force_eager"):
+        with torch.compiler.set_stance("force_eager"), _seen_kernels(blocks):
             yield
     finally:
         for module, replacement in reversed(watched):

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from vitfocus.core.errors import VitfocusError
 
@@ -25,13 +26,13 @@ _PRECISIONS = (torch.float64, torch.float16, torch.bfloat16)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The module inside `torch.compile`, DataParallel or DistributedDataParallel."""
+    """The module inside `torch.compile`, DataParallel, DistributedDataParallel or Lightning Fabric's wrapper."""
     if not isinstance(model, nn.Module):
         given = repr(model) if isinstance(model, str) else f"a {type(model).__name__}"
         raise VitfocusError(f"A model is a torch module, not {given}; vitfocus.create_model builds one by its name.")
-    for attribute in ("_orig_mod", "module"):
+    for attribute in ("_orig_mod", "module", "_original_module"):
         inner = model._modules.get(attribute)
-        if inner is not None and len(model._modules) == 1:
+        if inner is not None and (len(model._modules) == 1 or "_forward_module" in model._modules):
             return unwrap(inner)
     return model
 
@@ -115,6 +116,9 @@ class SharedBatchNorm2d(nn.BatchNorm2d):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise, (B, C, H, W)."""
+        if isinstance(x, torch.fx.Proxy):  # which the checks of nn.BatchNorm2d do not take
+            statistics = (self.running_mean, self.running_var, self.weight, self.bias)
+            return F.batch_norm(x, *statistics, self.training, self.momentum or 0.0, self.eps)
         several = torch.distributed.is_available() and torch.distributed.is_initialized()
         if not (self.training and several and torch.distributed.get_world_size() > 1):
             return super().forward(x)

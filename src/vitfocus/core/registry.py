@@ -2,12 +2,20 @@
 
 A higher room registers where an object lives, as text; it is imported when it is first asked for. This module and the
 rooms' `__init__` that fill it import nothing heavy.
+
+In the same way timm, transformers and peft are connected (`connect`) once they are imported, so that they can open what
+vitfocus saved and say so where they cannot.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import wraps
+from types import ModuleType
 from typing import Any
 
 
@@ -45,3 +53,112 @@ class LazyRegistry(Mapping[str, Any]):
 #: `(name, pretrained, arguments)` that builds the model. `name` is what follows the colon, usually a timm model;
 #: arguments that the head does not take go to that backbone.
 COMPOSED_MODELS = LazyRegistry()
+
+
+#: Where timm looks for an architecture and transformers for a model type, a treated model names this. Their own
+#: messages about an unknown name then say what is missing.
+NEEDS_VITFOCUS = "import_vitfocus_first"
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Runs a function with a module as soon as the module has been imported."""
+
+    def __init__(self, name: str, then: Callable[[Any], None]) -> None:
+        self.name, self.then = name, then
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """The spec that the other finders have, whose loader then calls the function."""
+        if fullname != self.name:
+            return None
+        sys.meta_path.remove(self)
+        found = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        loader: Any = found.loader if found is not None else None
+        if loader is not None:
+            execute = loader.exec_module
+
+            def executed(module: ModuleType) -> None:
+                del loader.exec_module
+                execute(module)
+                self.then(module)
+
+            loader.exec_module = executed
+        return found
+
+
+def _after_import(name: str, then: Callable[[Any], None]) -> None:
+    module = sys.modules.get(name)
+    if module is None:
+        sys.meta_path.insert(0, _AfterImport(name, then))
+    elif not getattr(module.__spec__, "_initializing", False):
+        then(module)
+
+
+def connect() -> None:
+    """Let timm, transformers and peft find vitfocus, now or when they are imported."""
+    _after_import("timm.models", _connect_timm)
+    _after_import("transformers.models.auto.configuration_auto", _connect_configs)
+    _after_import("transformers.modeling_utils", _connect_models)
+    _after_import("peft.peft_model", _connect_peft)
+
+
+def _hub() -> Any:
+    return importlib.import_module("vitfocus.treatments.hub")
+
+
+def _connect_timm(models: Any) -> None:
+    def build(pretrained: bool = False, **arguments: Any) -> Any:
+        return _hub().build_treated(pretrained, **arguments)
+
+    build.__name__ = NEEDS_VITFOCUS
+    models.register_model(build)
+
+
+def _connect_configs(configurations: Any) -> None:
+    class Treated:
+        model_type = NEEDS_VITFOCUS
+
+        @staticmethod
+        def from_dict(content: dict[str, Any], **options: Any) -> Any:
+            return _hub().treated_config(content, **options)
+
+    configurations.AutoConfig.register(NEEDS_VITFOCUS, Treated, exist_ok=True)
+
+
+def _connect_models(modeling: Any) -> None:
+    cls = modeling.PreTrainedModel
+    post_init = cls.post_init
+
+    @wraps(post_init)
+    def treated(self: Any, *args: Any, **options: Any) -> Any:
+        result = post_init(self, *args, **options)
+        if any(key.startswith("vitfocus") for one in nested_configs(self.config) for key in vars(one)):
+            _hub().treat_built(self)
+        return result
+
+    cls.post_init = treated
+
+
+def nested_configs(config: Any) -> list[Any]:
+    """A config of transformers and those of the model's parts."""
+    parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", ())]
+    return [config, *(part for part in parts if hasattr(part, "model_type"))]
+
+
+def _connect_peft(peft: Any) -> None:
+    cls = peft.PeftModel
+    save, load = cls.save_pretrained, cls.load_adapter
+
+    @wraps(save)
+    def saved(self: Any, save_directory: Any, *args: Any, **options: Any) -> Any:
+        result = save(self, save_directory, *args, **options)
+        _hub().describe_adapter(self, save_directory)
+        return result
+
+    @wraps(load)
+    def loaded(self: Any, model_id: Any, *args: Any, **options: Any) -> Any:
+        _hub().check_adapter(self, model_id)
+        return load(self, model_id, *args, **options)
+
+    cls.save_pretrained, cls.load_adapter = saved, loaded

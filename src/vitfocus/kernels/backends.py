@@ -58,7 +58,9 @@ def backend(name: str) -> Iterator[None]:
 
 
 def chosen(first: Tensor, *others: Tensor | None) -> str:
-    """The backend for an operation on these tensors."""
+    """The backend for an operation on these tensors; while `torch.fx` traces a model, the reference."""
+    if isinstance(first, torch.fx.Proxy):
+        return "reference"
     name, fits, on_gpu = forced(), True, True
     for tensor in (first, *others):
         if tensor is not None:

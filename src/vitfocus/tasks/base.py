@@ -24,8 +24,8 @@ from vitfocus.treatments.arguments import file_arguments
 from vitfocus.treatments.origin import split_library
 from vitfocus.treatments.save_load import create_model, load
 from vitfocus.treatments.spec import is_record, recorded_treatments, split_spec
-from vitfocus.treatments.surgery import added_names, applied
-from vitfocus.treatments.weights import load_weights, note_treatments, read_weights
+from vitfocus.treatments.surgery import applied
+from vitfocus.treatments.weights import load_weights, read_weights
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -318,15 +318,11 @@ def start_from(model: nn.Module, source: str) -> None:
 
 def _start_backbone(model: nn.Module, root: nn.Module, tensors: dict[str, Any], source: str, known: list[str]) -> None:
     """Load the weights of the transformer inside; those of removed parts, such as a classifier, are ignored."""
-    prefix = next(name for name, module in model.named_modules() if module is root)
-    added = {name.removeprefix(f"{prefix}.") for name in added_names(model)}
-    report = load_weights(root, tensors, strict=False)
+    report = load_weights(root, tensors, strict=False, trained_with=known)
     parts = {name.split(".")[0] for name in root.state_dict()}
     leftover = [name for name in report.unexpected if name.split(".")[0] in parts]
-    missing = [name for name in report.missing if name not in added]
-    if missing or leftover or not report.loaded:
+    if report.missing or leftover or not report.loaded:
         raise VitfocusError(
             f"{source} does not fit the {type(root).__name__} inside {type(model).__name__}: "
-            f"{', '.join([*missing, *leftover][:4]) or 'no name agrees'}."
+            f"{', '.join([*report.missing, *leftover][:4]) or 'no name agrees'}."
         )
-    note_treatments(model, [f"{prefix}.{name}" for name in report.loaded], known)

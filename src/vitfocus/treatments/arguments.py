@@ -19,6 +19,7 @@ from typing import Any
 from torch import nn
 
 from vitfocus.core.errors import VitfocusError, nearest
+from vitfocus.treatments.spec import STATE_KEY, parse_treatments
 
 #: The arguments of composed models' heads; all others are those of the backbone.
 _HEADS = {
@@ -101,7 +102,10 @@ def transformers_config(config_class: Any, fields: Mapping[str, Any], where: str
     So `auto_map`, which points at a folder's own Python, and `quantization_config` have no effect.
     """
     _require_plain(fields, where)
-    return config_class.from_dict(_fields(config_class, fields, where))
+    config = config_class.from_dict(_fields(config_class, fields, where))
+    if parse_treatments(spec := str(fields.get(STATE_KEY) or "")):  # which are inserted when the model is built
+        setattr(config, STATE_KEY, spec)
+    return config
 
 
 def checkpoint_config(name: str) -> Any:

@@ -130,10 +130,11 @@ class DiversityMeter(Recording):
         self.choice, self.number, self.context = choice, number, context
         self.prefix_tokens = prefix_tokens
         self.loss: Tensor | None = None
+        self.expecting = False  # whether a training forward has begun
 
     def forget(self) -> None:
         """Forget the last forward pass."""
-        self.loss = None
+        self.loss, self.expecting = None, False
         self.choice.forget()
 
     @property
@@ -173,7 +174,7 @@ class DiversityMeter(Recording):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy or a pickle starts with nothing recorded: the loss hangs on a graph that cannot be copied."""
-        return {**self.__dict__, "loss": None}
+        return {**self.__dict__, "loss": None, "expecting": False}
 
 
 def without_padding(seen: Observation, valid: Tensor) -> list[tuple[Observation, float]]:
@@ -211,6 +212,7 @@ class ForgetLosses:
             return
         for meter in self.meters:
             meter.forget()
+            meter.expecting = meter.training
 
 
 def forget_losses(model: nn.Module) -> None:
@@ -254,6 +256,9 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
     Returns:
         A scalar tensor with a gradient; 0 if the model has no such treatment or the last forward was in eval mode.
 
+    Raises:
+        VitfocusError: The last forward was in training mode, and no attention was seen in it.
+
     Example:
         >>> import timm, vitfocus as vf
         >>> model = timm.create_model("vit_tiny_patch16_224", depth=1, img_size=32).train()
@@ -266,8 +271,11 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
     """
     if not isinstance(model, nn.Module):
         raise VitfocusError(f"auxiliary_loss: model is of type {type(model).__name__}; expected a torch.nn.Module.")
-    meters = [module for module in model.modules() if isinstance(module, DiversityMeter) and module.loss is not None]
+    every = [module for module in model.modules() if isinstance(module, DiversityMeter)]
+    meters = [meter for meter in every if meter.loss is not None]
     if not meters:
+        if unseen := [meter for meter in every if meter.expecting]:
+            raise VitfocusError(f"{unseen[0].config} saw no attention in the last forward, so it has no loss to give.")
         placed = next(model.parameters(), None)
         return torch.zeros((), device=placed.device if placed is not None else None)
     device = meters[0].loss.device  # type: ignore[union-attr]  # the first device of a model that is spread over several

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from vitfocus.anatomy import Anatomy, Block
@@ -71,6 +72,7 @@ class OutputGating(Recording):
     def __init__(self, width: int, mixed: int, heads: int, config: AttentionGate) -> None:
         super().__init__()
         self.gates = nn.Linear(width, heads if config.per == "head" else mixed)
+        self.width = mixed
         self.source = TokenSlot()
         if config.init == "open":
             nn.init.zeros_(self.gates.weight)
@@ -81,6 +83,8 @@ class OutputGating(Recording):
 
     def keep(self, tokens: Tensor) -> Tensor:
         """Keep attention's input (..., C), and pass it on."""
+        if isinstance(tokens, torch.fx.Proxy):
+            raise VitfocusError("torch.fx cannot trace attention gates, which read another place: use torch.export.")
         self.source.tokens = tokens
         return tokens
 
@@ -88,10 +92,10 @@ class OutputGating(Recording):
         """The heads' outputs (..., heads * width) times their gates; `tokens` is by default what `keep` kept."""
         tokens, self.source.tokens = self.source.tokens if tokens is None else tokens, None
         assert tokens is not None
-        opened = self.gates(tokens).sigmoid()
-        if opened.shape[-1] == mixed.shape[-1]:
+        opened, count = self.gates(tokens).sigmoid(), self.gates.out_features
+        if count == self.width:
             return mixed * opened
-        return (mixed.unflatten(-1, (opened.shape[-1], -1)) * opened[..., None]).flatten(-2)
+        return (mixed.unflatten(-1, (count, -1)) * opened[..., None]).flatten(-2)
 
     def forget(self) -> None:
         """Forget the last forward pass."""

@@ -52,8 +52,14 @@ class AddModule:
             follow(self.module, self.host, self.left)
         self.host.add_module(self.name, self.module)
 
+    @property
+    def present(self) -> nn.Module:
+        """What is attached now: a library may have put a wrapper or a trained copy of the submodule in its place."""
+        return self.host._modules.get(self.name) or self.module
+
     def revert(self) -> None:
         """Detach it and drop what it holds of the last forward pass."""
+        self.module = self.present
         del self.host._modules[self.name]
         self.left = placement_of(self.host)
         if isinstance(self.module, Recording):
@@ -70,12 +76,18 @@ class SwapModule:
     original: tuple[nn.Module]
     since: tuple[Any, ...] = ()
 
+    @property
+    def present(self) -> nn.Module:
+        """What is in its place now."""
+        return self.host._modules.get(self.name) or self.module
+
     def apply(self) -> None:
         """Put the new one in."""
         self._swap(self.original[0], self.module)
 
     def revert(self) -> None:
         """Put the original back."""
+        self.module = self.present
         self._swap(self.module, self.original[0])
 
     def _swap(self, out: nn.Module, into: nn.Module) -> None:
@@ -147,6 +159,17 @@ class Override:
             self.module.__dict__[self.name] = self.inner
 
 
+class Inserted:
+    """Calls the submodule of a name, or a method of it, so that a wrapper that replaces the submodule is called too."""
+
+    def __init__(self, host: nn.Module, name: str, method: str = "__call__") -> None:
+        self.host, self.name, self.method = host, name, method
+
+    def __call__(self, *args: Any) -> Any:
+        module = self.host._modules[self.name]
+        return module(*args) if self.method == "__call__" else getattr(module, self.method)(*args)  # type: ignore[misc]
+
+
 class InputGate:
     """A pre-hook that sends the tokens through a treatment before a module sees them."""
 
@@ -156,7 +179,7 @@ class InputGate:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
             return (self.treat(args[0]), *args[1:]), kwargs
-        name = next(key for key, value in kwargs.items() if isinstance(value, Tensor))
+        name = next(key for key, value in kwargs.items() if isinstance(value, Tensor | torch.fx.Proxy))
         return args, {**kwargs, name: self.treat(kwargs[name])}
 
 
@@ -211,7 +234,8 @@ class Surgeon:
         return module
 
     def gate(self, port: Port, module: Callable[[Tensor], Tensor]) -> None:
-        """Send the tokens at a port through a module or a function."""
+        """Send the tokens at a port through a module, a method of one, or a function."""
+        module = self.found(module)
         if port.side == "input":
             self.do(AddHook(port.module, "input", InputGate(module)))
         elif port.side == "output":
@@ -219,9 +243,17 @@ class Surgeon:
         else:
             self.do(Override(port.module, port.side, MethodGate(port.module, port.side, module)))
 
+    def found(self, called: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """A submodule that was added, or a method of it, found by its name whenever it is called."""
+        owner, method = getattr(called, "__self__", called), getattr(called, "__name__", "__call__")
+        for one in self.operations:
+            if isinstance(one, AddModule) and one.module is owner:
+                return Inserted(one.host, one.name, method)
+        return called
+
     def modules(self) -> list[nn.Module]:
         """The modules that were inserted."""
-        return [one.module for one in self.operations if isinstance(one, AddModule | SwapModule)]
+        return [one.present for one in self.operations if isinstance(one, AddModule | SwapModule)]
 
     def undo(self) -> None:
         """Revert everything, last operation first."""
@@ -246,16 +278,21 @@ class Surgeon:
 
 
 class ForwardContext:
-    """Facts about the current forward pass, set by hooks. All modules of one treatment share one object."""
+    """Facts about the current forward pass of one transformer, set by hooks. All modules of one treatment share one."""
 
-    def __init__(self) -> None:
+    def __init__(self, root: nn.Module) -> None:
+        self.root = root
         self.image_size: tuple[int, int] | None = None
         self.valid: Tensor | None = None
         self.text_tokens: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy or a pickle starts without a mask, which may be part of a graph that cannot be copied."""
-        return {"image_size": self.image_size, "valid": None, "text_tokens": None}
+        """A pickle starts empty: a mask, or a traced size, may be part of a graph that cannot be copied."""
+        return {"root": self.root, "image_size": None, "valid": None, "text_tokens": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardContext:
+        """A copied transformer has its own; a copy of one inserted module, such as peft makes, keeps this one."""
+        return memo.setdefault(id(self), ForwardContext(memo[id(self.root)])) if id(self.root) in memo else self
 
 
 class TokenSlot:
@@ -283,7 +320,7 @@ class ImageSizeHook:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.context.image_size = None  # patches without an image must not get the size of an earlier image
         for value in (*args, *kwargs.values()):
-            if isinstance(value, Tensor) and value.ndim == 4:
+            if isinstance(value, torch.fx.Proxy) or (isinstance(value, Tensor) and value.ndim == 4):
                 self.context.image_size = (value.shape[-2], value.shape[-1])
                 return
 
@@ -319,7 +356,7 @@ class TextLengthHook:
 
 def track_image_size(anatomy: Anatomy, surgeon: Surgeon) -> ForwardContext:
     """Insert a hook that records the size of each image that enters the model."""
-    context = ForwardContext()
+    context = ForwardContext(anatomy.root)
     surgeon.do(AddHook(anatomy.stem, "input", ImageSizeHook(context)))
     return context
 
@@ -328,7 +365,7 @@ def track_sequence(anatomy: Anatomy, surgeon: Surgeon) -> ForwardContext | None:
     """Insert hooks that record padding and text length; None if the model takes neither."""
     if anatomy.encoder is None:
         return None
-    context = ForwardContext()
+    context = ForwardContext(anatomy.root)
     surgeon.do(AddHook(anatomy.encoder, "input", PaddingHook(context)))
     if anatomy.text is not None:
         surgeon.do(AddHook(anatomy.text, "output", TextLengthHook(context)))

@@ -10,7 +10,7 @@ import contextlib
 import inspect
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +18,15 @@ import torch
 from torch import nn
 
 from vitfocus.anatomy import anatomy
-from vitfocus.core.errors import VitfocusError, nearest, reason
+from vitfocus.core.errors import VitfocusError, nearest, reason, warn
 from vitfocus.core.registry import COMPOSED_MODELS
 from vitfocus.treatments.arguments import (
     checkpoint_config,
-    file_arguments,
     import_transformers,
-    require_named,
     transformers_class,
     transformers_config,
 )
+from vitfocus.treatments.hub import build_timm_checkpoint, hub_name
 
 _KEY = "_vitfocus_origin"
 _LIBRARIES = ("timm", "torchvision", "transformers")
@@ -74,6 +73,11 @@ def remember(model: nn.Module, origin: Origin) -> None:
 
 def origin_of(model: nn.Module) -> Origin:
     """How a model was built; raises `VitfocusError` if that cannot be determined."""
+    if any(type(part).__module__.startswith("peft.") for part in model.modules()):
+        raise VitfocusError(
+            "This model carries a peft adapter: save the adapter with model.save_pretrained, or save what "
+            "model.merge_and_unload() returns."
+        )
     known, library = model.__dict__.get(_KEY), _library_of(model)
     composed = known is not None and known.library in COMPOSED_MODELS
     if known is not None and (composed or library != "transformers") and _builds_the_same(known, model):
@@ -83,6 +87,12 @@ def origin_of(model: nn.Module) -> Origin:
         if _builds_the_same(origin, model):
             remember(model, origin)
             return origin
+    origin_library = type(model).__module__.partition(".")[0]
+    if origin_library == "segmentation_models_pytorch":
+        raise VitfocusError(
+            f"vitfocus does not build a {type(model).__name__} of {origin_library}: save it with its save_pretrained "
+            "and restore it with vitfocus.load_weights(model, file, treat=True), or create it as 'smp:DECODER:NAME'."
+        )
     raise VitfocusError(
         f"How this {type(model).__name__} was built cannot be determined: pass base=... (its name) and "
         "arguments={...} (what it was created with), or create it with vitfocus.create_model."
@@ -138,37 +148,14 @@ def _build_timm(name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Mo
     if "/" not in name and not timm.is_model(architecture):
         raise VitfocusError(f"timm has no model {name!r}: {nearest(architecture, timm.list_models())}")
     try:
-        if name.startswith("hf-hub:"):  # files on the hub are untrusted too
-            content = timm.models.load_model_config_from_hf(name.removeprefix("hf-hub:"))
-            return _build_timm_checkpoint(content, name, pretrained, arguments)
+        if (repository := hub_name(name)) is not None:  # files on the hub are untrusted too
+            content = timm.models.load_model_config_from_hf(repository)
+            return build_timm_checkpoint(*content, name, pretrained, arguments)
         return timm.create_model(name, pretrained=pretrained, **arguments)
     except RuntimeError as error:
         if not pretrained or isinstance(error, torch.OutOfMemoryError):
             raise
         raise VitfocusError(f"{name} cannot start from pretrained weights: {reason(error)}.") from None
-
-
-def build_timm_folder(folder: Path, arguments: dict[str, Any]) -> nn.Module:
-    """The model in a folder of timm's layout, with its weights."""
-    import timm
-
-    content = timm.models._hub.load_model_config_from_path(folder)
-    return _build_timm_checkpoint(content, str(folder), True, arguments)
-
-
-def _build_timm_checkpoint(content: Any, where: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
-    """Build from a config.json that timm has read; the location of the weights is timm's, not the file's."""
-    import timm
-    from timm.models import PretrainedCfg
-
-    found, name, given = content
-    require_named("timm", str(name), where)
-    safe = file_arguments("timm", str(name), given or {}, where)
-    place = {key: found[key] for key in ("source", "file" if found["source"] == "local-dir" else "hf_hub_id")}
-    absent = {"url", "file", "state_dict", "hf_hub_id", "hf_hub_filename", "source", "custom_load"}
-    kept = {field.name for field in fields(PretrainedCfg)} - absent
-    config = {key: value for key, value in found.items() if key in kept} | place
-    return timm.create_model(name, pretrained=pretrained, pretrained_cfg=config, **{**safe, **arguments})
 
 
 def _build_torchvision(name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
@@ -350,3 +337,22 @@ def _structure(model: nn.Module) -> dict[str, Any]:
                 # A config that was written down has lists where it had tuples.
                 facts[f"{name}:{key}"] = str(tuple(value) if isinstance(value, tuple | list) else value)
     return facts
+
+
+def warn_of_left_out_pixels(model: nn.Module) -> None:
+    """Warn if the patches of a model do not cover its image."""
+    config: Any = getattr(model, "config", None)
+    stem: Any = next((part for part in model.modules() if isinstance(getattr(part, "proj", None), nn.Conv2d)), model)
+    image = getattr(stem, "img_size", None) or getattr(config, "image_size", None)
+    patch = getattr(stem, "patch_size", None) or getattr(config, "patch_size", None)
+    pads = getattr(stem, "dynamic_img_pad", False)
+    if pads or not all(isinstance(size, int | tuple | list) for size in (image, patch)):
+        return
+    sizes: list[Any] = [(size, size) if isinstance(size, int) else size for size in (image, patch)]
+    (height, width), (rows, columns) = sizes
+    down, across = height % rows, width % columns
+    if down or across:
+        warn(
+            f"Patches of {rows}×{columns} pixels do not divide an image of {height}×{width}: the model does not see "
+            f"the last {down} rows and {across} columns of pixels."
+        )

@@ -12,6 +12,7 @@ tokens (`Block.prefix_tokens`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -73,13 +74,13 @@ class AddedTokens(Recording):
 class JoinTokens:
     """A pre-hook of a block: the tokens of a module, or of the slot behind the block before, join the sequence."""
 
-    def __init__(self, source: AddedTokens | TokenSlot, first: int) -> None:
+    def __init__(self, source: Callable[[Tensor], Tensor] | TokenSlot, first: int) -> None:
         self.source, self.first = source, first
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
             return (self.join(args[0]), *args[1:]), kwargs
-        name = next(key for key, value in kwargs.items() if isinstance(value, Tensor))
+        name = next(key for key, value in kwargs.items() if isinstance(value, Tensor | torch.fx.Proxy))
         return args, {**kwargs, name: self.join(kwargs[name])}
 
     def join(self, tokens: Tensor) -> Tensor:
@@ -88,7 +89,7 @@ class JoinTokens:
         added = self.source.tokens if isinstance(self.source, TokenSlot) else self.source(tokens)
         if added is None:
             raise VitfocusError("A block that has added tokens was run without the block before it.")
-        if handed_on and tokens.requires_grad and not added.requires_grad and grad_is_recomputed():
+        if handed_on and grad_is_recomputed() and tokens.requires_grad and not added.requires_grad:
             raise VitfocusError(
                 "Reentrant gradient checkpointing cuts the added tokens off from their gradient: use "
                 "use_reentrant=False."
@@ -150,14 +151,15 @@ def add_tokens(module: AddedTokens, name: str, anatomy: Anatomy, surgeon: Surgeo
             "of the image: it fits plain ViTs, whose blocks take any number of tokens."
         )
     surgeon.add(blocks[0], name, module)
-    source: AddedTokens | TokenSlot = module
+    given = surgeon.found(module)
+    source: Callable[[Tensor], Tensor] | TokenSlot = given
     for block in blocks:
         slot = TokenSlot() if block is not blocks[-1] else None
         module.slots += [slot] if slot is not None else []
         surgeon.do(CountTokens(block.host, module.count))
         surgeon.do(AddHook(block.host, "input", JoinTokens(source, block.prefix_tokens)))
         surgeon.do(AddHook(block.host, "output", SplitTokens(block.prefix_tokens, module.count, slot), first=True))
-        source = slot or module
+        source = slot or given
 
 
 class RegisterTokens(AddedTokens):
@@ -173,7 +175,7 @@ class RegisterTokens(AddedTokens):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """The registers (B, count, C) of a batch (B, N, C)."""
-        return self.tokens.expand(len(tokens), -1, -1)
+        return self.tokens.expand(tokens.shape[0], -1, -1)
 
 
 @handles(Registers)

@@ -19,25 +19,34 @@ from torch import nn
 from vitfocus.anatomy import input_spec, remember_normalising, unwrap
 from vitfocus.core import __version__
 from vitfocus.core.arguments import checked
-from vitfocus.core.errors import VitfocusError, nearest, reason, warn
+from vitfocus.core.errors import VitfocusError, nearest, reason
 from vitfocus.core.files import atomic_path, digest, write_text
 from vitfocus.core.modules import inserted, mark_inserted, separate_tensors
 from vitfocus.core.records import Count, convert, read_json, write_json
 from vitfocus.data.vqa.dataset import FILE as TOKENIZER_FILE
 from vitfocus.data.vqa.dataset import QuestionTokenizer, attach_tokenizer, tokenizer_of
 from vitfocus.treatments.arguments import file_arguments, is_elsewhere, require_named
+from vitfocus.treatments.hub import (
+    ScoresLike,
+    build_timm_folder,
+    hub_name,
+    image_processor,
+    model_card,
+    timm_fields,
+    transformers_fields,
+)
 from vitfocus.treatments.origin import (
     Origin,
-    build_timm_folder,
     full_name,
     origin_of,
     remember,
     require_same_shapes,
     split_library,
+    warn_of_left_out_pixels,
 )
 from vitfocus.treatments.spec import is_record, parse_treatments, recorded_treatments, split_spec, write_spec
 from vitfocus.treatments.surgery import added_names, applied, insert_all, treat_, untreat_, untreated
-from vitfocus.treatments.weights import copy_into, load_weights, read_weights, require
+from vitfocus.treatments.weights import copy_into, full_state, load_weights, read_weights, require
 
 _FORMAT = 1
 _TASK = "_vitfocus_task"
@@ -113,7 +122,7 @@ def create_model(spec: str, pretrained: bool = False, **arguments: Any) -> nn.Mo
     model = Origin(library, name, arguments).build(pretrained)
     if library == "transformers" and Path(name).is_dir():
         _attach_tokenizer(model, Path(name))
-    _warn_of_left_out_pixels(model)
+    warn_of_left_out_pixels(model)
     return treat_(model, *treatments) if treatments else model
 
 
@@ -125,8 +134,13 @@ def save(
     only: str = "all",
     base: str | None = None,
     arguments: Mapping[str, Any] | None = None,
+    scores: Any = (),
 ) -> Path:
-    """Save a model, treated or not, as a folder with config.json and safetensors.
+    """Save a model, treated or not, as a folder with config.json, safetensors and a model card (README.md).
+
+    timm (`timm.create_model("local-dir:FOLDER", pretrained=True)`) and transformers (`from_pretrained`, `pipeline`)
+    open the folder of a model of theirs too; if it is treated, after `import vitfocus`. If FSDP has sharded the model,
+    every process must call this; the first one writes.
 
     Args:
         model: The model to save.
@@ -134,6 +148,7 @@ def save(
         only: "all", or "treatments" for just the parameters that the treatments added.
         base: Name of the model as for `create_model`, if it cannot be inferred from the model.
         arguments: The constructor arguments that belong to `base`.
+        scores: What `evaluate` measured, one `Scores` or a list of them, for the model card.
 
     Returns:
         The folder.
@@ -146,7 +161,7 @@ def save(
         >>> model = create_model("vit_tiny_patch16_224+cb", depth=2, img_size=32)
         >>> folder = save(model, tempfile.mkdtemp())
         >>> sorted(file.name for file in folder.iterdir())
-        ['config.json', 'model.safetensors']
+        ['README.md', 'config.json', 'model.safetensors']
     """
     if only not in _WEIGHTS:
         raise VitfocusError(f"save has no only={only!r}: {nearest(only, _WEIGHTS)}")
@@ -165,7 +180,9 @@ def save(
     else:
         with untreated(model):
             origin = origin_of(model)
-    tensors = {key: value for key, value in model.state_dict().items() if only == "all" or key in added}
+    tensors = {key: value for key, value in full_state(model).items() if only == "all" or key in added}
+    if not _writes(model):
+        return folder
     if folder.exists() and not folder.is_dir():
         raise VitfocusError(f"{folder} is a file, and a model is saved as a folder.")
     weights = folder / _WEIGHTS[only]
@@ -189,10 +206,26 @@ def save(
         task=task_of(model),
         sha256=digest(weights),
     )
+    content: dict[str, Any] = msgspec.to_builtins(config)
+    if only == "all" and origin.library == "timm":
+        content = {**timm_fields(model, origin.name, config.arguments, treatments, input_spec(model)), **content}
+        content |= {"label_names": names} if (names := config.task.get("classes")) else {}
+    elif only == "all" and origin.library == "transformers":
+        content = {**transformers_fields(model, treatments), **content}
+        write_json(folder / "preprocessor_config.json", image_processor(input_spec(model)))
+    measured: list[ScoresLike] = list(scores) if isinstance(scores, tuple | list) else [scores]
+    card = model_card(model, config.spec, origin.library, config.task, measured, "+".join(config.inserted))
+    write_text(folder / "README.md", card)
     if (tokenizer := tokenizer_of(model)) is not None:
         write_text(folder / TOKENIZER_FILE, tokenizer.to_json())
-    write_json(folder / "config.json", config)
+    write_json(folder / "config.json", content)
     return folder
+
+
+def _writes(model: nn.Module) -> bool:
+    """Whether this process writes the model: of those that share a sharded one, the first."""
+    sharded = any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
+    return not sharded or torch.distributed.get_rank() == 0
 
 
 @checked
@@ -218,7 +251,7 @@ def load(folder: str | Path, *, onto: nn.Module | None = None, pretrained: bool 
         ['cb']
     """
     # A path is never a name on the hub, although a folder may be called "hf-hub:...".
-    folder = _fetch(folder) if isinstance(folder, str) and folder.startswith("hf-hub:") else Path(folder)
+    folder = _fetch(name) if isinstance(folder, str) and (name := hub_name(folder)) else Path(folder)
     config = _read_config(folder)
     tensors = read_weights(folder / _WEIGHTS[config.only], config.sha256)
     if config.only == "treatments" and onto is None and not pretrained:
@@ -324,7 +357,7 @@ def open_model(name: str, weights: str | Path | None = None, treat: str | None =
     """
     if treat is not None and not parse_treatments(treat):
         raise VitfocusError(f"treat={treat!r} names no treatment: write one, such as cb, or leave it out.")
-    folder = _fetch(name) if is_pushed(name) else Path(name)
+    folder = _fetch(hub_name(name) or "") if is_pushed(name) else Path(name)
     if folder.is_dir():
         if not (folder / "config.json").is_file() and (folder / "model" / "config.json").is_file():
             folder = folder / "model"  # a run's folder
@@ -362,12 +395,13 @@ def open_model(name: str, weights: str | Path | None = None, treat: str | None =
 
 
 @checked
-def push(model: nn.Module, repository: str, **options: Any) -> str:
-    """Save a model and upload it to the Hugging Face hub.
+def push(model: nn.Module | str | Path, repository: str, *, scores: Any = (), **options: Any) -> str:
+    """Save a model, with its card, and upload it to the Hugging Face hub.
 
     Args:
-        model: The model to upload.
+        model: The model to upload, or the folder of one or of a run.
         repository: "USER/NAME"; created if needed.
+        scores: What `evaluate` measured, for the model card.
         **options: Passed to `huggingface_hub.HfApi.upload_folder`, such as `commit_message`.
 
     Returns:
@@ -384,28 +418,12 @@ def push(model: nn.Module, repository: str, **options: Any) -> str:
 
     hub = HfApi()
     with tempfile.TemporaryDirectory() as folder:
-        save(model, folder)
+        model = model.absolute() if isinstance(model, Path) else model
+        save(model if isinstance(model, nn.Module) else open_model(str(model)), folder, scores=scores)
+        card = Path(folder, "README.md")
+        write_text(card, card.read_text(encoding="utf-8").replace("USER/NAME", repository))
         hub.create_repo(repository, exist_ok=True)
         return str(hub.upload_folder(repo_id=repository, folder_path=folder, **options))
-
-
-def _warn_of_left_out_pixels(model: nn.Module) -> None:
-    """Warn if the patches of a model do not cover its image."""
-    config: Any = getattr(model, "config", None)
-    stem: Any = next((part for part in model.modules() if isinstance(getattr(part, "proj", None), nn.Conv2d)), model)
-    image = getattr(stem, "img_size", None) or getattr(config, "image_size", None)
-    patch = getattr(stem, "patch_size", None) or getattr(config, "patch_size", None)
-    pads = getattr(stem, "dynamic_img_pad", False)
-    if pads or not all(isinstance(size, int | tuple | list) for size in (image, patch)):
-        return
-    sizes: list[Any] = [(size, size) if isinstance(size, int) else size for size in (image, patch)]
-    (height, width), (rows, columns) = sizes
-    down, across = height % rows, width % columns
-    if down or across:
-        warn(
-            f"Patches of {rows}×{columns} pixels do not divide an image of {height}×{width}: the model does not see "
-            f"the last {down} rows and {across} columns of pixels."
-        )
 
 
 def _attach_tokenizer(model: nn.Module, folder: Path) -> None:
@@ -419,17 +437,17 @@ def _attach_tokenizer(model: nn.Module, folder: Path) -> None:
 def _fetch(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(name.removeprefix("hf-hub:")))
+    return Path(snapshot_download(name))
 
 
 def is_pushed(name: str) -> bool:
     """Whether a name on the hub is a folder that `push` uploaded, according to its config.json."""
-    if not name.startswith("hf-hub:"):
+    if (repository := hub_name(name)) is None:
         return False
     from huggingface_hub import hf_hub_download
 
     try:
-        return "vitfocus" in _read_json(Path(hf_hub_download(name.removeprefix("hf-hub:"), "config.json")))
+        return "vitfocus" in _read_json(Path(hf_hub_download(repository, "config.json")))
     except (OSError, ValueError):  # no network or no such file: timm raises the error
         return False
 

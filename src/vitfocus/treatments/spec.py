@@ -112,6 +112,9 @@ def _split(text: str, separator: str) -> list[str]:
 
 #: The buffer's name on the treated module.
 STATE_KEY = "vitfocus_treatments"
+_NOTE = "vitfocus_treatments: "
+#: torch.jit.script calls this attribute of a module, or of one inside it, before it compiles anything.
+_SCRIPTABLE = "__prepare_scriptable__"
 _LONGEST = 10_000
 
 
@@ -143,17 +146,47 @@ class _KeepRecord:
         state[key] = _encode(self.text)
 
 
-def write_record(root: nn.Module, treatments: Sequence[Treatment]) -> None:
-    """Make the record on a module that of these treatments; without treatments there is no record."""
+def write_record(root: nn.Module, treatments: Sequence[Treatment], around: nn.Module | None = None) -> None:
+    """Make the record on a transformer that of these treatments; without treatments there is no record.
+
+    What its library saves beside the weights says it too: the config of a transformers model (that of `around`, if it
+    has one and the transformer inside does not), and the notes of timm's `pretrained_cfg`.
+    """
+    text = "+".join(map(str, treatments))
+    _note(root, text)
+    if not hasattr(root, "config") and around is not None:
+        _note(around, text)
+    root.__dict__.pop(_SCRIPTABLE, None)
     root._buffers.pop(STATE_KEY, None)
     hooks: dict[int, Any] = root._load_state_dict_pre_hooks
     for key in [key for key, hook in hooks.items() if isinstance(hook.hook, _KeepRecord)]:
         del hooks[key]
     if treatments:
-        text = "+".join(map(str, treatments))
+        root.__dict__[_SCRIPTABLE] = refuse_script
         placed = next(root.parameters(), None)
         root.register_buffer(STATE_KEY, _encode(text).to(placed.device if placed is not None else "cpu"))
         root.register_load_state_dict_pre_hook(_KeepRecord(text))
+
+
+def _note(module: Any, text: str) -> None:
+    """Write the specs to the config of a transformers model or the `pretrained_cfg` of a timm model."""
+    config = getattr(module, "config", None)
+    if hasattr(config, "model_type") and hasattr(config, "__dict__"):
+        config.__dict__.pop(STATE_KEY, None)
+        config.__dict__.update({STATE_KEY: text} if text else {})
+    known = getattr(module, "pretrained_cfg", None)
+    if isinstance(known, dict):
+        others = tuple(note for note in known.get("notes") or () if not str(note).startswith(_NOTE))
+        notes = (*others, _NOTE + text) if text else others
+        kept = {key: value for key, value in known.items() if key != "notes"}
+        module.pretrained_cfg = kept | ({"notes": notes} if notes else {})
+
+
+def refuse_script() -> Any:
+    """What `torch.jit.script` asks a module for first."""
+    raise VitfocusError(
+        "A treated model cannot be compiled by TorchScript, which is deprecated: use torch.compile or torch.export."
+    )
 
 
 def is_record(name: str) -> bool:

@@ -22,7 +22,7 @@ from vitfocus.core.errors import VitfocusError, warn
 from vitfocus.core.modules import MARK, is_trained, mark_inserted
 from vitfocus.core.modules import TREATED as _RECORD
 from vitfocus.treatments.base import Treatment, all_treatments, refuse_unused
-from vitfocus.treatments.operations import AddHook, AddModule, Operation, Override, Surgeon, SwapModule
+from vitfocus.treatments.operations import AddHook, AddModule, Inserted, Operation, Override, Surgeon, SwapModule
 from vitfocus.treatments.spec import is_record, parse_treatments, write_record
 
 _PAUSED = "_vitfocus_paused"
@@ -51,7 +51,8 @@ def treat_(model: Model, *treatments: Treatment | str) -> Model:
     computes, a `VitfocusWarning` says so and names the form that does not.
 
     Args:
-        model: A vision transformer, or a model that contains exactly one.
+        model: A vision transformer, or a model that contains exactly one: a task model, a peft model, what
+            `torch.compile` returns, your own module. The transformer inside is treated, and both know it.
         *treatments: Records such as `ContextBroadcasting()` or specs such as "cb(layers=upper)+adl", in order.
 
     Returns:
@@ -75,13 +76,12 @@ def treat_(model: Model, *treatments: Treatment | str) -> Model:
 
 def insert_all(model: nn.Module, configs: Sequence[Treatment]) -> None:
     """Like `treat_`, for weights that were trained with these treatments or are loaded afterwards."""
-    if isinstance(model, DistributedDataParallel):
-        raise VitfocusError(
-            "Treat the model before wrapping it in DistributedDataParallel, which counts parameters once."
-        )
     _refuse_while_paused(model)
-    root = unwrap(model)
-    treated_before = bool(_treated_roots(root))
+    if not configs:
+        return
+    inside = unwrap(model)
+    root = _anatomy_for(inside, configs[0]).root
+    treated_before = bool(_treated_roots(inside))
     done: list[Surgeon] = []
     try:
         for config in sorted(configs, key=lambda c: not c.structural):
@@ -92,7 +92,8 @@ def insert_all(model: nn.Module, configs: Sequence[Treatment]) -> None:
             refuse_unused(config)
             if type(config) not in _HANDLERS:
                 raise VitfocusError(f"{type(config).__name__} has no handler: declare one with @handles.")
-            _HANDLERS[type(config)](config, _anatomy_for(root, config), surgeon)
+            _HANDLERS[type(config)](config, _anatomy_for(inside, config), surgeon)
+            _refuse_unreduced(model, surgeon)
     except BaseException:
         for surgeon in reversed(done):
             surgeon.undo()
@@ -102,8 +103,18 @@ def insert_all(model: nn.Module, configs: Sequence[Treatment]) -> None:
         *root.__dict__.get(_RECORD, []),
         *sorted(done, key=lambda surgeon: order[id(surgeon.treatment)]),
     ]
-    write_record(root, [surgeon.treatment for surgeon in root.__dict__[_RECORD]])
+    write_record(root, [surgeon.treatment for surgeon in root.__dict__[_RECORD]], inside)
     _forget_compiled_code()
+
+
+def _refuse_unreduced(model: nn.Module, surgeon: Surgeon) -> None:
+    """Refuse parameters that a DistributedDataParallel around the model would not reduce: it counts them once."""
+    wrapped = any(isinstance(module, DistributedDataParallel) for module in model.modules())
+    if wrapped and any(True for module in surgeon.modules() for _ in module.parameters()):
+        raise VitfocusError(
+            f"{surgeon.treatment} adds parameters: treat the model before wrapping it in DistributedDataParallel, "
+            "which counts parameters once."
+        )
 
 
 def note_insertion(model: nn.Module, configs: Sequence[Treatment]) -> None:
@@ -152,7 +163,7 @@ def untreat_(model: Model) -> Model:
     for root in _treated_roots(model):
         for surgeon in _in_undo_order(root.__dict__.pop(_RECORD)):
             surgeon.undo()
-        write_record(root, ())
+        write_record(root, (), model)
     mark_inserted(model, ())
     _forget_compiled_code()
     return model
@@ -179,7 +190,7 @@ def untreated(model: nn.Module) -> Iterator[nn.Module]:
     roots = [(root, root.__dict__.pop(_RECORD), root.__dict__.pop(MARK, None)) for root in _treated_roots(model)]
     for root, record, _ in roots:
         root.__dict__[_PAUSED] = True
-        write_record(root, ())
+        write_record(root, (), model)
         for surgeon in _in_undo_order(record):
             surgeon.undo()
     _forget_compiled_code()
@@ -190,7 +201,7 @@ def untreated(model: nn.Module) -> Iterator[nn.Module]:
             for surgeon in reversed(_in_undo_order(record)):
                 surgeon.redo()
             root.__dict__[_RECORD] = record
-            write_record(root, [surgeon.treatment for surgeon in record])
+            write_record(root, [surgeon.treatment for surgeon in record], model)
             root.__dict__ |= {MARK: mark} if mark is not None else {}
             del root.__dict__[_PAUSED]
         _forget_compiled_code()
@@ -226,8 +237,8 @@ def added_names(model: nn.Module, by: Surgeon | None = None) -> set[str]:
     for surgeon in surgeons(model) if by is None else [by]:
         for operation in surgeon.operations:
             if isinstance(operation, AddModule | SwapModule):
-                prefix = owners[operation.module]
-                names |= {f"{prefix}.{key}" for key in operation.module.state_dict()}
+                prefix = owners[operation.present]
+                names |= {f"{prefix}.{key}" for key in operation.present.state_dict()}
     return names | ({name for name in unwrap(model).state_dict() if is_record(name)} if by is None else set())
 
 
@@ -339,10 +350,10 @@ def _of_surgeon(surgeon: Surgeon, blocks: list[Block]) -> list[Placement]:
 def _place(operation: Operation, all_of_them: list[Operation], block: Block) -> str | None:
     """Where in this block an operation puts a module, or None if it is not about this block."""
     if isinstance(operation, SwapModule):
-        if not any(module is operation.module for module in block.host.modules()):
+        if not any(module is operation.present for module in block.host.modules()):
             return None
         parts = {"attention": block.attention, "mlp": block.mlp}
-        return next((name for name, part in parts.items() if part is operation.module), "block.end")
+        return next((name for name, part in parts.items() if part is operation.present), "block.end")
     if not isinstance(operation, AddModule) or operation.host is not block.host:
         return None
     if block.suffix and not operation.name.endswith(block.suffix):
@@ -351,7 +362,8 @@ def _place(operation: Operation, all_of_them: list[Operation], block: Block) -> 
         return str(operation.module.place)
     for other in all_of_them:
         gate = other.hook if isinstance(other, AddHook) else other.replacement if isinstance(other, Override) else None
-        if getattr(gate, "treat", None) is not operation.module:
+        treat = getattr(gate, "treat", None)
+        if not isinstance(treat, Inserted) or (treat.host, treat.name) != (operation.host, operation.name):
             continue
         side = other.side if isinstance(other, AddHook) else getattr(other, "name", "")
         target = getattr(other, "module", None)

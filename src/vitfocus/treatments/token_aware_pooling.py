@@ -124,7 +124,10 @@ class TokenPooling(nn.Module):
                 "Token-aware Average Pooling was given tokens without an image, so it does not know the grid."
             )
         rows, columns = self.rule(self.context.image_size)
-        if rows * columns != count:
+        if isinstance(count, torch.fx.Proxy):
+            if not isinstance(rows, torch.fx.Proxy):
+                raise VitfocusError("torch.fx does not trace the stem of this model, so the grid is not known.")
+        elif rows * columns != count:
             raise VitfocusError(
                 f"Token-aware Average Pooling needs all {rows}×{columns} patch tokens of the image and was given "
                 f"{count}: it cannot be used where tokens are dropped."
@@ -178,7 +181,8 @@ class DilationPredictor(TokenPooling):
 
     def pool(self, image: Tensor) -> Tensor:
         """Σ_k softmax(proj(x))_k · pool_k(x)."""
-        return mix_poolings(image, self.proj(image).softmax(dim=1), dilated_mean if self.dilated else box_mean)
+        pool, count = dilated_mean if self.dilated else box_mean, self.proj[0].out_channels
+        return mix_poolings(image, self.proj(image).softmax(dim=1), pool, int(count))  # type: ignore[arg-type]
 
     @torch.no_grad()
     def _start_near_identity(self, count: int) -> None:

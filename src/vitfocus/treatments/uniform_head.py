@@ -77,9 +77,9 @@ class UniformHeadAttention(nn.Module):
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """(B, N, C) to the same."""
         queries, keys, values = self.qkv(x).split((self.qk_dim, self.qk_dim, self.value_dim), dim=-1)
-        heads = (*x.shape[:2], self.num_heads, -1)
-        query, key = (part[..., : self.read].reshape(heads) for part in (queries, keys))
-        value = values[..., : self.attended].reshape(heads)
+        heads = (self.num_heads, -1)
+        query, key = (part[..., : self.read].unflatten(-1, heads) for part in (queries, keys))
+        value = values[..., : self.attended].unflatten(-1, heads)
         mixed = F.scaled_dot_product_attention(
             query.transpose(1, 2),
             key.transpose(1, 2),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, replace
@@ -150,7 +151,10 @@ def treatment_differences(model: nn.Module, trained_with: Sequence[str]) -> list
 def _kind(treatment: Treatment) -> str:
     """A treatment's spec, reduced to the options that are choices: the kind, and the place within a block."""
     numbers = {f.name: f.default for f in fields(treatment) if not f.metadata.get("choices")}
-    return str(replace(treatment, **numbers))
+    try:
+        return str(replace(treatment, **numbers))
+    except VitfocusError:  # an option without a usable default says what the treatment is
+        return str(treatment)
 
 
 def _depths(treatment: Treatment, trunk: Sequence[Block]) -> str:
@@ -198,6 +202,8 @@ def _unnest(tensors: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def _library_names(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Names translated by the model's library from those of published checkpoints."""
+    if hasattr(model, "from_pretrained") and hasattr(model, "config"):
+        return _transformers_names(model, tensors)
     translate = getattr(sys.modules.get(type(model).__module__), "checkpoint_filter_fn", None)
     if translate is None:
         return tensors
@@ -206,6 +212,36 @@ def _library_names(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Te
     except Exception:
         return tensors
     return dict(translated) if isinstance(translated, Mapping) else tensors
+
+
+def _transformers_names(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Names as a model of transformers has them in memory; its loader knows those of files."""
+    try:
+        loaded, report = type(model).from_pretrained(
+            None, config=copy.deepcopy(model.config), state_dict=dict(tensors), output_loading_info=True
+        )
+    except Exception:  # whatever it makes of names or shapes that are not its own
+        return tensors
+    strange = {name: tensors[name] for name in report["unexpected_keys"] if name in tensors}
+    return {key: value for key, value in loaded.state_dict().items() if key not in report["missing_keys"]} | strange
+
+
+def full_state(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict of a model, with the whole of every tensor that FSDP has sharded; every process takes part.
+
+    Raises:
+        VitfocusError: A tensor is not one of plain numbers, such as a quantised one.
+    """
+    state: dict[str, Any] = model.state_dict()
+    for name, tensor in state.items():
+        if hasattr(tensor, "full_tensor"):
+            state[name] = tensor = tensor.full_tensor().cpu()
+        if type(tensor) not in (Tensor, nn.Parameter):
+            raise VitfocusError(
+                f"{name} is a {type(tensor).__name__}, and only plain tensors can be saved: save the model before it "
+                "is quantised, and quantise it again after loading."
+            )
+    return state
 
 
 def require(label: str, missing: Any, unexpected: Any) -> None:

@@ -38,8 +38,10 @@ def box_mean(image: Tensor, radius: int) -> Tensor:
     return image if radius == 0 else F.avg_pool2d(image, 2 * radius + 1, stride=1, padding=radius)
 
 
-def mix_poolings(image: Tensor, weights: Tensor, pool: Callable[[Tensor, int], Tensor]) -> Tensor:
-    """Σ_k w_k · pool(x, k): `image` (B, C, H, W), `weights` (B, K, H, W) summing to one over K.
+def mix_poolings(
+    image: Tensor, weights: Tensor, pool: Callable[[Tensor, int], Tensor], count: int | None = None
+) -> Tensor:
+    """Σ_k w_k · pool(x, k): `image` (B, C, H, W), `weights` (B, K, H, W) summing to one over K, which is `count`.
 
     >>> import torch
     >>> image = torch.randn(1, 2, 4, 5)
@@ -48,6 +50,6 @@ def mix_poolings(image: Tensor, weights: Tensor, pool: Callable[[Tensor, int], T
     True
     """
     mixed = weights[:, :1] * pool(image, 0)
-    for branch in range(1, weights.shape[1]):
+    for branch in range(1, weights.shape[1] if count is None else count):
         mixed = mixed + weights[:, branch : branch + 1] * pool(image, branch)
     return mixed
