@@ -204,7 +204,7 @@ def treated_config(content: dict[str, Any], **options: Any) -> Any:
     """What transformers reads for the model type `NEEDS_VITFOCUS`: the config in a saved folder, and the treatments."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    kind = content.get(f"{STATE_KEY}_in")
+    kind = str(content.get(f"{STATE_KEY}_in"))
     if kind not in CONFIG_MAPPING or kind == NEEDS_VITFOCUS:
         raise VitfocusError(f"config.json names no model type of transformers, but {kind!r}.")
     found = transformers_config(CONFIG_MAPPING[kind], content, "config.json")

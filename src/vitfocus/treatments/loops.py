@@ -1,15 +1,15 @@
 """Treatments in other people's training loops: a mixin for Hugging Face's Trainer and a callback for Lightning.
 
 Both add the auxiliary loss of the model (`vitfocus.auxiliary_loss`) to the loss of the loop in training, log it, and at
-each evaluation log readings of the attention, averaged over the layers. Lightning is imported when the callback is first
-asked for.
+each evaluation log readings of the attention, averaged over the layers. Lightning is imported when the callback is
+first asked for.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -100,7 +100,7 @@ def read_attention(model: nn.Module, batch: Any, keys: Sequence[str], images: in
     values = [batch[key] for key in names if key in batch] if isinstance(batch, Mapping) else batch
     pixels = values if isinstance(values, Tensor) else next(iter(values), None)
     if not isinstance(pixels, Tensor) or pixels.ndim != 4:
-        raise VitfocusError(f"A batch of type {type(batch).__name__} holds no images that attention could be read from.")
+        raise VitfocusError(f"A batch of type {type(batch).__name__} holds no images to read attention from.")
     rows = diagnose(model, pixels[:images], normalised=True).rows
     result = {}
     for key in keys:
@@ -111,19 +111,20 @@ def read_attention(model: nn.Module, batch: Any, keys: Sequence[str], images: in
     return result
 
 
-class _TrainingStep:
-    """Replaces a LightningModule's `training_step`: the same, with the auxiliary loss added."""
+def _with_loss(module: Any) -> Callable[..., Any]:
+    """A LightningModule's `training_step` with the auxiliary loss added to what it returns."""
+    inner = module.training_step
 
-    def __init__(self, module: Any) -> None:
-        self.module, self.inner = module, module.training_step
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        output = self.inner(*args, **options)
+    @wraps(inner)
+    def training_step(*args: Any, **options: Any) -> Any:
+        output = inner(*args, **options)
         if output is None:
             return None
-        extra = auxiliary_loss(self.module)
-        self.module.log("auxiliary_loss", extra.detach(), on_step=True, on_epoch=True)
+        extra = auxiliary_loss(module)
+        module.log("auxiliary_loss", extra.detach(), on_step=True, on_epoch=True)
         return {**output, "loss": output["loss"] + extra} if isinstance(output, Mapping) else output + extra
+
+    return training_step
 
 
 @cache
@@ -153,12 +154,11 @@ def _lightning_callback() -> type:
         def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
             """Add the loss to the module's training step."""
             if stage == "fit":
-                pl_module.__dict__["training_step"] = _TrainingStep(pl_module)
+                pl_module.__dict__["training_step"] = _with_loss(pl_module)
 
         def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
             """Give the module its own training step back."""
-            if isinstance(pl_module.__dict__.get("training_step"), _TrainingStep):
-                del pl_module.__dict__["training_step"]
+            pl_module.__dict__.pop("training_step", None)
 
         def on_validation_batch_start(
             self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0

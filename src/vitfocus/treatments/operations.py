@@ -321,7 +321,8 @@ class ImageSizeHook:
         self.context.image_size = None  # patches without an image must not get the size of an earlier image
         for value in (*args, *kwargs.values()):
             if isinstance(value, torch.fx.Proxy) or (isinstance(value, Tensor) and value.ndim == 4):
-                self.context.image_size = (value.shape[-2], value.shape[-1])
+                shape: Any = value.shape
+                self.context.image_size = (shape[-2], shape[-1])
                 return
 
 

@@ -149,8 +149,8 @@ def _build_timm(name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Mo
         raise VitfocusError(f"timm has no model {name!r}: {nearest(architecture, timm.list_models())}")
     try:
         if (repository := hub_name(name)) is not None:  # files on the hub are untrusted too
-            content = timm.models.load_model_config_from_hf(repository)
-            return build_timm_checkpoint(*content, name, pretrained, arguments)
+            found, architecture, given = timm.models.load_model_config_from_hf(repository)
+            return build_timm_checkpoint(found, architecture, given, name, pretrained, arguments)
         return timm.create_model(name, pretrained=pretrained, **arguments)
     except RuntimeError as error:
         if not pretrained or isinstance(error, torch.OutOfMemoryError):

@@ -78,7 +78,7 @@ def load_weights(
     """
     model = unwrap(model)
     label = "the state dict" if isinstance(source, Mapping) else str(source)
-    tensors = _unnest(source if isinstance(source, Mapping) else read_weights(Path(source)))
+    tensors = _unnest(source if isinstance(source, Mapping) else read_weights(Path(source)), set(model.state_dict()))
     recorded = recorded_treatments(tensors, label)
     trained_with = [*trained_with, *map(str, recorded)]
     if recorded and not applied(model):
@@ -189,13 +189,14 @@ def read_weights(path: Path, sha256: str | None = None) -> dict[str, Any]:
     return dict(content)
 
 
-def _unnest(tensors: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The state dict inside a training checkpoint, without the prefixes that wrappers add to names."""
+def _unnest(tensors: Mapping[str, Any], own: Collection[str]) -> dict[str, Tensor]:
+    """The state dict inside a training checkpoint, without the prefixes that wrappers add to a model's own names."""
     while (inner := next((k for k in _WRAPPERS if isinstance(tensors.get(k), Mapping)), None)) is not None:
         tensors = tensors[inner]
     result = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
     for prefix in ("module.", "_orig_mod.", "model."):
-        if result and all(name.startswith(prefix) for name in result):
+        wrapped = bool(result) and all(name.startswith(prefix) for name in result)
+        if wrapped and not all(name.startswith(prefix) for name in own):
             result = {name.removeprefix(prefix): tensor for name, tensor in result.items()}
     return result
 

@@ -1,0 +1,255 @@
+"""Nothing is lost on the way through timm, transformers, smp and peft: it comes back, or is refused loudly."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from helpers.tiny import build
+from safetensors.torch import load_file
+from torch import nn
+
+import vitfocus as vf
+from vitfocus.core.registry import NEEDS_VITFOCUS
+from vitfocus.robustness.results import Scores
+from vitfocus.treatments.hub import model_card
+from vitfocus.treatments.spec import STATE_KEY
+
+IMAGES = torch.randn(2, 3, 32, 32)
+SMALL = {"depth": 2, "img_size": 32, "embed_dim": 24, "num_heads": 2, "num_classes": 3}
+
+
+def shaken(model: nn.Module) -> nn.Module:
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return model.eval()
+
+
+def tiny_timm(spec: str = "cb+tap") -> nn.Module:
+    model = timm.create_model("vit_tiny_patch16_224", **SMALL)
+    return shaken(vf.treat_(model, spec) if spec else model)
+
+
+def tiny_hf(spec: str = "cb+tap") -> Any:
+    transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
+    sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    config = transformers.ViTConfig(**sizes, image_size=32, patch_size=8, num_labels=3)
+    model = transformers.ViTForImageClassification(config)
+    return shaken(vf.treat_(model, spec) if spec else model)
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        output = model.eval()(IMAGES)
+    return output if isinstance(output, torch.Tensor) else output.logits
+
+
+@pytest.mark.parametrize("spec", ["", "cb", "cbs+tap+adl"])
+def test_timm_opens_what_was_saved(spec: str, tmp_path: Path) -> None:
+    model = tiny_timm(spec)
+    vf.save(model, tmp_path)
+    opened = timm.create_model(f"local-dir:{tmp_path}", pretrained=True)
+    assert torch.equal(logits(opened), logits(model)) and vf.applied(opened) == vf.applied(model)
+    other = timm.create_model(f"local-dir:{tmp_path}", pretrained=True, num_classes=5)
+    assert logits(other).shape == (2, 5) and vf.applied(other) == vf.applied(model)
+    assert torch.equal(logits(vf.open_model(str(tmp_path))), logits(model))
+
+
+@pytest.mark.parametrize("make", [tiny_timm, tiny_hf])
+@pytest.mark.parametrize("spec", ["", "cbs+tap"])
+def test_transformers_opens_what_was_saved(make: Any, spec: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
+    from PIL import Image
+
+    model = make(spec)
+    vf.save(model, tmp_path / "a")
+    opened = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "a")
+    assert torch.equal(logits(opened), logits(model)) and vf.applied(opened) == vf.applied(model)
+    pipeline = transformers.pipeline("image-classification", model=str(tmp_path / "a"))
+    assert len(pipeline(Image.new("RGB", (50, 40), "teal"))) == 3
+    opened.save_pretrained(tmp_path / "b")  # their folder: nothing of ours stays in it that could go stale
+    assert not {"sha256", "vitfocus", "format", "only"} & set(json.loads((tmp_path / "b" / "config.json").read_text()))
+    again = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "b")
+    assert torch.equal(logits(again), logits(model)) and vf.applied(again) == vf.applied(model)
+
+
+@pytest.mark.parametrize("spec", ["cb", "tap"])
+def test_checkpoints_of_transformers_come_back(spec: str, tmp_path: Path) -> None:
+    model = tiny_hf(spec)
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())[STATE_KEY] == spec
+    file = tmp_path / "model.safetensors"
+    on_disk = any(name.startswith("vit.encoder.layer.") for name in load_file(file))
+    assert on_disk, "transformers no longer writes other names than it has in memory"
+    treated, plain = tiny_hf(spec), tiny_hf("")
+    vf.load_weights(plain, file, treat=True)
+    vf.load_weights(treated, file)
+    for back in (type(model).from_pretrained(tmp_path), vf.open_model(str(tmp_path)), treated, plain):
+        assert torch.equal(logits(back), logits(model)) and vf.applied(back) == vf.applied(model)
+    vf.untreat_(model).save_pretrained(tmp_path / "plain")
+    assert STATE_KEY not in json.loads((tmp_path / "plain" / "config.json").read_text())
+
+
+def test_savers_of_timm_and_smp_do_not_drop_treatments(tmp_path: Path) -> None:
+    model = tiny_timm("cb")
+    timm.models.save_for_hf(model, tmp_path / "timm", model_args=dict(SMALL))
+    notes = json.loads((tmp_path / "timm" / "config.json").read_text())["pretrained_cfg"]["notes"]
+    assert notes == [f"{STATE_KEY}: cb"]
+    with pytest.raises(RuntimeError, match=STATE_KEY):
+        timm.create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True)
+    opened = vf.open_model(str(tmp_path / "timm"))
+    assert torch.equal(logits(opened), logits(model)) and vf.applied(opened) == vf.applied(model)
+    assert "notes" not in vf.untreat_(model).pretrained_cfg
+    smp = pytest.importorskip("segmentation_models_pytorch", reason="the seg extra is not installed")
+    segmenter = smp.DPT("tu-vit_tiny_patch16_224", encoder_weights=None, classes=3, encoder_depth=2)
+    vf.treat_(segmenter, "cb").save_pretrained(tmp_path / "smp")
+    with pytest.raises(RuntimeError, match=STATE_KEY):
+        smp.from_pretrained(tmp_path / "smp")
+    with pytest.raises(vf.VitfocusError, match=r"save it with its save_pretrained and restore it with .*treat=True"):
+        vf.save(segmenter, tmp_path / "no")
+    plain = smp.DPT("tu-vit_tiny_patch16_224", encoder_weights=None, classes=3, encoder_depth=2)
+    vf.load_weights(plain, tmp_path / "smp" / "model.safetensors", treat=True)
+    assert vf.applied(plain) == vf.applied(segmenter)
+
+
+@pytest.mark.parametrize("make", [tiny_timm, tiny_hf])
+def test_without_vitfocus_the_folder_says_what_is_missing(make: Any, tmp_path: Path) -> None:
+    vf.save(make("cb"), tmp_path)
+    opens = {
+        tiny_timm: "import timm; timm.create_model('local-dir:{}', pretrained=True)",
+        tiny_hf: "import transformers; transformers.AutoConfig.from_pretrained('{}')",
+    }
+    run = subprocess.run([sys.executable, "-c", opens[make].format(tmp_path)], capture_output=True, text=True)
+    assert run.returncode == 1 and NEEDS_VITFOCUS in run.stderr
+
+
+def test_a_hostile_folder_names_no_other_model(tmp_path: Path) -> None:
+    vf.save(tiny_timm("cb"), tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+
+    def opened(**arguments: Any) -> Any:
+        changed = {**content, "model_args": {**content["model_args"], **arguments}}
+        (tmp_path / "config.json").write_text(json.dumps(changed))
+        return timm.create_model(f"local-dir:{tmp_path}", pretrained=True)
+
+    for spec in ("hf-hub:evil/model+cb", "/etc+cb", f"local-dir:{tmp_path}+cb"):
+        with pytest.raises(vf.VitfocusError, match="only name a model that is built into timm"):
+            opened(spec=spec)
+    with pytest.raises(vf.VitfocusError, match="sets checkpoint_path, which no file may set"):
+        opened(checkpoint_path="/tmp/evil.pth")
+    with pytest.raises(vf.VitfocusError, match="no treatment 'rm'"):
+        opened(spec="vit_tiny_patch16_224+rm")
+
+
+MEASURED = Scores(
+    "clean",
+    100,
+    {"a": {"top1": 75.0, "top1_interval": (71.0, 79.0), "cells": {}}},
+    fingerprint={"data": {"digest": "abc"}, "protocol": {"size": 32}},
+)
+
+
+def test_the_card_says_what_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def upload(self: Any, *, repo_id: str, folder_path: str, **options: Any) -> str:
+        shutil.copytree(folder_path, tmp_path / repo_id)
+        return f"https://example.invalid/{repo_id}"
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", lambda self, name, exist_ok: None)
+    monkeypatch.setattr(huggingface_hub.HfApi, "upload_folder", upload)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name: str(tmp_path / name))
+    model = tiny_timm("cb")
+    vf.push(vf.save(model, tmp_path / "run" / "model").parent, "me/vit", scores=MEASURED)
+    text = (tmp_path / "me" / "vit" / "README.md").read_text()
+    card = huggingface_hub.ModelCard(text)
+    assert card.data.license == "apache-2.0" and card.data.pipeline_tag == "image-classification"
+    assert card.data.eval_results[0].metric_value == 75.0
+    said = ["`vit_tiny_patch16_224` of timm, with `cb`", "| 75.00 % | 71.00 to 79.00 |", 'vf.load("hf-hub:me/vit")']
+    assert all(part in text for part in said) and "fingerprint `" in text
+    for name in ("hf-hub:me/vit", "hf_hub:me/vit"):
+        assert torch.equal(logits(vf.load(name)), logits(model))
+
+
+def test_text_from_a_file_stays_text_in_the_card() -> None:
+    hostile = "x`\n---\nlicense: mit\n# [click](javascript:alert(1))"
+    card = model_card(tiny_timm(""), "vit_tiny_patch16_224", "timm", {"task": "classify", "source": hostile})
+    assert card.count("\n---\n") == 1 and "\n#" not in card.replace("\n# `", "").replace("\n## ", "")
+
+
+def test_an_adapter_knows_its_base(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    base = tiny_timm("cb")  # without a parameter: nothing else in the adapter could tell
+    model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["qkv"], init_lora_weights=False))
+    with pytest.raises(vf.VitfocusError, match=r"carries a peft adapter: .*merge_and_unload"):
+        vf.save(model, tmp_path / "no")
+    model.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(vf.VitfocusError, match=r"trained on a model with cb, and this one has none: use vf\.treat_"):
+        peft.PeftModel.from_pretrained(tiny_timm(""), tmp_path / "adapter")
+    expected = logits(model)
+    merged = model.merge_and_unload()
+    assert [str(one) for one in vf.applied(merged)] == ["cb"]
+    torch.testing.assert_close(logits(vf.load(vf.save(merged, tmp_path / "merged"))), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_peft_trains_what_treatments_added(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    parts = ["context_mlp", "dilation_predictor", "attention_gate", "registers"]
+    model = tiny_timm("cbs+tap+gate+registers")
+    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["qkv"], modules_to_save=parts)).train()
+    model(IMAGES).square().mean().backward()
+    trained = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    assert all(any(part in name for name in trained) for part in parts)
+    assert all(grad is not None for grad in trained.values())
+    with vf.untreated(model):
+        assert not any(part in name for name in model.state_dict() for part in parts)
+    merged = model.merge_and_unload()
+    expected = logits(merged)
+    assert torch.equal(logits(vf.load(vf.save(merged, tmp_path))), expected)
+    assert not any(part in name for name in vf.untreat_(merged).state_dict() for part in parts)
+
+
+class Holder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = build("vit")[0]
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.body(images).mean(-1)
+
+
+def test_a_wrapper_and_the_model_inside_know_the_same() -> None:
+    for treated, other in ((lambda m: m, lambda m: m.body), (lambda m: m.body, lambda m: m)):
+        model = Holder()
+        vf.treat_(treated(model), "cb")
+        vf.treat_(other(model), "tap")
+        assert [str(one) for one in vf.applied(model)] == [str(one) for one in vf.applied(model.body)] == ["cb", "tap"]
+        assert [name for name in model.state_dict() if STATE_KEY in name] == [f"body.{STATE_KEY}"]
+        vf.untreat_(other(model))
+        assert not vf.applied(model) and not any(STATE_KEY in name for name in model.state_dict())
+
+
+def test_quantised_weights_are_refused(tmp_path: Path) -> None:
+    quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    model = tiny_timm("cbs")
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    with pytest.raises(vf.VitfocusError, match="save the model before it is quantised"):
+        vf.save(model, tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+
+
+def test_importing_timm_later_connects_it(tmp_path: Path) -> None:
+    vf.save(tiny_timm("cb"), tmp_path)
+    code = (
+        "import sys, vitfocus; assert 'timm' not in sys.modules; import timm; "
+        f"assert vitfocus.applied(timm.create_model('local-dir:{tmp_path}', pretrained=True))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env=dict(os.environ))
