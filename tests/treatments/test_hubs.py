@@ -24,6 +24,11 @@ from vitfocus.treatments.hub import model_card
 from vitfocus.treatments.spec import STATE_KEY
 
 IMAGES = torch.randn(2, 3, 32, 32)
+#: A small decoder of smp.
+DPT = {
+    **{"encoder_weights": None, "classes": 3, "encoder_depth": 2},
+    **{"decoder_intermediate_channels": (16, 32), "decoder_fusion_channels": 16},
+}
 SMALL = {"depth": 2, "img_size": 32, "embed_dim": 24, "num_heads": 2, "num_classes": 3}
 
 
@@ -109,13 +114,13 @@ def test_savers_of_timm_and_smp_do_not_drop_treatments(tmp_path: Path) -> None:
     assert torch.equal(logits(opened), logits(model)) and vf.applied(opened) == vf.applied(model)
     assert "notes" not in vf.untreat_(model).pretrained_cfg
     smp = pytest.importorskip("segmentation_models_pytorch", reason="the seg extra is not installed")
-    segmenter = smp.DPT("tu-vit_tiny_patch16_224", encoder_weights=None, classes=3, encoder_depth=2)
+    segmenter = smp.DPT("tu-vit_tiny_patch16_224", **DPT)
     vf.treat_(segmenter, "cb").save_pretrained(tmp_path / "smp")
     with pytest.raises(RuntimeError, match=STATE_KEY):
         smp.from_pretrained(tmp_path / "smp")
     with pytest.raises(vf.VitfocusError, match=r"save it with its save_pretrained and restore it with .*treat=True"):
         vf.save(segmenter, tmp_path / "no")
-    plain = smp.DPT("tu-vit_tiny_patch16_224", encoder_weights=None, classes=3, encoder_depth=2)
+    plain = smp.DPT("tu-vit_tiny_patch16_224", **DPT)
     vf.load_weights(plain, tmp_path / "smp" / "model.safetensors", treat=True)
     assert vf.applied(plain) == vf.applied(segmenter)
 
