@@ -140,7 +140,7 @@ class Watched:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.sink.wants_attention:
             return self._original(*args, **kwargs)
-        if any(isinstance(value, torch.fx.Proxy) for value in (*args, *kwargs.values())):
+        if isinstance((*args, *kwargs.values())[0], torch.fx.Proxy):
             warn("torch.fx traces what a model computes in training, and not the losses of its attention (adl).")
             return self._original(*args, **kwargs)
         if self.reader == "multihead":
@@ -164,7 +164,7 @@ class Watched:
 
 def _unseen(module: nn.Module) -> str:
     """Why nothing was seen of an attention, and what to do."""
-    kind = _kernel(module)
+    kind = getattr(getattr(module, "config", None), "_attn_implementation", None)
     said = f"No attention was seen in {type(module).__name__}"
     if kind in (None, *_SEEN):
         return f"{said}: it calls neither softmax nor scaled_dot_product_attention."
@@ -173,26 +173,6 @@ def _unseen(module: nn.Module) -> str:
 
 #: The attention of transformers that can be observed; the others compute it inside one kernel.
 _SEEN = ("sdpa", "eager")
-
-
-def _kernel(module: Any) -> str | None:
-    """The attention that a module of transformers runs, by its name there."""
-    return getattr(getattr(module, "config", None), "_attn_implementation", None)
-
-
-@contextmanager
-def _seen_kernels(blocks: Sequence[Block]) -> Iterator[None]:
-    """Within the context, modules of transformers run an attention that can be observed."""
-    configs = {id(block.attention.config): block.attention.config for block in blocks if _kernel(block.attention)}  # type: ignore[union-attr]
-    before = {key: config._attn_implementation for key, config in configs.items()}  # type: ignore[union-attr]
-    try:
-        for key, config in configs.items():
-            if before[key] not in _SEEN:
-                config._attn_implementation = "sdpa"  # type: ignore[union-attr]
-        yield
-    finally:
-        for key, config in configs.items():
-            config._attn_implementation = before[key]  # type: ignore[union-attr]
 
 
 _readers = 0
@@ -218,10 +198,11 @@ def reading_only() -> Iterator[None]:
 def observing(blocks: Sequence[Block], sink: Callable[[Block, Observation], None]) -> Iterator[None]:
     """Within the context, every attention of these blocks is passed to `sink(block, observation)`.
 
-    Compiled models run eagerly meanwhile, so that they can be observed too. On exit, also by an exception, every module
-    is restored.
+    Compiled models run eagerly meanwhile, and models of transformers whose attention is one opaque kernel run "sdpa",
+    so that they can be observed too. On exit, also by an exception, every module is restored.
     """
     watched: list[tuple[nn.Module, Watched]] = []
+    hidden: list[tuple[Any, str]] = []
     try:
         for block in blocks:
             if block.attention is None or block.reader is None:
@@ -229,9 +210,16 @@ def observing(blocks: Sequence[Block], sink: Callable[[Block, Observation], None
             replacement = Watched(block.attention, block.reader, _BlockSink(block, sink))
             block.attention.__dict__["forward"] = replacement
             watched.append((block.attention, replacement))
-        with torch.compiler.set_stance("force_eager"), _seen_kernels(blocks):
+            config: Any = getattr(block.attention, "config", None)  # of transformers
+            kernel = getattr(config, "_attn_implementation", None) or "sdpa"
+            if kernel not in _SEEN:
+                hidden.append((config, kernel))
+                config._attn_implementation = "sdpa"
+        with torch.compiler.set_stance("force_eager"):
             yield
     finally:
+        for config, kernel in hidden:
+            config._attn_implementation = kernel
         for module, replacement in reversed(watched):
             if replacement.inner is None:
                 del module.__dict__["forward"]

@@ -21,6 +21,8 @@ from vitfocus.core.errors import VitfocusError
 MARK = "_vitfocus_inserted"
 #: The attribute of a treated module that holds the treatments in order, each with its record as `treatment`.
 TREATED = "_vitfocus_treatments"
+#: torch.jit.script calls this attribute of a module, or of one inside it, before it compiles anything.
+SCRIPTABLE = "__prepare_scriptable__"
 _VALUES = 4  # of each parameter that a mark remembers
 _PRECISIONS = (torch.float64, torch.float16, torch.bfloat16)
 
@@ -35,6 +37,13 @@ def unwrap(model: nn.Module) -> nn.Module:
         if inner is not None and (len(model._modules) == 1 or "_forward_module" in model._modules):
             return unwrap(inner)
     return model
+
+
+def refuse_script() -> Any:
+    """What `torch.jit.script` calls on a treated model."""
+    raise VitfocusError(
+        "A treated model cannot be compiled by TorchScript, which is deprecated: use torch.compile or torch.export."
+    )
 
 
 @contextmanager

@@ -317,13 +317,30 @@ class ImageSizeHook:
     def __init__(self, context: ForwardContext) -> None:
         self.context = context
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.context.image_size = None  # patches without an image must not get the size of an earlier image
+        if args and isinstance(args[0], torch.fx.Proxy):
+            noted: Any = args[0].tracer.create_proxy("call_function", TracedSize(self.context), (args[0],), {})
+            self.context.image_size = (noted.shape[-2], noted.shape[-1])
+            return (noted, *args[1:]), kwargs
         for value in (*args, *kwargs.values()):
-            if isinstance(value, torch.fx.Proxy) or (isinstance(value, Tensor) and value.ndim == 4):
-                shape: Any = value.shape
-                self.context.image_size = (shape[-2], shape[-1])
-                return
+            if isinstance(value, Tensor) and value.ndim == 4:
+                self.context.image_size = (value.shape[-2], value.shape[-1])
+                return None
+        return None
+
+
+class TracedSize:
+    """A node of a traced graph that does what `ImageSizeHook` does: hooks that torch.fx did not trace need the size."""
+
+    __name__ = "note_image_size"
+
+    def __init__(self, context: ForwardContext) -> None:
+        self.context = context
+
+    def __call__(self, image: Tensor) -> Tensor:
+        self.context.image_size = (image.shape[-2], image.shape[-1])
+        return image
 
 
 class PaddingHook:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from vitfocus.core.errors import VitfocusError, nearest
+from vitfocus.core.modules import SCRIPTABLE, refuse_script
 from vitfocus.treatments.base import Treatment, keywords
 
 _PART = re.compile(r"(?P<name>[A-Za-z_]\w*)(?:\((?P<options>.*)\))?$", re.DOTALL)
@@ -113,8 +114,6 @@ def _split(text: str, separator: str) -> list[str]:
 #: The buffer's name on the treated module.
 STATE_KEY = "vitfocus_treatments"
 _NOTE = "vitfocus_treatments: "
-#: torch.jit.script calls this attribute of a module, or of one inside it, before it compiles anything.
-_SCRIPTABLE = "__prepare_scriptable__"
 _LONGEST = 10_000
 
 
@@ -149,20 +148,19 @@ class _KeepRecord:
 def write_record(root: nn.Module, treatments: Sequence[Treatment], around: nn.Module | None = None) -> None:
     """Make the record on a transformer that of these treatments; without treatments there is no record.
 
-    What its library saves beside the weights says it too: the config of a transformers model (that of `around`, if it
-    has one and the transformer inside does not), and the notes of timm's `pretrained_cfg`.
+    The config of a transformers model (`around`'s, if only it has one) and the notes of timm's `pretrained_cfg` say it
+    too, so that their libraries save it beside the weights.
     """
     text = "+".join(map(str, treatments))
     _note(root, text)
-    if not hasattr(root, "config") and around is not None:
-        _note(around, text)
-    root.__dict__.pop(_SCRIPTABLE, None)
+    _note(around if not hasattr(root, "config") else None, text)
+    root.__dict__.pop(SCRIPTABLE, None)
     root._buffers.pop(STATE_KEY, None)
     hooks: dict[int, Any] = root._load_state_dict_pre_hooks
     for key in [key for key, hook in hooks.items() if isinstance(hook.hook, _KeepRecord)]:
         del hooks[key]
     if treatments:
-        root.__dict__[_SCRIPTABLE] = refuse_script
+        root.__dict__[SCRIPTABLE] = refuse_script
         placed = next(root.parameters(), None)
         root.register_buffer(STATE_KEY, _encode(text).to(placed.device if placed is not None else "cpu"))
         root.register_load_state_dict_pre_hook(_KeepRecord(text))
@@ -170,23 +168,14 @@ def write_record(root: nn.Module, treatments: Sequence[Treatment], around: nn.Mo
 
 def _note(module: Any, text: str) -> None:
     """Write the specs to the config of a transformers model or the `pretrained_cfg` of a timm model."""
-    config = getattr(module, "config", None)
-    if hasattr(config, "model_type") and hasattr(config, "__dict__"):
+    if hasattr(config := getattr(module, "config", None), "model_type"):
         config.__dict__.pop(STATE_KEY, None)
         config.__dict__.update({STATE_KEY: text} if text else {})
     known = getattr(module, "pretrained_cfg", None)
     if isinstance(known, dict):
-        others = tuple(note for note in known.get("notes") or () if not str(note).startswith(_NOTE))
-        notes = (*others, _NOTE + text) if text else others
-        kept = {key: value for key, value in known.items() if key != "notes"}
-        module.pretrained_cfg = kept | ({"notes": notes} if notes else {})
-
-
-def refuse_script() -> Any:
-    """What `torch.jit.script` asks a module for first."""
-    raise VitfocusError(
-        "A treated model cannot be compiled by TorchScript, which is deprecated: use torch.compile or torch.export."
-    )
+        notes = [note for note in known.get("notes") or () if not str(note).startswith(_NOTE)]
+        notes += [_NOTE + text] if text else []
+        module.pretrained_cfg = {k: v for k, v in known.items() if k != "notes"} | ({"notes": notes} if notes else {})
 
 
 def is_record(name: str) -> bool:
