@@ -32,8 +32,8 @@ from vitfocus.robustness.classification import (
 from vitfocus.robustness.engine import Condition, EvaluationArguments, Group, Plan
 from vitfocus.robustness.metrics import condition_summary
 from vitfocus.robustness.sources import EvaluationBatch
-from vitfocus.robustness.suites import Suite, suite_table, switches
-from vitfocus.robustness.suites.options import NoOptions
+from vitfocus.robustness.suites import Suite, switches
+from vitfocus.robustness.suites.options import ClassFolderOptions, NoOptions, Option
 
 QUIET: dict[str, Any] = {"progress": False, "device": "cpu"}
 MOST_FILES = 29
@@ -243,6 +243,29 @@ def test_cifar_c_from_arrays_and_on_the_fly(tmp_path: Path) -> None:
         evaluate(model, "cifar10-c", tmp_path, **QUIET)
     with pytest.raises(VitfocusError, match="100 classes, and this one has 10"):
         evaluate(model, "cifar100-c", tmp_path, **QUIET)
+
+
+def suite_table() -> str:
+    """The suites as a Markdown table, as in the documentation, without the resizing options that most of them take."""
+    common = {one.name for one in dataclasses.fields(ClassFolderOptions)}
+    rows: dict[tuple[str, str, str], list[str]] = {}
+    for suite in SUITES.values():
+        options = ", ".join(_described(option) for option in suite.option_list if option.name not in common)
+        rows.setdefault((suite.data, options, suite.results), []).append(f"`{suite.name}`")
+    lines = ["| suite | data | options | metrics |", "|---|---|---|---|"]
+    for (data, options, results), names in rows.items():
+        lines.append(f"| {', '.join(names)} | {data} | {options + ' ' if options else ''}| {results} |")
+    return "\n".join(lines)
+
+
+def _described(option: Option) -> str:
+    """The name and the default, where there is one to name."""
+    if option.type not in (bool, int, float, str):
+        return f"`{option.name}` (Python only)"
+    default = option.default
+    if isinstance(default, bool) or default in (None, ""):
+        return f"`{option.name}`"
+    return f"`{option.name}` ({', '.join(f'{one}' for one in default) if option.several else default})"
 
 
 def test_the_documentation_shows_the_table_of_the_records() -> None:

@@ -256,33 +256,6 @@ def switches() -> dict[str, tuple[Option, list[str]]]:
     return found
 
 
-def suite_table() -> str:
-    """The suites as a Markdown table, as in the documentation; the resizing options that most suites take are left out.
-
-    >>> suite_table().splitlines()[2]
-    '| `clean` | class folders | | top-1, top-5, ECE |'
-    """
-    common = {one.name for one in fields(ClassFolderOptions)}
-    rows: dict[tuple[str, str, str], list[str]] = {}
-    for suite in SUITES.values():
-        options = ", ".join(_described(option) for option in suite.option_list if option.name not in common)
-        rows.setdefault((suite.data, options, suite.results), []).append(f"`{suite.name}`")
-    lines = ["| suite | data | options | metrics |", "|---|---|---|---|"]
-    for (data, options, results), names in rows.items():
-        lines.append(f"| {', '.join(names)} | {data} | {options + ' ' if options else ''}| {results} |")
-    return "\n".join(lines)
-
-
-def _described(option: Option) -> str:
-    """The name and the default, where there is one to name."""
-    if option.type not in (bool, int, float, str):
-        return f"`{option.name}` (Python only)"
-    default = option.default
-    if isinstance(default, bool) or default in (None, ""):
-        return f"`{option.name}`"
-    return f"`{option.name}` ({', '.join(f'{one}' for one in default) if option.several else default})"
-
-
 def find_suite(name: str, options: Mapping[str, Any]) -> tuple[Suite, NoOptions]:
     """A suite by name, and its options as a record; those that are None take their defaults.
 

@@ -447,7 +447,6 @@ def _reduce_acdc(names: Sequence[str], outcomes: Collected, seed: int) -> Reduce
 
 
 NOISES = ("shot", "gaussian/5", "gaussian/10", "blur/1", "blur/2")
-REPEATS = 5
 
 
 def add_noise(
