@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import math
 import shutil
@@ -92,6 +93,15 @@ def test_every_item_says_what_is_exact_assumed_and_different(capsys: pytest.Capt
     assert main(["reproduce", "--list", "--json"]) == 0
     found = {one["item"]: one["protocol"] for one in json.loads(capsys.readouterr().out)["items"]}
     assert found["cb/table8"] == load_item("cb/table8").protocol
+
+
+def test_the_documentation_shows_the_measured_assumptions() -> None:
+    root = Path(__file__).parents[2]
+    spec = importlib.util.spec_from_file_location("assumed_values", root / "benchmarks" / "assumed_values.py")
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert script.table(json.loads(script.OUT.read_text())) in (root / "docs" / "reproducing.md").read_text()
 
 
 def test_every_row_resolves_at_every_scale_it_has(tmp_path: Path) -> None:
@@ -408,6 +418,8 @@ def test_rows_are_measured_with_weights_that_people_have(tmp_path: Path) -> None
     curves = reproduce("cb/figureS1", out=tmp_path / "b", overrides=TINY, images=12, rows=[1], weights=weights[:1])[0]
     assert "needs a training run" in curves.text() and "train_loss" not in curves.rows[0].values
     assert curves.rows[0].values["top1"].images == 12
+    with pytest.raises(VitfocusError, match=r"plain\.pth is not the model of '\+ CB_S': it has no .*context_scale"):
+        reproduce("cb/table8", out=tmp_path / "b", overrides=TINY, rows=[2], weights=[f"2={tmp_path / 'plain.pth'}"])
     with pytest.raises(VitfocusError, match=r"is not the model of 'ViT-S': cb was in no block"):
         reproduce("cb/table8", out=tmp_path / "b", overrides=TINY, rows=[1], weights=[f"1={treated.folder}"])
 

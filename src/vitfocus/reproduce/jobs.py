@@ -161,6 +161,7 @@ def submit(jobs: Sequence[Job], folder: Path, cluster: str = "slurm", options: M
             executor.update_parameters(**{**given, "name": "vitfocus", "slurm_additional_parameters": more})
             table = job is jobs[-1]
             submitted[job.name] = executor.submit(Command(launched(job.arguments, 1 if table else gpus)))
+            print(f"{job.name}: job {submitted[job.name].job_id}", file=sys.stderr, flush=True)
             if cluster == "local":
                 submitted[job.name].result()
     except (RuntimeError, NameError, ValueError, TypeError) as error:

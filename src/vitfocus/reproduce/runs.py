@@ -39,7 +39,7 @@ from vitfocus.tasks.base import model_arguments
 from vitfocus.train.recipe import apply_overrides, load_recipe
 from vitfocus.treatments.origin import split_library
 from vitfocus.treatments.save_load import create_model, load, remember_task
-from vitfocus.treatments.spec import split_spec
+from vitfocus.treatments.spec import is_record, split_spec
 from vitfocus.treatments.weights import load_weights, treatment_differences
 
 #: Of the Gaussian noise under which attention is compared, unless --option diagnosis.severity says it.
@@ -274,7 +274,10 @@ def _given_model(run: PlannedRun) -> nn.Module:
         model = task.build_model()
         remember_task(model, task.card())
     if run.weights != PRETRAINED:
-        load_weights(model, run.weights)
+        treats = [run.row.treat] if run.row.treat else []
+        lacking = [name for name in load_weights(model, run.weights, trained_with=treats).new if not is_record(name)]
+        if lacking:
+            raise VitfocusError(f"{run.weights} is not the model of {run.row.label!r}: it has no {lacking[0]}.")
     return model.eval()
 
 
