@@ -21,7 +21,8 @@ OUT = Path(__file__).parents[1] / "src" / "vitfocus" / "attention" / "reference.
 MODELS = {"DeiT-Ti": "deit_tiny_patch16_224", "ViT-Ti (ImageNet-21k)": "vit_tiny_patch16_224"}
 AGAINST = "gaussian_noise/3"
 #: Readings whose values do not depend on the number of tokens, or are divided by the bound of the entropy.
-PLAIN, OF_BOUND = ("overfocus", "head_similarity", "diversity_official", "stability"), ("entropy", "entropy_p85")
+PLAIN = ("overfocus", "distance", "head_similarity", "diversity_official", "stability", "high_norm")
+OF_BOUND = ("entropy", "entropy_p85")
 
 
 def main() -> None:
@@ -38,7 +39,7 @@ def main() -> None:
         diagnosis = vf.diagnose(model, chosen, AGAINST)
         values = {key: [row[key] for row in diagnosis.rows] for key in PLAIN}
         values |= {key: [row[key] / row["entropy_bound"] for row in diagnosis.rows] for key in OF_BOUND}
-        models[label] = {"model": name, **{key: [round(v, 4) for v in found] for key, found in values.items()}}
+        models[label] = {"model": name, **{key: [round(v, 5) for v in found] for key, found in values.items()}}
         print(diagnosis)
     facts = {"images": len(chosen), "data": "photographs of ImageNet's validation set", "against": AGAINST}
     OUT.write_text(json.dumps(facts | {"versions": versions("torch", "timm"), "models": models}, indent=1) + "\n")

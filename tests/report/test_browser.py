@@ -257,7 +257,8 @@ def test_maps_beside_the_page_are_loaded_when_they_are_shown(
     browser: Any, tmp_path: Path, models: dict[str, torch.nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(explorer, "INLINE", 0)
-    page = vf.explore(models["plain"], shapes_batch(range(2), size=SIZE)[0], out=tmp_path / "a page.html")
+    page = vf.explore(models["plain"], shapes_batch(range(2), size=SIZE)[0], out=tmp_path / "a page.html").path
+    assert page is not None
     files = sorted((tmp_path / "a page-data").iterdir())
     assert len(files) == 2 * 2
     opened = browser.new_page()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import os
@@ -232,16 +233,11 @@ def test_a_killed_server_is_told_and_ctrl_c_ends_it(visit: Any, tmp_path: Path) 
 
 
 def axe() -> str | None:
-    """The text of axe-core: from $VITFOCUS_AXE, or from node_modules here or of npm."""
-    places = [os.environ.get("VITFOCUS_AXE"), *(str(Path(root) / "axe-core/axe.min.js") for root in _node_modules())]
+    """The text of axe-core: from $VITFOCUS_AXE, the package axe-playwright-python, or node_modules here."""
+    places = [os.environ.get("VITFOCUS_AXE"), Path(__file__).parents[2] / "node_modules" / "axe-core" / "axe.min.js"]
+    if (package := importlib.util.find_spec("axe_playwright_python")) is not None:
+        places += [Path(folder) / "axe.min.js" for folder in package.submodule_search_locations or ()]
     return next((Path(place).read_text("utf-8") for place in places if place and Path(place).is_file()), None)
-
-
-def _node_modules() -> list[str]:
-    found = [str(Path(__file__).parents[2] / "node_modules")]
-    if npm := shutil.which("npm"):
-        found.append(subprocess.run([npm, "root", "-g"], capture_output=True, text=True).stdout.strip())
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -250,24 +246,67 @@ def pages(address: str, models: dict[str, torch.nn.Module], tmp_path_factory: py
     folder = tmp_path_factory.mktemp("pages")
     images = shapes_batch(range(2), size=64)[0]
     for name, model in models.items():
-        vf.diagnose(model, images, "gaussian_noise/3", name=name).save(folder / name)
-    vf.explore(models, images, out=folder / "explorer.html")
-    report = vf.report(folder).path.as_uri()
-    return {"live": address, "explorer": (folder / "explorer.html").as_uri(), "report": report}
+        vf.diagnose(model, images, "gaussian_noise/3", name=name).save(folder / "runs" / name)
+        vf.evaluate({name: model}, "clean", (images, torch.tensor([0, 1])), out=folder / "scores", progress=False).save(
+            folder / "runs" / name / "evaluation"
+        )
+        shutil.rmtree(folder / "scores")
+    written = {
+        "explorer": vf.explore(models, images, out=folder / "explorer.html").path,
+        "report": vf.report(folder / "runs").path,
+        "gallery": vf.report(folder / "runs", gallery=True, out=folder / "gallery.html").path,
+    }
+    return {"live": address} | {name: path.as_uri() for name, path in written.items() if path is not None}
 
 
-@pytest.mark.slow
+def test_a_notebook_shows_the_explorer_in_a_frame(browser: Any, models: dict[str, torch.nn.Module]) -> None:
+    found = vf.explore(models["plain"], shapes_batch(range(1), size=64)[0])._repr_html_()
+    page = browser.new_page()
+    page.set_content(f"<!doctype html><body>{found}</body>")
+    frame = page.frame_locator("iframe")
+    frame.locator('#stage[aria-busy="false"]').wait_for()
+    frame.locator('[data-control="step"]').fill("0")
+    frame.locator('#stage[aria-busy="false"]').wait_for()
+    assert "Layer 0" in frame.locator('[data-panel="0.0"] > p').inner_text()
+    page.close()
+
+
+def test_the_gallery_sorts_by_every_column(browser: Any, pages: dict[str, str]) -> None:
+    page = browser.new_page()
+    page.goto(pages["gallery"])
+    heads = page.locator(".sortable thead th")
+    for index in range(heads.count()):
+        for _ in range(2):  # one way, and the other
+            heads.nth(index).locator("button").click()
+            shown = page.locator(f".sortable tbody td:nth-child({index + 1})").evaluate_all(
+                "cells => cells.map((cell) => cell.dataset.value)"
+            )
+            values = [one if index == 0 else float(one) for one in shown]
+            down = heads.nth(index).get_attribute("aria-sort") == "descending"
+            assert len(values) == 2 and values == sorted(values, reverse=down)
+        assert page.locator("[aria-sort]").count() == 1
+    page.set_viewport_size({"width": 390, "height": 800})
+    page.locator(".sorting select").select_option("model")
+    assert page.locator(".sortable tbody tr").first.inner_text().startswith("other")
+    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+    page.close()
+
+
 @pytest.mark.parametrize("theme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 390])
-@pytest.mark.parametrize("which", ["live", "explorer", "report"])
-def test_axe_finds_nothing(browser: Any, pages: dict[str, str], which: str, width: int, theme: str) -> None:
+@pytest.mark.parametrize("which", ["live", "explorer", "report", "gallery"])
+def test_axe_finds_nothing(browser: Any, pages: dict[str, str], which: str, theme: str) -> None:
     program = axe()
     if program is None:
-        pytest.skip("axe-core is not installed: npm install --no-save axe-core, or set VITFOCUS_AXE")
+        pytest.skip("axe-core is not installed: pip install axe-playwright-python, or set VITFOCUS_AXE")
+    for width in (1280, 390):
+        _run_axe(browser, pages[which], program, theme, width, which in ("live", "explorer"))
+
+
+def _run_axe(browser: Any, address: str, program: str, theme: str, width: int, explorer: bool) -> None:
     context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=theme, bypass_csp=True)
     page = context.new_page()
-    page.goto(pages[which])
-    if which in ("live", "explorer"):
+    page.goto(address)
+    if explorer:
         settle(page)
     page.evaluate("() => document.querySelectorAll('details').forEach((one) => { one.open = true; })")
     page.evaluate(program)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from vitfocus.anatomy import Anatomy, Block, anatomy
 from vitfocus.anatomy.block import Size
 from vitfocus.attention.capture import can_be_read, model_name, pick_blocks, reading
-from vitfocus.attention.findings import SECOND, Explained, Situation, default_thresholds, explain
+from vitfocus.attention.findings import SECOND, Explained, Situation, default_thresholds, explain, uniform_note
 from vitfocus.attention.images import Batches, ImageBatch, Images, paired, text_length, with_text, without_padding
 from vitfocus.attention.layer import LayerReadings, NormReadings, geometry_of, layer_rows
 from vitfocus.attention.plots import plot, png
@@ -28,7 +28,7 @@ from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import write_bytes
 from vitfocus.core.modules import carried, inserted, insertion_sentence, is_trained
 from vitfocus.core.records import Count, OpenDict, convert, read_json
-from vitfocus.core.tables import Table, bullet, counted
+from vitfocus.core.tables import Table, bullet, counted, html_points
 from vitfocus.data.shapes.dataset import shapes_named
 from vitfocus.kernels.attention import Observation
 
@@ -65,9 +65,9 @@ class DiagnosisRecord(msgspec.Struct):
     depth: Count = 0
 
 
-@dataclass
+@dataclass(repr=False)
 class Diagnosis:
-    """What `diagnose` measured.
+    """What `diagnose` measured: print it, or show it in a notebook.
 
     Attributes:
         rows: one dict per layer; `vitfocus.attention.readings.READINGS` describes its keys.
@@ -88,8 +88,8 @@ class Diagnosis:
         >>> import timm, torch
         >>> model = timm.create_model("vit_tiny_patch16_224", depth=2, img_size=64)
         >>> diagnosis = diagnose(model, torch.rand(2, 3, 64, 64))
-        >>> len(diagnosis.rows), diagnosis.images, diagnosis.size
-        (2, 2, (64, 64))
+        >>> diagnosis, len(diagnosis.rows)
+        (<Diagnosis of vit_tiny_patch16_224: 2 layers, 2 images of 64x64>, 2)
     """
 
     rows: list[dict[str, Any]]
@@ -116,11 +116,15 @@ class Diagnosis:
         specs = tuple(self.treatments.split(" + ")) if self.treatments else ()
         return explain(self.rows, Situation(specs, self.trained, self.against, self.depth))
 
+    @property
+    def _setting(self) -> str:
+        against = f", against {self.against}" if self.against else ""
+        return f"{counted(self.images, 'image')} of {self.size[0]}x{self.size[1]}{against}"
+
     def table(self) -> Table:
         """The rows as a table, with the columns for which any layer has a number: print it, or pass it to rich."""
         keys = {key: heading for key, (heading, _) in columns().items() if any(key in row for row in self.rows)}
-        title = f"{self.model}: {counted(self.images, 'image')} of {self.size[0]}x{self.size[1]}"
-        title += f", against {self.against}" if self.against else ""
+        title = f"{self.model}: {self._setting}"
         units = "Entropy in nats; distance in sides of the image, or of the window." if "entropy" in keys else ""
         assumed = "The images lie outside [0, 1] and were taken as normalised." if "assumed" in self.taken_as else ""
         caption = " ".join(filter(None, (units, assumed, insertion_sentence(self.inserted))))
@@ -199,11 +203,18 @@ class Diagnosis:
         """This diagnosis beside another, layer by layer."""
         return compare(self, other, labels)
 
+    def __repr__(self) -> str:
+        return f"<Diagnosis of {self.model}: {counted(len(self.rows), 'layer')}, {self._setting}>"
+
     def __str__(self) -> str:
         return "\n".join([str(self.table()), *map(bullet, self.findings)])
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return self.table()._repr_html_() + html_points([(one.read, one.explanation) for one in self.explained])
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class Comparison:
     """Two diagnoses, layer by layer. `rows` holds the second minus the first for every number both have."""
 
@@ -234,7 +245,8 @@ class Comparison:
             verb = "stays at" if low == high else "rises" if after > before else "falls"
             change = f"{verb} {low}" if low == high else f"{verb} from {low} to {high}"
             sentences.append(f"From {self.labels[0]} to {self.labels[1]}, {what} {change}, averaged over the layers.")
-        return sentences
+        note = uniform_note(dict(zip(self.labels, (self.first.rows, self.second.rows), strict=True)))
+        return [*sentences, note] if note else sentences
 
     def table(self) -> Table:
         """Both values of every number, first → second."""
@@ -257,8 +269,15 @@ class Comparison:
         """The figure `Diagnosis.plot` draws, with both."""
         return plot(dict(zip(self.labels, (self.first, self.second), strict=True)), kind)
 
+    def __repr__(self) -> str:
+        return f"<Comparison of {self.labels[0]} and {self.labels[1]}: {counted(len(self.rows), 'layer')}>"
+
     def __str__(self) -> str:
         return "\n".join([str(self.table()), *map(bullet, self.findings)])
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return self.table()._repr_html_() + html_points(self.findings)
 
 
 def compare(first: Diagnosis, second: Diagnosis, labels: Sequence[str] | None = None) -> Comparison:

@@ -208,7 +208,10 @@ def _uniform(uniform: Sequence[Row], situation: Situation) -> Explained:
 def _treating_spread(situation: Situation) -> tuple[str, str]:
     carried = situation.carries("cb", "cbs")
     if carried:
-        return f"The model carries {' and '.join(carried)}, which supplies uniform attention directly.", ""
+        return (
+            f"The model carries {' and '.join(carried)}, which supplies uniform attention directly.",
+            "compare with the model without: `vitfocus report RUN_PLAIN RUN_TREATED`.",
+        )
     if not situation.trained:
         return "", ""
     return (
@@ -222,10 +225,41 @@ def _treating_spread(situation: Situation) -> tuple[str, str]:
 _MEANINGS = {
     "unstable": "What these layers attend to depends on the noise.",
     "alike_rows": "All queries look at the same tokens, though these are not few.",
-    "alike_heads": "The heads do much the same; some may be redundant. No treatment here addresses this alone.",
+    "alike_heads": "The heads do much the same; some may be redundant.",
     "narrow": "Often usual in early layers, which look at neighbours or at single tokens.",
     "spread": "Softmax learns uniform rows poorly.",
+    "high_norm": "Large models keep global information in such tokens, usually in patches that show little, and lose "
+    "what these patches show.",
 }
+_LOOK = "look at them: `vitfocus diagnose MODEL --images DIR --explore --out DIR`"
+
+
+def _treating(kind: str, situation: Situation) -> tuple[str, str]:
+    """The evidence and the next command for a finding."""
+    if kind == "spread":
+        return _treating_spread(situation)
+    if kind in ("unstable", "alike_rows"):
+        return _treating_overfocus(situation)
+    if kind == "high_norm":
+        return _treating_high_norm(situation)
+    known = {"alike_heads": "No treatment here addresses this alone.", "narrow": "Not a fault in itself."}
+    return known.get(kind, ""), f"{_LOOK}."
+
+
+def _treating_high_norm(situation: Situation) -> tuple[str, str]:
+    if carried := situation.carries("registers", "ttr"):
+        return (
+            f"The model carries {' and '.join(carried)}, meant to take these activations.",
+            "compare with the model without them: `vitfocus report RUN_PLAIN RUN_TREATED`.",
+        )
+    if not situation.trained:
+        return "", ""
+    return (
+        "Test-time registers move these activations to an added token without training; registers are trained to take "
+        "them. Their authors report cleaner maps; a gain in robustness is not known.",
+        f"{_LOOK} (rings mark them). To try it: `vf.treat_(model, vf.find_registers(model, images))`, then diagnose "
+        "and evaluate again.",
+    )
 
 
 def _general(held: Sequence[Row], key: str, finding: Finding, situation: Situation) -> Explained:
@@ -233,16 +267,12 @@ def _general(held: Sequence[Row], key: str, finding: Finding, situation: Situati
     low, high = (f"{pick(row[key] for row in held):{_number(key)}}" for pick in (min, max))
     bound = max((row.get("entropy_bound", 0.0) for row in held), default=0.0)
     value = low if low == high else f"{low} to {high}"
-    said = finding.sentence.format(value, bound=bound, under=_under(situation.against))
     scaled = [row[key] / row[finding.share_of] if finding.share_of else row[key] for row in held]
+    share = f"{_span(scaled, 100, '.0f')} %"
+    said = finding.sentence.format(value, bound=bound, under=_under(situation.against), share=share)
     lead = held[scaled.index((min if finding.below else max)(scaled))]
-    factor, form, unit = (100, ".0f", " %") if finding.share_of else (1, ".2f", "")
-    evidence, command = "", ""
-    if finding.name == "spread":
-        evidence, command = _treating_spread(situation)
-    elif finding.name in ("unstable", "alike_rows"):
-        evidence, command = _treating_overfocus(situation)
-    unit += " of the bound" if finding.share_of else ""
+    percent = _number(key).endswith("%")
+    factor, form, unit = (100, ".2f" if percent else ".0f", " %") if finding.share_of or percent else (1, ".2f", "")
     same = key != "stability" or situation.against == reference()["against"]
     return Explained(
         finding.name,
@@ -250,8 +280,7 @@ def _general(held: Sequence[Row], key: str, finding: Finding, situation: Situati
         f"{_layers(row['layer'] for row in held)}: {said}",
         _reference(key, situation.place(lead), factor, form, unit) if same else "",
         _MEANINGS.get(finding.name, ""),
-        evidence,
-        command,
+        *_treating(finding.name, situation),
     )
 
 
@@ -326,6 +355,22 @@ def _span(values: Sequence[float], factor: float = 1.0, form: str = ".2f") -> st
     """
     low, high = (format(factor * value, form) for value in (min(values), max(values)))
     return low if low == high else f"{low} to {high}"
+
+
+def nearly_uniform(rows: Sequence[Row]) -> bool:
+    """Whether the mean entropy over the layers is close to its bound."""
+    shares = [share for row in rows if (share := _entropy_share(row))]
+    return bool(shares) and sum(shares) / len(shares) >= NEARLY_UNIFORM
+
+
+def uniform_note(rows_by_name: Mapping[str, Sequence[Row]]) -> str:
+    """A sentence on the models whose attention is nearly uniform, which makes two readings look good; empty for none.
+
+    >>> uniform_note({"a": [{"entropy": 4.1, "entropy_bound": 4.2}], "b": [{"entropy": 2.1, "entropy_bound": 4.2}]})
+    'a: attention is nearly uniform, which alone lowers overfocus and raises stability.'
+    """
+    found = ", ".join(name for name, rows in rows_by_name.items() if nearly_uniform(rows))
+    return f"{found}: attention is nearly uniform, which alone lowers overfocus and raises stability." if found else ""
 
 
 def _unread(rows: Sequence[Row]) -> list[str]:

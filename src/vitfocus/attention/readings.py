@@ -29,7 +29,8 @@ class Finding:
     Attributes:
         name: the threshold's key in `diagnosis.json`.
         threshold: the value from which on the sentence is true.
-        sentence: follows "Layers 1 and 2: "; {} is the value or range of values, {bound} the bound of the entropy.
+        sentence: follows "Layers 1 and 2: "; {} is the value or range of values, {bound} the bound of the entropy,
+            {share} the value as a share of `share_of`.
         below: the sentence is true at or below the threshold, not at or above it.
         share_of: the key of a number that the value is divided by before it is compared.
     """
@@ -167,7 +168,7 @@ READINGS: dict[str, Reading] = {
                 Finding(
                     "narrow",
                     0.35,
-                    "the mean entropy is {} of at most {bound:.2f} nats: each query looks at very few tokens.",
+                    "the mean entropy is {} of at most {bound:.2f} nats ({share}): a query looks at very few tokens.",
                     below=True,
                     share_of="entropy_bound",
                 ),
@@ -185,7 +186,7 @@ READINGS: dict[str, Reading] = {
                 Finding(
                     "spread",
                     0.90,
-                    "15 % of the rows have an entropy of {} or more, where uniform attention has {bound:.2f} nats.",
+                    "15 % of the rows have an entropy of {} nats or more, {share} of that of uniform attention.",
                     share_of="entropy_bound",
                 ),
             ),
@@ -323,8 +324,7 @@ READINGS: dict[str, Reading] = {
                 Finding(
                     "high_norm",
                     0.005,
-                    "{} of the patch tokens have a norm far above the others: the model uses them as scratch space; "
-                    "registers (trained) or ttr (without training) give it other tokens for that.",
+                    "{} of the patch tokens have a norm far above the others of their image.",
                 ),
             ),
             chart=Chart(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import re
 import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from html import escape
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -58,6 +60,20 @@ class Table:
 
     def __str__(self) -> str:
         return self.text(styled=sys.stdout.isatty(), width=terminal_width())
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        sides = ["left", *["right"] * (len(self.columns) - 1)]
+
+        def line(tag: str, cells: Sequence[str]) -> str:
+            pairs = zip(sides, cells, strict=True)
+            return "".join(f'<{tag} style="text-align:{side}">{escape(cell)}</{tag}>' for side, cell in pairs)
+
+        body = "".join(f"<tr>{line('td', row)}</tr>" for row in self.rows)
+        title = f"<caption><b>{escape(self.title)}</b></caption>" if self.title else ""
+        note = f"<p><small>{escape(self.caption)}</small></p>" if self.caption else ""
+        table = f"<table>{title}<thead><tr>{line('th', self.columns)}</tr></thead><tbody>{body}</tbody></table>"
+        return f'<div style="overflow-x:auto">{table}{note}</div>'
 
     def text(self, *, styled: bool = False, width: int | None = None) -> str:
         """The table as lines, `styled` with terminal escapes or plain, for files; at most `width` columns if given.
@@ -122,6 +138,18 @@ def bullet(text: str, width: int | None = None) -> str:
         return f"- {text}"
     wrapped = textwrap.wrap(text, max(columns, 20), initial_indent="- ", subsequent_indent="  ", break_long_words=False)
     return "\n".join(wrapped)
+
+
+def html_points(sentences: Iterable[str | tuple[str, str]]) -> str:
+    """A list as HTML, with commands in backticks; the first of a pair is prominent. All of it is escaped.
+
+    >>> html_points(["run `a <b>`", ("Look:", "here")])
+    '<ul><li>run <code>a &lt;b&gt;</code></li><li><b>Look:</b> here</li></ul>'
+    """
+    pairs = [("", one) if isinstance(one, str) else one for one in sentences]
+    texts = [(f"<b>{escape(lead)}</b> " if lead else "") + escape(rest) for lead, rest in pairs]
+    items = [re.sub(r"`([^`]+)`", r"<code>\1</code>", words) for words in texts]
+    return f"<ul>{''.join(f'<li>{item}</li>' for item in items)}</ul>" if items else ""
 
 
 def counted(number: float, what: str, form: str = ",") -> str:

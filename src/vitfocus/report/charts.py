@@ -384,3 +384,17 @@ def ink_on(red: int, green: int, blue: int) -> str:
 
     light = 0.2126 * linear(red) + 0.7152 * linear(green) + 0.0722 * linear(blue) + 0.05
     return "#fff" if 1.05 / light > light / (linear(0x11) + 0.05) else "#111"
+
+
+def place_map(title: str, places: Sequence[Sequence[float]]) -> str:
+    """A grid of shares between 0 and 1, drawn as the image they belong to; the darkest is the greatest."""
+    rows, columns, top = len(places), max(map(len, places)), max(max(row) for row in places)
+    side = min(18.0, 250.0 / max(rows, columns))
+    parts = [text(8, 14, short(title, 50), kind="ink strong")]
+    for i, row in enumerate(places):
+        for j, value in enumerate(row):
+            fill = "rgb({},{},{})".format(*colour(value, (0.0, top or 1.0), False))
+            hint = element("title", f"row {i}, column {j}: {100 * value:.3g} %")
+            parts.append(element("rect", hint, x=8 + side * j, y=24 + side * i, width=side, height=side, fill=fill))
+    parts.append(text(8, 40 + side * rows, f"darkest: {100 * top:.3g} % of the images", kind="quiet"))
+    return drawing(max(16 + side * columns, 300.0), 46 + side * rows, parts, title)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 from urllib.parse import quote
@@ -24,6 +26,7 @@ from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import write_text
 from vitfocus.core.records import Count, convert, parse_json, read_json, read_text
 from vitfocus.core.statistics import evenly_spaced
+from vitfocus.core.tables import counted
 from vitfocus.corruptions import corrupt, parse
 from vitfocus.report.explorer_maps import ENTRIES, LEVELS, Layer, Prediction, Reader, View, data_url, headings
 from vitfocus.report.page import Page, remove_other_chunks
@@ -163,28 +166,62 @@ class _Packed:
         self.size = sum(len(view["d"]) for one in made for view in one)
 
 
+@dataclass(frozen=True, repr=False)
+class Explorer:
+    """An attention explorer: a notebook shows it in the cell. `path` is the page that was written, if any."""
+
+    data: Data
+    title: str
+    path: Path | None = None
+
+    def __repr__(self) -> str:
+        names = " and ".join(model["name"] for model in self.data["models"])
+        place = f" in {self.path}" if self.path is not None else ""
+        return f"<Explorer of {names}: {counted(len(self.data['images']), 'image')}{place}>"
+
+    def __fspath__(self) -> str:
+        if self.path is None:
+            raise VitfocusError("This explorer was not written: explore(..., out=FILE) writes it.")
+        return str(self.path)
+
+    def html(self) -> str:
+        """The page with all maps inside."""
+        page = Page(self.title)
+        add_explorer(page, self.data)
+        return page.html()
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the page in a frame that can reach nothing outside."""
+        return (
+            f'<iframe sandbox="allow-scripts" title="{escape(self.title, quote=True)}" style="width:100%;height:46rem;'
+            f'border:0" srcdoc="{escape(self.html(), quote=True)}"></iframe>'
+        )
+
+
 @checked
 def explore(
     models: nn.Module | Mapping[str, nn.Module],
     images: Tensor,
     against: str | None = "gaussian_noise/3",
     *,
-    out: str | Path = "explorer.html",
+    out: str | Path | None = None,
     title: str = "Attention explorer",
     **options: Any,
-) -> Path:
-    """Write an HTML page with the attention explorer, and beside it a folder of maps if they are large.
+) -> Explorer:
+    """The attention explorer, to be shown in a notebook or written as an HTML page.
 
     Args:
         models: One model, or models by name; two are shown side by side.
         images: uint8 images (B, 3, H, W); each model sees them at its own size.
         against: Corruption shown beside the clean images, such as "gaussian_noise/3"; None for none.
-        out: The file to write. Maps beyond 4 MB go into a folder beside it, such as explorer-data for explorer.html.
+        out: The file to write, such as "explorer.html". Maps beyond 4 MB go into a folder beside it (explorer-data).
+            By default nothing is written.
         title: Title of the page.
-        **options: Further options of `explorer_data`, such as `names`, `limit` and `budget`.
+        **options: Further options of `explorer_data`, such as `names`, `limit` and `budget`. A notebook keeps what it
+            shows: `limit=1` keeps it small.
 
     Returns:
-        The path of the page.
+        The explorer, which is also a path if it was written.
 
     Raises:
         VitfocusError: If the images are not uint8, or no layer of a model attends to the whole image.
@@ -193,13 +230,18 @@ def explore(
         >>> import tempfile, timm
         >>> from vitfocus.data.shapes.dataset import shapes_batch
         >>> model = timm.create_model("vit_tiny_patch16_224", depth=2, img_size=64)
-        >>> page = explore(model, shapes_batch(range(2), size=64)[0], out=Path(tempfile.mkdtemp()) / "explorer.html")
-        >>> "explorer-data" in page.read_text()
-        True
+        >>> images = shapes_batch(range(2), size=64)[0]
+        >>> explore(model, images)  # a notebook shows it
+        <Explorer of vit_tiny_patch16_224: 2 images>
+        >>> explore(model, images, out=Path(tempfile.mkdtemp()) / "explorer.html").path.name
+        'explorer.html'
     """
+    data = explorer_data(models, images, against, **options)
+    if out is None:
+        return Explorer(data, title)
     page = Page(title)
-    add_explorer(page, explorer_data(models, images, against, **options), Path(out))
-    return page.write(out)
+    add_explorer(page, data, Path(out))
+    return Explorer(data, title, page.write(out))
 
 
 def add_explorer(page: Page, data: Data, target: Path | None = None) -> None:

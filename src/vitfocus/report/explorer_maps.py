@@ -39,7 +39,7 @@ ENTRIES = 170_000
 #: The readings shown beside a map, as the table of a diagnosis names and formats them.
 SHOWN = (
     "entropy", "entropy_bound", "entropy_cls", "distance", "overfocus", "effective_tokens", "head_similarity",
-    "diversity_official", "stability",
+    "diversity_official", "stability", "high_norm",
 )  # fmt: skip
 #: How many classes are listed.
 _BEST = 5
@@ -80,13 +80,13 @@ Prediction = list[tuple[str, float]]
 
 @dataclass(frozen=True)
 class Look:
-    """One image as a model saw it: by layer the observed attention and the high-norm tokens; and the likeliest classes.
-
-    `size` is that of the image at the stem.
+    """One image as a model saw it: by layer the observed attention, the high-norm tokens and their share of all; and
+    the likeliest classes. `size` is that of the image at the stem.
     """
 
     seen: dict[str, Observation]
     marks: dict[str, list[tuple[float, float]]]
+    shares: dict[str, float]
     size: Size
     best: Prediction
 
@@ -133,21 +133,24 @@ class Reader:
     def _run(self, batch: Tensor) -> Look:
         seen: dict[str, Observation] = {}
         marks: dict[str, list[tuple[float, float]]] = {}
+        shares: dict[str, float] = {}
 
         def keep(block: Block, one: Observation, _: Size) -> None:
             seen[block.name] = one
 
         def mark(block: Block, norms: Tensor) -> None:
             _, rows, columns = norms.shape
+            found = high_norm(norms.flatten(1))[0].nonzero().flatten().tolist()
+            shares[block.name] = len(found) / (rows * columns)
             marks[block.name] = [
                 (round((place % columns + 0.5) / columns, 4), round((place // columns + 0.5) / rows, 4))
-                for place in high_norm(norms.flatten(1))[0].nonzero().flatten().tolist()
+                for place in found
             ]
 
         with reading(self.model, self.body, self.blocks, keep, norms=mark, outputs=self.blocks) as session:
             output = session.run(ImageBatch(batch))
         self._keep_placed(seen, session.size)
-        return Look(seen, marks, session.size, self._predict(output))
+        return Look(seen, marks, shares, session.size, self._predict(output))
 
     def _keep_placed(self, seen: dict[str, Observation], size: Size) -> None:
         """Drop layers whose tokens fit no grid."""
@@ -197,6 +200,8 @@ class Reader:
         seen = look.seen[block.name]
         other = clean.seen[block.name] if clean is not None else None
         rows = rows_by_head(seen, other, geometry_of(block, seen, look.size), block.mixes_tokens_by_attention)
+        if block.name in look.shares:  # of the block's output, which its heads share
+            rows[0]["high_norm"] = look.shares[block.name]
         levels, tops = encode(block, look.size, seen.attention()[0].float().cpu(), entries)
         view: View = {
             "d": base64.b64encode(zlib.compress(levels, effort)).decode(),

@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import quote
 
 from vitfocus.attention.diagnosis import Diagnosis
-from vitfocus.attention.findings import KNOWN, NEARLY_UNIFORM, reference, reference_values
+from vitfocus.attention.findings import KNOWN, NEARLY_UNIFORM, reference, reference_values, uniform_note
 from vitfocus.attention.readings import READINGS, Chart, charts
 from vitfocus.core.modules import insertion_sentence
 from vitfocus.core.tables import Table, counted
@@ -63,6 +63,8 @@ def add_gallery(page: Page, models: Sequence[ReportModel], target: Path) -> None
         f"{KNOWN.partition(',')[0]} on {reference()['images']} photographs.",
         quiet=True,
     )
+    if note := uniform_note({model.name: found.rows for model, found in shown}):
+        page.text(note)
     page.section("What the readings mean")
     page.points([(f"{_heading(key, chart)}:", _meaning(key, chart, ends[key])) for key, chart in read.items()])
     page.section("What stands out")

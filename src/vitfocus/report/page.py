@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from vitfocus.core.files import write_text
+from vitfocus.core.tables import html_points
 
 #: The browser refuses to fetch anything, except the page's own maps from a folder beside it.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'{files}; img-src data: blob:"
@@ -93,11 +94,9 @@ class Page:
 
     def points(self, sentences: Sequence[str | tuple[str, str]]) -> None:
         """A list of sentences, with commands in backticks; the first of a pair is prominent."""
-        pairs = [("", one) if isinstance(one, str) else one for one in sentences]
-        texts = [(f"<b>{escape(minus(lead))}</b> " if lead else "") + escape(minus(rest)) for lead, rest in pairs]
-        items = [re.sub(r"`([^`]+)`", r"<code>\1</code>", words) for words in texts]
-        if items:
-            self._add("<ul>" + "".join(f"<li>{item}</li>" for item in items) + "</ul>")
+        pairs = [("", minus(one)) if isinstance(one, str) else (minus(one[0]), minus(one[1])) for one in sentences]
+        if pairs:
+            self._add(html_points(pairs))
 
     def table(
         self,
@@ -225,8 +224,8 @@ def _breakable(text: str) -> str:
 
 
 def minus(text: str) -> str:
-    """Replace hyphens before digits by minus signs."""
-    return re.sub(r"(?<![\w.])-(?=\d)", "−", text)
+    """Replace hyphens before digits by minus signs, and keep percent signs with their numbers."""
+    return re.sub(r"(?<=\d) (?=%)", "\u00a0", re.sub(r"(?<![\w.])-(?=\d)", "−", text))
 
 
 def _file(name: str) -> str:

@@ -85,7 +85,7 @@ class Results(msgspec.Struct):
     fingerprint: Fingerprint
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Scores:
     """What `evaluate` measured, in percent. With one model, `scores["mce"]` is its number.
 
@@ -100,8 +100,8 @@ class Scores:
 
     Example:
         >>> scores = Scores("clean", 100, {"vit": {"top1": 75.0, "cells": {}}})
-        >>> scores["top1"], scores["vit"]["top1"]
-        (75.0, 75.0)
+        >>> scores, scores["top1"], scores["vit"]["top1"]
+        (<Scores on clean: 100 images, vit top-1 75.0>, 75.0, 75.0)
     """
 
     suite: str
@@ -109,7 +109,7 @@ class Scores:
     models: dict[str, Summary]
     notes: tuple[str, ...] = ()
     fingerprint: dict[str, Any] = field(default_factory=dict)
-    samples: Samples = field(default_factory=dict, repr=False)
+    samples: Samples = field(default_factory=dict)
 
     def __getitem__(self, key: str) -> Any:
         if key in self.models:
@@ -147,6 +147,20 @@ class Scores:
         caption = f"In percent{how}. " + " ".join(filter(None, (*self.notes, insertions_sentence(self.insertions))))
         title = f"{self.suite}: {counted(self.images, 'image')}"
         return Table(title, [_what(self.models[names[0]]), *names], rows, caption)
+
+    def __repr__(self) -> str:
+        said = []
+        for name, summary in self.models.items():
+            main = [f" {METRICS[key].short} {summary[key]:.1f}" for key in METRICS if key in summary][:1]
+            said.append("".join([name, *main]))
+        return f"<Scores on {self.suite}: {counted(self.images, 'image')}, {', '.join(said)}>"
+
+    def __str__(self) -> str:
+        return str(self.table())
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return self.table()._repr_html_()
 
     def compare(self, first: str, second: str) -> Comparison:
         """Compare two of the models on the same images; see `compare`."""
@@ -208,7 +222,7 @@ def load_scores(folder: str | Path) -> Scores:
     return Scores(results.suite, results.images, models, tuple(results.notes), results.fingerprint, samples)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Comparison:
     """`rows`: condition, both numbers in percent, second minus first with its paired 95 % interval, McNemar's p.
 
@@ -246,6 +260,16 @@ class Comparison:
         caption = " ".join(filter(None, (how, forced, insertions_sentence(self.insertions))))
         columns = ["condition", self.first, self.second, "difference", "p"]
         return Table(f"{self.suite}: {self.second} against {self.first}", columns, cells, caption)
+
+    def __repr__(self) -> str:
+        return f"<Comparison on {self.suite}: {self.second} against {self.first}, {counted(len(self.rows), 'row')}>"
+
+    def __str__(self) -> str:
+        return str(self.table())
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return self.table()._repr_html_()
 
 
 def compare(first: Scores | str | Path, second: Scores | str | Path, force: bool = False, seed: int = 0) -> Comparison:

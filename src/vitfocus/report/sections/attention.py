@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean, quantiles
 
 from vitfocus.attention.diagnosis import Diagnosis
@@ -10,7 +10,7 @@ from vitfocus.attention.findings import KNOWN, known_band, threshold_lines
 from vitfocus.attention.plots import uniform_levels
 from vitfocus.attention.readings import Chart, cell, charts, columns
 from vitfocus.core.tables import counted
-from vitfocus.report.charts import Line, Reference, line_chart
+from vitfocus.report.charts import Line, Reference, line_chart, place_map, short
 from vitfocus.report.page import Cell, Page, minus
 from vitfocus.report.runs import ReportModel
 
@@ -39,6 +39,7 @@ def add_attention(page: Page, models: Sequence[ReportModel], colours: Mapping[st
             if any(key in row for diagnosis in diagnoses.values() for row in diagnosis.rows)
         ]
         page.figures(*drawn)
+        page.figures(*_places(diagnoses), size="small")
         for name, diagnosis in diagnoses.items():
             page.heading(f"Findings for {name}")
             page.points([(one.read, one.explanation) for one in diagnosis.explained])
@@ -50,6 +51,19 @@ def add_attention(page: Page, models: Sequence[ReportModel], colours: Mapping[st
             ]
             headings = [shown[key][0] for key in keys]
             page.table(f"all layers of {name}, {counted(images, 'image')}{under}", headings, lines, folded=True)
+
+
+def _places(diagnoses: Diagnoses) -> Iterator[tuple[str, str, str]]:
+    """Where the high-norm tokens of each model lie, in the layer that has most of them, if they stand out there."""
+    for name, diagnosis in diagnoses.items():
+        if not any(one.kind == "high_norm" for one in diagnosis.explained):
+            continue
+        worst = max(diagnosis.rows, key=lambda row: row.get("high_norm", 0.0))
+        places = diagnosis.high_norm_places.get(worst["layer"])
+        if places and all(places):
+            title = f"{short(name, 24)}: high-norm tokens, layer {worst['layer']}"
+            words = "The share of the images in which the token of a patch has a high norm, by the patch’s place."
+            yield title, place_map(title, places), words
 
 
 def reading_chart(key: str, diagnoses: Diagnoses, colours: Mapping[str, int]) -> str:

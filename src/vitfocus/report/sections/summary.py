@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 
 from vitfocus.attention.diagnosis import Diagnosis
-from vitfocus.attention.findings import NEARLY_UNIFORM
+from vitfocus.attention.findings import uniform_note
 from vitfocus.attention.readings import Chart, charts
 from vitfocus.core.metrics import METRICS
 from vitfocus.core.modules import insertion_sentence, insertions_sentence
@@ -89,7 +89,7 @@ def _findings(models: Sequence[ReportModel]) -> Iterator[str]:
 
 def _attention(models: Sequence[ReportModel]) -> str:
     """The means over the layers of the main readings, and which models attend nearly uniformly."""
-    said, uniform = [], []
+    said, note = [], ""
     for diagnoses in list(group_diagnoses(models).values())[:1]:
         for key, reading in _summary_charts(diagnoses).items():
             means = []
@@ -99,18 +99,8 @@ def _attention(models: Sequence[ReportModel]) -> str:
                     number = f"{fmean(values):.3g} {reading.unit}".rstrip()
                     means.append(f"{number} ({name})" if len(models) > 1 else number)
             said.append(f"{reading.title.lower()} {', '.join(means)}")
-        uniform = [name for name, diagnosis in diagnoses.items() if _is_nearly_uniform(diagnosis)]
-    if not said:
-        return ""
-    note = f" {', '.join(uniform)}: attention is nearly uniform, which alone lowers overfocus and raises stability."
-    return f"Attention, mean over the layers: {'; '.join(said)}." + note * bool(uniform)
-
-
-def _is_nearly_uniform(diagnosis: Diagnosis) -> bool:
-    """Whether the mean entropy over the layers is close to its bound."""
-    known = [row for row in diagnosis.rows if "entropy" in row and row.get("entropy_bound")]
-    shares = [row["entropy"] / row["entropy_bound"] for row in known]
-    return bool(shares) and fmean(shares) >= NEARLY_UNIFORM
+        note = uniform_note({name: diagnosis.rows for name, diagnosis in diagnoses.items()})
+    return f"Attention, mean over the layers: {'; '.join(said)}. {note}".rstrip() if said else ""
 
 
 def _summary_charts(diagnoses: Mapping[str, Diagnosis]) -> dict[str, Chart]:
