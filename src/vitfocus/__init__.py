@@ -15,7 +15,7 @@ from vitfocus.core import __version__
 from vitfocus.core.registry import connect
 
 if TYPE_CHECKING:
-    from vitfocus.anatomy import anatomy
+    from vitfocus.anatomy import anatomy, register
     from vitfocus.attention.diagnosis import Diagnosis, diagnose
     from vitfocus.attention.maps import attention_maps
     from vitfocus.core.errors import VitfocusError, VitfocusWarning
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from vitfocus.treatments.weights import load_weights
 
 _HOMES = {
-    "vitfocus.anatomy": ("anatomy",),
+    "vitfocus.anatomy": ("anatomy", "register"),
     "vitfocus.attention.diagnosis": ("Diagnosis", "diagnose"),
     "vitfocus.attention.maps": ("attention_maps",),
     "vitfocus.corruptions": ("corrupt",),
@@ -88,6 +88,7 @@ __all__ = [
     "load_weights",
     "open_model",
     "push",
+    "register",
     "report",
     "save",
     "treat_",

@@ -21,9 +21,12 @@ Size = tuple[int, int]
 Step = tuple[int | Size, ...]
 
 #: What mixes the tokens of a block. The first five attend from tokens to tokens, so attention can be read and
-#: diversified there; "class" attends from the class token alone; the rest mix without a token-to-token map.
+#: diversified there; "class" attends from the class token alone, and "cross" from other tokens than are attended to;
+#: the rest mix without a token-to-token map.
 TOKEN_ATTENTION = frozenset({"global", "window", "grid", "reduced", "pooled"})
-AttentionKind = Literal["global", "window", "grid", "reduced", "pooled", "class", "channel", "outlook", "none"]
+AttentionKind = Literal[
+    "global", "window", "grid", "reduced", "pooled", "class", "cross", "channel", "outlook", "linear", "none"
+]
 
 #: Where the attention can be seen: at the call of `scaled_dot_product_attention` or softmax inside the module's
 #: forward ("call"), from the input of an `nn.MultiheadAttention` ("multihead"), at the dropout that receives the
@@ -172,7 +175,9 @@ class Anatomy(Sequence[Block]):
     `stem` is the module that meets the image first; `root` the module the blocks' names are counted from. `mean` and
     `std` normalise images as the model expects them. `encoder` is the module that is given the padding mask, where
     there is one, and `text`, in a vision-language model, the one that embeds the text. `takes_tokens` says that nothing
-    inside the blocks depends on the number or order of the tokens, so that more may be added there.
+    inside the blocks depends on the number or order of the tokens, so that more may be added there. `found_by` is
+    "record" for a family that vitfocus describes, or "structure" for what a traced forward pass showed; `confidence` is
+    then the share of the checks that passed.
     """
 
     family: str
@@ -186,6 +191,8 @@ class Anatomy(Sequence[Block]):
     text: nn.Module | None = None
     takes_tokens: bool = False
     notes: tuple[str, ...] = field(default=())
+    found_by: Literal["record", "structure"] = "record"
+    confidence: float = 1.0
 
     @overload
     def __getitem__(self, index: int) -> Block: ...
@@ -202,8 +209,8 @@ class Anatomy(Sequence[Block]):
 
     @property
     def trunk(self) -> tuple[Block, ...]:
-        """The blocks that process all tokens: every block except those of class attention."""
-        return tuple(block for block in self.blocks if block.attention_kind != "class")
+        """The blocks that process all tokens: every block except those of class attention and cross-attention."""
+        return tuple(block for block in self.blocks if block.attention_kind not in ("class", "cross"))
 
     def __repr__(self) -> str:
         lines = [f"Anatomy of {type(self.root).__name__} ({self.family}), {len(self.blocks)} blocks:"]
@@ -212,7 +219,7 @@ class Anatomy(Sequence[Block]):
 
 def heads_of(attention: nn.Module | None) -> int | None:
     """The number of heads by an attention module's own attribute."""
-    for name in ("num_heads", "num_attention_heads", "n_heads"):
+    for name in ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nhead"):
         if isinstance(heads := getattr(attention, name, None), int):
             return heads
     return None
@@ -269,7 +276,7 @@ def build_block(
     places |= dict(zip(("attention.front", "attention.mid", "attention.end"), plan.attention_places, strict=True))
     places |= dict(zip(("mlp.front", "mlp.mid", "mlp.end"), plan.mlp_places, strict=True))
     ports = {key: port for key, place in places.items() if place and (port := _port(host, place, plan.layout, width))}
-    if plan.kind in ("class", "none", "channel", "outlook"):
+    if plan.kind in ("class", "cross", "none", "channel", "outlook", "linear"):
         ports.pop("pool", None)
     return Block(
         name=name,
@@ -289,13 +296,13 @@ def build_block(
         grid_rule=grid_rule,
         build_size=build_size,
         suffix=suffix,
-        query_key=_query_key(attention),
+        query_key=query_key(attention),
         added_tokens=added,
         **more,
     )
 
 
-def _query_key(attention: nn.Module | None) -> tuple[Port, Port] | None:
+def query_key(attention: nn.Module | None) -> tuple[Port, Port] | None:
     """Where queries and keys leave a module of their own: timm's norms of them, or separate projections."""
     for names in (("q_norm", "k_norm"), ("q_proj", "k_proj"), ("query", "key")):
         query, key = getattr(attention, names[0], None), getattr(attention, names[1], None)

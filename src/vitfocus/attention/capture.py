@@ -10,7 +10,7 @@ A `Session` runs a model for this: in eval mode, without gradients, on its own d
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -47,11 +47,12 @@ class Sink(Protocol):
 class _Watch(TorchFunctionMode):
     """Collects every attention that happens while it is active."""
 
-    def __init__(self, seen: list[Observation], finished_maps: bool, heads: int | None) -> None:
+    def __init__(self, seen: list[Observation], finished_maps: bool, heads: int | None, batch: int | None) -> None:
         super().__init__()
         self.seen = seen
         self.finished_maps = finished_maps
         self.heads = heads
+        self.batch = batch
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -59,7 +60,7 @@ class _Watch(TorchFunctionMode):
             if func is F.dropout and args[0].ndim == 4:
                 self.seen.append(Observation(map=args[0]))
         elif func is F.scaled_dot_product_attention:
-            seen, value = _from_call(self.heads, *args, **kwargs)
+            seen, value = _from_call(self.heads, self.batch, *args, **kwargs)
             made = None
             wants_normalisers = value is not None and chosen(seen.source) == "triton" and not exporting()
             if wants_normalisers and seen.query is not None and seen.key is not None and value is not None:
@@ -68,20 +69,32 @@ class _Watch(TorchFunctionMode):
                 self.seen.append(replace(seen, lse=made[1]))
                 return made[0]
             self.seen.append(seen)
-        elif func in (F.softmax, torch.softmax, Tensor.softmax) and args[0].ndim >= (3 if self.heads else 4):
-            self.seen.append(Observation(logits=_by_heads(args[0], self.heads)))
+        elif func in (F.softmax, torch.softmax, Tensor.softmax):
+            scores = args[0] if args else kwargs["input"]
+            dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+            if scores.ndim >= 3 and dim in (-1, scores.ndim - 1):
+                self.seen.append(Observation(logits=_by_heads(scores, self.heads, self.batch)))
         return func(*args, **kwargs)
 
 
-def _by_heads(tensor: Tensor, heads: int | None) -> Tensor:
-    """(B, H, ·, ·), from a tensor whose heads are folded into the batch (B · H, ·, ·), or with windows on an axis."""
-    if tensor.ndim == 3 and heads:
-        return tensor.unflatten(0, (-1, heads))
+def _by_heads(tensor: Tensor, heads: int | None, batch: int | None) -> Tensor:
+    """(B, H, ·, ·), from a tensor whose heads are folded into the batch (B · H, ·, ·), or with windows on an axis.
+
+    `batch` is the length of the module's own input: heads that are computed one after the other are not folded.
+    """
+    if tensor.ndim == 3:
+        folded = heads and tensor.shape[0] != batch and tensor.shape[0] % heads == 0
+        return tensor.unflatten(0, (-1, heads)) if folded else tensor[:, None]
+    if tensor.ndim == 2:
+        return tensor[None, None]
+    if tensor.ndim == 5 and tensor.shape[1] == heads != tensor.shape[2]:
+        tensor = tensor.transpose(1, 2)
     return tensor if tensor.ndim == 4 else tensor.flatten(0, -4)
 
 
 def _from_call(
     heads: int | None,
+    batch: int | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -99,30 +112,54 @@ def _from_call(
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, float("-inf"))
     if attn_mask is not None and attn_mask.ndim == 3 == query.ndim and len(attn_mask) > 1:
-        attn_mask = _by_heads(attn_mask, heads)
+        attn_mask = _by_heads(attn_mask, heads, batch)
     elif attn_mask is not None and attn_mask.ndim > 4:
         attn_mask = attn_mask.expand(*query.shape[:-3], *attn_mask.shape[-3:]).flatten(0, -4)
     elif attn_mask is not None:
         attn_mask = attn_mask[(None,) * (4 - attn_mask.ndim)]
-    query, key = _by_heads(query, heads), _by_heads(key, heads)
+    query, key = _by_heads(query, heads, batch), _by_heads(key, heads, batch)
     if enable_gqa and key.shape[1] != query.shape[1]:
         key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     query, key = matched(query, key)
     return Observation(query=query, key=key, scale=scale, bias=attn_mask), value if plain else None
 
 
-def _from_multihead(module: nn.MultiheadAttention, tokens: Tensor) -> Observation:
+def _from_multihead(module: nn.MultiheadAttention, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Observation:
     """Queries and keys of an `nn.MultiheadAttention`, projected as it projects them.
 
     Its fast path in eval mode never leaves C++, so they are computed here a second time.
     """
-    if not module.batch_first:
-        tokens = tokens.transpose(0, 1)
-    weight, bias = module.in_proj_weight[: 2 * module.embed_dim], module.in_proj_bias
-    projected = F.linear(tokens, weight, bias[: 2 * module.embed_dim] if bias is not None else None)
-    heads = (*tokens.shape[:2], module.num_heads, module.head_dim)
-    query, key = (part.reshape(heads).transpose(1, 2) for part in projected.chunk(2, dim=-1))
-    return Observation(query=query, key=key, scale=module.head_dim**-0.5)
+    names = ("query", "key", "value", "key_padding_mask", "need_weights", "attn_mask")
+    given = dict(zip(names, args, strict=False)) | dict(kwargs)
+    tokens = [given["query"], given.get("key", given["query"])]
+    tokens = [one[None] if one.ndim == 2 else one if module.batch_first else one.transpose(0, 1) for one in tokens]
+    width = module.embed_dim
+    if module.in_proj_weight is not None:
+        weights = module.in_proj_weight[: 2 * width].chunk(2)
+    else:
+        weights = (module.q_proj_weight, module.k_proj_weight)
+    biases = (None, None) if module.in_proj_bias is None else module.in_proj_bias[: 2 * width].chunk(2)
+    query, key = (
+        F.linear(one, weight, part).unflatten(-1, (module.num_heads, module.head_dim)).transpose(1, 2)
+        for one, weight, part in zip(tokens, weights, biases, strict=True)
+    )
+    masks = [given.get("attn_mask"), given.get("key_padding_mask")]
+    added = [_additive(mask, query.dtype) for mask in masks if mask is not None]
+    if masks[0] is not None and added[0].ndim == 3:
+        added[0] = added[0].unflatten(0, (-1, module.num_heads))
+    if masks[1] is not None:
+        added[-1] = added[-1].view(len(key), 1, 1, -1)
+    bias: Tensor | None = None
+    for one in added:
+        bias = one[(None,) * (4 - one.ndim)] if bias is None else bias + one
+    return Observation(query=query, key=key, scale=module.head_dim**-0.5, bias=bias)
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask that is added to the scores; a boolean one of `nn.MultiheadAttention` is True where nothing may attend."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf"))
 
 
 class Watched:
@@ -144,15 +181,19 @@ class Watched:
             warn("torch.fx traces what a model computes in training, and not the losses of its attention (adl).")
             return self._original(*args, **kwargs)
         if self.reader == "multihead":
-            tokens = args[0] if args else kwargs["query"]
             assert isinstance(self.module, nn.MultiheadAttention)
-            self.sink(_from_multihead(self.module, tokens))
+            self.sink(_from_multihead(self.module, args, kwargs))
             return self._original(*args, **kwargs)
         seen: list[Observation] = []
-        with _Watch(seen, self.reader == "dropout", heads_of(self.module)):
+        given = args[0] if args else next(iter(kwargs.values()), None)
+        batch = given.shape[0] if isinstance(given, Tensor) and given.ndim > 2 else None
+        with _Watch(seen, self.reader == "dropout", heads_of(self.module), batch):
             output = self._original(*args, **kwargs)
         if not seen:
             raise VitfocusError(_unseen(self.module))
+        if len(seen) > 1:
+            largest = max(seen, key=lambda one: one.shape[2] * one.shape[3]).shape
+            seen = [one for one in seen if one.shape == largest]
         self.sink(seen[0] if len(seen) == 1 else join_heads(seen))
         return output
 
@@ -203,8 +244,10 @@ def observing(blocks: Sequence[Block], sink: Callable[[Block, Observation], None
     """
     watched: list[tuple[nn.Module, Watched]] = []
     hidden: list[tuple[Any, str]] = []
+    skipped, fast = False, torch.backends.mha.get_fastpath_enabled()
     try:
         for block in blocks:
+            skipped = skipped or isinstance(block.host, nn.TransformerEncoderLayer)
             if block.attention is None or block.reader is None:
                 continue
             replacement = Watched(block.attention, block.reader, _BlockSink(block, sink))
@@ -215,9 +258,12 @@ def observing(blocks: Sequence[Block], sink: Callable[[Block, Observation], None
             if kernel not in _SEEN:
                 hidden.append((config, kernel))
                 config._attn_implementation = "sdpa"
+        # A TransformerEncoderLayer's fast path does not call its attention.
+        torch.backends.mha.set_fastpath_enabled(fast and not skipped)
         with torch.compiler.set_stance("force_eager"):
             yield
     finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
         for config, kernel in hidden:
             config._attn_implementation = kernel
         for module, replacement in reversed(watched):
@@ -284,7 +330,7 @@ class Session:
         """A forward hook of a block: pass on the norms of its patch tokens, unless they are not all there."""
         tokens = output[0] if isinstance(output, tuple | list) else output
         grid = (block.query_rule or block.grid_rule)(self.size)
-        if not isinstance(tokens, Tensor):
+        if not isinstance(tokens, Tensor) or not all(grid):
             return
         if tokens.ndim == 3 and tokens.shape[1] >= grid[0] * grid[1]:
             patches = tokens[:, tokens.shape[1] - grid[0] * grid[1] :]  # behind prefix tokens and text
@@ -361,7 +407,7 @@ def _pick(body: Anatomy, layer: int | str) -> Block:
 
 def can_be_read(block: Block) -> bool:
     """Whether the block has a map from tokens (or the class token) to tokens, and it can be observed."""
-    return (block.mixes_tokens_by_attention or block.attention_kind == "class") and block.reader is not None
+    return (block.mixes_tokens_by_attention or block.attention_kind in ("class", "cross")) and block.reader is not None
 
 
 def model_name(model: nn.Module) -> str:

@@ -379,6 +379,7 @@ def _unread(rows: Sequence[Row]) -> list[str]:
         "none": "{} no attention (an MLP or pooling mixes the tokens): there is nothing to read.",
         "channel": "{} attention between channels, not between tokens: there is no token map to read.",
         "outlook": "{} outlook attention, which weighs a local window without queries and keys: there is no token map.",
+        "linear": "{} linear attention, which has no softmax over scores of tokens: there is no token map to read.",
         "class": "{} class attention: only the class token attends, so distance and row similarity have no meaning.",
     }
     sentences = []

@@ -1,7 +1,6 @@
 """`attention_maps`: explicit maps of the layers, heads and queries asked for.
 
-`rollout` follows attention through all layers; `normalise_together` makes the maps of two models comparable in a
-picture.
+`rollout` follows attention through all layers; `normalise_together` makes the maps of two models comparable.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ Indices = int | Sequence[int] | slice | None
 
 #: Bytes above which `attention_maps` warns, and above which it refuses unless `limit` is raised.
 WARN_BYTES, LIMIT_BYTES = 1 << 29, 1 << 32
+_ADVICE = "ask for fewer layers, heads or queries, or raise `limit` (bytes)."
 
 
 class AttentionMaps(list[Tensor]):
@@ -39,8 +39,7 @@ class AttentionMaps(list[Tensor]):
 
     def __init__(self, maps: Sequence[Tensor], blocks: Sequence[Block], size: Size) -> None:
         super().__init__(maps)
-        self.blocks = list(blocks)
-        self.size = size
+        self.blocks, self.size = list(blocks), size
 
 
 @checked
@@ -80,8 +79,7 @@ def attention_maps(
         >>> [tuple(layer.shape) for layer in maps]
         [(2, 1, 1, 17), (2, 1, 1, 17)]
     """
-    body = anatomy(model)
-    wanted = pick_blocks(body, layers)
+    wanted = pick_blocks(body := anatomy(model), layers)
     blocks = [block for block in wanted if can_be_read(block)]
     if not blocks or (layers is not None and len(blocks) < len(wanted)):
         missing = next(block for block in wanted if not can_be_read(block))
@@ -118,14 +116,11 @@ class _Collector:
         self.maps[block.name].append(part.attention(None if self.queries is None else rows).float().cpu())
 
 
-_ADVICE = "ask for fewer layers, heads or queries, or raise `limit` (bytes)."
-
-
 def _announce(first: int, block: Block, left: Sequence[Block], size: Size, limit: int, queries: object) -> None:
     """Say how much memory all the maps will take, from the first one's size and the grids of the others."""
-    total = first
-    for other in left:
-        total += round(first * _entries(other, size, queries) / max(_entries(block, size, queries), 1))
+    own = _entries(block, size, queries)
+    others = [_entries(other, size, queries) for other in left]
+    total = first + sum(round(first * (other / own if own and other else 1)) for other in others)
     if total > limit:
         raise VitfocusError(f"These maps take {_bytes(total)}, more than limit={_bytes(limit)}: {_ADVICE}")
     if total > WARN_BYTES:
@@ -133,13 +128,10 @@ def _announce(first: int, block: Block, left: Sequence[Block], size: Size, limit
 
 
 def _entries(block: Block, size: Size, queries: object) -> float:
-    """Entries of one head's map, windows together."""
-    (query_rows, query_columns), (key_rows, key_columns) = block.attention_grids(size)
-    prefix = block.prefix_tokens
-    rows, keys = query_rows * query_columns + prefix, key_rows * key_columns + prefix
-    windows = 1.0
-    if block.window is not None:
-        windows = math.prod(-(-side // window) for side, window in zip(block.grid(size), block.window, strict=True))
+    """Entries of one head's map, windows together; 0 if they are not known before."""
+    rows, keys = (math.prod(grid) and math.prod(grid) + block.prefix_tokens for grid in block.attention_grids(size))
+    sides = zip(block.grid(size), block.window or (), strict=block.window is not None)
+    windows = math.prod(-(-side // window) for side, window in sides)
     return windows * keys * (1 if queries is not None or block.attention_kind == "class" else rows)
 
 
@@ -149,14 +141,12 @@ def _bytes(number: int) -> str:
 
 def _indices(chosen: Indices, length: int, what: str) -> Tensor:
     every = torch.arange(length)
-    if chosen is None:
-        return every
-    if isinstance(chosen, slice):
-        return every[chosen]
+    if chosen is None or isinstance(chosen, slice):
+        return every[chosen or slice(None)]
     try:
         picked = [chosen] if isinstance(chosen, int) else [operator.index(index) for index in chosen]
     except TypeError:
-        plural = {"head": "heads", "query": "queries"}[what]
+        plural = "heads" if what == "head" else "queries"
         raise VitfocusError(f"{plural} takes a number or a list of numbers, not {chosen!r}.") from None
     for index in picked:
         if not -length <= index < length:
@@ -166,6 +156,7 @@ def _indices(chosen: Indices, length: int, what: str) -> Tensor:
 
 def _mixing(block: Block) -> str:
     said = {"none": "an MLP or pooling", "channel": "attention between channels", "outlook": "outlook attention"}
+    said |= {"linear": "linear attention, without a softmax over scores of tokens"}
     return said.get(block.attention_kind, "an attention that cannot be observed")
 
 
