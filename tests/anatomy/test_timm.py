@@ -180,10 +180,10 @@ def test_class_attention_is_labelled() -> None:
 
 
 def test_feature_extractors() -> None:
-    """timm takes most pyramids apart for their features; whoever brings such a one is told how to get it whole."""
+    """timm takes most pyramids apart for their features: these are found by their structure."""
     options = {"depths": (2, 2), "embed_dim": 24, "img_size": 56, "features_only": True, "out_indices": (0, 1)}
-    with pytest.raises(vf.VitfocusError, match='feature_cls="getter"'):
-        vf.anatomy(timm.create_model("swin_tiny_patch4_window7_224", **options))
+    apart = vf.anatomy(timm.create_model("swin_tiny_patch4_window7_224", **options))
+    assert (apart.found_by, apart.confidence, apart[0].window, apart[-1].grid()) == ("structure", 1.0, (7, 7), (7, 7))
     whole = timm.create_model("swin_tiny_patch4_window7_224", feature_cls="getter", **options).eval()
     images = torch.randn(1, 3, 56, 56)
     with torch.no_grad():
