@@ -11,11 +11,18 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import timm
+import torch
+from PIL import Image
 
 import vitfocus as vf
+import vitfocus.train
 from vitfocus.cli import COMMANDS, build_parser
+from vitfocus.cli.common import refuse_unused
+from vitfocus.train import load_recipe, shipped_recipes, train
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -23,6 +30,8 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "docs" / "loops").glob("*.md")),
 ]
+#: Pages whose Python blocks run one after the other. The others show fragments on data that only their reader has.
+FRAGMENTS = {"adding-a-family", "examples", "kernels", "report", "robustness", "ARCHITECTURE", "CONTRIBUTING"}
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -45,7 +54,10 @@ def test_commands_on_the_page_parse(page: Path) -> None:
         assert command in COMMANDS, f"{page.name}: there is no command {command}"
         parser, _ = build_parser(command)
         try:
-            parser.parse_intermixed_args([word for word in rest if word != "…"])
+            args = parser.parse_intermixed_args([word for word in rest if word != "…"])
+            refuse_unused(parser, args)
+            if command == "train" and args.recipe in shipped_recipes():
+                load_recipe(args.recipe, args.overrides)
         except vf.VitfocusError as error:
             pytest.fail(f"{page.name}: vitfocus {command} {shlex.join(rest)}: {error}")
 
@@ -100,3 +112,51 @@ def test_the_site_builds_without_warnings_and_reads_offline(tmp_path: Path) -> N
     assert included and all((ROOT / name).read_text(encoding="utf-8").strip() in shown for name in included)
     verbs = (tmp_path / "reference" / "index.html").read_text(encoding="utf-8")
     assert "Measure what each attention layer" in verbs and "&gt;&gt;&gt;" in verbs
+
+
+def _reader(folder: Path) -> dict[str, Any]:
+    """Put into a folder what the pages say a reader has, and return the names that some pages take for granted."""
+    for name, size in (("photographs", 64), ("imagenet/val/n01440764", 224)):
+        (folder / name).mkdir(parents=True)
+        Image.effect_noise((size, size), 64).convert("RGB").save(folder / name / "one.png")
+    small = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3, "num_classes": 10}
+    plain, treated = (vf.create_model(f"vit_tiny_patch16_224{spec}", **small).eval() for spec in ("", "+tap+adl"))
+    for name in ("demo/plain", "demo/high-rate", "plain", "cb"):
+        vf.save(plain, folder / "runs" / name / "model")
+    vf.save(treated, folder / "runs" / "demo" / "treated" / "model")
+    (folder / "runs" / "demo" / "high-rate" / "metrics.jsonl").write_text(
+        '{"kind": "attention", "step": 1, "epoch": 1, "layer": [0], "entropy_share": [0.1], "overfocus": [0.9]}\n'
+    )
+    model = timm.create_model("vit_tiny_patch16_224", **small | {"depth": 12}).eval()
+    return {"model": model, "images": torch.randint(256, (4, 3, 32, 32), dtype=torch.uint8)}
+
+
+RUNNING = [page for page in PAGES if page.stem not in {*FRAGMENTS, "index"} and any(blocks(page, "python"))]
+
+
+def test_the_first_page_shows_the_code_of_the_readme() -> None:
+    assert list(blocks(ROOT / "docs" / "index.md", "python")) == list(blocks(ROOT / "README.md", "python"))
+
+
+@pytest.mark.parametrize("page", RUNNING, ids=lambda page: page.stem)
+def test_code_on_the_page_runs_from_top_to_bottom(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder as after `make demo`; trained weights are not downloaded, and training is cut short."""
+    names = _reader(tmp_path)
+    if page.stem == "models":
+        torch.save(timm.create_model("rvt_small").state_dict(), tmp_path / "rvt_small.pth")
+    if page.stem == "tasks":
+        arguments = ["model.arguments.hidden_size=24", "train_length=8", "val_length=4", "batch=4", "epochs=1"]
+        train("shapes_answer", tmp_path / "runs" / "shapes_answer", overrides=[*arguments, "warmup_epochs=0"])
+
+    def create_model(name: str, pretrained: bool = False, **rest: Any) -> Any:
+        return real(name, **({"depth": 2} if name.startswith("deit_") else {}), **rest)
+
+    def short(recipe: str, overrides: list[str], **rest: Any) -> Any:
+        return train(recipe, overrides=[*overrides, "train_length=8", "val_length=4", "batch=4"], **rest)
+
+    real = timm.create_model
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(timm, "create_model", create_model)
+    monkeypatch.setattr(vitfocus.train, "train", short, raising=False)
+    for text in blocks(page, "python"):
+        exec(compile(text, page.name, "exec"), names)

@@ -63,7 +63,7 @@ def test_readings_are_those_of_a_diagnosis_and_a_collapse_is_said_once() -> None
     narrow = log.row(model, 2, 2.0)
     assert narrow is not None and collapsed_layers(narrow) == [0, 1]
     said = log.sentence(narrow, 1.0)
-    assert said.startswith("Attention has collapsed in 2 of 2 layers (0–1): their entropy is")
+    assert said.startswith("Attention has collapsed in 2 of 2 layers (0–1): its entropy is")
     assert "lower optimiser.lr" in said
     assert log.sentence(narrow, 1.0).startswith("Attention has stopped changing")  # it changed, and now does not
     assert log.sentence(narrow, 1.0) == ""

@@ -1,7 +1,8 @@
-"""`vitfocus demo`: the whole workflow in a few minutes on a laptop, without downloads.
+"""`vitfocus demo`: a failed training, its diagnosis, and what helps, in a few minutes on a laptop without downloads.
 
-It trains a plain and a treated tiny ViT on the built-in data set Shapes, diagnoses both, evaluates both on the same
-corrupted images, prints one table and writes a report with the attention explorer. An interrupted demo resumes when run
+It trains three tiny ViTs on the built-in data set Shapes: `plain`; `treated`, which differs by its treatments; and
+`high-rate`, plain with a learning rate that is too high. It diagnoses all three, evaluates them on the same corrupted
+images, says what it found, and writes a report with the attention explorer. An interrupted demo resumes when run
 again.
 """
 
@@ -19,8 +20,10 @@ if TYPE_CHECKING:
     from vitfocus.report import WrittenReport
 
 MODEL = "vit_tiny_patch16_224"
-TREATMENTS = "cbs+tap+adl"
+TREATMENTS = "tap+adl"
+RATE, HIGH_RATE = 1e-3, 1e-2  # the recipe's learning rate, and one that is too high
 CORRUPTION = "gaussian_noise/3"
+EPOCHS = 2.0
 EXPLORED = 8
 WARMUP = 0.5  # epochs, as in the recipe; shorter if the training is shorter than one epoch
 
@@ -41,10 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--treat", default=TREATMENTS, metavar="SPEC", help=f"treatment of the treated model (default: {TREATMENTS})"
     )
-    parser.add_argument("--epochs", type=float, default=4.0, metavar="N", help="epochs per model (default: 4)")
+    parser.add_argument("--epochs", type=float, default=EPOCHS, metavar="N", help="epochs per model (default: 2)")
     parser.add_argument(
         "--images", type=int, default=250, metavar="N", help="number of evaluation images (default: 250)"
     )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the trainings (default: 0)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
@@ -54,12 +58,14 @@ def run(args: argparse.Namespace) -> int:
 
     from vitfocus import diagnose, load
     from vitfocus.core.errors import VitfocusError
+    from vitfocus.core.tables import Table, bullet
     from vitfocus.data.shapes.dataset import Shapes, shapes_batch
     from vitfocus.report import report
     from vitfocus.report.explorer import explorer_data
     from vitfocus.report.runs import write_data_source
     from vitfocus.robustness import evaluate
     from vitfocus.train import train
+    from vitfocus.train.attention_log import by_layer
     from vitfocus.treatments.spec import parse_treatments
 
     if args.images < 1:
@@ -67,40 +73,79 @@ def run(args: argparse.Namespace) -> int:
     if not parse_treatments(args.treat):
         raise VitfocusError(f"--treat names no treatment to compare with the plain model: try {TREATMENTS}.")
     models, runs = {}, {}
-    for name, spec in (("plain", MODEL), ("treated", f"{MODEL}+{args.treat}")):
-        print(f"training the {name} model ({spec}) on the built-in data set Shapes", file=sys.stderr)
-        overrides = [f'model.spec="{spec}"', f"schedule.epochs={args.epochs:g}"]
-        overrides.append(f"schedule.warmup_epochs={min(WARMUP, args.epochs / 2):g}")
+    for name, (spec, rate) in arms(args.treat).items():
+        print(f"training {name}: {spec}, learning rate {rate:g}, on the built-in data set Shapes", file=sys.stderr)
+        overrides = recipe_changes(spec, rate, args.epochs, args.seed)
         runs[name] = train("shapes", out=args.out / name, resume="auto", overrides=overrides)
         if not runs[name]["finished"]:
             return 130
         models[name] = load(args.out / name / "model")
-    print(f"diagnosing both, clean and under {CORRUPTION}", file=sys.stderr)
+    models = {name: models[name] for name in ("plain", "treated", "high-rate")}  # plain is the baseline
+    print(f"diagnosing them, clean and under {CORRUPTION}", file=sys.stderr)
     images = shapes_batch(range(64), split="val", size=32)[0]
     diagnoses = {name: diagnose(model, images, CORRUPTION, name=name) for name, model in models.items()}
     digest = hashlib.sha256(images.numpy().data).hexdigest()
     for name, diagnosis in diagnoses.items():
         diagnosis.save(args.out / name / "diagnosis")
         write_data_source(args.out / name / "diagnosis", "Shapes", digest)
-    print("evaluating both on the same corrupted images", file=sys.stderr)
+    print("evaluating them on the same corrupted images", file=sys.stderr)
     data = Shapes("val", length=args.images, size=32)
     evaluate(models, "cifar10-c", data, out=args.out / "evaluation", resume=True)
+    collapses = _collapses(diagnoses)
     written = report(
-        args.out,
-        title="A plain and a treated vision transformer",
-        about=f"Two tiny ViTs, trained alike on the built-in data set Shapes; the treated one has {args.treat}. "
-        f"Both were measured on the same {args.images:,} images of Shapes, clean and with the corruptions of "
-        "CIFAR-10-C (the suite cifar10-c), generated from the same seed. Nothing was downloaded. Tiny models on a toy "
-        "data set show how the tool works, not how good the treatments are.",
+        *(args.out / name for name in (*models, "evaluation")),
+        out=args.out / "report.html",
+        title="A collapsed training, and a plain and a treated vision transformer",
+        about=f"Three tiny ViTs, trained for {args.epochs:g} epochs on the built-in data set Shapes: plain, with a "
+        f"learning rate of {RATE:g}; treated, the same with {args.treat}; and high-rate, plain with a learning rate of "
+        f"{HIGH_RATE:g}, which is too high. {' '.join(collapses)} All were measured on the same {args.images:,} images "
+        "of Shapes, clean and with the corruptions of CIFAR-10-C (the suite cifar10-c), generated from the same seed. "
+        "Nothing was downloaded. Tiny models on a toy data set show how the tool works, not how good the treatments "
+        "are.",
         explorer=explorer_data(models, images[:EXPLORED], CORRUPTION),
     )
     facts = _facts(written, runs, diagnoses)
+    sentences = [*collapses, *_differences(written)]
     if args.json:
-        print(json.dumps({"rows": facts, "report": str(written.path)}, indent=2))
+        attention = {name: by_layer(one) for name, one in diagnoses.items()}
+        print(json.dumps({"rows": facts, "found": sentences, "attention": attention, **written.to_dict()}, indent=2))
         return 0
-    _show(facts)
+    columns = list(models)
+    print(Table("", ["", *columns], [[fact["what"], *(fact.get(name, "") for name in columns)] for fact in facts]))
+    print("\n".join(map(bullet, sentences)))
     print(f"\nreport: {written.path}")
     return 0
+
+
+def arms(treat: str = TREATMENTS) -> dict[str, tuple[str, float]]:
+    """The spec and the learning rate of each model, by name."""
+    return {"high-rate": (MODEL, HIGH_RATE), "plain": (MODEL, RATE), "treated": (f"{MODEL}+{treat}", RATE)}
+
+
+def recipe_changes(spec: str, rate: float, epochs: float = EPOCHS, seed: int = 0) -> list[str]:
+    """How a training differs from the recipe `shapes`.
+
+    >>> recipe_changes("vit_tiny_patch16_224", 1e-2)[1:]
+    ['optimiser.lr=0.01', 'schedule.epochs=2', 'schedule.warmup_epochs=0.5', 'engine.seed=0']
+    """
+    lengths = [f"schedule.epochs={epochs:g}", f"schedule.warmup_epochs={min(WARMUP, epochs / 2):g}"]
+    return [f'model.spec="{spec}"', f"optimiser.lr={rate:g}", *lengths, f"engine.seed={seed}"]
+
+
+def _collapses(diagnoses: Mapping[str, Diagnosis]) -> list[str]:
+    """Sentences about models whose attention has collapsed, and about the others."""
+    from vitfocus.train.attention_log import by_layer, describe_collapse
+
+    told = {name: describe_collapse(by_layer(one)) for name, one in diagnoses.items()}
+    sound = " and ".join(name for name, text in told.items() if not text)
+    collapsed = [f"{name}: {text}" for name, text in told.items() if text]
+    return [*collapsed, *([f"Attention has not collapsed in {sound}."] if sound else [])]
+
+
+def _differences(written: WrittenReport) -> list[str]:
+    """What the report says about the differences between the models on the same images."""
+    compared = [row for row in written.rows if row.headline and "training" not in row.test]
+    return [text for row in compared for text in row.sentences()]
 
 
 def _facts(
@@ -121,15 +166,3 @@ def _facts(
         if all(means.values()):
             facts.append({"what": what, **{name: f"{sum(v) / len(v):.2f}" for name, v in means.items()}})
     return facts
-
-
-def _show(facts: list[dict[str, str]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for heading in ("", "plain", "treated"):
-        table.add_column(heading, justify="left" if not heading else "right")
-    for fact in facts:
-        table.add_row(fact["what"], fact.get("plain", ""), fact.get("treated", ""))
-    Console().print(table)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from vitfocus.anatomy import anatomy
-from vitfocus.attention.diagnosis import diagnose
+from vitfocus.attention.diagnosis import Diagnosis, diagnose
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.tables import ranges
 from vitfocus.tasks.base import Task
@@ -44,29 +44,16 @@ class AttentionLog:
         if not self.readable:
             return None
         with torch.compiler.set_stance("force_eager"):
-            rows = [row for row in diagnose(model, self.images).rows if "overfocus" in row]
-        return {
-            "kind": "attention",
-            "step": step,
-            "epoch": epoch,
-            "layer": [row["layer"] for row in rows],
-            "entropy": [round(row["entropy"], 4) for row in rows],
-            "entropy_share": [round(row["entropy"] / row["entropy_bound"], 4) for row in rows],
-            "overfocus": [round(row["overfocus"], 4) for row in rows],
-        }
+            return {"kind": "attention", "step": step, "epoch": epoch, **by_layer(diagnose(model, self.images))}
 
     def sentence(self, row: dict[str, Any], rate: float) -> str:
         """What a new row gives reason to say, if anything; `rate` is the learning rate as a share of its peak."""
         before, self._before = self._before, row
         moved, self._moving = self._moving, bool(before) and not _is_still(row, before)
-        collapsed = collapsed_layers(row)
-        if collapsed and not (before and collapsed_layers(before)):
-            shares = [row["entropy_share"][row["layer"].index(layer)] for layer in collapsed]
-            where = f"{len(collapsed)} of {len(row['layer'])} layers ({', '.join(ranges(collapsed))})"
+        if collapsed_layers(row) and not (before and collapsed_layers(before)):
             return (
-                f"Attention has collapsed in {where}: their entropy is {min(shares):.0%} to {max(shares):.0%} of its "
-                "maximum, and a few tokens receive most of the attention. A lower optimiser.lr or a longer "
-                "warm-up may help; vitfocus diagnose shows the maps."
+                f"{describe_collapse(row)} A lower optimiser.lr or a longer warm-up may help; vitfocus diagnose shows "
+                "the maps."
             )
         if moved and not self._moving and rate > 0.1:
             return (
@@ -74,6 +61,38 @@ class AttentionLog:
                 f"{STILL:.1%} of its maximum, although the learning rate is still {rate:.0%} of its peak."
             )
         return ""
+
+
+def by_layer(diagnosis: Diagnosis) -> dict[str, list[Any]]:
+    """What is logged of a diagnosis: lists with one value per layer."""
+    rows = [row for row in diagnosis.rows if "overfocus" in row]
+    return {
+        "layer": [row["layer"] for row in rows],
+        "entropy": [round(row["entropy"], 4) for row in rows],
+        "entropy_share": [round(row["entropy"] / row["entropy_bound"], 4) for row in rows],
+        "overfocus": [round(row["overfocus"], 4) for row in rows],
+    }
+
+
+def describe_collapse(row: Mapping[str, Any]) -> str:
+    """Where attention has collapsed, in a sentence; empty if it has not.
+
+    >>> describe_collapse({"layer": [0, 1], "entropy_share": [0.9, 0.3], "overfocus": [0.1, 0.7]}).partition(":")[0]
+    'Attention has collapsed in 1 of 2 layers (1)'
+    """
+    collapsed = collapsed_layers(row)
+    if not collapsed:
+        return ""
+    shares, tops = ([row[key][row["layer"].index(one)] for one in collapsed] for key in ("entropy_share", "overfocus"))
+    return (
+        f"Attention has collapsed in {len(collapsed)} of {len(row['layer'])} layers ({', '.join(ranges(collapsed))}): "
+        f"its entropy is {_percent(shares)} of the maximum, and 5 % of the tokens receive {_percent(tops)} of it."
+    )
+
+
+def _percent(values: Sequence[float]) -> str:
+    low, high = f"{100 * min(values):.0f}", f"{100 * max(values):.0f}"
+    return f"{low} %" if low == high else f"{low} to {high} %"
 
 
 def collapsed_layers(row: Mapping[str, Any]) -> list[int]:
