@@ -2,8 +2,8 @@
 
     python benchmarks/demo_seeds.py --seeds 0 1 2 --models high-rate plain treated
 
-Trains the models of `vitfocus demo` for each seed, as the demo does, and diagnoses them on the same 64 images; a run that
-was interrupted resumes. Prints the accuracy on the 2,000 validation images, entropy as a share of its maximum and
+Trains the models of `vitfocus demo` for each seed, as the demo does, and diagnoses them on the same 64 images. A run
+that was interrupted resumes. Prints the accuracy on the 2,000 validation images, entropy as a share of its maximum and
 overfocus by layer, and the layers whose attention has collapsed. The result goes to benchmarks/results/demo-seeds.json.
 """
 

@@ -11,7 +11,7 @@ import timm
 import torch
 from PIL import Image
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import vitfocus as vf
 from vitfocus.cli import main
@@ -181,3 +181,32 @@ def test_corrupt_returns_what_it_was_given(folder: Path) -> None:
         vf.corrupt(arrays, "fog", ids=[1, 2, 3])
     with pytest.raises(vf.VitfocusError, match="Images are a NoneType"):
         vf.corrupt(None, "fog")
+
+
+def test_corrupt_takes_data_sets_and_shapes() -> None:
+    pixels, labels = shapes_batch(range(3), split="val")
+    expected = vf.corrupt(pixels, "gaussian_noise")
+    assert torch.equal(vf.corrupt("shapes:3", "gaussian_noise"), expected)
+    pictures = [(Image.fromarray(one.permute(1, 2, 0).numpy()), 0) for one in pixels]
+    for data in (TensorDataset(pixels, labels), Listed(pictures)):
+        items = list(vf.corrupt(data, "gaussian_noise"))
+        found = [np.asarray(one) if isinstance(one, Image.Image) else one.permute(1, 2, 0).numpy() for one, _ in items]
+        assert len(items) == 3 and (np.stack(found) == expected.permute(0, 2, 3, 1).numpy()).all()
+
+
+class Listed(Dataset[Any]):
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.items[index]
+
+
+def test_one_labelled_image_can_be_evaluated(model: nn.Module, folder: Path) -> None:
+    picture = folder / "0" / "a.png"
+    tensor = torch.from_numpy(np.asarray(Image.open(picture).convert("RGB")).copy()).permute(2, 0, 1)
+    found = [vf.evaluate(model, "clean", data=(one, [2]))["top1"] for one in (picture, str(picture), tensor)]
+    assert len(set(found)) == 1

@@ -160,11 +160,11 @@ def test_one_sentence_names_the_better_spec() -> None:
         return found
 
     assert sentence("cb") == (
-        "cb changes what these trained weights compute: use cbs, which starts as the identity, or train on."
+        "cb changes what these trained weights compute: use cbs, which starts as the identity, or train further."
     )
     assert sentence("cb(layers=upper)+tap", "adl") == (
         "cb(layers=upper)+tap change what these trained weights compute: "
-        "use cbs(layers=upper)+tap(init=near_identity), which starts as the identity, or train on."
+        "use cbs(layers=upper)+tap(init=near_identity), which starts as the identity, or train further."
     )
     assert sentence("se") == (
         "se changes what these trained weights compute and no form of se starts as the identity: "
@@ -358,9 +358,8 @@ def test_the_command_line_warns_in_one_line_and_says_what_it_measured(
     assert main(["evaluate", str(tmp_path / "model"), "--treat", "cb", *words, "--out", str(tmp_path / "run")]) == 0
     shown = capsys.readouterr()
     lines = [line for line in shown.err.splitlines() if "trained weights compute" in line]
-    assert lines == [
-        "vitfocus: cb changes what these trained weights compute: use cbs, which starts as the identity, or train on."
-    ]
+    said = "cb changes what these trained weights compute: use cbs, which starts as the identity, or train further."
+    assert lines == [f"vitfocus: {said}"]
     assert next(iter(json.loads(shown.out)["insertions"].values())).startswith("cb was inserted into ")
 
     assert main(["evaluate", "--compare", str(tmp_path / "run"), str(tmp_path / "run")]) == 0

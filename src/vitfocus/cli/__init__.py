@@ -22,6 +22,7 @@ from vitfocus.cli.common import refuse_empty, refuse_unused
 from vitfocus.core import __version__
 from vitfocus.core.errors import VitfocusError, VitfocusWarning, nearest
 from vitfocus.core.files import write_place
+from vitfocus.core.tables import listing
 
 #: The commands, grouped by purpose.
 GROUPS = {
@@ -49,7 +50,7 @@ COMMANDS = {name: text for group in GROUPS.values() for name, text in group.item
 _HELP = """vitfocus shows where a vision transformer looks, fixes it, and proves the difference.
 
 usage: vitfocus COMMAND [options]
-       vitfocus --version
+       vitfocus --version    print the version
 
 {commands}
 
@@ -134,11 +135,12 @@ def _run(words: list[str]) -> int:
 
 
 def _help() -> str:
-    parts = [
-        f"{group}\n" + "\n".join(f"  {name:<12}{text}" for name, text in commands.items())
-        for group, commands in GROUPS.items()
-    ]
-    return _HELP.format(commands="\n\n".join(parts))
+    lines = listing(COMMANDS, indent="  ").splitlines()
+    for group, commands in GROUPS.items():
+        first = next(iter(commands))
+        at = next(index for index, line in enumerate(lines) if line.startswith(f"  {first} "))
+        lines[at:at] = [*([""] if at else []), group]
+    return _HELP.format(commands="\n".join(lines))
 
 
 def _refuse(reason: str) -> int:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from vitfocus.cli.common import add_pretrained, finish_run, model_label, only_with, open_named_model
 from vitfocus.core.arguments import OnlyWith
 from vitfocus.core.records import Count, convert, read_json, read_toml
+from vitfocus.core.tables import listing
 from vitfocus.robustness.suites import switches
 
 if TYPE_CHECKING:
@@ -142,12 +143,8 @@ def _evaluate(args: argparse.Namespace) -> int:
             name: {"about": suite.description, "options": [option.name for option in suite.option_list]}
             for name, suite in SUITES.items()
         }
-        width = max(map(len, suites))
-        print(
-            json.dumps(suites, indent=2)
-            if args.json
-            else "\n".join(f"{n:<{width}}  {s.description}" for n, s in SUITES.items())
-        )
+        about = {name: suite.description for name, suite in SUITES.items()}
+        print(json.dumps(suites, indent=2) if args.json else listing(about))
         return 0
     for flag, value in (("MODEL", args.model), ("--suite", args.suite), ("--data", args.data)):
         if not value:

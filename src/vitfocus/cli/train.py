@@ -6,6 +6,8 @@ import argparse
 import json
 import sys
 
+from vitfocus.core.tables import listing
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
@@ -35,8 +37,7 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.recipe is None:
         recipes = shipped_recipes()
-        width = max(map(len, recipes))
-        print(json.dumps(recipes) if args.json else "\n".join(f"{n:<{width}}  {about}" for n, about in recipes.items()))
+        print(json.dumps(recipes) if args.json else listing(recipes))
         return 0
     recipe = load_recipe(args.recipe, args.overrides)
 

@@ -25,7 +25,12 @@ class VitfocusError(ValueError):
 
 
 class VitfocusWarning(UserWarning):
-    """A warning in one sentence that says what to do about it."""
+    """A warning in one sentence that says what to do about it.
+
+    Example:
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("error", VitfocusWarning)  # treat them as errors, in your own tests for example
+    """
 
 
 def warn(sentence: str) -> None:

@@ -211,14 +211,14 @@ def insertion_sentence(specs: str, model: str = "") -> str:
     """The sentence that goes with numbers measured on such a model; empty if there are no such treatments.
 
     >>> insertion_sentence("cbs")
-    'cbs was inserted after the weights were last trained: this measures an insertion, not a method; train on first.'
+    'cbs was inserted after the weights were last trained: this measures an insertion, not a method; train it first.'
     """
     if not specs:
         return ""
     of = f" into {model}" if model else ""
     return (
         f"{specs} was inserted{of} after the weights were last trained: this measures an insertion, not a method; "
-        "train on first."
+        "train it first."
     )
 
 
@@ -227,14 +227,14 @@ def insertions_sentence(sentences: Mapping[str, str]) -> str:
 
     >>> insertions_sentence({"a": "cbs was inserted into a.", "b": "tap was inserted into b."})
     'a and b carry treatments that were inserted after their weights were last trained: this measures insertions, not \
-methods; train on first.'
+methods; train them first.'
     """
     if len(sentences) < 2:
         return "".join(sentences.values())
     *first, last = sentences
     return (
         f"{', '.join(first)} and {last} carry treatments that were inserted after their weights were last trained: "
-        "this measures insertions, not methods; train on first."
+        "this measures insertions, not methods; train them first."
     )
 
 

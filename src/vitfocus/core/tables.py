@@ -7,7 +7,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from typing import TYPE_CHECKING
@@ -150,6 +150,24 @@ def html_points(sentences: Iterable[str | tuple[str, str]]) -> str:
     texts = [(f"<b>{escape(lead)}</b> " if lead else "") + escape(rest) for lead, rest in pairs]
     items = [re.sub(r"`([^`]+)`", r"<code>\1</code>", words) for words in texts]
     return f"<ul>{''.join(f'<li>{item}</li>' for item in items)}</ul>" if items else ""
+
+
+def listing(items: Mapping[str, str], indent: str = "", width: int | None = None) -> str:
+    """Names with a text each, aligned, and wrapped to `width` columns (default: those of the terminal) unless piped.
+
+    >>> print(listing({"clean": "accuracy on clean images", "fgsm": "one gradient step"}, width=24))
+    clean  accuracy on clean
+           images
+    fgsm   one gradient step
+    """
+    columns, left = width or terminal_width(), max(map(len, items)) + 2
+    lines = []
+    for name, text in items.items():
+        start = f"{indent}{name:<{left}}"
+        room = max((columns or _WIDTH) - len(start), 20)
+        wrapped = textwrap.wrap(text, room, break_long_words=False) or [""]
+        lines += [start + wrapped[0], *(" " * len(start) + line for line in wrapped[1:])]
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def counted(number: float, what: str, form: str = ",") -> str:

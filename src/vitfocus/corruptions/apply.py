@@ -13,12 +13,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from vitfocus.core.arguments import whole
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.corruptions import digital, noise_and_blur, weather
 from vitfocus.corruptions.base import CONSTANTS, CORRUPTIONS, EXTRA_CORRUPTIONS, FLAVOURS, Draws, Setting, as_ids
 from vitfocus.data.image_files import as_images, is_image, open_image, out_of_range, to_image, to_tensor
+from vitfocus.data.shapes.dataset import shapes_batch, shapes_named
 
 VERSION = 1
 """Incremented whenever any output changes."""
@@ -44,6 +46,9 @@ _EFFECTS: dict[str, Callable[[Tensor, Setting, Draws], Tensor]] = {
     "spatter": weather.spatter,
     "saturate": digital.saturate,
 }
+
+#: Images of "shapes" without a number.
+SHAPES = 64
 
 # Pixels processed at once: few enough for a CPU's cache, enough to keep a GPU busy.
 _CHUNK = {"cpu": 1 << 18, "cuda": 1 << 23}
@@ -86,7 +91,7 @@ def corrupt(
     Args:
         images: A tensor (B, 3, H, W) or (3, H, W), uint8 or float in [0, 1], which is rounded to 8 bits first. Or a
             folder, a path, a PIL image, an array (H, W, 3) or (B, H, W, 3), or a list of these, each at its own size;
-            or a DataLoader or another iterable of batches.
+            a data set, a DataLoader or another iterable of batches; or "shapes:N", N images of the data set Shapes.
         name: One of the 19 common corruptions, such as "gaussian_noise".
         severity: 1 to 5.
         seed: Seed of the random draws.
@@ -97,8 +102,8 @@ def corrupt(
 
     Returns:
         The corrupted images in the form of `images`: a tensor of the same shape, dtype and device, an array or a PIL
-            image; lists of those for lists; PIL images for files; an iterator for a loader, in whose batches only the
-            images are replaced. Floats are 8-bit values / 255.
+            image; lists of those for lists; PIL images for files; an iterator for a loader or a data set, in which only
+            the images are replaced. Floats are 8-bit values / 255.
 
     Raises:
         VitfocusError: If an argument is invalid; the message names the nearest valid choice.
@@ -144,6 +149,8 @@ def corrupt(
 
 def _in_kind(images: Any, change: Callable[..., Tensor], ids: Any) -> Any:
     """Images that are not a tensor, changed and returned as they came."""
+    if isinstance(images, str) and (count := shapes_named(images, SHAPES)) is not None:
+        return change(shapes_batch(range(count), split="val")[0], ids=ids)
     pictures = as_images(images)
     if pictures is None and isinstance(images, np.ndarray):
         return change(torch.from_numpy(images), ids=ids).numpy()
@@ -160,10 +167,13 @@ def _in_kind(images: Any, change: Callable[..., Tensor], ids: Any) -> Any:
         if single:
             return changed[0]
         return np.stack(changed) if isinstance(images, np.ndarray) else changed
+    if isinstance(images, Dataset) and not isinstance(images, Iterable):  # torch's have a length, and no iterator
+        items: Any = images
+        images = map(items.__getitem__, range(len(items)))
     if isinstance(images, bytes | Mapping) or not isinstance(images, Iterable):
         raise VitfocusError(
             f"Images are a {type(images).__name__}; expected a tensor (B, 3, H, W) or (3, H, W), a folder, paths, PIL "
-            "images, arrays, or a loader."
+            "images, arrays, a data set, a loader, or shapes:N."
         )
     return _changed_batches(images, change, ids)
 
@@ -176,12 +186,13 @@ def _picture_in_kind(picture: Any, pixels: Tensor) -> Any:
 
 
 def _changed_batches(loader: Iterable[Any], change: Callable[..., Tensor], ids: Any) -> Iterator[Any]:
-    """The batches of a loader with their images changed: a tensor, or the first of a tuple or list."""
+    """The batches of a loader, or items of a data set, their images changed: the whole, or the first of a tuple."""
     names, done = None if ids is None else iter(ids), 0
     for item in loader:
         pair = isinstance(item, list | tuple) and not all(map(is_image, item))
         images = item[0] if pair else item
-        count = len(images) if not isinstance(images, Tensor) or images.ndim == 4 else 1
+        single = images.ndim == 3 if isinstance(images, Tensor) else is_image(images)
+        count = 1 if single else len(images)
         chosen = range(done, done + count) if names is None else list(islice(names, count))
         done += count
         changed = change(images, ids=chosen)

@@ -187,8 +187,10 @@ def labelled_images(data: Any) -> Dataset[Any] | None:
     """
     if not isinstance(data, list | tuple) or not len(data):
         return None
-    if len(data) == 2 and not isinstance(data[0], tuple | Mapping | str) and not isinstance(data[1], str):
+    if len(data) == 2 and not isinstance(data[0], tuple | Mapping) and not isinstance(data[1], str):
         images, labels = data
+        if isinstance(images, Tensor) and images.ndim == 3:
+            images = images[None]
         pictures = images if isinstance(images, Tensor) and images.ndim == 4 else as_images(images)
         listed = isinstance(labels, list | tuple) or getattr(labels, "ndim", 0) > 0
         if pictures is not None and listed:

@@ -164,7 +164,7 @@ def _find_checkpoint(
     if resume is None:
         if checkpoints.steps() or (folder / "results.json").exists():
             raise VitfocusError(
-                f"{folder} holds a run already: continue it with resume='auto' (--resume auto), or give another out."
+                f"{folder} holds a run already: resume it (--resume auto), or choose another folder (--out)."
             )
         return None
     checkpoint = checkpoints.newest(progress.say) if str(resume) == "auto" else read_checkpoint(resume)

@@ -137,7 +137,7 @@ def _changes(configs: Sequence[Treatment]) -> str:
     if not better:
         return f"{said} and no form of {hopeless} starts as the identity: train on before you use the model."
     other = f" (no form of {hopeless} does)" if hopeless else ""
-    return f"{said}: use {better}, which starts as the identity{other}, or train on."
+    return f"{said}: use {better}, which starts as the identity{other}, or train further."
 
 
 @checked

@@ -91,8 +91,8 @@ def load_weights(
                 raise VitfocusError(str(error).replace("the state dict", label)) from None
         if strict:
             raise VitfocusError(
-                f"{label} was saved with {'+'.join(map(str, recorded))}, and the model has no treatment: pass "
-                "treat=True, or treat the model first; nothing was loaded."
+                f"{label} was saved with {'+'.join(map(str, recorded))}, and the model has no treatment: add "
+                f"+{'+'.join(map(str, recorded))} to its spec (in Python: treat=True); nothing was loaded."
             )
     own = model.state_dict()
     added = added_names(model)

@@ -155,7 +155,7 @@ def _published(arguments: EvaluationArguments, classes: int, folders: dict[str, 
     if missing:
         raise VitfocusError(
             f"{arguments.folder} looks like ImageNet-C but lacks {', '.join(missing[:4])} ({len(missing)} in all): "
-            "it is only half extracted (name the ones you have with corruptions=, --corruptions)."
+            "it is only half extracted (name the ones you have with the option corruptions)."
         )
     groups: list[Group] = []
     counts: dict[str, int] = {}
