@@ -1,4 +1,4 @@
-"""Progress on stderr where there is no terminal: the opening line, lines after some time, the final line, silence."""
+"""Progress on stderr where there is no terminal: the first line, lines after some time, the final line, silence."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from vitfocus.core.progress import Progress
 
 
 def test_lines_elsewhere_than_on_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress("fog", 4, done=1, opening="fog, 3 images.", every=0.0) as progress:
+    with Progress("fog", 4, done=1, announcement="fog, 3 images.", every=0.0) as progress:
         progress.advance(1, "severity 1")
         progress.advance()
         progress.say("half way")
@@ -23,7 +23,7 @@ def test_few_lines_and_none_where_it_is_not_shown(capsys: pytest.CaptureFixture[
     with Progress("fog", 4) as progress:
         for _ in range(4):
             progress.advance()
-    with Progress("fog", 4, opening="fog", every=0.0, show=False) as progress:
+    with Progress("fog", 4, announcement="fog", every=0.0, show=False) as progress:
         progress.advance(4, "all")
         progress.say("done")
     assert capsys.readouterr().err == ""

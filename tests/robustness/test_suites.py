@@ -29,7 +29,7 @@ from vitfocus.robustness.classification import (
     open_images,
     wordnet_ids,
 )
-from vitfocus.robustness.engine import Condition, EvaluationArguments, Group, Plan
+from vitfocus.robustness.engine import Condition, EvaluationArguments, EvaluationPlan, Group
 from vitfocus.robustness.metrics import condition_summary
 from vitfocus.robustness.sources import EvaluationBatch
 from vitfocus.robustness.suites import Suite, switches
@@ -283,7 +283,7 @@ def test_a_record_is_all_that_a_new_suite_needs(
     class Options(NoOptions):
         margin: int = dataclasses.field(default=3, metadata={"help": "pixels", "negate": False})
 
-    def plan(arguments: EvaluationArguments) -> Plan:
+    def plan(arguments: EvaluationArguments) -> EvaluationPlan:
         def change(batch: EvaluationBatch) -> torch.Tensor:
             return batch.images.roll(arguments.options.margin, -1)
 

@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     images = torch.randn(batch, 3, height, width, device=device)
     warmup = 3 if args.compile else 2
     total = len(models) * (args.rounds + warmup + 1)
-    with Progress("Measuring", total, opening=f"Measuring: {total} steps.") as progress:
+    with Progress("Measuring", total, announcement=f"Measuring: {total} steps.") as progress:
         rows = compare_steps(
             models,
             images,

@@ -338,7 +338,7 @@ def _with_progress(batches: Iterator[Any], count: int) -> Iterator[Any]:
     from vitfocus.core.progress import Progress
     from vitfocus.core.tables import counted
 
-    with Progress("Reading images", count, opening=f"Reading {counted(count, 'image')}.") as progress:
+    with Progress("Reading images", count, announcement=f"Reading {counted(count, 'image')}.") as progress:
         for batch in batches:
             yield batch
             progress.advance(len(_pixels(batch)))

@@ -15,7 +15,7 @@ class Progress:
         title: Stands before the bar and before each line.
         total: The number of steps, or None if it is not known.
         done: The number of steps done before, in an operation that is resumed.
-        opening: A line printed at the start where stderr is no terminal.
+        announcement: A line printed at the start where stderr is no terminal.
         every: The least number of seconds between two lines where stderr is no terminal.
         transient: Remove the bar at the end.
         show: Print anything at all; usually False on all processes but the first.
@@ -31,25 +31,25 @@ class Progress:
         total: int | None = None,
         done: int = 0,
         *,
-        opening: str = "",
+        announcement: str = "",
         every: float = 60.0,
         transient: bool = True,
         show: bool = True,
     ) -> None:
         self.title, self.total, self.done = title, total, done
-        self.opening, self.every, self.transient, self.show = opening, every, transient, show
+        self.announcement, self.every, self.transient, self.show = announcement, every, transient, show
         self._bar: Any = None
         self._note = ""
 
     def start(self) -> None:
-        """Show the bar, or print the opening line."""
+        """Show the bar, or print the announcement line."""
         self._began, self._first = time.monotonic(), self.done
         self._printed = self._began
         if not self.show:
             return
         if not sys.stderr.isatty():
-            if self.opening:
-                self.say(self.opening)
+            if self.announcement:
+                self.say(self.announcement)
             return
         from rich import progress
         from rich.console import Console

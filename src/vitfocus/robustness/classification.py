@@ -30,7 +30,7 @@ from vitfocus.data.image_files import (
     list_classes,
     out_of_range,
 )
-from vitfocus.robustness.engine import Condition, EvaluationArguments, Group, Outcome, Plan, Reduced
+from vitfocus.robustness.engine import Condition, EvaluationArguments, EvaluationPlan, Group, Outcome, Reduced
 from vitfocus.robustness.metrics import Summary
 from vitfocus.robustness.pixel_model import PixelModel
 from vitfocus.robustness.run_folder import Columns
@@ -96,10 +96,12 @@ def classification_plan(
     summarise: Summarise,
     notes: Iterable[str],
     resize: bool = False,
-) -> Plan:
+) -> EvaluationPlan:
     """A plan that keeps every image's outcome; a note that several sets gave is said once."""
     said, check = tuple(dict.fromkeys(notes)), partial(check_batch, classes)
-    return Plan(tuple(groups), protocol, lambda o, seed: Reduced(summarise(o, seed), o), said, check, resize=resize)
+    return EvaluationPlan(
+        tuple(groups), protocol, lambda o, seed: Reduced(summarise(o, seed), o), said, check, resize=resize
+    )
 
 
 def classify(

@@ -1,6 +1,6 @@
 """The evaluation engine: one loop for every task. A decoded batch feeds every condition and every model.
 
-A suite is laid out as a `Plan` of groups. A group is a source of images and the conditions they are seen under; a
+An `EvaluationPlan` lays a suite out in groups. A group is a source of images and the conditions they are seen under; a
 condition changes a batch and scores a model on it. Outcomes are kept per image, keyed by position, condition and model,
 so an interrupted run resumes with any batch size and any number of processes. Nothing waits for the device until
 outcomes are saved: every twenty seconds, at the end, and when anything goes wrong.
@@ -131,7 +131,7 @@ class Reduced:
 
 
 @dataclass(frozen=True)
-class Plan:
+class EvaluationPlan:
     """A suite laid out for one call.
 
     `protocol` goes into the fingerprint; `reduce` turns one model's outcomes by condition into its numbers; `check`
@@ -163,7 +163,7 @@ class Plan:
 
 
 def run_plan(
-    plan: Plan,
+    plan: EvaluationPlan,
     models: Sequence[PixelModel],
     processes: Processes,
     batch_size: int,
@@ -180,8 +180,8 @@ def run_plan(
     outcomes: Samples = {}
     digests: dict[str, str] = {}
     counts: list[int] = []
-    opening = f"{title}, {plan.steps - done:,} image evaluations." if plan.steps is not None else f"{title}."
-    with Progress(title, plan.steps, done, opening=opening, show=show and processes.first) as progress:
+    announcement = f"{title}, {plan.steps - done:,} image evaluations." if plan.steps is not None else f"{title}."
+    with Progress(title, plan.steps, done, announcement=announcement, show=show and processes.first) as progress:
         for group in plan.groups:
             part = saved.get(group.name, {})
             columns = _run_group(group, plan.check, models, processes, batch_size, folder, part, progress)
@@ -195,7 +195,7 @@ def run_plan(
     return outcomes, digests, plan.total(counts)
 
 
-def read_digests(plan: Plan, processes: Processes, batch_size: int) -> dict[str, str]:
+def read_digests(plan: EvaluationPlan, processes: Processes, batch_size: int) -> dict[str, str]:
     """A digest of each group's data without measuring anything, by reading what is not known by its files."""
     digests: dict[str, str] = {}
     for group in plan.groups:

@@ -18,7 +18,7 @@ from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.files import write_text
 from vitfocus.core.modules import eval_mode
 from vitfocus.data.shapes.dataset import Shapes, shapes_named
-from vitfocus.robustness.engine import EvaluationArguments, Plan, read_digests, run_plan
+from vitfocus.robustness.engine import EvaluationArguments, EvaluationPlan, read_digests, run_plan
 from vitfocus.robustness.pixel_model import PRECISIONS, PixelModel, named_models
 from vitfocus.robustness.results import Scores, flatten, load_scores
 from vitfocus.robustness.run_folder import RunFolder, claim_folder
@@ -106,7 +106,9 @@ def evaluate(
     # attacks need gradients, even where the caller is in inference mode
     with torch.inference_mode(False), eval_mode(*modules.values(), device=processes.device):
         module, _, function = chosen.plan.partition(":")
-        plan: Plan = getattr(importlib.import_module(f"vitfocus.robustness.suites.{module}"), function)(arguments)
+        plan: EvaluationPlan = getattr(importlib.import_module(f"vitfocus.robustness.suites.{module}"), function)(
+            arguments
+        )
         fingerprint = _fingerprint(arguments, plan, precision)
         lasting = {key: value for key, value in fingerprint.items() if key != "environment"}
         if out is None:
@@ -116,7 +118,7 @@ def evaluate(
 
 
 def _measure(
-    arguments: EvaluationArguments, plan: Plan, fingerprint: dict[str, Any], folder: RunFolder | None
+    arguments: EvaluationArguments, plan: EvaluationPlan, fingerprint: dict[str, Any], folder: RunFolder | None
 ) -> Scores:
     """Run the plan, or read what a finished run found; write the results."""
     processes = arguments.processes
@@ -149,7 +151,7 @@ def _measure(
     return scores
 
 
-def _fingerprint(arguments: EvaluationArguments, plan: Plan, precision: str) -> dict[str, Any]:
+def _fingerprint(arguments: EvaluationArguments, plan: EvaluationPlan, precision: str) -> dict[str, Any]:
     return {
         "suite": arguments.suite.name,
         "protocol": {**plan.protocol, "precision": precision},

@@ -137,7 +137,9 @@ class Scores:
     def table(self) -> Table:
         """A table to print: conditions by row and models by column, the headline numbers below."""
         names = list(self.models)
-        rows = [[name, *(_cell(self.models[m], name) for m in names)] for name in _rows(self.models[names[0]])]
+        rows = [
+            [name, *(_condition_text(self.models[m], name) for m in names)] for name in _rows(self.models[names[0]])
+        ]
         for key, metric in METRICS.items():
             if any(key in self.models[m] for m in names):
                 of_clean = "corruptions" in self.models[names[0]] and key in ("top1", "top5", "error", "ece")
@@ -174,7 +176,7 @@ class Scores:
         held = dict.fromkeys(name for columns in self.samples.values() for name in columns)
         samples, notes = {}, self.notes
         if all(model in columns for columns in self.samples.values()):
-            samples = {cell: {model: columns[model]} for cell, columns in self.samples.items()}
+            samples = {condition: {model: columns[model]} for condition, columns in self.samples.items()}
         else:
             notes += (
                 f"{SAMPLES} does not hold every outcome of {model} (it knows {', '.join(held)}), so {model} is not "
@@ -308,16 +310,16 @@ def compare(first: Scores | str | Path, second: Scores | str | Path, force: bool
         )
     names = [next(iter(scores.models)) for scores in (one, two)]
     cells = [
-        {cell: columns[name] for cell, columns in s.samples.items() if name in columns}
+        {condition: columns[name] for condition, columns in s.samples.items() if name in columns}
         for s, name in zip((one, two), names, strict=True)
     ]
     for known, name in zip(cells, names, strict=True):
         if not known:
             raise VitfocusError(f"There are no outcomes of single images of {name} to compare: evaluate it anew.")
-    shared = [cell for cell in cells[0] if cell in cells[1]]
+    shared = [condition for condition in cells[0] if condition in cells[1]]
     if not shared:
         raise VitfocusError("These runs have no condition in common, so there is nothing to compare.")
-    rows = [_row(cell, cells[0][cell], cells[1][cell], seed) for cell in shared]
+    rows = [_row(condition, cells[0][condition], cells[1][condition], seed) for condition in shared]
     if all(f"{c}/{s}" in shared for c in CORRUPTIONS for s in range(1, 6)) and "mce" in one.models[names[0]]:
         rows.append(_scored("mCE", mce_shares(cells[0]), mce_shares(cells[1]), seed))
     said = [scores.insertions.get(name) for scores, name in zip((one, two), names, strict=True)]
@@ -327,11 +329,11 @@ def compare(first: Scores | str | Path, second: Scores | str | Path, force: bool
     return Comparison(one.suite, names[0], names[1], rows, tuple(differing), insertions)
 
 
-def _row(cell: str, first: Columns, second: Columns, seed: int) -> dict[str, Any]:
+def _row(condition: str, first: Columns, second: Columns, seed: int) -> dict[str, Any]:
     if "top1" not in first:
         kind = "flip" if "flip" in first else "accuracy"
-        return _scored(cell, first[kind], second[kind], seed)
-    row = _scored(cell, first["top1"], second["top1"], seed)
+        return _scored(condition, first[kind], second[kind], seed)
+    row = _scored(condition, first["top1"], second["top1"], seed)
     test = mcnemar(first["top1"], second["top1"])
     return {**row, "only_first": test.only_first, "only_second": test.only_second, "p_value": test.p_value}
 
@@ -350,8 +352,8 @@ def _scored(name: str, first: Any, second: Any, seed: int) -> dict[str, Any]:
 def flatten(samples: Samples) -> Columns:
     """Samples as one level of arrays, for a file."""
     return {
-        f"{cell}|{model}|{name}": values
-        for cell, models in samples.items()
+        f"{condition}|{model}|{name}": values
+        for condition, models in samples.items()
         for model, columns in models.items()
         for name, values in columns.items()
     }
@@ -361,9 +363,9 @@ def unflatten(columns: Columns) -> Samples:
     """The inverse of `flatten`."""
     samples: Samples = {}
     for key, values in columns.items():
-        cell, _, rest = key.partition("|")
+        condition, _, rest = key.partition("|")
         model, _, name = rest.rpartition("|")  # a model's name may hold anything
-        samples.setdefault(cell, {}).setdefault(model, {})[name] = values
+        samples.setdefault(condition, {}).setdefault(model, {})[name] = values
     return samples
 
 
@@ -387,7 +389,7 @@ def _what(summary: Summary) -> str:
     return "top-1" if len(summary["cells"]) > 1 else ""
 
 
-def _cell(summary: Summary, name: str) -> str:
+def _condition_text(summary: Summary, name: str) -> str:
     if "corruptions" in summary:
         row = summary["corruptions"].get(name)
         if row is None:

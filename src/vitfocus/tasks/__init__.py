@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 #: The class of each task, imported when a recipe or a saved model needs it.
 TASKS = {
-    "classify": "vitfocus.tasks.classification.task:Classify",
-    "segment": "vitfocus.tasks.segmentation.task:Segment",
-    "detect": "vitfocus.tasks.detection.task:Detect",
-    "answer": "vitfocus.tasks.vqa.task:Answer",
+    "classify": "vitfocus.tasks.classification.task:ClassificationTask",
+    "segment": "vitfocus.tasks.segmentation.task:SegmentationTask",
+    "detect": "vitfocus.tasks.detection.task:DetectionTask",
+    "answer": "vitfocus.tasks.vqa.task:AnswerTask",
 }
 
 for _prefix, _builder in {
@@ -31,7 +31,7 @@ def find_task(name: str) -> type[Task]:
     """The class of a task by its name in a recipe.
 
     >>> find_task("classify").__name__
-    'Classify'
+    'ClassificationTask'
     """
     from vitfocus.core.errors import VitfocusError, nearest
 

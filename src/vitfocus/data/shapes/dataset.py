@@ -29,7 +29,7 @@ _Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True)
-class Question:
+class ShapesQuestion:
     """A question as in VQAv2: its kind ("how many", ...), text, agreed answer and the ten answers."""
 
     kind: str
@@ -45,7 +45,7 @@ class Question:
         return "number" if self.answer.isdigit() else "other"
 
 
-def ask(objects: Sequence[SceneObject], seed: int, split: str, item: int) -> list[Question]:
+def ask(objects: Sequence[SceneObject], seed: int, split: str, item: int) -> list[ShapesQuestion]:
     """One question of each kind that the scene allows, in an order that depends on the item.
 
     >>> from vitfocus.data.shapes.scene import compose
@@ -76,15 +76,17 @@ class _Draws:
         return [items[place] for place in sorted(range(len(items)), key=keys.__getitem__)]
 
 
-def _count(objects: Sequence[SceneObject], draws: _Draws) -> Question:
+def _count(objects: Sequence[SceneObject], draws: _Draws) -> ShapesQuestion:
     if draws.chance(0.3):
-        return Question("how many", "How many objects are there?", str(len(objects)))
+        return ShapesQuestion("how many", "How many objects are there?", str(len(objects)))
     seen = Counter(one.shape for one in objects)
     several = [shape for shape, count in seen.items() if count > 1]
     # Most shapes occur once: ask about the others if there are any, and sometimes about one that is missing.
     shapes = several if several and draws.chance(0.7) else SHAPES if draws.chance(0.25) else sorted(seen)
     shape = draws.pick(shapes)
-    return Question("how many", f"How many {shape}{'es' if shape.endswith('s') else 's'} are there?", str(seen[shape]))
+    return ShapesQuestion(
+        "how many", f"How many {shape}{'es' if shape.endswith('s') else 's'} are there?", str(seen[shape])
+    )
 
 
 def _named(objects: Sequence[SceneObject], draws: _Draws, key: str) -> tuple[SceneObject, str]:
@@ -95,17 +97,17 @@ def _named(objects: Sequence[SceneObject], draws: _Draws, key: str) -> tuple[Sce
     return one, getattr(one, key) if alone else ""
 
 
-def _colour(objects: Sequence[SceneObject], draws: _Draws) -> Question:
+def _colour(objects: Sequence[SceneObject], draws: _Draws) -> ShapesQuestion:
     one, shape = _named(objects, draws, "shape")
-    return Question("what color is the", f"What color is the {shape or 'largest object'}?", one.colour)
+    return ShapesQuestion("what color is the", f"What color is the {shape or 'largest object'}?", one.colour)
 
 
-def _shape(objects: Sequence[SceneObject], draws: _Draws) -> Question:
+def _shape(objects: Sequence[SceneObject], draws: _Draws) -> ShapesQuestion:
     one, colour = _named(objects, draws, "colour")
-    return Question("what shape is the", f"What shape is the {colour or 'largest'} object?", one.shape)
+    return ShapesQuestion("what shape is the", f"What shape is the {colour or 'largest'} object?", one.shape)
 
 
-def _existence(objects: Sequence[SceneObject], draws: _Draws) -> Question:
+def _existence(objects: Sequence[SceneObject], draws: _Draws) -> ShapesQuestion:
     """Ask for a shape or for a shape of some colour; yes and no are equally frequent."""
     coloured, truth = draws.chance(0.5), draws.chance(0.5)
     seen = {(one.colour if coloured else "", one.shape) for one in objects}
@@ -113,10 +115,10 @@ def _existence(objects: Sequence[SceneObject], draws: _Draws) -> Question:
     colour, shape = draws.pick([pair for pair in possible if (pair in seen) == truth])
     name = f"{colour} {shape}".strip()
     article = "an" if name[0] in "aeiou" else "a"
-    return Question("is there a", f"Is there {article} {name}?", "yes" if truth else "no")
+    return ShapesQuestion("is there a", f"Is there {article} {name}?", "yes" if truth else "no")
 
 
-def _relation(objects: Sequence[SceneObject], draws: _Draws) -> Question | None:
+def _relation(objects: Sequence[SceneObject], draws: _Draws) -> ShapesQuestion | None:
     """Compare two shapes that occur once each and whose centres are clearly apart horizontally."""
     shapes = Counter(one.shape for one in objects)
     single = [one for one in objects if shapes[one.shape] == 1]
@@ -127,14 +129,14 @@ def _relation(objects: Sequence[SceneObject], draws: _Draws) -> Question | None:
     side = draws.pick(["left", "right"])
     truth = one.x < other.x if side == "left" else one.x > other.x
     text = f"Is the {one.shape} to the {side} of the {other.shape}?"
-    return Question("is the", text, "yes" if truth else "no")
+    return ShapesQuestion("is the", text, "yes" if truth else "no")
 
 
-def _annotated(question: Question, draws: _Draws) -> Question:
+def _annotated(question: ShapesQuestion, draws: _Draws) -> ShapesQuestion:
     """Add ten answers, up to three of them wrong."""
     wrong = sum(draws.chance(0.12) for _ in range(3))
     answers = [_wrong_answer(question.answer, draws) for _ in range(wrong)] + [question.answer] * (ANNOTATORS - wrong)
-    return Question(question.kind, question.text, question.answer, tuple(draws.shuffled(answers)))
+    return ShapesQuestion(question.kind, question.text, question.answer, tuple(draws.shuffled(answers)))
 
 
 def _wrong_answer(answer: str, draws: _Draws) -> str:

@@ -25,7 +25,7 @@ from vitfocus.data.segmentation.dataset import CITYSCAPES_IDS, IGNORE
 from vitfocus.data.shapes.dataset import (
     CLASSES,
     VERSION,
-    Question,
+    ShapesQuestion,
     Size,
     ask,
     drawn_scenes,
@@ -54,7 +54,7 @@ class DrawnScene:
     mask: npt.NDArray[np.uint8]
     shape_class: npt.NDArray[np.int64]
     owner: npt.NDArray[np.int8]
-    questions: list[Question]
+    questions: list[ShapesQuestion]
 
 
 def write_layout(
@@ -223,7 +223,7 @@ def _vqav2(split: str, scenes: Iterator[DrawnScene]) -> Files:
     yield f"v2_mscoco_{year}_annotations.json", _json({**head, **kind, "annotations": annotations})
 
 
-def _vqa_annotation(question: Question) -> dict[str, Any]:
+def _vqa_annotation(question: ShapesQuestion) -> dict[str, Any]:
     answers = [
         {"answer": answer, "answer_confidence": "yes" if answer == question.answer else "maybe", "answer_id": place}
         for place, answer in enumerate(question.answers, start=1)

@@ -38,8 +38,8 @@ class Suite:
     """A suite: a published protocol by name.
 
     `plan` names the function, "module:function" in this package, that turns the arguments of a call into an
-    `engine.Plan`. `data` says what the suite reads, `results` which numbers it gives. With `small_images` the model
-    scales the images to its own size after they were corrupted, as CIFAR's 32 pixels need.
+    `engine.EvaluationPlan`. `data` says what the suite reads, `results` which numbers it gives. With `small_images` the
+    model scales the images to its own size after they were corrupted, as CIFAR's 32 pixels need.
     """
 
     name: str

@@ -30,7 +30,7 @@ from vitfocus.robustness.classification import (
     open_images,
     require_classes,
 )
-from vitfocus.robustness.engine import Condition, EvaluationArguments, Group, Plan
+from vitfocus.robustness.engine import Condition, EvaluationArguments, EvaluationPlan, Group
 from vitfocus.robustness.metrics import corruption_summary
 from vitfocus.robustness.run_folder import DAMAGED
 from vitfocus.robustness.sources import (
@@ -71,7 +71,7 @@ def _chosen(arguments: EvaluationArguments) -> tuple[list[str], list[int], list[
     return names, severities, [] if whole_suite else [_INCOMPLETE]
 
 
-def imagenet_c(arguments: EvaluationArguments) -> Plan:
+def imagenet_c(arguments: EvaluationArguments) -> EvaluationPlan:
     """ImageNet-C, in whichever form the data is."""
     classes = num_classes(arguments)
     published = _published_folders(arguments.folder) if arguments.folder is not None else {}
@@ -86,7 +86,7 @@ def imagenet_c(arguments: EvaluationArguments) -> Plan:
     return _generated(arguments, classes, "imagenet", "bilinear", notes)
 
 
-def cifar_c(arguments: EvaluationArguments) -> Plan:
+def cifar_c(arguments: EvaluationArguments) -> EvaluationPlan:
     """CIFAR-10-C and CIFAR-100-C, in whichever form the data is; the mean error is not divided by AlexNet's."""
     expected = 100 if arguments.suite.name.startswith("cifar100") else 10
     classes = require_classes(arguments, num_classes(arguments), expected, f"{expected} classes")
@@ -106,7 +106,7 @@ def cifar_c(arguments: EvaluationArguments) -> Plan:
 
 def _generated(
     arguments: EvaluationArguments, classes: int, flavour: str, interpolation: str | None, notes: list[str]
-) -> Plan:
+) -> EvaluationPlan:
     names, severities, incomplete = _chosen(arguments)
     seed, frost = arguments.seed, arguments.options.frost
     quality = getattr(arguments.options, "jpeg_quality", None)
@@ -148,7 +148,7 @@ def _published_folders(root: Path) -> dict[str, Path]:
     return {name: place / name for place in places for name in ALL_CORRUPTIONS if (place / name).is_dir()}
 
 
-def _published(arguments: EvaluationArguments, classes: int, folders: dict[str, Path]) -> Plan:
+def _published(arguments: EvaluationArguments, classes: int, folders: dict[str, Path]) -> EvaluationPlan:
     require_classes(arguments, classes, 1000, "ImageNet's 1,000 classes")
     names, severities, incomplete = _chosen(arguments)
     missing = [f"{n}/{s}" for n in names for s in severities if n not in folders or not (folders[n] / str(s)).is_dir()]
@@ -216,7 +216,7 @@ def _published(arguments: EvaluationArguments, classes: int, folders: dict[str, 
     return classification_plan(groups, classes, protocol, corruption_summary, notes, resize=size != model_size)
 
 
-class ArrayImages:
+class SeverityImages:
     """Images of one severity in a published array, (N, 32, 32, 3) uint8, with their labels."""
 
     def __init__(self, path: Path, start: int, labels: Sequence[int]) -> None:
@@ -236,7 +236,7 @@ class ArrayImages:
         return {**self.__dict__, "_array": None}
 
 
-def _arrays(arguments: EvaluationArguments, classes: int, root: Path, notes: list[str]) -> Plan:
+def _arrays(arguments: EvaluationArguments, classes: int, root: Path, notes: list[str]) -> EvaluationPlan:
     names, severities, incomplete = _chosen(arguments)
     missing = [name for name in names if not (root / f"{name}.npy").is_file()]
     if missing:
@@ -261,7 +261,7 @@ def _arrays(arguments: EvaluationArguments, classes: int, root: Path, notes: lis
             start = (severity - 1) * each
             targets = labels[start : start + each]
             source = ItemSource(
-                ImageSamples(ArrayImages(root / f"{name}.npy", start, targets.tolist())),
+                ImageSamples(SeverityImages(root / f"{name}.npy", start, targets.tolist())),
                 evenly_spaced(each, arguments.limit),
                 collate_images,
                 digest=digest_of([f"{name} {severity} {len(array)}", str(targets.tolist()), _sums(array, start, each)]),

@@ -16,7 +16,7 @@ from vitfocus.data.detection.batches import EvaluationSamples
 from vitfocus.data.detection.dataset import CocoDetections, DetectionDataset, ShapesDetections, mask_tools
 from vitfocus.data.image_files import Normalise
 from vitfocus.data.shapes.dataset import shapes_named
-from vitfocus.robustness.engine import Condition, EvaluationArguments, Group, Outcome, Plan, Reduced
+from vitfocus.robustness.engine import Condition, EvaluationArguments, EvaluationPlan, Group, Outcome, Reduced
 from vitfocus.robustness.pixel_model import PixelModel
 from vitfocus.robustness.run_folder import Columns
 from vitfocus.robustness.sources import Collated, EvaluationBatch, ItemSource
@@ -27,7 +27,7 @@ from vitfocus.treatments.save_load import task_of
 _SHAPES = 1000  # pictures, unless the data names a number
 
 
-def detection(arguments: EvaluationArguments) -> Plan:
+def detection(arguments: EvaluationArguments) -> EvaluationPlan:
     """COCO's average precisions, in percent; nothing is drawn at random, so the seed does not matter.
 
     The data is a folder in COCO's layout, of which `split` ("val2017") is taken, the word "shapes", or a set such as
@@ -48,7 +48,7 @@ def detection(arguments: EvaluationArguments) -> Plan:
         ending = f"-{number}" if len(arguments.models) > 1 else ""
         writers[model.name] = DetectionWriter(f"{options.pictures}{ending}", images)
     condition = Condition("clean", partial(_detect, images, pick, normalise, writers))
-    return Plan(
+    return EvaluationPlan(
         (Group("detection", source, (condition,)),),
         {"split": options.split},
         partial(_reduce, images, pick),

@@ -14,7 +14,7 @@ from vitfocus.core.arguments import real, several, whole
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.corruptions.base import Draws
 from vitfocus.robustness.classification import CLEAN, classification_plan, classify, num_classes, open_images
-from vitfocus.robustness.engine import Condition, EvaluationArguments, Group, Plan
+from vitfocus.robustness.engine import Condition, EvaluationArguments, EvaluationPlan, Group
 from vitfocus.robustness.metrics import condition_summary
 from vitfocus.robustness.pixel_model import PixelModel
 from vitfocus.robustness.sources import EvaluationBatch
@@ -25,7 +25,7 @@ FILLS = ("black", "mean")
 
 def _plan(
     arguments: EvaluationArguments, conditions: Sequence[Condition], protocol: Mapping[str, Any], *notes: str
-) -> Plan:
+) -> EvaluationPlan:
     classes = num_classes(arguments)
     images = open_images(arguments, classes)
     group = Group(arguments.suite.name, images.source, (CLEAN, *conditions))
@@ -33,7 +33,7 @@ def _plan(
     return classification_plan([group], classes, protocol, condition_summary, (*notes, *images.notes))
 
 
-def occlusion(arguments: EvaluationArguments) -> Plan:
+def occlusion(arguments: EvaluationArguments) -> EvaluationPlan:
     """The centre hidden, at several sizes (pixels of 224), and random cells of a 14 x 14 grid."""
     centres, drops = (
         [whole(f"One of {name}", value, 0, most) for value in several(name, given, empty=True)]
@@ -106,7 +106,7 @@ def drop_patches(
     return torch.where(keep[:, :, rows][:, :, :, columns], images, _filling(images, fill))
 
 
-def attack(arguments: EvaluationArguments) -> Plan:
+def attack(arguments: EvaluationArguments) -> EvaluationPlan:
     """FGSM, PGD or AutoAttack at one or several epsilons, in 1/255."""
     options, suite = arguments.options, arguments.suite.name
     epsilons = [real("eps", eps, "distances in 1/255, such as 4") for eps in several("eps", options.eps)]

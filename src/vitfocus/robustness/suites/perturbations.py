@@ -27,7 +27,7 @@ from vitfocus.corruptions.filters import clipped_zoom, streak
 from vitfocus.corruptions.noise_and_blur import gaussian_noise, shot_noise
 from vitfocus.data.image_files import list_classes
 from vitfocus.robustness.classification import classification_plan, num_classes, open_images, top_classes
-from vitfocus.robustness.engine import Condition, EvaluationArguments, Group, Outcome, Plan
+from vitfocus.robustness.engine import Condition, EvaluationArguments, EvaluationPlan, Group, Outcome
 from vitfocus.robustness.metrics import ALEXNET_FLIPS, flip_share, perturbation_summary, top5_distance
 from vitfocus.robustness.pixel_model import PixelModel
 from vitfocus.robustness.sources import EvaluationBatch, ImageSamples, ItemSource, collate_images, digest_of
@@ -37,7 +37,7 @@ _VIDEOS = frozenset({".mp4", ".avi", ".mkv"})
 _FRAMES_AT_ONCE = 128
 
 
-def imagenet_p(arguments: EvaluationArguments) -> Plan:
+def imagenet_p(arguments: EvaluationArguments) -> EvaluationPlan:
     """ImageNet-P, in whichever form the data is."""
     options = arguments.options
     names = several("perturbations", PERTURBATIONS if options.perturbations is None else options.perturbations)

@@ -30,7 +30,7 @@ from vitfocus.robustness.classification import (
     validation_folder,
     wordnet_ids,
 )
-from vitfocus.robustness.engine import Condition, EvaluationArguments, Group, Plan
+from vitfocus.robustness.engine import Condition, EvaluationArguments, EvaluationPlan, Group
 from vitfocus.robustness.metrics import condition_summary
 
 # Each set by its usual name, and the spellings of its published folder.
@@ -45,7 +45,7 @@ _VALIDATION = 50_000
 
 def _plan(
     conditions: Mapping[Condition, Images], classes: int, notes: Iterable[str] = (), protocol: Mapping[str, Any] = {}
-) -> Plan:
+) -> EvaluationPlan:
     """One condition per set of images."""
     groups = [Group(condition.name, images.source, (condition,)) for condition, images in conditions.items()]
     for images in conditions.values():
@@ -53,20 +53,20 @@ def _plan(
     return classification_plan(groups, classes, protocol, condition_summary, notes)
 
 
-def clean(arguments: EvaluationArguments) -> Plan:
+def clean(arguments: EvaluationArguments) -> EvaluationPlan:
     """Accuracy on the images as they are."""
     classes = num_classes(arguments)
     return _plan({CLEAN: open_images(arguments, classes)}, classes)
 
 
-def imagenet_sketch(arguments: EvaluationArguments) -> Plan:
+def imagenet_sketch(arguments: EvaluationArguments) -> EvaluationPlan:
     """ImageNet-Sketch: 1,000 class folders of drawings."""
     classes = require_imagenet(arguments)
     images = open_images(arguments, classes)
     return _plan({Condition("imagenet-sketch", classify): images}, classes, _subset_note(arguments, images))
 
 
-def subset_of_classes(arguments: EvaluationArguments) -> Plan:
+def subset_of_classes(arguments: EvaluationArguments) -> EvaluationPlan:
     """ImageNet-A and -R: 200 class folders; only the logits of those 200 classes take part."""
     suite = arguments.suite.name
     short = suite.replace("-", "_")
@@ -101,7 +101,7 @@ def _subset_labels(suite: str, names: Sequence[str], folders: ClassFolders) -> L
     return {name: places[name] for name in folders.classes}, notes
 
 
-def imagenet_v2(arguments: EvaluationArguments) -> Plan:
+def imagenet_v2(arguments: EvaluationArguments) -> EvaluationPlan:
     """ImageNet-V2: up to three sets, whose class folders are numbered 0 to 999."""
     classes = require_imagenet(arguments)
     root = arguments.require_folder("the three folders imagenetv2-*-format-val, or one of them")
@@ -131,7 +131,7 @@ def imagenet_v2(arguments: EvaluationArguments) -> Plan:
     return _plan(conditions, classes, notes)
 
 
-def imagenet_real(arguments: EvaluationArguments) -> Plan:
+def imagenet_real(arguments: EvaluationArguments) -> EvaluationPlan:
     """ImageNet's validation set with ReaL's labels: any of an image's is right; images without one do not count."""
     classes = require_imagenet(arguments)
     root = validation_folder(

@@ -39,7 +39,7 @@ from vitfocus.data.segmentation.dataset import (
 from vitfocus.data.segmentation.dataset import acdc as acdc_layout
 from vitfocus.data.shapes.dataset import shapes_named
 from vitfocus.recipes import Data
-from vitfocus.robustness.engine import Condition, EvaluationArguments, Group, Outcome, Plan, Reduced
+from vitfocus.robustness.engine import Condition, EvaluationArguments, EvaluationPlan, Group, Outcome, Reduced
 from vitfocus.robustness.metrics import Summary
 from vitfocus.robustness.pixel_model import PixelModel
 from vitfocus.robustness.run_folder import Columns
@@ -90,7 +90,7 @@ class _Drawing:
             write_images(self.folder, name, image, found, mask, classes, layout)
 
 
-def clean(arguments: EvaluationArguments) -> Plan:
+def clean(arguments: EvaluationArguments) -> EvaluationPlan:
     """The pictures as they are, with every class's IoU."""
     test, pictures = _test_protocol(arguments), open_images(arguments)
     groups = [Group("clean", pictures.source, (_condition(arguments, test, pictures, "clean", draw=True),))]
@@ -101,7 +101,7 @@ def clean(arguments: EvaluationArguments) -> Plan:
     return _plan(arguments, test, groups, reduce)
 
 
-def noise(arguments: EvaluationArguments) -> Plan:
+def noise(arguments: EvaluationArguments) -> EvaluationPlan:
     """Five kinds of noise, the random ones repeated."""
     repeats = arguments.options.repeats
     if not isinstance(repeats, int) or repeats < 2:
@@ -121,7 +121,7 @@ def noise(arguments: EvaluationArguments) -> Plan:
     return _plan(arguments, test, [group], reduce, [note], {"repeats": repeats, "photons": photons})
 
 
-def corruptions(arguments: EvaluationArguments) -> Plan:
+def corruptions(arguments: EvaluationArguments) -> EvaluationPlan:
     """Corruptions of any-size pictures: generated, or read where a folder holds them.
 
     By default the protocol of TAP and ADL's paper: 16 types, each the mean over severities 1 to 5, the noises 1 to 3.
@@ -194,7 +194,7 @@ def severities_by_type(
     return found
 
 
-def acdc(arguments: EvaluationArguments) -> Plan:
+def acdc(arguments: EvaluationArguments) -> EvaluationPlan:
     """ACDC's four conditions, each and together. The masks of its test split are on its server alone."""
     test, split = _test_protocol(arguments), arguments.options.split or "val"
     opened = {name: open_images(arguments, name) for name in CONDITIONS}
@@ -217,10 +217,10 @@ def _plan(
     reduce: Any,
     notes: Iterable[str] = (),
     more: Mapping[str, Any] | None = None,
-) -> Plan:
+) -> EvaluationPlan:
     protocol = {"seed": arguments.seed, "ignore": arguments.options.ignore, "test": vars(test), **(more or {})}
     batch = 8 if test.short_side else 4
-    return Plan(tuple(groups), protocol, reduce, tuple(notes), batch_sizes=(batch, 8))
+    return EvaluationPlan(tuple(groups), protocol, reduce, tuple(notes), batch_sizes=(batch, 8))
 
 
 def _test_protocol(arguments: EvaluationArguments) -> InferenceSettings:

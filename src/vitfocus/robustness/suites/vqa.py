@@ -28,7 +28,7 @@ from vitfocus.data.vqa.dataset import (
     shapes_questions,
     splits_in,
 )
-from vitfocus.robustness.engine import Condition, EvaluationArguments, Group, Outcome, Plan, Reduced
+from vitfocus.robustness.engine import Condition, EvaluationArguments, EvaluationPlan, Group, Outcome, Reduced
 from vitfocus.robustness.metrics import Summary, percent
 from vitfocus.robustness.pixel_model import PixelModel
 from vitfocus.robustness.run_folder import Columns
@@ -38,7 +38,7 @@ from vitfocus.tasks.vqa.evaluation import Answerer, language_alone, soft_accurac
 from vitfocus.treatments.save_load import task_of
 
 
-def answers(arguments: EvaluationArguments) -> Plan:
+def answers(arguments: EvaluationArguments) -> EvaluationPlan:
     """The official accuracy, in percent, in all and by answer type.
 
     The data is a folder in VQAv2's layout, of which `split` ("val2014", or several joined by "+") is taken, the word
@@ -63,7 +63,7 @@ def answers(arguments: EvaluationArguments) -> Plan:
     if baselines is not None:
         constant = baselines["constant_answer"]
         note = f"VQAv2's official accuracy on {asked.name}. Without looking: always {constant!r}, or by question type."
-    return Plan(
+    return EvaluationPlan(
         (Group("answers", source, (Condition("all", partial(_answer, answerers)),)),),
         {"split": asked.name, "limit": arguments.limit},
         partial(_reduce, questions, baselines),

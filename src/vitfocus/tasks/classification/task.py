@@ -124,7 +124,7 @@ def split_output(output: Any) -> tuple[Tensor, Tensor]:
     return logits, logits
 
 
-class Classify(Task):
+class ClassificationTask(Task):
     """Classification with any model of timm, transformers or torchvision."""
 
     name: ClassVar[str] = "classify"

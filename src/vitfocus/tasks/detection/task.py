@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _LOSSES = ("loss_classifier", "loss_box_reg", "loss_mask", "loss_objectness", "loss_rpn_box_reg")
 
 
-class Detect(Task):
+class DetectionTask(Task):
     """Mask R-CNN ("maskrcnn:NAME") on any timm backbone that returns features."""
 
     name: ClassVar[str] = "detect"

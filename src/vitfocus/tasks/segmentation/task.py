@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
-class Segment(Task):
+class SegmentationTask(Task):
     """UperNet, SegFormer or a decoder of segmentation-models-pytorch on any backbone."""
 
     name: ClassVar[str] = "segment"

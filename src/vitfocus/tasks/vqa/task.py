@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 ANSWER_TYPES = ("yes/no", "number", "other")
 
 
-class Answer(Task):
+class AnswerTask(Task):
     """A `ViltForQuestionAnswering`, small and from scratch or from a checkpoint."""
 
     name: ClassVar[str] = "answer"
