@@ -139,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace, chosen: dict[str, Any]) -> int:
     """Print the jobs of an item, or submit them."""
-    from vitfocus.reproduce.jobs import job_table, plan_jobs, submit
+    from vitfocus.reproduce.jobs import job_script, plan_jobs, submit
 
     words = ["--scale", args.scale, "--out", args.out, *args.overrides]
     for name in ("data", "weights", "option"):
@@ -158,7 +158,7 @@ def _plan(args: argparse.Namespace, chosen: dict[str, Any]) -> int:
         state = f"submitted as {ids[job.name]}" if job.name in ids else "done before"
         print(f"{number}  {job.name}: {state}")
     if not args.submit:
-        print(job_table(jobs))
+        print(job_script(jobs))
     return 0
 
 

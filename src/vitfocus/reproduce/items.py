@@ -176,7 +176,11 @@ def load_item(name: str) -> Item:
     if name not in item_names():
         raise VitfocusError(f"There is no table or figure {name!r}: {nearest(name, item_names())}")
     tree = tomllib.loads((resources.files("vitfocus") / "recipes" / f"{name}.toml").read_text(encoding="utf-8"))
-    rows = tuple(_record(Row, row, f"{name}, row {number}") for number, row in enumerate(tree.pop("rows", []), 1))
+    usual = {"model": tree.pop("model", "")}  # of rows that name none
+    rows = tuple(
+        _record(Row, row if {"quoted", "computed"} & set(row) else usual | row, f"{name}, row {number}")
+        for number, row in enumerate(tree.pop("rows", []), 1)
+    )
     paper = name.partition("/")[0]
     parts = tuple(f"{paper}/{part}" for part in tree.pop("parts", []))
     item = _record(Item, {**tree, "name": name, "parts": parts, "rows": rows}, name)

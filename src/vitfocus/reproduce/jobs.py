@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from vitfocus.core.errors import VitfocusError, reason
-from vitfocus.core.tables import Table
+from vitfocus.core.tables import ranges
 
 CLUSTERS = ("slurm", "local")
 #: How often a command that was killed is started again in the same job.
@@ -77,14 +77,21 @@ def plan_jobs(name: str, scale: str, arguments: Sequence[str], **options: Any) -
     return [*jobs.values(), *rows, Job(f"{name} table", last, tuple(job.name for job in rows))]
 
 
-def job_table(jobs: Sequence[Job]) -> Table:
-    """The jobs, numbered, with the numbers of those that they wait for."""
-    numbers = {job.name: str(number) for number, job in enumerate(jobs, 1)}
-    lines = [
-        [numbers[job.name], " ".join(numbers[name] for name in job.after), "done" if job.done else "", job.command]
-        for job in jobs
-    ]
-    return Table("", ["job", "after", "state", "command"], lines)
+def job_script(jobs: Sequence[Job]) -> str:
+    """The jobs as a script of the shell, numbered, with the numbers of those that they wait for.
+
+    >>> print(job_script([Job("a", ("train", "x")), Job("b", ("report", "runs/x"), after=("a",))]))
+    # 1: a
+    vitfocus train x
+    # 2: b, after 1
+    vitfocus report runs/x
+    """
+    numbers = {job.name: number for number, job in enumerate(jobs, 1)}
+    lines = []
+    for job in jobs:
+        after = f", after {', '.join(ranges(numbers[name] for name in job.after))}" if job.after else ""
+        lines += [f"# {numbers[job.name]}: {job.name}{after}{', done' if job.done else ''}", job.command]
+    return "\n".join(lines)
 
 
 class Command:
