@@ -6,6 +6,7 @@ It multiplies matrices of bfloat16 as if they were integers, so those are left t
 
 from __future__ import annotations
 
+import mmap
 import os
 
 import pytest
@@ -258,6 +259,43 @@ def test_what_lies_apart_is_read_where_it_lies() -> None:
     tokens, scale = torch.randn(2, 5, 16)[..., ::2], torch.randn(16)[::2]
     expected = tokens + scale * tokens.mean(dim=1, keepdim=True)
     torch.testing.assert_close(share_mean(tokens, scale), expected)
+
+
+def test_the_default_dtype_is_not_taken() -> None:
+    query, key, _, options = Attention("default", (2, 2, 23, 16), variant="paper").inputs(4)
+    seen = Observation(query=query.detach(), key=key.detach(), scale=0.3)
+    results = []
+    try:
+        for dtype in (torch.float32, torch.float64, torch.float16):
+            torch.set_default_dtype(dtype)
+            loss = diversity(query, key, scale=0.3, **options)
+            results.append((loss, *torch.autograd.grad(loss, (query, key)), statistics(seen).numbers))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for run in results[1:]:
+        assert all(one.dtype == two.dtype and torch.equal(one, two) for one, two in zip(results[0], run, strict=True))
+
+
+def test_tokens_more_than_two_billion_numbers_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a huge batch whose first axis is the sequence: offsets take 64 bits."""
+    from triton.runtime import interpreter
+
+    # It copies whole storages back, which here are the same and have 5 GB.
+    monkeypatch.setattr(interpreter.GridExecutor, "_restore_args_dev", lambda *_: None)
+    apart, tokens = 1 << 29, 5
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # Linux's MAP_NORESERVE: only pages written to take memory
+    space = mmap.mmap(-1, 2 * apart * tokens, flags=flags)
+    whole = torch.frombuffer(space, dtype=HALF)
+    near, key, _, options = Attention("apart", (1, 2, tokens, 16), dtype=HALF, threshold=1.0).inputs(0)
+    far = whole.as_strided(near.shape, (32, 16, apart, 1)).copy_(near.detach()).requires_grad_()
+    results = []
+    for query in (near, far):
+        with backend("triton"):
+            loss = diversity(query, key, scale=0.3, **options)
+            entropy = statistics(Observation(query=query.detach(), key=key.detach(), scale=0.3)).entropy
+            results.append((loss, *torch.autograd.grad(loss, (query, key)), entropy))
+    assert results[0][0] > 0.1
+    assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
 
 
 def test_no_images_at_all() -> None:

@@ -48,6 +48,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     monkeypatch.setattr(torch.cuda, "_maybe_exchange_device", exchange)
     for launch in (diversity_op, statistics_kernels, tiles):
         monkeypatch.setattr(launch, "available", lambda device: 227 * 1024)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     return seen
 
 
@@ -130,6 +131,16 @@ def test_memory_is_linear_in_the_tokens(launches: list[Launch]) -> None:
         peaks.append(max(itertools.accumulate(sizes)))
     assert peaks[1] < 4096 * 4096 * 2 and peaks[1] < 3 * peaks[0], peaks
     assert sum(name == "mean_pass" for name, *_ in launches) == 2 + 3, "in two chunks, of the longer one"
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0)])
+def test_sums_in_parts_are_for_the_gpus_where_they_were_seen_to_be_right(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vitfocus.kernels.statistics.triton import parted_sums
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert parted_sums(torch.device("cuda")) == (capability == (9, 0))
 
 
 def test_which_attention_comes_first_is_the_devices_matter(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,7 @@ def _number(places, ok):
 def _row_sums(tile, BM: tl.constexpr, BN: tl.constexpr, PARTED: tl.constexpr):
     """Row sums of a tile (T, S). PARTED, in four parts, (T, 4): what one thread holds of a row as products leave it.
 
-    That is for tiles of 64 rows without a bias. Others are laid out otherwise, and Triton 3.6 sums their parts wrongly.
+    `parted_sums` says where; tiles with a bias or fewer rows lie otherwise, and Triton 3.6 sums their parts wrongly.
     """
     if PARTED:
         parts = tl.permute(tl.reshape(tile, [BM, BN // 8, 4, 2]), (0, 2, 1, 3))
@@ -121,7 +121,7 @@ def dense_pass(
     prefix, query_width, key_width, query_down, query_across, key_down, key_across,
     q_strides, k_strides, bias_strides,
     G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    HAS_BIAS: tl.constexpr, PLACED: tl.constexpr,
+    HAS_BIAS: tl.constexpr, PARTED: tl.constexpr, PLACED: tl.constexpr,
 ):  # fmt: skip
     """By row and head: entropy. By row of the heads' mean a: Σ_j t² of both thresholds.
 
@@ -134,7 +134,6 @@ def dense_pass(
     row_ok = rows < queries
     query = load_heads(q, batch, batch * 0, rows, row_ok, q_strides, G, D, DP)
     norms = _norms(lse, batch * G, queries, rows, row_ok, G)
-    PARTED: tl.constexpr = BM == 64 and not HAS_BIAS
     entropy, square = _no_sums(G, BM, PARTED), _no_sums(G, BM, PARTED)
     distance, length, length_paper = _no_sums(3, BM, PARTED)
     first, images = batch.to(tl.int64) * G, tl.num_programs(0).to(tl.int64)
@@ -186,7 +185,8 @@ def _one_over_length(lengths, places, ok):
 def unit_pass(
     q, k, lse, bias, lengths, sums, scale, bound, queries, keys,
     q_strides, k_strides, bias_strides,
-    G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, HAS_BIAS: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    HAS_BIAS: tl.constexpr, PARTED: tl.constexpr,
 ):  # fmt: skip
     """By column: the sums of the rows t at unit length, for both thresholds. Of all: Σ_ij (Σ_h p_h / ‖p_h‖)²."""
     scale, bound = single(scale), single(bound)
@@ -198,7 +198,6 @@ def unit_pass(
     mine, images = batch.to(tl.int64) * queries + rows, tl.num_programs(0).to(tl.int64)
     unit = _one_over_length(lengths, mine, row_ok)
     unit_paper = _one_over_length(lengths + images * queries, mine, row_ok)
-    PARTED: tl.constexpr = BM == 64 and not HAS_BIAS
     (together,) = _no_sums(1, BM, PARTED)
     official, paper = sums + (images * G + batch) * keys, sums + (images * (G + 1) + batch) * keys
     of_all = sums + images * (G + 3) * keys
@@ -396,6 +395,7 @@ def statistics(
     numbers = torch.empty(len(Numbers._fields), batch, heads, dtype=torch.float32, device=device)
     bound = threshold / keys
     places = _places(sides)
+    settings = settings | {"PARTED": rows == 64 and bias is None and parted_sums(device)}
     dense_pass[grid](
         query, key, norms, given, entropy, lengths, sums, scale, bound, queries, keys, *places, *strides,
         G=heads, **settings, PLACED=bool(sides),
@@ -431,6 +431,11 @@ def _inputs(attention: Attention, scale: float) -> tuple[Tensor, Tensor, tuple[A
     shape = (*query.shape[:3], key.shape[2])
     bias_strides = bias.expand(shape).stride() if bias is not None else (0, 0, 0, 0)
     return norms, bias if bias is not None else query, (query.stride(), key.stride(), bias_strides)
+
+
+def parted_sums(device: torch.device) -> bool:
+    """Whether a tile lies in registers such that sums in parts are right, as seen on compute capability 9.0 alone."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def _places(sides: list[int]) -> tuple[int, int, int, float, float, float, float]:
