@@ -1,14 +1,18 @@
 """Which block sizes are fast: the kernels of ADL and TAP with several, at DeiT-S's sizes, in microseconds.
 
-    python benchmarks/kernel_tiles.py                    # needs a GPU and two minutes
+    python benchmarks/kernel_tiles.py                    # needs a GPU, and takes five minutes at most
+    python benchmarks/kernel_tiles.py --kinds joint,gradient --sizes 197 --seconds 60
 
-Prints one row per choice; the one in use is marked. Results go to benchmarks/results/kernel-tiles-cuda.json.
+Prints one row per choice, the one in use marked, and at the end the fastest of each kind. What does not fit, or comes
+too late, is left out. Results go to benchmarks/results/kernel-tiles-cuda.json, row by row.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +35,14 @@ POOLING = {
     "forward": [(128, 3, 8, 3), (64, 3, 4, 3), (128, 1, 4, 3), (64, 2, 4, 4), (128, 3, 8, 2)],
     "backward": [(64, 3, 4, 3), (128, 3, 8, 3), (128, 1, 4, 3), (64, 2, 4, 3), (64, 6, 8, 2)],
 }
+#: The kernels whose settings these are. The joint gradient replaces both others.
+SHOWN = {
+    "mean": ("mean_pass", "unit_pass"),
+    "gradient": ("query_gradient", "key_gradient"),
+    "joint": ("joint_gradient",),
+    "forward": ("mix_forward", "mixing_weights"),
+    "backward": ("mix_backward",),
+}
 RESULTS = Path(__file__).parent / "results" / "kernel-tiles-cuda.json"
 
 
@@ -38,6 +50,8 @@ def diversity_times(count: int, kind: str, choice: tuple[int, ...]) -> dict[str,
     """Kernel times of the loss and its gradient."""
     _, batch = MODELS["deit_s"][3][count]
     query, key, value = torch.randn(batch, count, 3, 6, 64, device="cuda", dtype=torch.bfloat16).permute(2, 0, 3, 1, 4)
+    # All queries like the same keys, so that a third of the columns is above the threshold.
+    key = key + 3 * (torch.rand(batch, 1, count, 1, device="cuda") < 0.3).to(key.dtype)
     query, key = (query + 1).requires_grad_(), key.requires_grad_()
     lse = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, scale=0.125)[1].detach()
     settings = diversity_op._Launch.settings
@@ -75,37 +89,39 @@ def pooling_times(count: int, kind: str, choice: tuple[int, ...]) -> dict[str, f
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=lambda text: [int(one) for one in text.split(",")], default=[197, 1025, 4097])
+    parser.add_argument("--sizes", type=lambda text: [int(one) for one in text.split(",")], default=[197, 1025])
+    parser.add_argument("--kinds", type=lambda text: text.split(","), default=list(SHOWN), help=",".join(SHOWN))
+    parser.add_argument("--seconds", type=float, default=300, help="no new choice is tried after so many")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     if not torch.cuda.is_available():
         print("kernel_tiles measures GPU kernels, and there is no CUDA device here; skipped.")
         return
-    shown = {
-        "mean": ("mean_pass", "unit_pass"),
-        "gradient": ("query_gradient", "key_gradient"),
-        "joint": ("joint_gradient",),
-        "forward": ("mix_forward", "mixing_weights"),
-        "backward": ("mix_backward",),
-    }
+    end = time.perf_counter() + args.seconds
     result: dict[str, dict[str, float]] = {}
-    for measure, choices in ((diversity_times, DIVERSITY), (pooling_times, POOLING)):
-        for kind, options in choices.items():
-            for number, choice in enumerate(options):
-                for count in [size for size in args.sizes if kind != "joint" or size <= 256]:
-                    try:
-                        found = measure(count, kind, choice)
-                    except Exception as error:  # does not fit
-                        print(f"{kind} {choice}: {type(error).__name__}: {str(error)[:300]}", flush=True)
-                        break
-                    mine = {name: found.get(name, 0.0) for name in shown[kind]}
-                    result[f"{kind} {choice} N={count}"] = mine
-                    times = "  ".join(f"{name} {taken:8.1f}" for name, taken in mine.items())
-                    mark = "*" if number == 0 else " "
-                    print(
-                        f"{mark} {kind:<9}{choice!s:<18} N={count:<5} {times}  all {sum(found.values()):8.1f}",
-                        flush=True,
-                    )
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    best: dict[tuple[str, int], tuple[float, tuple[int, ...]]] = {}
+    for count in args.sizes:
+        for kind in [kind for kind in args.kinds if kind != "joint" or count <= 256]:
+            measure = diversity_times if kind in DIVERSITY else pooling_times
+            for number, choice in enumerate((DIVERSITY | POOLING)[kind]):
+                if time.perf_counter() > end:
+                    break
+                try:
+                    found = measure(count, kind, choice)
+                except Exception as error:  # does not fit
+                    print(f"  {kind} {choice} N={count}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+                    continue
+                mine = {name: found.get(name, 0.0) for name in SHOWN[kind]}
+                result[f"{kind} {choice} N={count}"] = mine
+                args.out.write_text(json.dumps(result, indent=1) + "\n")
+                best[kind, count] = min(best.get((kind, count), (math.inf, choice)), (sum(mine.values()), choice))
+                times = "  ".join(f"{name} {taken:8.1f}" for name, taken in mine.items())
+                mark = "*" if number == 0 else " "
+                print(
+                    f"{mark} {kind:<9}{choice!s:<18} N={count:<5} {times}  all {sum(found.values()):8.1f}", flush=True
+                )
+    for (kind, count), (taken, choice) in best.items():
+        print(f"fastest {kind:<9} N={count:<5} {choice!s:<18} {taken:8.1f} us")
 
 
 if __name__ == "__main__":

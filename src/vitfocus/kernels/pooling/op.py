@@ -53,24 +53,27 @@ def predict_by_product(tokens: Tensor, first: Tensor, grid: tuple[int, int]) -> 
 
 
 def mix_by_matrix(tokens: Tensor, weights: Tensor) -> Tensor:
-    """Σ_k w_k · dilated_mean(x, k) in plain torch: tokens (B, N, C) and weights (B, K, H, W) to (B, N, C).
+    """Σ_k w_k · dilated_mean(x, k) in plain torch, on a CPU: tokens (B, N, C), weights (B, K, H, W) to (B, N, C).
 
     One product with the matrix of what each patch takes from each, which is linear in the weights.
     """
     height, width = weights.shape[2:]
-    size = (weights.shape[1], height, width, weights.dtype)
+    wide = torch.promote_types(weights.dtype, torch.float32)  # a ninth is not exact in half precision
+    size = (weights.shape[1], height, width, wide)
     # What is traced may not meet tensors from before, and must not leave any behind.
-    shares = _shares(*size) if torch.compiler.is_compiling() or type(weights) is not Tensor else _kept_shares(*size)
-    with outside_autocast(weights.device):  # a ninth is not exact in half precision
-        matrix = torch.bmm(weights.flatten(2).permute(2, 0, 1), shares.to(weights.device)).transpose(0, 1)
+    traced = torch.compiler.is_compiling() or type(weights) is not Tensor
+    shares = (_shares if traced else _kept_shares)(*size)
     prefix = tokens.shape[1] - height * width
-    mixed = torch.bmm(matrix.to(tokens.dtype), tokens[:, prefix:])
-    return torch.cat((tokens[:, :prefix].to(mixed.dtype), mixed), dim=1) if prefix else mixed
+    with outside_autocast(tokens.device):
+        matrix = torch.bmm(weights.to(wide).flatten(2).permute(2, 0, 1), shares).transpose(0, 1)
+        mixed = torch.bmm(matrix.to(tokens.dtype), tokens[:, prefix:])
+    return torch.cat((tokens[:, :prefix], mixed), dim=1) if prefix else mixed
 
 
 def _shares(branches: int, height: int, width: int, dtype: torch.dtype) -> Tensor:
     """(H·W, K, H·W): what patch i takes of patch j for a weight of 1 of branch k."""
-    row, column = torch.arange(height).repeat_interleave(width), torch.arange(width).repeat(height)
+    row = torch.arange(height, device="cpu").repeat_interleave(width)
+    column = torch.arange(width, device="cpu").repeat(height)
     down, across = (row[:, None] - row).abs(), (column[:, None] - column).abs()
     distance = torch.maximum(down, across)
     straight = (torch.minimum(down, across) == 0) | (down == across)
@@ -80,7 +83,7 @@ def _shares(branches: int, height: int, width: int, dtype: torch.dtype) -> Tenso
 
 @lru_cache(maxsize=16)
 def _kept_shares(*size: Any) -> Tensor:
-    with torch.inference_mode(False), torch.device("cpu"):
+    with torch.inference_mode(False):
         return _shares(*size)
 
 
