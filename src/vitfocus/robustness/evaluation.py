@@ -94,7 +94,7 @@ def evaluate(
     if normalised and (chosen.task != "classify" or isinstance(data, str | os.PathLike)):
         raise VitfocusError("normalised=True is for classifiers and data given as tensors: leave it out.")
     if chosen.task == "classify":  # suites of other tasks read and generate their data themselves
-        length = shapes_named(data, limit or _SHAPES)
+        length = shapes_named(data, limit or _SHAPES) if isinstance(data, str) else None
         size = (32, 32) if chosen.small_images else models[0].size
         data = (labelled_images(data) or data) if length is None else Shapes("val", length=length, size=size)
     if workers is None:  # enough for a GPU, none where they would compete with the model
