@@ -1,10 +1,11 @@
 """Save and load a treated model or only its treatments, and push it to the Hugging Face hub.
 
-A saved model is a folder with config.json and safetensors files, without pickle. Files are written atomically.
+A saved model is a folder with config.json, safetensors and a model card, without pickle. Files are written atomically.
 """
 
 from pathlib import Path
 
+import timm
 import torch
 
 import vitfocus as vf
@@ -18,6 +19,11 @@ vf.save(model, folder / "whole")
 again = vf.load(folder / "whole")
 assert torch.equal(again(image), model(image))
 print("whole model:    ", [file.name for file in sorted((folder / "whole").iterdir())])
+
+# timm opens the folder too, and so does transformers (from_pretrained, pipeline); both need `import vitfocus` before.
+theirs = timm.create_model(f"local-dir:{folder / 'whole'}", pretrained=True).eval()
+assert torch.equal(theirs(image), model(image))
+print("opened by timm: ", [str(treatment) for treatment in vf.applied(theirs)])
 
 # Only the added parameters: a small folder to load onto an existing base model.
 vf.save(model, folder / "added", only="treatments")

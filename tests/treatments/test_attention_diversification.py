@@ -300,3 +300,30 @@ def test_all_layers_of_a_pass_compare_the_same_rows_and_the_next_pass_others() -
     assert choice.of(500, 5, 0, torch.device("cpu"), asker=1).max() < 500
     choice.forget()
     assert not torch.equal(choice.of(1000, 5, 0, torch.device("cpu"), asker=0), first)
+
+
+def test_attention_that_cannot_be_seen_is_an_error() -> None:
+    """A kernel such as flash attention hides the map: the loss is refused, and a diagnosis reads it through sdpa."""
+    transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
+
+    def opaque(module: Any, query: Any, key: Any, value: Any, *args: Any, **options: Any) -> tuple[Any, None]:
+        weights = (query @ key.transpose(-2, -1) * query.shape[-1] ** -0.5).exp()
+        return (weights / weights.sum(-1, keepdim=True) @ value).transpose(1, 2).contiguous(), None
+
+    transformers.AttentionInterface.register("opaque", opaque)
+    sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    model = transformers.ViTForImageClassification(transformers.ViTConfig(**sizes, image_size=32, patch_size=8))
+    images = torch.randn(2, 3, 32, 32)
+    seen = vf.diagnose(model, images, normalised=True).rows[0]["entropy"]
+    vf.treat_(model, "adl(variant=paper,threshold=1.0)").train()
+    model(images)
+    assert vf.auxiliary_loss(model) > 0
+    model.set_attn_implementation("opaque")
+    with pytest.raises(vf.VitfocusError, match=r"which runs opaque: use model\.set_attn_implementation\('sdpa'\)"):
+        model(images)
+    with pytest.raises(vf.VitfocusError, match="saw no attention in the last forward"):
+        vf.auxiliary_loss(model)
+    assert vf.diagnose(model, images, normalised=True).rows[0]["entropy"] == pytest.approx(seen)
+    assert model.config._attn_implementation == "opaque"
+    model.eval()(images)
+    assert vf.auxiliary_loss(model) == 0
