@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
@@ -73,7 +74,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         if fullname != self.name:
             return None
         sys.meta_path.remove(self)
-        found = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        found = importlib.util.find_spec(fullname)
         loader: Any = found.loader if found is not None else None
         if loader is not None:
             execute = loader.exec_module

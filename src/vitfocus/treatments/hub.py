@@ -8,6 +8,7 @@ arguments pass the checks of `arguments.py`, and weights come from the folder al
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
@@ -22,7 +23,7 @@ from torch import nn
 from vitfocus.anatomy.registry import InputSpec
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.metrics import METRICS
-from vitfocus.core.records import read_json
+from vitfocus.core.records import read_json, write_json
 from vitfocus.core.registry import NEEDS_VITFOCUS, nested_configs
 from vitfocus.treatments.arguments import file_arguments, require_named, transformers_config
 from vitfocus.treatments.base import Treatment
@@ -218,11 +219,16 @@ def treatments_left_out(model: nn.Module) -> str:
 
 def check_adapter(model: nn.Module, folder: str | Path) -> None:
     """Refuse a peft adapter whose base had other treatments than this model."""
-    file = Path(folder) / "adapter_config.json"
+    from huggingface_hub import try_to_load_from_cache
+
+    name, file = "adapter_config.json", Path(folder) / "adapter_config.json"
+    with contextlib.suppress(ValueError):  # no name of a repository
+        cached = None if file.is_file() else try_to_load_from_cache(str(folder), name)
+        file = Path(cached) if isinstance(cached, str) else file
     if not file.is_file():
         return
-    wanted, own = read_json(file, dict[str, Any]).get(STATE_KEY, ""), treatments_left_out(model)
-    if wanted != own and isinstance(wanted, str):
+    wanted, own = str(read_json(file, dict[str, Any]).get(STATE_KEY, "")), treatments_left_out(model)
+    if sorted(map(str, parse_treatments(wanted))) != sorted(map(str, parse_treatments(own))):
         raise VitfocusError(
             f"The adapter in {folder} was trained on a model with {wanted or 'no treatment'}, and this one has "
             f"{own or 'none'}: {f'use vf.treat_(base, {wanted!r}) first' if wanted else 'untreat it first'}."
@@ -234,8 +240,7 @@ def describe_adapter(model: nn.Module, folder: str | Path) -> None:
     if own := treatments_left_out(model):
         for file in (Path(folder) / "adapter_config.json", *Path(folder).glob("*/adapter_config.json")):
             if file.is_file():
-                content = json.loads(file.read_text(encoding="utf-8"))
-                file.write_text(json.dumps({**content, STATE_KEY: own}, indent=2, sort_keys=True), encoding="utf-8")
+                write_json(file, {**read_json(file, dict[str, Any]), STATE_KEY: own})
 
 
 def model_card(
