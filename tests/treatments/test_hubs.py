@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
@@ -258,3 +259,35 @@ def test_importing_timm_later_connects_it(tmp_path: Path) -> None:
         f"assert vitfocus.applied(timm.create_model('local-dir:{tmp_path}', pretrained=True))"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env=dict(os.environ))
+
+
+FEATURES = {
+    "list": lambda: timm.create_model("pvt_v2_b0", features_only=True, depths=(1, 1, 1, 1)),
+    "getter": lambda: timm.create_model("vit_tiny_patch16_224", features_only=True, img_size=64, depth=4),
+    "mit_b0": lambda: importlib.import_module("segmentation_models_pytorch").Unet("mit_b0", encoder_weights=None),
+    "tu-": lambda: importlib.import_module("segmentation_models_pytorch").Unet("tu-pvt_v2_b0", encoder_weights=None),
+}
+
+
+@pytest.mark.parametrize("kind", FEATURES)
+def test_feature_extractors_and_encoders_take_treatments(kind: str) -> None:
+    pytest.importorskip("vitfocus.anatomy.structure", reason="models without a record need the structural finder")
+    if kind in ("mit_b0", "tu-"):
+        pytest.importorskip("segmentation_models_pytorch", reason="the seg extra is not installed")
+    model, images = FEATURES[kind]().eval(), torch.randn(2, 3, 64, 64)
+
+    def output() -> torch.Tensor:
+        with torch.no_grad():
+            made = model.eval()(images)
+        return made[-1] if isinstance(made, list) else made
+
+    plain = output()
+    vf.treat_(model, "cb+tap+adl(variant=paper,threshold=1.0)")
+    assert not torch.allclose(output(), plain)
+    for module in model.train().modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.eval()
+    model(images)
+    assert vf.auxiliary_loss(model) > 0
+    vf.untreat_(model)
+    assert torch.equal(output(), plain)
