@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from vitfocus.cli import main
 from vitfocus.core.errors import VitfocusError
 from vitfocus.corruptions import CORRUPTIONS
 from vitfocus.data.classification.dataset import open_images
-from vitfocus.recipes import Recipe
+from vitfocus.recipes import Recipe, value_of
 from vitfocus.reproduce import SCALES, Item, Row, item_names, items, load_item
 from vitfocus.reproduce.figures import FIGURES
 from vitfocus.reproduce.items import MEASURES, model_setups, protocol_facts
@@ -361,6 +362,82 @@ def test_a_wrong_toml_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(VitfocusError, match="row 2 has no key 'modle': did you mean 'model'"):
         load_item("cb/table4a")
     load_item.cache_clear()
+
+
+#: What the papers state about training, read from their text, by the models and treatments of rows at ImageNet scale.
+STATED: list[tuple[str, str, dict[str, Any]]] = [
+    (
+        r"vit-(ti|s|b|s-shallow|ti-distilled|s-distilled|b-distilled)$|mixer-s16|pit-b",
+        "",
+        {
+            "schedule.epochs": 300,
+            "optimiser.name": "adamw",
+            "optimiser.betas": (0.9, 0.999),
+            "optimiser.weight_decay": 0.05,
+            "schedule.decay": "cosine",
+            "optimiser.lr": 1e-3,
+            "optimiser.lr_batch": 1024,
+            "data.size": 224,
+        },
+    ),
+    (r"vit-(ti|s)(-distilled)?$", r"^cb", {"data.repeats": 1}),
+    (r"vit-(ti|s|b)(-distilled)?$|mixer-s16", r"^$", {"data.repeats": 3, "schedule.warmup_epochs": 5}),
+    (r"vit-b(-distilled)?$", r"^cb", {"schedule.warmup_epochs": 10, "model.drop_path": 0.2, "data.repeats": 3}),
+    (r"(pvt-s|pvtv2|swin-ti)$", "", {"schedule.epochs": 120}),
+    (r"localvit-ti", "", {"schedule.epochs": 150}),
+    (
+        r"(fan-b-hybrid|rvt-b)$",
+        "",
+        {
+            "schedule.epochs": 300,
+            "data.batch": 2048,
+            "optimiser.lr": 2e-3,
+            "optimiser.lr_batch": 2048,
+        },
+    ),
+    (r"^rvt-b", "", {"augment.patchwise": 16, "engine.ema": 0.99996, "engine.precision": "fp32"}),
+    (r"^fan-b", "", {"engine.ema": 0.99992, "model.drop_path": 0.35, "data.repeats": 1}),
+    (
+        r"upernet-.*",
+        "",
+        {
+            "data.batch": 16,
+            "optimiser.lr": 6e-5,
+            "optimiser.weight_decay": 0.01,
+            "optimiser.betas": (0.9, 0.999),
+            "schedule.decay": "polynomial",
+        },
+    ),
+    (r"upernet-.*-40k", "", {"schedule.steps": 40_000}),
+    (r"upernet-.*-160k", "", {"schedule.steps": 160_000}),
+    (r"segformer-", "", {"schedule.steps": 160_000, "data.size": 1024, "optimiser.lr": 6e-5, "segment.stride": 768}),
+    (
+        r"maskrcnn-",
+        "",
+        {
+            "schedule.epochs": 12,
+            "optimiser.lr": 1e-4,
+            "optimiser.lr_batch": 16,
+            "optimiser.weight_decay": 0.05,
+        },
+    ),
+    (r"vilt", "", {"schedule.epochs": 10, "data.train_split": "train2014+val2014", "data.batch": 256}),
+]
+
+
+def test_rows_are_trained_as_the_papers_state(tmp_path: Path) -> None:
+    """The facts that --list calls exact, against the recipe of every row."""
+    seen = set()
+    for item, row in rows():
+        run = plan(item, row, "imagenet", tmp_path)
+        if run is None or run.recipe is None:
+            continue
+        for number, (models, treats, stated) in enumerate(STATED):
+            if re.match(models, row.model) and re.search(treats, row.treat):
+                found = {key: value_of(run.recipe, key) for key in stated}
+                assert found == stated, f"{item.name}, {row.label}"
+                seen.add(number)
+    assert len(seen) == len(STATED)
 
 
 #: Recipes that belong to no table or figure.
