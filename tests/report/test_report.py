@@ -88,7 +88,7 @@ def test_the_first_screen_has_the_result_its_figures_and_next_steps(runs: Path, 
     result = first_screen(vf.report(runs, out=tmp_path / "two.html").path.read_text("utf-8"))
     leads = re.findall(r'<p class="lead">(.*?)</p>', result)
     assert len(leads) == 2 and "mean error over the corruptions" in leads[0] and "clean top-1" in leads[1]
-    assert all(re.search(r"a-treated.* 95 % interval [+−][\d.]+ to [+−][\d.]+\)", lead) for lead in leads)
+    assert all(re.search(r"a-treated.* 95\s% interval [+−][\d.]+ to [+−][\d.]+\)", lead) for lead in leads)
     assert result.count("<svg") == 3 and "Improvement over plain" in result and "error by severity" in result
     assert "attention is nearly uniform" in result  # two hardly trained models of five tokens
     assert "engine.seed=1" in result and "<code>vitfocus train" in result
@@ -98,8 +98,9 @@ def test_a_single_model_is_described_and_not_compared(runs: Path, tmp_path: Path
     html = vf.report(runs / "plain", out=tmp_path / "one.html").path.read_text("utf-8")
     assert "Robustness</h2>" not in html and "Treatments</h2>" not in html  # nothing was measured, nothing is treated
     result = first_screen(html)
-    (lead,) = re.findall(r'<p class="lead">(.*?)</p>', result)
-    assert re.match(r"plain: top-1 accuracy [\d.]+ %, 95 % interval [\d.]+ to [\d.]+ \(end of training", lead)
+    lead, *found = re.findall(r'<p class="lead">(.*?)</p>', result)
+    assert len(found) <= 2 and not any("against plain" in one for one in found)  # what stands out in its attention
+    assert re.match(r"plain: top-1 accuracy [\d.]+\s%, 95\s% interval [\d.]+ to [\d.]+ \(end of training", lead)
     assert "Improvement" not in result and "vitfocus evaluate MODEL" in result and "another model" in result
 
 
@@ -283,7 +284,7 @@ def test_samples_under_another_name_leave_the_numbers(copied: Callable[..., Path
     html = written.path.read_text("utf-8")
     assert "does not hold every outcome of renamed (it knows first, second)" in html
     scores = load_scores(folder)
-    with pytest.raises(VitfocusError, match="no outcomes of single images for renamed"):
+    with pytest.raises(VitfocusError, match="no outcomes of single images of renamed"):
         scores.compare("first", "renamed")
 
 

@@ -28,7 +28,7 @@ from vitfocus.report.runs import ReportModel
 READ = ("entropy", "distance", "overfocus", "head_similarity", "stability", "high_norm")
 #: The number of models from which on a page about diagnoses is a gallery, unless it is asked for or refused.
 MANY = 3
-_WIDTH, _HEIGHT, _EDGE, _PLACES = 130.0, 64.0, 5.0, 23
+_WIDTH, _HEIGHT, _EDGE, _PLACES = 116.0, 60.0, 5.0, 23
 
 
 def is_gallery(models: Sequence[ReportModel]) -> bool:

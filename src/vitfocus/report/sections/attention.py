@@ -10,7 +10,7 @@ from vitfocus.attention.findings import KNOWN, known_band, threshold_lines
 from vitfocus.attention.plots import uniform_levels
 from vitfocus.attention.readings import Chart, cell, charts, columns
 from vitfocus.core.tables import counted
-from vitfocus.report.charts import Line, Reference, line_chart, place_map, short
+from vitfocus.report.charts import Line, Reference, line_chart, place_map
 from vitfocus.report.page import Cell, Page, minus
 from vitfocus.report.runs import ReportModel
 
@@ -61,9 +61,9 @@ def _places(diagnoses: Diagnoses) -> Iterator[tuple[str, str, str]]:
         worst = max(diagnosis.rows, key=lambda row: row.get("high_norm", 0.0))
         places = diagnosis.high_norm_places.get(worst["layer"])
         if places and all(places):
-            title = f"{short(name, 24)}: high-norm tokens, layer {worst['layer']}"
-            words = "The share of the images in which the token of a patch has a high norm, by the patch’s place."
-            yield title, place_map(title, places), words
+            title = f"Where high-norm tokens lie, layer {worst['layer']}"
+            words = f"{name}: the share of the images in which the token of a patch has a high norm, by its place."
+            yield f"{title}, {name}", place_map(title, places), words
 
 
 def reading_chart(key: str, diagnoses: Diagnoses, colours: Mapping[str, int]) -> str:

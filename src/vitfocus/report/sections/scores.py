@@ -99,11 +99,13 @@ class Grid:
 
 def add_robustness(page: Page, tests: Sequence[SharedTest], colours: Mapping[str, int]) -> None:
     """Heat maps per model for suites of corruptions; a chart of conditions for the others."""
-    page.section("Robustness")
-    for test in tests:
+    robust = [test for test in tests if test.name.partition(", ")[0] != "clean"]
+    if robust:  # otherwise the notes end the section of the scores
+        page.section("Robustness")
+    for test in robust:
         if (grid := corruption_grid(test)) is not None:
             _add_heat_maps(page, test, grid)
-    conditions = _conditions(tests)
+    conditions = _conditions(tests) if robust else {}
     if conditions:
         page.heading("By suite and condition")
         drawn = []

@@ -35,7 +35,9 @@ def add_summary(
     page.section("Result")
     if sentence := insertions_sentence(insertions(models)):
         page.text(sentence, lead=True)
-    sentences = list(_result(models, rows)) or list(_findings(models))
+    sentences = list(_result(models, rows))
+    if not sentences or len(models) == 1:
+        sentences += list(_findings(models))
     if len(models) > 3:
         page.points(sentences)
     else:
@@ -177,7 +179,7 @@ def _next_steps(models: Sequence[ReportModel], tests: Sequence[SharedTest], rows
         if any(row.test == test.name for row in unclear):
             images = counted(next(iter(test.scores.values())).images, "image")
             yield f"Evaluate on more images for narrower intervals: {test.name} was measured on {images}."
-    if not tests:
+    if all(test.name.partition(", ")[0] == "clean" for test in tests):
         yield "Measure robustness: `vitfocus evaluate MODEL --suite imagenet-c --data DIR --out DIR`"
     if not any(model.diagnoses for model in models):
         yield "See what attention does: `vitfocus diagnose MODEL --against gaussian_noise/3 --out DIR`"
