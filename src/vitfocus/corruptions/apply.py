@@ -26,25 +26,8 @@ VERSION = 1
 """Incremented whenever any output changes."""
 
 _EFFECTS: dict[str, Callable[[Tensor, Setting, Draws], Tensor]] = {
-    "gaussian_noise": noise_and_blur.gaussian_noise,
-    "shot_noise": noise_and_blur.shot_noise,
-    "impulse_noise": noise_and_blur.impulse_noise,
-    "defocus_blur": noise_and_blur.defocus_blur,
-    "glass_blur": noise_and_blur.glass_blur,
-    "motion_blur": noise_and_blur.motion_blur,
-    "zoom_blur": noise_and_blur.zoom_blur,
-    "snow": weather.snow,
-    "frost": weather.frost,
-    "fog": weather.fog,
-    "brightness": digital.brightness,
-    "contrast": digital.contrast,
-    "elastic_transform": digital.elastic_transform,
-    "pixelate": digital.pixelate,
-    "jpeg_compression": digital.jpeg_compression,
-    "speckle_noise": noise_and_blur.speckle_noise,
-    "gaussian_blur": noise_and_blur.gaussian_blur,
-    "spatter": weather.spatter,
-    "saturate": digital.saturate,
+    name: next(getattr(family, name) for family in (noise_and_blur, weather, digital) if hasattr(family, name))
+    for name in (*CORRUPTIONS, *EXTRA_CORRUPTIONS)
 }
 
 #: Images of "shapes" without a number.
@@ -228,9 +211,7 @@ def fingerprint(
 
 def _check_name(name: str) -> None:
     if not isinstance(name, str) or name not in _EFFECTS:
-        raise VitfocusError(
-            f"There is no corruption {name!r}: {nearest(str(name), (*CORRUPTIONS, *EXTRA_CORRUPTIONS))}"
-        )
+        raise VitfocusError(f"There is no corruption {name!r}: {nearest(str(name), _EFFECTS)}")
 
 
 def _check_severity(severity: int) -> int:

@@ -37,19 +37,13 @@ def fold(index: Tensor, size: int, mode: str) -> Tensor:
     return torch.minimum(index, 2 * size - 2 - index)
 
 
-def gaussian_weights(sigma: float, truncate: float) -> Tensor:
-    """SciPy's sampled Gaussian, float64."""
-    radius = int(truncate * sigma + 0.5)
-    x = torch.arange(-radius, radius + 1, dtype=torch.float64)
-    weights = torch.exp(-0.5 / (sigma * sigma) * x**2)
-    return weights / weights.sum()
-
-
 @functools.lru_cache(maxsize=32)
 def _gaussian_matrix(size: int, sigma: float, mode: str, truncate: float, device: torch.device) -> Tensor:
-    weights = gaussian_weights(sigma, truncate)
-    radius = len(weights) // 2
-    position = torch.arange(size)[:, None] + torch.arange(-radius, radius + 1)
+    """SciPy's sampled Gaussian along one axis, (size, size)."""
+    offset = torch.arange(-int(truncate * sigma + 0.5), int(truncate * sigma + 0.5) + 1)
+    weights = torch.exp(-0.5 / (sigma * sigma) * offset.double() ** 2)
+    weights = weights / weights.sum()
+    position = torch.arange(size)[:, None] + offset
     matrix = torch.zeros(size, size, dtype=torch.float64)
     matrix.scatter_add_(1, fold(position, size, mode), weights.expand(size, -1))
     return matrix.to(device)

@@ -188,14 +188,6 @@ def _equalise(x: Tensor) -> Tensor:
     return table.gather(1, flat).view(x.shape)
 
 
-def _relief(layer: Tensor) -> Tensor:
-    """Light on the water, (B, H, W) float32, from its 8-bit height."""
-    box = [[1] * 3] * 3
-    far = correlate3(distance(canny(layer, 50, 150)), box).div_(9 * _UNIT, rounding_mode="floor")
-    embossed = correlate3(_equalise(far), [[-2, -1, 0], [-1, 1, 1], [0, 1, 2]]).clamp_(0, 255)
-    return correlate3(embossed, box).div_(9).round_()
-
-
 def spatter(x: Tensor, setting: Setting, draws: Draws) -> Tensor:
     """Spatter (B, 3, H, W) uint8 images with water (severities 1 to 3) or mud (4 and 5)."""
     mean, spread, sigma, threshold, strength, mud = setting.constants
@@ -207,7 +199,10 @@ def spatter(x: Tensor, setting: Setting, draws: Draws) -> Tensor:
         cover = torch.where(cover < 0.8, 0.0, cover)[:, None]
         return to_uint8(x * (1 - cover) + colour * cover)
     water = torch.where(layer < threshold, 0.0, layer).mul_(255).clamp_(0, 255).floor_().int()
-    light = _relief(water) * water
+    box = [[1] * 3] * 3  # light on the water, from its 8-bit height
+    far = correlate3(distance(canny(water, 50, 150)), box).div_(9 * _UNIT, rounding_mode="floor")
+    embossed = correlate3(_equalise(far), [[-2, -1, 0], [-1, 1, 1], [0, 1, 2]]).clamp_(0, 255)
+    light = correlate3(embossed, box).div_(9).round_() * water
     light = light / light.amax((1, 2), keepdim=True).clamp_min(1)
     return to_uint8((light * strength)[:, None] * colour + x)
 
@@ -274,9 +269,7 @@ def _load_frost(folder: str) -> tuple[Tensor, ...]:
             with image_file(Path(folder) / name) as image:
                 overlays.append(torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1).contiguous())
         except UNREADABLE as problem:
-            raise VitfocusError(
-                f"The frost overlay {str(Path(folder) / name)!r} cannot be read: {problem}."
-            ) from problem
+            raise VitfocusError(f"The frost overlay {Path(folder) / name} cannot be read: {problem}.") from problem
     return tuple(overlays)
 
 
@@ -307,19 +300,13 @@ def _fit_frost(overlay: Tensor, flavour: str, height: int, width: int) -> Tensor
         size = (int(np.ceil(tall * scale)), int(np.ceil(wide * scale)))
         image = F.interpolate(image, size=size, mode="bicubic", align_corners=False)
     elif flavour == "cifar" and 5 * cover < 1:
-        image = _shrink_frost(image, 5)
+        # OpenCV's linear resize to a fifth, without antialiasing, reads every fifth pixel.
+        rows, columns = ((torch.arange(round(side / 5)) * 5 + 2).clamp(max=side - 1) for side in (tall, wide))
+        image = image.index_select(-2, rows).index_select(-1, columns)
     elif cover >= 1:
         size = (int(np.ceil(tall * cover)) + 1, int(np.ceil(wide * cover)) + 1)
         image = F.interpolate(image, size=size, mode="bicubic", align_corners=False)
     return image[0].round().clamp(0, 255).to(torch.uint8)
-
-
-def _shrink_frost(image: Tensor, factor: int) -> Tensor:
-    """OpenCV's linear resize by 1/factor: no antialiasing, so an odd factor reads every factor-th pixel."""
-    tall, wide = (round(size / factor) for size in image.shape[-2:])
-    rows = (torch.arange(tall) * factor + factor // 2).clamp(max=image.shape[-2] - 1)
-    columns = (torch.arange(wide) * factor + factor // 2).clamp(max=image.shape[-1] - 1)
-    return image.index_select(-2, rows).index_select(-1, columns)
 
 
 @functools.lru_cache(maxsize=8)

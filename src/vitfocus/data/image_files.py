@@ -346,7 +346,6 @@ class Preprocessing:
         return tensor if self.crop is None else T.center_crop(tensor, list(self.crop))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for the fingerprint."""
         return asdict(self) if self.resize is not None else {"resize": "none", "crop": self.crop}
 
     def _resized(self, height: int, width: int) -> tuple[int, int]:

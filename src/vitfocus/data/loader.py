@@ -142,7 +142,6 @@ class BatchPartition:
 
     @property
     def size(self) -> int:
-        """Samples in one part."""
         return self.batch // (self.processes * self.parts)
 
     def rows(self, part: int) -> tuple[int, int]:

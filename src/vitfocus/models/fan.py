@@ -295,7 +295,6 @@ class FAN(Backbone):
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Group parameters by depth, for layer-wise learning rates."""
         return {
             "stem": r"^cls_token|^pos_embed|^patch_embed",
             "blocks": r"^blocks\.(\d+)",
@@ -304,7 +303,6 @@ class FAN(Backbone):
 
     @torch.jit.ignore
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute each block's activations in the backward pass instead of keeping them."""
         super().set_grad_checkpointing(enable)
         for module in self.patch_embed.modules():
             if isinstance(module, ConvNeXtStage):

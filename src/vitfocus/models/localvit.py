@@ -158,19 +158,16 @@ class LocalViT(Backbone):
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
-        """Return the names of parameters that are not to be decayed."""
         return {"pos_embed", "cls_token"}
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Group parameters by depth, for layer-wise learning rates."""
         return {
             "stem": r"^cls_token|^pos_embed|^patch_embed",
             "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))],
         }
 
     def fit_published(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Resample a position embedding made for another square grid."""
         if "pos_embed" in state:
             state["pos_embed"] = fit_position(state["pos_embed"], self.grid_size, prefix_tokens=1)
         return state

@@ -136,7 +136,6 @@ class PVT(Backbone):
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Group parameters by depth, for layer-wise learning rates."""
         blocks = r"^block(\d+)" if coarse else r"^block(\d+)\.(\d+)"
         return {
             "stem": r"^patch_embed1|^pos_embed1",
@@ -144,7 +143,6 @@ class PVT(Backbone):
         }
 
     def fit_published(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Resample position embeddings made for another square grid."""
         for i in range(1, self.num_stages + 1):
             name = f"pos_embed{i}"
             if name in state:

@@ -269,13 +269,11 @@ class RVT(Backbone):
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Group parameters by depth, for layer-wise learning rates."""
         blocks, pools = (r"", 0) if coarse else (r"\.blocks\.(\d+)", 99998)
         groups = [(rf"^transformers\.(\d+){blocks}", None), (r"^pools\.(\d+)", (pools,)), (r"^norm", (99999,))]
         return {"stem": r"^patch_embed", "blocks": groups}
 
     def fit_published(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Interpolate position masks made for another square grid."""
         tokens = self.grid_size[0] * self.grid_size[1]
         for name, value in state.items():
             if name.endswith(".attn.att_mask") and isinstance(value, Tensor) and value.ndim == 3:

@@ -59,7 +59,6 @@ class PixelModel:
         return logits_of(output).float()
 
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
-        """The precision that the model runs in."""
         return torch.autocast(device.type, PRECISIONS[self.precision], enabled=self.precision != "float32")
 
     def resizing(self) -> PixelModel:

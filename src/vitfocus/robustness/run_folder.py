@@ -42,7 +42,6 @@ class RunFolder:
 
     @property
     def finished(self) -> bool:
-        """Whether the results are there."""
         return (self.folder / RESULTS).is_file()
 
     def begin(self, fingerprint: dict[str, Any], resume: bool) -> None:
@@ -72,7 +71,6 @@ class RunFolder:
             (self.folder / PROTOCOL).unlink(missing_ok=True)
 
     def write_part(self, group: str, columns: Columns) -> None:
-        """Save some images' outcomes of one group."""
         name = f"{_slug(group)}.{int(columns['positions'].min()):08d}"
         number = len(list((self.folder / PARTS).glob(f"{name}.*")))  # a resumed run may measure an image again
         with atomic_path(self.folder / PARTS / f"{name}.{number}.npz") as path:

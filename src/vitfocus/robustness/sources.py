@@ -55,7 +55,6 @@ class EvaluationBatch:
         return len(self.positions)
 
     def to(self, device: torch.device) -> EvaluationBatch:
-        """The batch on a device."""
         return replace(self, **{name: _moved(value, device) for name, value in vars(self).items()})
 
 

@@ -50,22 +50,21 @@ class PyramidFeatures(nn.Module):
         super().__init__()
         body: Any = _build(name, pretrained, arguments)
         self.body = body
-        info = _feature_info(body, name)
+        info = list(getattr(body, "feature_info", None) or ())
+        if not info or not hasattr(body, "forward_intermediates"):
+            raise VitfocusError(f"{name} returns no features at several depths, which a feature pyramid needs.")
         self.indices = _indices(indices, [entry["reduction"] for entry in info], name)
         chosen = [info[index] for index in self.indices]
         self._sources = tuple(str(entry["module"]) for entry in chosen)
         self.widths = tuple(int(entry["num_chs"]) for entry in chosen)
-        own = [int(entry["reduction"]) for entry in chosen]
-        self.strides = _strides(own, name)
-        self.resample = nn.ModuleList(
-            _resampler(width, stride / wanted)
-            for width, stride, wanted in zip(self.widths, own, self.strides, strict=True)
-        )
+        found = [int(entry["reduction"]) for entry in chosen]
+        self.strides = _strides(found, name)
+        ratios = (stride / wanted for stride, wanted in zip(found, self.strides, strict=True))
+        self.resample = nn.ModuleList(map(_resampler, self.widths, ratios))
         self.keep_finest(LEVELS)
 
     @property
     def feeding(self) -> tuple[str, ...]:
-        """Names of the backbone's modules whose output is used."""
         return tuple(dict.fromkeys(self._sources))
 
     def keep_finest(self, levels: int) -> None:
@@ -95,13 +94,6 @@ def _build(name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
     raise AssertionError
 
 
-def _feature_info(body: Any, name: str) -> list[dict[str, Any]]:
-    info = getattr(body, "feature_info", None)
-    if not info or not hasattr(body, "forward_intermediates"):
-        raise VitfocusError(f"{name} returns no features at several depths, which a feature pyramid needs.")
-    return list(info)
-
-
 def _indices(given: Sequence[int] | None, reductions: Sequence[int], name: str) -> tuple[int, ...]:
     count = len(reductions)
     if given is None:
@@ -117,18 +109,18 @@ def _indices(given: Sequence[int] | None, reductions: Sequence[int], name: str) 
     return indices
 
 
-def _strides(own: Sequence[int], name: str) -> tuple[int, ...]:
+def _strides(found: Sequence[int], name: str) -> tuple[int, ...]:
     """The doubling strides that need the least resampling."""
     best: tuple[int, tuple[int, ...]] | None = None
-    for first in (own[0], own[0] // 2, own[0] // 4):
+    for first in (found[0], found[0] // 2, found[0] // 4):
         wanted = tuple(first << level for level in range(LEVELS))
-        ratios = [stride / goal if goal else 0.0 for stride, goal in zip(own, wanted, strict=True)]
+        ratios = [stride / goal if goal else 0.0 for stride, goal in zip(found, wanted, strict=True)]
         if first and not first & (first - 1) and all(ratio in _EFFORT for ratio in ratios):
             effort = sum(_EFFORT[ratio] for ratio in ratios)
             best = min(best, (effort, wanted)) if best else (effort, wanted)
     if best is None:
         raise VitfocusError(
-            f"{name}'s features have strides of {', '.join(map(str, own))} pixels, which cannot be resampled to "
+            f"{name}'s features have strides of {', '.join(map(str, found))} pixels, which cannot be resampled to "
             "doubling powers of two: use a model with a patch size of 4, 8, 16 or 32."
         )
     return best[1]

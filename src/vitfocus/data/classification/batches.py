@@ -214,14 +214,10 @@ class TransformedImages(Dataset[Any]):
         if isinstance(item, Broken):
             return item
         if self.classes is not None and item[1] >= self.classes:
-            return Broken(self.images.name(index), too_large(item[1], self.classes))
+            known = f"there are {self.classes} classes, 0 to {self.classes - 1}: see model.arguments.num_classes"
+            return Broken(self.images.name(index), f"its label is {item[1]}, but {known}")
         with seeded(seed_for(self.seed, SAMPLE, position)):
             return torch.as_tensor(self.transform(item[0])), item[1]
-
-
-def too_large(label: int, classes: int) -> str:
-    """What is wrong with a label that no class has."""
-    return f"its label is {label}, but there are {classes} classes, 0 to {classes - 1}: see model.arguments.num_classes"
 
 
 def stack(items: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:

@@ -95,21 +95,19 @@ SUITES: dict[str, Suite] = {
             "perturbations:imagenet_p",
             PerturbationOptions,
         ),
-        Suite(
-            "imagenet-a",
-            "natural adversarial photographs, 200 classes",
-            "200 class folders",
-            "top-1 among these 200 classes: the other 800 logits are masked, as the result states",
-            "photographs:subset_of_classes",
-            ImageOptions,
-        ),
-        Suite(
-            "imagenet-r",
-            "art, cartoons and other renditions, 200 classes",
-            "200 class folders",
-            "top-1 among these 200 classes: the other 800 logits are masked, as the result states",
-            "photographs:subset_of_classes",
-            ImageOptions,
+        *(
+            Suite(
+                name,
+                f"{description}, 200 classes",
+                "200 class folders",
+                "top-1 among these 200 classes: the other 800 logits are masked, as the result states",
+                "photographs:subset_of_classes",
+                ImageOptions,
+            )
+            for name, description in (
+                ("imagenet-a", "natural adversarial photographs"),
+                ("imagenet-r", "art, cartoons and other renditions"),
+            )
         ),
         Suite(
             "imagenet-v2",

@@ -21,13 +21,8 @@ from vitfocus.data.image_files import Normalise
 from vitfocus.data.loader import BrokenLog, evaluation_batches
 
 KINDS = {"box": "bbox", "mask": "segm"}
-_NAMES = {
-    "ap": "AP_all",
-    "ap50": "AP_50",
-    "ap75": "AP_75",
-    "ap_small": "AP_small",
-    "ap_medium": "AP_medium",
-    "ap_large": "AP_large",
+_NAMES = {"ap": "AP_all", "ap50": "AP_50", "ap75": "AP_75"} | {
+    f"ap_{s}": f"AP_{s}" for s in ("small", "medium", "large")
 }
 
 
@@ -143,16 +138,8 @@ def draw_detections(image: Tensor, prediction: Prediction, classes: Sequence[str
         for mask, colour in zip(masks, colours, strict=True):  # at once, torchvision would make overlaps black
             image = draw_segmentation_masks(image, mask, alpha=0.45, colors=[colour])
         boxes = prediction["boxes"].float().cpu()[kept] * times
-        image = draw_bounding_boxes(
-            image,
-            boxes,
-            captions,
-            colors=colours,
-            width=2,
-            label_colors="black",
-            label_background_colors=colours,
-            fill_labels=True,
-        )
+        style: dict[str, Any] = {"width": 2, "label_colors": "black", "fill_labels": True}
+        image = draw_bounding_boxes(image, boxes, captions, colours, label_background_colors=colours, **style)
     drawn: Image.Image = to_pil_image(image)
     return drawn
 

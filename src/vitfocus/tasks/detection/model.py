@@ -73,7 +73,6 @@ class VisionMaskRCNN(MaskRCNN):
     """torchvision's Mask R-CNN on a vision transformer; see `mask_rcnn` for its arguments."""
 
     def no_weight_decay(self) -> set[str]:
-        """Parameters of the transformer without weight decay."""
         body: Any = self.backbone.features.body
         names = body.no_weight_decay() if hasattr(body, "no_weight_decay") else ()
         return {f"backbone.features.body.{name}" for name in names}

@@ -87,7 +87,6 @@ class Segmenter(nn.Module):
         self.features, self.decoder, self.auxiliary = features, decoder, auxiliary
 
     def forward(self, images: Tensor) -> Tensor | dict[str, Tensor]:
-        """Logits for images (B, 3, H, W)."""
         padded = pad_to(images, self.features.strides[-1])
         maps = self.features(padded)
         logits = enlarged(self.decoder(maps), images, padded)
@@ -99,7 +98,6 @@ class Segmenter(nn.Module):
         return outputs
 
     def no_weight_decay(self) -> set[str]:
-        """Parameters of the backbone without weight decay."""
         return undecayed(self)
 
 
@@ -116,7 +114,6 @@ class SafeBatchNorm(nn.BatchNorm2d):
     """Batch normalisation that uses running statistics if a channel has a single value (batch size 1, 1 × 1 map)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise, (B, C, H, W)."""
         if self.training and x.numel() == x.shape[1]:
             return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
         return super().forward(x)
@@ -142,7 +139,6 @@ class UperDecoder(nn.Module):
         self.classify = nn.Sequential(nn.Dropout2d(dropout), nn.Conv2d(channels, classes, 1))
 
     def forward(self, maps: list[Tensor]) -> Tensor:
-        """Four maps, fine to coarse, to logits at the finest."""
         last = maps[-1]
         pools = [
             _resize_to(layer(F.adaptive_avg_pool2d(last, n)), last)
@@ -168,7 +164,6 @@ class MLPDecoder(nn.Module):
         self.classify = nn.Sequential(nn.Dropout2d(dropout), nn.Conv2d(channels, classes, 1))
 
     def forward(self, maps: list[Tensor]) -> Tensor:
-        """Four maps, fine to coarse, to logits at the finest."""
         joined = [_resize_to(layer(one), maps[0]) for layer, one in zip(self.embed, maps, strict=True)]
         logits: Tensor = self.classify(self.fuse(torch.cat(joined[::-1], 1)))
         return logits
@@ -294,7 +289,6 @@ class LibrarySegmenter(nn.Module):
         return enlarged(self.network(padded), images, padded)
 
     def no_weight_decay(self) -> set[str]:
-        """Parameters of the backbone without weight decay."""
         return undecayed(self)
 
 
@@ -310,7 +304,6 @@ class PyramidEncoder(nn.Module):
         self.out_channels = [3, 0, *features.widths]
 
     def set_in_channels(self, channels: int, pretrained: bool = True) -> None:
-        """Images have three channels."""
         if channels != 3:
             raise VitfocusError(f"Images have 3 channels here, not {channels}.")
 

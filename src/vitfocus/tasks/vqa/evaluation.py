@@ -36,7 +36,7 @@ from vitfocus.anatomy import anatomy, unwrap
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.modules import eval_mode
 from vitfocus.data.vqa.batches import VqaPreprocessing, pad_images
-from vitfocus.data.vqa.dataset import Question, attach_tokenizer, tokenizer_of
+from vitfocus.data.vqa.dataset import Question, tokenizer_of
 
 ARTICLES = frozenset({"a", "an", "the"})
 NUMBERS = {
@@ -142,7 +142,6 @@ class AnswerVocabulary:
 
     @property
     def numbers(self) -> dict[str, int]:
-        """The index of each answer."""
         return {answer: place for place, answer in enumerate(self.answers)}
 
     def __len__(self) -> int:
@@ -199,14 +198,8 @@ def language_alone(questions: Sequence[Question]) -> dict[str, Any]:
     for question in questions:
         kinds[question.question_type].append(question)
     gained = sum(best_constant(one.answers for one in some)[1] * len(some) for some in kinds.values())
-    return {
-        "constant_answer": answer,
-        "constant_accuracy": accuracy,
-        "question_type_accuracy": gained / len(questions),
-    }
-
-
-__all__ = ["Answerer", "answers_in", "attach_tokenizer"]
+    constant = {"constant_answer": answer, "constant_accuracy": accuracy}
+    return {**constant, "question_type_accuracy": gained / len(questions)}
 
 
 class Answerer:
@@ -224,9 +217,7 @@ class Answerer:
         self.model, inner = model, unwrap(model)
         answers, tokenizer = answers_in(getattr(inner, "config", None)), tokenizer_of(inner)
         if answers is None:
-            raise VitfocusError(
-                f"This {type(inner).__name__} does not name the answers of its outputs: its config needs id2label."
-            )
+            raise VitfocusError(f"The config of this {type(inner).__name__} names no answers: it needs id2label.")
         if tokenizer is None:
             raise VitfocusError(
                 f"This {type(inner).__name__} has no tokenizer: load it from a folder that holds "
