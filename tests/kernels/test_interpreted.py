@@ -261,6 +261,22 @@ def test_what_lies_apart_is_read_where_it_lies() -> None:
     torch.testing.assert_close(share_mean(tokens, scale), expected)
 
 
+@pytest.mark.parametrize("name", ["triton", "chunked"])
+def test_a_loss_scale_saves_gradients_that_half_precision_cannot_hold(name: str) -> None:
+    """It comes with the gradient that arrives, and must take effect before anything is rounded."""
+    query, key, _, options = Attention("scaled", (2, 2, 23, 16), dtype=HALF).inputs(6)
+    exact = [one.detach().double().requires_grad_() for one in (query, key)]
+    weight, loss_scale = 2.0**-14, 2.0**16
+    correct = torch.autograd.grad(explicit(*exact, None, 0.3, options) * weight, exact)
+    for scale in (1.0, loss_scale):
+        with backend(name):
+            loss = diversity(query, key, scale=0.3, **options) * weight * scale
+            made = torch.autograd.grad(loss, (query, key))
+        for mine, theirs in zip(made, correct, strict=True):
+            error = float((mine.double() / scale - theirs).norm() / theirs.norm())
+            assert error > 0.1 if scale == 1 else error < 4e-3
+
+
 def test_the_default_dtype_is_not_taken() -> None:
     query, key, _, options = Attention("default", (2, 2, 23, 16), variant="paper").inputs(4)
     seen = Observation(query=query.detach(), key=key.detach(), scale=0.3)

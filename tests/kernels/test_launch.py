@@ -114,18 +114,23 @@ def test_launches_are_made_on_the_device_of_the_tensors(launches: list[Launch]) 
     assert torch.cuda._exchange_device(-1) == 0
 
 
-def test_memory_is_linear_in_the_tokens(launches: list[Launch]) -> None:
-    """One chunk of mean maps at a time, 16 MB, and little else, where one head's map in half precision has 33 MB."""
+@pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
+def test_memory_is_linear_in_the_tokens(biased: bool, launches: list[Launch]) -> None:
+    """One chunk of mean maps at a time, 16 MB, and little else, where one head's map in half precision has 33 MB.
+
+    The same with a bias by key that learns, as a mask may be.
+    """
     from vitfocus.kernels.diversity import op as diversity_op
     from vitfocus.kernels.diversity.chunked import LossOptions
 
     peaks = []
     for count in (2048, 4096):
         query = torch.empty(1, count, 3, 64, dtype=torch.bfloat16).transpose(1, 2)
+        bias = torch.empty(1, 1, 1, count, dtype=torch.bfloat16) if biased else None
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
             options = LossOptions(1.0, 0, True, False, 2.0)
-            _, *saved = diversity_op.launch_forward(query, query, None, None, None, options)
-            diversity_op.launch_backward(torch.ones(()), query, query, None, None, options, tuple(saved), False)
+            _, *saved = diversity_op.launch_forward(query, query, bias, None, None, options)
+            diversity_op.launch_backward(torch.ones(()), query, query, bias, None, options, tuple(saved), biased)
         events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
         sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
         peaks.append(max(itertools.accumulate(sizes)))

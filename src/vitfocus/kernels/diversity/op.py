@@ -300,7 +300,8 @@ class _Launch:
         if self.alone:
             return [(0, self.count)]
         most = max(LEAST_MAP, MAP_OVER_QUERIES * self.batch * self.heads * self.queries * self.width * self.item)
-        rows = max(1, most // (self.maps * self.stride * self.item) // block) * block
+        rows = min(most // (self.maps * self.item), 2**31 - 1) // self.stride
+        rows = max(1, rows // block) * block
         return [(begin, min(begin + rows, self.count)) for begin in range(0, self.count, rows)]
 
     def parts(self, blocks: int, columns: int) -> int:

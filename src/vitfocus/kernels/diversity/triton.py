@@ -39,15 +39,21 @@ def _power(
     """K times a tile of one head's attention; finite beyond the last row and key."""
     query = load_rows(q, batch, head, rows, row_ok, q_strides, D, DP)
     key = load_rows(k, batch, head, cols, col_ok, k_strides, D, DP)
-    norm = tl.load(lse + (batch * heads + head).to(tl.int64) * queries + rows, mask=row_ok, other=0.0)
+    norm = lowered(lse + (batch * heads + head).to(tl.int64) * queries + rows, row_ok, lift)
     power = logits(query, key, scale, bias, batch, head, rows, row_ok, cols, col_ok, bias_strides, HAS_BIAS)
-    return lifted(power - norm[:, None] * 1.4426950408889634, lift)
+    return lifted(power - norm[:, None], lift)
+
+
+@triton.jit
+def lowered(places, ok, lift):
+    """Normalisers in units of log 2, less log2 K: what is left of logits without them is log2 of K times attention."""
+    return tl.load(places, mask=ok, other=0.0) * 1.4426950408889634 - lift
 
 
 @triton.jit
 def lifted(power, lift):
-    """K · 2^power. Attention is at most 1; only beyond the last key could it be more, and overflow."""
-    return tl.exp2(tl.minimum(power + lift, lift, propagate_nan=tl.PropagateNan.ALL))
+    """2^power, K times attention. That is at most K; only beyond the last key could it be more, and overflow."""
+    return tl.exp2(tl.minimum(power, lift, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
@@ -243,9 +249,11 @@ def _map_slope(
     if ALONE:
         mean = tl.where(by_row((cols >= first) & (cols < keys), not TURNED), tile, 0.0)
     else:
-        place = by_row((map_index.to(tl.int64) * (end - begin) + (numbers - begin)) * stride, TURNED)
+        # A chunk of a map has less than 2³¹ numbers, so that only its place takes 64 bits.
+        mine = a + map_index.to(tl.int64) * (end - begin) * stride
         inside = by_row(row_ok, TURNED) & by_row(cols < stride, not TURNED)
-        mean = tl.load(a + (place + by_row(cols, not TURNED)), mask=inside, other=0.0).to(tl.float32)
+        place = by_row((numbers - begin) * stride, TURNED) + by_row(cols, not TURNED)
+        mean = tl.load(mine + place, mask=inside, other=0.0).to(tl.float32)
     own = by_row(toward, TURNED) * by_row(weight, not TURNED) - by_row(back, TURNED) * mean
     if PAPER:
         return tl.where(mean < bound, 0.0, own + shared)
@@ -278,7 +286,7 @@ def query_gradient(
         query_rows = tl.load(rows + numbers, mask=row_ok, other=0).to(tl.int32)
     query = load_rows(q, batch, head, query_rows, row_ok, (qb, qh, qn, 1), D, DP)
     pair = (batch * heads + head).to(tl.int64)
-    norm = tl.load(lse + pair * queries + query_rows, mask=row_ok, other=0.0) * 1.4426950408889634
+    norm = lowered(lse + pair * queries + query_rows, row_ok, lift)
     row = map_index.to(tl.int64) * row_count + numbers
     toward = tl.load(towards + row, mask=row_ok, other=0.0)
     back = tl.load(along + row, mask=row_ok, other=0.0)
@@ -334,7 +342,7 @@ def key_gradient(
         toward = tl.load(towards + row, mask=row_ok, other=0.0)
         back = tl.load(along + row, mask=row_ok, other=0.0)
         query = load_rows(q, batch, head, query_rows, row_ok, (qb, qh, qn, 1), D, DP)
-        norm = tl.load(lse + pair * queries + query_rows, mask=row_ok, other=0.0) * 1.4426950408889634
+        norm = lowered(lse + pair * queries + query_rows, row_ok, lift)
         shift = tl.load(inner + pair * row_count + numbers, mask=row_ok, other=0.0)
         power = logits(key, query, scale, bias, batch, head, cols, col_ok, query_rows, row_ok, (bb, bh, bk, bq),
                        HAS_BIAS)  # fmt: skip
@@ -379,7 +387,7 @@ def joint_gradient(
         toward = tl.load(towards + row, mask=row_ok, other=0.0)
         back = tl.load(along + row, mask=row_ok, other=0.0)
         query = load_rows(q, batch, head, query_rows, row_ok, (qb, qh, qn, 1), D, DP)
-        norm = tl.load(lse + pair * queries + query_rows, mask=row_ok, other=0.0) * 1.4426950408889634
+        norm = lowered(lse + pair * queries + query_rows, row_ok, lift)
         power = logits(key, query, scale, bias, batch, head, cols, col_ok, query_rows, row_ok, (bb, bh, bk, bq),
                        HAS_BIAS)  # fmt: skip
         tile = lifted(power - norm[None, :], lift)
@@ -433,7 +441,7 @@ def bias_gradient(
             toward = tl.load(towards + row, mask=row_ok, other=0.0)
             back = tl.load(along + row, mask=row_ok, other=0.0)
             query = load_rows(q, batch, head, query_rows, row_ok, (qb, qh, qn, 1), D, DP)
-            norm = tl.load(lse + pair * queries + query_rows, mask=row_ok, other=0.0) * 1.4426950408889634
+            norm = lowered(lse + pair * queries + query_rows, row_ok, lift)
             shift = tl.load(inner + pair * row_count + numbers, mask=row_ok, other=0.0)
             power = logits(query, key, scale, bias, batch, head, query_rows, row_ok, cols, col_ok, (bb, bh, bq, bk),
                            HAS_BIAS)  # fmt: skip
