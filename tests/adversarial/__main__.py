@@ -32,6 +32,8 @@ if __name__ == "__main__":
             folder.mkdir()
             ATTACKS[name](tally, share(name, args.tries), folder)
             print(name, tally.tried[name], len(tally.failed[name]), f"{tally.seconds[name]:.0f} s", file=sys.stderr)
+            for problem in tally.failed[name][:20]:
+                print(f"  {problem[:600]}", file=sys.stderr)
             if out:
                 tally.keep(out)
         os.chdir("/")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from adversarial.harness import PATIENCE, Tally, damaged, flip, quiet
+from adversarial.harness import PATIENCE, Tally, damaged, flip, quiet, waited
 from adversarial.words import SMALL, tiny_images
 from helpers.train_tools import rows, start, start_many, tiny
 from safetensors.torch import load_file
@@ -77,8 +77,8 @@ def _die_at(count: int, below: str) -> None:
 
 def ended(child: int, patience: float = PATIENCE) -> int:
     """Wait for a child: its exit code, the negative signal that ended it, or 124 after a hang."""
-    until = time.monotonic() + patience
-    while time.monotonic() < until:
+    began = time.monotonic()
+    while time.monotonic() - began - waited(child) < patience:
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:
             return os.waitstatus_to_exitcode(status)

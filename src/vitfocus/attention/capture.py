@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from vitfocus.anatomy import Anatomy, Block, unwrap
 from vitfocus.anatomy.block import Size, heads_of
 from vitfocus.attention.images import ImageBatch, PatchesInOrder, normalised, with_text
+from vitfocus.core.arguments import require_values
 from vitfocus.core.errors import VitfocusError, nearest, warn
 from vitfocus.core.modules import eval_mode
 from vitfocus.kernels.attention import Observation, attention_with_normalisers, join_heads, matched
@@ -354,6 +355,8 @@ def reading(
 
     `norms` receives the norms of the patch tokens at the output of each block of `outputs` (default: all).
     """
+    for name, value in model.named_parameters():
+        require_values(name, value)
     session = Session(model, body, sink, body.build_size)
     handles = [body.stem.register_forward_pre_hook(session.note_size, with_kwargs=True)]
     for block in body if outputs is None else outputs:

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchvision.transforms.functional import rgb_to_grayscale
 
 from vitfocus.anatomy import Anatomy, unwrap
+from vitfocus.core.arguments import require_values
 from vitfocus.core.errors import VitfocusError, VitfocusWarning
 from vitfocus.data.image_files import (
     as_images,
@@ -87,6 +88,7 @@ class Batches:
             raise VitfocusError(f"batch_size is at least 1, not {self.batch_size}.")
         for batch in _batches(self.images, self.batch_size, self.body):
             pixels = batch.pixels
+            require_values("A batch", pixels)
             if pixels.ndim != 4 or not (pixels.is_floating_point() or pixels.dtype == torch.uint8):
                 raise VitfocusError(f"A batch is {_described(pixels)}: {_EXPECTED}")
             if pixels.shape[1] > 4 and pixels.shape[-1] <= 4:
@@ -137,6 +139,7 @@ def _batches(images: Images, size: int | None, body: Anatomy) -> Iterator[ImageB
     if isinstance(images, np.ndarray) and as_images(images) is None:
         images = torch.from_numpy(images)
     if isinstance(images, Tensor) and images.ndim in (3, 4):
+        require_values("images", images)
         whole = images if images.ndim == 4 else images[None]
         for piece in whole.split(min(size or len(whole), max(len(whole), 1))):
             yield ImageBatch(piece)

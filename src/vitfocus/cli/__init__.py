@@ -20,7 +20,7 @@ from typing import NoReturn
 
 from vitfocus.cli.common import refuse_empty, refuse_unused
 from vitfocus.core import __version__
-from vitfocus.core.errors import VitfocusError, VitfocusWarning, nearest
+from vitfocus.core.errors import VitfocusError, VitfocusWarning, nearest, reason
 from vitfocus.core.files import write_place
 from vitfocus.core.tables import listing
 
@@ -95,6 +95,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         where = f": {error.filename}" if error.filename else ""
         return _refuse(f"{error.strerror or error}{where}")
+    except (MemoryError, RuntimeError) as error:  # RuntimeError: torch's allocators
+        if isinstance(error, RuntimeError) and "allocate" not in str(error):
+            raise
+        return _refuse(f"There is not enough memory for this: {reason(error)}.")
     except KeyboardInterrupt:
         print("vitfocus: interrupted", file=sys.stderr)
         return 130

@@ -125,7 +125,7 @@ def parse_size(text: str | None) -> tuple[int, int] | None:
     if text is None:
         return None
     sides = text.lower().split("x")
-    if len(sides) > 2 or not all(number_in(side) for side in sides):
+    if len(sides) > 2 or not all(0 < (number_in(side) or 0) <= 2**14 for side in sides):
         raise VitfocusError(f"--size expects a number of pixels, or height x width such as 512x1024, not {text!r}.")
     return int(sides[0]), int(sides[-1])
 

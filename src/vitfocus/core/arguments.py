@@ -189,6 +189,20 @@ def real(name: str, value: Any, expected: str) -> float:
     return number
 
 
+def require_values(name: str, tensor: Any) -> None:
+    """Refuse a tensor without readable values: on the meta device, sparse or quantised.
+
+    >>> import torch
+    >>> require_values("images", torch.zeros(2, device="meta"))
+    Traceback (most recent call last):
+    vitfocus.core.errors.VitfocusError: images is a meta tensor; expected a dense tensor with values.
+    """
+    kind = str(tensor.layout).removeprefix("torch.")
+    found = "meta" if tensor.is_meta else "quantised" if tensor.is_quantized else "" if kind == "strided" else kind
+    if found:
+        raise VitfocusError(f"{name} is a {found} tensor; expected a dense tensor with values.")
+
+
 def several(name: str, value: Any, empty: bool = False) -> list[Any]:
     """One value or several as a list without duplicates; an empty one is refused unless `empty` is set.
 

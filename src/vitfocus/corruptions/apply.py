@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from vitfocus.core.arguments import whole
+from vitfocus.core.arguments import number_in, require_values, whole
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.corruptions import digital, noise_and_blur, weather
 from vitfocus.corruptions.base import CONSTANTS, CORRUPTIONS, EXTRA_CORRUPTIONS, FLAVOURS, Draws, Setting, as_ids
@@ -50,10 +50,9 @@ def parse(text: str) -> tuple[str, int]:
     _check_name(name)
     if not severity:
         return name, 3
-    try:
-        number = int(severity)
-    except ValueError:
-        raise VitfocusError(f"The severity in {text!r} is not a number; expected 1 to 5, as in '{name}/3'.") from None
+    number = number_in(severity)
+    if number is None:
+        raise VitfocusError(f"The severity in {text!r} is not a number; expected 1 to 5, as in '{name}/3'.")
     return name, _check_severity(number)
 
 
@@ -228,6 +227,7 @@ def _check_flavour(flavour: str) -> None:
 
 def _as_bytes(images: Tensor) -> Tensor:
     """The images as a (B, 3, H, W) uint8 batch; anything else is refused."""
+    require_values("images", images)
     if images.dim() not in (3, 4) or images.shape[-3] != 3 or 0 in images.shape[-2:]:
         raise VitfocusError(f"Images have shape {tuple(images.shape)}; expected (B, 3, H, W) or (3, H, W), RGB.")
     batch = images if images.dim() == 4 else images[None]

@@ -295,7 +295,7 @@ def find_split(root: Path, split: str, given: str = "", suffix: str = "") -> Pat
 def _size(file: Path, complete: bool) -> int:
     try:
         size = file.stat().st_size
-    except FileNotFoundError:
+    except OSError:
         if complete:
             raise VitfocusError(f"{file} is a link to a file that does not exist.") from None
         return 0

@@ -19,6 +19,7 @@ from PIL import features
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from vitfocus.core.arguments import require_values
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.records import Count, read_json
 from vitfocus.core.statistics import evenly_spaced
@@ -135,6 +136,7 @@ CLEAN = Condition("clean", classify)
 def check_batch(classes: int, batch: EvaluationBatch) -> None:
     """Refuse what only the data itself can tell: values out of range, labels the model does not know."""
     images, labels = batch.images, batch.labels
+    require_values("images", images)
     if images.dtype != torch.uint8:
         if not images.is_floating_point():
             raise VitfocusError(f"Images have dtype {images.dtype}; expected uint8, or floats in [0, 1].")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vitfocus.anatomy import input_spec, unwrap
+from vitfocus.core.arguments import require_values
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.modules import inserted, logits_of
 from vitfocus.data.image_files import model_interpolation
@@ -137,6 +138,8 @@ def named_models(model: nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module
         raise VitfocusError("evaluate wants a model, a list of models, or a dict of them by name.")
     result: dict[str, nn.Module] = {}
     for name, one in models:
+        for weight, value in one.named_parameters():
+            require_values(weight, value)
         number = sum(given == name or given.startswith(f"{name} #") for given in result)
         result[f"{name} #{number + 1}" if number else name] = one
     return result

@@ -20,6 +20,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
+from vitfocus.core.arguments import require_values
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.statistics import evenly_spaced
 from vitfocus.corruptions.base import as_ids
@@ -304,6 +305,7 @@ class Unnormalised:
     ) -> Iterator[EvaluationBatch]:
         """Yield the batches of the source in [0, 1]; one that another normalisation was applied to is refused."""
         for batch in self._source.batches(batch_size, done, rank, world):
+            require_values("images", batch.images)
             if not batch.images.is_floating_point():
                 raise VitfocusError(f"normalised=True is for float tensors, but the images are {batch.images.dtype}.")
             mean, std = (torch.tensor(v, device=batch.images.device).view(-1, 1, 1) for v in (self._mean, self._std))

@@ -196,7 +196,7 @@ def _listed(indices: Sequence[int], blocks: Sequence[Block]) -> list[Block]:
     return [by_depth[index] for index in sorted(wanted)]
 
 
-_SET = re.compile(r"(?P<name>[a-z_]+)(:(?P<number>0*[1-9]\d*))?|(?P<list>\[-?\d+(,-?\d+)*\])", re.ASCII)
+_SET = re.compile(r"(?P<name>[a-z_]+)(:(?P<number>(?=0*[1-9])\d{1,9}))?|(?P<list>\[-?\d{1,9}(,-?\d{1,9})*\])", re.ASCII)
 
 
 def _check_layers(treatment: str, value: Any, names: tuple[str, ...]) -> str | tuple[int, ...]:

@@ -18,7 +18,7 @@ from torch import nn
 
 from vitfocus.anatomy import input_spec, remember_normalising, unwrap
 from vitfocus.core import __version__
-from vitfocus.core.arguments import checked
+from vitfocus.core.arguments import checked, require_values
 from vitfocus.core.errors import VitfocusError, nearest, reason
 from vitfocus.core.files import atomic_path, digest, write_text
 from vitfocus.core.modules import inserted, mark_inserted, separate_tensors
@@ -183,6 +183,8 @@ def save(
     tensors = {key: value for key, value in full_state(model).items() if only == "all" or key in added}
     if not _writes(model):
         return folder
+    for key, value in tensors.items():
+        require_values(key, value)
     if folder.exists() and not folder.is_dir():
         raise VitfocusError(f"{folder} is a file, and a model is saved as a folder.")
     weights = folder / _WEIGHTS[only]

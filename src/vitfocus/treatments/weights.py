@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.serialization import safe_globals
 
 from vitfocus.anatomy import Block, anatomy, unwrap
-from vitfocus.core.arguments import checked
+from vitfocus.core.arguments import checked, require_values
 from vitfocus.core.errors import VitfocusError, reason, warn
 from vitfocus.core.files import digest
 from vitfocus.core.modules import is_trained, mark_inserted
@@ -169,15 +169,17 @@ def read_weights(path: Path, sha256: str | None = None) -> dict[str, Any]:
     """The content of a weights file, checked against its digest if one is given."""
     if not path.is_file():
         raise VitfocusError(f"There is no weights file {path}.")
-    if sha256 is not None and digest(path) != sha256:
-        raise VitfocusError(
-            f"{path} is not the file that was saved (its SHA-256 differs): it is truncated or was changed."
-        )
     try:
+        if sha256 is not None and digest(path) != sha256:
+            raise VitfocusError(
+                f"{path} is not the file that was saved (its SHA-256 differs): it is truncated or was changed."
+            )
         if path.suffix == ".safetensors":
             return load_file(path)
         with safe_globals([argparse.Namespace]):  # training scripts save their arguments beside the weights
             content = torch.load(path, map_location="cpu", weights_only=True)
+    except VitfocusError:
+        raise
     except (SafetensorError, RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
         raise VitfocusError(f"{path} cannot be read as weights: {reason(error)}.") from None
     except Exception:  # the unpickler's own errors, whose text advises to run whatever code the file holds
@@ -260,6 +262,7 @@ def copy_into(model: nn.Module, tensors: Mapping[str, Tensor], label: str) -> No
     """Copy tensors into a model by name, after checking every shape and that weights are real numbers."""
     own = model.state_dict()
     for name, tensor in tensors.items():
+        require_values(name, tensor)
         if own[name].shape != tensor.shape and not is_record(name):
             raise VitfocusError(
                 f"{label} does not fit the model: {name} is {tuple(tensor.shape)} there and {tuple(own[name].shape)} "

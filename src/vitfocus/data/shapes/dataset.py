@@ -26,6 +26,7 @@ from vitfocus.data.shapes.scene import COLOURS, SHAPES, SLOTS, SPLITS, ItemRando
 
 ANNOTATORS = 10
 _Item = TypeVar("_Item")
+_MOST_SCENES = 10**7
 
 
 @dataclass(frozen=True)
@@ -348,6 +349,6 @@ def shapes_named(data: Any, default: int) -> int | None:
     word, colon, number = data.partition(":") if isinstance(data, str) else ("", "", "")
     if word != "shapes" or Path(data).is_dir():
         return None
-    if colon and not number_in(number):
+    if colon and not 0 < (number_in(number) or 0) <= _MOST_SCENES:
         raise VitfocusError(f"{data!r} has no valid number of scenes: write shapes, or shapes:300.")
     return int(number) if colon else default
