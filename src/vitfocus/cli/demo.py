@@ -152,7 +152,10 @@ def _facts(
     written: WrittenReport, runs: Mapping[str, Mapping[str, Any]], diagnoses: Mapping[str, Diagnosis]
 ) -> list[dict[str, str]]:
     """The rows of the table: the report's main results, and the readings averaged over the layers."""
-    facts = [{"what": "parameters", **{name: f"{runs[name]['parameters']:,}" for name in runs}}]
+    facts = [
+        {"what": "parameters", **{name: f"{one['parameters']:,}" for name, one in runs.items()}},
+        {"what": "training time (s)", **{name: f"{one['seconds']:.0f}" for name, one in runs.items()}},
+    ]
     for row in written.rows:
         if row.headline:
             shown = {}
