@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     written = report(
         *(args.out / name for name in (*models, "evaluation")),
         out=args.out / "report.html",
-        title="A collapsed training, and a plain and a treated vision transformer",
+        title="Three tiny vision transformers: plain, treated, and trained with too high a learning rate",
         about=f"Three tiny ViTs, trained for {args.epochs:g} epochs on the built-in data set Shapes: plain, with a "
         f"learning rate of {RATE:g}; treated, the same with {args.treat}; and high-rate, plain with a learning rate of "
         f"{HIGH_RATE:g}, which is too high. {' '.join(collapses)} All were measured on the same {args.images:,} images "
@@ -138,7 +138,7 @@ def _collapses(diagnoses: Mapping[str, Diagnosis]) -> list[str]:
 
     told = {name: describe_collapse(by_layer(one)) for name, one in diagnoses.items()}
     sound = " and ".join(name for name, text in told.items() if not text)
-    collapsed = [f"{name}: {text}" for name, text in told.items() if text]
+    collapsed = [f"In {name}, {text[:1].lower()}{text[1:]}" for name, text in told.items() if text]
     return [*collapsed, *([f"Attention has not collapsed in {sound}."] if sound else [])]
 
 
