@@ -243,6 +243,16 @@ def test_a_wrapper_and_the_model_inside_know_the_same() -> None:
         assert not vf.applied(model) and not any(STATE_KEY in name for name in model.state_dict())
 
 
+def test_a_state_dict_says_how_to_treat_another_model() -> None:
+    model = tiny_timm("cb+tap(branches=2)")
+    other = vf.treat_(tiny_timm(""), model.state_dict())
+    assert vf.applied(other) == vf.applied(model)
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(logits(other), logits(model))
+    with pytest.raises(vf.VitfocusError, match="records no treatment"):
+        vf.treat_(other, tiny_timm("").state_dict())
+
+
 def test_quantised_weights_are_refused(tmp_path: Path) -> None:
     quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
     model = tiny_timm("cbs")

@@ -8,7 +8,7 @@ treatments a family supports is found by inserting each into a model that occupi
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -23,7 +23,7 @@ from vitfocus.core.modules import MARK, is_trained, mark_inserted
 from vitfocus.core.modules import TREATED as _RECORD
 from vitfocus.treatments.base import Treatment, all_treatments, refuse_unused
 from vitfocus.treatments.operations import AddHook, AddModule, Inserted, Operation, Override, Surgeon, SwapModule
-from vitfocus.treatments.spec import is_record, parse_treatments, write_record
+from vitfocus.treatments.spec import is_record, parse_treatments, recorded_treatments, write_record
 
 _PAUSED = "_vitfocus_paused"
 Model = TypeVar("Model", bound=nn.Module)
@@ -44,7 +44,7 @@ def handles(config: type[Treatment]) -> Callable[[_Handler], _Handler]:
 
 
 @checked
-def treat_(model: Model, *treatments: Treatment | str) -> Model:
+def treat_(model: Model, *treatments: Treatment | str | Mapping[str, Any]) -> Model:
     """Insert treatments into a model in place.
 
     If one of them cannot be applied, none is. If the weights are trained and a treatment changes what the model
@@ -53,7 +53,8 @@ def treat_(model: Model, *treatments: Treatment | str) -> Model:
     Args:
         model: A vision transformer, or a model that contains exactly one: a task model, a peft model, what
             `torch.compile` returns, your own module. The transformer inside is treated, and both know it.
-        *treatments: Records such as `ContextBroadcasting()` or specs such as "cb(layers=upper)+adl", in order.
+        *treatments: Records such as `ContextBroadcasting()`, specs such as "cb(layers=upper)+adl", or a state dict of a
+            treated model, which records its treatments, in order.
 
     Returns:
         The same model.
@@ -68,7 +69,7 @@ def treat_(model: Model, *treatments: Treatment | str) -> Model:
         >>> [str(treatment) for treatment in vf.applied(model)]
         ['cbs', 'tap(branches=2)']
     """
-    configs = [c for one in treatments for c in (parse_treatments(one) if isinstance(one, str) else [_checked(one)])]
+    configs = [config for one in treatments for config in _read(one)]
     insert_all(model, configs)
     note_insertion(model, configs)
     return model
@@ -247,12 +248,12 @@ def _refuse_while_paused(model: nn.Module) -> None:
         raise VitfocusError("Inside `untreated` a model cannot be treated or untreated: do it outside.")
 
 
-def _checked(treatment: object) -> Treatment:
-    if not isinstance(treatment, Treatment):
-        raise VitfocusError(
-            f"A treatment is a record such as ContextBroadcasting() or a spec such as 'cb', not {treatment!r}."
-        )
-    return treatment
+def _read(given: Treatment | str | Mapping[str, Any]) -> list[Treatment]:
+    if isinstance(given, Mapping):
+        if found := recorded_treatments(given, "the state dict"):
+            return found
+        raise VitfocusError("The state dict records no treatment: it is that of a plain model.")
+    return parse_treatments(given) if isinstance(given, str) else [given]
 
 
 def _in_undo_order(record: list[Surgeon]) -> list[Surgeon]:
