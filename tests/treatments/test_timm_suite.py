@@ -75,8 +75,9 @@ def test_tracing(family: str) -> None:
         pytest.skip(f"torch.fx does not trace the plain {family}: {type(error).__name__}")
     model, _ = treated(family)
     graph = traced(model).eval()
-    with torch.no_grad():
-        assert torch.equal(joined(tuple(graph(images).values())), joined(model.eval()(images)))
+    with torch.no_grad():  # the graph has the reference operations in place of our own, which round otherwise
+        expected = joined(model.eval()(images))
+        torch.testing.assert_close(joined(tuple(graph(images).values())), expected, atol=1e-5, rtol=1e-4)
     graph.train()
     joined(tuple(graph(images).values())).mean().backward()
     trained = {name for name, parameter in graph.named_parameters() if parameter.grad is not None}
