@@ -93,6 +93,20 @@ def open_named_model(
     return model
 
 
+def weights_per_model(models: list[str], weights: list[str] | None) -> list[str | None]:
+    """The file of each model, from --weights given once, or once per model, with 'none' for a model without.
+
+    >>> weights_per_model(["a", "b"], ["w"]), weights_per_model(["a", "b"], ["none", "w"])
+    (['w', 'w'], [None, 'w'])
+    """
+    files = [None if file == "none" else file for file in weights or ["none"]]
+    if len(files) not in (1, len(models)):
+        raise VitfocusError(
+            f"--weights is given {len(files)} times for {len(models)} models; give it once, or once per model."
+        )
+    return files * len(models) if len(files) == 1 else files
+
+
 def model_label(name: str) -> str:
     """The label of a model in tables, from its spec or folder: "a" for runs/a/model.
 

@@ -20,6 +20,7 @@ from vitfocus.cli.common import (
     only_with,
     open_named_model,
     require_positive,
+    weights_per_model,
 )
 from vitfocus.core import __version__
 from vitfocus.core.arguments import OnlyWith
@@ -149,15 +150,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _requests(args: argparse.Namespace) -> list[_Request]:
     """One request per model; several models have a folder each in --out."""
-    from vitfocus.core.errors import VitfocusError
-
-    weights = [None if file == "none" else file for file in args.weights or ["none"]]
-    if len(weights) not in (1, len(args.model)):
-        raise VitfocusError(
-            f"--weights is given {len(weights)} times for {len(args.model)} models; give it once, or once per model."
-        )
     requests: list[_Request] = []
-    for model, file in zip(args.model, weights * (len(args.model) if len(weights) == 1 else 1), strict=True):
+    for model, file in zip(args.model, weights_per_model(args.model, args.weights), strict=True):
         label = model_label(model) + (f"+{args.treat}" if args.treat else "")
         number = sum(one.label == label or one.label.startswith(f"{label} #") for one in requests)
         label += f" #{number + 1}" if number else ""

@@ -11,7 +11,7 @@ import sys
 import webbrowser
 from pathlib import Path
 
-from vitfocus.cli.common import add_pretrained, model_label, open_named_model, require_positive
+from vitfocus.cli.common import add_pretrained, model_label, open_named_model, require_positive, weights_per_model
 from vitfocus.core.errors import VitfocusError
 
 _HOST = "127.0.0.1"
@@ -20,7 +20,12 @@ _HOST = "127.0.0.1"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("models", nargs="+", metavar="MODEL", help="one model or two, as for vitfocus diagnose")
-    parser.add_argument("--weights", metavar="FILE", help="checkpoint to load (safetensors, or a state_dict)")
+    parser.add_argument(
+        "--weights",
+        metavar="FILE",
+        action="append",
+        help="checkpoint; give it once, or once per model (or 'none')",
+    )
     add_pretrained(parser)
     parser.add_argument("--treat", metavar="SPEC", help="show MODEL beside itself with these treatments inserted")
     parser.add_argument("--images", metavar="DIR", help="folder of pictures to start with (default: built-in Shapes)")
@@ -47,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
         raise VitfocusError(f"--port is {args.port}; expected 1 to 65535, or 0 for a free one.")
     if any(importlib.util.find_spec(name) is None for name in ("starlette", "uvicorn")):
         raise VitfocusError("vitfocus serve needs starlette and uvicorn: pip install 'vitfocus[serve]'.")
+    files_of = weights_per_model(args.models, args.weights)
     files = image_files(Path(args.images), args.limit) if args.images else []  # before any slow import
     place = _bind(args.port)
 
@@ -58,10 +64,11 @@ def run(args: argparse.Namespace) -> int:
 
     device = usable_device(args.device)
     models = {}
-    for spec, treat in [(one, None) for one in args.models] + ([(args.models[0], args.treat)] if args.treat else []):
+    shown = [(one, file, None) for one, file in zip(args.models, files_of, strict=True)]
+    for spec, file, treat in shown + ([(args.models[0], files_of[0], args.treat)] if args.treat else []):
         name = model_label(spec) + (f"+{treat}" if treat else "")
         name = name if name not in models else f"{name} (2)"
-        models[name] = open_named_model(spec, args.weights, treat, pretrained=args.pretrained).to(device)
+        models[name] = open_named_model(spec, file, treat, pretrained=args.pretrained).to(device)
     token = secrets.token_urlsafe(16)
     pictures = {file.name: open_image(file, PIXELS) for file in files}
     app = create_app(models, pictures, against=args.against, token=token)

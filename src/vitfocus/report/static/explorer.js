@@ -145,6 +145,7 @@
     if (wide >= 700) {
       best.size = 0;
       for (let columns = 1; columns <= count; columns++) {
+        if (count % columns) continue;  // full rows only
         const column = (wide - gap * (columns - 1)) / columns, rows = Math.ceil(count / columns);
         const size = Math.min((column - gap * (pinned - 1)) / pinned, Math.max(220, high / rows - 60) * picture);
         if (size >= best.size) best = { columns, size };
