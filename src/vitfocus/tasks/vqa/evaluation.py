@@ -217,7 +217,7 @@ class Answerer:
         self.model, inner = model, unwrap(model)
         answers, tokenizer = answers_in(getattr(inner, "config", None)), tokenizer_of(inner)
         if answers is None:
-            raise VitfocusError(f"The config of this {type(inner).__name__} names no answers: it needs id2label.")
+            raise VitfocusError(f"This {type(inner).__name__} does not name the answers of its outputs: set id2label.")
         if tokenizer is None:
             raise VitfocusError(
                 f"This {type(inner).__name__} has no tokenizer: load it from a folder that holds "
