@@ -423,7 +423,7 @@ class _Maker:
                 clips = [shape for n in counts for shape in ((1, n, channels, *size), (1, channels, n, *size))]
                 shapes = [*clips, *shapes] if tubes or frames else [*shapes, *clips]
             for shape in shapes:
-                yield torch.rand(shape, **self.place)
+                yield torch.full(shape, 0.5, **self.place)
 
     def patches(self) -> dict[str, Any]:
         """Images cut into patches beforehand, as SigLIP 2 takes them."""
@@ -433,7 +433,7 @@ class _Maker:
         rows = next(r for r in range(int(count**0.5), 0, -1) if count % r == 0)
         device = self.place["device"]
         return {
-            "pixel_values": torch.rand(1, count, channels * cut * cut, **self.place),
+            "pixel_values": torch.full((1, count, channels * cut * cut), 0.5, **self.place),
             "pixel_attention_mask": torch.ones(1, count, dtype=torch.long, device=device),
             "spatial_shapes": torch.tensor([[rows, count // rows]], device="cpu"),
         }
@@ -446,14 +446,14 @@ class _Maker:
         first = next(one for one in ("hidden_states", "pixel_values", names[0]) if one in names)
         thw = torch.tensor([[1, 8, 12]], device="cpu")
         for shape in ((96, channels * depth * cut * cut), (96, channels, cut, cut), (1, 96, channels, cut, cut)):
-            tensor = torch.rand(shape, **self.place)
+            tensor = torch.full(shape, 0.5, **self.place)
             yield {first: tensor, grid: thw} | self.others(names, required, first, tensor, skip=(grid,))
 
     def text(self) -> Tensor:
         """A text of a few tokens."""
         count = self.number("vocab_size", default=100)
-        ids = torch.arange(3, 19) % max(count - 1, 1)
-        return ids[None].to(self.place["device"])
+        ids = torch.arange(3, 19, device=self.place["device"]) % max(count - 1, 1)
+        return ids[None]
 
     def others(
         self, names: list[str], required: list[str], first: str, tensor: Tensor | None, skip: tuple[str, ...] = ()

@@ -90,7 +90,8 @@ def _fits(kept: Structure, root: nn.Module) -> bool:
 def _find(root: nn.Module, inputs: Inputs) -> Structure:
     trace, error = _run(root, inputs)
     if trace is None and (copied := _in_memory(root)) is not None:
-        trace, error = _run(copied, inputs)  # values decide what the forward pass does
+        with torch.device("cpu"):
+            trace, error = _run(copied, inputs)  # values decide what the forward pass does
     if trace is None:
         return Structure((), "", (0, 0), _cannot_run(root, error))
     found = _Finder(root, trace).structure()

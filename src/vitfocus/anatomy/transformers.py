@@ -11,6 +11,8 @@ checkpoints; where an image processor is at hand, its `image_mean` and `image_st
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import re
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -231,6 +233,52 @@ def build_example(family: Family) -> nn.Module:
 
     cls = getattr(transformers, family.example)
     return cls(cls.config_class(**family.options))
+
+
+_IMAGES = {"pixel_values", "pixel_values_videos", "grid_thw"}
+_DEPTHS = re.compile(r"(num_|n_|encoder_|decoder_)(hidden_|encoder_|decoder_)?layers?|depth")
+
+
+def vision_types() -> dict[str, Any]:
+    """The model types of transformers whose model takes images or videos."""
+    import transformers
+    from transformers.models.auto import modeling_auto as auto
+
+    names: dict[str, list[str]] = {}
+    for mapping in ("MODEL_MAPPING_NAMES", *(one for one in dir(auto) if one.endswith("_MAPPING_NAMES"))):
+        for kind, named in getattr(auto, mapping).items() if mapping != "CONFIG_MAPPING_NAMES" else ():
+            names.setdefault(kind, []).extend([named] if isinstance(named, str) else named or ())
+    found = {}
+    for kind in sorted(names):
+        for name in dict.fromkeys(names[kind]):
+            try:
+                cls = getattr(transformers, name)
+                takes = set(inspect.signature(cls.forward).parameters)
+            except (AttributeError, ImportError, ValueError):  # another library is missing
+                continue
+            if _IMAGES & takes:
+                found[kind] = cls
+                break
+    return found
+
+
+def build_small(cls: Any) -> nn.Module:
+    """A model of a default configuration with two layers per stack; as it is where that cannot be built."""
+    try:
+        return cls(_shallow(cls.config_class()))
+    except Exception:  # configurations check themselves in many ways
+        return cls(cls.config_class())
+
+
+def _shallow(config: Any) -> Any:
+    for name, value in list(vars(config).items()):
+        if hasattr(value, "to_dict"):
+            _shallow(value)
+        elif isinstance(value, int) and value > 2 and _DEPTHS.fullmatch(name):
+            setattr(config, name, 2)
+        elif name in ("layer_types", "mlp_layer_types") and isinstance(value, list):
+            setattr(config, name, value[:2])
+    return config
 
 
 _SMALL = {"image_size": 32, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -306,9 +306,14 @@ class Session:
         if body.text is not None:
             batch = with_text(batch, model, body)
         weight = next((p for p in body.root.parameters() if p.is_floating_point()), torch.empty(0))
-        pixels = normalised(batch.pixels, body).to(weight.device, weight.dtype)
+        pixels = batch.pixels if batch.name != "pixel_values" else normalised(batch.pixels, body)
+        pixels = pixels.to(weight.device, weight.dtype if pixels.is_floating_point() else None)
         extras = {key: value.to(weight.device) for key, value in batch.extras.items()}
         try:
+            if batch.name != "pixel_values":
+                return model(**{batch.name: pixels}, **extras)
+            if not extras and body.root is not unwrap(model) and body.found_by == "structure":
+                model = body.root  # the tower alone: the whole model needs more than images
             if extras or "pixel_values" in inspect.signature(unwrap(model).forward).parameters:
                 return model(pixel_values=pixels, **extras)
             return model(pixels)

@@ -39,6 +39,9 @@ from vitfocus.data.vqa.dataset import tokenizer_of
 
 Images = Any  # see `diagnose`
 
+#: What models of videos, of patches and of texts call their input.
+_OTHERS = ("pixel_values_videos", "hidden_states", "input_ids")
+
 #: Pictures and data sets are read in batches of this many; scenes of "shapes" without a number.
 BATCH, SHAPES = 16, 64
 
@@ -47,12 +50,14 @@ BATCH, SHAPES = 16, 64
 class ImageBatch:
     """Images, (B, 3, H, W) in uint8 or normalised floats, and the model's other inputs (a text, a mask).
 
-    `questions` are texts that are not tokenized yet, one for each image.
+    `questions` are texts that are not tokenized yet, one for each image. For models of other inputs `pixels` holds
+    videos (B, T, C, H, W) or the numbers of tokens (B, N), and `name` is what the model calls them.
     """
 
     pixels: Tensor
     extras: dict[str, Tensor] = field(default_factory=dict)
     questions: list[str] | None = None
+    name: str = "pixel_values"
 
 
 @dataclass
@@ -89,6 +94,10 @@ class Batches:
         for batch in _batches(self.images, self.batch_size, self.body):
             pixels = batch.pixels
             require_values("A batch", pixels)
+            if batch.name != "pixel_values" or (pixels.ndim == 5 and pixels.is_floating_point()):
+                self.taken_as = "as given"
+                yield batch
+                continue
             if pixels.ndim != 4 or not (pixels.is_floating_point() or pixels.dtype == torch.uint8):
                 raise VitfocusError(f"A batch is {_described(pixels)}: {_EXPECTED}")
             if pixels.shape[1] > 4 and pixels.shape[-1] <= 4:
@@ -138,9 +147,9 @@ def _batches(images: Images, size: int | None, body: Anatomy) -> Iterator[ImageB
         images = Shapes("val", length=count, size=body.build_size)
     if isinstance(images, np.ndarray) and as_images(images) is None:
         images = torch.from_numpy(images)
-    if isinstance(images, Tensor) and images.ndim in (3, 4):
+    if isinstance(images, Tensor) and images.ndim in (3, 4, 5):
         require_values("images", images)
-        whole = images if images.ndim == 4 else images[None]
+        whole = images if images.ndim > 3 else images[None]
         for piece in whole.split(min(size or len(whole), max(len(whole), 1))):
             yield ImageBatch(piece)
         return
@@ -188,7 +197,11 @@ def prepared(pictures: Iterable[Any], body: Anatomy) -> Tensor:
 
 def _batch(item: Any, body: Anatomy) -> ImageBatch:
     if isinstance(item, Mapping):
-        if not isinstance(item.get("pixel_values"), Tensor):
+        main = next((key for key in ("pixel_values", *_OTHERS) if isinstance(item.get(key), Tensor)), None)
+        if main is not None and main != "pixel_values":
+            rest = {k: v for k, v in item.items() if isinstance(v, Tensor) and k not in (main, "labels")}
+            return ImageBatch(item[main], rest, name=main)
+        if main is None:
             raise VitfocusError(f"A batch with the keys {', '.join(map(str, item))} holds no images: {_EXPECTED}")
         extras = {k: v for k, v in item.items() if isinstance(v, Tensor) and k not in ("pixel_values", "labels")}
         return ImageBatch(item["pixel_values"], extras, _questions(item))

@@ -66,7 +66,8 @@ def insert_extra_block(config: ExtraBlock, anatomy: Anatomy, surgeon: Surgeon) -
     """Put a half-block after the last block."""
     last = anatomy.trunk[-1]
     heads = last.heads
-    if last.layout != "BNC" or last.attention_kind != "global" or heads is None or anatomy.text is not None:
+    plain = last.layout == "BNC" and last.attention_kind == "global" and anatomy.text is None
+    if not plain or not heads or last.width % heads:
         raise VitfocusError(
             f"{config} follows a plain ViT's last block, and {last.name} of {type(anatomy.root).__name__} has "
             f"{last.attention_kind} attention on {last.layout} tokens."

@@ -8,7 +8,7 @@ treatments a family supports is found by inserting each into a model that occupi
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from vitfocus.anatomy import Anatomy, Block, Family, anatomy, build_example, unwrap
+from vitfocus.attention.capture import can_be_read
 from vitfocus.core.arguments import checked
 from vitfocus.core.errors import VitfocusError, warn
 from vitfocus.core.modules import MARK, is_trained, mark_inserted
@@ -322,22 +323,41 @@ def support(family: Family) -> dict[str, Any]:
     A family whose library is not installed has None everywhere.
     """
     row: dict[str, Any] = {"library": family.library, "family": family.name, "attention": []}
-    specs = columns().values()
     model = build_example(family)
-    if model is None:
-        return row | {"treatments": dict.fromkeys(specs)}
-    row["attention"] = sorted({block.attention_kind for block in anatomy(model)})
-    return row | {"treatments": {spec: _takes(model, spec) for spec in specs}}
+    return row | {"treatments": dict.fromkeys(columns().values())} if model is None else row | support_of(model)
 
 
-def _takes(model: nn.Module, spec: str) -> bool:
+def support_of(model: nn.Module, specs: Iterable[str] | None = None) -> dict[str, Any]:
+    """How a model was dissected, whether its attention can be read, and for each spec whether it can be applied.
+
+    `reasons` has a sentence for the reading and for every spec that is refused.
+    """
+    body = anatomy(model)
+    readable = [block for block in body if can_be_read(block)]
+    tried = {spec: _refusal(model, spec) for spec in (columns().values() if specs is None else specs)}
+    reasons = {spec: why for spec, why in tried.items() if why is not None}
+    if not readable:
+        kinds = ", ".join(sorted({block.attention_kind for block in body}))
+        reasons["reading"] = f"No layer has a softmax over scores of tokens (its blocks: {kinds})."
+    return {
+        "attention": sorted({block.attention_kind for block in body}),
+        "found_by": body.found_by,
+        "confidence": body.confidence,
+        "reading": bool(readable),
+        "treatments": {spec: why is None for spec, why in tried.items()},
+        "reasons": reasons,
+    }
+
+
+def _refusal(model: nn.Module, spec: str) -> str | None:
+    """Why a treatment cannot be applied to a model; None if it can."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             untreat_(treat_(model, spec))
-        except VitfocusError:
-            return False
-    return True
+        except VitfocusError as error:
+            return str(error)
+    return None
 
 
 def _of_surgeon(surgeon: Surgeon, blocks: list[Block]) -> list[Placement]:

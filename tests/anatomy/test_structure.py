@@ -1,0 +1,191 @@
+"""Models without a record: what a traced forward pass shows of them, and what can be done with it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import timm
+import torch
+import torchvision
+from helpers.tiny import TIMM, build, shake
+from torch import nn
+
+import vitfocus as vf
+from vitfocus.anatomy.registry import example_inputs
+from vitfocus.anatomy.structure import dissect_structure
+from vitfocus.cli.models import every_model, fractions, row_of
+
+#: The shares of attention models that must be dissected.
+SHARES = {"timm": 0.95, "transformers": 0.85, "torchvision": 1.0}
+
+#: Families whose records name every place that a trace can prove.
+ALIKE = ["vit", "vit_registers", "deit_distilled", "eva02", "swin", "pvt_v2", "twins", "pit"]
+
+
+@pytest.mark.parametrize("family", ALIKE)
+def test_the_structure_is_the_one_in_the_record(family: str) -> None:
+    name, options, size = TIMM[family]
+    with torch.device("meta"):
+        model = timm.create_model(name, **options).eval()
+    record, found = vf.anatomy(model), dissect_structure(model, lambda _: [(torch.empty(1, 3, *size, device="meta"),)])
+    assert found.found_by == "structure" and found.confidence == 1.0
+    assert [block.name for block in found] == [block.name for block in record]
+    for mine, theirs in zip(found, record, strict=True):
+        assert mine.attention is theirs.attention and mine.mlp is theirs.mlp and mine.norm is theirs.norm
+        assert (mine.prefix_tokens, mine.class_token, mine.width) == (
+            theirs.prefix_tokens,
+            theirs.class_token,
+            theirs.width,
+        )
+        assert mine.grid(size) == theirs.grid(size)
+        for place in ("pool", "mlp.front", "mlp.mid", "mlp.end"):
+            one, other = mine.ports[place], theirs.ports[place]
+            assert (one.module, one.side, one.layout, one.width) == (
+                other.module,
+                other.side,
+                other.layout,
+                other.width,
+            ), place
+
+
+class Encoder(nn.Module):
+    """torch's own layers, normalised before or behind attention."""
+
+    def __init__(self, norm_first: bool = True, batch_first: bool = True) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 32, 8, 8)
+        self.positions = nn.Parameter(torch.randn(1, 16, 32))
+        layer = nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=batch_first, norm_first=norm_first)
+        self.encoder, self.batch_first = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), batch_first
+        self.head = nn.Linear(32, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = self.patches(x).flatten(2).transpose(1, 2) + self.positions
+        if self.batch_first:
+            return self.head(self.encoder(tokens).mean(1))
+        return self.head(self.encoder(tokens.transpose(0, 1)).mean(0))
+
+
+def levit() -> nn.Module:
+    return timm.create_model("levit_128s", num_classes=5)
+
+
+def efficientvit() -> nn.Module:
+    return timm.create_model("efficientvit_m0", num_classes=5, img_size=64)
+
+
+@pytest.mark.parametrize("make", [Encoder, levit, efficientvit])
+def test_treatments_through_places_that_were_found(make: Any) -> None:
+    torch.manual_seed(0)
+    model = make().eval()
+    shake(model)
+    images = torch.randn(2, 3, *vf.anatomy(model).build_size)
+    keys = list(model.state_dict())
+    with torch.no_grad():
+        plain = model(images)
+    for spec in ("cbs", "cbs(site=attention)", "tap(init=near_identity)", "cb", "tap", "adl"):
+        try:
+            vf.treat_(model, spec)
+        except vf.VitfocusError:
+            assert make is Encoder and "tap" not in spec
+            continue
+        treated = model(images)
+        if spec in ("cb", "tap"):
+            assert not torch.equal(treated, plain), spec
+        else:
+            torch.testing.assert_close(treated, plain, rtol=1e-3, atol=1e-4 * float(plain.abs().max()))
+        treated.square().mean().backward()
+        added = {name: p for name, p in model.named_parameters() if name not in keys}
+        assert all(p.grad is not None for p in added.values())
+        assert not added or any(bool(p.grad.any()) for p in added.values() if p.grad is not None)
+        vf.untreat_(model)
+        with torch.no_grad():
+            assert torch.equal(model(images), plain) and list(model.state_dict()) == keys, spec
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_maps_of_a_multihead_attention_are_its_own(batch_first: bool) -> None:
+    torch.manual_seed(0)
+    model, images = Encoder(batch_first=batch_first).eval(), torch.randn(2, 3, 32, 32)
+    assert [block.grid() for block in vf.anatomy(model)] == [(4, 4)] * 2
+    (read,) = vf.attention_maps(model, images, layers=[0])
+    layer = model.encoder.layers[0]
+    tokens = layer.norm1(model.patches(images).flatten(2).transpose(1, 2) + model.positions)
+    tokens = tokens if batch_first else tokens.transpose(0, 1)
+    _, own = layer.self_attn(tokens, tokens, tokens, average_attn_weights=False)
+    torch.testing.assert_close(read, own.detach())
+
+
+def test_what_was_found_is_kept_and_leaves_no_trace() -> None:
+    model, images = Encoder().train(), torch.randn(1, 3, 32, 32)
+    state, before = torch.random.get_rng_state(), [str(key) for key in model.state_dict()]
+    vf.anatomy(model)
+    assert torch.equal(state, torch.random.get_rng_state()) and model.training and before == list(model.state_dict())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        blocks = vf.anatomy(vf.treat_(other, "cb"))
+        assert all(other.get_submodule(block.name) is block.host for block in blocks)
+        assert other(images).shape == (1, 5)
+
+
+def test_refusals_name_the_reason() -> None:
+    with pytest.raises(vf.VitfocusError, match=r"no softmax attention; describe it with vitfocus\.register"):
+        vf.anatomy(timm.create_model("resnet18"))
+    model = timm.create_model("swiftformer_xs").eval()
+    assert {block.attention_kind for block in vf.anatomy(model)} == {"linear"}
+    with pytest.raises(vf.VitfocusError, match="linear attention, without a softmax"):
+        vf.attention_maps(model, torch.rand(1, 3, 64, 64))
+
+
+def test_tokens_out_of_order_are_not_pooled() -> None:
+    """Hiera keeps its tokens window by window, so that neighbours in the sequence are none in the image."""
+    with torch.device("meta"):
+        model = timm.create_model("hiera_tiny_224").eval()
+    body = vf.anatomy(model)
+    assert not any("pool" in block.ports for block in body) and all("mlp.end" in block.ports for block in body)
+    with pytest.raises(vf.VitfocusError, match="tap needs pool"):
+        vf.treat_(model, "tap")
+
+
+def test_texts_videos_and_packed_patches_are_read() -> None:
+    transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
+    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    texts = transformers.BertModel(transformers.BertConfig(**small, vocab_size=100)).eval()
+    video_config = transformers.VideoMAEConfig(**small, image_size=32, patch_size=8, num_frames=4)
+    videos = transformers.VideoMAEModel(video_config).eval()
+    for model, inputs, count in (
+        (texts, {"input_ids": torch.randint(3, 90, (2, 12))}, 12),
+        (videos, torch.randn(2, 4, 3, 32, 32), 2 * 4 * 4),
+    ):
+        assert vf.attention_maps(model, inputs)[0].shape == (2, 2, count, count)
+        rows = vf.diagnose(model, inputs).rows
+        assert all(0 < row["entropy"] <= row["entropy_bound"] + 1e-6 for row in rows) and len(rows) == 2
+
+
+SAMPLE = ["levit_128s", "tiny_vit_5m_224", "coat_lite_tiny", "edgenext_xx_small"]
+
+
+def test_a_sample_of_names() -> None:
+    rows = [row_of("timm", "", name, lambda name=name: timm.create_model(name), ["cb"]) for name in SAMPLE]
+    assert fractions(rows) == {"timm": {"models": 4, "dissected": 1.0, "read": 0.5}}
+    assert all(row["treatments"] == {"cb": True} and row["found_by"] == "structure" for row in rows)
+    row = row_of("torchvision", "", "swin3d_t", lambda: torchvision.models.get_model("swin3d_t"), [])
+    assert row["reading"] and row["found_by"] == "structure"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("library", SHARES)
+def test_nearly_every_attention_model_is_dissected(library: str) -> None:
+    rows = [row for one in every_model(library) if (row := row_of(*one, specs=())) is not None]
+    refused = {row["name"]: row["reasons"] for row in rows if row["found_by"] is None}
+    assert fractions(rows)[library]["dissected"] >= SHARES[library], refused
+
+
+def test_inputs_are_guessed_from_what_a_model_states() -> None:
+    guesses = [next(iter(one.values())).shape[-2:] for one in example_inputs(Encoder())]
+    assert guesses[0] == (32, 32)  # of the positions
+    model, _ = build("vit_rect")
+    assert next(iter(next(example_inputs(model)).values())).shape == (1, 3, 64, 96)
