@@ -121,7 +121,7 @@ def requests(tally: Tally, tries: int, folder: Path) -> None:
     def ask() -> None:
         kind = draw.randrange(4)
         word = lambda: draw.choice(words).encode("utf-8", "surrogatepass").decode("utf-8", "replace")  # noqa: E731
-        headers = {"x-token": draw.choice(["", "x", "²".encode().decode("latin-1")])} if draw.random() < 0.2 else {}
+        headers = {"x-token": draw.choice([b"", b"x", "²".encode()])} if draw.random() < 0.2 else {}
         if kind == 0:
             name = {"name": word()} if draw.random() < 0.5 else {}
             answer = client.post("/pictures", content=damaged(sound, draw), params=name, headers=headers)
@@ -136,7 +136,7 @@ def requests(tally: Tally, tries: int, folder: Path) -> None:
             path = draw.choice(["/", "/maps", "/look", "/pictures", "/nothing", "//", "/../etc/passwd", "/%00"])
             answer = client.request(draw.choice(["GET", "POST", "PUT", "HEAD", "OPTIONS"]), path, headers=headers)
         assert answer.status_code < 500, f"status {answer.status_code}"
-        if answer.status_code == 400:
+        if answer.status_code == 400 and answer.headers.get("content-type") == "application/json":
             assert "\n" not in answer.json()["error"].strip()
 
     for number in range(tries):
