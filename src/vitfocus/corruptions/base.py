@@ -188,7 +188,7 @@ def as_ids(ids: Tensor | Iterable[int | str] | None, count: int, device: torch.d
         if ids.is_floating_point() or ids.is_complex():
             raise VitfocusError(f"ids are {ids.dtype}; expected whole numbers or strings, one per image.")
         return ids.reshape(-1).to(device=device, dtype=torch.int64)
-    if not isinstance(ids, Iterable):
+    if not isinstance(ids, Iterable) or getattr(ids, "ndim", 1) == 0:
         raise VitfocusError(f"ids are {ids!r}; expected whole numbers or strings, one per image.")
     numbers = [stable_hash(i) if isinstance(i, str) else _signed(whole("An image's id", i), 64) for i in ids]
     return torch.tensor(numbers, dtype=torch.int64, device=device)

@@ -342,6 +342,8 @@ class StreamSource:
     ) -> Iterator[EvaluationBatch]:
         """Yield this process's batches as they come; the iterable decides their size."""
         seen = 0
+        if getattr(self._stream, "ndim", 1) == 0:  # an array of NumPy without axes has no items
+            raise VitfocusError(f"data is {self._stream!r}; expected batches of images and labels.")
         for number, item in enumerate(self._stream):
             images, labels = self._read(item)
             if self._limit is not None:
