@@ -1,4 +1,4 @@
-"""`vitfocus demo`: a failed training, its diagnosis, and what helps, in a few minutes on a laptop without downloads.
+"""`vitfocus demo`: a failed training and its diagnosis, in a few minutes on a laptop without downloads.
 
 It trains three tiny ViTs on the built-in data set Shapes: `plain`; `treated`, which differs by its treatments; and
 `high-rate`, plain with a learning rate that is too high. It diagnoses all three, evaluates them on the same corrupted
@@ -100,8 +100,8 @@ def run(args: argparse.Namespace) -> int:
         f"learning rate of {RATE:g}; treated, the same with {args.treat}; and high-rate, plain with a learning rate of "
         f"{HIGH_RATE:g}, which is too high. {' '.join(collapses)} All were measured on the same {args.images:,} images "
         "of Shapes, clean and with the corruptions of CIFAR-10-C (the suite cifar10-c), generated from the same seed. "
-        "Nothing was downloaded. Tiny models on a toy data set show how the tool works, not how good the treatments "
-        "are.",
+        f"Nothing was downloaded. The learning rate of {RATE:g} is the recipe's and was tuned for neither model: tiny "
+        "models on a toy data set show how the tool works, not how good the treatments are.",
         explorer=explorer_data(models, images[:EXPLORED], CORRUPTION),
     )
     facts = _facts(written, runs, diagnoses)
