@@ -6,7 +6,7 @@ With `--all`, every attention model of timm, torchvision and transformers is tri
 from __future__ import annotations
 
 import argparse
-import importlib
+import importlib.util
 import json
 import re
 import sys
@@ -153,8 +153,8 @@ def every_model(library: str = "") -> Iterator[tuple[str, str, str, Callable[[],
 
         for name in sorted(timm.list_models(), key=lambda one: (_registry._model_to_module[one], one)):
             family = _registry._model_to_module[name]
-            source = Path(importlib.import_module(f"timm.models.{family}").__file__ or "").read_text(encoding="utf-8")
-            if _ATTENTION.search(source):
+            spec = importlib.util.find_spec(f"timm.models.{family}")  # None for our own models
+            if spec is not None and _ATTENTION.search(Path(spec.origin or "").read_text(encoding="utf-8")):
                 yield "timm", family, name, partial(timm.create_model, name)
     if library in ("", "torchvision"):
         from torchvision import models
