@@ -41,7 +41,7 @@ GROUPS = {
         "bench": "measure the time and memory that each treatment costs",
     },
     "Get started": {
-        "demo": "show a failed training, its diagnosis and what helps, on the built-in data",
+        "demo": "show a failed training, its diagnosis, and a treated model, on the built-in data",
         "completion": "print a shell completion script for bash, zsh, fish or tcsh",
     },
 }
