@@ -36,6 +36,8 @@ def every_record() -> list[Treatment]:
                 upper = ["upper:3", "upper&inner", "inner&upper:2&[0,-1]"] if "upper" in names else []
                 values = [*names, *upper, (0, 2, -1)]
                 choices.append([(field.name, value) for value in values])
+        if kind is vf.TestTimeRegisters:  # the one record without a default: its neurons are a model's
+            choices.append([("neurons", ((5, 133),)), ("neurons", ((0, 7), (2, 20)))])
         records += [kind(**dict(combination)) for combination in itertools.product(*choices)]
     return records
 

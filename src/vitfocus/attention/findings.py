@@ -310,11 +310,12 @@ def threshold_lines(key: str, rows: Sequence[Row]) -> list[tuple[str, list[tuple
     """The thresholds of a reading by layer, each with a name; a share of the bound is multiplied by it."""
     limits = [(one.threshold, one.share_of, one.below) for one in READINGS[key].findings]
     limits += [(NEARLY_UNIFORM, "entropy_bound", False)] if key == "entropy" else []
-    drawn = [row for row in rows if key in row]
-    return [
-        (f"threshold: {'low' if below else 'high'}", [(r["layer"], limit * (r[of] if of else 1.0)) for r in drawn])
-        for limit, of, below in limits
-    ]
+    lines = []
+    for limit, of, below in limits:
+        drawn = [row for row in rows if key in row and (not of or of in row)]
+        points = [(row["layer"], limit * (row[of] if of else 1.0)) for row in drawn]
+        lines.append((f"threshold: {'low' if below else 'high'}", points))
+    return lines
 
 
 def known_band(key: str, rows: Sequence[Row], depth: int, against: str | None) -> list[tuple[float, float, float]]:
@@ -324,8 +325,8 @@ def known_band(key: str, rows: Sequence[Row], depth: int, against: str | None) -
     band = []
     for row in rows:
         values = reference_values(key, Situation(depth=depth).place(row)).values() if key in row else ()
-        scale = row["entropy_bound"] if key.startswith("entropy") else 1.0
-        if values:
+        scale = row.get("entropy_bound", 0.0) if key.startswith("entropy") else 1.0
+        if values and scale:
             band.append((float(row["layer"]), scale * min(values), scale * max(values)))
     return band
 

@@ -70,7 +70,7 @@ def known_names() -> dict[str, list[str]]:
     """The registered names that fit an argument, by the argument's name.
 
     >>> known_names()["treat"]
-    ['adl', 'cb', 'cbs', 'extra', 'se', 'tap', 'uniform']
+    ['adl', 'cb', 'cbs', 'extra', 'gate', 'qknorm', 'registers', 'se', 'sigma', 'tap', 'ttr', 'uniform']
     """
     from vitfocus.corruptions import CORRUPTIONS, EXTRA_CORRUPTIONS
     from vitfocus.reproduce.items import SCALES, item_names

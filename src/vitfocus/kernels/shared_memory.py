@@ -67,7 +67,7 @@ def shrink(group: int, width: int, item: int, rows: int, columns: int, space: in
     """Rows and columns, halved until they fit into `space` bytes or cannot be smaller.
 
     >>> shrink(6, 64, 2, 64, 32, LARGE), shrink(16, 128, 2, 64, 32, LARGE)
-    ((64, 32), (32, 16))
+    ((64, 32), (16, 32))
     """
     while needed(group, width, item, rows, columns) > space and max(rows, columns) > LEAST:
         rows, columns = (rows // 2, columns) if rows >= columns else (rows, columns // 2)

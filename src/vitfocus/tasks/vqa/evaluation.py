@@ -3,8 +3,7 @@
 Ten people answered each question. The accuracy of an answer is min(1, matches / 3), averaged over the ten ways to leave
 one person out, so that people can be scored in the same way: 0.3 for one match of ten, then 0.6, 0.9 and 1.
 
->>> from vitfocus.data.vqa.dataset import shapes_questions
->>> from vitfocus.data.vqa.dataset import QuestionTokenizer
+>>> from vitfocus.data.vqa.dataset import QuestionTokenizer, attach_tokenizer, shapes_questions
 >>> from vitfocus.treatments.save_load import create_model
 >>> small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
 >>> names = {"id2label": {0: "no", 1: "yes"}, "label2id": {"no": 0, "yes": 1}}
