@@ -50,7 +50,7 @@ def dissect(model: MyViT) -> Anatomy:
     trunk, grid = Trunk(build_size=(64, 64)), GridRule(((8, 8, 0),))  # kernel, stride, padding of the patches
     for index, layer in enumerate(model.layers):
         trunk.add(layer, PLAN, f"layers.{index}", grid)
-    return Anatomy("my vit", model, model.patches, tuple(trunk.blocks), trunk.build_size)
+    return trunk.anatomy(model, model.patches)
 
 
 register(Family("my vit", "mine", (MyViT,), dissect))

@@ -106,7 +106,6 @@ class Block:
     width: int
     layout: Layout
     prefix_tokens: int
-    class_token: bool
     host: nn.Module
     mlp: nn.Module | None
     attention: nn.Module | None
@@ -116,6 +115,7 @@ class Block:
     ports: Mapping[str, Port]
     grid_rule: GridRule
     build_size: Size
+    class_token: bool = False
     query_rule: GridRule | None = None
     key_rule: GridRule | None = None
     window: Size | None = None
@@ -252,54 +252,62 @@ class Plan:
     reader: Reader | None = "call"
 
 
-def build_block(
-    host: nn.Module,
-    plan: Plan,
-    *,
-    name: str,
-    depth: int,
-    stage: int,
-    grid_rule: GridRule,
-    build_size: Size,
-    prefix_tokens: int = 0,
-    class_token: bool = False,
-    suffix: str = "",
-    **more: Any,
-) -> Block:
-    """Resolve the plan on one block's module."""
-    added = int(host.__dict__.get(ADDED_TOKENS, 0))
-    mlp = find(host, plan.mlp)
-    attention = find(host, plan.attention)
-    norm = find(host, plan.norm)
-    width = _width(mlp, "input") or _width(attention, "input") or _width(norm, "input") or 0
-    places = {"pool": plan.pool}
-    places |= dict(zip(("attention.front", "attention.mid", "attention.end"), plan.attention_places, strict=True))
-    places |= dict(zip(("mlp.front", "mlp.mid", "mlp.end"), plan.mlp_places, strict=True))
-    ports = {key: port for key, place in places.items() if place and (port := _port(host, place, plan.layout, width))}
-    if plan.kind in ("class", "cross", "none", "channel", "outlook", "linear"):
-        ports.pop("pool", None)
-    return Block(
-        name=name,
-        depth=depth,
-        stage=stage,
-        width=width,
-        layout=plan.layout,
-        prefix_tokens=prefix_tokens + added,
-        class_token=class_token,
-        host=host,
-        mlp=mlp,
-        attention=attention,
-        norm=norm,
-        attention_kind=plan.kind,
-        reader=plan.reader if attention is not None else None,
-        ports=ports,
-        grid_rule=grid_rule,
-        build_size=build_size,
-        suffix=suffix,
-        query_key=query_key(attention),
-        added_tokens=added,
-        **more,
-    )
+@dataclass
+class Trunk:
+    """Collects the blocks of a model in order of depth."""
+
+    build_size: Size
+    blocks: list[Block] = field(default_factory=list)
+
+    def add(
+        self,
+        host: nn.Module,
+        plan: Plan,
+        name: str,
+        rule: GridRule,
+        stage: int = 0,
+        *,
+        prefix_tokens: int = 0,
+        **more: Any,
+    ) -> None:
+        """Append the block whose module is `host`; `more` are further fields of `Block`, such as `window`."""
+        added = int(host.__dict__.get(ADDED_TOKENS, 0))
+        mlp, attention, norm = (find(host, path) for path in (plan.mlp, plan.attention, plan.norm))
+        width = _width(mlp, "input") or _width(attention, "input") or _width(norm, "input") or 0
+        places = {"pool": plan.pool if plan.kind in TOKEN_ATTENTION else None}
+        for branch, paths in (("attention", plan.attention_places), ("mlp", plan.mlp_places)):
+            places |= {f"{branch}.{end}": path for end, path in zip(("front", "mid", "end"), paths, strict=True)}
+        ports = {key: port for key, path in places.items() if path and (port := _port(host, path, plan.layout, width))}
+        block = Block(
+            name=name,
+            depth=len(self.blocks),
+            stage=stage,
+            width=width,
+            layout=plan.layout,
+            prefix_tokens=prefix_tokens + added,
+            host=host,
+            mlp=mlp,
+            attention=attention,
+            norm=norm,
+            attention_kind=plan.kind,
+            reader=plan.reader if attention is not None else None,
+            ports=ports,
+            grid_rule=rule,
+            build_size=self.build_size,
+            query_key=query_key(attention),
+            added_tokens=added,
+            **more,
+        )
+        self.blocks.append(block)
+
+    def anatomy(self, model: nn.Module, stem: nn.Module, **more: Any) -> Anatomy:
+        """The anatomy of the blocks; `more` are further fields of `Anatomy`, and `register` fills in the family.
+
+        The mean and standard deviation are those of a timm model's `pretrained_cfg`, if it has one.
+        """
+        cfg = getattr(model, "pretrained_cfg", None) or {}
+        stated = {key: tuple(cfg[key]) for key in ("mean", "std") if cfg.get(key)}
+        return Anatomy("", model, stem, tuple(self.blocks), self.build_size, **stated | more)
 
 
 def query_key(attention: nn.Module | None) -> tuple[Port, Port] | None:
@@ -310,22 +318,6 @@ def query_key(attention: nn.Module | None) -> tuple[Port, Port] | None:
             width = _width(query, "output") or int(getattr(attention, "head_dim", 0))
             return Port(query, "output", "BNC", width), Port(key, "output", "BNC", width)
     return None
-
-
-@dataclass
-class Trunk:
-    """Collects a model's blocks in order of depth."""
-
-    build_size: Size
-    blocks: list[Block] = field(default_factory=list)
-
-    def add(self, host: nn.Module, plan: Plan, name: str, rule: GridRule, stage: int = 0, **more: Any) -> None:
-        """Resolve the plan on the next block's module."""
-        depth = len(self.blocks)
-        block = build_block(
-            host, plan, name=name, depth=depth, stage=stage, grid_rule=rule, build_size=self.build_size, **more
-        )
-        self.blocks.append(block)
 
 
 def find(host: nn.Module, path: str | None) -> nn.Module | None:

@@ -232,7 +232,7 @@ def anatomy(model: nn.Module, example: Any = None) -> Anatomy:
         )
     if found:
         prefix, module, family, feeding = found[0]
-        result = family.dissect(module)
+        result = replace(family.dissect(module), family=family.name)
         if not result.blocks:
             raise VitfocusError(f"{type(module).__name__} looks like {family.name}, but no block was found in it.")
         mean, std = stated_normalising(model, module) or (result.mean, result.std)

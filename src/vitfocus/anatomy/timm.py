@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -13,7 +15,7 @@ from vitfocus.anatomy.registry import Family, register
 
 PRE_NORM = Plan()
 POST_NORM = Plan(pool="attn<", attention_places=("attn<", "attn.proj<", "attn>"))
-CLASS_ATTENTION = Plan(pool=None, kind="class")
+CLASS_ATTENTION = Plan(kind="class")
 
 
 def _stem(model: Any) -> Any:
@@ -35,12 +37,6 @@ def _built_for(model: Any, grid: Size, stride: int) -> Size:
     return size if held else (grid[0] * stride, grid[1] * stride)
 
 
-def _anatomy(model: Any, family: str, trunk: Trunk) -> Anatomy:
-    cfg = getattr(model, "pretrained_cfg", None) or {}
-    normal: dict[str, Any] = {key: tuple(cfg[key]) for key in ("mean", "std") if cfg.get(key)}
-    return Anatomy(family, model, _stem(model), tuple(trunk.blocks), trunk.build_size, **normal)
-
-
 def _patch_rule(model: Any) -> GridRule:
     """The grid of a timm `PatchEmbed` or `HybridEmbed`."""
     stem = _stem(model)
@@ -49,8 +45,8 @@ def _patch_rule(model: Any) -> GridRule:
     return GridRule(((ratio,),) if rounds_up else ((ratio, ratio, 0),))
 
 
-def _columnar(model: Any, family: str, plans: dict[str, Plan]) -> Anatomy:
-    """Families with one list of equal blocks: ViT, BEiT, EVA, CaiT's trunk, the mixers."""
+def _columnar(model: Any, plans: Mapping[str, Plan], **more: Any) -> Anatomy:
+    """Families with one list of equal blocks: ViT, BEiT, EVA, the mixers. `plans` are by the class of the block."""
     prefix = int(getattr(model, "num_prefix_tokens", 0))
     first = getattr(model, "cls_token", None) is not None or getattr(model, "has_class_token", False)
     registers = int(getattr(model, "num_reg_tokens", 0))
@@ -63,15 +59,9 @@ def _columnar(model: Any, family: str, plans: dict[str, Plan]) -> Anatomy:
                 name = f"blocks.{index}.attns.{branch}"
                 trunk.add(host, _parallel_branch(branch), name, rule, suffix=suffix, **tokens)
         else:
-            trunk.add(host, _plan_for(host, plans), f"blocks.{index}", rule, **tokens)
-    return _anatomy(model, family, trunk)
-
-
-def _plan_for(host: nn.Module, plans: dict[str, Plan]) -> Plan:
-    for cls in type(host).__mro__:
-        if cls.__name__ in plans:
-            return plans[cls.__name__]
-    return plans[""]
+            plan = next((plans[cls.__name__] for cls in type(host).__mro__ if cls.__name__ in plans), plans[""])
+            trunk.add(host, plan, f"blocks.{index}", rule, **tokens)
+    return trunk.anatomy(model, _stem(model), **more)
 
 
 def _parallel_branch(branch: int) -> Plan:
@@ -97,103 +87,56 @@ PARALLEL_SCALING = Plan(
 )
 
 #: The blocks that a ViT of timm may be built of.
-VIT = {"ResPostBlock": POST_NORM, "EvaBlockPostNorm": POST_NORM, "": PRE_NORM}
+VIT = {"": PRE_NORM} | dict.fromkeys(("ResPostBlock", "EvaBlockPostNorm", "ResPostRelPosBlock"), POST_NORM)
 VIT |= dict.fromkeys(("ParallelScalingBlock", "DiffParallelScalingBlock"), PARALLEL_SCALING)
 
-
-def _vision_transformer(model: Any) -> Anatomy:
-    return dataclasses.replace(_columnar(model, "vision_transformer", VIT), takes_tokens=True)
-
-
-def _relpos(model: Any) -> Anatomy:
-    return _columnar(model, "vision_transformer_relpos", {"ResPostRelPosBlock": POST_NORM, "": PRE_NORM})
-
-
-def _beit(model: Any) -> Anatomy:
-    return _columnar(model, "beit", {"": PRE_NORM})
-
-
-def _eva(model: Any) -> Anatomy:
-    return dataclasses.replace(_columnar(model, "eva", VIT), takes_tokens=True)
+MIXER = Plan(
+    attention=None,
+    mlp="mlp_channels",
+    attention_places=(None, None, None),
+    mlp_places=("mlp_channels<", "mlp_channels.fc2<", "mlp_channels>"),
+    kind="none",
+    reader=None,
+)
+MIXERS = {"": MIXER, "SpatialGatingBlock": replace(MIXER, norm="norm")}
 
 
 def _naflexvit(model: Any) -> Anatomy:
-    seen = _columnar(model, "naflexvit", VIT)
     # Images of several sizes come as patches, padded to the longest; every block is given the mask.
-    return dataclasses.replace(seen, encoder=model.blocks[0])
+    return _columnar(model, VIT, encoder=model.blocks[0])
 
 
-def _mlp_mixer(model: Any) -> Anatomy:
-    mixer = Plan(
-        attention=None,
-        mlp="mlp_channels",
-        pool=None,
-        attention_places=(None, None, None),
-        mlp_places=("mlp_channels<", "mlp_channels.fc2<", "mlp_channels>"),
-        kind="none",
-        reader=None,
-    )
-    return _columnar(model, "mlp_mixer", {"": mixer, "SpatialGatingBlock": dataclasses.replace(mixer, norm="norm")})
+#: The attention module sees windows, so what touches all tokens sits around it: norm1 before, drop_path1 behind.
+SWIN = Plan(
+    attention_places=("norm1>", None, "drop_path1<"),
+    mlp_places=("mlp< BNC", "mlp.fc2< BNC", "mlp> BNC"),
+    layout="BHWC",
+    kind="window",
+)
+#: The norm follows attention, and no module stands before the windows are cut: the method that cuts them does.
+SWIN_V2 = replace(SWIN, pool="_attn()", attention_places=("_attn()", None, "norm1<"))
+SWIN_V2_CR = replace(SWIN, pool="_shifted_window_attn()", attention_places=("_shifted_window_attn()", None, "norm1<"))
 
 
-def _swin(model: Any, family: str, plan: Plan, stages: str = "layers") -> Anatomy:
+def _swin(model: Any, plan: Plan, stages: str = "layers") -> Anatomy:
     rule, trunk = _patch_rule(model), Trunk(_build_size(model))
     for stage, layer in enumerate(getattr(model, stages)):
         if "downsample" in dict(layer.named_children()) and not isinstance(layer.downsample, nn.Identity):
             rule = rule.then((2,))
         for index, host in enumerate(layer.blocks):
             trunk.add(host, plan, f"{stages}.{stage}.blocks.{index}", rule, stage, window=pair(host.window_size))
-    return _anatomy(model, family, trunk)
-
-
-def _swin_v1(model: Any) -> Anatomy:
-    # The attention module sees windows, so what touches all tokens sits around it: norm1 before, drop_path1 behind.
-    plan = Plan(
-        attention_places=("norm1>", None, "drop_path1<"),
-        mlp_places=("mlp< BNC", "mlp.fc2< BNC", "mlp> BNC"),
-        layout="BHWC",
-        kind="window",
-    )
-    return _swin(model, "swin_transformer", plan)
-
-
-def _swin_v2(model: Any) -> Anatomy:
-    # The norm follows attention, and no module stands before the windows are cut: the method that cuts them does.
-    plan = Plan(
-        pool="_attn()",
-        attention_places=("_attn()", None, "norm1<"),
-        mlp_places=("mlp< BNC", "mlp.fc2< BNC", "mlp> BNC"),
-        layout="BHWC",
-        kind="window",
-    )
-    return _swin(model, "swin_transformer_v2", plan)
-
-
-def _swin_v2_cr(model: Any) -> Anatomy:
-    cut = "_shifted_window_attn()"
-    plan = Plan(
-        pool=cut,
-        attention_places=(cut, None, "norm1<"),
-        mlp_places=("mlp< BNC", "mlp.fc2< BNC", "mlp> BNC"),
-        layout="BHWC",
-        kind="window",
-    )
-    return _swin(model, "swin_transformer_v2_cr", plan, "stages")
+    return trunk.anatomy(model, _stem(model))
 
 
 def _sam(model: Any) -> Anatomy:
     # Windows are cut behind norm1 and joined again where no module stands, so their attention has no end to reach.
-    whole = Plan(
-        attention_places=("norm1>", "attn.proj< BNC", "attn>"),
-        mlp_places=("mlp< BNC", "mlp.fc2< BNC", "mlp> BNC"),
-        layout="BHWC",
-    )
-    windowed = dataclasses.replace(whole, attention_places=("norm1>", None, None), kind="window")
+    whole = replace(SWIN, attention_places=("norm1>", "attn.proj< BNC", "attn>"), kind="global")
+    windowed = replace(SWIN, attention_places=("norm1>", None, None))
     rule, trunk = _patch_rule(model), Trunk(_build_size(model))
     for index, host in enumerate(model.blocks):
         window = pair(host.window_size) if host.window_size else None
         trunk.add(host, windowed if window else whole, f"blocks.{index}", rule, window=window)
-    return _anatomy(model, "vision_transformer_sam", trunk)
+    return trunk.anatomy(model, _stem(model))
 
 
 def _twins(model: Any) -> Anatomy:
@@ -212,7 +155,7 @@ def _twins(model: Any) -> Anatomy:
                 key_rule=rule.then(conv_step(reduction)) if reduction is not None else None,
                 window=pair(window) if window else None,
             )
-    return _anatomy(model, "twins", trunk)
+    return trunk.anatomy(model, _stem(model))
 
 
 def _pit(model: Any) -> Anatomy:
@@ -223,7 +166,7 @@ def _pit(model: Any) -> Anatomy:
             rule = rule.then(conv_step(transformer.pool.conv))
         for index, host in enumerate(transformer.blocks):
             trunk.add(host, PRE_NORM, f"transformers.{stage}.blocks.{index}", rule, stage, **tokens)
-    return _anatomy(model, "pit", trunk)
+    return trunk.anatomy(model, _stem(model))
 
 
 def _pvt_v2(model: Any) -> Anatomy:
@@ -239,7 +182,7 @@ def _pvt_v2(model: Any) -> Anatomy:
                 keys = rule.then(conv_step(host.attn.sr))
             plan = PRE_NORM if keys is rule else Plan(kind="reduced")
             trunk.add(host, plan, f"stages.{stage}.blocks.{index}", rule, stage, key_rule=keys)
-    return _anatomy(model, "pvt_v2", trunk)
+    return trunk.anatomy(model, _stem(model))
 
 
 def _convit(model: Any) -> Anatomy:
@@ -250,7 +193,7 @@ def _convit(model: Any) -> Anatomy:
         with_class = index >= model.local_up_to_layer
         plan = gated if hasattr(host.attn, "gating_param") else PRE_NORM
         trunk.add(host, plan, f"blocks.{index}", rule, prefix_tokens=int(with_class), class_token=with_class)
-    return _anatomy(model, "convit", trunk)
+    return trunk.anatomy(model, _stem(model))
 
 
 def _add_class_blocks(trunk: Trunk, hosts: Any, name: str, rule: GridRule, stage: int = 0) -> None:
@@ -263,7 +206,7 @@ def _cait(model: Any) -> Anatomy:
     for index, host in enumerate(model.blocks):
         trunk.add(host, PRE_NORM, f"blocks.{index}", rule)
     _add_class_blocks(trunk, model.blocks_token_only, "blocks_token_only", rule)
-    return dataclasses.replace(_anatomy(model, "cait", trunk), takes_tokens=True)
+    return trunk.anatomy(model, _stem(model), takes_tokens=True)
 
 
 def _xcit(model: Any) -> Anatomy:
@@ -272,7 +215,7 @@ def _xcit(model: Any) -> Anatomy:
     for index, host in enumerate(model.blocks):
         trunk.add(host, Plan(kind="channel"), f"blocks.{index}", rule)
     _add_class_blocks(trunk, model.cls_attn_blocks, "cls_attn_blocks", rule)
-    return _anatomy(model, "xcit", trunk)
+    return trunk.anatomy(model, _stem(model))
 
 
 def _mvitv2(model: Any) -> Anatomy:
@@ -294,7 +237,7 @@ def _mvitv2(model: Any) -> Anatomy:
             name = f"stages.{stage}.blocks.{index}"
             trunk.add(host, plan, name, rule, stage, prefix_tokens=prefix, class_token=bool(prefix), **grids)
             rule = queries
-    return _anatomy(model, "mvitv2", trunk)
+    return trunk.anatomy(model, _stem(model))
 
 
 def _pool_step(pool: Any) -> Step:
@@ -304,12 +247,8 @@ def _pool_step(pool: Any) -> Step:
 
 
 def _davit(model: Any) -> Anatomy:
-    window = Plan(
-        attention_places=("norm1>", None, "drop_path1<"),
-        mlp_places=("mlp<", "mlp.fc2<", "mlp>"),
-        kind="window",
-    )
-    channel = Plan(pool=None, kind="channel")
+    window = Plan(attention_places=("norm1>", None, "drop_path1<"), kind="window")
+    channel = Plan(kind="channel")
     rule, trunk = GridRule(((model.stem.stride[0],),)), Trunk(_build_size(model))
     for stage, layer in enumerate(model.stages):
         if isinstance(getattr(layer.downsample, "conv", None), nn.Conv2d):
@@ -321,16 +260,16 @@ def _davit(model: Any) -> Anatomy:
                 size = pair(host.window_size) if windowed else None
                 name = f"stages.{stage}.blocks.{outer}.{inner}"
                 trunk.add(host, window if windowed else channel, name, rule, stage, window=size)
-    return _anatomy(model, "davit", trunk)
+    return trunk.anatomy(model, _stem(model))
 
 
 def _maxxvit(model: Any) -> Anatomy:
     partition = Plan(attention_places=("norm1>", None, "ls1<"), layout="BHWC")
-    parallel = dataclasses.replace(partition, attention="attn_block")
+    parallel = replace(partition, attention="attn_block")
     full = Plan(layout="BCHW", attention_places=("norm1>", "attn.proj<", "attn>"))
     plans = {
         "PartitionAttentionCl": partition,
-        "PartitionAttention2d": dataclasses.replace(partition, layout="BCHW"),
+        "PartitionAttention2d": replace(partition, layout="BCHW"),
         "ParallelPartitionAttention": parallel,
         "TransformerBlock2d": full,
     }
@@ -350,7 +289,7 @@ def _maxxvit(model: Any) -> Anatomy:
             shrinks = plan is full and type(getattr(host.norm1, "down", None)).__name__ == "Downsample2d"
             trunk.add(
                 host,
-                dataclasses.replace(plan, kind=kind),
+                replace(plan, kind=kind),
                 f"stages.{stage}.{name}",
                 before if shrinks else rule,
                 stage,
@@ -358,7 +297,7 @@ def _maxxvit(model: Any) -> Anatomy:
                 key_rule=rule,
                 window=None if partition_size is None else pair(partition_size),
             )
-    return _anatomy(model, "maxxvit", trunk)
+    return trunk.anatomy(model, _stem(model))
 
 
 def _maxxvit_size(model: Any) -> Size:
@@ -376,7 +315,7 @@ def _maxxvit_size(model: Any) -> Size:
 def _visformer(model: Any) -> Anatomy:
     # The first stage has convolutions alone; its blocks are like the others but for their attention.
     plan = Plan(layout="BCHW", mlp_places=("mlp<", "mlp.conv3<", "mlp>"))
-    convolutional = dataclasses.replace(plan, norm="norm2", kind="none", reader=None)
+    convolutional = replace(plan, norm="norm2", kind="none", reader=None)
     stem, trunk = model.stem, Trunk(pair(model.img_size))
     rule = GridRule(()) if stem is None else GridRule((conv_step(stem[0]),))
     for stage in range(3):
@@ -385,8 +324,7 @@ def _visformer(model: Any) -> Anatomy:
         for index, host in enumerate(getattr(model, f"stage{stage + 1}")):
             kind = convolutional if host.attn is None else plan
             trunk.add(host, kind, f"stage{stage + 1}.{index}", rule, stage)
-    seen = _anatomy(model, "visformer", trunk)
-    return seen if stem is not None else dataclasses.replace(seen, stem=model.patch_embed1)
+    return trunk.anatomy(model, model.patch_embed1 if stem is None else stem)
 
 
 def _volo(model: Any) -> Anatomy:
@@ -397,7 +335,7 @@ def _volo(model: Any) -> Anatomy:
     trunk = Trunk(_built_for(model, pair(model.pos_embed.shape[1:3]), stride))
     rule = GridRule(tuple(conv_step(conv) for conv in convs))
     plan = Plan(layout="BHWC")
-    outlook = Plan(layout="BHWC", kind="outlook", pool=None, reader=None)
+    outlook = Plan(layout="BHWC", kind="outlook", reader=None)
     stage = 0
     for outer, part in enumerate(model.network):
         if isinstance(part, nn.Sequential):
@@ -407,29 +345,27 @@ def _volo(model: Any) -> Anatomy:
         else:
             rule, stage = rule.then(conv_step(part.proj)), stage + 1
     _add_class_blocks(trunk, model.post_network or [], "post_network", rule, stage)
-    return _anatomy(model, "volo", trunk)
+    return trunk.anatomy(model, _stem(model))
 
 
 def _register_all() -> None:
+    vit, plain_vit = partial(_columnar, plans=VIT), partial(_columnar, plans=VIT, takes_tokens=True)
+    swin, swin_v2 = partial(_swin, plan=SWIN), partial(_swin, plan=SWIN_V2)
+    swin_v2_cr, two_stages = partial(_swin, plan=SWIN_V2_CR, stages="stages"), {"depths": (2, 2), "num_heads": (3, 6)}
     for names, dissect, example, options in (
-        ("vision_transformer.VisionTransformer", _vision_transformer, "vit_tiny_patch16_224", {"depth": 2}),
-        ("vision_transformer_relpos.VisionTransformerRelPos", _relpos, "vit_relpos_small_patch16_224", {"depth": 2}),
-        ("beit.Beit", _beit, "beit_base_patch16_224", {"depth": 2}),
-        ("eva.Eva", _eva, "eva02_tiny_patch14_224", {"depth": 2}),
-        ("swin_transformer.SwinTransformer", _swin_v1, "swin_tiny_patch4_window7_224", {"depths": (2, 2)}),
-        ("swin_transformer_v2.SwinTransformerV2", _swin_v2, "swinv2_tiny_window8_256", {"depths": (2, 2)}),
-        (
-            "swin_transformer_v2_cr.SwinTransformerV2Cr",
-            _swin_v2_cr,
-            "swinv2_cr_tiny_224",
-            {"depths": (2, 2), "num_heads": (3, 6)},
-        ),
+        ("vision_transformer.VisionTransformer", plain_vit, "vit_tiny_patch16_224", {"depth": 2}),
+        ("vision_transformer_relpos.VisionTransformerRelPos", vit, "vit_relpos_small_patch16_224", {"depth": 2}),
+        ("beit.Beit", vit, "beit_base_patch16_224", {"depth": 2}),
+        ("eva.Eva", plain_vit, "eva02_tiny_patch14_224", {"depth": 2}),
+        ("swin_transformer.SwinTransformer", swin, "swin_tiny_patch4_window7_224", {"depths": (2, 2)}),
+        ("swin_transformer_v2.SwinTransformerV2", swin_v2, "swinv2_tiny_window8_256", {"depths": (2, 2)}),
+        ("swin_transformer_v2_cr.SwinTransformerV2Cr", swin_v2_cr, "swinv2_cr_tiny_224", two_stages),
         ("vision_transformer_sam.VisionTransformerSAM", _sam, "samvit_base_patch16_224", {"depth": 3}),
         ("naflexvit.NaFlexVit", _naflexvit, "naflexvit_base_patch16_gap", {"depth": 2}),
         ("twins.Twins", _twins, "twins_svt_small", {}),
         ("pit.PoolingVisionTransformer", _pit, "pit_ti_224", {}),
         ("pvt_v2.PyramidVisionTransformerV2", _pvt_v2, "pvt_v2_b0", {}),
-        ("mlp_mixer.MlpMixer", _mlp_mixer, "mixer_s32_224", {}),
+        ("mlp_mixer.MlpMixer", partial(_columnar, plans=MIXERS), "mixer_s32_224", {}),
         ("convit.ConVit", _convit, "convit_tiny", {}),
         ("cait.Cait", _cait, "cait_xxs24_224", {"depth": 2}),
         ("xcit.Xcit", _xcit, "xcit_nano_12_p16_224", {"depth": 2}),

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from vitfocus.anatomy.block import Anatomy, Block, GridRule, Plan, build_block, conv_step, pair
+from vitfocus.anatomy.block import Anatomy, GridRule, Plan, Trunk, conv_step, pair
 from vitfocus.anatomy.registry import Family, register
 
 #: `nn.MultiheadAttention` uses its output projection without calling it and returns a tuple, so attention has no middle
@@ -30,14 +30,7 @@ SWIN = Plan(
 )
 
 #: The norm follows attention, so attention's own input is pooled.
-SWIN_V2 = Plan(
-    pool="attn<",
-    attention_places=("attn<", None, "norm1<"),
-    mlp_places=("mlp<", "mlp.3<", "mlp>"),
-    layout="BHWC",
-    kind="window",
-)
-
+SWIN_V2 = replace(SWIN, pool="attn<", attention_places=("attn<", None, "norm1<"))
 
 #: All of a block works on windows, (B, windows, places, C): two axes of tokens, though not those of the image, so that
 #: they can be averaged as they lie but have no neighbours to be pooled with.
@@ -52,79 +45,46 @@ MAXVIT = Plan(
 )
 
 
+_FIXED_SIZE = ("The model takes images of the size it was built for and no other.",)
+
+
 def _vision_transformer(model: Any) -> Anatomy:
     rule = GridRule(tuple(conv_step(m) for m in model.conv_proj.modules() if isinstance(m, nn.Conv2d)))
-    size = pair(model.image_size)
-    blocks = [
-        build_block(
-            host,
-            VIT,
-            name=f"encoder.layers.{name}",
-            depth=depth,
-            stage=0,
-            grid_rule=rule,
-            build_size=size,
-            prefix_tokens=1,
-            class_token=True,
-        )
-        for depth, (name, host) in enumerate(model.encoder.layers.named_children())
-    ]
-    notes = ("The model takes images of the size it was built for and no other.",)
-    return Anatomy("vision_transformer", model, model.conv_proj, tuple(blocks), size, takes_tokens=True, notes=notes)
+    trunk = Trunk(pair(model.image_size))
+    for name, host in model.encoder.layers.named_children():
+        trunk.add(host, VIT, f"encoder.layers.{name}", rule, prefix_tokens=1, class_token=True)
+    return trunk.anatomy(model, model.conv_proj, takes_tokens=True, notes=_FIXED_SIZE)
 
 
 def _swin_transformer(model: Any) -> Anatomy:
     stem = model.features[0]
-    # The model keeps no size; these are the published weights' own.
+    # The model does not store its image size; these are the sizes of the published weights.
     version_2 = any(type(module).__name__ == "SwinTransformerBlockV2" for module in model.modules())
-    size = (256, 256) if version_2 else (224, 224)
-    rule, stage, blocks = GridRule((conv_step(stem[0]),)), 0, list[Block]()
+    plan, trunk = (SWIN_V2, Trunk((256, 256))) if version_2 else (SWIN, Trunk((224, 224)))
+    rule, stage = GridRule((conv_step(stem[0]),)), 0
     for outer, part in enumerate(model.features[1:], start=1):
         if not isinstance(part, nn.Sequential):
             rule, stage = rule.then((2,)), stage + 1
             continue
-        hosts: list[Any] = list(part)
-        for inner, host in enumerate(hosts):
-            blocks.append(
-                build_block(
-                    host,
-                    SWIN_V2 if version_2 else SWIN,
-                    name=f"features.{outer}.{inner}",
-                    depth=len(blocks),
-                    stage=stage,
-                    grid_rule=rule,
-                    build_size=size,
-                    window=pair(host.attn.window_size),
-                )
-            )
-    return Anatomy("swin_transformer", model, stem, tuple(blocks), size)
+        for inner, host in enumerate(part):
+            window = pair(host.attn.window_size)  # type: ignore[union-attr]
+            trunk.add(host, plan, f"features.{outer}.{inner}", rule, stage, window=window)
+    return trunk.anatomy(model, stem)
 
 
 def _maxvit(model: Any) -> Anatomy:
-    stem, blocks = model.stem, list[Block]()
-    rule = GridRule(tuple(conv_step(m) for m in stem.modules() if isinstance(m, nn.Conv2d)))
+    rule = GridRule(tuple(conv_step(m) for m in model.stem.modules() if isinstance(m, nn.Conv2d)))
     rows, columns = model.blocks[0].layers[0].layers.window_attention.grid_size
-    size = (4 * rows, 4 * columns)  # the stem halves the image and the first stage halves it again
+    trunk = Trunk((4 * rows, 4 * columns))  # the stem halves the image and the first stage halves it again
     for stage, part in enumerate(model.blocks):
         rule = rule.then((3, 2, 1))
         for index, layer in enumerate(part.layers):
             for kind in ("window", "grid"):
                 host = layer.layers.get_submodule(f"{kind}_attention")
-                side = host.p if kind == "window" else host.g
-                blocks.append(
-                    build_block(
-                        host,
-                        replace(MAXVIT, kind=kind),
-                        name=f"blocks.{stage}.layers.{index}.layers.{kind}_attention",
-                        depth=len(blocks),
-                        stage=stage,
-                        grid_rule=rule,
-                        build_size=size,
-                        window=pair(side),
-                    )
-                )
-    notes = ("The model takes images of the size it was built for and no other.",)
-    return Anatomy("maxvit", model, stem, tuple(blocks), size, notes=notes)
+                name = f"blocks.{stage}.layers.{index}.layers.{kind}_attention"
+                window = pair(host.p if kind == "window" else host.g)
+                trunk.add(host, replace(MAXVIT, kind=kind), name, rule, stage, window=window)
+    return trunk.anatomy(model, model.stem, notes=_FIXED_SIZE)
 
 
 def build_example(family: Family) -> nn.Module:
@@ -136,8 +96,6 @@ def build_example(family: Family) -> nn.Module:
 
 _VIT = {"image_size": 32, "patch_size": 8, "num_layers": 2, "num_heads": 2, "hidden_dim": 32, "mlp_dim": 64}
 _SWIN = {"patch_size": [4, 4], "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": [4, 4]}
-
-
 _MAXVIT = {"input_size": (64, 64), "stem_channels": 8, "partition_size": 4, "block_channels": [16, 32]} | {
     "block_layers": [1, 1],
     "head_dim": 8,

@@ -10,16 +10,16 @@ checkpoints; where an image processor is at hand, its `image_mean` and `image_st
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from torch import nn
 
-from vitfocus.anatomy.block import Anatomy, Block, GridRule, Plan, Size, Step, build_block, conv_step, pair
+from vitfocus.anatomy.block import Anatomy, GridRule, Plan, Size, Step, Trunk, conv_step, pair
 from vitfocus.anatomy.registry import Family, register
 from vitfocus.core.errors import VitfocusError
 
@@ -84,7 +84,7 @@ def _hosts(model: nn.Module, class_name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _patch_embeddings(model: nn.Module) -> list[nn.Module]:
-    """What turns pixels, or the stage before, into tokens: one module a stage."""
+    """What turns pixels, or the stage before, into tokens: one module per stage."""
     found = [module for _, module in _named_embeddings(model)]
     return list(found[0]) if isinstance(found[0], nn.ModuleList) else found
 
@@ -115,16 +115,14 @@ def _build_size(model: Any, default: int = 224) -> Size:
     return pair((size["height"], size["width"]) if isinstance(size, dict) else size)
 
 
-def _columnar(model: Any, family: str, layer: str, **normal: Any) -> Anatomy:
-    """Families with one list of equal blocks: ViT, DeiT, BEiT, DINO, the towers of CLIP and its like."""
-    stem, size = _patch_embeddings(model)[0], _build_size(model)
+def _columnar(model: Any, layer: str, **more: Any) -> Anatomy:
+    """Families with one list of equal blocks: ViT, DeiT, BEiT, DINO, the image towers of CLIP and similar models."""
+    stem, trunk = _patch_embeddings(model)[0], Trunk(_build_size(model))
     rule, tokens = GridRule((conv_step(_conv(stem)),)), _prefix(model)
-    blocks = [
-        build_block(host, _plan(host), name=name, depth=depth, stage=0, grid_rule=rule, build_size=size, **tokens)
-        for depth, (name, host) in enumerate(_hosts(model, layer))
-    ]
+    for name, host in _hosts(model, layer):
+        trunk.add(host, _plan(host), name, rule, **tokens)
     grows = not any("relative_position" in name for name, _ in model.named_modules())
-    return Anatomy(family, model, stem, tuple(blocks), size, **normal, takes_tokens=grows)
+    return trunk.anatomy(model, stem, takes_tokens=grows, **more)
 
 
 def _stage(name: str) -> int:
@@ -132,65 +130,40 @@ def _stage(name: str) -> int:
     return next(int(part) for part in name.split(".") if part.isdigit())
 
 
-def _windowed(model: Any, family: str, layer: str, **normal: Any) -> Anatomy:
+def _windowed(model: Any, layer: str, **more: Any) -> Anatomy:
     """Swin, whose attention module sees windows, so that what touches all tokens sits around it.
 
     Version 1 has its norm before the windows are cut and `drop_path` behind. In version 2 the norm follows attention,
     and no module stands before the cut: the method that pads the grid for it does, where the grid has two axes.
     """
-    stem, size = _patch_embeddings(model)[0], _build_size(model)
+    stem, trunk = _patch_embeddings(model)[0], Trunk(_build_size(model))
     patches = GridRule(((conv_step(_conv(stem))[1],),))
-    blocks: list[Block] = []
     for name, host in _hosts(model, layer):
-        plan, stage = dataclasses.replace(_plan(host), kind="window"), _stage(name)
-        if layer != "Swinv2Layer":
-            plan = dataclasses.replace(plan, attention_places=(f"{plan.norm}>", None, "drop_path<"))
-            window = model.config.window_size
+        plan, stage = replace(_plan(host), kind="window"), _stage(name)
+        if layer == "Swinv2Layer":
+            cut, window = "maybe_pad() BHWC", host.attention.self.window_size
+            plan = replace(plan, pool=cut, attention_places=(cut, None, f"{plan.norm}<"))
         else:
-            cut = "maybe_pad() BHWC"
-            plan = dataclasses.replace(plan, pool=cut, attention_places=(cut, None, f"{plan.norm}<"))
-            window = host.attention.self.window_size
-        blocks.append(
-            build_block(
-                host,
-                plan,
-                name=name,
-                depth=len(blocks),
-                stage=stage,
-                grid_rule=patches.then(*((2,),) * stage),
-                build_size=size,
-                window=pair(window),
-            )
-        )
-    return Anatomy(family, model, stem, tuple(blocks), size, **normal)
+            window = model.config.window_size
+            plan = replace(plan, attention_places=(f"{plan.norm}>", None, "drop_path<"))
+        trunk.add(host, plan, name, patches.then(*((2,),) * stage), stage, window=pair(window))
+    return trunk.anatomy(model, stem, **more)
 
 
-def _pyramid(model: Any, family: str, layer: str, default_size: int = 224, **normal: Any) -> Anatomy:
-    """PVT and its descendants: a convolution a stage, and attention to keys that another one has reduced."""
-    embeddings, size = _patch_embeddings(model), _build_size(model, default_size)
+def _pyramid(model: Any, layer: str, default_size: int = 224, **more: Any) -> Anatomy:
+    """PVT and its descendants: one convolution per stage, and attention to keys that another one has reduced."""
+    embeddings, trunk = _patch_embeddings(model), Trunk(_build_size(model, default_size))
     steps = tuple(conv_step(_conv(embedding)) for embedding in embeddings)
-    blocks: list[Block] = []
     for name, host in _hosts(model, layer):
         stage, plan = _stage(name), _plan(host)
         rule = GridRule(steps[: stage + 1])
         reductions = _reductions(host.get_submodule(plan.attention or ""))
-        # PVT's last stage has a class token, the others have none.
+        # PVT has a class token in its last stage only.
         class_token = getattr(embeddings[stage], "cls_token", None) is not None
-        blocks.append(
-            build_block(
-                host,
-                dataclasses.replace(plan, kind="reduced" if reductions else "global"),
-                name=name,
-                depth=len(blocks),
-                stage=stage,
-                grid_rule=rule,
-                key_rule=rule.then(*reductions),
-                build_size=size,
-                prefix_tokens=int(class_token),
-                class_token=class_token,
-            )
-        )
-    return Anatomy(family, model, embeddings[0], tuple(blocks), size, **normal)
+        tokens = {"prefix_tokens": int(class_token), "class_token": class_token}
+        plan = replace(plan, kind="reduced" if reductions else "global")
+        trunk.add(host, plan, name, rule, stage, key_rule=rule.then(*reductions), **tokens)
+    return trunk.anatomy(model, embeddings[0], **more)
 
 
 def _reductions(attention: nn.Module) -> tuple[Step, ...]:
@@ -202,29 +175,18 @@ def _reductions(attention: nn.Module) -> tuple[Step, ...]:
     )
 
 
-def _vilt(model: Any, family: str, layer: str, **normal: Any) -> Anatomy:
-    stem, size = _patch_embeddings(model)[0], _build_size(model, 384)
-    blocks = [
-        build_block(
-            host,
-            dataclasses.replace(_plan(host), pool=None),
-            name=name,
-            depth=depth,
-            stage=0,
-            grid_rule=GridRule((conv_step(_conv(stem)),)),
-            build_size=size,
-            prefix_tokens=1,
-            class_token=True,
-        )
-        for depth, (name, host) in enumerate(_hosts(model, layer))
-    ]
+def _vilt(model: Any, layer: str, **more: Any) -> Anatomy:
+    stem, trunk = _patch_embeddings(model)[0], Trunk(_build_size(model, 384))
+    rule = GridRule((conv_step(_conv(stem)),))
+    for name, host in _hosts(model, layer):
+        trunk.add(host, replace(_plan(host), pool=None), name, rule, prefix_tokens=1, class_token=True)
     notes = (
         "The sequence is the text's tokens, then the image's: its class token (the one prefix token) and its patches.",
         "The class token that the heads read is the text's, the first of the sequence.",
         "Patches come in random order, padded to the longest of the batch; only while read do they lie on a grid.",
     )
-    encoder, text = model.encoder, model.embeddings.text_embeddings
-    return Anatomy(family, model, stem, tuple(blocks), size, **normal, encoder=encoder, text=text, notes=notes)
+    parts = {"encoder": model.encoder, "text": model.embeddings.text_embeddings}
+    return trunk.anatomy(model, stem, notes=notes, **parts, **more)
 
 
 def build_example(family: Family) -> nn.Module:
@@ -288,129 +250,74 @@ _PYRAMID = {"num_encoder_blocks": 4, "depths": [1, 2, 1, 1], "hidden_sizes": [16
     "num_attention_heads": [1, 2, 2, 2],
     "mlp_ratios": [2, 2, 2, 2],
 }
-
-
 _DINO = _SMALL | {"patch_size": 8}
 
-#: The families: where their code is, the classes a model is recognised by, its block's class, how it is dissected,
-#: how its images are normalised, and the config of a small example.
-_FAMILIES: tuple[tuple[str, str, tuple[str, ...], str, Any, dict[str, Any], dict[str, Any]], ...] = (
-    ("vit", "vit", ("ViTModel",), "ViTLayer", _columnar, HALF, _VIT),
-    ("deit", "deit", ("DeiTModel",), "DeiTLayer", _columnar, IMAGENET, _VIT),
-    (
-        "beit",
-        "beit",
-        ("BeitModel", "BeitBackbone"),
-        "BeitLayer",
-        _columnar,
-        HALF,
-        _VIT | {"use_relative_position_bias": True},
-    ),
-    ("data2vec_vision", "data2vec", ("Data2VecVisionModel",), "Data2VecVisionLayer", _columnar, HALF, _VIT),
-    ("dinov2", "dinov2", ("Dinov2Model", "Dinov2Backbone"), "Dinov2Layer", _columnar, IMAGENET, _DINO),
-    (
-        "dinov2_with_registers",
-        "dinov2_with_registers",
-        ("Dinov2WithRegistersModel", "Dinov2WithRegistersBackbone"),
-        "Dinov2WithRegistersLayer",
-        _columnar,
-        IMAGENET,
-        _DINO,
-    ),
-    ("dinov3_vit", "dinov3_vit", ("DINOv3ViTModel", "DINOv3ViTBackbone"), "DINOv3ViTLayer", _columnar, IMAGENET, _VIT),
-    ("vit_msn", "vit_msn", ("ViTMSNModel",), "ViTMSNLayer", _columnar, IMAGENET, _VIT),
-    ("ijepa", "ijepa", ("IJepaModel",), "IJepaLayer", _columnar, IMAGENET, _VIT),
-    ("dpt", "dpt", ("DPTModel",), "DPTViTLayer", _columnar, HALF, _VIT),
-    ("clip", "clip", ("CLIPVisionModel", "CLIPVisionTransformer"), "CLIPEncoderLayer", _columnar, CLIP, _VIT),
-    ("siglip", "siglip", ("SiglipVisionModel", "SiglipVisionTransformer"), "SiglipEncoderLayer", _columnar, HALF, _VIT),
-    (
-        "altclip",
-        "altclip",
-        ("AltCLIPVisionModel", "AltCLIPVisionTransformer"),
-        "AltCLIPEncoderLayer",
-        _columnar,
-        CLIP,
-        _VIT,
-    ),
-    (
-        "chinese_clip",
-        "chinese_clip",
-        ("ChineseCLIPVisionModel", "ChineseCLIPVisionTransformer"),
-        "ChineseCLIPVisionLayer",
-        _columnar,
-        CLIP,
-        _VIT,
-    ),
-    (
-        "metaclip_2",
-        "metaclip_2",
-        ("MetaClip2VisionModel", "MetaClip2VisionTransformer"),
-        "MetaClip2EncoderLayer",
-        _columnar,
-        CLIP,
-        _VIT,
-    ),
-    (
-        "clipseg",
-        "clipseg",
-        ("CLIPSegVisionModel", "CLIPSegVisionTransformer"),
-        "CLIPSegEncoderLayer",
-        _columnar,
-        IMAGENET,
-        _VIT,
-    ),
-    ("owlvit", "owlvit", ("OwlViTVisionModel", "OwlViTVisionTransformer"), "OwlViTEncoderLayer", _columnar, CLIP, _VIT),
-    ("owlv2", "owlv2", ("Owlv2VisionModel", "Owlv2VisionTransformer"), "Owlv2EncoderLayer", _columnar, CLIP, _VIT),
-    ("git", "git", ("GitVisionModel", "GitVisionTransformer"), "GitVisionEncoderLayer", _columnar, CLIP, _VIT),
-    ("blip", "blip", ("BlipVisionModel",), "BlipEncoderLayer", _columnar, CLIP, _VIT),
-    ("blip_2", "blip_2", ("Blip2VisionModel",), "Blip2EncoderLayer", _columnar, CLIP, _VIT),
-    (
-        "instructblip",
-        "instructblip",
-        ("InstructBlipVisionModel",),
-        "InstructBlipEncoderLayer",
-        _columnar,
-        CLIP,
-        _VIT,
-    ),
-    ("flava", "flava", ("FlavaImageModel",), "FlavaLayer", _columnar, CLIP, _VIT),
-    ("aimv2", "aimv2", ("Aimv2VisionModel",), "Aimv2EncoderLayer", _columnar, CLIP, _VIT),
-    ("swin", "swin", ("SwinModel", "SwinBackbone"), "SwinLayer", _windowed, IMAGENET, _SWIN),
-    ("swinv2", "swinv2", ("Swinv2Model", "Swinv2Backbone"), "Swinv2Layer", _windowed, IMAGENET, _SWIN),
-    ("donut_swin", "donut", ("DonutSwinModel",), "DonutSwinLayer", _windowed, HALF, _SWIN),
-    (
-        "maskformer_swin",
-        "maskformer",
-        ("MaskFormerSwinModel", "MaskFormerSwinBackbone"),
-        "MaskFormerSwinLayer",
-        _windowed,
-        IMAGENET,
-        _SWIN,
-    ),
-    ("pvt", "pvt", ("PvtModel",), "PvtLayer", _pyramid, IMAGENET, _PYRAMID | {"image_size": 64}),
-    ("pvt_v2", "pvt_v2", ("PvtV2Model",), "PvtV2BlockLayer", _pyramid, IMAGENET, _PYRAMID | {"image_size": 64}),
-    (
-        "segformer",
-        "segformer",
-        ("SegformerModel",),
-        "SegformerLayer",
-        partial(_pyramid, default_size=512),
-        IMAGENET,
-        _PYRAMID,
-    ),
-    ("glpn", "glpn", ("GLPNModel",), "GLPNLayer", _pyramid, PLAIN, _PYRAMID),
-    ("vilt", "vilt", ("ViltModel",), "ViltLayer", _vilt, HALF, _VIT | {"vocab_size": 50}),
+
+def _register(
+    name: str,
+    classes: str,
+    layer: str,
+    normalisation: dict[str, Any],
+    dissect: Callable[..., Anatomy] = _columnar,
+    options: dict[str, Any] = _VIT,
+    file: str = "",
+) -> None:
+    """Register a family: the classes of a model, the class of its blocks, and the config of a small example.
+
+    `file` is the path of its code in `transformers.models`, by default "NAME.modeling_NAME".
+    """
+    path = f"transformers.models.{file or f'{name}.modeling_{name}'}"
+    full_names = tuple(f"{path}.{one}" for one in classes.split())
+    dissect = partial(dissect, layer=layer, **normalisation)
+    register(Family(name, "transformers", full_names, dissect, classes.split()[0], options))
+
+
+_register("vit", "ViTModel", "ViTLayer", HALF)
+_register("deit", "DeiTModel", "DeiTLayer", IMAGENET)
+_register("beit", "BeitModel BeitBackbone", "BeitLayer", HALF, options=_VIT | {"use_relative_position_bias": True})
+_register(
+    "data2vec_vision", "Data2VecVisionModel", "Data2VecVisionLayer", HALF, file="data2vec.modeling_data2vec_vision"
 )
-
-#: Where a family's code is not in the file named after it.
-_FILES = {"data2vec": "data2vec_vision", "donut": "donut_swin", "maskformer": "maskformer_swin"}
-
-
-def _register_all() -> None:
-    for name, folder, classes, layer, way, normal, options in _FAMILIES:
-        file = f"transformers.models.{folder}.modeling_{_FILES.get(folder, folder)}"
-        dissect = partial(way, family=name, layer=layer, **normal)
-        register(Family(name, "transformers", tuple(f"{file}.{c}" for c in classes), dissect, classes[0], options))
-
-
-_register_all()
+_register("dinov2", "Dinov2Model Dinov2Backbone", "Dinov2Layer", IMAGENET, options=_DINO)
+_register(
+    "dinov2_with_registers",
+    "Dinov2WithRegistersModel Dinov2WithRegistersBackbone",
+    "Dinov2WithRegistersLayer",
+    IMAGENET,
+    options=_DINO,
+)
+_register("dinov3_vit", "DINOv3ViTModel DINOv3ViTBackbone", "DINOv3ViTLayer", IMAGENET)
+_register("vit_msn", "ViTMSNModel", "ViTMSNLayer", IMAGENET)
+_register("ijepa", "IJepaModel", "IJepaLayer", IMAGENET)
+_register("dpt", "DPTModel", "DPTViTLayer", HALF)
+_register("clip", "CLIPVisionModel CLIPVisionTransformer", "CLIPEncoderLayer", CLIP)
+_register("siglip", "SiglipVisionModel SiglipVisionTransformer", "SiglipEncoderLayer", HALF)
+_register("altclip", "AltCLIPVisionModel AltCLIPVisionTransformer", "AltCLIPEncoderLayer", CLIP)
+_register("chinese_clip", "ChineseCLIPVisionModel ChineseCLIPVisionTransformer", "ChineseCLIPVisionLayer", CLIP)
+_register("metaclip_2", "MetaClip2VisionModel MetaClip2VisionTransformer", "MetaClip2EncoderLayer", CLIP)
+_register("clipseg", "CLIPSegVisionModel CLIPSegVisionTransformer", "CLIPSegEncoderLayer", IMAGENET)
+_register("owlvit", "OwlViTVisionModel OwlViTVisionTransformer", "OwlViTEncoderLayer", CLIP)
+_register("owlv2", "Owlv2VisionModel Owlv2VisionTransformer", "Owlv2EncoderLayer", CLIP)
+_register("git", "GitVisionModel GitVisionTransformer", "GitVisionEncoderLayer", CLIP)
+_register("blip", "BlipVisionModel", "BlipEncoderLayer", CLIP)
+_register("blip_2", "Blip2VisionModel", "Blip2EncoderLayer", CLIP)
+_register("instructblip", "InstructBlipVisionModel", "InstructBlipEncoderLayer", CLIP)
+_register("flava", "FlavaImageModel", "FlavaLayer", CLIP)
+_register("aimv2", "Aimv2VisionModel", "Aimv2EncoderLayer", CLIP)
+_register("swin", "SwinModel SwinBackbone", "SwinLayer", IMAGENET, _windowed, _SWIN)
+_register("swinv2", "Swinv2Model Swinv2Backbone", "Swinv2Layer", IMAGENET, _windowed, _SWIN)
+_register("donut_swin", "DonutSwinModel", "DonutSwinLayer", HALF, _windowed, _SWIN, "donut.modeling_donut_swin")
+_register(
+    "maskformer_swin",
+    "MaskFormerSwinModel MaskFormerSwinBackbone",
+    "MaskFormerSwinLayer",
+    IMAGENET,
+    _windowed,
+    _SWIN,
+    "maskformer.modeling_maskformer_swin",
+)
+_register("pvt", "PvtModel", "PvtLayer", IMAGENET, _pyramid, _PYRAMID | {"image_size": 64})
+_register("pvt_v2", "PvtV2Model", "PvtV2BlockLayer", IMAGENET, _pyramid, _PYRAMID | {"image_size": 64})
+_register("segformer", "SegformerModel", "SegformerLayer", IMAGENET, partial(_pyramid, default_size=512), _PYRAMID)
+_register("glpn", "GLPNModel", "GLPNLayer", PLAIN, _pyramid, _PYRAMID)
+_register("vilt", "ViltModel", "ViltLayer", HALF, _vilt, _VIT | {"vocab_size": 50})

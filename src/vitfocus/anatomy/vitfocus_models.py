@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -13,13 +13,7 @@ from vitfocus.anatomy.registry import Family, register
 PRE_NORM = Plan()
 FAN = Plan(mlp_places=("mlp<", "mlp.mlp_v.fc2<", "mlp>"))
 RVT_CONV = Plan(mlp_places=("mlp<", "mlp.fc2< BCHW", "mlp>"))
-CLASS_ATTENTION = Plan(pool=None, kind="class")
-
-
-def _anatomy(model: Any, family: str, stem: nn.Module, trunk: Trunk) -> Anatomy:
-    cfg = getattr(model, "pretrained_cfg", None) or {}
-    normal: dict[str, Any] = {key: tuple(cfg[key]) for key in ("mean", "std") if cfg.get(key)}
-    return Anatomy(family, model, stem, tuple(trunk.blocks), trunk.build_size, **normal)
+CLASS_ATTENTION = Plan(kind="class")
 
 
 def _fan(model: Any) -> Anatomy:
@@ -30,7 +24,7 @@ def _fan(model: Any) -> Anatomy:
         trunk.add(host, FAN, f"blocks.{index}", rule)
     for index, host in enumerate(model.cls_attn_blocks):
         trunk.add(host, CLASS_ATTENTION, f"cls_attn_blocks.{index}", rule, prefix_tokens=1, class_token=True)
-    return _anatomy(model, "fan", stem, trunk)
+    return trunk.anatomy(model, stem)
 
 
 def _rvt(model: Any) -> Anatomy:
@@ -40,7 +34,7 @@ def _rvt(model: Any) -> Anatomy:
         for index, host in enumerate(transformer.blocks):
             plan = RVT_CONV if host.conv_mlp else PRE_NORM
             trunk.add(host, plan, f"transformers.{stage}.blocks.{index}", rule, stage)
-    return _anatomy(model, "rvt", model.patch_embed, trunk)
+    return trunk.anatomy(model, model.patch_embed)
 
 
 def _pvt(model: Any) -> Anatomy:
@@ -54,7 +48,7 @@ def _pvt(model: Any) -> Anatomy:
             plan = PRE_NORM if keys is rule else Plan(kind="reduced")
             tokens = {"prefix_tokens": int(last), "class_token": last}
             trunk.add(host, plan, f"block{stage + 1}.{index}", rule, stage, key_rule=keys, **tokens)
-    return _anatomy(model, "pvt", model.patch_embed1, trunk)
+    return trunk.anatomy(model, model.patch_embed1)
 
 
 def _localvit(model: Any) -> Anatomy:
@@ -64,9 +58,9 @@ def _localvit(model: Any) -> Anatomy:
     for index, host in enumerate(model.blocks):
         last = max(i for i, layer in enumerate(host.conv.conv) if isinstance(layer, nn.Conv2d))
         places = ("conv.conv< BCHW", f"conv.conv.{last}< BCHW", "conv.conv> BCHW")
-        plan = dataclasses.replace(plan, mlp_places=places)
+        plan = replace(plan, mlp_places=places)
         trunk.add(host, plan, f"blocks.{index}", rule, prefix_tokens=1, class_token=True)
-    return _anatomy(model, "localvit", model.patch_embed, trunk)
+    return trunk.anatomy(model, model.patch_embed)
 
 
 for _name, _class, _dissect, _example in (
