@@ -150,9 +150,9 @@ class Step:
 
     def record(self, pool: Any) -> None:
         """Record the step as one CUDA graph, as the engine does: from now on a call replays it."""
-        from vitfocus.treatments.attention_diversification import forget_losses
+        from vitfocus.treatments.attention_diversification import reset_losses
 
-        forget_losses(self.model)
+        reset_losses(self.model)
         torch.cuda.synchronize()
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, pool=pool):

@@ -126,7 +126,7 @@ def block_output(model: nn.Module, images: torch.Tensor, block: Block, **changes
     surgeon, outputs = Surgeon(Treatment()), []
     handle = block.host.register_forward_hook(lambda module, args, output: outputs.append(output))
     for place, module in changes.items():
-        surgeon.gate(block.ports[place], module)
+        surgeon.route(block.ports[place], module)
     with torch.no_grad():
         model(images)
     surgeon.undo()

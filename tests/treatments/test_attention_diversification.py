@@ -298,7 +298,7 @@ def test_all_layers_of_a_pass_compare_the_same_rows_and_the_next_pass_others() -
     first = choice.of(1000, 5, 0, torch.device("cpu"), asker=0)
     assert choice.of(1000, 5, 0, torch.device("cpu"), asker=1) is first
     assert choice.of(500, 5, 0, torch.device("cpu"), asker=1).max() < 500
-    choice.forget()
+    choice.reset()
     assert not torch.equal(choice.of(1000, 5, 0, torch.device("cpu"), asker=0), first)
 
 

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from vitfocus.anatomy import anatomy
 from vitfocus.recipes import Recipe
 from vitfocus.tasks import find_task
-from vitfocus.treatments.attention_diversification import forget_losses
+from vitfocus.treatments.attention_diversification import reset_losses
 
 #: Eager steps before one is captured.
 WARM_UP = 3
@@ -68,7 +68,7 @@ class CapturedStep:
             self.taken += 1
             return self.body(inputs, epoch)
         self.inputs = tuple(value.clone() for value in inputs)
-        forget_losses(self.model)
+        reset_losses(self.model)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self.terms = self.body(self.inputs, epoch)

@@ -26,7 +26,7 @@ from vitfocus.treatments.operations import (
     AddHook,
     ForwardContext,
     Override,
-    Recording,
+    StatefulModule,
     Surgeon,
     grad_is_recomputed,
     track_sequence,
@@ -105,8 +105,8 @@ class RowChoice:
             self.drawn[key] = (asker, torch.rand(count, device=device).argsort()[:rows] + first)
         return self.drawn[key][1]
 
-    def forget(self) -> None:
-        """Forget the rows of the last pass."""
+    def reset(self) -> None:
+        """Drop the rows of the last pass."""
         self.drawn = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class RowChoice:
         return {"drawn": {}}
 
 
-class DiversityMeter(Recording):
+class DiversityMeter(StatefulModule):
     """Keeps the row similarity of an attention module's last training forward."""
 
     def __init__(
@@ -132,10 +132,10 @@ class DiversityMeter(Recording):
         self.loss: Tensor | None = None
         self.expecting = False  # whether a training forward has begun
 
-    def forget(self) -> None:
-        """Forget the last forward pass."""
+    def reset(self) -> None:
+        """Drop the loss of the last forward pass."""
         self.loss, self.expecting = None, False
-        self.choice.forget()
+        self.choice.reset()
 
     @property
     def wants_attention(self) -> bool:
@@ -201,8 +201,8 @@ def without_padding(seen: Observation, valid: Tensor) -> list[tuple[Observation,
     return [(one, count / whole) for one, count in parts]
 
 
-class ForgetLosses:
-    """A pre-hook of the stem, which starts a forward pass: forget what the last one recorded."""
+class ResetLosses:
+    """A pre-hook of the stem, which starts a forward pass: drop the losses of the last one."""
 
     def __init__(self, meters: list[DiversityMeter]) -> None:
         self.meters = meters
@@ -211,15 +211,15 @@ class ForgetLosses:
         if only_reading():  # a diagnosis between a training step's forward and its loss
             return
         for meter in self.meters:
-            meter.forget()
+            meter.reset()
             meter.expecting = meter.training
 
 
-def forget_losses(model: nn.Module) -> None:
-    """Forget what the last forward recorded, and with it its graph, as capturing a CUDA graph requires."""
+def reset_losses(model: nn.Module) -> None:
+    """Drop the losses of the last forward pass, and with them its graph, as capturing a CUDA graph requires."""
     for module in model.modules():
-        if isinstance(module, Recording):
-            module.forget()
+        if isinstance(module, StatefulModule):
+            module.reset()
 
 
 @handles(AttentionDiversification)
@@ -239,12 +239,12 @@ def insert_diversity(config: AttentionDiversification, anatomy: Anatomy, surgeon
     meters, choice = [], RowChoice()
     context = track_sequence(anatomy, surgeon)
     for number, block in enumerate(choose_blocks(config.layers, attending)):
-        made = DiversityMeter(config, block.prefix_tokens, choice, number, context)
-        meter = surgeon.add(block, "diversity_meter", made)
-        assert isinstance(meter, DiversityMeter) and block.attention is not None and block.reader is not None
+        assert block.attention is not None and block.reader is not None
+        meter = DiversityMeter(config, block.prefix_tokens, choice, number, context)
+        surgeon.add(block, "attention.map", "diversity_meter", meter)
         surgeon.do(Override(block.attention, "forward", Watched(block.attention, block.reader, meter)))
         meters.append(meter)
-    surgeon.do(AddHook(anatomy.stem, "input", ForgetLosses(meters)))
+    surgeon.do(AddHook(anatomy.stem, "input", ResetLosses(meters)))
 
 
 def auxiliary_loss(model: nn.Module) -> Tensor:

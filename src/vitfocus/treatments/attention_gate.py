@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from vitfocus.anatomy import Anatomy, Block
 from vitfocus.core.errors import VitfocusError
 from vitfocus.treatments.base import Layers, Treatment, choose_blocks, layers_option, option
-from vitfocus.treatments.operations import Recording, Surgeon, TokenSlot
+from vitfocus.treatments.operations import StatefulModule, Surgeon, TokenSlot
 from vitfocus.treatments.surgery import handles
 
 #: Attention whose output has a row for each of its input's tokens.
@@ -60,7 +60,7 @@ class AttentionGate(Treatment):
         return 1
 
 
-class OutputGating(Recording):
+class OutputGating(StatefulModule):
     """The inserted module: multiplies attention's joined heads by the gates of attention's input.
 
     >>> gate = OutputGating(width=8, mixed=8, heads=2, config=AttentionGate(init="open"))
@@ -97,8 +97,8 @@ class OutputGating(Recording):
             return mixed * opened
         return (mixed.unflatten(-1, (count, -1)) * opened[..., None]).flatten(-2)
 
-    def forget(self) -> None:
-        """Forget the last forward pass."""
+    def reset(self) -> None:
+        """Drop the tokens of the last forward pass."""
         self.source.tokens = None
 
 
@@ -117,9 +117,9 @@ def insert_gates(config: AttentionGate, anatomy: Anatomy, surgeon: Surgeon) -> N
         if config.per == "head" and (not heads or mid.width % heads):
             raise VitfocusError(f"{config} does not know the heads of {block.name}: use per=channel.")
         gating = OutputGating(front.width, mid.width, heads or 1, config)
-        surgeon.add(block, "attention_gate", gating)
-        surgeon.gate(front, gating.keep)
-        surgeon.gate(mid, gating)
+        surgeon.add(block, "attention.front", "attention_gate", gating)
+        surgeon.route(front, gating.keep)
+        surgeon.route(mid, gating)
 
 
 def _fits(block: Block) -> bool:

@@ -156,7 +156,7 @@ def insert_context(config: ContextBroadcasting, anatomy: Anatomy, surgeon: Surge
             port: Port = block.ports[place]
             prefix_tokens = block.prefix_tokens if port.layout == "BNC" else 0
             module = ContextBroadcast(config, port.layout, port.width, prefix_tokens, context)
-            surgeon.gate(port, surgeon.add(block, _name(block, site, config), module))
+            surgeon.insert(block, place, _name(block, site, config), module)
 
 
 def _name(block: Block, site: str, config: ContextBroadcasting) -> str:

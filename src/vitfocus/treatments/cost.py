@@ -30,7 +30,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from vitfocus.anatomy import anatomy, unwrap
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.modules import eval_mode
-from vitfocus.treatments.attention_diversification import auxiliary_loss, forget_losses
+from vitfocus.treatments.attention_diversification import auxiliary_loss, reset_losses
 from vitfocus.treatments.surgery import surgeons
 
 
@@ -266,7 +266,7 @@ def _peak(step: Step, device: torch.device) -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would tell the user about GPUs that are not there
     from torch.profiler import ProfilerActivity, profile
 
-    forget_losses(step.model)  # what is freed while it records must have come while it did
+    reset_losses(step.model)  # what is freed while it records must have come while it did
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         step()
     events: Any = seen.profiler.kineto_results.events()

@@ -72,5 +72,6 @@ def insert_extra_block(config: ExtraBlock, anatomy: Anatomy, surgeon: Surgeon) -
             f"{config} follows a plain ViT's last block, and {last.name} of {type(anatomy.root).__name__} has "
             f"{last.attention_kind} attention on {last.layout} tokens."
         )
-    half = surgeon.add(last, "extra", HalfBlock(config.kind, last.width, heads))
-    surgeon.gate(Port(last.host, "output", last.layout, last.width), half)
+    half = HalfBlock(config.kind, last.width, heads)
+    surgeon.add(last, "block.end", "extra", half)
+    surgeon.route(Port(last.host, "output", last.layout, last.width), half)

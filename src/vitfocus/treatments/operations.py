@@ -1,4 +1,4 @@
-"""The reversible changes that surgery is made of, the gates that send tokens through a treatment, and the `Surgeon`.
+"""The reversible changes that surgery is made of, the hooks that route tokens through a module, and the `Surgeon`.
 
 `ForwardContext` holds what a module deep inside a forward pass needs from its start: image size, padding mask, text
 length.
@@ -20,11 +20,11 @@ from vitfocus.core.errors import VitfocusError, warn
 from vitfocus.treatments.base import Treatment
 
 
-class Recording(nn.Module):
-    """An inserted module that remembers something of the last forward pass."""
+class StatefulModule(nn.Module):
+    """An inserted module that holds tensors of the last forward pass."""
 
-    def forget(self) -> None:
-        """Forget it, and the graph that it may be part of."""
+    def reset(self) -> None:
+        """Drop them, and the graph that they may be part of."""
 
 
 class Operation(Protocol):
@@ -38,79 +38,53 @@ class Operation(Protocol):
 
 
 @dataclass(eq=False)
-class AddModule:
-    """A new submodule."""
+class SetModule:
+    """A new submodule, which may replace one that is there (`original`).
+
+    Whenever it is put in, it is moved to the mode, device and dtype of its host, or of the module that it replaces, if
+    these have changed since it was taken out.
+    """
 
     host: nn.Module
     name: str
     module: nn.Module
-    left: tuple[Any, ...] = ()
-
-    def apply(self) -> None:
-        """Attach the submodule, moved to the device, dtype and mode that its host has now."""
-        if self.left:
-            follow(self.module, self.host, self.left)
-        self.host.add_module(self.name, self.module)
+    original: nn.Module | None = None
+    last_state: tuple[Any, ...] = ()
 
     @property
-    def present(self) -> nn.Module:
-        """What is attached now: a library may have put a wrapper or a trained copy of the submodule in its place."""
-        return self.host._modules.get(self.name) or self.module
-
-    def revert(self) -> None:
-        """Detach it and drop what it holds of the last forward pass."""
-        self.module = self.present
-        del self.host._modules[self.name]
-        self.left = placement_of(self.host)
-        if isinstance(self.module, Recording):
-            self.module.forget()
-
-
-@dataclass(eq=False)
-class SwapModule:
-    """A module replaced by another."""
-
-    host: nn.Module
-    name: str
-    module: nn.Module
-    original: tuple[nn.Module]
-    since: tuple[Any, ...] = ()
-
-    @property
-    def present(self) -> nn.Module:
-        """What is in its place now."""
+    def current(self) -> nn.Module:
+        """What has the name now: a library may have put a wrapper or a trained copy of the module there."""
         return self.host._modules.get(self.name) or self.module
 
     def apply(self) -> None:
-        """Put the new one in."""
-        self._swap(self.original[0], self.module)
+        """Put the module in."""
+        self._replace(self.original, self.module)
 
     def revert(self) -> None:
-        """Put the original back."""
-        self.module = self.present
-        self._swap(self.module, self.original[0])
+        """Remove it, or put the original back."""
+        self.module = self.current
+        self._replace(self.module, self.original)
+        if isinstance(self.module, StatefulModule):
+            self.module.reset()
 
-    def _swap(self, out: nn.Module, into: nn.Module) -> None:
-        """Exchange the two, moving the new one to the device, dtype and mode of the old one."""
-        if self.since:
-            follow(into, out, self.since)
-        self.since = placement_of(out)
-        self.host._modules[self.name] = into
+    def _replace(self, old: nn.Module | None, new: nn.Module | None) -> None:
+        leader = self.host if self.original is None or old is None else old
+        before, self.last_state = self.last_state, _module_state(leader)
+        if new is None:
+            del self.host._modules[self.name]
+            return
+        mode, device, dtype = self.last_state
+        if not before or mode != before[0]:
+            new.train(mode)
+        if device is not None and (device, dtype) != before[1:]:
+            new.to(device=device, dtype=dtype)
+        self.host._modules[self.name] = new
 
 
-def placement_of(module: nn.Module) -> tuple[Any, ...]:
-    """A module's mode, device and dtype."""
-    placed = next((p for p in module.parameters() if p.is_floating_point()), None)
-    return module.training, placed.device if placed is not None else None, placed.dtype if placed is not None else None
-
-
-def follow(module: nn.Module, leader: nn.Module, before: tuple[Any, ...]) -> None:
-    """Move a module to the leader's mode, device and dtype if these have changed since `before`."""
-    mode, device, dtype = placement_of(leader)
-    if mode != before[0]:
-        module.train(mode)
-    if device is not None and (device, dtype) != before[1:]:
-        module.to(device=device, dtype=dtype)
+def _module_state(module: nn.Module) -> tuple[Any, ...]:
+    """The mode, device and dtype of a module."""
+    first = next((p for p in module.parameters() if p.is_floating_point()), None)
+    return module.training, first.device if first is not None else None, first.dtype if first is not None else None
 
 
 @dataclass(eq=False)
@@ -132,7 +106,7 @@ class AddHook:
     def revert(self) -> None:
         """Remove it."""
         hooks = self.module._forward_pre_hooks if self.side == "input" else self.module._forward_hooks
-        for key in [key for key, hook in hooks.items() if hook is self.hook]:
+        for key in [key for key, hook in hooks.items() if hook == self.hook]:
             del hooks[key]
             self.module._forward_pre_hooks_with_kwargs.pop(key, None)
 
@@ -159,8 +133,8 @@ class Override:
             self.module.__dict__[self.name] = self.inner
 
 
-class Inserted:
-    """Calls the submodule of a name, or a method of it, so that a wrapper that replaces the submodule is called too."""
+class SubmoduleCall:
+    """Calls a submodule, or a method of it, by its name, so that a wrapper that replaces it is called too."""
 
     def __init__(self, host: nn.Module, name: str, method: str = "__call__") -> None:
         self.host, self.name, self.method = host, name, method
@@ -170,90 +144,104 @@ class Inserted:
         return module(*args) if self.method == "__call__" else getattr(module, self.method)(*args)  # type: ignore[misc]
 
 
-class InputGate:
-    """A pre-hook that sends the tokens through a treatment before a module sees them."""
+class InputHook:
+    """A pre-hook that passes the first input of a module through a function."""
 
-    def __init__(self, treat: Callable[[Tensor], Tensor]) -> None:
-        self.treat = treat
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        self.function = function
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
-            return (self.treat(args[0]), *args[1:]), kwargs
+            return (self.function(args[0]), *args[1:]), kwargs
         name = next(key for key, value in kwargs.items() if isinstance(value, Tensor | torch.fx.Proxy))
-        return args, {**kwargs, name: self.treat(kwargs[name])}
+        return args, {**kwargs, name: self.function(kwargs[name])}
 
 
-class OutputGate:
-    """A hook that sends a module's output through a treatment; of a tuple, the first part."""
+class OutputHook:
+    """A hook that passes the output of a module, or the first element of a tuple, through a function."""
 
-    def __init__(self, treat: Callable[[Tensor], Tensor]) -> None:
-        self.treat = treat
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        self.function = function
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if isinstance(output, tuple):
-            return (self.treat(output[0]), *output[1:])
-        return self.treat(output)
+            return (self.function(output[0]), *output[1:])
+        return self.function(output)
 
 
-class MethodGate:
-    """Replaces a method: calls the original with treated tokens."""
+class MethodWrapper:
+    """Replaces a method of one instance: passes its first argument through a function."""
 
-    def __init__(self, owner: nn.Module, method: str, treat: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, owner: nn.Module, method: str, function: Callable[[Tensor], Tensor]) -> None:
         self.owner = owner
         self.method = method
-        self.treat = treat
+        self.function = function
         self.inner = owner.__dict__.get(method)
 
     def __call__(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
         if self.inner is not None:
-            return self.inner(self.treat(tokens), *args, **kwargs)
-        return getattr(type(self.owner), self.method)(self.owner, self.treat(tokens), *args, **kwargs)
+            return self.inner(self.function(tokens), *args, **kwargs)
+        return getattr(type(self.owner), self.method)(self.owner, self.function(tokens), *args, **kwargs)
 
 
 @dataclass(eq=False)
 class Surgeon:
-    """Applies the operations of one treatment and records them, so that they can be undone."""
+    """Applies the operations of one treatment and records them, so that they can be undone.
+
+    `places` lists where the treatment acts: the depth of a block and a place in it, as in `surgery.Placement`.
+    """
 
     treatment: Treatment
     operations: list[Operation] = field(default_factory=list)
+    places: list[tuple[int, str]] = field(default_factory=list)
 
     def do(self, operation: Operation) -> None:
-        """Apply an operation and remember it."""
+        """Apply an operation and record it."""
         operation.apply()
         self.operations.append(operation)
 
-    def add(self, block: Block, name: str, module: nn.Module) -> nn.Module:
-        """Add a submodule to a block, with the device, dtype and mode of the block."""
+    def insert(self, block: Block, place: str, name: str, module: nn.Module) -> None:
+        """Add a module to a block under a name, and route the tokens at one of its ports ("mlp.end") through it."""
+        self.add(block, place, name, module)
+        self.route(block.ports[place], module)
+
+    def add(self, block: Block, place: str, name: str, module: nn.Module) -> None:
+        """Add a module to a block under a name, on its device and in its dtype; reports show it at `place`."""
         name += block.suffix
         if hasattr(block.host, name):
             raise VitfocusError(f"{self.treatment.name} is applied to {block.name} already; untreat the model first.")
-        placed = next((p for p in block.host.parameters() if p.is_floating_point()), None)
-        if placed is not None:
-            module = module.to(device=placed.device, dtype=placed.dtype)
-        self.do(AddModule(block.host, name, module.train(block.host.training)))
-        return module
+        self.do(SetModule(block.host, name, module))
+        self.places.append((block.depth, place))
 
-    def gate(self, port: Port, module: Callable[[Tensor], Tensor]) -> None:
-        """Send the tokens at a port through a module, a method of one, or a function."""
-        module = self.found(module)
+    def replace(self, block: Block, part: str, module: nn.Module) -> None:
+        """Replace the "attention" or "mlp" of a block."""
+        original = getattr(block, part)
+        parents = ((parent, *child) for parent in block.host.modules() for child in parent.named_children())
+        parent, name = next((parent, name) for parent, name, child in parents if child is original)
+        self.do(SetModule(parent, name, module, original))
+        self.places.append((block.depth, part))
+
+    def route(self, port: Port, function: Callable[[Tensor], Tensor]) -> None:
+        """Pass the tokens at a port through a module that was added, a method of it, or any function."""
+        function = self.by_name(function)
         if port.side == "input":
-            self.do(AddHook(port.module, "input", InputGate(module)))
+            self.do(AddHook(port.module, "input", InputHook(function)))
         elif port.side == "output":
-            self.do(AddHook(port.module, "output", OutputGate(module)))
+            self.do(AddHook(port.module, "output", OutputHook(function)))
         else:
-            self.do(Override(port.module, port.side, MethodGate(port.module, port.side, module)))
+            self.do(Override(port.module, port.side, MethodWrapper(port.module, port.side, function)))
 
-    def found(self, called: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """A submodule that was added, or a method of it, found by its name whenever it is called."""
-        owner, method = getattr(called, "__self__", called), getattr(called, "__name__", "__call__")
+    def by_name(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """A module that was added, or a method of it, looked up by its name whenever it is called."""
+        owner, method = getattr(function, "__self__", function), getattr(function, "__name__", "__call__")
         for one in self.operations:
-            if isinstance(one, AddModule) and one.module is owner:
-                return Inserted(one.host, one.name, method)
-        return called
+            if isinstance(one, SetModule) and one.module is owner:
+                return SubmoduleCall(one.host, one.name, method)
+        return function
 
     def modules(self) -> list[nn.Module]:
         """The modules that were inserted."""
-        return [one.present for one in self.operations if isinstance(one, AddModule | SwapModule)]
+        return [one.current for one in self.operations if isinstance(one, SetModule)]
 
     def undo(self) -> None:
         """Revert everything, last operation first."""
@@ -294,6 +282,67 @@ class ForwardContext:
         """A copied transformer has its own; a copy of one inserted module, such as peft makes, keeps this one."""
         return memo.setdefault(id(self), ForwardContext(memo[id(self.root)])) if id(self.root) in memo else self
 
+    def record_image_size(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A pre-hook of the stem: the first four-dimensional tensor is the image."""
+        self.image_size = None  # patches without an image must not get the size of an earlier image
+        if args and isinstance(args[0], torch.fx.Proxy):
+            image: Any = args[0].tracer.create_proxy("call_function", TracedSize(self), (args[0],), {})
+            self.image_size = (image.shape[-2], image.shape[-1])
+            return (image, *args[1:]), kwargs
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Tensor) and value.ndim == 4:
+                self.image_size = (value.shape[-2], value.shape[-1])
+                return None
+        return None
+
+    def record_padding(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A pre-hook of the encoder: which tokens are not padding, from the attention mask it receives."""
+        named = (kwargs[name] for name in ("attention_mask", "attn_mask") if name in kwargs)
+        mask = next(named, args[1] if len(args) > 1 else None)
+        if not isinstance(mask, Tensor):
+            self.valid = None
+            return
+        # A boolean mask is True for real tokens; an additive one is 0 there and very negative for padding.
+        real = mask if mask.dtype == torch.bool else mask > -1 if mask.is_floating_point() else mask != 0
+        # No query attends to padding, so a token is real if any query may attend to it.
+        self.valid = real.flatten(1, -2).any(dim=1) if real.ndim > 2 else real
+
+    def record_text_length(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """A hook of the text embedding: how many tokens of the sequence are text."""
+        tokens = output[0] if isinstance(output, tuple) else output
+        self.text_tokens = tokens.shape[1]
+
+
+class TracedSize:
+    """A node of a graph traced by torch.fx that records the image size, for hooks that torch.fx did not trace."""
+
+    __name__ = "record_image_size"
+
+    def __init__(self, context: ForwardContext) -> None:
+        self.context = context
+
+    def __call__(self, image: Tensor) -> Tensor:
+        self.context.image_size = (image.shape[-2], image.shape[-1])
+        return image
+
+
+def track_image_size(anatomy: Anatomy, surgeon: Surgeon) -> ForwardContext:
+    """Insert a hook that records the size of each image that enters the model."""
+    context = ForwardContext(anatomy.root)
+    surgeon.do(AddHook(anatomy.stem, "input", context.record_image_size))
+    return context
+
+
+def track_sequence(anatomy: Anatomy, surgeon: Surgeon) -> ForwardContext | None:
+    """Insert hooks that record padding and text length; None if the model takes neither."""
+    if anatomy.encoder is None:
+        return None
+    context = ForwardContext(anatomy.root)
+    surgeon.do(AddHook(anatomy.encoder, "input", context.record_padding))
+    if anatomy.text is not None:
+        surgeon.do(AddHook(anatomy.text, "output", context.record_text_length))
+    return context
+
 
 class TokenSlot:
     """Tokens on their way from one place of a forward pass to another."""
@@ -309,82 +358,3 @@ class TokenSlot:
 def grad_is_recomputed() -> bool:
     """Whether this forward runs inside a backward pass, because gradient checkpointing recomputes a block."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-
-
-class ImageSizeHook:
-    """A pre-hook of the stem: the first four-dimensional tensor is the image."""
-
-    def __init__(self, context: ForwardContext) -> None:
-        self.context = context
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.context.image_size = None  # patches without an image must not get the size of an earlier image
-        if args and isinstance(args[0], torch.fx.Proxy):
-            noted: Any = args[0].tracer.create_proxy("call_function", TracedSize(self.context), (args[0],), {})
-            self.context.image_size = (noted.shape[-2], noted.shape[-1])
-            return (noted, *args[1:]), kwargs
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, Tensor) and value.ndim == 4:
-                self.context.image_size = (value.shape[-2], value.shape[-1])
-                return None
-        return None
-
-
-class TracedSize:
-    """A node of a traced graph that does what `ImageSizeHook` does: hooks that torch.fx did not trace need the size."""
-
-    __name__ = "note_image_size"
-
-    def __init__(self, context: ForwardContext) -> None:
-        self.context = context
-
-    def __call__(self, image: Tensor) -> Tensor:
-        self.context.image_size = (image.shape[-2], image.shape[-1])
-        return image
-
-
-class PaddingHook:
-    """A pre-hook of the encoder: which tokens are not padding, from the attention mask it receives."""
-
-    def __init__(self, context: ForwardContext) -> None:
-        self.context = context
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        named = (kwargs[name] for name in ("attention_mask", "attn_mask") if name in kwargs)
-        mask = next(named, args[1] if len(args) > 1 else None)
-        if not isinstance(mask, Tensor):
-            self.context.valid = None
-            return
-        # A boolean mask is True for real tokens; an additive one is 0 there and very negative for padding.
-        real = mask if mask.dtype == torch.bool else mask > -1 if mask.is_floating_point() else mask != 0
-        # No query attends to padding, so a token is real if any query may attend to it.
-        self.context.valid = real.flatten(1, -2).any(dim=1) if real.ndim > 2 else real
-
-
-class TextLengthHook:
-    """A hook of the text embedding: how many tokens of the sequence are text."""
-
-    def __init__(self, context: ForwardContext) -> None:
-        self.context = context
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        tokens = output[0] if isinstance(output, tuple) else output
-        self.context.text_tokens = tokens.shape[1]
-
-
-def track_image_size(anatomy: Anatomy, surgeon: Surgeon) -> ForwardContext:
-    """Insert a hook that records the size of each image that enters the model."""
-    context = ForwardContext(anatomy.root)
-    surgeon.do(AddHook(anatomy.stem, "input", ImageSizeHook(context)))
-    return context
-
-
-def track_sequence(anatomy: Anatomy, surgeon: Surgeon) -> ForwardContext | None:
-    """Insert hooks that record padding and text length; None if the model takes neither."""
-    if anatomy.encoder is None:
-        return None
-    context = ForwardContext(anatomy.root)
-    surgeon.do(AddHook(anatomy.encoder, "input", PaddingHook(context)))
-    if anatomy.text is not None:
-        surgeon.do(AddHook(anatomy.text, "output", TextLengthHook(context)))
-    return context

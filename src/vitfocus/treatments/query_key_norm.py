@@ -81,4 +81,6 @@ def insert_norms(config: QueryKeyNorm, anatomy: Anatomy, surgeon: Surgeon) -> No
             heads = block.heads if folded else 1
             if not heads or port.width % heads or not port.width:
                 raise VitfocusError(f"{config} does not know the heads of {block.name}.")
-            surgeon.gate(port, surgeon.add(block, name, HeadNorm(port.width // heads)))
+            norm = HeadNorm(port.width // heads)
+            surgeon.add(block, "attention", name, norm)
+            surgeon.route(port, norm)

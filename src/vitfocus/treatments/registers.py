@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,15 @@ from vitfocus.anatomy import Anatomy
 from vitfocus.anatomy.block import ADDED_TOKENS
 from vitfocus.core.errors import VitfocusError
 from vitfocus.treatments.base import Treatment
-from vitfocus.treatments.operations import AddHook, Recording, Surgeon, TokenSlot, grad_is_recomputed
+from vitfocus.treatments.operations import (
+    AddHook,
+    InputHook,
+    OutputHook,
+    StatefulModule,
+    Surgeon,
+    TokenSlot,
+    grad_is_recomputed,
+)
 from vitfocus.treatments.surgery import handles
 
 
@@ -51,10 +59,8 @@ class Registers(Treatment):
             raise VitfocusError(f"registers needs a count of at least 1, not {self.count!r}.")
 
 
-class AddedTokens(Recording):
-    """Base class of the module in the first block that says what the added tokens are there."""
-
-    place = "attention.front"  # where reports show it
+class AddedTokens(StatefulModule):
+    """Base class of the module in the first block that returns the added tokens."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -63,27 +69,21 @@ class AddedTokens(Recording):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """The added tokens (B, count, C) of a batch (B, N, C)."""
-        raise AssertionError("a subclass says")
+        raise NotImplementedError
 
-    def forget(self) -> None:
-        """Forget the last forward pass."""
+    def reset(self) -> None:
+        """Drop the tokens of the last forward pass."""
         for slot in self.slots:
             slot.tokens = None
 
 
 class JoinTokens:
-    """A pre-hook of a block: the tokens of a module, or of the slot behind the block before, join the sequence."""
+    """At the input of a block: the tokens of a module, or of the slot behind the block before, join the sequence."""
 
     def __init__(self, source: Callable[[Tensor], Tensor] | TokenSlot, first: int) -> None:
         self.source, self.first = source, first
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if args:
-            return (self.join(args[0]), *args[1:]), kwargs
-        name = next(key for key, value in kwargs.items() if isinstance(value, Tensor | torch.fx.Proxy))
-        return args, {**kwargs, name: self.join(kwargs[name])}
-
-    def join(self, tokens: Tensor) -> Tensor:
+    def __call__(self, tokens: Tensor) -> Tensor:
         """(B, N, C) to (B, N + count, C)."""
         handed_on = isinstance(self.source, TokenSlot)
         added = self.source.tokens if isinstance(self.source, TokenSlot) else self.source(tokens)
@@ -98,18 +98,17 @@ class JoinTokens:
 
 
 class SplitTokens:
-    """A hook of a block: the added tokens leave the sequence, into the slot before the next block if there is one."""
+    """At the output of a block: the added tokens leave the sequence, into the slot for the next block."""
 
     def __init__(self, first: int, count: int, slot: TokenSlot | None) -> None:
         self.first, self.count, self.slot = first, count, slot
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        tokens = output[0] if isinstance(output, tuple) else output
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """(B, N + count, C) to (B, N, C)."""
         before, added, after = tokens.tensor_split((self.first, self.first + self.count), dim=1)
         if self.slot is not None:
             self.slot.tokens = added
-        rest = torch.cat((before, after), dim=1) if self.first else after
-        return (rest, *output[1:]) if isinstance(output, tuple) else rest
+        return torch.cat((before, after), dim=1) if self.first else after
 
 
 @dataclass(eq=False)
@@ -150,15 +149,16 @@ def add_tokens(module: AddedTokens, name: str, anatomy: Anatomy, surgeon: Surgeo
             f"{surgeon.treatment} adds tokens, and the blocks of {type(anatomy.root).__name__} ({kinds}) expect those "
             "of the image: it fits plain ViTs, whose blocks take any number of tokens."
         )
-    surgeon.add(blocks[0], name, module)
-    given = surgeon.found(module)
+    surgeon.add(blocks[0], "attention.front", name, module)
+    given = surgeon.by_name(module)
     source: Callable[[Tensor], Tensor] | TokenSlot = given
     for block in blocks:
         slot = TokenSlot() if block is not blocks[-1] else None
         module.slots += [slot] if slot is not None else []
         surgeon.do(CountTokens(block.host, module.count))
-        surgeon.do(AddHook(block.host, "input", JoinTokens(source, block.prefix_tokens)))
-        surgeon.do(AddHook(block.host, "output", SplitTokens(block.prefix_tokens, module.count, slot), first=True))
+        join, split = JoinTokens(source, block.prefix_tokens), SplitTokens(block.prefix_tokens, module.count, slot)
+        surgeon.do(AddHook(block.host, "input", InputHook(join)))
+        surgeon.do(AddHook(block.host, "output", OutputHook(split), first=True))
         source = slot or given
 
 

@@ -201,12 +201,6 @@ class RestartAfterPlain:
             one.scale.start(stored_weight(one.module))
 
 
-class SpectralScales(nn.ModuleDict):
-    """The scales of one block."""
-
-    place = "attention"  # where reports show it
-
-
 @handles(SigmaReparam)
 def insert_scales(config: SigmaReparam, anatomy: Anatomy, surgeon: Surgeon) -> None:
     """Rescale the linear layers of every chosen block."""
@@ -215,13 +209,13 @@ def insert_scales(config: SigmaReparam, anatomy: Anatomy, surgeon: Surgeon) -> N
     if not able:
         raise VitfocusError(f"{config} rescales linear layers, and {type(anatomy.root).__name__} has none there.")
     for block in choose_blocks(config.layers, able):
-        scales = SpectralScales()
+        scales = nn.ModuleDict()
         rescaled = []
         for name, module in layers[block.name].items():
             scale = SpectralScale(stored_weight(module).detach(), config.init == "spectral")
             scales[name.replace(".", "_")] = scale
             rescaled.append(Rescale(module, scale, type(module)))
-        surgeon.add(block, "spectral_scales", scales)
+        surgeon.add(block, "attention", "spectral_scales", scales)
         restart = RestartAfterPlain(rescaled)
         scales.register_load_state_dict_pre_hook(restart.before)
         scales.register_load_state_dict_post_hook(restart.after)

@@ -83,4 +83,4 @@ def insert_squeeze(config: SqueezeExcitation, anatomy: Anatomy, surgeon: Surgeon
     for block in choose_blocks(config.layers, surgeon.ports(anatomy.trunk, "mlp.end")):
         port = block.ports["mlp.end"]
         gate = ChannelGate(port.width, config.reduction, port.layout, context)
-        surgeon.gate(port, surgeon.add(block, "squeeze_excitation", gate))
+        surgeon.insert(block, "mlp.end", "squeeze_excitation", gate)

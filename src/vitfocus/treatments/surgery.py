@@ -16,14 +16,14 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from vitfocus.anatomy import Anatomy, Block, Family, anatomy, build_example, unwrap
+from vitfocus.anatomy import Anatomy, Family, anatomy, build_example, unwrap
 from vitfocus.attention.capture import can_be_read
 from vitfocus.core.arguments import checked
 from vitfocus.core.errors import VitfocusError, warn
 from vitfocus.core.modules import MARK, is_trained, mark_inserted
 from vitfocus.core.modules import TREATED as _RECORD
 from vitfocus.treatments.base import Treatment, all_treatments, refuse_unused
-from vitfocus.treatments.operations import AddHook, AddModule, Inserted, Operation, Override, Surgeon, SwapModule
+from vitfocus.treatments.operations import SetModule, Surgeon
 from vitfocus.treatments.spec import is_record, parse_treatments, recorded_treatments, write_record
 
 _PAUSED = "_vitfocus_paused"
@@ -238,9 +238,9 @@ def added_names(model: nn.Module, by: Surgeon | None = None) -> set[str]:
     names = set()
     for surgeon in surgeons(model) if by is None else [by]:
         for operation in surgeon.operations:
-            if isinstance(operation, AddModule | SwapModule):
-                prefix = owners[operation.present]
-                names |= {f"{prefix}.{key}" for key in operation.present.state_dict()}
+            if isinstance(operation, SetModule):
+                prefix = owners[operation.current]
+                names |= {f"{prefix}.{key}" for key in operation.current.state_dict()}
     return names | ({name for name in unwrap(model).state_dict() if is_record(name)} if by is None else set())
 
 
@@ -308,8 +308,13 @@ def placements(model: nn.Module) -> list[Placement]:
     [('cb', 'blocks.1', 'mlp.end'), ('adl', 'blocks.0', 'attention.map')]
     """
     records = surgeons(model)
-    blocks = list(anatomy(unwrap(model))) if records else []
-    return [place for surgeon in records for place in _of_surgeon(surgeon, blocks)]
+    names = {block.depth: block.name for block in anatomy(unwrap(model))} if records else {}
+    return [
+        Placement(surgeon.treatment, names[depth], place)
+        for surgeon in records
+        for depth, place in surgeon.places
+        if depth in names  # blocks may have been pruned since
+    ]
 
 
 def columns() -> dict[str, str]:
@@ -358,38 +363,3 @@ def _refusal(model: nn.Module, spec: str) -> str | None:
         except VitfocusError as error:
             return str(error)
     return None
-
-
-def _of_surgeon(surgeon: Surgeon, blocks: list[Block]) -> list[Placement]:
-    found = []
-    for operation in surgeon.operations:
-        places = ((block, _place(operation, surgeon.operations, block)) for block in blocks)
-        found += [Placement(surgeon.treatment, block.name, place) for block, place in places if place is not None][:1]
-    return found
-
-
-def _place(operation: Operation, all_of_them: list[Operation], block: Block) -> str | None:
-    """Where in this block an operation puts a module, or None if it is not about this block."""
-    if isinstance(operation, SwapModule):
-        if not any(module is operation.present for module in block.host.modules()):
-            return None
-        parts = {"attention": block.attention, "mlp": block.mlp}
-        return next((name for name, part in parts.items() if part is operation.present), "block.end")
-    if not isinstance(operation, AddModule) or operation.host is not block.host:
-        return None
-    if block.suffix and not operation.name.endswith(block.suffix):
-        return None
-    if hasattr(operation.module, "place"):
-        return str(operation.module.place)
-    for other in all_of_them:
-        gate = other.hook if isinstance(other, AddHook) else other.replacement if isinstance(other, Override) else None
-        treat = getattr(gate, "treat", None)
-        if not isinstance(treat, Inserted) or (treat.host, treat.name) != (operation.host, operation.name):
-            continue
-        side = other.side if isinstance(other, AddHook) else getattr(other, "name", "")
-        target = getattr(other, "module", None)
-        ports = [name for name, port in block.ports.items() if port.module is target and port.side == side]
-        inside = block.attention is not None and any(module is target for module in block.attention.modules())
-        return ports[0] if ports else "attention" if inside else "block.end"
-    reads = any(isinstance(other, Override) and other.module is block.attention for other in all_of_them)
-    return "attention.map" if reads else "block.end"

@@ -123,7 +123,7 @@ def insert_register(config: TestTimeRegisters, anatomy: Anatomy, surgeon: Surgeo
     for depth, neurons in by_depth.items():
         block, port = blocks[depth], blocks[depth].ports["mlp.mid"]
         move = MoveNeurons(neurons, port.width, block.prefix_tokens, block.prefix_tokens + 1)
-        surgeon.gate(port, surgeon.add(block, "move_neurons", move))
+        surgeon.insert(block, "mlp.mid", "move_neurons", move)
 
 
 def _able(anatomy: Anatomy) -> list[Block]:

@@ -243,7 +243,7 @@ def insert_pooling(config: TokenAwarePooling, anatomy: Anatomy, surgeon: Surgeon
     context = track_image_size(anatomy, surgeon)
     for block in chosen:
         name = "dilation_predictor" if config.mode in _MIXING else "local_pooling"
-        surgeon.gate(block.ports["pool"], surgeon.add(block, name, _build(config, block, context)))
+        surgeon.insert(block, "pool", name, _build(config, block, context))
 
 
 def _build(config: TokenAwarePooling, block: Block, context: ForwardContext) -> TokenPooling:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from vitfocus.anatomy import Anatomy
 from vitfocus.core.errors import VitfocusError
 from vitfocus.treatments.base import Treatment, option
-from vitfocus.treatments.operations import Surgeon, SwapModule
+from vitfocus.treatments.operations import Surgeon
 from vitfocus.treatments.surgery import handles
 
 _VIT_ATTENTION = "timm.layers.attention.Attention"
@@ -136,9 +136,6 @@ def insert_uniform_head(config: UniformHead, anatomy: Anatomy, surgeon: Surgeon)
         extras = [name for name in ("q_norm", "k_norm", "norm", "gate") if _is_there(original, name)]
         if extras:
             raise VitfocusError(f"{config} does not know how to widen {' and '.join(extras)} in {block.name}.attn.")
-        placed = original.qkv.weight
-        with placed.device:
-            module = UniformHeadAttention(original, config.mode).to(placed.dtype).train(original.training)
-        holders = ((holder, *child) for holder in block.host.modules() for child in holder.named_children())
-        holder, name = next((holder, name) for holder, name, child in holders if child is original)
-        surgeon.do(SwapModule(holder, name, module, (original,)))
+        with original.qkv.weight.device:
+            module = UniformHeadAttention(original, config.mode)
+        surgeon.replace(block, "attention", module)
