@@ -24,7 +24,7 @@ from vitfocus.data.classification.augmentation import Augmenter
 from vitfocus.data.classification.batches import ResidentBatches
 from vitfocus.data.loader import BatchPartition, SampleOrder
 from vitfocus.data.shapes.dataset import shapes_batch
-from vitfocus.tasks.base import build_model
+from vitfocus.tasks.base import build_model, model_arguments
 from vitfocus.train import Recipe, load_recipe
 from vitfocus.train.optimiser import create_optimiser
 from vitfocus.train.run import assemble_run
@@ -73,7 +73,7 @@ def main() -> None:
 
 def by_hand(recipe: Recipe) -> Callable[[], None]:
     """The loop a person would write: the same images, augmentation, model and optimiser, and nothing else."""
-    model = build_model(recipe, 10).train()
+    model = build_model(recipe, model_arguments(recipe, 10)).train()
     optimiser = create_optimiser(model, recipe.optimiser, torch.device("cpu"))
     pixels, labels = shapes_batch(range(recipe.data.train_length), size=recipe.data.size)
     order = SampleOrder(len(labels), recipe.data.batch)

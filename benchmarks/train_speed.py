@@ -35,12 +35,13 @@ from vitfocus.data.classification.augmentation import ClassificationBatch
 from vitfocus.data.classification.batches import fix_posterize
 from vitfocus.data.classification.dataset import open_images
 from vitfocus.recipes import Data
-from vitfocus.tasks.base import build_model
-from vitfocus.tasks.classification.task import Losses
+from vitfocus.tasks.base import build_model, model_arguments
+from vitfocus.tasks.classification.task import supervised_terms
 from vitfocus.train import Recipe, load_recipe
 from vitfocus.train.compile import compile_mode
 from vitfocus.train.optimiser import create_optimiser
 from vitfocus.train.run import assemble_run
+from vitfocus.treatments import auxiliary_loss
 from vitfocus.treatments.cost import seconds_per_call
 
 TINY = ["model.arguments={patch_size=8,embed_dim=24,depth=2,num_heads=2}", "batch=32", "train_length=512"]
@@ -143,14 +144,13 @@ def measure(step: Callable[[], None], batch: int, steps: int, rounds: int, devic
 
 def prepare(recipe: Recipe, device: torch.device) -> tuple[Any, torch.optim.Optimizer, Any]:
     """The model, its optimiser, and what is called: the model or its compiled form."""
-    model = build_model(recipe, 100).to(device).train()
+    model = build_model(recipe, model_arguments(recipe, 100)).to(device).train()
     mode = compile_mode(recipe, device.type == "cuda")
     return model, create_optimiser(model, recipe.optimiser, device), torch.compile(model, mode=mode) if mode else model
 
 
 def synthetic_step(recipe: Recipe, device: torch.device, total: int, folder: str) -> Callable[[], None]:
     model, optimiser, call = prepare(recipe, device)
-    losses = Losses(recipe.loss, model)
     size, count = recipe.data.size, recipe.data.batch
     labels = torch.randint(100, (count,), device=device)
     batch = ClassificationBatch(
@@ -164,7 +164,7 @@ def synthetic_step(recipe: Recipe, device: torch.device, total: int, folder: str
         torch.compiler.cudagraph_mark_step_begin()
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             output = call(batch.images)
-        sum(losses(output.float(), batch, 1.0)).backward()
+        (sum(supervised_terms(output.float(), batch, recipe.loss.smoothing)) + auxiliary_loss(model)).backward()
         optimiser.step()
         optimiser.zero_grad()
 

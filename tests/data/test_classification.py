@@ -18,21 +18,31 @@ import torch
 from helpers.train_tools import AUGMENTED, start, tiny
 from msgspec.structs import replace
 from PIL import Image
+from torch import Tensor
 
 from vitfocus.cli import main
 from vitfocus.cli.diagnose import image_files
 from vitfocus.core.errors import VitfocusError
 from vitfocus.data.classification.augmentation import Augmenter
-from vitfocus.data.classification.batches import EvaluationBatches, LoaderBatches, ResidentBatches, train_transform
+from vitfocus.data.classification.batches import (
+    EvaluationBatches,
+    ResidentBatches,
+    stack,
+    train_transform,
+    transformed_images,
+)
 from vitfocus.data.classification.dataset import FolderImages, open_images
 from vitfocus.data.classification.shards import ShardImages, _class_names, _index
-from vitfocus.data.image_files import list_classes
-from vitfocus.data.loader import BatchPartition, Broken, BrokenLog, SampleOrder, read_or_broken
+from vitfocus.data.image_files import Normalise, list_classes
+from vitfocus.data.loader import BatchPartition, BatchReader, Broken, SampleBatches, SampleOrder, read_or_broken
 from vitfocus.data.shapes.dataset import shapes_batch
 from vitfocus.recipes import Augment, Data
+from vitfocus.tasks.base import RunContext
+from vitfocus.tasks.classification.task import ClassificationTask
 from vitfocus.train.run import train
 
 ZERO, ONE = (0.0,) * 3, (1 / 255,) * 3
+UNCHANGED = Normalise(ZERO, ONE, "cpu")
 PLAIN = Augment(crop="none", flip=0.5, randaugment="rand-m9-mstd0.5-inc1", erase=0.3, mixup=0.0, cutmix=0.0)
 
 
@@ -214,31 +224,24 @@ def test_repeated_augmentation_repeats_within_a_batch() -> None:
     assert len(set(order)) == 30
 
 
-def loader(
-    root: Path, partition: BatchPartition, workers: int, section: Augment, log: BrokenLog | None = None
-) -> LoaderBatches:
-    data = Data(source="folder", root=str(root), size=32, batch=partition.batch, workers=workers)
-    images = open_images(data, "train")
-    augmenter = Augmenter(section, ZERO, ONE, "cpu", device_crop=False)
-    return LoaderBatches(
-        images,
-        data,
-        SampleOrder(len(images), partition.batch),
-        augmenter,
-        partition,
-        log or BrokenLog(True),
-        lambda _: None,
-    )
+def loader(root: Path, partition: BatchPartition, workers: int, start: int, stop: int) -> list[Tensor]:
+    """The images of some steps of a run that reads a folder."""
+    words = ["source=folder", f"root={root}", f"batch={partition.batch}", f"workers={workers}", "train_length=0"]
+    recipe = replace(tiny(*words, "val_length=0"), augment=PLAIN)
+    task = ClassificationTask(recipe)
+    task.open_data()
+    task.start(task.build_model(), RunContext(torch.device("cpu"), partition))
+    return [batch.images for batch in task.iterate(start, stop)]
 
 
 def test_batches_do_not_depend_on_workers_processes_or_where_one_begins(tmp_path: Path) -> None:
     root = write_folder(tmp_path)
-    whole = [batch.images for batch in loader(root, BatchPartition(8), 0, PLAIN).iterate(0, 5)]
-    later = [batch.images for batch in loader(root, BatchPartition(8), 2, PLAIN).iterate(3, 5)]
+    whole = loader(root, BatchPartition(8), 0, 0, 5)
+    later = loader(root, BatchPartition(8), 2, 3, 5)
     assert all(torch.equal(one, other) for one, other in zip(whole[3:], later, strict=True))
-    parts = [list(loader(root, BatchPartition(8, rank, 2, 2), 0, PLAIN).iterate(2, 4)) for rank in (0, 1)]
+    parts = [loader(root, BatchPartition(8, rank, 2, 2), 0, 2, 4) for rank in (0, 1)]
     for step in (0, 1):
-        joined = [parts[rank][2 * step + part].images for rank in (0, 1) for part in (0, 1)]
+        joined = [parts[rank][2 * step + part] for rank in (0, 1) for part in (0, 1)]
         assert torch.equal(torch.cat(joined), whole[2 + step])
     resident = [
         ResidentBatches(
@@ -270,10 +273,8 @@ def test_evaluation_counts_every_image_once(tmp_path: Path) -> None:
         counted: list[int] = []
         lengths = set()
         for rank in range(processes):
-            batches = EvaluationBatches(
-                Data(size=32), BatchPartition(batch, rank, processes), ZERO, ONE, "cpu", (pixels, torch.arange(11))
-            )
-            rows = list(batches)
+            partition = BatchPartition(batch, rank, processes)
+            rows = list(EvaluationBatches((pixels, torch.arange(11)), Data(size=32), partition, UNCHANGED))
             lengths.add(len(rows))
             counted += [
                 int(label) for _, found, counts in rows for label, one in zip(found, counts, strict=True) if one
@@ -374,13 +375,11 @@ def test_a_label_that_no_class_has_names_its_sample(tmp_path: Path) -> None:
     data = Data(source="shards", root=str(write_shards(tmp_path)), size=32, workers=0)
     images, partition = open_images(data, "val"), BatchPartition(4)
     expected = "its label is 2, but there are 2 classes"
-    order, augmenter = SampleOrder(len(images), 4), Augmenter(PLAIN, ZERO, ONE, "cpu", device_crop=False)
-    batches = LoaderBatches(images, data, order, augmenter, partition, BrokenLog(fatal=True), classes=2)
+    samples = transformed_images(images, train_transform(data, PLAIN), classes=2)
     with pytest.raises(VitfocusError, match=rf"\.tar:\w+ \({expected}, 0 to 1"):
-        list(batches.iterate(0, 3))
-    shown = EvaluationBatches(data, partition, ZERO, ONE, "cpu", images=images, log=BrokenLog(fatal=True), classes=2)
+        list(SampleBatches(samples, SampleOrder(len(images), 4), partition, stack).iterate(0, 3))
     with pytest.raises(VitfocusError, match=rf"\.tar:\w+ \({expected}"):
-        list(shown)
+        list(EvaluationBatches(images, data, partition, UNCHANGED, classes=2))
 
 
 def test_training_and_evaluation_find_the_same_files_of_a_folder(tmp_path: Path) -> None:
@@ -403,9 +402,12 @@ def test_training_and_evaluation_find_the_same_files_of_a_folder(tmp_path: Path)
 
 
 def test_copies_of_a_broken_image_in_one_batch_are_named_once() -> None:
-    log = BrokenLog(fatal=False)
-    assert [one.name for one in log.add([Broken("x", "short"), Broken("x", "short"), Broken("y", "odd")])] == ["x", "y"]
-    assert log.add([Broken("x", "short")]) == [] and log.found == {"x": "short", "y": "odd"}
+    said: list[str] = []
+    reader = BatchReader(skip=True, say=said.append)
+    reader.report([Broken("x", "short"), Broken("x", "short"), Broken("y", "odd")])
+    reader.report([Broken("x", "short")])
+    assert said == [f"Skipped an unreadable image: {one}" for one in ("x (short)", "y (odd)")]
+    assert reader.broken == {"x": "short", "y": "odd"}
 
 
 def test_a_run_is_evaluated_on_the_images_it_was_validated_on(

@@ -17,8 +17,8 @@ from torch import nn
 import vitfocus as vf
 from vitfocus.cli.evaluate import add_arguments, run
 from vitfocus.core.errors import VitfocusError
-from vitfocus.data.loader import Broken
-from vitfocus.data.segmentation.batches import TrainingCrops
+from vitfocus.data.loader import Broken, Samples
+from vitfocus.data.segmentation.batches import RandomCrop
 from vitfocus.data.segmentation.dataset import CITYSCAPES_IDS, open_masks
 from vitfocus.data.shapes.layouts import write_layout
 from vitfocus.recipes import Data
@@ -406,7 +406,7 @@ def test_training_crops_move_picture_and_mask_alike(tmp_path: Path) -> None:
         with pytest.raises(vf.VitfocusError, match=rf"classes\.json .*{said}"):
             open_masks(Data(source="masks", root=str(tmp_path)), "train")
     (tmp_path / "classes.json").unlink()
-    crops = TrainingCrops(masks, 48, 0, photometric=False)
+    crops = Samples(masks, RandomCrop(48, photometric=False))
     seen = []
     for position in range(12):
         item = crops[0, position]
@@ -418,7 +418,7 @@ def test_training_crops_move_picture_and_mask_alike(tmp_path: Path) -> None:
         assert torch.equal(crops[0, position][0], pixels)
         seen.append(pixels)
     assert not torch.equal(seen[0], seen[1])
-    bright = TrainingCrops(masks, 48, 0)[0, 3]
+    bright = Samples(masks, RandomCrop(48))[0, 3]
     assert not isinstance(bright, Broken) and not torch.equal(bright[0], seen[3])
     assert torch.equal(bright[1], crops[0, 3][1])  # type: ignore[index]
     Image.fromarray(np.zeros((5, 5), np.uint8)).save(tmp_path / "masks/train/a.png")

@@ -12,7 +12,7 @@ from helpers.train_tools import TINY
 
 from vitfocus.cli.train import add_arguments, run
 from vitfocus.core.errors import VitfocusError
-from vitfocus.tasks.base import build_model
+from vitfocus.tasks.base import build_model, model_arguments
 from vitfocus.train import load_recipe, shipped_recipes, train
 from vitfocus.train.optimiser import TrainingSchedule
 from vitfocus.train.recipe import build_recipe, difference
@@ -241,9 +241,10 @@ def test_the_papers_settings() -> None:
     assert {load_recipe(n).schedule.epochs for n in ("pvt_s", "pvtv2_b1_cb", "swin_ti")} == {120}
     assert load_recipe("localvit_ti_cb").schedule.epochs == 150
     assert [load_recipe(f"{n}_tap_adl").engine.ema for n in ("fan_b_hybrid", "rvt_b")] == [0.99992, 0.99996]
+    recipe = load_recipe("rvt_b_tap_adl")
     with torch.device("meta"):
-        rvt = build_model(load_recipe("rvt_b_tap_adl"), 1000)
-    assert round(count_parameters(rvt) / 1e6, 1) == 92.1 and load_recipe("rvt_b_tap_adl").augment.patchwise == 16
+        rvt = build_model(recipe, model_arguments(recipe, 1000))
+    assert round(count_parameters(rvt) / 1e6, 1) == 92.1 and recipe.augment.patchwise == 16
     for name in ("fan_b_hybrid_tap_adl", "rvt_b_tap_adl"):
         recipe = load_recipe(name)
         assert (recipe.data.batch, recipe.schedule.epochs, TrainingSchedule.of(recipe, 10**6).lr) == (2048, 300, 2e-3)
@@ -260,7 +261,7 @@ def test_every_shipped_recipe_builds_its_model(name: str) -> None:
     if "/" in split_spec(recipe.model.spec)[0]:
         pytest.skip("the model's configuration lies on the Hugging Face hub")
     with torch.device("meta"):
-        build_model(recipe, 10)
+        build_model(recipe, model_arguments(recipe, 10))
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

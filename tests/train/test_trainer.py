@@ -21,10 +21,10 @@ from vitfocus.core.errors import VitfocusError
 from vitfocus.data.classification.augmentation import ClassificationBatch
 from vitfocus.data.loader import SampleOrder
 from vitfocus.data.shapes.dataset import shapes_batch
-from vitfocus.recipes import Distill, Loss, Optimiser
+from vitfocus.recipes import Distill, Optimiser
 from vitfocus.robustness.pixel_model import PixelModel
-from vitfocus.tasks.base import build_model
-from vitfocus.tasks.classification.task import Losses, Teacher, cross_entropy
+from vitfocus.tasks.base import build_model, model_arguments
+from vitfocus.tasks.classification.task import Teacher, cross_entropy, supervised_terms
 from vitfocus.train.optimiser import TrainingSchedule, create_optimiser
 from vitfocus.train.recipe import load_recipe
 from vitfocus.train.run import assemble_run, train
@@ -120,7 +120,7 @@ def test_small_images_are_enlarged_when_augmented_and_mixed(tmp_path: Path) -> N
 @pytest.mark.parametrize("what", ["added", "head"])
 def test_a_frozen_trunk_does_not_move(what: str, tmp_path: Path) -> None:
     recipe = tiny("spec=vit_tiny_patch16_224+cbs+tap(init=near_identity)", f"optimiser.train={what}", "epochs=1")
-    model = build_model(recipe, 10)
+    model = build_model(recipe, model_arguments(recipe, 10))
     before, added = model.state_dict(), added_names(model)
     train(recipe, tmp_path)
     moved = {name for name, value in weights(tmp_path).items() if not torch.equal(value, before[name])}
@@ -156,7 +156,7 @@ def test_hard_distillation_is_deits(tmp_path: Path) -> None:
     images, labels = torch.randn(6, 3, 16, 16), torch.arange(6)
     batch = ClassificationBatch(images, labels, labels.flip(0), torch.tensor(0.7), torch.tensor(0.3))
     first, second = student(images)
-    terms = Losses(Loss(smoothing=0.1), student, teacher)((first, second), batch, 0.0)
+    terms = supervised_terms((first, second), batch, 0.1, teacher)
     target = 0.7 * F.one_hot(labels, 10) + 0.3 * F.one_hot(labels.flip(0), 10)
     target = 0.9 * target + 0.01
     own = -(target * first.log_softmax(1)).sum(1).mean()
@@ -321,7 +321,7 @@ def test_the_head_of_any_library_is_found(spec: str, arguments: str, head: str, 
     if spec.startswith("transformers"):
         pytest.importorskip("transformers")
     recipe = tiny(f"spec={spec}", f"model.arguments={arguments}", "optimiser.train=head", "train_length=16", "epochs=1")
-    before = build_model(recipe, 10).state_dict()
+    before = build_model(recipe, model_arguments(recipe, 10)).state_dict()
     train(recipe, tmp_path)
     after = vf.load(tmp_path / "model").state_dict()
     assert {name for name in after if not torch.equal(after[name], before[name])} == {f"{head}weight", f"{head}bias"}

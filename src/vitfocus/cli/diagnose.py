@@ -304,7 +304,7 @@ def _explore(
 
 def _questions(args: argparse.Namespace, body: Anatomy) -> tuple[int, Iterator[Any]] | None:
     """For a model that reads text: questions from a VQAv2 folder or from Shapes; None for images without questions."""
-    from vitfocus.data.vqa.batches import reading_batches
+    from vitfocus.data.vqa.batches import diagnosis_batches
     from vitfocus.data.vqa.dataset import read_vqav2, shapes_questions, splits_in
     from vitfocus.tasks.vqa.evaluation import preprocessing_of
 
@@ -318,7 +318,9 @@ def _questions(args: argparse.Namespace, body: Anatomy) -> tuple[int, Iterator[A
     else:
         asked = shapes_questions("val", args.limit, min(body.build_size))
         _say(f"No --images given: using questions about the built-in data set Shapes, {_by(body.build_size)}.")
-    return min(args.limit, len(asked)), reading_batches(asked, preprocessing_of(body.root), args.limit, args.batch_size)
+    return min(args.limit, len(asked)), diagnosis_batches(
+        asked, preprocessing_of(body.root), args.limit, args.batch_size
+    )
 
 
 def _shapes(count: int, batch_size: int, body: Anatomy) -> Iterator[Tensor]:

@@ -12,7 +12,8 @@ import signal
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -161,36 +162,26 @@ class Broken:
         return f"{self.name} ({self.reason})"
 
 
-@dataclass
-class BrokenLog:
-    """Counts the unreadable images of a run, or raises at the first one if `fatal`."""
-
-    fatal: bool
-    found: dict[str, str] = field(default_factory=dict)
-
-    def add(self, broken: Sequence[Broken]) -> list[Broken]:
-        """Record these samples; returns those that were not recorded before."""
-        if broken and self.fatal:
-            raise VitfocusError(f"An image cannot be read: {broken[0]}. Set data.broken=skip to leave such images out.")
-        new = {one.name: one for one in broken if one.name not in self.found}  # a batch may hold copies of one
-        self.found.update({one.name: one.reason for one in new.values()})
-        return list(new.values())
+Sample = TypeVar("Sample", covariant=True)
 
 
-class Readable(Protocol):
-    """A data set whose samples are read by index. Any exception from `read` means that the sample is broken."""
+class SampleDataset(Protocol[Sample]):
+    """A data set whose samples are read by index."""
 
     def __len__(self) -> int: ...
 
-    def read(self, index: int) -> Any:
-        """One sample."""
+    def read(self, index: int) -> Sample:
+        """One sample; any exception means that it is broken."""
 
     def name(self, index: int) -> str:
         """The sample's name in messages."""
 
+    def digest(self) -> str:
+        """A SHA-256 that changes when the data set does."""
 
-def read_or_broken(dataset: Readable, index: int, read: Callable[[int], Any] | None = None) -> Any:
-    """One sample of a data set, by its `read` or another method of it, or a `Broken` that says what is wrong."""
+
+def read_or_broken(dataset: Any, index: int, read: Callable[[int], Any] | None = None) -> Any:
+    """One sample of a data set, by its `read` or another function, or a `Broken` that says what is wrong."""
     try:
         return (read or dataset.read)(index)
     except Exception as error:  # image decoders raise exceptions of many types
@@ -198,7 +189,34 @@ def read_or_broken(dataset: Readable, index: int, read: Callable[[int], Any] | N
         return Broken(name, reason(error).removeprefix(f"{name} "))
 
 
-def first_images(dataset: Readable, count: int, size: int) -> Tensor | None:
+class Samples(Dataset[Any]):
+    """Samples of a data set by index or by (index, position), transformed in the worker process that reads them.
+
+    Args:
+        dataset: The data set.
+        transform: Called as `transform(sample, seed)`, with a seed that depends on `seed` and the position only.
+        seed: Seed of the transform.
+        read: Reads a sample by its index; by default `dataset.read`.
+    """
+
+    def __init__(
+        self,
+        dataset: SampleDataset[Any],
+        transform: Callable[[Any, int], Any] | None = None,
+        seed: int = 0,
+        read: Callable[[int], Any] | None = None,
+    ) -> None:
+        self.dataset, self.transform, self.seed, self.read = dataset, transform, seed, read
+
+    def __getitem__(self, key: int | Key) -> Any:
+        index, position = key if isinstance(key, tuple) else (key, 0)
+        sample = read_or_broken(self.dataset, index, self.read)
+        if isinstance(sample, Broken) or self.transform is None:
+            return sample
+        return self.transform(sample, seed_for(self.seed, SAMPLE, position))
+
+
+def first_images(dataset: SampleDataset[Any], count: int, size: int) -> Tensor | None:
     """The first readable images of a data set, resized to uint8 (B, 3, size, size); None if there are none."""
     found = (read_or_broken(dataset, index) for index in range(min(count, len(dataset))))
     images = [one[0] for one in found if not isinstance(one, Broken)]
@@ -207,34 +225,62 @@ def first_images(dataset: Readable, count: int, size: int) -> Tensor | None:
     return torch.cat(resized).round().clamp(0, 255).byte() if resized else None
 
 
-def read_ahead(
-    samples: Dataset[Any], keys: Iterable[Any], collate: Callable[[list[Any]], Any], workers: int, device: torch.device
-) -> Iterator[tuple[Any, Tensor, list[Broken]]]:
-    """Read batches in `workers` processes, in order.
+@dataclass
+class BatchReader:
+    """Reads batches of samples in worker processes, and records the samples that cannot be read.
 
     Args:
-        samples: Maps a key to a sample or a `Broken`.
-        keys: One list of keys per batch.
-        collate: Makes a batch of a list of samples, in the worker process.
         workers: Number of worker processes; 0 reads in this one.
+        skip: Whether unreadable samples are left out; otherwise the first one raises an error.
         device: Where the batches are going; for a GPU they are put into pinned memory.
-
-    Yields:
-        For each list of keys the batch of the readable samples (None if there are none), their row numbers, and the
-        unreadable samples.
+        say: Called with a sentence about each unreadable sample.
+        broken: The unreadable samples so far: reasons by name.
     """
-    yield from DataLoader(
-        samples,
-        batch_sampler=keys,
-        num_workers=workers,
-        collate_fn=_Collate(collate),
-        pin_memory=device.type == "cuda",
-        prefetch_factor=4 if workers else None,
-        worker_init_fn=_ignore_signals,
-        generator=torch.Generator(),  # without it a loader draws from torch's generator, which a resumed run restores
-    )
+
+    workers: int = 0
+    skip: bool = False
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    say: Callable[[str], None] = print
+    broken: dict[str, str] = field(default_factory=dict)
+
+    def batches(
+        self, samples: Dataset[Any], keys: Iterable[Any], collate: Callable[[list[Any]], Any]
+    ) -> Generator[tuple[list[Any], Any], None, None]:
+        """Read one batch per list of keys, in order.
+
+        Args:
+            samples: Maps a key to a sample or a `Broken`.
+            keys: The keys of each batch.
+            collate: Makes a batch of a list of samples, in the worker process.
+
+        Yields:
+            The keys of the readable samples and their batch, which is None if no sample is readable.
+        """
+        loaded: Iterable[Any] = DataLoader(
+            _Keyed(samples),
+            batch_sampler=keys,
+            num_workers=self.workers,
+            collate_fn=partial(_collate, collate),
+            pin_memory=self.device.type == "cuda",
+            prefetch_factor=4 if self.workers else None,
+            worker_init_fn=_ignore_signals,
+            generator=torch.Generator(),  # torch's own generator is not advanced
+        )
+        for readable, batch, broken in loaded:
+            self.report(broken)
+            yield readable, batch
+
+    def report(self, broken: Sequence[Broken]) -> None:
+        """Record unreadable samples; each is reported once, or raises an error unless it is to be skipped."""
+        if broken and not self.skip:
+            raise VitfocusError(f"An image cannot be read: {broken[0]}. Set data.broken=skip to leave such images out.")
+        for one in broken:
+            if one.name not in self.broken:
+                self.broken[one.name] = one.reason
+                self.say(f"Skipped an unreadable image: {one}")
 
 
+@dataclass
 class SampleBatches:
     """Training batches of samples that are read one by one.
 
@@ -245,69 +291,31 @@ class SampleBatches:
         collate: Makes a batch of a list of samples, in the worker process.
         finish: Called in this process as `finish(batch, step, rows)`, where `rows` (B,) are the rows of the global
             batch that could be read; returns what `iterate` yields.
-        workers: Number of worker processes.
-        device: Where the batches are going.
-        log: Records unreadable samples; by default the first one raises.
-        say: Called with a sentence about each unreadable sample.
+        reader: Reads the samples.
     """
 
-    def __init__(
-        self,
-        samples: Dataset[Any],
-        order: SampleOrder,
-        partition: BatchPartition,
-        collate: Callable[[list[Any]], Any],
-        finish: Callable[[Any, int, Tensor], Any] = lambda batch, step, rows: batch,
-        *,
-        workers: int = 0,
-        device: torch.device | str = "cpu",
-        log: BrokenLog | None = None,
-        say: Callable[[str], None] = print,
-    ) -> None:
-        self.samples, self.order, self.partition = samples, order, partition
-        self.collate, self.finish, self.workers = collate, finish, workers
-        self.device, self.log, self.say = torch.device(device), log or BrokenLog(fatal=True), say
+    samples: Dataset[Any]
+    order: SampleOrder
+    partition: BatchPartition
+    collate: Callable[[list[Any]], Any]
+    finish: Callable[[Any, int, Tensor], Any] = lambda batch, step, rows: batch
+    reader: BatchReader = field(default_factory=BatchReader)
 
     def iterate(self, start: int, stop: int) -> Generator[Any, None, None]:
         """This process's parts of the steps from `start` up to `stop`, in order."""
-        loaded = read_ahead(self.samples, self._keys(start, stop), self.collate, self.workers, self.device)
-        for number, (batch, rows, broken) in enumerate(loaded):
-            for one in self.log.add(broken):
-                self.say(f"Skipped an unreadable image: {one}")
+        loaded = self.reader.batches(self.samples, self._keys(start, stop), self.collate)
+        for number, (keys, batch) in enumerate(loaded):
             if batch is None:
-                raise VitfocusError(f"Every image of a batch is unreadable; the last one is {broken[-1]}.")
-            step, part = divmod(number, self.partition.parts)
-            yield self.finish(batch, start + step, self.partition.rows(part)[0] + rows)
+                last = list(self.reader.broken)[-1]
+                raise VitfocusError(f"Every image of a batch is unreadable, such as {last}.")
+            rows = torch.tensor([position % self.partition.batch for _, position in keys])
+            yield self.finish(batch, start + number // self.partition.parts, rows)
 
     def _keys(self, start: int, stop: int) -> Iterator[list[Key]]:
         for step in range(start, stop):
             for part in range(self.partition.parts):
                 first, last = (step * self.partition.batch + row for row in self.partition.rows(part))
                 yield list(zip(self.order.indices(first, last).tolist(), range(first, last), strict=True))
-
-
-def evaluation_batches(
-    samples: Dataset[Any],
-    keys: Iterable[Any],
-    collate: Callable[[list[Any]], Any],
-    workers: int,
-    device: torch.device,
-    log: BrokenLog | None = None,
-    say: Callable[[str], None] = print,
-) -> Iterator[tuple[Any, list[Any], Tensor]]:
-    """Batches for evaluation: like `read_ahead`, but unreadable samples are reported and left out.
-
-    Yields:
-        Each batch that has a readable sample, its list of keys, and the row numbers of the readable samples.
-    """
-    log, keys = log or BrokenLog(fatal=True), list(keys)
-    for batch_keys, (batch, rows, broken) in zip(
-        keys, read_ahead(samples, keys, collate, workers, device), strict=True
-    ):
-        for one in log.add(broken):
-            say(f"Left out of the evaluation, unreadable: {one}")
-        if batch is not None:
-            yield batch, batch_keys, rows
 
 
 def equal_batches(length: int, partition: BatchPartition) -> list[list[tuple[int, bool]]]:
@@ -328,13 +336,14 @@ def equal_batches(length: int, partition: BatchPartition) -> list[list[tuple[int
     ]
 
 
-def strided_indices(length: int, partition: BatchPartition) -> Sequence[int]:
-    """The indices this process evaluates if batches need not be equal; over all processes each index once.
+def strided_batches(length: int, partition: BatchPartition) -> list[list[int]]:
+    """Indices of this process's evaluation batches if they need not be equal; over all processes each index once.
 
-    >>> [list(strided_indices(5, BatchPartition(2, rank, 2))) for rank in (0, 1)]
-    [[0, 2, 4], [1, 3]]
+    >>> [strided_batches(5, BatchPartition(4, rank, 2)) for rank in (0, 1)]
+    [[[0, 2], [4]], [[1, 3]]]
     """
-    return range(partition.rank, length, partition.processes)
+    indices = range(partition.rank, length, partition.processes)
+    return [list(indices[start : start + partition.size]) for start in range(0, len(indices), partition.size)]
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
@@ -344,16 +353,21 @@ def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-class _Collate:
-    """Collates the readable samples and passes the broken ones on."""
+class _Keyed(Dataset[Any]):
+    """Samples with their keys."""
 
-    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
-        self.collate = collate
+    def __init__(self, samples: Dataset[Any]) -> None:
+        self.samples = samples
 
-    def __call__(self, items: list[Any]) -> tuple[Any, Tensor, list[Broken]]:
-        rows = [row for row, item in enumerate(items) if not isinstance(item, Broken)]
-        batch = self.collate([items[row] for row in rows]) if rows else None
-        return batch, torch.tensor(rows, dtype=torch.int64), [item for item in items if isinstance(item, Broken)]
+    def __getitem__(self, key: Any) -> tuple[Any, Any]:
+        return key, self.samples[key]
+
+
+def _collate(collate: Callable[[list[Any]], Any], items: list[tuple[Any, Any]]) -> tuple[list[Any], Any, list[Broken]]:
+    """The keys and the batch of the readable samples, and the broken ones."""
+    readable = [(key, sample) for key, sample in items if not isinstance(sample, Broken)]
+    batch = collate([sample for _, sample in readable]) if readable else None
+    return [key for key, _ in readable], batch, [sample for _, sample in items if isinstance(sample, Broken)]
 
 
 def _ignore_signals(worker: int) -> None:

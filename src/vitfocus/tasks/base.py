@@ -7,18 +7,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from vitfocus.anatomy import anatomy
+from vitfocus.anatomy import anatomy, input_spec
 from vitfocus.core.errors import VitfocusError, reason
 from vitfocus.core.modules import eval_mode, inserted
-from vitfocus.data.loader import BatchPartition, BrokenLog, SampleBatches, SampleOrder
+from vitfocus.data.image_files import Normalise
+from vitfocus.data.loader import BatchPartition, BatchReader, SampleBatches, SampleOrder
 from vitfocus.treatments import AttentionDiversification, auxiliary_loss
 from vitfocus.treatments.arguments import file_arguments
 from vitfocus.treatments.origin import split_library
@@ -30,6 +32,7 @@ from vitfocus.treatments.weights import load_weights, read_weights
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+    from vitfocus.data.classification.batches import ResidentBatches
     from vitfocus.recipes import Recipe
 
 
@@ -47,19 +50,14 @@ class RunContext:
     until_stopped: Callable[[Iterable[Any]], Iterator[Any]] = iter
 
 
-class CapturableBatches(Protocol):
-    """Batches whose making can be captured in a CUDA graph: inputs that differ by step, and operations that do not."""
-
-    def inputs(self, step: int) -> tuple[Tensor, ...]:
-        """Tensors on the device, with the same shapes for every step."""
-
-    @property
-    def make(self) -> Callable[..., Any]:
-        """Makes the batch from the inputs without reading any value on the host."""
+#: The keys of [data] that every task reads.
+DATA_KEYS = frozenset(
+    {"source", "root", "train_split", "val_split", "train_length", "val_length", "size", "batch", "workers", "broken"}
+)
 
 
 class Task(ABC):
-    """One task of one recipe. `open_data` must set `train` and `val`, `start` the images, `names` and `batches`."""
+    """One task of one recipe. `open_data` must set `train`, `val` and `classes`, `start` the `names` and `batches`."""
 
     name: ClassVar[str]
     best: ClassVar[str]  # the score by which the best model is chosen; higher is better
@@ -76,7 +74,9 @@ class Task(ABC):
         self.classes: list[str] = []
         self.train_images = self.val_images = 0
         self.names: list[str] = []  # of the loss terms, in the order of `terms`
-        self.broken = {split: BrokenLog(recipe.data.broken == "fatal") for split in ("train", "val")}
+        self.readers = {
+            split: BatchReader(recipe.data.workers, skip=recipe.data.broken == "skip") for split in ("train", "val")
+        }
 
     @abstractmethod
     def open_data(self) -> None:
@@ -90,32 +90,48 @@ class Task(ABC):
     def arguments(self) -> dict[str, Any]:
         """Arguments of the constructor in `model.spec`, from which a saved model is built again."""
 
-    @abstractmethod
     def start(self, model: nn.Module, context: RunContext) -> None:
         """Prepare batches, losses and evaluation data; `model` is on the device and not wrapped."""
+        self.model, self.context = model, context
+        self.train_images, self.val_images = len(self.train), len(self.val)
+        seen = input_spec(model)
+        self.normalise = Normalise(seen.mean, seen.std, context.device)
+        self.diversifies = any(isinstance(one, AttentionDiversification) for one in applied(model))
+        for reader in self.readers.values():
+            reader.device, reader.say = context.device, context.say
 
     def iterate(self, start: int, stop: int) -> Generator[Any, None, None]:
         """This process's parts of the steps from start to stop; each depends on (seed, step) only."""
         return self.batches.iterate(start, stop)
 
     def sample_batches(
-        self,
-        samples: Dataset[Any],
-        collate: Callable[[list[Any]], Any],
-        finish: Callable[[Any, int, Tensor], Any],
-        context: RunContext,
+        self, samples: Dataset[Any], collate: Callable[[list[Any]], Any], finish: Callable[[Any, int, Tensor], Any]
     ) -> SampleBatches:
         """Training batches of samples that are read one by one; the arguments are those of `SampleBatches`."""
-        data, seed = self.recipe.data, self.recipe.engine.seed
-        self.train_images, self.val_images = len(self.train), len(self.val)
-        order = SampleOrder(len(self.train), data.batch, seed, data.repeats)
-        batches = SampleBatches(samples, order, context.partition, collate, finish, workers=data.workers)
-        batches.device, batches.log, batches.say = context.device, self.broken["train"], context.say
-        return batches
+        data = self.recipe.data
+        groups = getattr(self.train, "groups", ())
+        order = SampleOrder(len(self.train), data.batch, self.recipe.engine.seed, data.repeats, groups)
+        return SampleBatches(samples, order, self.context.partition, collate, finish, self.readers["train"])
 
-    def capturable_batches(self) -> CapturableBatches | None:
+    def validation_batches(
+        self, samples: Dataset[Any], keys: Iterable[Any], collate: Callable[[list[Any]], Any] = list
+    ) -> Iterator[tuple[list[Any], Any]]:
+        """The keys and the batch of the readable samples for each list of keys, until the run is asked to stop."""
+        with closing(self.readers["val"].batches(samples, keys, collate)) as loaded:
+            for readable, batch in self.context.until_stopped(loaded):
+                if batch is not None:
+                    yield readable, batch
+
+    def capturable_batches(self) -> ResidentBatches | None:
         """The batches, if a whole step can be captured in a CUDA graph."""
         return None
+
+    def diversity_terms(self, epoch: float) -> list[Tensor]:
+        """The Attention Diversification Loss of the last forward pass, with its warm-up; empty if it is not applied."""
+        if not self.diversifies:
+            return []
+        warmup = self.recipe.loss.adl_warmup_epochs
+        return [auxiliary_loss(self.model) * (min(1.0, epoch / warmup) if warmup else 1.0)]
 
     @abstractmethod
     def terms(self, model: nn.Module, batch: Any, epoch: float) -> list[Tensor]:
@@ -129,7 +145,7 @@ class Task(ABC):
     def evaluate(self, model: nn.Module, accelerator: Accelerator) -> dict[str, float]:
         """Scores on the validation data over all processes, accuracies in [0, 1]; every process returns the same.
 
-        The model's mode is restored. Batches go through `RunContext.until_stopped`.
+        The model's mode is restored. Batches go through `validation_batches` or `RunContext.until_stopped`.
         """
 
     @abstractmethod
@@ -195,25 +211,6 @@ class Task(ABC):
 _FOREIGN: dict[str, frozenset[str]] = {name: frozenset() for name in ("segment", "detect", "answer")}
 
 
-@dataclass
-class DiversityTerm:
-    """The loss term of Attention Diversification if the model has it, with a linear warm-up."""
-
-    model: nn.Module
-    warmup_epochs: float = 0.0
-    names: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.names = ["adl"] * any(isinstance(one, AttentionDiversification) for one in applied(self.model))
-
-    def __call__(self, epoch: float) -> list[Tensor]:
-        """The term of the last forward pass, or an empty list."""
-        if not self.names:
-            return []
-        rise = self.warmup_epochs
-        return [auxiliary_loss(self.model) * (min(1.0, epoch / rise) if rise else 1.0)]
-
-
 #: Names of a model's classifier in the libraries.
 HEADS = ("head", "head_dist", "fc", "classifier", "heads", "cls_classifier", "distillation_classifier")
 
@@ -225,27 +222,21 @@ def over_several_gpus(recipe: Recipe) -> bool:
     return on_gpus and distributed and torch.distributed.get_world_size() > 1
 
 
-def build_model(recipe: Recipe, classes: int) -> nn.Module:
-    """The model of a recipe with a number of classes."""
-    return build_with(recipe, model_arguments(recipe, classes))
+def build_model(recipe: Recipe, arguments: dict[str, Any]) -> nn.Module:
+    """The model of a recipe with these arguments, initialised from the seed, and from `model.weights` if given.
 
-
-def build_with(recipe: Recipe, arguments: dict[str, Any]) -> nn.Module:
-    """The model of a recipe with these arguments, initialised from the seed, and from `model.weights` if given."""
-    model = create_seeded(recipe, arguments)
-    if recipe.model.weights:
-        start_from(model, recipe.model.weights)
-    return model
-
-
-def create_seeded(recipe: Recipe, arguments: dict[str, Any]) -> nn.Module:
-    """The model of a recipe before `model.weights` are loaded; the recipe's own arguments must be on the allow-list."""
+    Raises:
+        VitfocusError: The recipe has an argument that is not on the allow-list, or the weights do not fit.
+    """
     if recipe.model.spec.strip():
         base = split_library(split_spec(recipe.model.spec)[0])
         file_arguments(*base, recipe.model.arguments, "model.arguments")
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(recipe.engine.seed)
-        return create_model(recipe.model.spec, recipe.model.pretrained, **arguments)
+        model = create_model(recipe.model.spec, recipe.model.pretrained, **arguments)
+    if recipe.model.weights:
+        start_from(model, recipe.model.weights)
+    return model
 
 
 def model_arguments(recipe: Recipe, classes: int) -> dict[str, Any]:

@@ -262,7 +262,7 @@ def _assemble(
         "task": task.name,
         "train_images": task.train_images,
         "val_images": task.val_images,
-        "broken_images": {split: log.found for split, log in task.broken.items()},
+        "broken_images": {split: reader.broken for split, reader in task.readers.items()},
         "compiled": compiled is not None,
         **task.facts(),
     }

@@ -23,9 +23,10 @@ from torch import nn
 
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.progress import Progress
+from vitfocus.data.classification.batches import ResidentBatches
 from vitfocus.data.loader import STEP, seed_for
 from vitfocus.recipes import Recipe
-from vitfocus.tasks.base import CapturableBatches, Task
+from vitfocus.tasks.base import Task
 from vitfocus.train.attention_log import AttentionLog
 from vitfocus.train.checkpoint import (
     Checkpoint,
@@ -198,7 +199,7 @@ class Trainer:
         self.step += 1
         self.record.window_steps += 1
 
-    def _capture(self) -> tuple[CapturableBatches | None, CapturedStep | None]:
+    def _capture(self) -> tuple[ResidentBatches | None, CapturedStep | None]:
         """A step to be captured as a CUDA graph: on one process and one CUDA device, in one part, without a scaler."""
         engine, accelerator, optimiser = self.recipe.engine, self.accelerator, self.optimiser.optimizer
         batches = self.task.capturable_batches()

@@ -7,12 +7,12 @@ and the number of the step only, so no loader state is saved.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from vitfocus.core.errors import VitfocusError
 from vitfocus.data.classification.augmentation import (
@@ -23,22 +23,16 @@ from vitfocus.data.classification.augmentation import (
     draw_uniform,
     enlarge,
     fix_posterize,
-    mix,
 )
 from vitfocus.data.classification.dataset import ClassificationDataset
-from vitfocus.data.image_files import Normalise, Preprocessing, standard_preprocessing
+from vitfocus.data.image_files import Normalise, standard_preprocessing
 from vitfocus.data.loader import (
-    SAMPLE,
     BatchPartition,
+    BatchReader,
     Broken,
-    BrokenLog,
-    Key,
-    SampleBatches,
     SampleOrder,
+    Samples,
     equal_batches,
-    evaluation_batches,
-    read_or_broken,
-    seed_for,
     seeded,
     to_device,
 )
@@ -102,122 +96,75 @@ class ResidentBatches:
         return replace(batch, images=enlarge(batch.images, self.side))
 
 
-class LoaderBatches(SampleBatches):
-    """Training batches of images that worker processes read and transform; the rest happens on the device."""
-
-    def __init__(
-        self,
-        images: ClassificationDataset,
-        data: Data,
-        order: SampleOrder,
-        augmenter: Augmenter,
-        partition: BatchPartition,
-        log: BrokenLog,
-        say: Callable[[str], None] = print,
-        device: torch.device | str = "cpu",
-        classes: int | None = None,
-    ) -> None:
-        self.augmenter = augmenter
-        samples = TransformedImages(images, train_transform(data, augmenter.section), order.seed, classes)
-        super().__init__(
-            samples, order, partition, stack, self._finish, workers=data.workers, device=device, log=log, say=say
-        )
-
-    def _finish(self, batch: tuple[Tensor, Tensor], step: int, rows: Tensor) -> ClassificationBatch:
-        pixels, labels = batch
-        uniform = draw_uniform(self.order.seed, step, self.partition.batch, self.augmenter.columns)[rows]
-        images = self.augmenter(pixels.to(self.device, non_blocking=True), to_device(uniform, self.device))
-        labels = labels.to(self.device, non_blocking=True)
-        return mix(ClassificationBatch(images, labels, labels), self.augmenter.section, self.order.seed, step)
-
-
+@dataclass
 class EvaluationBatches:
     """Yields normalised images, labels, and for each image 1 if it counts and 0 if it only fills the batch.
 
-    Over all processes every image counts once. Either `resident` (uint8 images and labels) or `images` is given.
+    Over all processes every image counts once. `images` is a data set, or uint8 images and labels on the device.
     """
 
-    def __init__(
-        self,
-        data: Data,
-        partition: BatchPartition,
-        mean: tuple[float, ...],
-        std: tuple[float, ...],
-        device: torch.device | str,
-        resident: tuple[Tensor, Tensor] | None = None,
-        images: ClassificationDataset | None = None,
-        log: BrokenLog | None = None,
-        say: Callable[[str], None] = print,
-        classes: int | None = None,
-    ) -> None:
-        self.data, self.partition, self.device, self.log, self.say = data, partition, torch.device(device), log, say
-        self.classes = classes
-        self.normalise = Normalise(mean, std, device)
-        self.resident = (resident[0].to(device), resident[1].to(device)) if resident else None
-        self.images = images
-        self.length = len(resident[1]) if resident else len(images or ())
+    images: ClassificationDataset | tuple[Tensor, Tensor]
+    data: Data
+    partition: BatchPartition
+    normalise: Normalise
+    reader: BatchReader = field(default_factory=BatchReader)
+    classes: int | None = None
+
+    def __len__(self) -> int:
+        return len(self.images[1] if isinstance(self.images, tuple) else self.images)
 
     def __iter__(self) -> Generator[tuple[Tensor, Tensor, Tensor], None, None]:
-        batches = equal_batches(self.length, self.partition)
-        for pixels, labels, counts in self._resident(batches) if self.resident else self._read(batches):
-            values = enlarge(pixels.to(self.device, non_blocking=True).float(), self.data.enlarge).clamp(0, 255)
-            counted = torch.tensor(counts, dtype=torch.float32, device=self.device)
-            yield self.normalise(values), labels.to(self.device), counted
+        device = self.normalise.device
+        for pixels, labels, counts in self._parts():
+            values = enlarge(pixels.to(device, non_blocking=True).float(), self.data.enlarge).clamp(0, 255)
+            yield self.normalise(values), labels.to(device), torch.tensor(counts, dtype=torch.float32, device=device)
 
     def first(self, count: int) -> Tensor:
         """The first images, uint8 (B, 3, H, W), at the size at which they are evaluated."""
-        if self.resident is None:
-            assert self.images is not None
-            transform = self._preprocessing().apply
-            found = (read_or_broken(self.images, index) for index in range(min(count, self.length)))
-            pixels = torch.stack([torch.as_tensor(transform(one[0])) for one in found if not isinstance(one, Broken)])
+        if isinstance(self.images, tuple):
+            pixels = self.images[0][:count]
         else:
-            pixels = self.resident[0][:count]
+            found = (self._samples()[index] for index in range(min(count, len(self))))
+            pixels = torch.stack([one[0] for one in found if not isinstance(one, Broken)])
         return enlarge(pixels.float(), self.data.enlarge).round().clamp(0, 255).byte()
 
-    def _preprocessing(self) -> Preprocessing:
-        return standard_preprocessing((self.data.size, self.data.size), self.data.crop, self.data.interpolation)
+    def _parts(self) -> Iterator[tuple[Tensor, Tensor, list[bool]]]:
+        batches = equal_batches(len(self), self.partition)
+        if isinstance(self.images, tuple):
+            pixels, labels = self.images
+            for batch in batches:
+                index = torch.tensor([index for index, _ in batch], device=pixels.device)
+                yield pixels.index_select(0, index), labels.index_select(0, index), [counts for _, counts in batch]
+            return
+        for keys, read in self.reader.batches(self._samples(), batches, stack):
+            if read is not None:
+                yield *read, [counts for _, counts in keys]
 
-    def _resident(self, batches: list[list[tuple[int, bool]]]) -> Iterator[tuple[Tensor, Tensor, list[bool]]]:
-        assert self.resident is not None
-        pixels, labels = self.resident
-        for batch in batches:
-            index = torch.tensor([index for index, _ in batch], device=self.device)
-            yield pixels.index_select(0, index), labels.index_select(0, index), [counts for _, counts in batch]
-
-    def _read(self, batches: list[list[tuple[int, bool]]]) -> Iterator[tuple[Tensor, Tensor, list[bool]]]:
-        assert self.images is not None and self.log is not None
-        samples = TransformedImages(self.images, self._preprocessing().apply, 0, self.classes)
-        loaded = evaluation_batches(samples, batches, stack, self.data.workers, self.device, self.log, self.say)
-        for (pixels, labels), keys, rows in loaded:
-            yield pixels, labels, [keys[row][1] for row in rows.tolist()]
+    def _samples(self) -> Samples:
+        assert not isinstance(self.images, tuple)
+        size, data = (self.data.size, self.data.size), self.data
+        preprocessing = standard_preprocessing(size, data.crop, data.interpolation)
+        return transformed_images(self.images, preprocessing.apply, classes=self.classes)
 
 
-class TransformedImages(Dataset[Any]):
-    """Transformed images and labels by (index, position); the position seeds the transform in any worker process.
+def transformed_images(
+    images: ClassificationDataset, transform: Callable[[Any], Any], seed: int = 0, classes: int | None = None
+) -> Samples:
+    """Images that a transform turns into uint8 tensors, and labels; a label that is not below `classes` is broken."""
+    return Samples(images, partial(_transformed, transform), seed, partial(_checked_label, images, classes))
 
-    An image whose label is not below `classes` is broken.
-    """
 
-    def __init__(
-        self,
-        images: ClassificationDataset,
-        transform: Callable[[Any], Any],
-        seed: int,
-        classes: int | None = None,
-    ) -> None:
-        self.images, self.transform, self.seed, self.classes = images, transform, seed, classes
+def _transformed(transform: Callable[[Any], Any], sample: tuple[Any, int], seed: int) -> tuple[Tensor, int]:
+    with seeded(seed):
+        return torch.as_tensor(transform(sample[0])), sample[1]
 
-    def __getitem__(self, key: Key) -> tuple[Tensor, int] | Broken:
-        index, position = key
-        item = read_or_broken(self.images, index)
-        if isinstance(item, Broken):
-            return item
-        if self.classes is not None and item[1] >= self.classes:
-            known = f"there are {self.classes} classes, 0 to {self.classes - 1}: see model.arguments.num_classes"
-            return Broken(self.images.name(index), f"its label is {item[1]}, but {known}")
-        with seeded(seed_for(self.seed, SAMPLE, position)):
-            return torch.as_tensor(self.transform(item[0])), item[1]
+
+def _checked_label(images: ClassificationDataset, classes: int | None, index: int) -> tuple[Any, int]:
+    image, label = images.read(index)
+    if classes is not None and label >= classes:
+        known = f"there are {classes} classes, 0 to {classes - 1}: see model.arguments.num_classes"
+        raise VitfocusError(f"its label is {label}, but {known}")
+    return image, label
 
 
 def stack(items: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,7 @@ from vitfocus.data.image_files import (
     to_image,
     to_rgb,
 )
-from vitfocus.data.loader import Broken, BrokenLog, read_or_broken
+from vitfocus.data.loader import BatchReader, Broken, SampleDataset, read_or_broken
 from vitfocus.data.shapes.dataset import CLASSES, shapes_batch
 from vitfocus.recipes import Data
 
@@ -38,21 +38,10 @@ _TORCHVISION = {
 SOURCES = ("shapes", *_TORCHVISION, "arrays", "folder", "shards", "timm:NAME")
 
 
-class ClassificationDataset(Protocol):
-    """Labelled images that are read by index."""
+class ClassificationDataset(SampleDataset[tuple[Image.Image, int]], Protocol):
+    """RGB images and their labels, read by index."""
 
     classes: Sequence[str]
-
-    def __len__(self) -> int: ...
-
-    def read(self, index: int) -> tuple[Image.Image, int]:
-        """The RGB image and its label; any exception means that the image is broken."""
-
-    def name(self, index: int) -> str:
-        """The image's name in messages."""
-
-    def digest(self) -> str:
-        """A SHA-256 that changes when the data set does."""
 
 
 @dataclass
@@ -206,24 +195,23 @@ def subset(images: ClassificationDataset, indices: Sequence[int]) -> Classificat
     return SubsetImages(images, indices)
 
 
-def load_all(images: ClassificationDataset, data: Data, log: BrokenLog) -> tuple[Tensor, Tensor, list[Broken]]:
-    """Read a data set into memory at `data.size`: pixels uint8 (N, 3, size, size), labels (N,), and broken images."""
+def load_all(images: ClassificationDataset, data: Data, reader: BatchReader) -> tuple[Tensor, Tensor]:
+    """Read a data set into memory at `data.size`: pixels uint8 (N, 3, size, size) and labels (N,)."""
     if isinstance(images, ArrayImages) and images.pixels.shape[-2:] == (data.size, data.size):
-        return images.pixels, images.labels, []
+        return images.pixels, images.labels
     preprocessing = standard_preprocessing((data.size, data.size), 1.0, data.interpolation)
     pixels = torch.empty(len(images), 3, data.size, data.size, dtype=torch.uint8)
     labels: list[int] = []
-    new: list[Broken] = []
     for index in range(len(images)):
         item = read_or_broken(images, index)
         if isinstance(item, Broken):
-            new += log.add([item])
+            reader.report([item])
             continue
         pixels[len(labels)] = preprocessing.apply(item[0])
         labels.append(item[1])
     if not labels:
         raise VitfocusError("None of the images can be read.")
-    return pixels[: len(labels)], torch.tensor(labels), new
+    return pixels[: len(labels)], torch.tensor(labels)
 
 
 def array_images(path: Path, size: int) -> ArrayImages:

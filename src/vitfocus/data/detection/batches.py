@@ -5,17 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from vitfocus.core.errors import VitfocusError
-from vitfocus.data.detection.dataset import DetectionDataset, Target
-from vitfocus.data.loader import SAMPLE, Broken, Key, read_or_broken, seed_for
+from vitfocus.data.detection.dataset import Target
 
 _STEP = 32  # pixels between two choices of the short side
 
@@ -55,8 +52,9 @@ class DetectionAugment:
                 f"detect.jitter={list(self.jitter)} is not a range of factors above 0; expected the smallest first."
             )
 
-    def __call__(self, image: Tensor, target: Target, draw: np.random.Generator) -> tuple[Tensor, Target]:
+    def __call__(self, sample: tuple[Tensor, Target], seed: int) -> tuple[Tensor, Target]:
         """Augment one image, uint8 (3, H, W), and its target."""
+        (image, target), draw = sample, np.random.default_rng(seed)
         if draw.random() < self.flip:
             image, target = flipped(image, target)
         height, width = image.shape[1:]
@@ -68,32 +66,6 @@ class DetectionAugment:
         image, target = resized(image, target, scale)
         places = [int(draw.integers(0, max(1, side - square + 1))) for side in image.shape[1:]]
         return cropped(image, target, (places[0], places[1]), square)
-
-
-class DetectionSamples(Dataset[Any]):
-    """Augmented images and targets by (index, position); the position seeds the augmentation in any worker process."""
-
-    def __init__(self, images: DetectionDataset, augment: DetectionAugment, seed: int) -> None:
-        self.images, self.augment, self.seed = images, augment, seed
-
-    def __getitem__(self, key: Key) -> tuple[Tensor, Target] | Broken:
-        index, position = key
-        item = read_or_broken(self.images, index)
-        if isinstance(item, Broken):
-            return item
-        image, target = item
-        return self.augment(image, target, np.random.default_rng(seed_for(self.seed, SAMPLE, position)))
-
-
-class EvaluationSamples(Dataset[Any]):
-    """Unchanged images with their indices."""
-
-    def __init__(self, images: DetectionDataset) -> None:
-        self.images = images
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int] | Broken:
-        image = read_or_broken(self.images, index, self.images.image)
-        return image if isinstance(image, Broken) else (image, index)
 
 
 def collate(items: Sequence[tuple[Tensor, Target]]) -> DetectionBatch:

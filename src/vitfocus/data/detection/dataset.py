@@ -28,6 +28,7 @@ from torch import Tensor
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.records import FINITE, MOST_ANNOTATIONS, read_json
 from vitfocus.data.image_files import read_rgb, to_tensor
+from vitfocus.data.loader import SampleDataset
 from vitfocus.data.shapes.dataset import CLASSES, VERSION, Shapes, drawn_scenes, instances
 from vitfocus.recipes import Data
 
@@ -37,28 +38,17 @@ _DRAWN_AT_ONCE = 1 << 28  # pixels of Shapes that are drawn in advance, at four 
 _SHAPES_LENGTHS = {"train": 20_000, "val": 2_000}
 
 
-class DetectionDataset(Protocol):
-    """Images with objects that are read by index. `category_ids` are COCO's ids of the labels 1, 2, ..."""
+class DetectionDataset(SampleDataset[tuple[Tensor, Target]], Protocol):
+    """Images, uint8 (3, H, W), and their targets. `category_ids` are COCO's ids of the labels 1, 2, ..."""
 
     classes: list[str]
     category_ids: list[int]
 
-    def __len__(self) -> int: ...
-
     def image(self, index: int) -> Tensor:
-        """The image, uint8 (3, H, W); any exception means that it is broken."""
-
-    def read(self, index: int) -> tuple[Tensor, Target]:
-        """The image and its target."""
+        """The image alone."""
 
     def image_id(self, index: int) -> int:
         """The image's id in `truth`."""
-
-    def name(self, index: int) -> str:
-        """The image's name in messages."""
-
-    def digest(self) -> str:
-        """A SHA-256 that changes when the data set does."""
 
     def truth(self) -> dict[str, Any]:
         """The ground truth in the form of COCO's JSON, against which detections are scored."""

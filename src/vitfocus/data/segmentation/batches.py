@@ -6,18 +6,18 @@ Training uses the usual augmentation: random scale, crop, flip and photometric d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from vitfocus.data.image_files import to_tensor
-from vitfocus.data.loader import SAMPLE, Broken, BrokenLog, Key, evaluation_batches, read_or_broken, seed_for
+from vitfocus.data.loader import Samples
 from vitfocus.data.segmentation.dataset import IGNORE, Mask, SegmentationDataset
 
 _TRIES = 10  # random crops until one is not mostly of one class
@@ -31,13 +31,12 @@ class SegmentationBatch:
     masks: Tensor
 
 
-class TrainingCrops(Dataset[tuple[Tensor, Tensor] | Broken]):
-    """Random crops by (index, position): uint8 (3, size, size) and the mask, uint8 (size, size).
+@dataclass(frozen=True)
+class RandomCrop:
+    """Augmentation of training images: uint8 (3, size, size) and the mask, uint8 (size, size).
 
     Args:
-        masks: The data set.
         size: Side of the crop. Smaller images are padded with `fill`, where the mask is ignored.
-        seed: Seed of the augmentation.
         scale: Range of the random scale.
         short_side: Images are first resized to this short side; 0 keeps their size.
         flip: Probability of a horizontal flip.
@@ -46,38 +45,26 @@ class TrainingCrops(Dataset[tuple[Tensor, Tensor] | Broken]):
         fill: Colour of the padding, in [0, 1].
     """
 
-    def __init__(
-        self,
-        masks: SegmentationDataset,
-        size: int,
-        seed: int,
-        *,
-        scale: tuple[float, float] = (0.5, 2.0),
-        short_side: int = 0,
-        flip: float = 0.5,
-        photometric: bool = True,
-        most_of_one: float = 0.75,
-        fill: Sequence[float] = (0.485, 0.456, 0.406),
-    ) -> None:
-        self.masks, self.size, self.seed = masks, size, seed
-        self.scale, self.short_side, self.flip = scale, short_side, flip
-        self.photometric, self.most_of_one = photometric, most_of_one
-        self.fill = torch.tensor([round(255 * channel) for channel in fill], dtype=torch.uint8)[:, None, None]
+    size: int
+    scale: tuple[float, float] = (0.5, 2.0)
+    short_side: int = 0
+    flip: float = 0.5
+    photometric: bool = True
+    most_of_one: float = 0.75
+    fill: Sequence[float] = (0.485, 0.456, 0.406)
 
-    def __getitem__(self, key: Key) -> tuple[Tensor, Tensor] | Broken:
-        index, position = key
-        item = read_or_broken(self.masks, index)
-        if isinstance(item, Broken):
-            return item
-        draw = np.random.default_rng(seed_for(self.seed, SAMPLE, position))
-        image, mask = self._crop(item[0], item[1], draw)
+    def __call__(self, sample: tuple[Image.Image, Mask], seed: int) -> tuple[Tensor, Tensor]:
+        """Augment an RGB image and its mask."""
+        draw = np.random.default_rng(seed)
+        image, mask = self._crop(*sample, draw)
         mirrored = draw.random() < self.flip
         pixels = to_tensor(distort(image, draw) if self.photometric else image)
         if mirrored:
             pixels, mask = pixels.flip(2), mask.flip(1)
         if mask.shape == (self.size, self.size):
             return pixels.contiguous(), mask.contiguous()
-        canvas = self.fill.expand(3, self.size, self.size).clone()
+        fill = torch.tensor([round(255 * channel) for channel in self.fill], dtype=torch.uint8)
+        canvas = fill[:, None, None].expand(3, self.size, self.size).clone()
         empty = torch.full((self.size, self.size), IGNORE, dtype=torch.uint8)
         canvas[:, : mask.shape[0], : mask.shape[1]] = pixels
         empty[: mask.shape[0], : mask.shape[1]] = mask
@@ -100,40 +87,23 @@ class TrainingCrops(Dataset[tuple[Tensor, Tensor] | Broken]):
         return image.resize(size, Image.Resampling.BILINEAR, box=box), torch.from_numpy(cropped.copy())
 
 
-class WholeImages(Dataset[Any]):
+def whole_images(masks: SegmentationDataset, short_side: int = 0) -> Samples:
     """For evaluation: images uint8 (3, h, w), resized to a short side (0: as they are), and unchanged masks."""
-
-    def __init__(self, masks: SegmentationDataset, short_side: int = 0) -> None:
-        self.masks, self.short_side = masks, short_side
-
-    def __len__(self) -> int:
-        return len(self.masks)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor] | Broken:
-        item = read_or_broken(self.masks, index)
-        if isinstance(item, Broken):
-            return item
-        image, mask = item
-        image = image.resize(scaled_size(image.size, self.short_side), Image.Resampling.BILINEAR)
-        return to_tensor(image), torch.from_numpy(np.ascontiguousarray(mask))
+    return Samples(masks, partial(_whole, short_side))
 
 
-def whole_batches(
-    images: WholeImages,
-    indices: Sequence[int],
-    batch_size: int,
-    workers: int,
-    device: torch.device,
-    log: BrokenLog | None = None,
-    say: Callable[[str], None] = print,
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Images and masks; only images of the same size share a batch."""
-    keys = [indices[start : start + batch_size] for start in range(0, len(indices), batch_size)]
-    for items, _, _ in evaluation_batches(images, keys, list, workers, device, log, say):
-        groups: dict[tuple[Any, ...], list[tuple[Tensor, Tensor]]] = {}
-        for image, mask in items:
-            groups.setdefault((image.shape, mask.shape), []).append((image, mask))
-        yield from map(stack, groups.values())
+def _whole(short_side: int, sample: tuple[Image.Image, Mask], seed: int) -> tuple[Tensor, Tensor]:
+    image, mask = sample
+    image = image.resize(scaled_size(image.size, short_side), Image.Resampling.BILINEAR)
+    return to_tensor(image), torch.from_numpy(np.ascontiguousarray(mask))
+
+
+def stack_by_size(items: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """Batches of images and masks, one per size."""
+    groups: dict[tuple[Any, ...], list[tuple[Tensor, Tensor]]] = {}
+    for image, mask in items:
+        groups.setdefault((image.shape, mask.shape), []).append((image, mask))
+    return list(map(stack, groups.values()))
 
 
 def stack(items: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

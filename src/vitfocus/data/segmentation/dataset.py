@@ -16,6 +16,7 @@ from PIL import Image
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.records import read_json, read_text
 from vitfocus.data.image_files import IMAGE_SUFFIXES, SPLITS, image_file, to_rgb
+from vitfocus.data.loader import SampleDataset
 from vitfocus.data.shapes.dataset import MASK_CLASSES, Shapes
 from vitfocus.recipes import Data
 
@@ -267,21 +268,10 @@ SHAPES_LENGTH = {"train": 4_000, "val": 500}
 Mask = npt.NDArray[np.uint8]
 
 
-class SegmentationDataset(Protocol):
-    """Images with masks that are read by index; 255 in a mask is ignored."""
+class SegmentationDataset(SampleDataset[tuple[Image.Image, Mask]], Protocol):
+    """RGB images and their masks (height, width); 255 in a mask is ignored."""
 
     classes: tuple[str, ...]
-
-    def __len__(self) -> int: ...
-
-    def read(self, index: int) -> tuple[Image.Image, Mask]:
-        """The RGB image and its mask (height, width); any exception means that one of them is broken."""
-
-    def name(self, index: int) -> str:
-        """The image's name in messages."""
-
-    def digest(self) -> str:
-        """A SHA-256 that changes when the data set does."""
 
 
 def open_masks(data: Data, split: str) -> SegmentationDataset:

@@ -6,32 +6,20 @@ size. The images of a batch are padded to the largest, the questions to the long
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.statistics import evenly_spaced
 from vitfocus.data.classification.augmentation import fix_posterize
 from vitfocus.data.image_files import Normalise, to_image, to_tensor
-from vitfocus.data.loader import (
-    SAMPLE,
-    BatchPartition,
-    Broken,
-    BrokenLog,
-    Key,
-    equal_batches,
-    evaluation_batches,
-    read_or_broken,
-    seed_for,
-    seeded,
-)
-from vitfocus.data.vqa.dataset import QuestionTokenizer, VqaDataset
+from vitfocus.data.loader import Samples, seeded
+from vitfocus.data.vqa.dataset import Question, QuestionTokenizer, VqaDataset
 
 LONGEST_SIDE = 1333 / 800  # as a multiple of the short side, as in ViLT
 
@@ -76,26 +64,15 @@ def fitted_size(height: int, width: int, size: int, patch: int) -> tuple[int, in
 
 @dataclass
 class QuestionBatch:
-    """A batch of questions.
-
-    Attributes:
-        inputs: The model's arguments.
-        indices: Indices of the questions (B,).
-        counted: Which rows count (B,); the others only fill the batch.
-        targets: Soft scores of the answers (B, answers), in training.
-    """
+    """The model's arguments, the questions, and in training the soft scores of the answers (B, answers)."""
 
     inputs: dict[str, Tensor]
-    indices: Tensor
-    counted: Tensor
+    questions: list[Question]
     targets: Tensor | None = None
 
 
-class QuestionSamples(Dataset[Any]):
-    """Questions and images by (index, position); the position seeds the augmentation.
-
-    A position below 0 marks a row that only fills a batch.
-    """
+class QuestionSamples(Samples):
+    """Prepared images with their questions, by (index, position); the position seeds the augmentation."""
 
     def __init__(
         self,
@@ -105,25 +82,22 @@ class QuestionSamples(Dataset[Any]):
         randaugment: str = "",
         seed: int = 0,
     ) -> None:
-        self.questions, self.tokenizer, self.preprocessing, self.seed = questions, tokenizer, preprocessing, seed
+        super().__init__(questions, self._prepare, seed)
+        self.tokenizer, self.preprocessing = tokenizer, preprocessing
         self.augment = _randaugment(randaugment) if randaugment else None
 
-    def __getitem__(self, key: Key) -> tuple[Tensor, str, int, bool] | Broken:
-        index, position = key
-        question = self.questions.questions[index]
-        image = read_or_broken(self.questions.images, question.image)
-        if isinstance(image, Broken):
-            return image
+    def _prepare(self, sample: tuple[Image.Image | Tensor, Question], seed: int) -> tuple[Tensor, Question]:
+        image, question = sample
         if self.augment is not None:
-            with seeded(seed_for(self.seed, SAMPLE, position)):
+            with seeded(seed):
                 image = self.augment(to_image(image) if isinstance(image, Tensor) else image)
-        return self.preprocessing.resize(image), question.text, index, position >= 0
+        return self.preprocessing.resize(image), question
 
-    def collate(self, items: list[Any]) -> QuestionBatch:
-        """Padded tensors of a list of samples."""
-        images, texts, indices, counted = zip(*items, strict=True)
-        inputs = self.tokenizer(texts) | pad_images(images)
-        return QuestionBatch(inputs, torch.tensor(indices), torch.tensor(counted))
+    def collate(self, items: list[tuple[Tensor, Question]]) -> QuestionBatch:
+        """A batch of some samples, padded."""
+        questions = [question for _, question in items]
+        texts, images = [question.text for question in questions], [image for image, _ in items]
+        return QuestionBatch(self.tokenizer(texts) | pad_images(images), questions)
 
 
 def pad_images(images: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -137,38 +111,15 @@ def pad_images(images: Sequence[Tensor]) -> dict[str, Tensor]:
     return {"pixel_values": pixels, "pixel_mask": mask}
 
 
-def every_question(
-    samples: QuestionSamples,
-    partition: BatchPartition,
-    workers: int,
-    device: torch.device,
-    log: BrokenLog,
-    say: Callable[[str], None],
-    indices: Sequence[int] | None = None,
-) -> Generator[QuestionBatch, None, None]:
-    """Batches on the device in which every question (or those at `indices`) counts once over all processes.
-
-    All processes have the same number of batches of the same size; the last ones have rows that do not count.
-    """
-    indices = range(len(samples.questions)) if indices is None else indices
-    keys = [
-        [(indices[place], 0 if counts else -1) for place, counts in batch]
-        for batch in equal_batches(len(indices), partition)
-    ]
-    for batch, _, _ in evaluation_batches(samples, keys, samples.collate, workers, device, log, say):
-        batch.inputs = samples.preprocessing.normalise(batch.inputs, device)
-        yield batch
-
-
-def reading_batches(
+def diagnosis_batches(
     questions: VqaDataset, preprocessing: VqaPreprocessing, limit: int, batch_size: int
 ) -> Iterator[dict[str, Any]]:
     """At most `limit` questions, evenly spaced, as inputs of `vitfocus.diagnose`: uint8 pixels, questions as text."""
     indices = evenly_spaced(len(questions), limit)
     for start in range(0, len(indices), batch_size):
-        some = [questions.questions[index] for index in indices[start : start + batch_size]]
-        images = [preprocessing.resize(questions.images.read(question.image)) for question in some]
-        yield {**pad_images(images), "question": [question.text for question in some]}
+        read = [questions.read(index) for index in indices[start : start + batch_size]]
+        images = pad_images([preprocessing.resize(image) for image, _ in read])
+        yield {**images, "question": [question.text for _, question in read]}
 
 
 def _randaugment(policy: str) -> Callable[[Any], Any]:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -176,31 +176,25 @@ class Question:
     question_type: str = ""
 
 
-class VqaImages(Protocol):
-    """Images that are read by index."""
-
-    def __len__(self) -> int: ...
-
-    def read(self, index: int) -> Image.Image | Tensor:
-        """An RGB image, or uint8 (3, H, W); any exception means that it is broken."""
-
-    def name(self, index: int) -> str:
-        """The image's name in messages."""
-
-    def listing(self) -> Iterable[str]:
-        """Lines that change when the images do."""
-
-
 @dataclass
 class VqaDataset:
-    """The questions of a split, and their images; `name` says which split, in a few words."""
+    """The questions of a split, and their images; `title` says which split, in a few words."""
 
     questions: Sequence[Question]
-    images: VqaImages
-    name: str = ""
+    images: TensorImages | FileImages
+    title: str = ""
 
     def __len__(self) -> int:
         return len(self.questions)
+
+    def read(self, index: int) -> tuple[Image.Image | Tensor, Question]:
+        """A question and its image, RGB or uint8 (3, H, W)."""
+        question = self.questions[index]
+        return self.images.read(question.image), question
+
+    def name(self, index: int) -> str:
+        """The name of a question's image, in messages."""
+        return self.images.name(self.questions[index].image)
 
     @property
     def annotated(self) -> bool:
@@ -210,7 +204,7 @@ class VqaDataset:
     def first(self, count: int) -> VqaDataset:
         """The questions about the first `count` images."""
         some = [question for question in self.questions if question.image < count]
-        return VqaDataset(some, self.images, f"the first {count:,} images of {self.name}")
+        return VqaDataset(some, self.images, f"the first {count:,} images of {self.title}")
 
     def digest(self) -> str:
         """SHA-256 of the questions, the answers and the images' listing."""
@@ -256,7 +250,7 @@ def _part(whole: VqaDataset, split: str, count: int, last: str) -> VqaDataset:
     held = {files[place] for place in np.random.default_rng(0).permutation(len(files))[:count].tolist()}
     chosen = [question for question in whole.questions if (question.image in held) == (split == "val")]
     part = f"{count:,} held-out images"
-    return VqaDataset(chosen, whole.images, f"{part} of {last}" if split == "val" else f"{whole.name} without {part}")
+    return VqaDataset(chosen, whole.images, f"{part} of {last}" if split == "val" else f"{whole.title} without {part}")
 
 
 def splits_in(root: str | Path) -> list[str]:

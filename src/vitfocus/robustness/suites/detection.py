@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.statistics import evenly_spaced
-from vitfocus.data.detection.batches import EvaluationSamples
 from vitfocus.data.detection.dataset import CocoDetections, DetectionDataset, ShapesDetections, mask_tools
 from vitfocus.data.image_files import Normalise
+from vitfocus.data.loader import Samples
 from vitfocus.data.shapes.dataset import shapes_named
 from vitfocus.robustness.engine import Condition, EvaluationArguments, EvaluationPlan, Group, Outcome, Reduced
 from vitfocus.robustness.pixel_model import PixelModel
@@ -41,7 +41,8 @@ def detection(arguments: EvaluationArguments) -> EvaluationPlan:
     for model in arguments.models:
         _check_classes(model.name, model.model, images)
     pick = evenly_spaced(len(images), arguments.limit)
-    source = ItemSource(EvaluationSamples(images), pick, _collate, digest=images.digest(), **arguments.reading)
+    samples = Samples(images, read=images.image)
+    source = ItemSource(samples, pick, _collate, digest=images.digest(), **arguments.reading)
     normalise = {model.name: Normalise(model.mean, model.std, arguments.device) for model in arguments.models}
     writers = {}
     for number, model in enumerate(arguments.models if options.pictures is not None else ()):
@@ -85,9 +86,9 @@ def _check_classes(name: str, model: nn.Module, images: DetectionDataset) -> Non
         raise VitfocusError(f"{name} knows {count} classes, and the data has {len(images.classes)}.")
 
 
-def _collate(items: list[tuple[Tensor, int]]) -> list[Collated]:
-    """Pictures of different sizes stay apart."""
-    return [Collated(range(len(items)), [picture for picture, _ in items], None)]
+def _collate(images: list[Tensor]) -> list[Collated]:
+    """Images of different sizes stay apart."""
+    return [Collated(range(len(images)), images, None)]
 
 
 def _detect(

@@ -26,7 +26,7 @@ from vitfocus.corruptions import fingerprint
 from vitfocus.corruptions.base import Draws, Setting, as_ids, to_uint8
 from vitfocus.corruptions.filters import gaussian
 from vitfocus.corruptions.noise_and_blur import shot_noise
-from vitfocus.data.segmentation.batches import WholeImages
+from vitfocus.data.segmentation.batches import whole_images
 from vitfocus.data.segmentation.dataset import (
     CONDITIONS,
     LAYOUTS,
@@ -281,7 +281,7 @@ def _file_source(
     ids: list[Any] = list(range(len(masks)))
     if isinstance(masks, MaskFiles):
         ids = [picture.relative_to(masks.root).as_posix() for picture, _ in masks.pairs]
-    samples = WholeImages(masks, short_side)
+    samples = whole_images(masks, short_side)
     source = ItemSource(samples, pick, _collate_by_size, ids=ids, digest=masks.digest(), **arguments.reading)
     names = tuple(ids[i].rpartition(".")[0].replace("/", "_") for i in pick) if isinstance(masks, MaskFiles) else ()
     files = tuple(masks.pairs[i][0].name for i in pick) if isinstance(masks, MaskFiles) else ()

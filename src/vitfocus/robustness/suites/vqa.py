@@ -59,13 +59,13 @@ def answers(arguments: EvaluationArguments) -> EvaluationPlan:
     source = ItemSource(samples, pick, samples.collate, digest=asked.digest(), **arguments.reading)
     questions = [asked.questions[index] for index in pick]
     baselines = language_alone(questions) if asked.annotated else None
-    note = f"The answers of {asked.name} are withheld, so nothing is scored; answers.json is for its server."
+    note = f"The answers of {asked.title} are withheld, so nothing is scored; answers.json is for its server."
     if baselines is not None:
         constant = baselines["constant_answer"]
-        note = f"VQAv2's official accuracy on {asked.name}. Without looking: always {constant!r}, or by question type."
+        note = f"VQAv2's official accuracy on {asked.title}. Without looking: always {constant!r}, or by question type."
     return EvaluationPlan(
         (Group("answers", source, (Condition("all", partial(_answer, answerers)),)),),
-        {"split": asked.name, "limit": arguments.limit},
+        {"split": asked.title, "limit": arguments.limit},
         partial(_reduce, questions, baselines),
         (note,),
         batch_sizes=(16, 64),
@@ -79,10 +79,10 @@ class QuestionItems:
         self.asked, self.readers = asked, readers
 
     def __getitem__(self, index: int) -> tuple[str, dict[VqaPreprocessing, Tensor]] | Broken:
-        question = self.asked.questions[index]
-        image = read_or_broken(self.asked.images, question.image)
-        if isinstance(image, Broken):
-            return image
+        item = read_or_broken(self.asked, index)
+        if isinstance(item, Broken):
+            return item
+        image, question = item
         return question.text, {prepare: prepare.resize(image) for _, prepare in self.readers.values()}
 
     def collate(self, items: list[tuple[str, dict[VqaPreprocessing, Tensor]]]) -> list[Collated]:

@@ -14,17 +14,29 @@ from torch import Tensor, nn
 from vitfocus.anatomy import anatomy, input_spec, unwrap
 from vitfocus.core.errors import VitfocusError, reason
 from vitfocus.core.modules import eval_mode, logits_of
-from vitfocus.data.classification.augmentation import Augmenter, ClassificationBatch, augment_patches
-from vitfocus.data.classification.batches import EvaluationBatches, LoaderBatches, ResidentBatches
+from vitfocus.data.classification.augmentation import (
+    Augmenter,
+    ClassificationBatch,
+    augment_patches,
+    draw_uniform,
+    mix,
+)
+from vitfocus.data.classification.batches import (
+    EvaluationBatches,
+    ResidentBatches,
+    stack,
+    train_transform,
+    transformed_images,
+)
 from vitfocus.data.classification.dataset import ArrayImages, ClassificationDataset, load_all, open_images
-from vitfocus.data.loader import SampleOrder
-from vitfocus.tasks.base import HEADS, DiversityTerm, RunContext, Task, build_model, model_arguments, start_from
+from vitfocus.data.loader import SampleBatches, SampleOrder, to_device
+from vitfocus.tasks.base import HEADS, RunContext, Task, build_model, model_arguments, start_from
 from vitfocus.treatments.save_load import create_model, load
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from vitfocus.recipes import Distill, Loss
+    from vitfocus.recipes import Distill
 
 
 class Teacher(nn.Module):
@@ -89,22 +101,16 @@ class Teacher(nn.Module):
         return F.kl_div(F.log_softmax(student / heat, 1), targets, reduction="batchmean", log_target=True) * heat**2
 
 
-class Losses:
-    """Computes the terms, whose sum is the loss; `names` lists those of this run."""
-
-    def __init__(self, section: Loss, model: nn.Module, teacher: Teacher | None = None) -> None:
-        self.section, self.teacher = section, teacher
-        self.diversity = DiversityTerm(model, section.adl_warmup_epochs)
-        self.names = ["ce", *self.diversity.names] + ["distill"] * (teacher is not None)
-
-    def __call__(self, output: Any, batch: ClassificationBatch, epoch: float) -> list[Tensor]:
-        first, second = split_output(output)
-        terms = [cross_entropy(first, batch, self.section.smoothing), *self.diversity(epoch)]
-        if self.teacher is not None:
-            weight = self.teacher.section.weight
-            terms[0] = terms[0] * (1 - weight)
-            terms.append(weight * self.teacher.loss(second, self.teacher(batch.images)))
-        return terms
+def supervised_terms(
+    output: Any, batch: ClassificationBatch, smoothing: float, teacher: Teacher | None = None
+) -> list[Tensor]:
+    """The cross-entropy of a classifier's output, and with a teacher the distillation loss, both weighted."""
+    logits, distilled = split_output(output)
+    loss = cross_entropy(logits, batch, smoothing)
+    if teacher is None:
+        return [loss]
+    weight = teacher.section.weight
+    return [(1 - weight) * loss, weight * teacher.loss(distilled, teacher(batch.images))]
 
 
 def cross_entropy(logits: Tensor, batch: ClassificationBatch, smoothing: float) -> Tensor:
@@ -146,7 +152,7 @@ class ClassificationTask(Task):
 
     def build_model(self) -> nn.Module:
         """The recipe's classifier; with a teacher, its distillation token is trained too."""
-        model: Any = build_model(self.recipe, self.count)
+        model: Any = build_model(self.recipe, self.arguments())
         if self.recipe.distill.teacher and hasattr(model, "set_distilled_training"):
             model.set_distilled_training(True)
         side = self.recipe.data.enlarge or self.recipe.data.size
@@ -168,18 +174,19 @@ class ClassificationTask(Task):
 
     def start(self, model: nn.Module, context: RunContext) -> None:
         """Keep small data sets on the device; read others in worker processes."""
-        data, seed, device, partition = self.recipe.data, self.recipe.engine.seed, context.device, context.partition
-        self.context = context
-        self.mean, self.std, _ = mean, std, _ = input_spec(model)
-        teacher = None
+        super().start(model, context)
+        data, augment, device, partition = self.recipe.data, self.recipe.augment, context.device, context.partition
+        mean, std, _ = input_spec(model)
+        self.preprocessing = {"size": data.enlarge or data.size, "mean": mean, "std": std}
+        self.teacher: Teacher | None = None
         if self.recipe.distill.teacher:
-            teacher = Teacher(self.recipe.distill, self.count, mean, std).to(device)
-        self.losses = Losses(self.recipe.loss, model, teacher)
-        side, width = self.recipe.augment.patchwise, data.enlarge or data.size
+            self.teacher = Teacher(self.recipe.distill, self.count, mean, std).to(device)
+        self.names = ["ce", *["adl"] * self.diversifies, *["distill"] * (self.teacher is not None)]
+        side, width = augment.patchwise, data.enlarge or data.size
         if side and (side == 1 or width % side):
             raise VitfocusError(f"augment.patchwise={side} does not divide images of {width} pixels into patches.")
-        self.names = [*self.losses.names, *["patchwise"] * bool(side)]
-        mixes = self.recipe.augment.mix_probability and (self.recipe.augment.mixup or self.recipe.augment.cutmix)
+        self.names += ["patchwise"] * bool(side)
+        mixes = augment.mix_probability and (augment.mixup or augment.cutmix)
         if mixes and partition.size % 2 and partition.size < partition.batch:
             raise VitfocusError(
                 f"batch={partition.batch} is divided into parts of {partition.size} images, but mixup and cutmix mix "
@@ -187,44 +194,54 @@ class ClassificationTask(Task):
             )
         small = isinstance(self.train, ArrayImages) and isinstance(self.val, ArrayImages)
         self.resident = data.resident == "yes" or (data.resident == "auto" and small)
-        if data.enlarge and not self.resident:
-            raise VitfocusError(
-                f"data.enlarge={data.enlarge} is for images that are kept on the device; these are read at data.size."
-            )
-        if self.resident and self.recipe.augment.colour_jitter:
-            raise VitfocusError(
-                "augment.colour_jitter works for images that are read one by one, but these are kept on the device: "
-                "leave it out, or set data.resident=no."
-            )
-        if self.resident and data.crop != type(data)().crop:
-            context.say(f"Images that are kept on the device are evaluated whole: data.crop={data.crop:g} is not used.")
-        self.augmenter = augmenter = Augmenter(self.recipe.augment, mean, std, device, device_crop=self.resident)
+        self.augmenter = Augmenter(augment, mean, std, device, device_crop=self.resident)
+        evaluated: ClassificationDataset | tuple[Tensor, Tensor] = self.val
         if self.resident:
-            pixels, labels = self._load("train", context)
-            shown = self._load("val", context)
+            if augment.colour_jitter:
+                raise VitfocusError(
+                    "augment.colour_jitter works for images that are read one by one, but these are kept on the "
+                    "device: leave it out, or set data.resident=no."
+                )
+            if data.crop != type(data)().crop:
+                context.say(
+                    f"Images that are kept on the device are evaluated whole: data.crop={data.crop:g} is not used."
+                )
+            pixels, labels = self._load("train")
             self.train_images = len(labels)
-            order = SampleOrder(len(labels), data.batch, seed, data.repeats, device=device)
-            self.batches: ResidentBatches | LoaderBatches = ResidentBatches(
-                pixels, labels, order, augmenter, partition, context.compiled, data.enlarge
+            order = SampleOrder(len(labels), data.batch, self.recipe.engine.seed, data.repeats, device=device)
+            self.batches: ResidentBatches | SampleBatches = ResidentBatches(
+                pixels, labels, order, self.augmenter, partition, context.compiled, data.enlarge
             )
-            self.validation = EvaluationBatches(data, partition, mean, std, device, resident=shown)
+            evaluated = self._load("val")
         else:
-            self.train_images = len(self.train)
-            groups = getattr(self.train, "groups", ())
-            order = SampleOrder(len(self.train), data.batch, seed, data.repeats, groups, device="cpu")
-            log, val_log, say = self.broken["train"], self.broken["val"], context.say
-            self.batches = LoaderBatches(self.train, data, order, augmenter, partition, log, say, device, self.count)
-            self.validation = EvaluationBatches(
-                data, partition, mean, std, device, images=self.val, log=val_log, say=say, classes=self.count
-            )
-        self.val_images = self.validation.length
+            if data.enlarge:
+                raise VitfocusError(
+                    f"data.enlarge={data.enlarge} is for images that are kept on the device; these are read at "
+                    "data.size."
+                )
+            transform = train_transform(data, augment)
+            samples = transformed_images(self.train, transform, self.recipe.engine.seed, self.count)
+            self.batches = self.sample_batches(samples, stack, self._finish)
+        reader = self.readers["val"]
+        self.validation = EvaluationBatches(evaluated, data, partition, self.normalise, reader, self.count)
+        self.val_images = len(self.validation)
+
+    def _finish(self, batch: tuple[Tensor, Tensor], step: int, rows: Tensor) -> ClassificationBatch:
+        """Erase, normalise and mix images that were read and transformed."""
+        (pixels, labels), seed, device = batch, self.recipe.engine.seed, self.context.device
+        uniform = draw_uniform(seed, step, self.context.partition.batch, self.augmenter.columns)[rows]
+        images = self.augmenter(pixels.to(device, non_blocking=True), to_device(uniform, device))
+        labels = labels.to(device, non_blocking=True)
+        return mix(ClassificationBatch(images, labels, labels), self.recipe.augment, seed, step)
 
     def capturable_batches(self) -> ResidentBatches | None:
         return self.batches if isinstance(self.batches, ResidentBatches) else None
 
     def terms(self, model: nn.Module, batch: ClassificationBatch, epoch: float) -> list[Tensor]:
         """Cross-entropy, attention diversification and distillation."""
-        return self.losses(model(batch.images), batch, epoch)
+        output = model(batch.images)
+        loss, *distilled = supervised_terms(output, batch, self.recipe.loss.smoothing, self.teacher)
+        return [loss, *self.diversity_terms(epoch), *distilled]
 
     def first_pass(self, model: nn.Module, batch: ClassificationBatch) -> Tensor | None:
         """Cross-entropy on images whose patches are augmented, where the recipe asks for it."""
@@ -259,8 +276,7 @@ class ClassificationTask(Task):
 
     def facts(self) -> dict[str, Any]:
         crop = 1.0 if self.resident else self.recipe.data.crop
-        data = self.recipe.data
-        preprocessing = {"size": data.enlarge or data.size, "mean": self.mean, "std": self.std, "crop": crop}
+        preprocessing = {**self.preprocessing, "crop": crop}
         return {"classes": self.count, "resident": self.resident, "preprocessing": preprocessing}
 
     def head_names(self, model: nn.Module) -> set[str]:
@@ -275,15 +291,13 @@ class ClassificationTask(Task):
         parts = {id(parameter) for head in heads for parameter in head.parameters()}
         return {name for name, parameter in model.named_parameters() if id(parameter) in parts}
 
-    def _load(self, split: str, context: RunContext) -> tuple[Tensor, Tensor]:
-        images = self.train if split == "train" else self.val
-        pixels, labels, skipped = load_all(images, self.recipe.data, self.broken[split])
-        for one in skipped:
-            context.say(f"Skipped an unreadable image: {one}")
+    def _load(self, split: str) -> tuple[Tensor, Tensor]:
+        """All images of a split and their labels, on the device."""
+        pixels, labels = load_all(self.train if split == "train" else self.val, self.recipe.data, self.readers[split])
         if len(labels) and int(labels.max()) >= self.count:
             what = {"train": "training", "val": "validation"}[split]
             raise VitfocusError(
                 f"The {what} images have labels up to {int(labels.max())}, but the model has {self.count} classes: "
                 "set model.arguments.num_classes."
             )
-        return pixels, labels
+        return pixels.to(self.context.device), labels.to(self.context.device)

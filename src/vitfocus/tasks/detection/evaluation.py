@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import colorsys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 from torchvision.ops import box_convert
 
-from vitfocus.anatomy import input_spec
 from vitfocus.core.files import atomic_path
-from vitfocus.data.detection.batches import EvaluationSamples
 from vitfocus.data.detection.dataset import DetectionDataset, encode_masks, mask_tools
-from vitfocus.data.image_files import Normalise
-from vitfocus.data.loader import BrokenLog, evaluation_batches
 
 KINDS = {"box": "bbox", "mask": "segm"}
 _NAMES = {"ap": "AP_all", "ap50": "AP_50", "ap75": "AP_75"} | {
@@ -87,36 +81,10 @@ Prediction = dict[str, Tensor]
 _SMALLEST_SIDE = 320  # pixels of the short side; smaller images are enlarged, or captions would cover them
 
 
-@torch.no_grad()
-def detect(
-    model: nn.Module,
-    images: DetectionDataset,
-    indices: Sequence[int],
-    batch_size: int,
-    device: torch.device,
-    *,
-    workers: int = 0,
-    log: BrokenLog | None = None,
-    say: Callable[[str], None] = print,
-    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> Iterator[list[dict[str, Any]]]:
-    """Run a detector over images of a data set; the caller sets eval mode.
-
-    Yields:
-        The detections of each batch, in the format of COCO's results.
-    """
-    wanted = input_spec(model)
-    normalise = Normalise(wanted.mean, wanted.std, device)
-    keys = [indices[start : start + batch_size] for start in range(0, len(indices), batch_size)]
-    for items, _, _ in evaluation_batches(EvaluationSamples(images), keys, list, workers, device, log, say):
-        with autocast():
-            predictions = model([normalise(image) for image, _ in items])
-        yield coco_results(predictions, [images.image_id(index) for _, index in items], images.category_ids)
-
-
 def draw_detections(image: Tensor, prediction: Prediction, classes: Sequence[str], least: float = 0.5) -> Image.Image:
     """Draw boxes, masks, names and scores of the detections with at least a score on an image, uint8 (3, H, W).
 
+    >>> import torch
     >>> prediction = {"boxes": torch.tensor([[8.0, 8.0, 40.0, 40.0]]), "labels": torch.tensor([1])}
     >>> prediction |= {"scores": torch.tensor([0.9]), "masks": torch.ones(1, 1, 64, 64)}
     >>> draw_detections(torch.zeros(3, 64, 64, dtype=torch.uint8), prediction, ["ring"]).size

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
-from vitfocus.anatomy import input_spec, unwrap
+from vitfocus.anatomy import unwrap
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.modules import eval_mode
-from vitfocus.data.detection.batches import DetectionAugment, DetectionBatch, DetectionSamples, collate
+from vitfocus.data.detection.batches import DetectionAugment, DetectionBatch, collate
 from vitfocus.data.detection.dataset import DetectionDataset, mask_tools, open_detections
-from vitfocus.data.image_files import Normalise
-from vitfocus.data.loader import first_images, strided_indices
-from vitfocus.tasks.base import DiversityTerm, RunContext, Task, build_with, over_several_gpus
-from vitfocus.tasks.detection.evaluation import coco_scores, detect
+from vitfocus.data.loader import Samples, first_images, strided_batches
+from vitfocus.tasks.base import DATA_KEYS, RunContext, Task, build_model, over_several_gpus
+from vitfocus.tasks.detection.evaluation import coco_results, coco_scores
 from vitfocus.treatments.origin import split_library
 from vitfocus.treatments.spec import split_spec
 
@@ -35,10 +35,7 @@ class DetectionTask(Task):
         "augment": frozenset({"flip"}),
         "loss": frozenset({"adl_warmup_epochs"}),
         "distill": frozenset(),
-        "data": frozenset(
-            {"source", "root", "train_split", "val_split", "train_length", "val_length"}
-            | {"size", "batch", "repeats", "workers", "broken"}
-        ),
+        "data": DATA_KEYS | {"repeats"},
     }
 
     train: DetectionDataset
@@ -61,7 +58,7 @@ class DetectionTask(Task):
 
     def build_model(self) -> nn.Module:
         """The recipe's detector; over several GPUs its pyramid has SyncBatchNorm."""
-        model: Any = build_with(self.recipe, self.arguments())
+        model: Any = build_model(self.recipe, self.arguments())
         self.try_model(model, self.recipe.data.size, lambda image: model(list(image)))
         if over_several_gpus(self.recipe):
             features = model.backbone.features
@@ -79,39 +76,33 @@ class DetectionTask(Task):
 
     def start(self, model: nn.Module, context: RunContext) -> None:
         """Worker processes read and augment training images."""
-        recipe, data, section = self.recipe, self.recipe.data, self.recipe.detect
-        wanted = input_spec(model)
-        self.context, self.normalise = context, Normalise(wanted.mean, wanted.std, context.device)
-        self.diversity = DiversityTerm(model, recipe.loss.adl_warmup_epochs)
-        self.names = [name.removeprefix("loss_") for name in _LOSSES] + self.diversity.names
-        sides = (int(section.sides[0]) or data.size, int(section.sides[1]) or data.size)
+        super().start(model, context)
+        recipe, size, section = self.recipe, self.recipe.data.size, self.recipe.detect
+        self.names = [name.removeprefix("loss_") for name in _LOSSES] + ["adl"] * self.diversifies
+        sides = (int(section.sides[0]) or size, int(section.sides[1]) or size)
         augment = DetectionAugment(sides, section.longest, recipe.augment.flip, section.jitter)
-        samples = DetectionSamples(self.train, augment, recipe.engine.seed)
-        self.batches = self.sample_batches(samples, collate, self._finish, context)
+        self.batches = self.sample_batches(Samples(self.train, augment, recipe.engine.seed), collate, self._finish)
 
     def terms(self, model: nn.Module, batch: DetectionBatch, epoch: float) -> list[Tensor]:
         """Mask R-CNN's five losses, and attention diversification."""
         losses = model(batch.images, batch.targets)
-        return [losses[name] for name in _LOSSES] + self.diversity(epoch)
+        return [losses[name] for name in _LOSSES] + self.diversity_terms(epoch)
 
+    @torch.no_grad()
     def evaluate(self, model: nn.Module, accelerator: Accelerator) -> dict[str, float]:
         """COCO's average precision of boxes and masks; the first process scores the detections of all."""
         from accelerate.utils import broadcast_object_list, gather_object
 
-        context, model = self.context, unwrap(model)  # DDP's forward pass would wait for processes with fewer batches
-        batches = detect(
-            model,
-            self.val,
-            strided_indices(len(self.val), context.partition),
-            context.partition.size,
-            context.device,
-            workers=self.recipe.data.workers,
-            log=self.broken["val"],
-            say=context.say,
-            autocast=accelerator.autocast,
-        )
+        model = unwrap(model)  # DDP's forward pass would wait for processes with fewer batches
+        found = []
         with eval_mode(model):
-            found = [one for batch in context.until_stopped(batches) for one in batch]
+            for indices, images in self.validation_batches(
+                Samples(self.val, read=self.val.image), strided_batches(len(self.val), self.context.partition)
+            ):
+                with accelerator.autocast():
+                    predictions = model([self.normalise(image) for image in images])
+                ids = [self.val.image_id(index) for index in indices]
+                found += coco_results(predictions, ids, self.val.category_ids)
         if accelerator.num_processes > 1:
             found = gather_object(found)
         scores = [coco_scores(self.val.truth(), found) if accelerator.is_main_process else None]

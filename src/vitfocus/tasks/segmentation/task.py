@@ -14,19 +14,18 @@ from vitfocus.core.errors import VitfocusError
 from vitfocus.core.metrics import METRICS
 from vitfocus.core.modules import eval_mode, logits_of
 from vitfocus.core.registry import COMPOSED_MODELS
-from vitfocus.data.image_files import Normalise
-from vitfocus.data.loader import first_images, strided_indices
+from vitfocus.data.loader import Samples, first_images, strided_batches
 from vitfocus.data.segmentation.batches import (
+    RandomCrop,
     SegmentationBatch,
-    TrainingCrops,
-    WholeImages,
     largest_label,
     stack,
-    whole_batches,
+    stack_by_size,
+    whole_images,
 )
 from vitfocus.data.segmentation.dataset import IGNORE, SegmentationDataset, open_masks
-from vitfocus.tasks.base import DiversityTerm, RunContext, Task, build_model, model_arguments, over_several_gpus
-from vitfocus.tasks.segmentation.evaluation import InferenceSettings, class_counts, iou_by_class, predict, scores_of
+from vitfocus.tasks.base import DATA_KEYS, RunContext, Task, build_model, model_arguments, over_several_gpus
+from vitfocus.tasks.segmentation.evaluation import InferenceSettings, class_counts, predict, scores_of
 from vitfocus.treatments.origin import split_library
 from vitfocus.treatments.spec import split_spec
 
@@ -43,10 +42,7 @@ class SegmentationTask(Task):
         "augment": frozenset({"flip"}),
         "distill": frozenset(),
         "loss": frozenset({"adl_warmup_epochs"}),
-        "data": frozenset(
-            {"source", "root", "train_split", "val_split", "train_length", "val_length", "size", "batch", "repeats"}
-            | {"workers", "broken"}
-        ),
+        "data": DATA_KEYS | {"repeats"},
     }
 
     train: SegmentationDataset
@@ -74,7 +70,7 @@ class SegmentationTask(Task):
 
     def build_model(self) -> nn.Module:
         """The recipe's segmenter; over several GPUs its heads have SyncBatchNorm."""
-        model = build_model(self.recipe, len(self.classes))
+        model = build_model(self.recipe, self.arguments())
         if split_library(split_spec(self.recipe.model.spec)[0])[0] not in COMPOSED_MODELS:
             raise VitfocusError(
                 f"{self.recipe.model.spec} gives one label per image, not one per pixel: put a head on it, "
@@ -98,24 +94,21 @@ class SegmentationTask(Task):
 
     def start(self, model: nn.Module, context: RunContext) -> None:
         """Worker processes make training crops, which are normalised on the device."""
-        data, section, seed = self.recipe.data, self.recipe.segment, self.recipe.engine.seed
-        seen = input_spec(model)
-        self.context, self.normalise = context, Normalise(seen.mean, seen.std, context.device)
-        self.diversity = DiversityTerm(model, self.recipe.loss.adl_warmup_epochs)
+        super().start(model, context)
+        section = self.recipe.segment
         self.auxiliary = getattr(model, "auxiliary", None) is not None
-        self.names = ["ce", *["aux"] * self.auxiliary, *self.diversity.names]
-        crops = TrainingCrops(
-            self.train,
-            data.size,
-            seed,
+        self.names = ["ce", *["aux"] * self.auxiliary, *["adl"] * self.diversifies]
+        crop = RandomCrop(
+            self.recipe.data.size,
             scale=section.scale,
             short_side=section.short_side,
             flip=self.recipe.augment.flip,
             photometric=section.photometric,
             most_of_one=section.most_of_one,
-            fill=seen.mean,
+            fill=input_spec(model).mean,
         )
-        self.batches = self.sample_batches(crops, stack, self._finish, context)
+        samples = Samples(self.train, crop, self.recipe.engine.seed)
+        self.batches = self.sample_batches(samples, stack, self._finish)
 
     def terms(self, model: nn.Module, batch: SegmentationBatch, epoch: float) -> list[Tensor]:
         """Pixel-wise cross-entropy of both heads, and attention diversification."""
@@ -123,7 +116,7 @@ class SegmentationTask(Task):
         terms = [pixel_loss(logits_of(output), batch.masks)]
         if self.auxiliary:
             terms.append(self.recipe.segment.auxiliary * pixel_loss(output["aux"], batch.masks))
-        return terms + self.diversity(epoch)
+        return terms + self.diversity_terms(epoch)
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, accelerator: Accelerator) -> dict[str, float]:
@@ -131,20 +124,16 @@ class SegmentationTask(Task):
         model = unwrap(model)  # a compiled model would be compiled again for every image size
         count = len(self.classes)
         counts = torch.zeros(3, count, dtype=torch.int64, device=accelerator.device)
-        partition, settings, device = self.context.partition, self.inference_settings, self.context.device
-        indices = strided_indices(len(self.val), partition)
-        whole = WholeImages(self.val, settings.short_side)
-        parts = whole_batches(
-            whole, indices, partition.size, self.recipe.data.workers, device, self.broken["val"], self.context.say
-        )
+        settings, device = self.inference_settings, self.context.device
+        samples = whole_images(self.val, settings.short_side)
+        indices = strided_batches(len(self.val), self.context.partition)
         with eval_mode(model):
-            for images, masks in self.context.until_stopped(parts):
-                with accelerator.autocast():
-                    scores = predict(model, self.normalise(images), settings, masks.shape[-2:])
-                counts += class_counts(masks.to(device), scores.argmax(1), count).sum(0)
-        counts = accelerator.reduce(counts).cpu()
-        self.iou = iou_by_class(counts, self.classes)
-        return scores_of(counts)
+            for _, parts in self.validation_batches(samples, indices, stack_by_size):
+                for images, masks in parts:
+                    with accelerator.autocast():
+                        scores = predict(model, self.normalise(images), settings, masks.shape[-2:])
+                    counts += class_counts(masks.to(device), scores.argmax(1), count).sum(0)
+        return scores_of(accelerator.reduce(counts).cpu())
 
     def sample_images(self, count: int) -> Tensor | None:
         """A few whole validation images, at the size of the training crops."""

@@ -23,7 +23,6 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -118,33 +117,19 @@ def soft_accuracy(answer: str, answers: Sequence[str]) -> float:
     return consensus(people.count(given), len(people))
 
 
-@dataclass(frozen=True)
-class AnswerVocabulary:
-    """The answers that a model chooses from, most frequent first."""
+def frequent_answers(agreed: Iterable[str], size: int = 3129, least: int = 1) -> list[str]:
+    """The `size` most frequent agreed answers of the training questions that occur at least `least` times.
 
-    answers: tuple[str, ...]
+    VQAv2's usual 3,129 answers are those that occur nine times or more in training and validation together.
 
-    @classmethod
-    def build(cls, agreed: Iterable[str], size: int = 3129, least: int = 1) -> AnswerVocabulary:
-        """The `size` most frequent agreed answers of the training questions that occur at least `least` times.
-
-        VQAv2's usual 3,129 answers are those that occur nine times or more in training and validation together.
-
-        >>> AnswerVocabulary.build(["yes", "Yes.", "no", "two"], size=2).answers
-        ('yes', '2')
-        """
-        counts = Counter(map(normalise, agreed))
-        frequent = sorted((word for word in counts if counts[word] >= least), key=lambda word: (-counts[word], word))
-        if not frequent:
-            raise VitfocusError(f"No answer occurs {least} times or more in the training annotations.")
-        return cls(tuple(frequent[:size]))
-
-    @property
-    def numbers(self) -> dict[str, int]:
-        return {answer: place for place, answer in enumerate(self.answers)}
-
-    def __len__(self) -> int:
-        return len(self.answers)
+    >>> frequent_answers(["yes", "Yes.", "no", "two"], size=2)
+    ['yes', '2']
+    """
+    counts = Counter(map(normalise, agreed))
+    frequent = sorted((word for word in counts if counts[word] >= least), key=lambda word: (-counts[word], word))
+    if not frequent:
+        raise VitfocusError(f"No answer occurs {least} times or more in the training annotations.")
+    return frequent[:size]
 
 
 def soft_targets(answers: Sequence[str], numbers: Mapping[str, int]) -> dict[int, float]:

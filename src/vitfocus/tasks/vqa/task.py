@@ -6,8 +6,7 @@ questions, and the answers are the most frequent ones of the training annotation
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -17,13 +16,21 @@ from torch import Tensor, nn
 
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.modules import eval_mode
-from vitfocus.data.vqa.batches import QuestionBatch, QuestionSamples, every_question, fitted_size, reading_batches
-from vitfocus.data.vqa.dataset import QuestionTokenizer, VqaDataset, attach_tokenizer, open_questions, tokenizer_of
-from vitfocus.tasks.base import DiversityTerm, RunContext, Task, create_seeded, start_from
+from vitfocus.data.loader import equal_batches
+from vitfocus.data.vqa.batches import QuestionBatch, QuestionSamples, diagnosis_batches, fitted_size
+from vitfocus.data.vqa.dataset import (
+    Question,
+    QuestionTokenizer,
+    VqaDataset,
+    attach_tokenizer,
+    open_questions,
+    tokenizer_of,
+)
+from vitfocus.tasks.base import DATA_KEYS, RunContext, Task, build_model
 from vitfocus.tasks.vqa.evaluation import (
-    AnswerVocabulary,
     answers_in,
     by_answer_type,
+    frequent_answers,
     language_alone,
     normalise,
     preprocessing_of,
@@ -50,10 +57,7 @@ class AnswerTask(Task):
         "augment": frozenset({"randaugment"}),
         "loss": frozenset({"adl_warmup_epochs"}),
         "distill": frozenset(),
-        "data": frozenset(
-            {"source", "root", "train_split", "val_split", "train_length", "val_length", "size", "batch", "workers"}
-        )
-        | {"broken", "holdout"},
+        "data": DATA_KEYS | {"holdout"},
     }
 
     train: VqaDataset
@@ -78,18 +82,16 @@ class AnswerTask(Task):
         if answers is None:
             known = [self.train, self.val] if recipe.data.holdout else [self.train]  # held-out images are of training
             agreed = (question.agreed for part in known for question in part.questions)
-            answers = list(AnswerVocabulary.build(agreed, section.answers, section.least).answers)
+            answers = frequent_answers(agreed, section.answers, section.least)
         self.classes = answers
         self.numbers = {answer: number for number, answer in enumerate(answers)}
         self.without_looking = language_alone(self.val.questions)
 
     def build_model(self) -> nn.Module:
         """The model, which carries its tokenizer."""
-        model = create_seeded(self.recipe, self.arguments())
+        model = build_model(self.recipe, self.arguments())
         if type(model).__name__ != "ViltForQuestionAnswering":
             raise VitfocusError(f"task=answer trains a ViltForQuestionAnswering, but this is a {type(model).__name__}.")
-        if self.recipe.model.weights:
-            start_from(model, self.recipe.model.weights)
         attach_tokenizer(model, self.tokenizer)
         wanted, token = preprocessing_of(model, self.recipe.data.size), torch.zeros(1, 1, dtype=torch.int64)
         side = fitted_size(wanted.size, wanted.size, wanted.size, wanted.patch)[0]
@@ -111,14 +113,13 @@ class AnswerTask(Task):
 
     def start(self, model: nn.Module, context: RunContext) -> None:
         """Prepare the batches; each question counts as one image."""
-        recipe, self.context = self.recipe, context
-        self.preprocessing = preprocessing_of(model, recipe.data.size)
-        self.diversity = DiversityTerm(model, recipe.loss.adl_warmup_epochs)
-        self.names = ["bce", *self.diversity.names]
-        prepared = self.tokenizer, self.preprocessing
-        samples = QuestionSamples(self.train, *prepared, recipe.augment.randaugment, recipe.engine.seed)
-        self.val_samples = QuestionSamples(self.val, *prepared)
-        self.batches = self.sample_batches(samples, samples.collate, self._finish, context)
+        super().start(model, context)
+        recipe, tokenizer = self.recipe, self.tokenizer
+        self.preprocessing = preprocessing = preprocessing_of(model, recipe.data.size)
+        self.names = ["bce", *["adl"] * self.diversifies]
+        samples = QuestionSamples(self.train, tokenizer, preprocessing, recipe.augment.randaugment, recipe.engine.seed)
+        self.val_samples = QuestionSamples(self.val, tokenizer, preprocessing)
+        self.batches = self.sample_batches(samples, samples.collate, self._finish)
         for key in self.unread:
             if (value := getattr(recipe.answer, key)) != getattr(type(recipe.answer)(), key):
                 context.say(f"The checkpoint has its own, so answer.{key}={value} is not used.")
@@ -128,42 +129,40 @@ class AnswerTask(Task):
     def terms(self, model: nn.Module, batch: QuestionBatch, epoch: float) -> list[Tensor]:
         """Binary cross-entropy with the soft targets, summed over answers as in ViLT, and attention diversification."""
         logits: Tensor = model(**batch.inputs).logits
-        return [_loss(logits, batch.targets), *self.diversity(epoch)]
+        return [_loss(logits, batch.targets), *self.diversity_terms(epoch)]
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, accelerator: Accelerator) -> dict[str, float]:
         """The official accuracy, overall and by answer type, and the loss."""
         sums = torch.zeros(len(ANSWER_TYPES) + 2, 2, dtype=torch.float64)
-        context, workers = self.context, self.recipe.data.workers
-        where = context.partition, workers, context.device, self.broken["val"], context.say
-        with eval_mode(model), closing(every_question(self.val_samples, *where)) as batches:
-            for batch in context.until_stopped(batches):
+        samples, batches = self.val_samples, equal_batches(len(self.val), self.context.partition)
+        with eval_mode(model):
+            for keys, batch in self.validation_batches(samples, batches, samples.collate):
                 with accelerator.autocast():
-                    logits = model(**batch.inputs).logits.float()
-                rows = batch.counted.tolist()
-                indices = [index for index, counts in zip(batch.indices.tolist(), rows, strict=True) if counts]
-                kept = logits[batch.counted.to(logits.device)]
-                if not indices:
+                    logits = model(**self.preprocessing.normalise(batch.inputs, self.context.device)).logits.float()
+                rows = [row for row, (_, counts) in enumerate(keys) if counts]
+                if not rows:
                     continue
-                answers = [self.classes[number] for number in kept.argmax(1).tolist()]
-                scored = by_answer_type([self.val.questions[index] for index in indices], answers)
+                logits, questions = logits[rows], [batch.questions[row] for row in rows]
+                answers = [self.classes[number] for number in logits.argmax(1).tolist()]
+                scored = by_answer_type(questions, answers)
                 for row, name in enumerate(("", *ANSWER_TYPES)):
                     sums[row] += torch.tensor(scored.get(name, (0.0, 0)), dtype=torch.float64)
-                loss = float(_loss(kept, self._targets(self.val, indices).to(kept.device)))
-                sums[-1] += torch.tensor([loss * len(indices), len(indices)], dtype=torch.float64)
+                loss = float(_loss(logits, self._targets(questions).to(logits.device)))
+                sums[-1] += torch.tensor([loss * len(rows), len(rows)], dtype=torch.float64)
         summed = accelerator.reduce(sums.to(accelerator.device)).tolist()
         names = ("accuracy", *(f"accuracy_{name.replace('/', '_')}" for name in ANSWER_TYPES), "loss")
         return {name: total / count for name, (total, count) in zip(names, summed, strict=True) if count}
 
     def sample_images(self, count: int) -> list[dict[str, Any]]:
         """A few validation questions with their images."""
-        return list(reading_batches(self.val, self.val_samples.preprocessing, count // 4, count // 4))
+        return list(diagnosis_batches(self.val, self.preprocessing, count // 4, count // 4))
 
     def headline(self, scores: Mapping[str, float]) -> str:
         """The accuracy, and those of answers without looking at the image."""
         blind = self.without_looking
         return (
-            f"accuracy on {self.val.name} {100 * scores['accuracy']:.2f} % (always {blind['constant_answer']!r}: "
+            f"accuracy on {self.val.title} {100 * scores['accuracy']:.2f} % (always {blind['constant_answer']!r}: "
             f"{100 * blind['constant_accuracy']:.2f} %, the best answer to each type of question: "
             f"{100 * blind['question_type_accuracy']:.2f} %)"
         )
@@ -176,7 +175,7 @@ class AnswerTask(Task):
         """Sizes of the vocabularies, the share of questions they can answer, and accuracies without looking."""
         reached = sum(normalise(question.agreed) in self.numbers for question in self.train.questions)
         return {
-            "splits": {"train": self.train.name, "val": self.val.name},
+            "splits": {"train": self.train.title, "val": self.val.title},
             "answers": len(self.classes),
             "answers_cover": reached / len(self.train),
             "word_pieces": len(self.tokenizer),
@@ -199,16 +198,16 @@ class AnswerTask(Task):
         limit = min(longest, int(getattr(config, "max_position_embeddings", longest)))
         return checkpoint_tokenizer(self.checkpoint, limit), answers_in(config), int(getattr(config, "vocab_size", 0))
 
-    def _targets(self, questions: VqaDataset, indices: list[int]) -> Tensor:
-        targets = torch.zeros(len(indices), len(self.classes))
-        for row, index in enumerate(indices):
-            for number, score in soft_targets(questions.questions[index].answers, self.numbers).items():
+    def _targets(self, questions: Sequence[Question]) -> Tensor:
+        targets = torch.zeros(len(questions), len(self.classes))
+        for row, question in enumerate(questions):
+            for number, score in soft_targets(question.answers, self.numbers).items():
                 targets[row, number] = score
         return targets
 
     def _finish(self, batch: QuestionBatch, step: int, rows: Tensor) -> QuestionBatch:
         batch.inputs = self.preprocessing.normalise(batch.inputs, self.context.device)
-        batch.targets = self._targets(self.train, batch.indices.tolist()).to(self.context.device, non_blocking=True)
+        batch.targets = self._targets(batch.questions).to(self.context.device, non_blocking=True)
         return batch
 
 
