@@ -19,7 +19,14 @@ from vitfocus.cli import main
 from vitfocus.cli.diagnose import image_files
 from vitfocus.core.errors import VitfocusError
 from vitfocus.data.classification.dataset import FolderImages
-from vitfocus.data.image_files import Preprocessing, cut_centre, open_image, read_image, standard_preprocessing, to_rgb
+from vitfocus.data.image_files import (
+    Preprocessing,
+    cut_centre,
+    evaluation_preprocessing,
+    open_image,
+    read_image,
+    to_rgb,
+)
 from vitfocus.robustness import evaluate
 
 
@@ -109,7 +116,7 @@ def test_names_need_not_be_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize("crop", [0.875, 0.9, 1.0])
 def test_preprocessing_is_that_of_timm(size: tuple[int, int], crop: float, interpolation: str) -> None:
     transform = create_transform((3, *size), crop_pct=crop, interpolation=interpolation, use_prefetcher=True)
-    preprocessing = standard_preprocessing(size, crop, interpolation)
+    preprocessing = evaluation_preprocessing(size, interpolation, crop, keep=False)
     for shape in ((50, 71), (97, 40), (33, 33), (20, 25)):
         picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (*shape, 3), np.uint8))
         assert np.array_equal(preprocessing.apply(picture).numpy(), transform(picture)), shape

@@ -31,7 +31,7 @@ from vitfocus.reproduce.items import MEASURES, model_setups, protocol_facts
 from vitfocus.reproduce.results import Measurement, _from_diagnosis, count, count_parameters_of, softmax_surface
 from vitfocus.reproduce.run import counted_on, reproduce, suite_options
 from vitfocus.reproduce.runs import DIAGNOSED, DataFolders, PlannedRun, plan_row, validation_batches
-from vitfocus.train.recipe import difference, load_recipe, refuse_foreign, shipped_recipes
+from vitfocus.train.recipe import difference, load_recipe, refuse_unused_keys, shipped_recipes
 from vitfocus.train.run import train
 from vitfocus.treatments.cost import count_cost
 from vitfocus.treatments.save_load import create_model
@@ -113,7 +113,7 @@ def test_every_row_resolves_at_every_scale_it_has(tmp_path: Path) -> None:
             run = plan(item, row, scale, tmp_path)
             assert run is not None
             if run.recipe is not None:
-                refuse_foreign(run.recipe)
+                refuse_unused_keys(run.recipe)
                 assert run.recipe.model.spec == run.spec
                 assert scale != "smoke" or run.recipe.data.source == "shapes"
         trained = any(stand.recipe for stand in model_setups()[row.model].values())

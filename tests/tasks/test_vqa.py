@@ -36,7 +36,7 @@ from vitfocus.tasks.vqa.evaluation import (
     Answerer,
     best_constant,
     frequent_answers,
-    language_alone,
+    language_baselines,
     normalise,
     soft_accuracy,
     soft_targets,
@@ -132,7 +132,7 @@ def test_the_vocabulary_holds_the_most_frequent_answers() -> None:
 
 def test_what_can_be_had_without_looking() -> None:
     asked = shapes_questions("val", 60, 32)
-    blind = language_alone(asked.questions)
+    blind = language_baselines(asked.questions)
     words = {normalise(answer) for question in asked.questions for answer in question.answers}
     means = {w: np.mean([soft_accuracy(w, question.answers) for question in asked.questions]) for w in words}
     assert blind["constant_accuracy"] == pytest.approx(max(means.values()))

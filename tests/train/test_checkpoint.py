@@ -41,7 +41,7 @@ def test_every_flipped_bit_is_noticed_and_the_checkpoint_before_is_used(tmp_path
     draw = random.Random(0)
     for file in sorted(newest.iterdir()):
         sound = file.read_bytes()
-        for _ in range(300):
+        for _ in range(100):
             bit = draw.randrange(8 * len(sound))
             flip(file, bit)
             said: list[str] = []

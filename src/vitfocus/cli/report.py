@@ -131,13 +131,11 @@ def _images(args: argparse.Namespace, found: Sequence[ReportModel], model: Any) 
 
 
 def _validation(model: ReportModel, limit: int, size: tuple[int, int]) -> tuple[Tensor, list[str]]:
-    from dataclasses import replace
-
     import torch
 
     from vitfocus.core.errors import VitfocusError
     from vitfocus.data.classification.dataset import open_images
-    from vitfocus.data.image_files import standard_preprocessing
+    from vitfocus.data.image_files import evaluation_preprocessing
     from vitfocus.train.recipe import build_recipe, refuse_downloads
 
     assert model.training is not None
@@ -149,7 +147,7 @@ def _validation(model: ReportModel, limit: int, size: tuple[int, int]) -> tuple[
         raise VitfocusError(
             f"The validation images of {model.name} cannot be opened ({error}): give images with --images DIR."
         ) from None
-    preprocessing = replace(standard_preprocessing(size, recipe.data.crop, recipe.data.interpolation), keep=size)
+    preprocessing = evaluation_preprocessing(size, recipe.data.interpolation, recipe.data.crop)
     picked = evenly_spaced(len(found), limit)
     images = torch.stack([preprocessing.apply(found.read(index)[0]) for index in picked])
     return images, [found.name(index) for index in picked]

@@ -104,7 +104,7 @@ def corrupt(
     seed = whole("seed", seed)
     if not isinstance(images, Tensor):
         again = partial(corrupt, name=name, severity=severity, seed=seed, flavour=flavour, frost=frost)
-        return _in_kind(images, again, ids)
+        return _corrupt_any(images, again, ids)
     batch = _as_bytes(images)
     if batch.device.type not in _CHUNK:  # devices without float64
         batch = batch.cpu()
@@ -129,7 +129,7 @@ def corrupt(
     return result.reshape(images.shape)
 
 
-def _in_kind(images: Any, change: Callable[..., Tensor], ids: Any) -> Any:
+def _corrupt_any(images: Any, change: Callable[..., Tensor], ids: Any) -> Any:
     """Images that are not a tensor, changed and returned as they came."""
     if isinstance(images, str) and (count := shapes_named(images, SHAPES)) is not None:
         return change(shapes_batch(range(count), split="val")[0], ids=ids)
@@ -145,7 +145,7 @@ def _in_kind(images: Any, change: Callable[..., Tensor], ids: Any) -> Any:
         if len(names) != len(pictures):
             raise VitfocusError(f"Got {len(names)} ids for {len(pictures)} images; expected one id per image.")
         pairs = zip(pictures, names, strict=True)
-        changed = [_picture_in_kind(one, change(to_tensor(open_image(one)), ids=[name])) for one, name in pairs]
+        changed = [_same_type(one, change(to_tensor(open_image(one)), ids=[name])) for one, name in pairs]
         if single:
             return changed[0]
         return np.stack(changed) if isinstance(images, np.ndarray) else changed
@@ -157,17 +157,17 @@ def _in_kind(images: Any, change: Callable[..., Tensor], ids: Any) -> Any:
             f"Images are a {type(images).__name__}; expected a tensor (B, 3, H, W) or (3, H, W), a folder, paths, PIL "
             "images, arrays, a data set, a loader, or shapes:N."
         )
-    return _changed_batches(images, change, ids)
+    return _corrupt_batches(images, change, ids)
 
 
-def _picture_in_kind(picture: Any, pixels: Tensor) -> Any:
+def _same_type(picture: Any, pixels: Tensor) -> Any:
     if not isinstance(picture, np.ndarray):
         return to_image(pixels)
     array = pixels.permute(1, 2, 0).numpy()
     return array if picture.dtype == np.uint8 else (array / np.float32(255)).astype(picture.dtype)
 
 
-def _changed_batches(loader: Iterable[Any], change: Callable[..., Tensor], ids: Any) -> Iterator[Any]:
+def _corrupt_batches(loader: Iterable[Any], change: Callable[..., Tensor], ids: Any) -> Iterator[Any]:
     """The batches of a loader, or items of a data set, their images changed: the whole, or the first of a tuple."""
     names, done = None if ids is None else iter(ids), 0
     for item in loader:

@@ -6,7 +6,7 @@ import hashlib
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +36,7 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
 SPLITS = {"train": ("train", "training"), "val": ("val", "validation", "test")}
 
 # A resized image with more than this many times the pixels of its crop is not computed as a whole.
-_LARGE = 16
+_LARGEST_RATIO = 16
 
 
 def files_below(folder: str | Path, suffixes: Collection[str] = IMAGE_SUFFIXES) -> Iterator[Path]:
@@ -193,7 +193,7 @@ def cut_centre(
     (224, 224)
     """
     height, width = crop
-    if resized[0] * resized[1] <= _LARGE * height * width:
+    if resized[0] * resized[1] <= _LARGEST_RATIO * height * width:
         return T.center_crop(T.resize(image, list(resized), interpolation), [height, width])
     down, across = image.height / resized[0], image.width / resized[1]
     top, left = round((resized[0] - height) / 2), round((resized[1] - width) / 2)
@@ -358,37 +358,35 @@ class Preprocessing:
         return max(rounded(wide * height / width), tall), wide
 
 
-def standard_preprocessing(size: tuple[int, int], crop_pct: float, interpolation: str) -> Preprocessing:
+def evaluation_preprocessing(
+    size: tuple[int, int], interpolation: str, crop_pct: float | None = None, keep: bool = True
+) -> Preprocessing:
     """Resize to cover size / crop_pct, then crop the centre: 256 and 224 where size is 224 and crop_pct 0.875.
-
-    Example:
-        >>> standard_preprocessing((224, 224), 0.875, "bicubic").to_dict()
-        {'resize': 256, 'crop': (224, 224), 'interpolation': 'bicubic', 'keep': None}
-        >>> standard_preprocessing((224, 448), 0.875, "bicubic").resize
-        (256, 512)
-    """
-    expected = "a share of the resized picture, such as 0.875"
-    crop_pct = real("crop_pct", crop_pct, expected)
-    if not 0 < crop_pct <= 1:
-        raise VitfocusError(f"crop_pct is {crop_pct}; expected {expected}.")
-    height, width = (int(side / crop_pct) for side in size)
-    return Preprocessing(height if height == width else (height, width), size, interpolation)
-
-
-def model_interpolation(config: Mapping[str, Any]) -> str:
-    """The interpolation that timm's configuration of a model names; anything but "bilinear" is bicubic."""
-    return "bilinear" if config.get("interpolation") == "bilinear" else "bicubic"
-
-
-def evaluation_preprocessing(size: tuple[int, int], interpolation: str, crop_pct: float | None = None) -> Preprocessing:
-    """How `diagnose` and `evaluate` prepare a picture: the standard preprocessing, and one of that size as it is.
 
     Args:
         size: The (height, width) of the model's input.
         interpolation: "bilinear" or "bicubic".
         crop_pct: The share of the resized image that is kept (default: 0.875).
+        keep: Whether an image of that size is taken as it is.
+
+    Example:
+        >>> evaluation_preprocessing((224, 224), "bicubic").to_dict()
+        {'resize': 256, 'crop': (224, 224), 'interpolation': 'bicubic', 'keep': (224, 224)}
+        >>> evaluation_preprocessing((224, 448), "bicubic").resize
+        (256, 512)
     """
-    return replace(standard_preprocessing(size, 0.875 if crop_pct is None else crop_pct, interpolation), keep=size)
+    expected = "a share of the resized picture, such as 0.875"
+    share = real("crop_pct", 0.875 if crop_pct is None else crop_pct, expected)
+    if not 0 < share <= 1:
+        raise VitfocusError(f"crop_pct is {share}; expected {expected}.")
+    height, width = (int(side / share) for side in size)
+    resize = height if height == width else (height, width)
+    return Preprocessing(resize, size, interpolation, size if keep else None)
+
+
+def model_interpolation(config: Mapping[str, Any]) -> str:
+    """The interpolation that timm's configuration of a model names; anything but "bilinear" is bicubic."""
+    return "bilinear" if config.get("interpolation") == "bilinear" else "bicubic"
 
 
 def read_image(file: Path, size: tuple[int, int], crop: float = 0.875, interpolation: str = "bicubic") -> Tensor:

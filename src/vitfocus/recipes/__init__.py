@@ -18,7 +18,7 @@ Positive = Annotated[int, Meta(ge=1)]
 Amount = Annotated[float, Meta(ge=0, le=FINITE)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 #: Marks a key that may change when a run is resumed: it has no influence on the weights.
-HARMLESS = "may change when a run is resumed"
+CHANGEABLE = "may change when a run is resumed"
 
 # Conditions that several keys share, or that take more than the value of one other key.
 
@@ -123,7 +123,7 @@ class Data(Section, frozen=True):
     repeats: Positive = 1  # repeated augmentation: each chosen image N times, usually in one batch
     resident: Literal["auto", "yes", "no"] = "auto"  # keep the whole set as one tensor on the device
     enlarge: Count = 0  # enlarge resident images from size to N pixels after augmentation; 0: do not
-    workers: Annotated[Count, HARMLESS] = 4
+    workers: Annotated[Count, CHANGEABLE] = 4
     download: Annotated[
         bool,
         OnlyWith(
@@ -283,14 +283,14 @@ class Engine(Section, frozen=True):
     record: Literal["auto", "no"] = "auto"  # auto: a step on one CUDA device is captured as a CUDA graph and replayed
     accumulate: Positive = 1  # parts in which one process takes its share of a batch
     ema: Fraction = 0.0  # decay of the moving average of the weights; 0: none
-    evaluate_every: Annotated[Count, HARMLESS] = 1  # epochs; the last is always evaluated
-    evaluate_steps: Annotated[Count, HARMLESS] = 0  # steps, in place of epochs; 0: by epochs
-    log_every: Annotated[Positive, HARMLESS] = 20  # steps
-    checkpoint_steps: Annotated[Count, HARMLESS] = 0  # write a checkpoint every N steps; 0: by time alone
-    checkpoint_minutes: Annotated[Amount, HARMLESS] = 5.0  # and when the last one is this old; 0: not by time
-    keep: Annotated[Positive, HARMLESS] = 2  # newest checkpoints kept
-    tensorboard: Annotated[bool, HARMLESS] = False
-    track: Annotated[Literal["no", "wandb", "mlflow"], HARMLESS] = "no"  # log to W&B or MLflow as well
+    evaluate_every: Annotated[Count, CHANGEABLE] = 1  # epochs; the last is always evaluated
+    evaluate_steps: Annotated[Count, CHANGEABLE] = 0  # steps, in place of epochs; 0: by epochs
+    log_every: Annotated[Positive, CHANGEABLE] = 20  # steps
+    checkpoint_steps: Annotated[Count, CHANGEABLE] = 0  # write a checkpoint every N steps; 0: by time alone
+    checkpoint_minutes: Annotated[Amount, CHANGEABLE] = 5.0  # and when the last one is this old; 0: not by time
+    keep: Annotated[Positive, CHANGEABLE] = 2  # newest checkpoints kept
+    tensorboard: Annotated[bool, CHANGEABLE] = False
+    track: Annotated[Literal["no", "wandb", "mlflow"], CHANGEABLE] = "no"  # log to W&B or MLflow as well
 
 
 class Segment(Section, frozen=True):
@@ -399,9 +399,9 @@ def value_of(recipe: Recipe, key: str) -> Any:
     return getattr(getattr(recipe, section), name)
 
 
-def is_harmless(key: str) -> bool:
+def is_changeable(key: str) -> bool:
     """Whether a key, by its full name, may change when a run is resumed."""
-    return HARMLESS in getattr(KEYS[key], "__metadata__", ())
+    return CHANGEABLE in getattr(KEYS[key], "__metadata__", ())
 
 
 def changed(section: Section) -> dict[str, Any]:

@@ -29,9 +29,9 @@ from vitfocus.core.files import write_text
 from vitfocus.core.statistics import evenly_spaced
 from vitfocus.core.tables import counted
 from vitfocus.data.classification.dataset import ArrayImages, open_images
-from vitfocus.data.image_files import find_split, standard_preprocessing
+from vitfocus.data.image_files import evaluation_preprocessing, find_split
 from vitfocus.data.segmentation.dataset import open_masks
-from vitfocus.recipes import SECTIONS, Distill, Recipe, changed, is_harmless
+from vitfocus.recipes import SECTIONS, Distill, Recipe, changed, is_changeable
 from vitfocus.report.runs import read_metrics
 from vitfocus.reproduce.items import MEASURES, SCALES, Item, ModelSetup, Row, model_setups
 from vitfocus.tasks import find_task
@@ -293,7 +293,7 @@ def recipe_digest(recipe: Recipe, *before: str) -> str:
         section: {
             name: value
             for name, value in changed(getattr(recipe, section)).items()
-            if not is_harmless(f"{section}.{name}")
+            if not is_changeable(f"{section}.{name}")
         }
         for section in SECTIONS
     }
@@ -348,7 +348,7 @@ def validation_batches(run: PlannedRun, count: int | None, size: int = 32) -> It
     assert run.recipe is not None
     data = run.recipe.data
     images: Any = open_masks(data, "val") if run.recipe.task == "segment" else open_images(data, "val")
-    preprocessing = standard_preprocessing((data.size, data.size), data.crop, data.interpolation)
+    preprocessing = evaluation_preprocessing((data.size, data.size), data.interpolation, data.crop, keep=False)
     pick = list(evenly_spaced(len(images), count))
     for start in range(0, len(pick), size):
         some = pick[start : start + size]

@@ -157,7 +157,7 @@ class Task(ABC):
         return None
 
     @torch.no_grad()
-    def try_model(self, model: nn.Module, size: int, call: Callable[[Tensor], Any]) -> None:
+    def dry_run(self, model: nn.Module, size: int, call: Callable[[Tensor], Any]) -> None:
         """Run the model on one black image of the recipe's size, so that a misfit is an error before training.
 
         `call` runs it on a (1, 3, size, size) tensor, in eval mode.
@@ -204,11 +204,11 @@ class Task(ABC):
         """Whether this task reads a key of a recipe."""
         if section == cls.name:
             return True
-        keys = {**_FOREIGN, **cls.reads}.get(section)
+        keys = {**_OTHER_TASKS, **cls.reads}.get(section)
         return keys is None or key in keys
 
 
-_FOREIGN: dict[str, frozenset[str]] = {name: frozenset() for name in ("segment", "detect", "answer")}
+_OTHER_TASKS: dict[str, frozenset[str]] = {name: frozenset() for name in ("segment", "detect", "answer")}
 
 
 #: Names of a model's classifier in the libraries.

@@ -165,7 +165,7 @@ def _sums(folder: Path) -> bytes:
     return "".join(f"{digest(folder / name)}  {name}\n" for name in (_STATE, _TENSORS)).encode()
 
 
-def replace_folder(final: Path, write: Callable[[Path], None]) -> None:
+def replace_folder(final: Path, write: Callable[[Path], Any]) -> None:
     """Let `write` fill a folder that then takes the place of `final`; on failure nothing of it remains."""
     if write_place(final, folder=True).is_symlink():
         raise VitfocusError(f"{final} is a link, which would be replaced; expected a folder or a new path.")

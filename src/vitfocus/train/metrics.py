@@ -13,18 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from vitfocus.core.errors import VitfocusError
+from vitfocus.core.errors import VitfocusError, reason
 from vitfocus.core.files import Appender, write_text
 from vitfocus.core.records import Count, OpenDict, parse_json, read_json
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-#: Packages by the name of the tracker, and what its users call it.
-TRACKERS = {"wandb": "W&B", "mlflow": "MLflow"}
-TRACKER_HINTS = {
-    "wandb": "log in with `wandb login`, or set WANDB_MODE=offline",
-    "mlflow": "set MLFLOW_TRACKING_URI to a server or a database, such as sqlite:///mlflow.db",
+#: Trackers by the name of their package: what users call them, and what to do if a run cannot be started.
+TRACKERS = {
+    "wandb": ("W&B", "log in with `wandb login`, or set WANDB_MODE=offline"),
+    "mlflow": ("MLflow", "set MLFLOW_TRACKING_URI to a server or a database, such as sqlite:///mlflow.db"),
 }
 
 
@@ -143,7 +142,7 @@ class ExperimentTracker:
         say: Callable[[str], None],
     ) -> None:
         self.accelerator, self.say = accelerator, say
-        self.label = TRACKERS[name]
+        self.label, hint = TRACKERS[name]
         file = folder / "tracker.json"
         ids: dict[str, str] = read_json(file, dict[str, str], writer="vitfocus train") if file.is_file() else {}
         if name == "wandb":
@@ -155,10 +154,7 @@ class ExperimentTracker:
         try:
             accelerator.init_trackers(project, dict(settings), init_kwargs={name: options})
         except Exception as error:  # each tracker has its own kinds
-            hint = (
-                "log in with `wandb login`, or set WANDB_MODE=offline" if name == "wandb" else "see MLFLOW_TRACKING_URI"
-            )
-            raise VitfocusError(f"{self.label} cannot begin a run ({first_line(error)}): {hint}.") from None
+            raise VitfocusError(f"{self.label} cannot start a run ({reason(error)}): {hint}.") from None
         if name == "mlflow":
             ids[name] = accelerator.get_tracker(name, unwrap=True).info.run_id
         write_text(file, json.dumps(ids) + "\n")
@@ -180,22 +176,13 @@ class ExperimentTracker:
             send()
         except Exception as error:
             self._open = False
-            self.say(f"{self.label} gets no more rows ({first_line(error)}); all rows are in metrics.jsonl.")
+            self.say(f"{self.label} gets no more rows ({reason(error)}); all rows are in metrics.jsonl.")
 
 
 def require_tracker(name: str) -> None:
     """Refuse a tracker whose package is not installed."""
     if find_spec(name) is None:
         raise VitfocusError(f"engine.track={name} needs the extra vitfocus[{name}].")
-
-
-def first_line(error: Exception) -> str:
-    """The first sentence of an error that another library raised.
-
-    >>> first_line(ValueError("no such run. See the manual\\nfor more"))
-    'no such run'
-    """
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].split(". ")[0].rstrip(".:")
 
 
 def scalars(row: dict[str, Any]) -> dict[str, float]:

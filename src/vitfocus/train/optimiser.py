@@ -150,7 +150,7 @@ def create_optimiser(
         raise VitfocusError(f"The optimiser {section.name} cannot be built: {reason(error)}.") from None
     _try(section, device)
     if section.layer_decay and not by_timm:
-        _scale_groups(optimiser, _layer_scales(model, section.layer_decay))
+        _scale_groups(optimiser, _layer_decay_scales(model, section.layer_decay))
     if section.head_lr != 1.0:
         _scale_groups(optimiser, {id(p): section.head_lr for name, p in model.named_parameters() if name in heads})
     return optimiser
@@ -193,7 +193,7 @@ def _try(section: Optimiser, device: torch.device) -> None:
         ) from None
 
 
-def _layer_scales(model: nn.Module, decay: float) -> dict[int, float]:
+def _layer_decay_scales(model: nn.Module, decay: float) -> dict[int, float]:
     """The factor of every parameter of a model that timm knows no layers of: by the depth of its block.
 
     What comes before the first block is a layer of its own; what comes after the last has the whole rate.
@@ -227,7 +227,7 @@ def _scale_groups(optimiser: Optimizer, scales: Mapping[int, float]) -> None:
     optimiser.param_groups[:] = groups
 
 
-def choose_trained(model: nn.Module, what: str, heads: Collection[str]) -> list[nn.Module]:
+def freeze_parameters(model: nn.Module, what: str, heads: Collection[str]) -> list[nn.Module]:
     """Freeze what is not trained, and return the batch normalisations that stay in eval mode because of it.
 
     `what` is "all", "added" (what treatments added) or "head" (that, and the parameters named in `heads`).
@@ -245,7 +245,7 @@ def choose_trained(model: nn.Module, what: str, heads: Collection[str]) -> list[
     return [norm for norm in _batch_norms(model) if not any(p.requires_grad for p in norm.parameters())]
 
 
-def normalises_batches(model: nn.Module, frozen: Sequence[nn.Module] = ()) -> bool:
+def has_trained_batch_norm(model: nn.Module, frozen: Sequence[nn.Module] = ()) -> bool:
     """Whether some batch normalisation of the model is trained, so that images of a batch depend on each other."""
     return any(not any(norm is one for one in frozen) for norm in _batch_norms(model))
 

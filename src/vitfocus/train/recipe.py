@@ -14,7 +14,7 @@ from typing import Any
 
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.records import convert, parse_toml, read_text
-from vitfocus.recipes import CONDITIONS, KEYS, SECTIONS, Recipe, changed, is_harmless, value_of
+from vitfocus.recipes import CONDITIONS, KEYS, SECTIONS, Recipe, changed, is_changeable, value_of
 from vitfocus.tasks import TASKS, find_task
 
 #: Lengths in epochs, and the keys that give them in steps instead.
@@ -86,7 +86,7 @@ def apply_overrides(source: str | Path, overrides: Sequence[str]) -> tuple[Recip
                 raise VitfocusError(f"{key} has nothing below it: {table} is a value.")
         target[last] = _read_value(value.strip(), is_text=_is_text(path))
         keys.add(path)
-    _settle_lengths(keys, tree)
+    _resolve_lengths(keys, tree)
     recipe = build_recipe(tree, Path(source).stem)
     if str(source).endswith(".toml"):
         refuse_downloads(recipe, str(source), typed=keys)
@@ -126,7 +126,7 @@ def why_unused(recipe: Recipe, key: str) -> str:
     return condition.refusal(key, recipe) if condition else ""
 
 
-def refuse_foreign(recipe: Recipe) -> None:
+def refuse_unused_keys(recipe: Recipe) -> None:
     """Refuse a recipe with keys that its task would ignore, and with settings of a teacher that is not there."""
     task = find_task(recipe.task)
     for section in SECTIONS:
@@ -143,7 +143,7 @@ def difference(old: Recipe, new: Recipe) -> list[str]:
     return task + [
         f"{key}: {_shown(before)} -> {_shown(after)}"
         for key in KEYS
-        if not is_harmless(key) and (before := value_of(old, key)) != (after := value_of(new, key))
+        if not is_changeable(key) and (before := value_of(old, key)) != (after := value_of(new, key))
     ]
 
 
@@ -206,11 +206,11 @@ def _resolve(source: str, seen: tuple[str, ...]) -> dict[str, Any]:
     below = _resolve(str(local) if source.endswith(".toml") and local.is_file() else str(base), (*seen, source))
     below.pop("about", None)
     merged = _merge(below, tree)
-    _settle_lengths({f"{name}.{key}" for name, part in tree.items() if isinstance(part, dict) for key in part}, merged)
+    _resolve_lengths({f"{name}.{key}" for name, part in tree.items() if isinstance(part, dict) for key in part}, merged)
     return merged
 
 
-def _settle_lengths(given: Set[str], tree: dict[str, Any]) -> None:
+def _resolve_lengths(given: Set[str], tree: dict[str, Any]) -> None:
     """A length in epochs replaces one in steps that it was written over; one that would be ignored is refused."""
     for path, other in _IN_STEPS.items():
         if path not in given:

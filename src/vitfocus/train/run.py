@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,8 @@ from vitfocus.tasks.base import RunContext, Task
 from vitfocus.train.checkpoint import Checkpoint, Checkpoints, model_tensors, read_checkpoint, replace_folder
 from vitfocus.train.compile import compile_blocks, compile_mode
 from vitfocus.train.metrics import ExperimentTracker, Metrics, TrainingResults, require_tracker
-from vitfocus.train.optimiser import TrainingSchedule, choose_trained, create_optimiser, normalises_batches
-from vitfocus.train.recipe import build_recipe, difference, load_recipe, refuse_foreign
+from vitfocus.train.optimiser import TrainingSchedule, create_optimiser, freeze_parameters, has_trained_batch_norm
+from vitfocus.train.recipe import build_recipe, difference, load_recipe, refuse_unused_keys
 from vitfocus.train.trainer import StopRequest, Trainer
 from vitfocus.treatments.save_load import SavedConfig, remember_task, save
 from vitfocus.treatments.spec import split_spec
@@ -76,7 +77,7 @@ def train(
         recipe = load_recipe(recipe, overrides)
     elif overrides:
         raise VitfocusError("Overrides go with a recipe's name or file; change a Recipe with msgspec.structs.replace.")
-    refuse_foreign(recipe)
+    refuse_unused_keys(recipe)
     folder = Path(out) if out else Path("runs") / recipe.name
     accelerator = _accelerator(recipe)
     processes = Processes(accelerator.process_index, accelerator.num_processes, accelerator.device)
@@ -211,7 +212,7 @@ def _assemble(
         task.open_data()
     model: Any = _build(task, quiet=checkpoint is not None)
     heads = task.head_names(model)
-    frozen_norms = choose_trained(model, recipe.optimiser.train, heads)
+    frozen_norms = freeze_parameters(model, recipe.optimiser.train, heads)
     compiled = compile_mode(recipe, device.type == "cuda")
     fsdp = getattr(accelerator, "is_fsdp2", False) or str(accelerator.distributed_type).endswith("FSDP")
     if fsdp and recipe.engine.ema:
@@ -233,7 +234,7 @@ def _assemble(
         f"{recipe.name}: {recipe.model.spec}, {task.train_images} training and {task.val_images} validation images, "
         f"{schedule.steps} steps of {data.batch} on {device_name(device)}."
     )
-    if recipe.engine.accumulate > 1 and checkpoint is None and normalises_batches(model, frozen_norms):
+    if recipe.engine.accumulate > 1 and checkpoint is None and has_trained_batch_norm(model, frozen_norms):
         progress.say(
             f"Batch normalisation uses the statistics of each of the {recipe.engine.accumulate} accumulated parts, not "
             "of the whole batch, so the run differs a little from one with accumulate=1."
@@ -295,16 +296,12 @@ def _export(trainer: Trainer, folder: Path, must: bool = True) -> None:
     if trainer.accelerator.is_main_process:
         base, arguments = split_spec(trainer.recipe.model.spec)[0], trainer.task.arguments()
         try:
-            replace_folder(folder, lambda place: _save(model, place, base, arguments))
+            replace_folder(folder, partial(save, model, base=base, arguments=arguments))
         except (OSError, VitfocusError) as error:
             if must:
                 raise
             trainer.progress.say(f"The best model so far cannot be saved ({str(error).rstrip('.')}). The run goes on.")
     trainer.accelerator.wait_for_everyone()
-
-
-def _save(model: nn.Module, folder: Path, base: str, arguments: dict[str, Any]) -> None:
-    save(model, folder, base=base, arguments=arguments)
 
 
 def _describe(trainer: Trainer) -> dict[str, Any]:

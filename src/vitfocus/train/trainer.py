@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import closing, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from types import FrameType
@@ -303,33 +303,39 @@ class Trainer:
 
     def _evaluate(self) -> bool:
         """Evaluate the model, and its moving average, which counts where there is one; False where it was stopped."""
-        began = time.perf_counter()
         try:
-            scores = self._scores()
+            with self._clock_stopped():
+                scores = self._scores()
         except StopRequested:
             return False
         finally:
             self._train_mode()
-            self._logged_at += time.perf_counter() - began
         row = {"kind": "eval", "step": self.step, "epoch": self.schedule.epoch(self.step), **scores}
         self.record.last, self.record.evaluation_due = row, False
         self.score = f"{self.task.best} {scores[self.task.best]:.4f}"
         self.progress.say(f"epoch {row['epoch']:.4g}: {self.task.headline(scores)}")
         if self.metrics is not None:
             self.metrics.add(row)
-        self._log_attention()
-        if scores[self.task.best] > self.record.best.get(self.task.best, -1.0):
-            self.record.best = row
-            began = time.perf_counter()
-            self.save_best()
-            self._logged_at += time.perf_counter() - began
+        with self._clock_stopped():
+            self._log_attention()
+            if scores[self.task.best] > self.record.best.get(self.task.best, -1.0):
+                self.record.best = row
+                self.save_best()
         return True
 
+    @contextmanager
+    def _clock_stopped(self) -> Iterator[None]:
+        """Leave time that is not spent on training out of the speed that is logged."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._logged_at += time.perf_counter() - began
+
     def _log_attention(self) -> None:
-        """Write one row of readings by layer, and say what they give reason to; their time is not training's."""
+        """Write one row of readings by layer, and report what is striking about them."""
         if self.metrics is None:
             return
-        began = time.perf_counter()
         model: nn.Module = self.unwrapped if self.ema is None else self.ema.module
         row = self.attention.row(model, self.step, self.schedule.epoch(self.step))
         if row is not None:
@@ -337,7 +343,6 @@ class Trainer:
             peak = self.recipe.optimiser.lr
             if said := self.attention.sentence(row, self.schedule.learning_rate(self.step - 1) / peak if peak else 0):
                 self.progress.say(said)
-        self._logged_at += time.perf_counter() - began
 
     def _scores(self) -> dict[str, float]:
         engine = self.recipe.engine

@@ -25,7 +25,7 @@ from vitfocus.data.classification.augmentation import (
     fix_posterize,
 )
 from vitfocus.data.classification.dataset import ClassificationDataset
-from vitfocus.data.image_files import Normalise, standard_preprocessing
+from vitfocus.data.image_files import Normalise, evaluation_preprocessing
 from vitfocus.data.loader import (
     BatchPartition,
     BatchReader,
@@ -143,7 +143,7 @@ class EvaluationBatches:
     def _samples(self) -> Samples:
         assert not isinstance(self.images, tuple)
         size, data = (self.data.size, self.data.size), self.data
-        preprocessing = standard_preprocessing(size, data.crop, data.interpolation)
+        preprocessing = evaluation_preprocessing(size, data.interpolation, data.crop, keep=False)
         return transformed_images(self.images, preprocessing.apply, classes=self.classes)
 
 

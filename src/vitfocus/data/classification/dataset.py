@@ -18,10 +18,10 @@ from vitfocus.core.errors import VitfocusError, nearest, reason
 from vitfocus.core.files import open_file
 from vitfocus.data.classification.shards import ShardImages, find_shards
 from vitfocus.data.image_files import (
+    evaluation_preprocessing,
     find_split,
     list_classes,
     open_image,
-    standard_preprocessing,
     to_image,
     to_rgb,
 )
@@ -199,7 +199,7 @@ def load_all(images: ClassificationDataset, data: Data, reader: BatchReader) -> 
     """Read a data set into memory at `data.size`: pixels uint8 (N, 3, size, size) and labels (N,)."""
     if isinstance(images, ArrayImages) and images.pixels.shape[-2:] == (data.size, data.size):
         return images.pixels, images.labels
-    preprocessing = standard_preprocessing((data.size, data.size), 1.0, data.interpolation)
+    preprocessing = evaluation_preprocessing((data.size, data.size), data.interpolation, 1.0, keep=False)
     pixels = torch.empty(len(images), 3, data.size, data.size, dtype=torch.uint8)
     labels: list[int] = []
     for index in range(len(images)):

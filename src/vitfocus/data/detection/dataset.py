@@ -15,7 +15,6 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Protocol, TypedDict
 
@@ -29,12 +28,11 @@ from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.records import FINITE, MOST_ANNOTATIONS, read_json
 from vitfocus.data.image_files import read_rgb, to_tensor
 from vitfocus.data.loader import SampleDataset
-from vitfocus.data.shapes.dataset import CLASSES, VERSION, Shapes, drawn_scenes, instances
+from vitfocus.data.shapes.dataset import CLASSES, VERSION, draw_all, instances
 from vitfocus.recipes import Data
 
 Target = dict[str, Tensor]
 SOURCES = ("shapes", "coco")
-_DRAWN_AT_ONCE = 1 << 28  # pixels of Shapes that are drawn in advance, at four bytes each
 _SHAPES_LENGTHS = {"train": 20_000, "val": 2_000}
 
 
@@ -72,9 +70,7 @@ def open_detections(
     if data.source not in SOURCES:
         raise VitfocusError(f"Detection has no data source {data.source!r}: {nearest(data.source, SOURCES)}")
     if data.source == "shapes":
-        drawn = ShapesDetections(split, length or _SHAPES_LENGTHS[split], data.size)
-        drawn.read(0)  # draws all small scenes once, before worker processes would each do so
-        return drawn
+        return ShapesDetections(split, length or _SHAPES_LENGTHS[split], data.size)
     found = CocoDetections(data.root, split, given, keep_empty, length)
     if classes is not None and list(classes) != found.classes:
         odd = sorted(set(found.classes) ^ set(classes))[:3] or ["the same names in another order"]
@@ -216,42 +212,37 @@ class CocoDetections:
 
 
 class ShapesDetections:
-    """Shapes; it has no crowds."""
+    """Shapes, drawn once and kept in memory; it has no crowds."""
 
     def __init__(self, split: str, length: int, size: int) -> None:
-        self.inner = Shapes(split, length, size, task="detect")
+        self.split = split
+        self.images, self.shape_class, self.owner = draw_all(range(length), split, size)
         self.classes = list(CLASSES)
         self.category_ids = list(range(1, len(CLASSES) + 1))
 
     def __len__(self) -> int:
-        return len(self.inner)
+        return len(self.images)
 
     def image(self, index: int) -> Tensor:
-        return self.read(index)[0]
+        return torch.from_numpy(self.images[index])
 
     def read(self, index: int) -> tuple[Tensor, Target]:
-        """One scene; small data sets are drawn at once at the first call, which is several times faster."""
-        if self._drawn is None:
-            pixels, target = self.inner[index]
-            return pixels, {key: target[key] for key in ("boxes", "labels", "masks")}
-        images, shape_classes, owners = self._drawn
-        labels, masks, boxes = instances(shape_classes[index], owners[index])
+        labels, masks, boxes = instances(self.shape_class[index], self.owner[index])
         target = {"boxes": torch.from_numpy(boxes).float(), "labels": torch.from_numpy(labels)}
-        return torch.from_numpy(images[index]), {**target, "masks": torch.from_numpy(masks.astype(np.uint8))}
+        return self.image(index), {**target, "masks": torch.from_numpy(masks.astype(np.uint8))}
 
     def image_id(self, index: int) -> int:
         return index + 1
 
     def name(self, index: int) -> str:
-        return f"Shapes {self.inner.split} {index}"
+        return f"Shapes {self.split} {index}"
 
     def digest(self) -> str:
-        inner = self.inner
-        facts = f"shapes {VERSION} detect {inner.split} {inner.length} {inner.size} {inner.seed}"
+        facts = f"shapes {VERSION} detect {self.split} {len(self)} {self.owner.shape[1:]} 0"
         return hashlib.sha256(facts.encode()).hexdigest()
 
     def truth(self) -> dict[str, Any]:
-        height, width = self.inner.size
+        height, width = self.owner.shape[1:]
         annotations: list[dict[str, Any]] = []
         for index in range(len(self)):
             target = self.read(index)[1]
@@ -263,18 +254,6 @@ class ShapesDetections:
         images = [{"id": index + 1, "height": height, "width": width} for index in range(len(self))]
         categories = [{"id": number, "name": name} for number, name in enumerate(self.classes, start=1)]
         return {"info": {}, "images": images, "annotations": annotations, "categories": categories}
-
-    @cached_property
-    def _drawn(self) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-        inner = self.inner
-        if len(inner) * inner.size[0] * inner.size[1] > _DRAWN_AT_ONCE:
-            return None
-        parts = [
-            (images, scenes.shape_class, owner)
-            for scenes, images, owner in drawn_scenes(range(len(inner)), inner.split, inner.size, inner.seed)
-        ]
-        images, shape_classes, owners = (np.concatenate(column) for column in zip(*parts, strict=True))
-        return images, shape_classes, owners
 
 
 def find_coco(root: Path, split: str, given: str = "") -> tuple[Path, Path]:

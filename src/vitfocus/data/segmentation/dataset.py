@@ -6,18 +6,17 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from PIL import Image
 
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.records import read_json, read_text
-from vitfocus.data.image_files import IMAGE_SUFFIXES, SPLITS, image_file, to_rgb
+from vitfocus.data.image_files import SPLITS, files_below, image_file, to_rgb
 from vitfocus.data.loader import SampleDataset
-from vitfocus.data.shapes.dataset import MASK_CLASSES, Shapes
+from vitfocus.data.shapes.dataset import MASK_CLASSES, draw_all, semantic_mask
 from vitfocus.recipes import Data
 
 IGNORE = 255  # the label of pixels that are not trained on or scored
@@ -70,12 +69,12 @@ class Layout:
 
 def ade20k(root: Path, split: str, given: str) -> Layout:
     """ADEChallengeData2016: classes are stored from 1, and 0 is unlabelled."""
-    images, masks = _two_folders(root, split, given, "ADE20K", ("images",), ("annotations",))
-    return Layout(_by_stem(images, masks), ADE20K, _table(range(1, 151)))
+    pairs = _paired_files(root, split, given, "ADE20K", "annotations")
+    return Layout(pairs, ADE20K, _table(range(1, 151)))
 
 
 def cityscapes(root: Path, split: str, given: str) -> Layout:
-    """Images in leftImg8bit, masks in gtFine: labelTrainIds if there are any, otherwise labelIds; those of test: none.
+    """Images in leftImg8bit, masks in gtFine: labelTrainIds if there are any, otherwise labelIds; none for test.
 
     The images may be in "clean" instead, beside folders of corrupted copies.
     """
@@ -85,10 +84,7 @@ def cityscapes(root: Path, split: str, given: str) -> Layout:
         images = root / "clean"
     elif not images.is_dir() and any(root.glob("*_leftImg8bit.png")):
         images = masks = root
-    if name == "test":
-        return _withheld(root, images, "_leftImg8bit.png", "Cityscapes")
-    _need(root, "Cityscapes", images, masks)
-    return _street(images, masks, "_leftImg8bit.png", "_gtFine", "Cityscapes")
+    return _street_scenes(root, "Cityscapes", images, masks, "_leftImg8bit.png", "_gtFine", withheld=name == "test")
 
 
 def acdc(root: Path, split: str, given: str, condition: str = "") -> Layout:
@@ -96,18 +92,16 @@ def acdc(root: Path, split: str, given: str, condition: str = "") -> Layout:
 
     The folders of the published archives, rgb_anon_trainvaltest and gt_trainval, may be above them.
     """
-    name, pairs = given or split, []
+    name = given or split
     above = {kind: root / archive for kind, archive in (("rgb_anon", "rgb_anon_trainvaltest"), ("gt", "gt_trainval"))}
-    pictures, truth = (place / kind if place.is_dir() else root / kind for kind, place in above.items())
-    for one in (condition,) if condition else CONDITIONS:
-        images, masks = pictures / one / name, truth / one / name
-        if name == "test":
-            layout = _withheld(root, images, "_rgb_anon.png", "ACDC")
-        else:
-            _need(root, "ACDC", images, masks)
-            layout = _street(images, masks, "_rgb_anon.png", "_gt", "ACDC")
-        pairs += layout.pairs
-    return Layout(pairs, layout.classes, layout.table)
+    images, masks = (place / kind if place.is_dir() else root / kind for kind, place in above.items())
+    layouts = [
+        _street_scenes(
+            root, "ACDC", images / one / name, masks / one / name, "_rgb_anon.png", "_gt", withheld=name == "test"
+        )
+        for one in ((condition,) if condition else CONDITIONS)
+    ]
+    return Layout([pair for layout in layouts for pair in layout.pairs], CITYSCAPES, layouts[-1].table)
 
 
 def has_acdc_test(root: Path) -> bool:
@@ -119,10 +113,9 @@ def camvid(root: Path, split: str, given: str) -> Layout:
     """CamVid's eleven classes (11 is void): train and trainannot, or images/train and annotations/train."""
     name = given or split
     if (root / f"{name}annot").is_dir():
-        _need(root, "CamVid", root / name)
-        pairs = _by_stem(root / name, root / f"{name}annot")
+        pairs = _pairs_by_stem(_require_folder(root, "CamVid", root / name), root / f"{name}annot")
     else:
-        pairs = _by_stem(*_two_folders(root, split, given, "CamVid", ("images",), ("annotations", "labels", "masks")))
+        pairs = _paired_files(root, split, given, "CamVid", "annotations", "labels", "masks")
     return Layout(pairs, CAMVID, _table(range(11)))
 
 
@@ -131,8 +124,8 @@ def masks(root: Path, split: str, given: str) -> Layout:
 
     The names of the classes are read from classes.txt (one per line) or classes.json (a list).
     """
-    folders = _two_folders(root, split, given, "A folder of masks", ("images",), ("masks", "annotations", "labels"))
-    return Layout(_by_stem(*folders), _class_names(root), np.arange(256, dtype=np.uint8))
+    pairs = _paired_files(root, split, given, "A folder of masks", "masks", "annotations", "labels")
+    return Layout(pairs, _class_names(root), np.arange(256, dtype=np.uint8))
 
 
 LAYOUTS: dict[str, Callable[[Path, str, str], Layout]] = {
@@ -144,31 +137,25 @@ LAYOUTS: dict[str, Callable[[Path, str, str], Layout]] = {
 }
 
 
-def _withheld(root: Path, images: Path, ending: str, what: str) -> Layout:
-    """Images whose masks only a server has."""
-    _need(root, what, images)
-    files = _street_images(images, ending, what)
-    return Layout([(file, None) for file in files], CITYSCAPES, _table(range(19)))
-
-
-def _street_images(images: Path, ending: str, what: str) -> list[Path]:
+def _street_scenes(root: Path, what: str, images: Path, masks: Path, ending: str, mark: str, withheld: bool) -> Layout:
+    """Images and masks named as in Cityscapes; withheld masks are not published."""
+    _require_folder(root, what, images)
     files = sorted(images.rglob(f"*{ending}"))
     if not files:
         raise VitfocusError(f"{images} has no file *{ending}, which is how {what} names its images.")
-    return files
-
-
-def _street(images: Path, folder: Path, ending: str, mark: str, what: str) -> Layout:
-    files = _street_images(images, ending, what)
-    places = {file: folder / file.parent.relative_to(images) / file.name.removesuffix(ending) for file in files}
-    if images.name == "clean" and images.parent in folder.parents:  # whose copies may leave out the folders of cities
-        city = {file: folder / file.name.partition("_")[0] / file.name.removesuffix(ending) for file in files}
-        places = {file: city[file] if city[file].parent.is_dir() else place for file, place in places.items()}
+    if withheld:
+        return Layout([(file, None) for file in files], CITYSCAPES, _table(range(19)))
+    _require_folder(root, what, masks)
+    stems = {file: masks / file.parent.relative_to(images) / file.name.removesuffix(ending) for file in files}
+    if images.name == "clean" and images.parent in masks.parents:  # whose copies may leave out the folders of cities
+        for file, stem in stems.items():
+            city = masks / file.name.partition("_")[0]
+            stems[file] = city / stem.name if city.is_dir() else stem
     for suffix, stored in ((f"{mark}_labelTrainIds.png", range(19)), (f"{mark}_labelIds.png", CITYSCAPES_IDS)):
-        found = {file: place.with_name(place.name + suffix) for file, place in places.items()}
+        found = {file: stem.with_name(stem.name + suffix) for file, stem in stems.items()}
         if any(mask.is_file() for mask in found.values()):
-            return Layout(_present(found.items()), CITYSCAPES, _table(stored))
-    raise VitfocusError(f"{folder} has neither *{mark}_labelTrainIds.png nor *{mark}_labelIds.png.")
+            return Layout(_require_masks(found.items()), CITYSCAPES, _table(stored))
+    raise VitfocusError(f"{masks} has neither *{mark}_labelTrainIds.png nor *{mark}_labelIds.png.")
 
 
 def _table(stored: Sequence[int]) -> Table:
@@ -178,32 +165,23 @@ def _table(stored: Sequence[int]) -> Table:
     return table
 
 
-def _two_folders(
-    root: Path, split: str, given: str, what: str, images: tuple[str, ...], others: tuple[str, ...]
-) -> tuple[Path, Path]:
-    """The folders of images and masks of a split, or of all splits if they have no subfolders."""
-    names = (given,) if given else SPLITS[split]
-    wanted = [tuple(root / kind / name for name in names for kind in kinds) for kinds in (images, others)]
-    found = [next((folder for folder in folders if folder.is_dir()), None) for folders in wanted]
-    if found[0] is None and not given and any(map(_is_image, (root / images[0]).glob("*"))):
-        flat = [root / images[0], next((root / kind for kind in others if (root / kind).is_dir()), None)]
-        if flat[1] is not None and not any(path.is_dir() for path in (root / images[0]).iterdir()):
-            found = flat
-    for folder, folders in zip(found, wanted, strict=True):
-        if folder is None:
-            _missing(root, what, *folders)
-    assert found[0] is not None and found[1] is not None
-    return found[0], found[1]
+def _paired_files(root: Path, split: str, given: str, what: str, *kinds: str) -> list[Pair]:
+    """Images in images/SPLIT and masks in KIND/SPLIT, or in both folders themselves if they have no subfolders."""
+    images, names = root / "images", (given,) if given else SPLITS[split]
+    flat = not given and images.is_dir() and not any(path.is_dir() for path in images.iterdir())
+    if flat and any(files_below(images)):
+        return _pairs_by_stem(images, _require_folder(root, what, *(root / kind for kind in kinds)))
+    return _pairs_by_stem(
+        _require_folder(root, what, *(images / name for name in names)),
+        _require_folder(root, what, *(root / kind / name for name in names for kind in kinds)),
+    )
 
 
-def _need(root: Path, what: str, *folders: Path) -> None:
+def _require_folder(root: Path, what: str, *folders: Path) -> Path:
+    """The first of some folders that exists; the error names them, and what is there instead."""
     for folder in folders:
-        if not folder.is_dir():
-            _missing(root, what, folder)
-
-
-def _missing(root: Path, what: str, *folders: Path) -> NoReturn:
-    """Raise an error that names the missing folder (any of `folders` would do) and what is there instead."""
+        if folder.is_dir():
+            return folder
     if not root.is_dir():
         raise VitfocusError(f"There is no data folder {str(root)!r}: set data.root to the folder of the images.")
     wanted = " or ".join(str(folder.relative_to(root)) for folder in folders)
@@ -211,20 +189,16 @@ def _missing(root: Path, what: str, *folders: Path) -> NoReturn:
     raise VitfocusError(f"{what} keeps its files in {wanted}, but {root} has only: {there}.")
 
 
-def _by_stem(images: Path, folder: Path) -> list[Pair]:
+def _pairs_by_stem(images: Path, masks: Path) -> list[Pair]:
     """Pair files of the same name in both folders, whatever their extensions."""
-    known = {path.relative_to(folder).with_suffix(""): path for path in folder.rglob("*") if _is_image(path)}
-    files = sorted(path for path in images.rglob("*") if _is_image(path))
+    known = {path.relative_to(masks).with_suffix(""): path for path in files_below(masks)}
+    files = sorted(files_below(images))
     if not files:
         raise VitfocusError(f"{images} has no image.")
-    return _present((file, known.get(file.relative_to(images).with_suffix(""))) for file in files)
+    return _require_masks((file, known.get(file.relative_to(images).with_suffix(""))) for file in files)
 
 
-def _is_image(path: Path) -> bool:
-    return path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith(".")
-
-
-def _present(pairs: Iterable[tuple[Path, Path | None]]) -> list[Pair]:
+def _require_masks(pairs: Iterable[Pair]) -> list[Pair]:
     found = list(pairs)
     if lone := [image for image, mask in found if mask is None or not mask.is_file()]:
         raise VitfocusError(f"{len(lone)} of {len(found)} images have no mask; the first is {lone[0]}.")
@@ -343,33 +317,28 @@ class MaskFiles:
         return listing.hexdigest()
 
 
-@dataclass
 class ShapesMasks:
     """Shapes, drawn once and kept in memory."""
 
-    split: str
-    length: int
-    size: int
+    classes = MASK_CLASSES
 
-    def __post_init__(self) -> None:
-        self.classes = tuple(MASK_CLASSES)
-        shapes = Shapes(self.split, length=self.length, size=self.size, task="segment")
-        drawn = shapes.__getitems__(list(range(self.length)))
-        self.pixels = torch.stack([torch.as_tensor(image) for image, _ in drawn]).numpy()
-        self.masks = torch.stack([torch.as_tensor(mask) for _, mask in drawn]).to(torch.uint8).numpy()
+    def __init__(self, split: str, length: int, size: int) -> None:
+        self.split = split
+        self.images, shape_class, owner = draw_all(range(length), split, size)
+        self.masks = semantic_mask(shape_class, owner)
 
     def __len__(self) -> int:
-        return self.length
+        return len(self.images)
 
     def read(self, index: int) -> tuple[Image.Image, Mask]:
-        return Image.fromarray(np.ascontiguousarray(self.pixels[index].transpose(1, 2, 0))), self.masks[index]
+        return Image.fromarray(np.ascontiguousarray(self.images[index].transpose(1, 2, 0))), self.masks[index]
 
     def name(self, index: int) -> str:
-        return f"shapes/{self.split} {index}"
+        return f"Shapes {self.split} {index}"
 
     def digest(self) -> str:
-        digest = hashlib.sha256(np.ascontiguousarray(self.pixels).data)
-        digest.update(np.ascontiguousarray(self.masks).data)
+        digest = hashlib.sha256(self.images.data)
+        digest.update(self.masks.data)
         return digest.hexdigest()
 
 

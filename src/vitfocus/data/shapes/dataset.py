@@ -179,13 +179,24 @@ def shapes_batch(indices: npt.ArrayLike, split: str = "train", size: Size = 64, 
         >>> images.shape, images.dtype, labels.shape
         (torch.Size([4, 3, 32, 48]), torch.uint8, torch.Size([4]))
     """
-    items, (height, width) = np.asarray(indices, np.int64).reshape(-1), image_size(size)
-    images = torch.empty((len(items), 3, height, width), dtype=torch.uint8)
+    images = draw_all(indices, split, size, seed)[0]
+    return torch.from_numpy(images), torch.from_numpy(labels(indices, split, seed))
+
+
+def draw_all(
+    indices: npt.ArrayLike, split: str = "train", size: Size = 64, seed: int = 0
+) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64], npt.NDArray[np.int8]]:
+    """Draw items into memory: images (N, 3, height, width), shapes (N, SLOTS), and the slot that each pixel shows."""
+    items, shape = np.asarray(indices, np.int64).reshape(-1), image_size(size)
+    images = np.empty((len(items), 3, *shape), np.uint8)
+    shape_class = np.empty((len(items), SLOTS), np.int64)
+    owner = np.empty((len(items), *shape), np.int8)
     done = 0
-    for scenes, drawn, _ in drawn_scenes(items, split, size, seed):
-        images[done : done + len(scenes)] = torch.from_numpy(drawn)
+    for scenes, drawn, slots in drawn_scenes(items, split, size, seed):
+        part = slice(done, done + len(scenes))
+        images[part], shape_class[part], owner[part] = drawn, scenes.shape_class, slots
         done += len(scenes)
-    return images, torch.from_numpy(labels(items, split, seed))
+    return images, shape_class, owner
 
 
 def drawn_scenes(
@@ -213,9 +224,9 @@ def image_size(size: Size) -> tuple[int, int]:
     return shape[0], shape[1]
 
 
-def semantic_mask(scenes: Scenes, owner: npt.NDArray[np.int8]) -> npt.NDArray[np.uint8]:
+def semantic_mask(shape_class: npt.NDArray[np.int64], owner: npt.NDArray[np.int8]) -> npt.NDArray[np.uint8]:
     """Convert the slots that pixels show (B, height, width) to classes of `MASK_CLASSES`; 0 is the background."""
-    classes = np.concatenate([np.zeros((len(scenes), 1), np.int64), scenes.shape_class + 1], axis=1)
+    classes = np.pad(shape_class + 1, ((0, 0), (1, 0)))
     return np.take_along_axis(classes, owner.reshape(len(owner), -1) + 1, axis=1).reshape(owner.shape).astype(np.uint8)
 
 
@@ -309,7 +320,7 @@ class Shapes(Dataset[tuple[Any, Any]]):
         items = [int(index) % self.length for index in indices]
         result: list[tuple[Any, Any]] = []
         for scenes, images, owner in drawn_scenes(items, self.split, self.size, self.seed):
-            masks = semantic_mask(scenes, owner) if self.task == "segment" else owner
+            masks = semantic_mask(scenes.shape_class, owner) if self.task == "segment" else owner
             for scene in range(len(scenes)):
                 image = torch.from_numpy(images[scene])
                 target = self._target(items[len(result)], scenes, scene, masks[scene])

@@ -121,7 +121,7 @@ def _write(path: Path, content: bytes) -> None:
 def _draw(split: str, count: int, size: Size, seed: int) -> Iterator[DrawnScene]:
     item = 0
     for scenes, images, owner in drawn_scenes(range(count), split, size, seed):
-        masks = semantic_mask(scenes, owner)
+        masks = semantic_mask(scenes.shape_class, owner)
         for scene in range(len(scenes)):
             objects = scenes.objects(scene)
             image, label, questions = (

@@ -55,20 +55,20 @@ class QuestionTokenizer:
 
         The same questions always give the same vocabulary, so a resumed run has the same tokens.
         """
-        tokenizers = _library()
-        texts = list(questions)
-        drafted = _bert(tokenizers.models.WordPiece(unk_token="[UNK]"))
+        bert = _library().BertWordPieceTokenizer
+        texts, draft = list(questions), bert()
         # The library numbers continuation pieces in the order of a hash map and breaks ties by these numbers. Passed
         # as special tokens they keep a fixed order; only the vocabulary is used afterwards.
-        letters = sorted({letter for text in texts for letter in drafted.normalizer.normalize_str(text)} - {" "})
-        trainer = tokenizers.trainers.WordPieceTrainer(
+        letters = sorted({letter for text in texts for letter in draft.normalizer.normalize_str(text)} - {" "})
+        draft.train_from_iterator(
+            texts,
             vocab_size=max(size, len(_SPECIAL) + len(letters)),
+            min_frequency=0,
+            limit_alphabet=len(letters) + 1,
             special_tokens=[*_SPECIAL, *(f"##{letter}" for letter in letters)],
             show_progress=False,
         )
-        drafted.train_from_iterator(texts, trainer)
-        pieces = tokenizers.models.WordPiece(vocab=drafted.get_vocab(), unk_token="[UNK]")
-        return cls(_framed(_bert(pieces)), longest)
+        return cls(bert(draft.get_vocab()), longest)
 
     @classmethod
     def read(cls, folder: str | Path, longest: int = 40) -> QuestionTokenizer | None:
@@ -78,8 +78,7 @@ class QuestionTokenizer:
             if (folder / FILE).is_file():
                 return cls(_library().Tokenizer.from_file(str(folder / FILE)), longest)
             if (folder / "vocab.txt").is_file():
-                pieces = _library().models.WordPiece.from_file(str(folder / "vocab.txt"), unk_token="[UNK]")
-                return cls(_framed(_bert(pieces)), longest)
+                return cls(_library().BertWordPieceTokenizer.from_file(str(folder / "vocab.txt")), longest)
         except VitfocusError:
             raise
         except Exception as error:  # the library raises plain Exception
@@ -131,24 +130,6 @@ def tokenizer_of(model: nn.Module) -> QuestionTokenizer | None:
     return found
 
 
-def _bert(model: Any) -> Any:
-    """A tokenizer that normalises and splits text as BERT does."""
-    tokenizers = _library()
-    made = tokenizers.Tokenizer(model)
-    made.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=True)
-    made.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
-    made.decoder = tokenizers.decoders.WordPiece()
-    return made
-
-
-def _framed(tokenizer: Any) -> Any:
-    """Put questions between [CLS] and [SEP], as BERT and ViLT expect; these are not split in a question."""
-    tokenizer.add_special_tokens([name for name in _SPECIAL if tokenizer.token_to_id(name) is not None])
-    cls, sep = (tokenizer.token_to_id(name) for name in ("[CLS]", "[SEP]"))
-    tokenizer.post_processor = _library().processors.BertProcessing(("[SEP]", sep), ("[CLS]", cls))
-    return tokenizer
-
-
 def _library() -> Any:
     try:
         import tokenizers
@@ -159,8 +140,8 @@ def _library() -> Any:
 
 SOURCES = ("shapes", "vqav2")
 SPLITS = {"train": "train2014", "val": "val2014"}
-_BESIDE = ("", "Questions", "Annotations", "questions", "annotations")
-_PICTURES = ("", "images", "Images", "Images/mscoco", "coco", "mscoco")
+_JSON_FOLDERS = ("", "Questions", "Annotations", "questions", "annotations")
+_IMAGE_FOLDERS = ("", "images", "Images", "Images/mscoco", "coco", "mscoco")
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +238,7 @@ def splits_in(root: str | Path) -> list[str]:
     """The VQAv2 splits with questions in a folder, validation first."""
     found = {
         file.name.removeprefix("v2_").removeprefix("OpenEnded_mscoco_").removesuffix("_questions.json")
-        for folder in _BESIDE
+        for folder in _JSON_FOLDERS
         for file in (Path(root) / folder).glob("*OpenEnded_mscoco_*_questions.json")
     }
     return sorted(found, key=lambda split: (not split.startswith("val"), split))
@@ -332,36 +313,36 @@ class FileImages:
         return (f"{file.name} {file.stat().st_size}" for file in self.files)
 
 
-class _Asked(msgspec.Struct):
+class _QuestionRecord(msgspec.Struct):
     question_id: int
     image_id: int
     question: str
 
 
-class _Given(msgspec.Struct):
+class _AnswerRecord(msgspec.Struct):
     answer: str | int | float
 
 
-class _Answered(msgspec.Struct):
+class _AnnotationRecord(msgspec.Struct):
     question_id: int
-    answers: Annotated[list[_Given], msgspec.Meta(min_length=1)]
+    answers: Annotated[list[_AnswerRecord], msgspec.Meta(min_length=1)]
     multiple_choice_answer: str | int | float = ""
     answer_type: str = ""
     question_type: str = ""
 
 
 class _Questions(msgspec.Struct):
-    questions: list[_Asked]
+    questions: list[_QuestionRecord]
 
 
 class _Annotations(msgspec.Struct):
-    annotations: list[_Answered]
+    annotations: list[_AnnotationRecord]
 
 
 def _read_split(root: Path, split: str, annotated: bool, first: int) -> tuple[list[Question], list[Path]]:
     options: dict[str, Any] = {"writer": "VQAv2", "most_bytes": MOST_ANNOTATIONS}
     asked = read_json(_find_json(root, split, "questions"), _Questions, **options).questions
-    answered: dict[int, _Answered] = {}
+    answered: dict[int, _AnnotationRecord] = {}
     file = _find_json(root, split, "annotations", needed=annotated)
     if file is not None:
         answered = {one.question_id: one for one in read_json(file, _Annotations, **options).annotations}
@@ -377,7 +358,7 @@ def _read_split(root: Path, split: str, annotated: bool, first: int) -> tuple[li
     return [_question(one, places[one.image_id], answered.get(one.question_id)) for one in asked], images
 
 
-def _question(asked: _Asked, place: int, answered: _Answered | None) -> Question:
+def _question(asked: _QuestionRecord, place: int, answered: _AnnotationRecord | None) -> Question:
     if answered is None:
         return Question(asked.question_id, place, asked.question)
     answers = tuple(sys.intern(str(one.answer)) for one in answered.answers)
@@ -389,7 +370,7 @@ def _question(asked: _Asked, place: int, answered: _Answered | None) -> Question
 
 def _find_json(root: Path, split: str, what: str, needed: bool = True) -> Any:
     usual = f"v2_OpenEnded_mscoco_{split}_questions.json" if what == "questions" else f"v2_mscoco_{split}_{what}.json"
-    for folder in _BESIDE:
+    for folder in _JSON_FOLDERS:
         for name in (usual, usual.removeprefix("v2_")):
             if (root / folder / name).is_file():
                 return root / folder / name
@@ -402,7 +383,7 @@ def _find_json(root: Path, split: str, what: str, needed: bool = True) -> Any:
 def _find_images(root: Path, split: str, numbers: Sequence[int]) -> list[Path]:
     """The COCO images with these numbers; the test-dev questions are about the test images."""
     name = split.replace("test-dev", "test")
-    folder = next((root / beside / name for beside in _PICTURES if (root / beside / name).is_dir()), None)
+    folder = next((root / beside / name for beside in _IMAGE_FOLDERS if (root / beside / name).is_dir()), None)
     if folder is None:
         raise VitfocusError(f"{root} lacks the COCO images of {split}: there is no folder {name} or images/{name}.")
     there = {file.name for file in folder.iterdir()}

@@ -34,7 +34,7 @@ from vitfocus.robustness.pixel_model import PixelModel
 from vitfocus.robustness.run_folder import Columns
 from vitfocus.robustness.sources import Collated, EvaluationBatch, ItemSource
 from vitfocus.robustness.suites.options import DataForm
-from vitfocus.tasks.vqa.evaluation import Answerer, language_alone, soft_accuracy
+from vitfocus.tasks.vqa.evaluation import Answerer, language_baselines, soft_accuracy
 from vitfocus.treatments.save_load import task_of
 
 
@@ -58,7 +58,7 @@ def answers(arguments: EvaluationArguments) -> EvaluationPlan:
     pick = evenly_spaced(len(asked), arguments.limit)
     source = ItemSource(samples, pick, samples.collate, digest=asked.digest(), **arguments.reading)
     questions = [asked.questions[index] for index in pick]
-    baselines = language_alone(questions) if asked.annotated else None
+    baselines = language_baselines(questions) if asked.annotated else None
     note = f"The answers of {asked.title} are withheld, so nothing is scored; answers.json is for its server."
     if baselines is not None:
         constant = baselines["constant_answer"]

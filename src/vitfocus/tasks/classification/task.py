@@ -156,10 +156,10 @@ class ClassificationTask(Task):
         if self.recipe.distill.teacher and hasattr(model, "set_distilled_training"):
             model.set_distilled_training(True)
         side = self.recipe.data.enlarge or self.recipe.data.size
-        self.try_model(model, side, lambda image: self._judged(model(image)))
+        self.dry_run(model, side, lambda image: self._check_output(model(image)))
         return model
 
-    def _judged(self, output: Any) -> None:
+    def _check_output(self, output: Any) -> None:
         """Raise an error if the model is not a classifier with the right number of classes."""
         logits = split_output(output)[0]
         shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__

@@ -59,7 +59,7 @@ class DetectionTask(Task):
     def build_model(self) -> nn.Module:
         """The recipe's detector; over several GPUs its pyramid has SyncBatchNorm."""
         model: Any = build_model(self.recipe, self.arguments())
-        self.try_model(model, self.recipe.data.size, lambda image: model(list(image)))
+        self.dry_run(model, self.recipe.data.size, lambda image: model(list(image)))
         if over_several_gpus(self.recipe):
             features = model.backbone.features
             features.resample = nn.SyncBatchNorm.convert_sync_batchnorm(features.resample)

@@ -46,7 +46,7 @@ def build_upernet(name: str, pretrained: bool, arguments: dict[str, Any]) -> Seg
     classes, auxiliary = head["num_classes"], None
     features = PyramidFeatures(name, pretrained, head["indices"], **arguments)
     if head["auxiliary_channels"]:
-        auxiliary = PlainHead(features.widths[-2], head["auxiliary_channels"], classes, head["dropout"])
+        auxiliary = FCNHead(features.widths[-2], head["auxiliary_channels"], classes, head["dropout"])
     decoder = UperDecoder(features.widths, head["channels"], classes, head["dropout"])
     return Segmenter(features, decoder, classes, auxiliary)
 
@@ -98,7 +98,7 @@ class Segmenter(nn.Module):
         return outputs
 
     def no_weight_decay(self) -> set[str]:
-        return undecayed(self)
+        return no_decay_names(self)
 
 
 class ConvNorm(nn.Sequential):
@@ -119,7 +119,7 @@ class SafeBatchNorm(nn.BatchNorm2d):
         return super().forward(x)
 
 
-class PlainHead(nn.Sequential):
+class FCNHead(nn.Sequential):
     """One convolution and a classifier: the usual auxiliary head."""
 
     def __init__(self, inputs: int, channels: int, classes: int, dropout: float = 0.1) -> None:
@@ -182,7 +182,7 @@ def enlarged(logits: Tensor, images: Tensor, padded: Tensor) -> Tensor:
     return logits[..., : images.shape[-2], : images.shape[-1]]
 
 
-def undecayed(model: nn.Module) -> set[str]:
+def no_decay_names(model: nn.Module) -> set[str]:
     """Names of the parameters for which a submodule wants no weight decay."""
     return {
         f"{place}.{name}"
@@ -245,10 +245,10 @@ def build_smp(name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Modu
             f"{decoder} needs maps at strides 4, 8, 16 and 32, but {backbone} has {given}; UperNet and SegFormer "
             "(upernet:, segformer:) accept those."
         )
-    return LibrarySegmenter(features, decoder, head["num_classes"], options)
+    return SMPSegmenter(features, decoder, head["num_classes"], options)
 
 
-class LibrarySegmenter(nn.Module):
+class SMPSegmenter(nn.Module):
     """A model of segmentation-models-pytorch for images of any size."""
 
     def __init__(self, features: PyramidFeatures, decoder: str, classes: int, options: dict[str, Any]) -> None:
@@ -289,7 +289,7 @@ class LibrarySegmenter(nn.Module):
         return enlarged(self.network(padded), images, padded)
 
     def no_weight_decay(self) -> set[str]:
-        return undecayed(self)
+        return no_decay_names(self)
 
 
 class PyramidEncoder(nn.Module):

@@ -76,7 +76,7 @@ class SegmentationTask(Task):
                 f"{self.recipe.model.spec} gives one label per image, not one per pixel: put a head on it, "
                 f"such as upernet:{self.recipe.model.spec}."
             )
-        self.try_model(model, self.recipe.data.size, model)
+        self.dry_run(model, self.recipe.data.size, model)
         if over_several_gpus(self.recipe):
             for part in ("decoder", "auxiliary"):
                 if isinstance(head := getattr(model, part, None), nn.Module):

@@ -175,7 +175,7 @@ def by_answer_type(questions: Iterable[Question], answers: Iterable[str]) -> dic
     return {name: (total, int(count)) for name, (total, count) in sums.items()}
 
 
-def language_alone(questions: Sequence[Question]) -> dict[str, Any]:
+def language_baselines(questions: Sequence[Question]) -> dict[str, Any]:
     """Accuracies without looking at the image: of the best single answer, and of the best answer per question type."""
     answer, accuracy = best_constant(question.answers for question in questions)
     kinds: defaultdict[str, list[Question]] = defaultdict(list)

@@ -31,7 +31,7 @@ from vitfocus.tasks.vqa.evaluation import (
     answers_in,
     by_answer_type,
     frequent_answers,
-    language_alone,
+    language_baselines,
     normalise,
     preprocessing_of,
     soft_targets,
@@ -85,7 +85,7 @@ class AnswerTask(Task):
             answers = frequent_answers(agreed, section.answers, section.least)
         self.classes = answers
         self.numbers = {answer: number for number, answer in enumerate(answers)}
-        self.without_looking = language_alone(self.val.questions)
+        self.without_looking = language_baselines(self.val.questions)
 
     def build_model(self) -> nn.Module:
         """The model, which carries its tokenizer."""
@@ -95,7 +95,7 @@ class AnswerTask(Task):
         attach_tokenizer(model, self.tokenizer)
         wanted, token = preprocessing_of(model, self.recipe.data.size), torch.zeros(1, 1, dtype=torch.int64)
         side = fitted_size(wanted.size, wanted.size, wanted.size, wanted.patch)[0]
-        self.try_model(model, side, lambda image: model(input_ids=token, pixel_values=image))
+        self.dry_run(model, side, lambda image: model(input_ids=token, pixel_values=image))
         return model
 
     def arguments(self) -> dict[str, Any]:
