@@ -6,6 +6,7 @@ import math
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import timm
@@ -310,7 +311,7 @@ def test_optimisers_that_cannot_be_carried_out_are_refused_at_once(name: str, tm
 @pytest.mark.parametrize(
     ("spec", "arguments", "head"),
     [
-        ("torchvision:small_vit", "{num_layers=1}", "heads.head."),
+        ("torchvision:vit_b_16", "{image_size=16,dropout=0.0}", "heads.head."),
         (
             "transformers:ViTForImageClassification",
             "{image_size=16,patch_size=8,num_hidden_layers=1,num_attention_heads=2,hidden_size=16,intermediate_size=32}",
@@ -321,10 +322,10 @@ def test_optimisers_that_cannot_be_carried_out_are_refused_at_once(name: str, tm
 def test_the_head_of_any_library_is_found(
     spec: str, arguments: str, head: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def small_vit(weights: None = None, num_layers: int = 2, num_classes: int = 10) -> nn.Module:
-        return torchvision.models.VisionTransformer(16, 8, num_layers, 2, 16, 32, num_classes=num_classes)
+    def small(patch_size: int, image_size: int, dropout: float, num_classes: int, **sizes: Any) -> nn.Module:
+        return torchvision.models.VisionTransformer(image_size, patch_size, 1, 2, 16, 32, num_classes=num_classes)
 
-    monkeypatch.setitem(torchvision.models._api.BUILTIN_MODELS, "small_vit", small_vit)
+    monkeypatch.setattr(torchvision.models.vision_transformer, "_vision_transformer", small)
     if spec.startswith("transformers"):
         pytest.importorskip("transformers")
     recipe = tiny(f"spec={spec}", f"model.arguments={arguments}", "optimiser.train=head", "train_length=16", "epochs=1")
