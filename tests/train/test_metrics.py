@@ -190,7 +190,7 @@ class Unreachable:
         """Begins, and fails later."""
 
     def log(self, values: dict[str, float], step: int) -> None:
-        raise ConnectionError("no route to host. Try again\nlater")
+        raise ConnectionError("no route to host\nTry again later")
 
     trackers = ()
 

@@ -129,22 +129,10 @@ class Setting:
     frost: str | None = None
 
 
-_MASK64 = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
-_MIX1, _MIX2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-
-
 def _signed(value: int, bits: int) -> int:
+    """The lowest bits of an integer as a signed integer."""
     value &= (1 << bits) - 1
     return value - (1 << bits) if value >> (bits - 1) else value
-
-
-def _splitmix(value: int) -> int:
-    """One step of splitmix64 on Python integers."""
-    value = (value + _GOLDEN) & _MASK64
-    value = ((value ^ (value >> 30)) * _MIX1) & _MASK64
-    value = ((value ^ (value >> 27)) * _MIX2) & _MASK64
-    return value ^ (value >> 31)
 
 
 def _shift(value: Tensor, bits: int, width: int) -> Tensor:
@@ -152,11 +140,11 @@ def _shift(value: Tensor, bits: int, width: int) -> Tensor:
     return (value >> bits) & ((1 << (width - bits)) - 1)
 
 
-def _splitmix_tensor(value: Tensor) -> Tensor:
-    """One step of splitmix64 on int64 tensors, equal to the Python one bit for bit."""
-    value = value + _signed(_GOLDEN, 64)
-    value = (value ^ _shift(value, 30, 64)) * _signed(_MIX1, 64)
-    value = (value ^ _shift(value, 27, 64)) * _signed(_MIX2, 64)
+def _splitmix(value: Tensor) -> Tensor:
+    """One step of splitmix64 on int64 tensors."""
+    value = value + _signed(0x9E3779B97F4A7C15, 64)
+    value = (value ^ _shift(value, 30, 64)) * _signed(0xBF58476D1CE4E5B9, 64)
+    value = (value ^ _shift(value, 27, 64)) * _signed(0x94D049BB133111EB, 64)
     return value ^ _shift(value, 31, 64)
 
 
@@ -207,7 +195,8 @@ class Draws:
     """
 
     def __init__(self, seed: int, name: str, severity: int, ids: Tensor) -> None:
-        self.base = _splitmix(_splitmix(_splitmix(whole("seed", seed) & _MASK64) ^ stable_hash(name)) + severity)
+        start = _splitmix(torch.tensor(_signed(whole("seed", seed), 64)))
+        self.base = _splitmix(_splitmix(start ^ stable_hash(name)) + severity)
         self.ids = ids
 
     def __len__(self) -> int:
@@ -216,11 +205,11 @@ class Draws:
     @functools.cached_property
     def keys(self) -> Tensor:
         """One 64-bit key per image, computed when first needed, since half of the corruptions draw nothing."""
-        return _splitmix_tensor(self.ids ^ _signed(self.base, 64))
+        return _splitmix(self.ids ^ self.base)
 
     def bits(self, count: int, stream: int = 0) -> Tensor:
         """Uniform int32 bit patterns, (images, count)."""
-        keys = _splitmix_tensor(self.keys + _signed(_splitmix(stream), 64)).unsqueeze(1)
+        keys = _splitmix(self.keys + _splitmix(torch.tensor(stream))).unsqueeze(1)
         low, high = keys.to(torch.int32), (keys >> 32).to(torch.int32)
         counter = torch.arange(count, dtype=torch.int32, device=keys.device)
         return _avalanche_(_avalanche_(counter ^ low).bitwise_xor_(high))

@@ -34,7 +34,7 @@ def _kept_on_device(recipe: "Recipe") -> bool:
     return data.resident == "yes" or (data.resident == "auto" and data.source in ("shapes", "arrays"))
 
 
-def _has_splits(recipe: "Recipe") -> bool:
+def _reads_files(recipe: "Recipe") -> bool:
     return recipe.data.source != "shapes"
 
 
@@ -58,9 +58,7 @@ def _warms_up(recipe: "Recipe") -> bool:
     return bool(schedule.warmup_steps or (schedule.warmup_epochs and not schedule.steps))
 
 
-_FROM_FILES = OnlyWith(
-    lambda recipe: recipe.data.source != "shapes", "is for files, and Shapes are drawn: name another data.source"
-)
+_FROM_FILES = OnlyWith(_reads_files, "is for files, and Shapes are drawn: name another data.source")
 _WITH_TEACHER = OnlyWith(
     lambda recipe: bool(recipe.distill.teacher), "is about a teacher, and there is none: name distill.teacher"
 )
@@ -105,13 +103,12 @@ class Data(Section, frozen=True):
 
     source: str = "folder"  # shapes, cifar10, cifar100, fashion-mnist, arrays, folder, shards, or timm:NAME
     root: Annotated[str, _FROM_FILES] = ""
-    train_split: Annotated[str, OnlyWith(_has_splits, "is for splits that have a name: name another data.source")] = (
-        ""  # a folder's or shards' name of the split; found by the usual names when empty
-    )
+    # Name of a folder or of shards; found by the usual names if empty.
+    train_split: Annotated[str, OnlyWith(_reads_files, "is for splits that have a name: name another data.source")] = ""
     val_split: Annotated[
         str,
         OnlyWith(
-            lambda recipe: _has_splits(recipe) and not recipe.data.holdout,
+            lambda recipe: _reads_files(recipe) and not recipe.data.holdout,
             "is for a validation split that has a name: name such a data.source, without data.holdout",
         ),
     ] = ""
@@ -327,10 +324,7 @@ class Detect(Section, frozen=True):
     jitter: tuple[Annotated[float, Meta(ge=1e-3, le=FINITE)], Annotated[float, Meta(ge=1e-3, le=FINITE)]] = (1.0, 1.0)
     keep_empty: Annotated[
         bool,
-        OnlyWith(
-            lambda recipe: recipe.data.source != "shapes",
-            "is for files, and Shapes always show an object: name another data.source",
-        ),
+        OnlyWith(_reads_files, "is for files, and Shapes always show an object: name another data.source"),
     ] = False  # training: images without an object too
 
 
