@@ -1,6 +1,7 @@
 """Test-time registers without training: what they change in two small models with outlier tokens.
 
     python studies/registers/study.py --photos DIR --weights DIR [--frost DIR]     # measure, and write results.json
+    python studies/registers/study.py --models vit_tiny_patch16_224 ...            # some; the others' results stay
     python studies/registers/study.py table                                        # print what was measured
 
 DIR of photographs holds ImageNet's validation images in class folders, DIR of weights the files NAME.safetensors. The
@@ -111,6 +112,7 @@ def main() -> None:
     parser.add_argument("--frost", type=Path)
     parser.add_argument("--find", type=int, default=100, help="photographs on which the neurons are found")
     parser.add_argument("--neurons", type=int, default=10)
+    parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     if args.command == "table":
@@ -119,22 +121,22 @@ def main() -> None:
     photos = sorted(args.photos.glob("*/*"))
     find = photos[:: max(1, len(photos) // args.find)][: args.find]
     others = [photo for photo in photos if photo not in set(find)]
-    models = {}
-    for name in MODELS:
+    models = json.loads(args.out.read_text())["models"] if args.out.is_file() else {}
+    for name in args.models:
         model = vf.create_model(name)
         vf.load_weights(model, args.weights / f"{name}.safetensors")
         model.to(default_device()).eval()
         models[name] = measure(model, find, others, args.neurons, frost=args.frost)
+        results = {
+            "models": models,
+            "photographs": len(others),
+            "found_on": len(find),
+            "device": device_name(default_device()),
+            "versions": versions("python"),
+        }
+        write_text(args.out, json.dumps(results, indent=1) + "\n")  # what is measured stays if a later model fails
         print(f"{name}: {models[name]['spec']}", flush=True)
-    results = {
-        "models": models,
-        "photographs": len(others),
-        "found_on": len(find),
-        "device": device_name(default_device()),
-        "versions": versions("python"),
-    }
-    write_text(args.out, json.dumps(results, indent=1) + "\n")
-    print(table(results))
+    print(table(json.loads(args.out.read_text())))
 
 
 if __name__ == "__main__":

@@ -46,6 +46,10 @@ ATTENTION = [
     *(Attention(f"deit-s-{name}", (4, 6, 197, 64), dtype=dtype) for name, dtype in DTYPES.items()),
     *(Attention(f"deit-s-{v}-{h}", (4, 6, 197, 64), variant=v, heads=h, dtype=torch.bfloat16) for v, h in FORMS),
     *(Attention(f"eight-of-{width}", (2, 8, 197, width), dtype=torch.float16) for width in (96, 128, 256)),
+    # Heads enough for one program per head to compute both gradients.
+    *(Attention(f"joint-{v}-{h}", (48, 6, 197, 64), variant=v, heads=h, dtype=torch.bfloat16) for v, h in FORMS),
+    *(Attention(f"joint-{count}", (48, 6, count, 64), dtype=torch.float16) for count in (49, 65, 197, 256)),
+    Attention("joint-sampled", (48, 6, 197, 32), rows=50, first=1, dtype=torch.bfloat16),
     Attention("twenty-four-heads", (1, 24, 49, 32), dtype=torch.bfloat16),
     Attention("many-heads", (1, 12, 197, 64), dtype=torch.bfloat16),
     Attention("many-heads-fp32", (1, 12, 197, 64)),

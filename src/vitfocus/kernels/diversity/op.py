@@ -28,8 +28,8 @@ from vitfocus.kernels.shared_memory import MOST_CHANNELS, available, padded, pow
 SMALL = 1 << 18
 #: The number of programs that keep a large GPU busy.
 BUSY = 264
-#: Up to so many keys, one program computes both gradients of a head.
-JOINT_KEYS = 0
+#: Up to so many keys, one program computes both gradients of a head, if there are heads enough to fill half a GPU.
+JOINT_KEYS = 256
 #: Bytes of heads' mean maps that exist at a time: at least so many, and at most so many times those of the queries.
 LEAST_MAP, MAP_OVER_QUERIES = 1 << 24, 4
 
@@ -200,7 +200,7 @@ def launch_backward(
             )  # fmt: skip
         given = (*inputs, mean_map, *vectors, inner, gradient)
         rest = (share, *launch.numbers, launch.stride, begin, end)
-        if launch.joint:
+        if launch.joint and len(chunks) == 1:
             kernels.joint_gradient[(group * maps,)](
                 *given, query_gradient, key_gradient, *rest, *query_gradient.stride()[:3], *key_gradient.stride()[:3],
                 **launch.settings("joint"), ALONE=launch.alone,
@@ -312,11 +312,12 @@ class _Launch:
     @property
     def joint(self) -> bool:
         """Whether one program takes all columns of a head, for both gradients."""
-        return self.keys <= JOINT_KEYS and self.item == 2 and self.width <= 64
+        fills = 2 * self.batch * self.heads >= BUSY
+        return fills and self.keys <= JOINT_KEYS and self.item == 2 and self.width <= 64
 
     def settings(self, kind: str) -> dict[str, Any]:
         """Block sizes and what else the kernels are compiled for."""
-        columns = 128 if kind == "mean" and self.width <= 64 else 64
+        columns = 64 if self.width > 64 else 128 if kind == "mean" else 32
         rows, columns, stages = row_tiles(self.width, self.item, self.count, self.keys, self.space, columns)
         if kind == "joint":
             rows, columns, stages = 32, padded(self.keys), 2
