@@ -62,7 +62,7 @@ def test_json_is_all_that_is_printed(
         (["modles"], "did you mean 'models'?"),
         (["models", "no-such-family"], "No family or model matches"),
         (["models", "--nmaes"], "did you mean '--names'?"),
-        (["bench", "--rounds", "many"], "invalid int value: 'many'"),
+        (["bench", "--rounds", "many"], "--rounds: expected a whole number of at least 1, not 'many'"),
         (["report"], "the following arguments are required: RUN"),
         (["report", "run", "--bogus"], "has no option --bogus: expected one of: --against, --budget"),
         (["report", "run", "--limt=3"], "has no option --limt: did you mean '--limit'?"),

@@ -175,7 +175,7 @@ def test_bench_says_what_it_cannot_measure(capsys: pytest.CaptureFixture[str]) -
     assert "tap" in [row["name"] for row in result["refused"]] and "cb" in [row["name"] for row in result["rows"]]
     for wrong, said in (
         (["--size", "12y"], "512x1024"),
-        (["--rounds", "0"], "--rounds must"),
+        (["--rounds", "0"], "--rounds: expected"),
         (["--treat", "tpa"], "tap"),
         (["--treat", ""], "--treat is empty"),
         (["--treat", "cb", "--treat", "cb(layers=[99])"], "There is no treatable block 99"),

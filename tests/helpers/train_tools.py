@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -38,13 +37,12 @@ def start(folder: Path, *overrides: str, code: str = "", **environment: str) -> 
 
 def _train(arguments: list[str], code: str) -> int | str:
     exec(code, {})
-    from vitfocus.cli.train import add_arguments, run
+    from vitfocus.cli import build_parser
     from vitfocus.core.errors import VitfocusError
 
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
+    parser, command = build_parser("train")
     try:
-        return run(parser.parse_args(arguments))
+        return command.run(parser.parse_args(arguments))
     except VitfocusError as error:
         return f"refused: {error}"
 

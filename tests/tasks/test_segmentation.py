@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import vitfocus as vf
-from vitfocus.cli.evaluate import add_arguments, run
+from vitfocus.cli import main
 from vitfocus.core.errors import VitfocusError
 from vitfocus.data.loader import Broken, Samples
 from vitfocus.data.segmentation.batches import RandomCrop
@@ -197,10 +196,8 @@ def test_a_treated_run_resumes_bit_for_bit_is_saved_and_evaluated(
     diagnosis = vf.diagnose(model, torch.zeros(2, 3, 64, 48, dtype=torch.uint8))
     assert len(diagnosis.rows) == 4 and diagnosis.rows[0]["entropy"] > 0
 
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    call = [str(folder / "model"), "--data", "shapes", "--limit", "6", "--json", "--pictures", str(tmp_path / "seen")]
-    assert run(parser.parse_args(call)) == 0
+    call = ["evaluate", str(folder / "model"), "--data", "shapes", "--limit", "6", "--json"]
+    assert main([*call, "--pictures", str(tmp_path / "seen")]) == 0
     shown = json.loads(capsys.readouterr().out)
     (summary,) = shown["models"].values()
     assert shown["suite"] == "segmentation" and summary["miou"] == pytest.approx(100 * again["last"]["miou"])
@@ -457,9 +454,7 @@ def test_a_backbone_that_is_no_transformer_trains_saves_and_is_evaluated_on_its_
 ) -> None:
     recipe = load_recipe("shapes_segment", [*TINY, "spec=smp:unet:resnet10t", "model.arguments={}", "val_length=5"])
     trained = train(recipe, tmp_path / "run")
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    assert run(parser.parse_args([str(tmp_path / "run"), "--json", "--device", "cpu"])) == 0
+    assert main(["evaluate", str(tmp_path / "run"), "--json", "--device", "cpu"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["images"] == 5
     (summary,) = found["models"].values() if "models" in found else found["summaries"].values()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 from helpers.train_tools import TINY
 
-from vitfocus.cli.train import add_arguments, run
+from vitfocus.cli import main
 from vitfocus.core.errors import VitfocusError
 from vitfocus.tasks.base import build_model, model_arguments
 from vitfocus.train import load_recipe, shipped_recipes, train
@@ -265,10 +264,8 @@ def test_every_shipped_recipe_builds_its_model(name: str) -> None:
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    assert run(parser.parse_args([])) == 0
+    assert main(["train"]) == 0
     assert "deit_s_cb" in capsys.readouterr().out
-    assert run(parser.parse_args(["shapes", *TINY, "epochs=1", "--out", str(tmp_path), "--json"])) == 0
+    assert main(["train", "shapes", *TINY, "epochs=1", "--out", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["steps"] == 6
     assert build_recipe({}).name == "recipe" and load_recipe(tmp_path / "config.toml").schedule.epochs == 1.0

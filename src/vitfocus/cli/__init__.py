@@ -55,8 +55,7 @@ usage: vitfocus COMMAND [options]
 {commands}
 
 Run `vitfocus COMMAND --help` for the options of a command. Every command accepts --json. To start: `vitfocus demo`.
-Exit codes: 0 success, 1 unexpected failure, 2 invalid input, 130 interrupted.
-"""
+Exit codes: 0 success, 1 unexpected failure, 2 invalid input, 130 interrupted."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -104,27 +103,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def load_command(command: str) -> ModuleType:
-    """The module of a command."""
-    return importlib.import_module(f"vitfocus.cli.{command}")
-
-
 def build_parser(command: str) -> tuple[argparse.ArgumentParser, ModuleType]:
     """The parser of a command, and the module that runs it."""
-    module = load_command(command)
-    parser = Parser(prog=f"vitfocus {command}", description=_sentence(COMMANDS[command]))
+    about = COMMANDS[command]
+    parser = Parser(prog=f"vitfocus {command}", description=f"{about[0].upper()}{about[1:]}.")
+    return parser, add_command(command, parser)
+
+
+def add_command(command: str, parser: argparse.ArgumentParser) -> ModuleType:
+    """Declare the arguments of a command; returns its module."""
+    module = importlib.import_module(f"vitfocus.cli.{command}")
     module.add_arguments(parser)
-    return parser, module
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    return module
 
 
 def _run(words: list[str]) -> int:
     asked = [word for word in words if word != "--json"]
     if not asked or asked[0] in ("-h", "--help", "help", "--version"):
-        facts = {"version": __version__} if asked[:1] == ["--version"] else {"commands": COMMANDS}
+        version = asked[:1] == ["--version"]
         if "--json" in words:
-            print(json.dumps(facts, indent=2))
+            print(json.dumps({"version": __version__} if version else {"commands": COMMANDS}, indent=2))
         else:
-            print(f"vitfocus {__version__}" if "version" in facts else _help(), end="\n" if "version" in facts else "")
+            print(f"vitfocus {__version__}" if version else _help())
         return 0
     command, *rest = words
     if command not in COMMANDS:
@@ -150,7 +151,3 @@ def _help() -> str:
 def _refuse(reason: str) -> int:
     print(f"vitfocus: {VitfocusError(reason)}", file=sys.stderr)
     return 2
-
-
-def _sentence(text: str) -> str:
-    return text[0].upper() + text[1:] + "."

@@ -6,11 +6,13 @@ import argparse
 import copy
 import json
 import os
-import sys
 from typing import TYPE_CHECKING, Any
 
-from vitfocus.cli.common import require_positive
+from vitfocus.cli.common import add_device, positive
+from vitfocus.core.arguments import number_in
+from vitfocus.core.errors import VitfocusError
 from vitfocus.core.progress import Progress
+from vitfocus.core.tables import Table
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--size", metavar="PIXELS", help="image size, such as 224 or 512x1024 (height x width; default: the model's)"
     )
-    parser.add_argument("--batch-size", type=int, metavar="N", help="batch size (default: 64 on a GPU, 8 on a CPU)")
+    parser.add_argument(
+        "--batch-size", type=positive, metavar="N", help="batch size (default: 64 on a GPU, 8 on a CPU)"
+    )
     parser.add_argument(
         "--mode",
         choices=("train", "infer"),
@@ -49,14 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--precision", choices=PRECISIONS, help="autocast precision (default: bfloat16 on a GPU, float32 on a CPU)"
     )
     parser.add_argument("--compile", action="store_true", help="compile each model with torch.compile")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="timed steps per model (default: 5)")
-    parser.add_argument("--device", help="device such as cpu or cuda (default: a GPU if there is one)")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--rounds", type=positive, default=5, metavar="N", help="timed steps per model (default: 5)")
+    add_device(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print the table."""
-    require_positive(args, "rounds", "batch_size")
     size = parse_size(args.size)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # silence the profiler that measures memory
 
@@ -64,7 +66,6 @@ def run(args: argparse.Namespace) -> int:
 
     from vitfocus.anatomy import anatomy
     from vitfocus.core.environment import usable_device
-    from vitfocus.core.errors import VitfocusError
     from vitfocus.treatments.cost import compare_steps
     from vitfocus.treatments.spec import parse_treatments
 
@@ -109,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
         "rows": rows,
         "refused": refused,
     }
-    print(json.dumps(result, indent=2)) if args.json else _show(result)
+    print(json.dumps(result, indent=2) if args.json else _text(result))
     return 0
 
 
@@ -119,9 +120,6 @@ def parse_size(text: str | None) -> tuple[int, int] | None:
     >>> parse_size("224"), parse_size("512x1024"), parse_size(None)
     ((224, 224), (512, 1024), None)
     """
-    from vitfocus.core.arguments import number_in
-    from vitfocus.core.errors import VitfocusError
-
     if text is None:
         return None
     sides = text.lower().split("x")
@@ -132,7 +130,6 @@ def parse_size(text: str | None) -> tuple[int, int] | None:
 
 def _open(name: str, size: tuple[int, int] | None) -> nn.Module:
     """The model, built for the given size if its constructor accepts one."""
-    from vitfocus.core.errors import VitfocusError
     from vitfocus.treatments.save_load import open_model
 
     if size is not None:
@@ -147,7 +144,6 @@ def _open(name: str, size: tuple[int, int] | None) -> nn.Module:
 def _treated(
     model: nn.Module, specs: list[str], device: torch.device
 ) -> tuple[dict[str, nn.Module], list[dict[str, str]]]:
-    from vitfocus.core.errors import VitfocusError
     from vitfocus.treatments import applied, treat_
 
     plain = "+".join(map(str, applied(model))) or "plain"
@@ -173,38 +169,26 @@ def _machine(device: torch.device) -> dict[str, Any]:
     return facts | {"name": device_name(device, threads=False), "threads": torch.get_num_threads()}
 
 
-def _show(result: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
+def _text(result: dict[str, Any]) -> str:
     machine, (height, width) = result["machine"], result["size"]
-    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     step = "training step" if result["mode"] == "train" else "forward"
     compiled = ", compiled" if result["compiled"] else ""
     threads = f", {machine['threads']} threads" if "threads" in machine else ""
-    console.print(
-        f"{result['model']}: {step}, {result['batch_size']} images of {height}x{width}, "
-        f"{result['precision']}{compiled}\n"
-        f"{machine['name']}{threads}, torch {machine['torch']}\n",
-        soft_wrap=True,
-        markup=False,
-    )
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for heading in ("", "ms", "time", "MB", "memory", "parameters"):
-        table.add_column(heading, justify="left" if not heading else "right")
-    for row in result["rows"]:
-        table.add_row(
-            escape(row["name"]),
+    images = f"{result['batch_size']} images of {height}x{width}, {result['precision']}{compiled}"
+    title = f"{result['model']}: {step}, {images}; {machine['name']}{threads}, torch {machine['torch']}"
+    rows = [
+        [
+            row["name"],
             f"{row['milliseconds']:.1f}",
             f"x{row['time_ratio']:.2f}",
             f"{row['megabytes']:.0f}",
             f"x{row['memory_ratio']:.2f}",
             f"{row['parameters']:,}",
-        )
-    console.print(table)
+        ]
+        for row in result["rows"]
+    ]
+    lines = [str(Table(title, ["", "ms", "time", "MB", "memory", "parameters"], rows))]
     slower = max(row["milliseconds_median"] / row["milliseconds"] for row in result["rows"]) - 1
     if slower > 0.15:
-        console.print(f"The machine was busy: the median step took up to {100 * slower:.0f} % longer than the fastest.")
-    for row in result["refused"]:
-        console.print(f"{row['name']} was not measured: {row['reason']}", soft_wrap=True, markup=False)
+        lines.append(f"The machine was busy: the median step took up to {100 * slower:.0f} % longer than the fastest.")
+    return "\n".join([*lines, *(f"{row['name']} was not measured: {row['reason']}" for row in result["refused"])])

@@ -1,4 +1,4 @@
-"""What several commands share: opening a named model, checking numbers, and finishing a run with its report."""
+"""What several commands share: options, labels, opening a named model, and finishing a run with its report."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from vitfocus.core.arguments import OnlyWith
 from vitfocus.core.errors import VitfocusError
+from vitfocus.core.tables import unique_label
 
 if TYPE_CHECKING:
     from torch import nn
@@ -17,9 +18,33 @@ if TYPE_CHECKING:
 #: Folders that hold a run's weights; the run itself is the folder above.
 _WEIGHTS = frozenset({"model", "best"})
 
+WITH_EXPLORER = OnlyWith(lambda args: args.explore, "is for the attention explorer: add --explore")
 
-def add_pretrained(parser: argparse.ArgumentParser) -> None:
-    """Declare --pretrained."""
+
+def positive(text: str) -> int:
+    """The `type` of an option that counts something."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, not {text!r}")
+    return number
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Declare --device."""
+    parser.add_argument("--device", help="device such as cpu or cuda (default: a GPU if there is one)")
+
+
+def add_weights(parser: argparse.ArgumentParser) -> None:
+    """Declare --weights and --pretrained."""
+    parser.add_argument(
+        "--weights",
+        metavar="FILE",
+        action="append",
+        help="checkpoint (safetensors, or a state_dict); give it once, or once per model ('none' for a model without)",
+    )
     parser.add_argument(
         "--pretrained",
         action="store_true",
@@ -36,7 +61,7 @@ def add_budget(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> Non
         metavar="MB",
         help="with --explore: the most megabytes of maps, in the page and in the folder beside it (default: 64)",
     )
-    only_with(budget, OnlyWith(lambda args: args.explore, "is for the attention explorer: add --explore"))
+    only_with(budget, WITH_EXPLORER)
 
 
 def only_with(action: argparse.Action, condition: OnlyWith) -> None:
@@ -66,45 +91,46 @@ def refuse_empty(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
             raise VitfocusError(f"{name} is empty: give it a value, or leave it out.")
 
 
-def require_positive(args: argparse.Namespace, *names: str) -> None:
-    """Refuse values below 1 in options that count something; None means that an option was not given."""
-    for name in names:
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise VitfocusError(f"--{name.replace('_', '-')} must be at least 1, but is {value}.")
-
-
 def open_named_model(
     name: str, weights: str | None = None, treat: str | None = None, *, pretrained: bool = False, quiet: bool = False
 ) -> nn.Module:
-    """Open a model by name or folder, in eval mode; unless `quiet`, say so when its weights are random."""
+    """Open a model by name or folder, in eval mode; unless `quiet`, say so when its weights are random.
+
+    `pretrained` has no effect on a folder, which contains its weights.
+    """
     from vitfocus.treatments.save_load import is_pushed, open_model
 
     if pretrained and weights is not None:
         raise VitfocusError("--weights names a file and --pretrained the library's own weights: give one of them.")
     saved = Path(name).is_dir() or is_pushed(name)
-    if pretrained and saved:
-        raise VitfocusError(f"{name} is a folder that contains its weights: leave --pretrained out.")
-    model = open_model(name, weights=weights, treat=treat, **({"pretrained": True} if pretrained else {}))
+    fetched = {"pretrained": True} if pretrained and not saved else {}
+    model = open_model(name, weights=weights, treat=treat, **fetched)
     if weights is None and not (pretrained or quiet or saved):
-        print(
-            f"Neither --weights nor --pretrained is given: {name} has random weights and is untrained.", file=sys.stderr
-        )
+        say(f"Neither --weights nor --pretrained is given: {name} has random weights and is untrained.")
     return model
 
 
-def weights_per_model(models: list[str], weights: list[str] | None) -> list[str | None]:
-    """The file of each model, from --weights given once, or once per model, with 'none' for a model without.
+def label_models(args: argparse.Namespace, treat: str | None = None) -> dict[str, tuple[str, str | None]]:
+    """The models of a command line by label: (name, file of weights).
 
-    >>> weights_per_model(["a", "b"], ["w"]), weights_per_model(["a", "b"], ["none", "w"])
-    (['w', 'w'], [None, 'w'])
+    --weights is given once, or once per model, with 'none' for a model without.
+
+    >>> args = argparse.Namespace(model=["a", "b", "b"], weights=["none", "w", "v"], pretrained=False)
+    >>> label_models(args)
+    {'a': ('a', None), 'b': ('b', 'w'), 'b #2': ('b', 'v')}
     """
-    files = [None if file == "none" else file for file in weights or ["none"]]
-    if len(files) not in (1, len(models)):
+    files = [None if file == "none" else file for file in args.weights or ["none"]]
+    if len(files) not in (1, len(args.model)):
         raise VitfocusError(
-            f"--weights is given {len(files)} times for {len(models)} models; give it once, or once per model."
+            f"--weights is given {len(files)} times for {len(args.model)} models; give it once, or once per model."
         )
-    return files * len(models) if len(files) == 1 else files
+    if args.pretrained and all(Path(name).is_dir() for name in args.model):
+        raise VitfocusError("The folder of a saved model contains its weights: leave --pretrained out.")
+    labelled: dict[str, tuple[str, str | None]] = {}
+    for name, file in zip(args.model, files * len(args.model) if len(files) == 1 else files, strict=True):
+        label = model_label(name) + (f"+{treat}" if treat else "")
+        labelled[unique_label(label, labelled)] = (name, file)
+    return labelled
 
 
 def model_label(name: str) -> str:
@@ -120,9 +146,7 @@ def model_label(name: str) -> str:
     return run if path.name == "model" else f"{run} ({path.name})"
 
 
-def finish_run(
-    folder: str | Path, models: Mapping[str, nn.Module] | None = None, gallery: bool | None = None
-) -> Path | None:
+def finish_run(folder: str | Path, models: Mapping[str, nn.Module] | None = None, gallery: bool | None = None) -> None:
     """Write the cards of the given models and the run's report, and print the report's path.
 
     A report that fails does not fail the run, which may have taken days: the error is printed instead.
@@ -133,9 +157,11 @@ def finish_run(
     try:
         if models:
             write_cards(folder, models)
-        written = report(folder, gallery=gallery)
+        say(f"Report: {report(folder, gallery=gallery).path}")
     except Exception as error:
-        print(f"The report could not be written: {error}", file=sys.stderr)
-        return None
-    print(f"Report: {written.path}", file=sys.stderr)
-    return written.path
+        say(f"The report could not be written: {error}")
+
+
+def say(text: str) -> None:
+    """Print a line on stderr, beside the result."""
+    print(text, file=sys.stderr, flush=True)

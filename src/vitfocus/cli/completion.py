@@ -24,7 +24,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=SHELLS,
         help="your shell; for bash: vitfocus completion bash > ~/.local/share/bash-completion/completions/vitfocus",
     )
-    parser.add_argument("--json", action="store_true", help="print the names as JSON instead of a script")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -44,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
 
 def build_full_parser(shell: str) -> argparse.ArgumentParser:
     """One parser with every command as a subparser, whose arguments know the names or paths that fit them."""
-    from vitfocus.cli import COMMANDS, load_command
+    from vitfocus.cli import COMMANDS, add_command
 
     parser = argparse.ArgumentParser(prog="vitfocus")
     parser.add_argument("--version", action="store_true", help="print the version")
@@ -55,7 +54,7 @@ def build_full_parser(shell: str) -> argparse.ArgumentParser:
         names = {kind: [name for name in found if "/" not in name] for kind, found in names.items()}
     for command, about in COMMANDS.items():
         subparser = subparsers.add_parser(command, help=about)
-        load_command(command).add_arguments(subparser)
+        add_command(command, subparser)
         for action in subparser._actions:
             if action.choices is None and action.dest in names:
                 action.choices = names[action.dest]

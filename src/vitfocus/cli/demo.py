@@ -15,6 +15,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vitfocus.cli.common import positive, say
+from vitfocus.core.errors import VitfocusError
+from vitfocus.core.tables import Table, bullet
+
 if TYPE_CHECKING:
     from vitfocus.attention.diagnosis import Diagnosis
     from vitfocus.report import WrittenReport
@@ -46,19 +50,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--epochs", type=float, default=EPOCHS, metavar="N", help="epochs per model (default: 2)")
     parser.add_argument(
-        "--images", type=int, default=250, metavar="N", help="number of evaluation images (default: 250)"
+        "--images", type=positive, default=250, metavar="N", help="number of evaluation images (default: 250)"
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the trainings (default: 0)")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
 def run(args: argparse.Namespace) -> int:
     """Train, diagnose, evaluate and report."""
-    import sys
-
     from vitfocus import diagnose, load
-    from vitfocus.core.errors import VitfocusError
-    from vitfocus.core.tables import Table, bullet
     from vitfocus.data.shapes.dataset import Shapes, shapes_batch
     from vitfocus.report import report
     from vitfocus.report.explorer import explorer_data
@@ -68,27 +67,25 @@ def run(args: argparse.Namespace) -> int:
     from vitfocus.train.attention_log import by_layer
     from vitfocus.treatments.spec import parse_treatments
 
-    if args.images < 1:
-        raise VitfocusError(f"--images must be at least 1, but is {args.images}.")
     if not parse_treatments(args.treat):
         raise VitfocusError(f"--treat names no treatment to compare with the plain model: try {TREATMENTS}.")
     models, runs = {}, {}
     for name, (spec, rate) in arms(args.treat).items():
-        print(f"training {name}: {spec}, learning rate {rate:g}, on the built-in data set Shapes", file=sys.stderr)
+        say(f"training {name}: {spec}, learning rate {rate:g}, on the built-in data set Shapes")
         overrides = recipe_changes(spec, rate, args.epochs, args.seed)
         runs[name] = train("shapes", out=args.out / name, resume="auto", overrides=overrides)
         if not runs[name]["finished"]:
             return 130
         models[name] = load(args.out / name / "model")
     models = {name: models[name] for name in ("plain", "treated", "high-rate")}  # plain is the baseline
-    print(f"diagnosing them, clean and under {CORRUPTION}", file=sys.stderr)
+    say(f"diagnosing them, clean and under {CORRUPTION}")
     images = shapes_batch(range(64), split="val", size=32)[0]
     diagnoses = {name: diagnose(model, images, CORRUPTION, name=name) for name, model in models.items()}
     digest = hashlib.sha256(images.numpy().data).hexdigest()
     for name, diagnosis in diagnoses.items():
         diagnosis.save(args.out / name / "diagnosis")
         write_data_source(args.out / name / "diagnosis", "Shapes", digest)
-    print("evaluating them on the same corrupted images", file=sys.stderr)
+    say("evaluating them on the same corrupted images")
     data = Shapes("val", length=args.images, size=32)
     evaluate(models, "cifar10-c", data, out=args.out / "evaluation", resume=True)
     collapses = _collapses(diagnoses)

@@ -6,25 +6,31 @@ import argparse
 import hashlib
 import json
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vitfocus.cli.common import (
+    WITH_EXPLORER,
     add_budget,
-    add_pretrained,
+    add_device,
+    add_weights,
     finish_run,
-    model_label,
+    label_models,
     only_with,
     open_named_model,
-    require_positive,
-    weights_per_model,
+    positive,
+    say,
 )
 from vitfocus.core import __version__
 from vitfocus.core.arguments import OnlyWith
+from vitfocus.core.errors import VitfocusError
+from vitfocus.core.files import writable_folder
+from vitfocus.core.progress import Progress
+from vitfocus.core.records import read_json, write_json
 from vitfocus.core.statistics import evenly_spaced
+from vitfocus.core.tables import counted
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -45,13 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a timm name, optionally with treatments (name+tap+cb), or a folder of vitfocus, transformers or timm; "
         "several make a gallery in --out, one folder each, and resume if run again",
     )
-    parser.add_argument(
-        "--weights",
-        metavar="FILE",
-        action="append",
-        help="checkpoint (safetensors, or a state_dict); give it once, or once per model ('none' for a model without)",
-    )
-    add_pretrained(parser)
+    add_weights(parser)
     parser.add_argument(
         "--images",
         metavar="DIR",
@@ -61,10 +61,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--against", metavar="NAME/SEVERITY", help="corruption for the stability reading, such as gaussian_noise/3"
     )
     parser.add_argument("--treat", metavar="SPEC", help="treatments to insert first, such as tap+cb")
-    parser.add_argument("--limit", type=int, metavar="N", help="use at most N images, evenly spaced (default: 64)")
-    parser.add_argument("--batch-size", type=int, default=16, metavar="N", help="batch size (default: 16)")
+    parser.add_argument("--limit", type=positive, metavar="N", help="use at most N images, evenly spaced (default: 64)")
+    parser.add_argument("--batch-size", type=positive, default=16, metavar="N", help="batch size (default: 16)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the corruption (default: 0)")
-    parser.add_argument("--device", default=None, help="device such as cpu or cuda (default: a GPU if there is one)")
+    add_device(parser)
     parser.add_argument(
         "--out", metavar="DIR", help="folder for diagnosis.json, the table, the figures and report.html"
     )
@@ -84,9 +84,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     explored = parser.add_argument(
         "--explore-images", metavar="DIR", help="with --explore: folder of the explorer's images (default: --images)"
     )
-    only_with(explored, OnlyWith(lambda args: args.explore, "is for the attention explorer: add --explore"))
+    only_with(explored, WITH_EXPLORER)
     add_budget(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
 @dataclass(frozen=True)
@@ -119,10 +118,6 @@ def _stamp(file: Path) -> list[Any]:
 
 def run(args: argparse.Namespace) -> int:
     """Diagnose, print the table, and save everything if --out is given."""
-    from vitfocus.core.errors import VitfocusError
-    from vitfocus.core.files import writable_folder
-
-    require_positive(args, "limit", "batch_size")
     drawn = _drawn(args)
     args.limit = args.limit or drawn or _IMAGES
     files = None if drawn else image_files(Path(args.images), args.limit)  # before any slow import
@@ -150,37 +145,32 @@ def run(args: argparse.Namespace) -> int:
 
 def _requests(args: argparse.Namespace) -> list[_Request]:
     """One request per model; several models have a folder each in --out."""
-    requests: list[_Request] = []
-    for model, file in zip(args.model, weights_per_model(args.model, args.weights), strict=True):
-        label = model_label(model) + (f"+{args.treat}" if args.treat else "")
-        number = sum(one.label == label or one.label.startswith(f"{label} #") for one in requests)
-        label += f" #{number + 1}" if number else ""
-        own = Path(args.out) / re.sub(r"[^\w.+=(),-]+", "_", label) if args.out and len(args.model) > 1 else args.out
-        requests.append(_Request(model, file, label, str(own) if own else None))
+    requests = []
+    for label, (model, file) in label_models(args, args.treat).items():
+        own = re.sub(r"[^\w.+=(),-]+", "_", label) if len(args.model) > 1 else ""
+        requests.append(_Request(model, file, label, str(Path(args.out, own)) if args.out else None))
     return requests
 
 
 def _diagnose_many(args: argparse.Namespace, requests: list[_Request], files: list[Path] | None) -> list[Diagnosis]:
     """The diagnoses of several models; those in --out that are finished are read, and one that fails is passed over."""
     from vitfocus.attention.diagnosis import Diagnosis
-    from vitfocus.core.errors import VitfocusError
-    from vitfocus.core.records import read_json, write_json
 
     found = []
     for number, request in enumerate(requests):
         wanted = request.described(args, files)
         kept = Path(request.out) / _REQUEST if request.out else None
-        _say(f"{request.label} ({number + 1} of {len(requests)})")
+        say(f"{request.label} ({number + 1} of {len(requests)})")
         try:
             if kept is not None and kept.is_file() and read_json(kept, dict[str, Any]) == wanted:
                 found.append(Diagnosis.load(kept.parent))
-                _say(f"Already in {request.out}.")
+                say(f"Already in {request.out}.")
                 continue
             if kept is not None:
                 kept.unlink(missing_ok=True)
             found.append(_diagnose(args, request, files))
         except VitfocusError as error:
-            _say(f"{request.label}: {error}")
+            say(f"{request.label}: {error}")
             continue
         if kept is not None:
             write_json(kept, wanted, indent=1)
@@ -198,8 +188,7 @@ def _diagnose(args: argparse.Namespace, request: _Request, files: list[Path] | N
     from vitfocus.treatments.save_load import task_of
 
     device = usable_device(args.device)
-    fetched = args.pretrained and not (len(args.model) > 1 and Path(request.model).is_dir())
-    model = open_named_model(request.model, request.weights, args.treat, pretrained=fetched)
+    model = open_named_model(request.model, request.weights, args.treat, pretrained=args.pretrained)
     model.to(device)
     body = anatomy(model)
     if task_of(model).get("task") == "segment":  # a segmenter takes larger images than its backbone
@@ -208,18 +197,18 @@ def _diagnose(args: argparse.Namespace, request: _Request, files: list[Path] | N
         count, batches = asked
     elif files is None:
         count = args.limit
-        _say(f"Using {count} images of the built-in data set Shapes, {_by(body.build_size)}.")
+        say(f"Using {count} images of the built-in data set Shapes, {_by(body.build_size)}.")
         batches = _shapes(count, args.batch_size, body)
     else:
         count = len(files)
         batches = _photographs(files, args.batch_size, body)
-    state = hashlib.sha256()
-    stream = _noted(_with_progress(batches, count), state)
-    diagnosis = diagnose(model, stream, args.against, seed=args.seed, name=request.label)
+    digest = hashlib.sha256()
+    watched = _watched(batches, count, digest)
+    diagnosis = diagnose(model, watched, args.against, seed=args.seed, name=request.label)
     if request.out:
         written = diagnosis.save(request.out)
-        write_data_source(request.out, "Shapes" if files is None else Path(args.images).name, state.hexdigest())
-        _say(f"Saved {len(written)} files in {request.out}: {', '.join(file.name for file in written)}.")
+        write_data_source(request.out, "Shapes" if files is None else Path(args.images).name, digest.hexdigest())
+        say(f"Saved {len(written)} files in {request.out}: {', '.join(file.name for file in written)}.")
         if args.accuracy:
             _evaluate(args, request, model)
         if args.explore:
@@ -230,7 +219,6 @@ def _diagnose(args: argparse.Namespace, request: _Request, files: list[Path] | N
 
 def _evaluate(args: argparse.Namespace, request: _Request, model: nn.Module) -> None:
     """Measure the accuracy on the same images, in a folder inside that of the diagnosis."""
-    from vitfocus.core.errors import VitfocusError
     from vitfocus.robustness.evaluation import evaluate
 
     assert request.out is not None
@@ -239,7 +227,7 @@ def _evaluate(args: argparse.Namespace, request: _Request, model: nn.Module) -> 
         scores = evaluate({request.label: model}, "clean", data, limit=args.limit, seed=args.seed, device=args.device)
         scores.save(Path(request.out) / "evaluation")
     except VitfocusError as error:  # the diagnosis itself has succeeded
-        _say(f"The accuracy was not measured: {error}")
+        say(f"The accuracy was not measured: {error}")
 
 
 def _drawn(args: argparse.Namespace) -> int:
@@ -256,7 +244,6 @@ def _drawn(args: argparse.Namespace) -> int:
 
 def image_files(folder: Path, limit: int) -> list[Path]:
     """At most `limit` of the image files below a folder, sorted and evenly spaced."""
-    from vitfocus.core.errors import VitfocusError
     from vitfocus.data.image_files import IMAGE_SUFFIXES, files_below
 
     if folder.is_file() and folder.suffix.lower() in IMAGE_SUFFIXES:
@@ -282,7 +269,6 @@ def _explore(
     """Save the explorer's data for a few images."""
     import torch
 
-    from vitfocus.core.errors import VitfocusError
     from vitfocus.report.explorer import IMAGES, explorer_data, write_explorer
 
     assert request.out is not None
@@ -297,7 +283,7 @@ def _explore(
     try:
         data = explorer_data({request.label: model}, images, against, names=names, budget=args.budget, seed=args.seed)
     except VitfocusError as error:  # the diagnosis itself has succeeded and gets its report
-        _say(f"The report has no explorer: {error}")
+        say(f"The report has no explorer: {error}")
         return
     write_explorer(request.out, data)
 
@@ -311,16 +297,15 @@ def _questions(args: argparse.Namespace, body: Anatomy) -> tuple[int, Iterator[A
     if args.images:
         splits = splits_in(args.images) if Path(args.images).is_dir() else []
         if not splits:
-            _say("The folder has no questions: the text input is empty.")
+            say("The folder has no questions: the text input is empty.")
             return None
         asked = read_vqav2(args.images, splits[0], annotated=False)
-        _say(f"Using the questions of the split {splits[0]}.")
+        say(f"Using the questions of the split {splits[0]}.")
     else:
         asked = shapes_questions("val", args.limit, min(body.build_size))
-        _say(f"No --images given: using questions about the built-in data set Shapes, {_by(body.build_size)}.")
-    return min(args.limit, len(asked)), diagnosis_batches(
-        asked, preprocessing_of(body.root), args.limit, args.batch_size
-    )
+        say(f"No --images given: using questions about the built-in data set Shapes, {_by(body.build_size)}.")
+    batches = diagnosis_batches(asked, preprocessing_of(body.root), args.limit, args.batch_size)
+    return min(args.limit, len(asked)), batches
 
 
 def _shapes(count: int, batch_size: int, body: Anatomy) -> Iterator[Tensor]:
@@ -330,33 +315,16 @@ def _shapes(count: int, batch_size: int, body: Anatomy) -> Iterator[Tensor]:
         yield shapes_batch(range(start, min(start + batch_size, count)), split="val", size=body.build_size)[0]
 
 
-def _with_progress(batches: Iterator[Any], count: int) -> Iterator[Any]:
-    from vitfocus.core.progress import Progress
-    from vitfocus.core.tables import counted
-
+def _watched(batches: Iterator[Any], count: int, digest: Any) -> Iterator[Any]:
+    """Pass the batches on, show progress, and add each to a digest; a batch is a tensor, or a dict with questions."""
     with Progress("Reading images", count, announcement=f"Reading {counted(count, 'image')}.") as progress:
         for batch in batches:
+            pixels, questions = (batch["pixel_values"], batch["question"]) if isinstance(batch, dict) else (batch, ())
+            digest.update(pixels.contiguous().numpy().data)
+            digest.update("\n".join(questions).encode())
             yield batch
-            progress.advance(len(_pixels(batch)))
-
-
-def _noted(batches: Iterator[Any], state: Any) -> Iterator[Any]:
-    """Pass the batches on, and add each to a digest."""
-    for batch in batches:
-        state.update(_pixels(batch).contiguous().numpy().data)
-        state.update("\n".join(batch["question"] if isinstance(batch, dict) else ()).encode())
-        yield batch
-
-
-def _pixels(batch: Any) -> Tensor:
-    """The images of a batch, which is a tensor or a dict that also has questions."""
-    pixels: Tensor = batch["pixel_values"] if isinstance(batch, dict) else batch
-    return pixels
+            progress.advance(len(pixels))
 
 
 def _by(size: tuple[int, int]) -> str:
     return f"{size[0]}x{size[1]}"
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr)

@@ -4,41 +4,29 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
-from vitfocus.cli.common import add_pretrained, finish_run, model_label, only_with, open_named_model
+from vitfocus.cli.common import (
+    add_device,
+    add_weights,
+    finish_run,
+    label_models,
+    only_with,
+    open_named_model,
+    positive,
+    say,
+)
 from vitfocus.core.arguments import OnlyWith
-from vitfocus.core.records import Count, convert, read_json, read_toml
+from vitfocus.core.errors import VitfocusError
+from vitfocus.core.records import convert, read_json, read_toml
 from vitfocus.core.tables import listing
-from vitfocus.robustness.suites import switches
+from vitfocus.recipes import Data
+from vitfocus.robustness.suites import SUITES, TASK_SUITES, find_suite, switches
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-
-class _DataSection(TypedDict, total=False):
-    """What is read of a run's recipe."""
-
-    source: str
-    root: str
-    val_split: str
-    val_length: Count
-    size: Count
-
-
-class _SavedTask(TypedDict, total=False):
-    task: str
-
-
-class _SavedModel(TypedDict, total=False):
-    task: _SavedTask
-
-
-class _RunRecipe(TypedDict, total=False):
-    data: _DataSection
+    from torch import Tensor
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,24 +47,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="folder of the suite as published, folder with a subfolder per class, or shapes:N",
     )
-    parser.add_argument(
-        "--weights", metavar="FILE", action="append", help="checkpoint; give it once for all models, or once per model"
-    )
-    add_pretrained(parser)
+    add_weights(parser)
     parser.add_argument("--treat", metavar="SPEC", help="treatments to insert into every model first, such as tap+cb")
     parser.add_argument(
         "--out", metavar="RUN", help="folder for results.json and, until the run ends, its partial results"
     )
     parser.add_argument("--resume", action="store_true", help="resume the run in --out")
-    parser.add_argument("--limit", type=int, metavar="N", help="use at most N images, evenly spaced")
+    parser.add_argument("--limit", type=positive, metavar="N", help="use at most N images, evenly spaced")
     parser.add_argument(
-        "--batch-size", type=int, metavar="N", help="batch size (default for classifiers: 256 on a GPU, 32 on a CPU)"
+        "--batch-size",
+        type=positive,
+        metavar="N",
+        help="batch size (default for classifiers: 256 on a GPU, 32 on a CPU)",
     )
     parser.add_argument("--workers", type=int, metavar="N", help="number of processes that read images")
     parser.add_argument("--precision", default="float32", help="float32, bfloat16 or float16 (default: float32)")
-    parser.add_argument("--device", help="device such as cpu or cuda (default: a GPU if there is one)")
+    add_device(parser)
     parser.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument(
         "--compare", nargs=2, metavar=("RUN_A", "RUN_B"), help="compare two finished runs, paired by image"
     )
@@ -98,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     comparing = OnlyWith(lambda args: bool(args.compare), "is for --compare RUN_A RUN_B: add that")
     for declared in parser._actions:
-        if declared.dest not in ("help", "compare", "seed", "json"):
+        if declared.dest not in ("help", "compare", "seed"):
             only_with(declared, comparing if declared.dest == "force" else evaluating)
 
 
@@ -108,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
         return _compare(args) if args.compare else _evaluate(args)
     except KeyboardInterrupt:
         kept = f"; partial results are in {args.out}, use --resume to continue" if args.out else ""
-        print(f"vitfocus: interrupted{kept}", file=sys.stderr)
+        say(f"vitfocus: interrupted{kept}")
         return 130
 
 
@@ -119,25 +106,14 @@ def _compare(args: argparse.Namespace) -> int:
     if Path(args.compare[0]) == Path(args.compare[1]) and len(first.models) == 2:  # one run of two models
         first, second = (first.only(name) for name in first.models)
     comparison = compare(first, second, force=args.force, seed=args.seed)
-    _say(comparison, args.json)
+    print(json.dumps(comparison.to_dict(), indent=2) if args.json else comparison)
     return 0
 
 
-def _say(result: Any, as_json: bool) -> None:
-    """Print a result, from the first process only."""
-    from vitfocus.core.environment import is_main_process
-
-    if is_main_process():
-        print(json.dumps(result.to_dict(), indent=2) if as_json else result.table(), flush=True)
-
-
 def _evaluate(args: argparse.Namespace) -> int:
-    from vitfocus.core.errors import VitfocusError
     from vitfocus.data.shapes.dataset import Shapes, image_size, shapes_named
-    from vitfocus.robustness.suites import SUITES, find_suite
 
-    if args.model:
-        _from_run(args)
+    drawn_size = _fill_in_from_run(args) if args.model else None
     if args.suite == "list":
         suites = {
             name: {"about": suite.description, "options": [option.name for option in suite.option_list]}
@@ -160,10 +136,13 @@ def _evaluate(args: argparse.Namespace) -> int:
     from vitfocus.core.environment import is_main_process
     from vitfocus.robustness.evaluation import evaluate
 
-    models = _models(args)
-    if length is not None and suite.task == "classify" and getattr(args, "size", None):  # as the run was trained
+    models = {
+        label: open_named_model(name, file, args.treat, pretrained=args.pretrained, quiet=not is_main_process())
+        for label, (name, file) in label_models(args, args.treat).items()
+    }
+    if length is not None and suite.task == "classify" and drawn_size:  # as the run was trained
         own = (32, 32) if suite.small_images else input_spec(next(iter(models.values()))).size
-        drawn = image_size(args.size)
+        drawn = image_size(drawn_size)
         data = Shapes("val", length=length, size=drawn, transform=None if drawn == own else partial(_enlarged, own))
     scores = evaluate(
         models,
@@ -179,9 +158,10 @@ def _evaluate(args: argparse.Namespace) -> int:
         precision=args.precision,
         **options,
     )
-    _say(scores, args.json)
-    if args.out and is_main_process():
-        finish_run(args.out, models)
+    if is_main_process():
+        print(json.dumps(scores.to_dict(), indent=2) if args.json else scores, flush=True)
+        if args.out:
+            finish_run(args.out, models)
     return 0
 
 
@@ -192,68 +172,44 @@ def _enlarged(size: tuple[int, int], image: Tensor) -> Tensor:
     return interpolate(image[None].float() / 255, size=size, mode="bicubic", antialias=True)[0].clamp(0, 1)
 
 
-def _from_run(args: argparse.Namespace) -> None:
-    """Fill in what a run's folder says: the suite of the model's task, and the data of its recipe."""
-    from vitfocus.core.errors import VitfocusError
-    from vitfocus.robustness.suites import SUITES, TASK_SUITES
+def _fill_in_from_run(args: argparse.Namespace) -> int | None:
+    """Fill in what a run's folder says: the suite of the model's task, and the data of its recipe.
+
+    Returns:
+        The size of the images that the run was trained on, if the data come from its recipe.
+    """
+    from vitfocus.treatments.save_load import SavedConfig
 
     folder = Path(args.model[0])
     saved = next((f for f in (folder / "config.json", folder / "model" / "config.json") if f.is_file()), None)
     if saved is None:
-        return
+        return None
     try:
-        task = read_json(saved, _SavedModel).get("task", {}).get("task", "")
+        suite = TASK_SUITES.get(read_json(saved, SavedConfig).task.get("task", ""))
     except VitfocusError:
-        return  # loading the model reports it
-    args.suite = args.suite or TASK_SUITES.get(task)
+        return None  # loading the model reports it
+    args.suite = args.suite or suite
     recipe = next((f for f in (folder / "config.toml", folder.parent / "config.toml") if f.is_file()), None)
-    if args.data is None and recipe is not None and args.suite == TASK_SUITES.get(task):
-        kept = convert(read_toml(recipe), _RunRecipe, recipe, writer="vitfocus train", hint="give --data instead")
-        data = kept.get("data", {})
-        drawn = data.get("source") == "shapes"
-        length = f":{data['val_length']}" if data.get("val_length") else ""
-        args.data = f"shapes{length}" if drawn else data.get("root") or None
-        args.size = data.get("size")
-        if any(option.name == "split" for option in SUITES[args.suite].option_list):
-            args.split = args.split or data.get("val_split") or None
-        elif not drawn and args.data is not None:
-            args.data = _class_folders(recipe, data)
+    if args.data is not None or recipe is None or args.suite != suite or suite is None:
+        return None
+    tree = read_toml(recipe).get("data", {})
+    data = convert(tree, Data, recipe, writer="vitfocus train", hint="give --data instead")
+    drawn = data.source == "shapes"
+    args.data = f"shapes:{data.val_length}".removesuffix(":0") if drawn else data.root or None
+    if any(option.name == "split" for option in SUITES[suite].option_list):
+        args.split = args.split or data.val_split or None
+    elif args.data is not None and not drawn:
+        args.data = _class_folders(recipe, data)
+    return data.size
 
 
-def _class_folders(recipe: Path, data: _DataSection) -> str:
+def _class_folders(recipe: Path, data: Data) -> str:
     """The class folders that a classifier was validated on; an error for other kinds of data."""
-    from vitfocus.core.errors import VitfocusError
-
-    root, source = Path(data["root"]), data.get("source", "folder")
-    if source in ("shards", "arrays", "fashion-mnist") or (
-        source.startswith("cifar") and not (root / "train").is_dir()
-    ):
+    root = Path(data.root)
+    arrays = data.source in ("shards", "arrays", "fashion-mnist")
+    if arrays or (data.source.startswith("cifar") and not (root / "train").is_dir()):
         raise VitfocusError(
-            f"{recipe} has data.source={source}, but this suite reads one folder per class: give such a folder with "
-            "--data."
+            f"{recipe} has data.source={data.source}, but this suite reads one folder per class: give such a folder "
+            "with --data."
         )
-    return str(root / data.get("val_split", ""))
-
-
-def _models(args: argparse.Namespace) -> dict[str, nn.Module]:
-    """The models with their weights, by label."""
-    from vitfocus.core.environment import is_main_process
-    from vitfocus.core.errors import VitfocusError
-
-    weights = args.weights or [None]
-    if args.pretrained and all(Path(name).is_dir() for name in args.model):
-        raise VitfocusError("The folder of a saved model contains its weights: leave --pretrained out.")
-    if len(weights) not in (1, len(args.model)):
-        raise VitfocusError(
-            f"--weights is given {len(weights)} times for {len(args.model)} models; give it once, or once per model."
-        )
-    if len(weights) == 1:
-        weights = weights * len(args.model)
-    models: dict[str, nn.Module] = {}
-    for name, file in zip(args.model, weights, strict=True):
-        label = model_label(name) + (f"+{args.treat}" if args.treat else "")
-        number = sum(known == label or known.startswith(f"{label} #") for known in models)
-        fetched = args.pretrained and not Path(name).is_dir()
-        model = open_named_model(name, file, args.treat, pretrained=fetched, quiet=not is_main_process())
-        models[f"{label} #{number + 1}" if number else label] = model
-    return models
+    return str(root / data.val_split)

@@ -9,7 +9,6 @@ import argparse
 import importlib.util
 import json
 import re
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -17,7 +16,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vitfocus.cli.common import open_named_model
+from vitfocus.core.errors import VitfocusError
 from vitfocus.core.progress import Progress
+from vitfocus.core.tables import Table
 
 if TYPE_CHECKING:
     from torch import nn
@@ -39,7 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="try every attention model of timm, torchvision and transformers by its name, and print which are "
         "dissected, by record or by structure, and which can be read (takes minutes); the pattern is a library",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _matches(pattern: str, text: str) -> bool:
@@ -51,11 +52,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the table."""
     if args.all:
         return _run_all(args)
-    from rich.console import Console
-    from rich.table import Table
-
-    from vitfocus.anatomy import families, model_names
-    from vitfocus.core.errors import VitfocusError
+    from vitfocus.anatomy import anatomy, families, model_names
     from vitfocus.treatments.surgery import columns, support
 
     library, _, pattern = args.pattern.lower().partition("+")[0].rpartition(":")  # as in torchvision:vit_b_16+cb
@@ -69,9 +66,6 @@ def run(args: argparse.Namespace) -> int:
     holds_a_model = any(Path(args.pattern, inner, "config.json").is_file() for inner in ("", "model"))
     # Path("") is the current folder, and a folder may have the name of a family.
     if args.pattern and Path(args.pattern).is_dir() and (holds_a_model or not chosen):
-        from vitfocus.anatomy import anatomy
-        from vitfocus.cli.common import open_named_model
-
         body = anatomy(open_named_model(args.pattern))
         kind = (type(body.root).__module__.partition(".")[0], body.family)
         chosen = [(family, names) for family, names in named if (family.library, family.name) == kind]
@@ -88,27 +82,25 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(rows, indent=2))
         return 0
-
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    tried = columns()
-    for heading in ("library", "family", "attention", *tried):
-        table.add_column(heading, justify="center" if heading in tried else "left", no_wrap=True)
-    for row in rows:
-        marks = [{True: "+", False: "-", None: "."}[row["treatments"][spec]] for spec in tried.values()]
-        table.add_row(row["library"], row["family"], ", ".join(row["attention"]), *marks)
-    console.print(table)
-    console.print("\n+ supported   - not supported   . library not installed")
-    short = [f"{heading}: {spec}" for heading, spec in tried.items() if heading != spec]
-    console.print("   ".join(short), highlight=False)
+    tried, marks = columns(), {True: "+", False: "-", None: "."}
+    cells = [
+        [
+            f"{row['library']} {row['family']}",
+            ", ".join(row["attention"]),
+            *(marks[row["treatments"][spec]] for spec in tried.values()),
+        ]
+        for row in rows
+    ]
+    print(Table("", ["family", "attention", *tried], cells))
+    print("+ supported   - not supported   . library not installed")
+    print("   ".join(f"{heading}: {spec}" for heading, spec in tried.items() if heading != spec))
     for row in rows if args.names else ():
-        console.print(f"\n[bold]{row['family']}[/]: {', '.join(row['names']) or 'any model of this class'}")
+        print(f"\n{row['family']}: {', '.join(row['names']) or 'any model of this class'}")
     return 0
 
 
 def _run_all(args: argparse.Namespace) -> int:
-    from vitfocus.core.errors import VitfocusError
-    from vitfocus.core.tables import Table
+    from vitfocus.core.environment import versions
 
     listed = list(every_model(args.pattern))
     if not listed:
@@ -125,19 +117,13 @@ def _run_all(args: argparse.Namespace) -> int:
             progress.advance()
     shares = fractions(rows)
     if args.json:
-        print(json.dumps({"versions": _versions(), "fractions": shares, "models": rows}, indent=1))
+        print(json.dumps({"versions": versions("transformers"), "fractions": shares, "models": rows}, indent=1))
         return 0
     lines = [[one["name"], one["library"], one["found_by"] or "-", f"{one['confidence']:.2f}"] for one in rows]
     print(Table("Attention models", ["name", "library", "found by", "confidence"], lines))
     for library, share in shares.items():
         print(f"{library}: {share['models']} models, {share['dissected']:.1%} dissected, {share['read']:.1%} read")
     return 0
-
-
-def _versions() -> dict[str, str]:
-    from importlib.metadata import version
-
-    return {name: version(name) for name in ("torch", "timm", "torchvision", "transformers")}
 
 
 def every_model(library: str = "") -> Iterator[tuple[str, str, str, Callable[[], nn.Module]]]:
@@ -186,7 +172,6 @@ def row_of(library: str, family: str, name: str, build: Callable[[], nn.Module],
     """A model's row of the table; None if it cannot be built from its defaults, or contains no attention."""
     import torch
 
-    from vitfocus.core.errors import VitfocusError
     from vitfocus.treatments.surgery import support_of
 
     with warnings.catch_warnings():

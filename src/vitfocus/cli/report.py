@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vitfocus.cli.common import add_budget, only_with
-from vitfocus.core.arguments import OnlyWith
-from vitfocus.core.statistics import evenly_spaced
+from vitfocus.cli.common import WITH_EXPLORER, add_budget, only_with, positive, say
+from vitfocus.core.errors import VitfocusError
+from vitfocus.core.tables import counted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         explorer.add_argument(
             "--images", metavar="DIR", help="folder of images to explore (default: the run's validation data)"
         ),
-        explorer.add_argument("--limit", type=int, metavar="N", help=f"use at most N images (default: {_IMAGES})"),
+        explorer.add_argument("--limit", type=positive, metavar="N", help=f"use at most N images (default: {_IMAGES})"),
         explorer.add_argument(
             "--against",
             metavar="NAME/SEVERITY",
@@ -57,21 +55,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ),
     ]
     for action in explored:
-        only_with(action, OnlyWith(lambda args: args.explore, "is for the attention explorer: add --explore"))
+        only_with(action, WITH_EXPLORER)
     add_budget(explorer)
-    parser.add_argument("--json", action="store_true", help="print JSON instead of the path of the page")
 
 
 def run(args: argparse.Namespace) -> int:
     """Collect the runs, add the explorer if asked for, write the page and print its path."""
-    from vitfocus.core.errors import VitfocusError
     from vitfocus.core.modules import insertions_sentence
     from vitfocus.report import report
 
-    args.limit = _IMAGES if args.limit is None else args.limit
-    args.against = _CORRUPTION if args.against is None else args.against
-    if args.limit < 1:
-        raise VitfocusError(f"--limit must be at least 1, but is {args.limit}.")
     data = _explore(args) if args.explore else None
     written = report(*args.runs, out=args.out, title=args.title, explorer=data, gallery=args.gallery)
     if args.json:
@@ -93,8 +85,6 @@ def _size(count: int) -> str:
 
 
 def _explore(args: argparse.Namespace) -> Any:
-    from vitfocus.core.errors import VitfocusError
-    from vitfocus.core.tables import counted
     from vitfocus.report.explorer import explorer_data
     from vitfocus.report.runs import collect_models
     from vitfocus.treatments.save_load import load
@@ -107,47 +97,39 @@ def _explore(args: argparse.Namespace) -> Any:
         )
     chosen = found[:_EXPLORED]
     if len(found) > _EXPLORED:
-        print(f"Exploring {' and '.join(model.name for model in chosen)}, the first {_EXPLORED}.", file=sys.stderr)
+        say(f"Exploring {' and '.join(model.name for model in chosen)}, the first {_EXPLORED}.")
     models = {model.name: load(model.model_folder) for model in chosen if model.model_folder is not None}
-    images, names = _images(args, chosen, next(iter(models.values())))
-    against = None if args.against in ("", "none") else args.against
-    print(f"Reading {counted(len(images), 'image')} with {counted(len(models), 'model')}.", file=sys.stderr)
-    return explorer_data(models, images, against, names=names, limit=args.limit, budget=args.budget)
+    limit, against = args.limit or _IMAGES, args.against or _CORRUPTION
+    images, names = _images(args.images, limit, chosen[0], next(iter(models.values())))
+    say(f"Reading {counted(len(images), 'image')} with {counted(len(models), 'model')}.")
+    compared = None if against == "none" else against
+    return explorer_data(models, images, compared, names=names, limit=limit, budget=args.budget)
 
 
-def _images(args: argparse.Namespace, found: Sequence[ReportModel], model: Any) -> tuple[Tensor, list[str]]:
-    """The images of --images, or validation images of the first run, as uint8, and their names."""
+def _images(folder: str | None, limit: int, found: ReportModel, model: Any) -> tuple[Tensor, list[str]]:
+    """The images of a folder, or validation images of the model's run, as uint8, and their names."""
     import torch
 
     from vitfocus.anatomy import anatomy
     from vitfocus.cli.diagnose import image_files
-    from vitfocus.data.image_files import read_image
-
-    size = anatomy(model).build_size
-    if args.images:
-        files = image_files(Path(args.images), args.limit)
-        return torch.stack([read_image(file, size) for file in files]), [file.name for file in files]
-    return _validation(found[0], args.limit, size)
-
-
-def _validation(model: ReportModel, limit: int, size: tuple[int, int]) -> tuple[Tensor, list[str]]:
-    import torch
-
-    from vitfocus.core.errors import VitfocusError
+    from vitfocus.core.statistics import evenly_spaced
     from vitfocus.data.classification.dataset import open_images
-    from vitfocus.data.image_files import evaluation_preprocessing
+    from vitfocus.data.image_files import evaluation_preprocessing, read_image
     from vitfocus.train.recipe import build_recipe, refuse_downloads
 
-    assert model.training is not None
+    size = anatomy(model).build_size
+    if folder:
+        files = image_files(Path(folder), limit)
+        return torch.stack([read_image(file, size) for file in files]), [file.name for file in files]
+    assert found.training is not None
     try:
-        recipe = build_recipe(model.training.recipe)
+        recipe = build_recipe(found.training.recipe)
         refuse_downloads(recipe, "its recipe", sections=("data",))
-        found = open_images(recipe.data, "val")
+        images = open_images(recipe.data, "val")
     except (VitfocusError, OSError, TypeError, KeyError) as error:
         raise VitfocusError(
-            f"The validation images of {model.name} cannot be opened ({error}): give images with --images DIR."
+            f"The validation images of {found.name} cannot be opened ({error}): give images with --images DIR."
         ) from None
     preprocessing = evaluation_preprocessing(size, recipe.data.interpolation, recipe.data.crop)
-    picked = evenly_spaced(len(found), limit)
-    images = torch.stack([preprocessing.apply(found.read(index)[0]) for index in picked])
-    return images, [found.name(index) for index in picked]
+    picked = evenly_spaced(len(images), limit)
+    return torch.stack([preprocessing.apply(images.read(i)[0]) for i in picked]), [images.name(i) for i in picked]

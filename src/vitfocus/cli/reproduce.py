@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import textwrap
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from vitfocus.cli.common import only_with
+from vitfocus.cli.common import only_with, positive, say
 from vitfocus.core.arguments import OnlyWith, number_in
+from vitfocus.core.errors import VitfocusError
+from vitfocus.core.tables import bullet, terminal_width
+from vitfocus.reproduce.items import PAPERS, SCALES, item_names, load_item
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rows", type=_numbers, default=[], metavar="N,N", help="only these rows, counted from 1, such as 1,3"
     )
     images = parser.add_argument(
-        "--images", type=int, metavar="N", help="evaluate and diagnose trained models on at most N images"
+        "--images", type=positive, metavar="N", help="evaluate and diagnose trained models on at most N images"
     )
     only_with(
         images,
@@ -91,13 +93,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="parameter of submitit for --submit, such as gpus_per_node=8, timeout_min=1440 or slurm_partition=gpu",
     )
     only_with(slurm, OnlyWith(lambda args: bool(args.submit), "is for --submit: add it"))
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the list, or run an item; 130 when stopped, and the same command resumes."""
-    from vitfocus.core.errors import VitfocusError
-
     if args.item is None and not args.list and (args.data or args.rows or args.images or args.count):
         raise VitfocusError(
             "The table or figure is missing (such as cb/table4a); `vitfocus reproduce --list` lists them."
@@ -107,8 +106,6 @@ def run(args: argparse.Namespace) -> int:
     from vitfocus.core.environment import is_main_process
     from vitfocus.reproduce.run import Stopped, plan_item, reproduce, train_planned
 
-    if args.images is not None and args.images < 1:
-        raise VitfocusError(f"--images must be at least 1, but is {args.images}.")
     chosen = {name: getattr(args, name) for name in ("data", "out", "overrides", "rows", "weights", "pretrained")}
     if args.plan or args.submit:
         return _plan(args, chosen)
@@ -122,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
             args.item, args.scale, images=args.images, count_only=args.count, options=args.option, **chosen
         )
     except Stopped as stopped:
-        print(f"vitfocus: stopped in {stopped}; run the same command again to resume.", file=sys.stderr)
+        say(f"vitfocus: stopped in {stopped}; run the same command again to resume.")
         return 130
     if not is_main_process():
         return 0
@@ -177,8 +174,6 @@ def _calibrate(args: argparse.Namespace, chosen: dict[str, Any]) -> int:
 def _setting(text: str) -> tuple[str, int | str]:
     key, equals, value = text.partition("=")
     if not (equals and key):
-        from vitfocus.core.errors import VitfocusError
-
         raise VitfocusError(f"--slurm {text} is not KEY=VALUE, such as gpus_per_node=8.")
     number = number_in(value)
     return key, value if number is None else number
@@ -196,9 +191,6 @@ _KINDS = {"exact": "exactly the paper's:", "assumed": "assumed, not stated:", "d
 
 def _list(as_json: bool, name: str | None = None) -> int:
     """Print the items, or one, each with what is exactly the paper's protocol, what is assumed, and what differs."""
-    from vitfocus.core.tables import bullet, terminal_width
-    from vitfocus.reproduce.items import PAPERS, SCALES, item_names, load_item
-
     named = [] if name is None else [name, *load_item(name).parts]
     items = [load_item(one) for one in item_names() if not named or one in named]
     if as_json:

@@ -7,11 +7,10 @@ import importlib.util
 import json
 import secrets
 import socket
-import sys
 import webbrowser
 from pathlib import Path
 
-from vitfocus.cli.common import add_pretrained, model_label, open_named_model, require_positive, weights_per_model
+from vitfocus.cli.common import add_device, add_weights, label_models, open_named_model, positive, say
 from vitfocus.core.errors import VitfocusError
 
 _HOST = "127.0.0.1"
@@ -19,40 +18,34 @@ _HOST = "127.0.0.1"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("models", nargs="+", metavar="MODEL", help="one model or two, as for vitfocus diagnose")
-    parser.add_argument(
-        "--weights",
-        metavar="FILE",
-        action="append",
-        help="checkpoint; give it once, or once per model (or 'none')",
-    )
-    add_pretrained(parser)
+    parser.add_argument("model", nargs="+", metavar="MODEL", help="one model or two, as for vitfocus diagnose")
+    add_weights(parser)
     parser.add_argument("--treat", metavar="SPEC", help="show MODEL beside itself with these treatments inserted")
     parser.add_argument("--images", metavar="DIR", help="folder of pictures to start with (default: built-in Shapes)")
-    parser.add_argument("--limit", type=int, default=8, metavar="N", help="use at most N of them (default: 8)")
+    parser.add_argument("--limit", type=positive, default=8, metavar="N", help="use at most N of them (default: 8)")
     parser.add_argument(
         "--against", default="gaussian_noise/3", metavar="NAME/SEVERITY", help="corruption to start with"
     )
     parser.add_argument("--port", type=int, default=0, metavar="N", help="port on 127.0.0.1 (default: a free one)")
     parser.add_argument("--no-browser", action="store_true", help="print the address without opening it")
-    parser.add_argument("--device", default=None, help="device such as cpu or cuda (default: a GPU if there is one)")
-    parser.add_argument("--json", action="store_true", help="print the address as JSON")
+    add_device(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Load the models, print the address, and answer requests until interrupted."""
     from vitfocus.cli.diagnose import image_files
 
-    require_positive(args, "limit")
-    if len(args.models) > 2:
-        raise VitfocusError(f"vitfocus serve shows one model or two, not {len(args.models)}.")
-    if args.treat and len(args.models) > 1:
+    if len(args.model) > 2:
+        raise VitfocusError(f"vitfocus serve shows one model or two, not {len(args.model)}.")
+    if args.treat and len(args.model) > 1:
         raise VitfocusError("--treat shows one model plain and treated: give one MODEL.")
     if not 0 <= args.port < 65536:
         raise VitfocusError(f"--port is {args.port}; expected 1 to 65535, or 0 for a free one.")
     if any(importlib.util.find_spec(name) is None for name in ("starlette", "uvicorn")):
         raise VitfocusError("vitfocus serve needs starlette and uvicorn: pip install 'vitfocus[serve]'.")
-    files_of = weights_per_model(args.models, args.weights)
+    shown = [(label, name, file, None) for label, (name, file) in label_models(args).items()]
+    if args.treat:
+        shown += [(label, name, file, args.treat) for label, (name, file) in label_models(args, args.treat).items()]
     files = image_files(Path(args.images), args.limit) if args.images else []  # before any slow import
     place = _bind(args.port)
 
@@ -63,12 +56,10 @@ def run(args: argparse.Namespace) -> int:
     from vitfocus.report.serve import PIXELS, create_app
 
     device = usable_device(args.device)
-    models = {}
-    shown = [(one, file, None) for one, file in zip(args.models, files_of, strict=True)]
-    for spec, file, treat in shown + ([(args.models[0], files_of[0], args.treat)] if args.treat else []):
-        name = model_label(spec) + (f"+{treat}" if treat else "")
-        name = name if name not in models else f"{name} (2)"
-        models[name] = open_named_model(spec, file, treat, pretrained=args.pretrained).to(device)
+    models = {
+        label: open_named_model(name, file, treat, pretrained=args.pretrained).to(device)
+        for label, name, file, treat in shown
+    }
     token = secrets.token_urlsafe(16)
     pictures = {file.name: open_image(file, PIXELS) for file in files}
     app = create_app(models, pictures, against=args.against, token=token)
@@ -82,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         uvicorn.Server(settings).run(sockets=[place])
     except KeyboardInterrupt:
-        print("Stopped.", file=sys.stderr)
+        say("Stopped.")
     return 0
 
 

@@ -6,7 +6,9 @@ import argparse
 import json
 import sys
 
-from vitfocus.core.tables import listing
+from vitfocus.cli.common import finish_run
+from vitfocus.core.errors import VitfocusError
+from vitfocus.core.tables import counted, listing
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +23,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume", metavar="auto|PATH", help="resume from the newest valid checkpoint, or from this one"
     )
-    parser.add_argument("--json", action="store_true", help="print the results as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -29,8 +30,6 @@ def run(args: argparse.Namespace) -> int:
     from vitfocus.train.recipe import load_recipe, shipped_recipes
 
     if args.recipe is None and (args.out or args.resume):
-        from vitfocus.core.errors import VitfocusError
-
         run = args.out or "RUN"
         raise VitfocusError(
             f"The recipe is missing; to resume a run: vitfocus train {run}/config.toml --out {run} --resume auto."
@@ -47,19 +46,15 @@ def run(args: argparse.Namespace) -> int:
     results = train(recipe, out=args.out, resume=args.resume)
     if not is_main_process():
         return 0
+    out = args.out or f"runs/{recipe.name}"
     if results["finished"]:
-        from vitfocus.cli.common import finish_run
-
-        finish_run(args.out or f"runs/{recipe.name}")
+        finish_run(out)
     if args.json:
         print(json.dumps(results, indent=1))
     elif results["finished"]:
-        from vitfocus.core.tables import counted
-
-        model = f"{args.out or f'runs/{recipe.name}'}/model"
         print(
             f"{recipe.name}: {results['headline']} after {counted(results['epochs'], 'epoch', '.4g')} "
-            f"({results['seconds']:.0f} s, {results['images_per_second']:.0f} images/s). Model: {model}"
+            f"({results['seconds']:.0f} s, {results['images_per_second']:.0f} images/s). Model: {out}/model"
         )
     sys.stdout.flush()
     return 130 if results.get("signal") == 2 else 0

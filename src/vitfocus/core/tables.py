@@ -179,6 +179,16 @@ def counted(number: float, what: str, form: str = ",") -> str:
     return f"{number:{form}} {what}{'' if number == 1 else 's'}"
 
 
+def unique_label(label: str, taken: Iterable[str]) -> str:
+    """The label, or with a number if it is already taken.
+
+    >>> unique_label("vit", []), unique_label("vit", ["vit", "vit #2", "vit-s"])
+    ('vit', 'vit #3')
+    """
+    number = sum(one == label or one.startswith(f"{label} #") for one in taken)
+    return f"{label} #{number + 1}" if number else label
+
+
 def ranges(numbers: Iterable[int]) -> list[str]:
     """Sorted numbers, with consecutive ones written as ranges.
 
