@@ -20,8 +20,8 @@ from vitfocus.core.errors import VitfocusError
 from vitfocus.data.shapes.dataset import Shapes
 from vitfocus.robustness import compare, evaluate, load_scores
 from vitfocus.robustness.classification import wordnet_ids
+from vitfocus.robustness.suites.imagenet_variants import read_real
 from vitfocus.robustness.suites.occlusion_and_attacks import fgsm, pgd
-from vitfocus.robustness.suites.photographs import read_real
 
 QUIET: dict[str, Any] = {"progress": False, "device": "cpu"}
 

@@ -289,7 +289,7 @@ def test_a_record_is_all_that_a_new_suite_needs(
 
         images = open_images(arguments, num_classes(arguments))
         group = Group("shifted", images.source, (CLEAN, Condition("shifted", classify, change)))
-        return classification_plan([group], 10, {}, condition_summary, ["Shifted."])
+        return classification_plan(arguments, [group], 10, {}, condition_summary, ["Shifted."])
 
     module = types.ModuleType("vitfocus.robustness.suites.shifts")
     module.plan = plan  # type: ignore[attr-defined]

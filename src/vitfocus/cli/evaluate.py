@@ -100,13 +100,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _compare(args: argparse.Namespace) -> int:
+    from vitfocus.core.environment import is_main_process
     from vitfocus.robustness.results import compare, load_scores
 
     first, second = (load_scores(folder) for folder in args.compare)
     if Path(args.compare[0]) == Path(args.compare[1]) and len(first.models) == 2:  # one run of two models
         first, second = (first.only(name) for name in first.models)
     comparison = compare(first, second, force=args.force, seed=args.seed)
-    print(json.dumps(comparison.to_dict(), indent=2) if args.json else comparison)
+    if is_main_process():
+        print(json.dumps(comparison.to_dict(), indent=2) if args.json else comparison)
     return 0
 
 

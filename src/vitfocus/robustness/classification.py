@@ -42,7 +42,6 @@ from vitfocus.robustness.sources import (
     ItemSource,
     Source,
     StreamSource,
-    Unnormalised,
     check_readable,
     collate_images,
     digest_of,
@@ -65,8 +64,8 @@ class Images:
     notes: tuple[str, ...] = ()
 
 
-def num_classes(arguments: EvaluationArguments) -> int:
-    """The number of classes, which models evaluated in one pass share, as they share the images' size."""
+def num_classes(arguments: EvaluationArguments, *expected: int) -> int:
+    """The number of classes, which all models share, as they share the size of images; must be one of `expected`."""
     counts = {model.name: model.classes(arguments.device) for model in arguments.models}
     sizes = {model.name: model.size for model in arguments.models}
     for what, found in (("classes", counts), ("image sizes", sizes)):
@@ -75,22 +74,17 @@ def num_classes(arguments: EvaluationArguments) -> int:
             raise VitfocusError(
                 f"Models in one pass see the same images, but differ in {what} ({listed}): evaluate them apart."
             )
-    return next(iter(counts.values()))
-
-
-def require_imagenet(arguments: EvaluationArguments) -> int:
-    """The number of classes, which must be ImageNet's 1,000."""
-    return require_classes(arguments, num_classes(arguments), 1000, "ImageNet's 1,000 classes")
-
-
-def require_classes(arguments: EvaluationArguments, found: int, expected: int, what: str) -> int:
-    """Refuse models with another number of classes."""
-    if found != expected:
-        raise VitfocusError(f"The suite {arguments.suite.name} is for models of {what}, and this one has {found}.")
-    return found
+    classes = next(iter(counts.values()))
+    if expected and classes not in expected:
+        listed = " or ".join(f"{number:,}" for number in expected)
+        raise VitfocusError(
+            f"The suite {arguments.suite.name} is for models of {listed} classes, and this one has {classes}."
+        )
+    return classes
 
 
 def classification_plan(
+    arguments: EvaluationArguments,
     groups: Sequence[Group],
     classes: int,
     protocol: Mapping[str, Any],
@@ -98,11 +92,14 @@ def classification_plan(
     notes: Iterable[str],
     resize: bool = False,
 ) -> EvaluationPlan:
-    """A plan that keeps every image's outcome; a note that several sets gave is said once."""
-    said, check = tuple(dict.fromkeys(notes)), partial(check_batch, classes)
-    return EvaluationPlan(
-        tuple(groups), protocol, lambda o, seed: Reduced(summarise(o, seed), o), said, check, resize=resize
-    )
+    """A plan that keeps the outcome of every image; repeated notes are kept once."""
+
+    def reduce(outcomes: Mapping[str, Columns], seed: int) -> Reduced:
+        return Reduced(summarise(outcomes, seed), outcomes)
+
+    unique = tuple(dict.fromkeys(notes))
+    prepare = partial(prepare_batch, arguments, classes)
+    return EvaluationPlan(tuple(groups), protocol, reduce, unique, prepare, resize)
 
 
 def classify(
@@ -133,10 +130,12 @@ def top_classes(logits: Tensor, count: int) -> Tensor:
 CLEAN = Condition("clean", classify)
 
 
-def check_batch(classes: int, batch: EvaluationBatch) -> None:
-    """Refuse what only the data itself can tell: values out of range, labels the model does not know."""
+def prepare_batch(arguments: EvaluationArguments, classes: int, batch: EvaluationBatch) -> EvaluationBatch:
+    """The batch in pixels; refuses values out of range, and labels that the model does not know."""
+    require_values("images", batch.images)
+    if arguments.normalised:
+        batch = replace(batch, images=_unnormalised(batch.images, arguments.models[0]))
     images, labels = batch.images, batch.labels
-    require_values("images", images)
     if images.dtype != torch.uint8:
         if not images.is_floating_point():
             raise VitfocusError(f"Images have dtype {images.dtype}; expected uint8, or floats in [0, 1].")
@@ -148,6 +147,22 @@ def check_batch(classes: int, batch: EvaluationBatch) -> None:
             f"The data has the label {int(labels.max() if labels.max() >= classes else labels.min())}, "
             f"but the model knows the classes 0 to {classes - 1}."
         )
+    return batch
+
+
+def _unnormalised(images: Tensor, model: PixelModel) -> Tensor:
+    """Normalised images as floats in [0, 1]: the mean and std of the model are undone."""
+    if not images.is_floating_point():
+        raise VitfocusError(f"normalised=True is for float tensors, but the images are {images.dtype}.")
+    mean, std = (torch.tensor(values, device=images.device).view(-1, 1, 1) for values in (model.mean, model.std))
+    pixels = images.float() * std + mean
+    low, high = (float(value) for value in pixels.aminmax())
+    if not (low >= -0.02 and high <= 1.02):
+        raise VitfocusError(
+            f"normalised=True, but without the model's normalisation (mean {model.mean}, std {model.std}) the images "
+            f"lie in [{low:.3g}, {high:.3g}] instead of [0, 1]: they were normalised differently."
+        )
+    return pixels.clamp(0, 1)
 
 
 def open_images(
@@ -165,6 +180,8 @@ def open_images(
     """
     data = arguments.data
     size = size or arguments.models[0].size
+    if arguments.normalised and len({(model.mean, model.std) for model in arguments.models}) > 1:
+        raise VitfocusError("The models differ in mean and std, so normalised images suit only one: give pixels.")
     if arguments.folder is not None:
         folders = list_classes(validation_folder(arguments.folder))
         known, notes = labels(folders) if labels is not None else folder_labels(arguments, folders, classes)
@@ -176,21 +193,12 @@ def open_images(
         return _open_dataset(arguments, classes, interpolation, crop, size)
     if isinstance(data, DataLoader) or (isinstance(data, Iterable) and not isinstance(data, Tensor | Mapping)):
         arguments.refuse_unused(DataForm(resized=False))
-        source = _in_pixels(arguments, StreamSource(data, arguments.limit))
-        return Images(source, {"preprocessing": "the loader's own" + ", normalised" * arguments.normalised})
+        how = "the loader's own" + ", normalised" * arguments.normalised
+        return Images(StreamSource(data, arguments.limit), {"preprocessing": how})
     raise VitfocusError(
         f"The data is a {type(data).__name__}; expected images with labels: a folder with one folder per class, "
         "(images, labels), a Dataset of (image, label), or batches of (images, labels), images in uint8 or in [0, 1]."
     )
-
-
-def _in_pixels(arguments: EvaluationArguments, source: Source) -> Source:
-    """The source, or with normalised=True its images in [0, 1]."""
-    if not arguments.normalised:
-        return source
-    if len({(model.mean, model.std) for model in arguments.models}) > 1:
-        raise VitfocusError("The models differ in mean and std, so normalised images suit only one: give pixels.")
-    return Unnormalised(source, arguments.models[0].mean, arguments.models[0].std)
 
 
 def open_files(
@@ -257,7 +265,7 @@ def _open_dataset(
     how: Any = (
         preprocessing.to_dict() if preprocessing else "the data set's own" + ", normalised" * arguments.normalised
     )
-    return Images(_in_pixels(arguments, source), {"preprocessing": how}, notes)
+    return Images(source, {"preprocessing": how}, notes)
 
 
 def _preprocessing(

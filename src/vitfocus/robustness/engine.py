@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -134,16 +133,16 @@ class Reduced:
 class EvaluationPlan:
     """A suite laid out for one call.
 
-    `protocol` goes into the fingerprint; `reduce` turns one model's outcomes by condition into its numbers; `check`
-    refuses a batch that cannot be measured; `batch_sizes` are the defaults on a CPU and on a GPU. With `resize`, models
-    scale images to their own size. `total` counts the images of all groups: the largest, or the sum.
+    `protocol` goes into the fingerprint; `reduce` turns one model's outcomes by condition into its numbers; `prepare`
+    refuses a batch that cannot be measured, or changes it; `batch_sizes` are the defaults on a CPU and on a GPU. With
+    `resize`, models scale images to their own size. `total` counts the images of all groups: the largest, or the sum.
     """
 
     groups: tuple[Group, ...]
     protocol: Mapping[str, Any]
     reduce: Callable[[Mapping[str, Columns], int], Reduced]
     notes: tuple[str, ...] = ()
-    check: Callable[[EvaluationBatch], None] = lambda batch: None
+    prepare: Callable[[EvaluationBatch], EvaluationBatch] = lambda batch: batch
     resize: bool = False
     batch_sizes: tuple[int, int] = (32, 256)
     total: Callable[[Iterable[int]], int] = max
@@ -156,8 +155,7 @@ class EvaluationPlan:
     @property
     def steps(self) -> int | None:
         """How many (image, condition) pairs there are, where that is known."""
-        counts = [group.source.count for group in self.groups]
-        if any(count is None for count in counts):
+        if any(group.source.count is None for group in self.groups):
             return None
         return sum((group.source.count or 0) * len(group.conditions) for group in self.groups)
 
@@ -184,7 +182,7 @@ def run_plan(
     with Progress(title, plan.steps, done, announcement=announcement, show=show and processes.first) as progress:
         for group in plan.groups:
             part = saved.get(group.name, {})
-            columns = _run_group(group, plan.check, models, processes, batch_size, folder, part, progress)
+            columns = _run_group(group, plan.prepare, models, processes, batch_size, folder, part, progress)
             counts.append(len(columns["positions"]))
             digests[group.name] = group.source.digest or digest_of(map(str, columns["checksum"].tolist()))
             for i, condition in enumerate(group.conditions):
@@ -202,9 +200,10 @@ def read_digests(plan: EvaluationPlan, processes: Processes, batch_size: int) ->
         if group.source.digest is not None:
             digests[group.name] = group.source.digest
             continue
+        batches = group.source.batches(batch_size, rank=processes.rank, world=processes.world)
         parts = [
             {"positions": batch.positions.numpy(), "checksum": checksums(batch).numpy()}
-            for batch in group.source.batches(batch_size, rank=processes.rank, world=processes.world)
+            for batch in map(plan.prepare, batches)
         ]
         columns = _merge([part for content in processes.gather(parts) for part in content])
         digests[group.name] = digest_of(map(str, columns["checksum"].tolist() if columns else []))
@@ -213,7 +212,7 @@ def read_digests(plan: EvaluationPlan, processes: Processes, batch_size: int) ->
 
 def _run_group(
     group: Group,
-    check: Callable[[EvaluationBatch], None],
+    prepare: Callable[[EvaluationBatch], EvaluationBatch],
     models: Sequence[PixelModel],
     processes: Processes,
     batch_size: int,
@@ -238,9 +237,9 @@ def _run_group(
         if folder is not None:
             folder.write_part(group.name, part)
 
-    with saving(save) as save_if_due:
-        for batch in group.source.batches(batch_size, done, processes.rank, processes.world):
-            check(batch)
+    last = time.monotonic()
+    try:
+        for batch in map(prepare, group.source.batches(batch_size, done, processes.rank, processes.world)):
             item: dict[str, Any] = {"positions": batch.positions}
             if group.source.digest is None:
                 item["checksum"] = checksums(batch)
@@ -254,7 +253,11 @@ def _run_group(
             if not (parts or pending):
                 _refuse_nan({name: _joined([values]) for name, values in item.items()}, group, models)
             pending.append(item)
-            save_if_due()
+            if time.monotonic() - last > SAVE_EVERY:
+                save()
+                last = time.monotonic()
+    finally:
+        save()
     if known and group.source.count is not None and max(known) >= group.source.count:
         raise VitfocusError(
             _OTHER_DATA.format(f"there were at least {max(known) + 1} images, now {group.source.count}")
@@ -267,30 +270,6 @@ def _run_group(
     if found != list(range(len(found) if expected is None else expected)):
         raise RuntimeError(f"{group.name}: {len(found)} images were measured, but there are {expected}.")
     return columns
-
-
-@contextmanager
-def saving(save: Callable[[], None]) -> Iterator[Callable[[], None]]:
-    """Gives a function to call after every batch, which saves every 20 seconds; so does the end, even by an exception.
-
-    >>> done = []
-    >>> with saving(lambda: done.append("saved")) as save_if_due:
-    ...     save_if_due()
-    >>> done
-    ['saved']
-    """
-    last = time.monotonic()
-
-    def save_if_due() -> None:
-        nonlocal last
-        if time.monotonic() - last > SAVE_EVERY:
-            save()
-            last = time.monotonic()
-
-    try:
-        yield save_if_due
-    finally:
-        save()
 
 
 def _joined(parts: Sequence[Tensor | list[str]]) -> Any:

@@ -87,30 +87,6 @@ def corruption_error(corruption: str, errors: Sequence[float], clean_error: floa
     return 100 * (above / below)
 
 
-def mean_corruption_error(errors: Mapping[str, Sequence[float]], clean_error: float | None = None) -> float:
-    """mCE in percent: the mean CE of the fifteen test corruptions; with `clean_error`, the relative mCE.
-
-    >>> mean_corruption_error(ALEXNET_ERRORS), mean_corruption_error(ALEXNET_ERRORS, ALEXNET_CLEAN_ERROR)
-    (100.0, 100.0)
-    """
-    missing = [name for name in CORRUPTIONS if name not in errors]
-    if missing:
-        raise VitfocusError(f"mCE is the mean over 15 corruptions; there are no errors for {', '.join(missing)}.")
-    return sum(corruption_error(name, errors[name], clean_error) for name in CORRUPTIONS) / len(CORRUPTIONS)
-
-
-def mean_flip_rate(flips: Mapping[str, float]) -> float:
-    """mFR in percent: the mean over the ten test perturbations of flip probability over AlexNet's.
-
-    >>> mean_flip_rate(ALEXNET_FLIPS)
-    100.0
-    """
-    missing = [name for name in ALEXNET_FLIPS if name not in flips]
-    if missing:
-        raise VitfocusError(f"mFR is the mean over 10 perturbations; there are no flips for {', '.join(missing)}.")
-    return 100 * (sum(flips[name] / ALEXNET_FLIPS[name] for name in ALEXNET_FLIPS) / len(ALEXNET_FLIPS))
-
-
 def calibration_error(confidence: Array, hit: npt.NDArray[np.bool_], bins: int = BINS) -> float:
     """ECE: the mean gap between confidence and accuracy over equal-width bins, weighted by the images in each.
 
@@ -208,26 +184,22 @@ def corruption_summary(outcomes: Mapping[str, Columns], seed: int, alexnet: bool
         if slash:
             errors.setdefault(corruption, {})[int(severity)] = 1 - float(columns["top1"].mean())
     clean = 1 - float(outcomes["clean"]["top1"].mean()) if "clean" in outcomes else None
-    whole = {name: values for name, values in errors.items() if sorted(values) == [1, 2, 3, 4, 5]}
     rows: dict[str, Summary] = {}
     for name, values in errors.items():
         rows[name] = {"error": 100 * float(np.mean(list(values.values())))}
-        if alexnet and name in whole:
+        if alexnet and sorted(values) == [1, 2, 3, 4, 5]:
             listed = [values[severity] for severity in range(1, 6)]
             rows[name]["ce"] = corruption_error(name, listed)
             if clean is not None:
                 rows[name]["relative_ce"] = corruption_error(name, listed, clean)
     result: Summary = {k: v for k, v in each["clean"].items() if k != "images"} if "clean" in each else {}
-    if all(name in whole for name in CORRUPTIONS):
-        listed_all = {name: [whole[name][severity] for severity in range(1, 6)] for name in CORRUPTIONS}
-        result["mean_error"] = float(np.mean([rows[name]["error"] for name in CORRUPTIONS]))
-        result["mean_error_interval"] = percent(mean_interval(mce_shares(outcomes, None), seed))
-        if alexnet:
-            result["mce"] = mean_corruption_error(listed_all)
-            result["mce_interval"] = percent(mean_interval(mce_shares(outcomes, False), seed))
-            if clean is not None:
-                result["relative_mce"] = mean_corruption_error(listed_all, clean)
-                result["relative_mce_interval"] = percent(mean_interval(mce_shares(outcomes, True), seed))
+    if all(len(errors.get(name, ())) == 5 for name in CORRUPTIONS):
+        means: list[tuple[str, bool | None]] = [("mean_error", None)]
+        means += [("mce", False)] * alexnet + [("relative_mce", True)] * (alexnet and clean is not None)
+        for key, relative in means:
+            shares = mce_shares(outcomes, relative)
+            result[key] = 100 * float(shares.mean())
+            result[f"{key}_interval"] = percent(mean_interval(shares, seed))
     return {**result, "corruptions": rows, "cells": each}
 
 
@@ -274,8 +246,8 @@ def perturbation_summary(
             row["flip_rate"] = 100 * flips[name] / ALEXNET_FLIPS[name]
     if all(name in outcomes for name in ALEXNET_FLIPS):
         if difficulty == 1:
-            result["mfr"] = mean_flip_rate(flips)
             shares = np.mean([outcomes[name]["flip"] / ALEXNET_FLIPS[name] for name in ALEXNET_FLIPS], axis=0)
+            result["mfr"] = 100 * float(shares.mean())
             result["mfr_interval"] = percent(mean_interval(shares, seed))
         result["mean_flip_probability"] = 100 * float(np.mean(list(flips.values())))
         result["mean_top5_distance"] = float(np.mean([each[name]["top5_distance"] for name in ALEXNET_FLIPS]))

@@ -16,6 +16,7 @@ from vitfocus.anatomy import input_spec, unwrap
 from vitfocus.core.arguments import require_values
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.modules import inserted, logits_of
+from vitfocus.core.tables import unique_label
 from vitfocus.data.image_files import model_interpolation
 from vitfocus.treatments import applied
 from vitfocus.treatments.spec import STATE_KEY
@@ -140,8 +141,7 @@ def named_models(model: nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module
     for name, one in models:
         for weight, value in one.named_parameters():
             require_values(weight, value)
-        number = sum(given == name or given.startswith(f"{name} #") for given in result)
-        result[f"{name} #{number + 1}" if number else name] = one
+        result[unique_label(name, result) if name in result else name] = one
     return result
 
 

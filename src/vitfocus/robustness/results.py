@@ -137,18 +137,17 @@ class Scores:
     def table(self) -> Table:
         """A table to print: conditions by row and models by column, the headline numbers below."""
         names = list(self.models)
-        rows = [
-            [name, *(_condition_text(self.models[m], name) for m in names)] for name in _rows(self.models[names[0]])
-        ]
+        heading, cells = _by_condition(self.models[names[0]])
+        columns = [_by_condition(self.models[name])[1] for name in names]
+        rows = [[name, *(column.get(name, "–") for column in columns)] for name in cells]
         for key, metric in METRICS.items():
             if any(key in self.models[m] for m in names):
                 of_clean = "corruptions" in self.models[names[0]] and key in ("top1", "top5", "error", "ece")
-                heading = f"clean {metric.short}" if of_clean else metric.short
-                rows.append([heading, *(_with_interval(self.models[m], key) for m in names)])
+                rows.append(["clean " * of_clean + metric.short, *(_with_interval(self.models[m], key) for m in names)])
         how = ", with bootstrap 95 % intervals" if self.samples else ""
         caption = f"In percent{how}. " + " ".join(filter(None, (*self.notes, insertions_sentence(self.insertions))))
         title = f"{self.suite}: {counted(self.images, 'image')}"
-        return Table(title, [_what(self.models[names[0]]), *names], rows, caption)
+        return Table(title, [heading, *names], rows, caption)
 
     def __repr__(self) -> str:
         said = []
@@ -369,39 +368,22 @@ def unflatten(columns: Columns) -> Samples:
     return samples
 
 
-def _rows(summary: Summary) -> list[str]:
+def _by_condition(summary: Summary) -> tuple[str, dict[str, str]]:
+    """The table of one model: what its cells are, and the cells by condition, corruption or class."""
+    cells = summary["cells"]
     if "corruptions" in summary:
-        return list(summary["corruptions"])
-    if "classes" in summary and len(summary["cells"]) == 1:
-        return list(summary["classes"])
-    return list(summary["cells"]) if len(summary["cells"]) > 1 else []
-
-
-def _what(summary: Summary) -> str:
-    if "corruptions" in summary:
-        return "error (CE) by corruption" if any("ce" in row for row in summary["corruptions"].values()) else "error"
-    if any("flip_probability" in row for row in summary["cells"].values()):
-        return "flip probability (top-5 distance)"
-    if any("miou" in row for row in summary["cells"].values()):
-        return "mIoU" if len(summary["cells"]) > 1 else "IoU by class"
-    if any("accuracy" in row for row in summary["cells"].values()):
-        return "accuracy"
-    return "top-1" if len(summary["cells"]) > 1 else ""
-
-
-def _condition_text(summary: Summary, name: str) -> str:
-    if "corruptions" in summary:
-        row = summary["corruptions"].get(name)
-        if row is None:
-            return "–"
-        return f"{row['error']:.1f}" + (f" ({row['ce']:.1f})" if "ce" in row else "")
-    if name not in summary["cells"]:
-        value = summary.get("classes", {}).get(name)
-        return "–" if value is None else f"{value:.2f}"
-    row = summary["cells"][name]
-    if "flip_probability" in row and "top5_distance" in row:
-        return f"{row['flip_probability']:.2f} ({row['top5_distance']:.2f})"
-    return _with_interval(row, next((key for key in ("miou", "accuracy") if key in row), "top1"))
+        rows = summary["corruptions"]
+        texts = {name: f"{row['error']:.1f}" for name, row in rows.items()}
+        relative = {name: f"{texts[name]} ({row['ce']:.1f})" for name, row in rows.items() if "ce" in row}
+        return "error (CE) by corruption" if relative else "error", texts | relative
+    if len(cells) < 2:
+        classes = summary.get("classes", {})
+        return "IoU by class" * bool(classes), {n: "–" if v is None else f"{v:.2f}" for n, v in classes.items()}
+    if any("flip_probability" in row for row in cells.values()):
+        texts = {name: f"{row['flip_probability']:.2f} ({row['top5_distance']:.2f})" for name, row in cells.items()}
+        return "flip probability (top-5 distance)", texts
+    key = next((key for key in ("miou", "accuracy") if any(key in row for row in cells.values())), "top1")
+    return METRICS[key].short, {name: _with_interval(row, key) for name, row in cells.items()}
 
 
 def _with_interval(summary: Summary, key: str) -> str:

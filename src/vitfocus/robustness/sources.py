@@ -1,7 +1,7 @@
-"""Where batches come from. Every image has a position, by which processes and resumed runs share the work.
+"""Sources of batches. Every image has a position, by which processes and resumed runs divide the work.
 
-A source cuts its positions into fixed batches. Processes take turns with the batches that are not done yet, so whatever
-the batch size and the number of processes, every image is measured, and a batch always holds the same images.
+A source divides its positions into fixed batches, which processes take in turn, leaving out those that are done. So
+every image is measured once, whatever the batch size and the number of processes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -20,7 +19,6 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from vitfocus.core.arguments import require_values
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.statistics import evenly_spaced
 from vitfocus.corruptions.base import as_ids
@@ -81,7 +79,7 @@ class Source(Protocol):
 
 
 class Collated(NamedTuple):
-    """Some items of a span, by their `rows` in it, as the fields of a batch."""
+    """Some items of a span as the fields of a batch; `rows` are their places in the span."""
 
     rows: Sequence[int]
     images: Any
@@ -92,19 +90,19 @@ class Collated(NamedTuple):
 Collate = Callable[[list[Any]], list[Collated]]
 
 
-@dataclass(frozen=True)
-class _Unreadable:
-    """What a worker process hands back in place of items it could not read: an exception would arrive wrapped."""
-
-    sentence: str
-
-
 class ItemSource:
-    """Images read by index. `pick` lists the indices that are evaluated, `ids` names all of them.
+    """Images that are read by index.
 
-    `samples[index]` is an item or `Broken`; a `VitfocusError` says what is wrong with it.
-    `collate` makes one or several batches of the items of a span. With `uniform` images must have one size throughout,
-    `size` where it is given.
+    Args:
+        samples: `samples[index]` is an item or `Broken`; a `VitfocusError` says what is wrong with it.
+        pick: The indices that are evaluated.
+        collate: Makes one or several batches of the items of a span.
+        ids: Names of all samples, for random draws; their indices by default.
+        digest: Identifies the data, if that is known without reading them.
+        uniform: Refuse images of different sizes.
+        size: The size that `uniform` images must have; that of the first by default.
+        workers: Number of worker processes.
+        pin: Read into pinned memory.
     """
 
     def __init__(
@@ -133,18 +131,16 @@ class ItemSource:
         count = len(self.pick)
         spans = [range(start, min(start + batch_size, count)) for start in range(0, count, batch_size)]
         spans = [span for span in spans if not done.issuperset(span)][rank::world]
+        reader = _SpanReader(self._samples, self._collate, [[self.pick[at] for at in span] for span in spans])
+        workers = min(self._workers, len(spans))
+        generator = torch.Generator()  # leaves the global one unchanged
         loader: Iterable[Any] = DataLoader(
-            _Reader(self._samples),
-            batch_sampler=[[self.pick[position] for position in span] for span in spans],
-            collate_fn=partial(_collated, self._collate),
-            num_workers=min(self._workers, len(spans)),
-            pin_memory=self._pin,
-            generator=torch.Generator(),  # the global one is left as it is
+            reader, batch_size=None, num_workers=workers, pin_memory=self._pin, generator=generator
         )
         expected = self._size
         for span, parts in zip(spans, loader, strict=True):
-            if isinstance(parts, _Unreadable):
-                raise VitfocusError(parts.sentence)
+            if isinstance(parts, str):
+                raise VitfocusError(parts)
             for rows, images, labels, sizes in parts:
                 positions = torch.tensor([span[row] for row in rows])
                 if self._uniform:
@@ -155,29 +151,27 @@ class ItemSource:
                 yield EvaluationBatch(images, labels, self._ids[positions], positions, sizes)
 
 
-class _Reader(Dataset[Any]):
-    """Samples as read in worker processes."""
+@dataclass(frozen=True)
+class _SpanReader(Dataset[Any]):
+    """Reads a span of samples as batches, or returns what is wrong: an exception of a worker would arrive wrapped."""
 
-    def __init__(self, samples: Any) -> None:
-        self.samples = samples
+    samples: Any
+    collate: Collate
+    spans: list[list[int]]
 
-    def __getitem__(self, index: int) -> Any:
+    def __len__(self) -> int:
+        return len(self.spans)
+
+    def __getitem__(self, number: int) -> list[Collated] | str:
+        items = []
         try:
-            item = self.samples[index]
+            for index in self.spans[number]:
+                items.append(self.samples[index])
+                if isinstance(items[-1], Broken):
+                    return f"An image cannot be read: {items[-1]}."
+            return self.collate(items)
         except VitfocusError as error:
-            return _Unreadable(str(error))
-        return _Unreadable(f"An image cannot be read: {item}.") if isinstance(item, Broken) else item
-
-
-def _collated(collate: Collate, items: list[Any]) -> list[tuple[Any, ...]] | _Unreadable:
-    """The items of a span as batches, or what is wrong with one of them."""
-    for item in items:
-        if isinstance(item, _Unreadable):
-            return item
-    try:
-        return [tuple(part) for part in collate(items)]
-    except VitfocusError as error:
-        return _Unreadable(str(error))
+            return str(error)
 
 
 def labelled_images(data: Any) -> Dataset[Any] | None:
@@ -196,16 +190,11 @@ def labelled_images(data: Any) -> Dataset[Any] | None:
         if pictures is not None and listed:
             if len(pictures) != len(labels):
                 raise VitfocusError(f"The data has {len(pictures)} images but {len(labels)} labels.")
-            return _listed(list(zip(pictures, labels, strict=True)))
+            data = list(zip(pictures, labels, strict=True))
     first = data[0]
-    if isinstance(first, tuple | list) and len(first) == 2:
-        single = is_image(first[0]) or (isinstance(first[0], Tensor) and first[0].ndim == 3)
-        return _listed(data) if single else None
-    return None
-
-
-def _listed(items: Any) -> Dataset[Any]:
-    return Subset(items, range(len(items)))
+    pair = isinstance(first, tuple | list) and len(first) == 2
+    single = pair and (is_image(first[0]) or (isinstance(first[0], Tensor) and first[0].ndim == 3))
+    return Subset(data, range(len(data))) if single else None  # type: ignore[arg-type]
 
 
 class ImageSamples:
@@ -228,10 +217,6 @@ class ImageSamples:
         if not isinstance(image, Tensor) or image.ndim < 3:
             kind = f"tensor of shape {tuple(image.shape)}" if isinstance(image, Tensor) else type(image).__name__
             raise VitfocusError(f"{what} is a {kind}; expected a picture or a tensor (3, H, W).")
-        try:
-            label = torch.as_tensor(label)
-        except (TypeError, ValueError, RuntimeError):
-            raise VitfocusError(f"{what} has the label {label!r}; expected a class number.") from None
         return image, class_numbers(label, what), self.name(index)
 
 
@@ -282,42 +267,12 @@ def images_and_labels(item: Any) -> tuple[Tensor, Tensor]:
     images, labels = image_and_label(item, "A batch of the data", _EXPECTED)
     if not isinstance(images, Tensor) or images.ndim != 4 or not isinstance(labels, Tensor | list | tuple):
         raise VitfocusError(f"A batch holds no usable images or labels; {_EXPECTED}.")
-    try:
-        labels = torch.as_tensor(labels)
-    except (TypeError, ValueError, RuntimeError):
-        raise VitfocusError(f"A batch has labels that are not class numbers; {_EXPECTED}.") from None
-    if len(images) != len(labels):
-        raise VitfocusError(f"A batch holds {len(images)} images but {len(labels)} labels.")
-    if labels.numel() != len(labels):
-        raise VitfocusError(f"A batch has labels of shape {tuple(labels.shape)}; {_ONE_NUMBER}.")
-    return images, class_numbers(labels, "A batch").reshape(-1)
-
-
-class Unnormalised:
-    """The images of a source of normalised tensors as floats in [0, 1]: the models' mean and std are undone."""
-
-    def __init__(self, source: Source, mean: Sequence[float], std: Sequence[float]) -> None:
-        self._source, self._mean, self._std = source, mean, std
-        self.count, self.digest = source.count, source.digest
-
-    def batches(
-        self, batch_size: int, done: frozenset[int] = frozenset(), rank: int = 0, world: int = 1
-    ) -> Iterator[EvaluationBatch]:
-        """Yield the batches of the source in [0, 1]; one that another normalisation was applied to is refused."""
-        for batch in self._source.batches(batch_size, done, rank, world):
-            require_values("images", batch.images)
-            if not batch.images.is_floating_point():
-                raise VitfocusError(f"normalised=True is for float tensors, but the images are {batch.images.dtype}.")
-            mean, std = (torch.tensor(v, device=batch.images.device).view(-1, 1, 1) for v in (self._mean, self._std))
-            pixels = batch.images.float() * std + mean
-            low, high = (float(value) for value in pixels.aminmax())
-            if not (low >= -0.02 and high <= 1.02):
-                raise VitfocusError(
-                    f"normalised=True, but without the model's normalisation (mean {self._mean}, std {self._std}) the "
-                    f"images lie in [{low:.3g}, {high:.3g}] instead of [0, 1]: they were normalised differently."
-                )
-            yield replace(batch, images=pixels.clamp(0, 1))
-        self.count = self._source.count
+    numbers = class_numbers(labels, "A batch")
+    if len(images) != len(numbers):
+        raise VitfocusError(f"A batch holds {len(images)} images but {len(numbers)} labels.")
+    if numbers.numel() != len(numbers):
+        raise VitfocusError(f"A batch has labels of shape {tuple(numbers.shape)}; {_ONE_NUMBER}.")
+    return images, numbers.reshape(-1)
 
 
 class StreamSource:
@@ -369,15 +324,19 @@ def require_one_number(label: Any, what: str) -> None:
         raise VitfocusError(f"{what} has a label of shape {size}; {_ONE_NUMBER}.")
 
 
-def class_numbers(labels: Tensor, what: str) -> Tensor:
-    """Labels as whole numbers, where they are whole.
+def class_numbers(labels: Any, what: str) -> Tensor:
+    """Labels as a tensor of whole numbers.
 
-    >>> class_numbers(torch.tensor([1.0, 3.0]), "A batch")
+    >>> class_numbers([1.0, 3.0], "A batch")
     tensor([1, 3])
     """
-    whole = labels.long()
-    if labels.is_floating_point() and not bool((labels == whole).all()):
-        raise VitfocusError(f"{what} has the label {float(labels[labels != whole].flatten()[0]):g}; {_ONE_NUMBER}.")
+    try:
+        numbers = torch.as_tensor(labels)
+    except (TypeError, ValueError, RuntimeError):
+        raise VitfocusError(f"{what} has the label {labels!r}; {_ONE_NUMBER}.") from None
+    whole = numbers.long()
+    if numbers.is_floating_point() and not bool((numbers == whole).all()):
+        raise VitfocusError(f"{what} has the label {float(numbers[numbers != whole].flatten()[0]):g}; {_ONE_NUMBER}.")
     return whole
 
 

@@ -75,7 +75,7 @@ SUITES: dict[str, Suite] = {
             "accuracy on clean images",
             _CLASS_FOLDERS,
             "top-1, top-5, ECE",
-            "photographs:clean",
+            "imagenet_variants:clean",
             ClassFolderOptions,
         ),
         Suite(
@@ -101,7 +101,7 @@ SUITES: dict[str, Suite] = {
                 f"{description}, 200 classes",
                 "200 class folders",
                 "top-1 among these 200 classes: the other 800 logits are masked, as the result states",
-                "photographs:subset_of_classes",
+                "imagenet_variants:subset_of_classes",
                 ImageOptions,
             )
             for name, description in (
@@ -114,7 +114,7 @@ SUITES: dict[str, Suite] = {
             "three new test sets for ImageNet",
             "the three `imagenetv2-*-format-val` folders, or one of them",
             "top-1 of each",
-            "photographs:imagenet_v2",
+            "imagenet_variants:imagenet_v2",
             ImageOptions,
         ),
         Suite(
@@ -122,7 +122,7 @@ SUITES: dict[str, Suite] = {
             "ImageNet's validation set with ReaL's labels",
             "ImageNet's validation photographs",
             "top-1 with ReaL's labels",
-            "photographs:imagenet_real",
+            "imagenet_variants:imagenet_real",
             RealOptions,
         ),
         Suite(
@@ -130,7 +130,7 @@ SUITES: dict[str, Suite] = {
             "drawings of the 1,000 classes",
             "1,000 class folders",
             "top-1",
-            "photographs:imagenet_sketch",
+            "imagenet_variants:imagenet_sketch",
             ClassFolderOptions,
         ),
         *(

@@ -28,7 +28,6 @@ from vitfocus.robustness.classification import (
     image_decoder,
     num_classes,
     open_images,
-    require_classes,
 )
 from vitfocus.robustness.engine import Condition, EvaluationArguments, EvaluationPlan, Group
 from vitfocus.robustness.metrics import corruption_summary
@@ -73,8 +72,8 @@ def _chosen(arguments: EvaluationArguments) -> tuple[list[str], list[int], list[
 
 def imagenet_c(arguments: EvaluationArguments) -> EvaluationPlan:
     """ImageNet-C, in whichever form the data is."""
-    classes = num_classes(arguments)
     published = _published_folders(arguments.folder) if arguments.folder is not None else {}
+    classes = num_classes(arguments, *([1000] if published else []))
     if published:
         # Published files are never resized, but the clean ones beside them are.
         arguments.refuse_unused(DataForm(published=True, resized=bool(arguments.options.clean_data)))
@@ -89,7 +88,7 @@ def imagenet_c(arguments: EvaluationArguments) -> EvaluationPlan:
 def cifar_c(arguments: EvaluationArguments) -> EvaluationPlan:
     """CIFAR-10-C and CIFAR-100-C, in whichever form the data is; the mean error is not divided by AlexNet's."""
     expected = 100 if arguments.suite.name.startswith("cifar100") else 10
-    classes = require_classes(arguments, num_classes(arguments), expected, f"{expected} classes")
+    classes = num_classes(arguments, expected)
     notes = ["The mean error over the 15 corruptions is not divided by AlexNet's, as is usual for CIFAR."]
     protocol = {}
     height, width = arguments.models[0].size
@@ -130,7 +129,7 @@ def _generated(
         notes.append("Frost overlays were drawn for want of the published ones: frost and mCE are not comparable.")
     group = Group("generated", images.source, tuple(conditions))
     summarise = partial(corruption_summary, alexnet=flavour == "imagenet")
-    return classification_plan([group], classes, protocol, summarise, notes)
+    return classification_plan(arguments, [group], classes, protocol, summarise, notes)
 
 
 def corrupted(quality: int | None, batch: EvaluationBatch, **corruption: Any) -> Tensor:
@@ -149,7 +148,6 @@ def _published_folders(root: Path) -> dict[str, Path]:
 
 
 def _published(arguments: EvaluationArguments, classes: int, folders: dict[str, Path]) -> EvaluationPlan:
-    require_classes(arguments, classes, 1000, "ImageNet's 1,000 classes")
     names, severities, incomplete = _chosen(arguments)
     missing = [f"{n}/{s}" for n in names for s in severities if n not in folders or not (folders[n] / str(s)).is_dir()]
     if missing:
@@ -213,7 +211,8 @@ def _published(arguments: EvaluationArguments, classes: int, folders: dict[str, 
         groups.insert(0, Group("clean", clean.source, (CLEAN,)))
     else:
         notes.append("The published files hold no clean images, so there is no relative mCE: name them as clean_data.")
-    return classification_plan(groups, classes, protocol, corruption_summary, notes, resize=size != model_size)
+    resize = size != model_size
+    return classification_plan(arguments, groups, classes, protocol, corruption_summary, notes, resize)
 
 
 class SeverityImages:
@@ -270,7 +269,8 @@ def _arrays(arguments: EvaluationArguments, classes: int, root: Path, notes: lis
             groups.append(Group(condition.name, source, (condition,)))
     notes = [f"{arguments.suite.name}'s published arrays were read.", *notes, *incomplete]
     protocol = {"mode": "published", "preprocessing": "none"}
-    return classification_plan(groups, classes, protocol, partial(corruption_summary, alexnet=False), notes)
+    summarise = partial(corruption_summary, alexnet=False)
+    return classification_plan(arguments, groups, classes, protocol, summarise, notes)
 
 
 def _sums(array: Any, start: int, count: int) -> str:

@@ -30,7 +30,7 @@ def _plan(
     images = open_images(arguments, classes)
     group = Group(arguments.suite.name, images.source, (CLEAN, *conditions))
     protocol = {**protocol, **images.protocol, "seed": arguments.seed}
-    return classification_plan([group], classes, protocol, condition_summary, (*notes, *images.notes))
+    return classification_plan(arguments, [group], classes, protocol, condition_summary, (*notes, *images.notes))
 
 
 def occlusion(arguments: EvaluationArguments) -> EvaluationPlan:
@@ -77,8 +77,6 @@ def occlude_centre(images: Tensor, side: int, base: int = 224, fill: Sequence[in
     >>> int(images.sum()), float(images[0, 0, 2, 2]), float(images[0, 0, 1, 2])
     (48, 0.0, 1.0)
     """
-    if not 0 <= side <= base:
-        raise VitfocusError(f"A centre of {side} pixels cannot be hidden; expected 0 to {base}.")
     height, width = images.shape[-2:]
     tall, wide = round(side * height / base), round(side * width / base)
     top, left = (height - tall) // 2, (width - wide) // 2
@@ -87,22 +85,17 @@ def occlude_centre(images: Tensor, side: int, base: int = 224, fill: Sequence[in
     return hidden
 
 
-def drop_patches(
-    images: Tensor, count: int, ids: Tensor, seed: int = 0, grid: int = GRID, fill: Sequence[int] = (0,)
-) -> Tensor:
-    """Hide `count` random cells of a `grid` x `grid` grid, drawn for each image from (seed, id): (B, C, H, W).
+def drop_patches(images: Tensor, count: int, ids: Tensor, seed: int = 0, fill: Sequence[int] = (0,)) -> Tensor:
+    """Hide `count` random cells of a 14 x 14 grid, drawn for each image from (seed, id): (B, C, H, W).
 
     >>> images = drop_patches(torch.ones(2, 1, 28, 28), 98, ids=torch.tensor([5, 6]))
     >>> images.sum(dim=(1, 2, 3)).tolist()
     [392.0, 392.0]
     """
-    grid = GRID
-    if not 0 <= count <= grid * grid:
-        raise VitfocusError(f"{count} cells of a {grid}x{grid} grid cannot be dropped; expected 0 to {grid * grid}.")
-    draws = Draws(seed, "patch drop", count, ids).uniform((grid * grid,))
-    keep = (draws.argsort(dim=1).argsort(dim=1) >= count).view(-1, 1, grid, grid)
-    rows = torch.arange(images.shape[-2], device=images.device) * grid // images.shape[-2]
-    columns = torch.arange(images.shape[-1], device=images.device) * grid // images.shape[-1]
+    draws = Draws(seed, "patch drop", count, ids).uniform((GRID * GRID,))
+    keep = (draws.argsort(dim=1).argsort(dim=1) >= count).view(-1, 1, GRID, GRID)
+    rows = torch.arange(images.shape[-2], device=images.device) * GRID // images.shape[-2]
+    columns = torch.arange(images.shape[-1], device=images.device) * GRID // images.shape[-1]
     return torch.where(keep[:, :, rows][:, :, :, columns], images, _filling(images, fill))
 
 
@@ -111,7 +104,7 @@ def attack(arguments: EvaluationArguments) -> EvaluationPlan:
     options, suite = arguments.options, arguments.suite.name
     epsilons = [real("eps", eps, "distances in 1/255, such as 4") for eps in several("eps", options.eps)]
     if options.norm not in NORMS:
-        raise VitfocusError(f"There is no norm {options.norm!r}; expected {' or '.join(NORMS)}.")
+        raise VitfocusError(f"There is no norm {options.norm!r}: {nearest(str(options.norm), NORMS)}")
     if arguments.models[0].precision != "float32":
         raise VitfocusError("Attacks need gradients in full precision: leave precision at float32.")
     settings: dict[str, Any] = {"norm": options.norm}
@@ -153,10 +146,7 @@ def fgsm(model: Classifier, images: Tensor, labels: Tensor, eps: float, norm: st
     >>> round(float((attacked - images).abs().max() * 255), 3)
     4.0
     """
-    eps = _check(norm, eps)
-    images = _as_float(images)
-    step = _direction(_gradient(model, images, labels), norm) * (eps / 255)
-    return (images + step).clamp(0, 1)
+    return pgd(model, images, labels, eps, norm, steps=1, step_size=eps, random_start=False)
 
 
 def pgd(
@@ -176,10 +166,6 @@ def pgd(
     `eps` and `step_size` are in 1/255; the step is 2.5 eps / steps unless given. The start is drawn in the ball from
     (`seed`, the image's id) and nothing else.
     """
-    eps = _check(norm, eps)
-    steps = whole("steps", steps, low=1)
-    if step_size is not None:
-        step_size = real("step_size", step_size, "a length in 1/255, such as 0.5")
     clean = _as_float(images)
     radius = eps / 255
     stride = (2.5 * eps / steps if step_size is None else step_size) / 255
@@ -197,7 +183,6 @@ def autoattack(
     model: Classifier, images: Tensor, labels: Tensor, eps: float, norm: str = "linf", seed: int = 0
 ) -> Tensor:
     """The standard ensemble of the `autoattack` package, where it is installed."""
-    eps = _check(norm, eps)
     AutoAttack = require_autoattack()
     options = {"norm": {"linf": "Linf", "l2": "L2"}[norm], "eps": eps / 255, "seed": seed, "device": images.device}
     attack = AutoAttack(model, version="standard", verbose=False, **options)
@@ -215,12 +200,6 @@ def require_autoattack() -> Any:
             "The suite autoattack needs its own package: pip install git+https://github.com/fra31/auto-attack"
         ) from None
     return AutoAttack
-
-
-def _check(norm: str, eps: float) -> float:
-    if norm not in NORMS:
-        raise VitfocusError(f"There is no norm {norm!r}: {nearest(str(norm), NORMS)}")
-    return real("eps", eps, "a distance in 1/255, such as 4")
 
 
 def _as_float(images: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ def imagenet_p(arguments: EvaluationArguments) -> EvaluationPlan:
         notes.append("AlexNet's flip probabilities are published for difficulty 1 only, so there is no mFR.")
     summarise = partial(perturbation_summary, difficulty=difficulty, t5d=reference)
     protocol["difficulty"] = difficulty
-    return classification_plan(groups, classes, protocol, summarise, notes, resize=published)
+    return classification_plan(arguments, groups, classes, protocol, summarise, notes, resize=published)
 
 
 def flips(noise: bool, stride: int, model: PixelModel, sequence: Tensor, batch: EvaluationBatch) -> Outcome:

@@ -1,4 +1,4 @@
-"""Photographs as they are: the clean set, ImageNet-A, -R, -V2 and -Sketch, and ImageNet with ReaL's labels."""
+"""Images as they are: the clean set, ImageNet-A, -R, -V2 and -Sketch, and ImageNet with the labels of ReaL."""
 
 from __future__ import annotations
 
@@ -25,8 +25,6 @@ from vitfocus.robustness.classification import (
     num_classes,
     open_files,
     open_images,
-    require_classes,
-    require_imagenet,
     validation_folder,
     wordnet_ids,
 )
@@ -44,26 +42,31 @@ _VALIDATION = 50_000
 
 
 def _plan(
-    conditions: Mapping[Condition, Images], classes: int, notes: Iterable[str] = (), protocol: Mapping[str, Any] = {}
+    arguments: EvaluationArguments,
+    classes: int,
+    conditions: Mapping[Condition, Images],
+    notes: Iterable[str] = (),
+    protocol: Mapping[str, Any] = {},
 ) -> EvaluationPlan:
     """One condition per set of images."""
     groups = [Group(condition.name, images.source, (condition,)) for condition, images in conditions.items()]
     for images in conditions.values():
         protocol, notes = {**images.protocol, **protocol}, (*notes, *images.notes)
-    return classification_plan(groups, classes, protocol, condition_summary, notes)
+    return classification_plan(arguments, groups, classes, protocol, condition_summary, notes)
 
 
 def clean(arguments: EvaluationArguments) -> EvaluationPlan:
     """Accuracy on the images as they are."""
     classes = num_classes(arguments)
-    return _plan({CLEAN: open_images(arguments, classes)}, classes)
+    return _plan(arguments, classes, {CLEAN: open_images(arguments, classes)})
 
 
 def imagenet_sketch(arguments: EvaluationArguments) -> EvaluationPlan:
     """ImageNet-Sketch: 1,000 class folders of drawings."""
-    classes = require_imagenet(arguments)
+    classes = num_classes(arguments, 1000)
     images = open_images(arguments, classes)
-    return _plan({Condition("imagenet-sketch", classify): images}, classes, _subset_note(arguments, images))
+    condition = Condition("imagenet-sketch", classify)
+    return _plan(arguments, classes, {condition: images}, _subset_note(arguments, images))
 
 
 def subset_of_classes(arguments: EvaluationArguments) -> EvaluationPlan:
@@ -71,20 +74,19 @@ def subset_of_classes(arguments: EvaluationArguments) -> EvaluationPlan:
     suite = arguments.suite.name
     short = suite.replace("-", "_")
     names = wordnet_ids(short)
-    chosen: tuple[int, ...] | None = tuple(int(line) for line in _timm_file(f"{short}_indices.txt").split())
-    classes = num_classes(arguments)
-    if classes == len(names):
-        chosen = None
-        notes = [f"The model has 200 classes, taken to be {suite}'s in sorted order: none is masked."]
-    else:
-        require_classes(arguments, classes, 1000, "ImageNet's 1,000 classes")
+    classes = num_classes(arguments, 200, 1000)
+    chosen: tuple[int, ...] | None = None
+    notes = [f"The model has 200 classes, taken to be {suite}'s in sorted order: none is masked."]
+    if classes == 1000:
+        chosen = tuple(map(int, _timm_file(f"{short}_indices.txt").split()))
         notes = [f"Only the logits of {suite}'s 200 classes take part; the other 800 are masked."]
     if arguments.folder is None:
         notes.append("Labels are taken as places among the 200 classes, sorted by WordNet id.")
     images = open_images(arguments, classes, labels=partial(_subset_labels, suite, names))
     condition = Condition(suite, partial(classify, classes=chosen))
     notes += _subset_note(arguments, images)
-    return _plan({condition: images}, classes, notes, {"masked_to": "none" if chosen is None else 200})
+    protocol = {"masked_to": "none" if chosen is None else 200}
+    return _plan(arguments, classes, {condition: images}, notes, protocol)
 
 
 def _subset_labels(suite: str, names: Sequence[str], folders: ClassFolders) -> Labels:
@@ -103,7 +105,7 @@ def _subset_labels(suite: str, names: Sequence[str], folders: ClassFolders) -> L
 
 def imagenet_v2(arguments: EvaluationArguments) -> EvaluationPlan:
     """ImageNet-V2: up to three sets, whose class folders are numbered 0 to 999."""
-    classes = require_imagenet(arguments)
+    classes = num_classes(arguments, 1000)
     root = arguments.require_folder("the three folders imagenetv2-*-format-val, or one of them")
     found = {
         name: folder
@@ -128,12 +130,12 @@ def imagenet_v2(arguments: EvaluationArguments) -> EvaluationPlan:
         labels = [int(entry.folder) for entry in folders.entries]
         conditions[Condition(name, classify)] = open_files(arguments, folders, labels)
     notes += _subset_note(arguments, next(iter(conditions.values())))
-    return _plan(conditions, classes, notes)
+    return _plan(arguments, classes, conditions, notes)
 
 
 def imagenet_real(arguments: EvaluationArguments) -> EvaluationPlan:
     """ImageNet's validation set with ReaL's labels: any of an image's is right; images without one do not count."""
-    classes = require_imagenet(arguments)
+    classes = num_classes(arguments, 1000)
     root = validation_folder(
         arguments.require_folder("ImageNet's validation photographs, ILSVRC2012_val_*.JPEG, in class folders or not")
     )
@@ -149,7 +151,8 @@ def imagenet_real(arguments: EvaluationArguments) -> EvaluationPlan:
     filled = [labels + [-1] * (most - len(labels)) for _, labels in labelled]
     entries = tuple(entry for entry, _ in labelled)
     images = open_files(arguments, ClassFolders(root, (), entries), filled)
-    return _plan({Condition("imagenet-real", classify): images}, classes, notes, {"labels": "ReaL"})
+    condition = Condition("imagenet-real", classify)
+    return _plan(arguments, classes, {condition: images}, notes, {"labels": "ReaL"})
 
 
 def read_real(path: str | Path | None) -> Sequence[list[int]]:
