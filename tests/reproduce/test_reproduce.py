@@ -10,8 +10,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tomllib
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,7 @@ from vitfocus.core.errors import VitfocusError
 from vitfocus.corruptions import CORRUPTIONS
 from vitfocus.data.classification.dataset import open_images
 from vitfocus.recipes import Recipe, value_of
-from vitfocus.reproduce import SCALES, Item, Row, item_names, items, load_item
+from vitfocus.reproduce import SCALES, Item, TableRow, item_names, items, load_item
 from vitfocus.reproduce.figures import FIGURES
 from vitfocus.reproduce.items import MEASURES, model_setups, protocol_facts
 from vitfocus.reproduce.results import Measurement, _from_diagnosis, count, count_parameters_of, softmax_surface
@@ -45,11 +43,11 @@ LISTED = [
 TINY = ["epochs=0.05", "warmup_epochs=0", "train_length=40", "val_length=12", "batch=20"]
 
 
-def rows(kind: str = "model") -> list[tuple[Item, Row]]:
+def rows(kind: str = "model") -> list[tuple[Item, TableRow]]:
     return [(item, row) for item in map(load_item, item_names()) for row in item.rows if getattr(row, kind)]
 
 
-def plan(item: Item, row: Row, scale: str, tmp: Path) -> PlannedRun | None:
+def plan(item: Item, row: TableRow, scale: str, tmp: Path) -> PlannedRun | None:
     return plan_row(item, row, scale, DataFolders(tmp), tmp / "out")
 
 
@@ -354,12 +352,11 @@ def test_an_item_that_only_counts_needs_no_data(tmp_path: Path) -> None:
 
 
 def test_a_wrong_toml_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = (resources.files("vitfocus") / "recipes" / "cb" / "table4a.toml").read_text()
-    tree = tomllib.loads(text)
+    tree = items._read_toml("recipes/cb/table4a.toml")
     tree["rows"][1]["modle"] = "vit-s"
-    monkeypatch.setattr("vitfocus.reproduce.items.tomllib.loads", lambda _: tree)
+    monkeypatch.setattr(items, "_read_toml", lambda _: tree)
     load_item.cache_clear()
-    with pytest.raises(VitfocusError, match="row 2 has no key 'modle': did you mean 'model'"):
+    with pytest.raises(VitfocusError, match=r"table4a\.toml .*\[rows\[1\]\] has no key 'modle': did you mean 'model'"):
         load_item("cb/table4a")
     load_item.cache_clear()
 

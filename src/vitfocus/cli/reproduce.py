@@ -14,6 +14,7 @@ from vitfocus.core.arguments import OnlyWith, number_in
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.tables import bullet, terminal_width
 from vitfocus.reproduce.items import PAPERS, SCALES, item_names, load_item
+from vitfocus.reproduce.jobs import CLUSTERS, job_script, plan_jobs, submit
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--submit",
         nargs="?",
         const="slurm",
-        choices=("slurm", "local"),
+        choices=CLUSTERS,
         help="hand the plan to Slurm, or run it on this machine, through submitit; pre-empted jobs are requeued",
     )
     only_with(submit, OnlyWith(lambda args: not (args.count or args.train), "goes with neither --count nor --train"))
@@ -136,8 +137,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace, chosen: dict[str, Any]) -> int:
     """Print the jobs of an item, or submit them."""
-    from vitfocus.reproduce.jobs import job_script, plan_jobs, submit
-
     words = ["--scale", args.scale, "--out", args.out, *args.overrides]
     for name in ("data", "weights", "option"):
         words += [word for one in getattr(args, name) for word in (f"--{name}", one)]

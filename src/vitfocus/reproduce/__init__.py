@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from vitfocus.reproduce.items import SCALES, Item, Row, item_names, load_item
+from vitfocus.reproduce.items import SCALES, Item, TableRow, item_names, load_item
 
-__all__ = ["SCALES", "Item", "Row", "item_names", "load_item", "reproduce"]
+__all__ = ["SCALES", "Item", "TableRow", "item_names", "load_item", "reproduce"]
 
 
 def __getattr__(name: str) -> Any:

@@ -7,18 +7,19 @@ scale is not measured there, as the table notes.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import re
-import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from importlib import resources
 from typing import Any
 
+from msgspec import Struct
+
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.metrics import METRICS
+from vitfocus.core.records import convert, parse_toml
 
 #: What each scale means.
 SCALES = {
@@ -41,9 +42,8 @@ CORRUPTIONS = (
 Printed = float | int | str | tuple[float, float]
 
 
-@dataclass(frozen=True)
-class Row:
-    """One line of a table, or one curve of a figure."""
+class TableRow(Struct, frozen=True, forbid_unknown_fields=True):
+    """One row of a table, or one curve of a figure."""
 
     label: str
     model: str = ""  # a name in models.toml
@@ -51,15 +51,14 @@ class Row:
     start_treat: str = ""  # the treatment of the model it starts from, if different
     recipe: str = ""  # at ImageNet scale, instead of the model's own
     set: tuple[str, ...] = ()  # further changes to the recipe, at every scale
-    at: Mapping[str, float] = field(default_factory=dict)  # the row's x in a figure: {heads = 3}
-    paper: Mapping[str, Printed] = field(default_factory=dict)
-    unmet: Mapping[str, str] = field(default_factory=dict)  # counts of the paper that ours do not match, and why
+    at: dict[str, float] = {}  # the row's x in a figure: {heads = 3}
+    paper: dict[str, Printed] = {}
+    unmet: dict[str, str] = {}  # counts of the paper that ours do not match, and why
     quoted: str = ""  # why the row is only quoted: it cannot be built here
     computed: str = ""  # a computation without a model or data
 
 
-@dataclass(frozen=True)
-class Item:
+class Item(Struct, frozen=True, forbid_unknown_fields=True):
     """A table or a figure."""
 
     name: str  # "cb/table4a"
@@ -73,7 +72,7 @@ class Item:
     differs: tuple[str, ...] = ()
     count_on: str = ""  # the model whose FLOPs the paper counts, if not the row's
     parts: tuple[str, ...] = ()  # the items that this one consists of
-    rows: tuple[Row, ...] = ()
+    rows: tuple[TableRow, ...] = ()
 
     @property
     def paper(self) -> str:
@@ -105,7 +104,7 @@ class Item:
             if (text := getattr(fact, kind))
         ]
 
-    def baseline(self, row: Row) -> Row | None:
+    def baseline(self, row: TableRow) -> TableRow | None:
         """The untreated row that a treated row is compared with: the nearest above with the same model and changes."""
         if not row.treat:
             return None
@@ -113,8 +112,7 @@ class Item:
         return next((r for r in reversed(above) if not r.treat and (r.model, r.set) == (row.model, row.set)), None)
 
 
-@dataclass(frozen=True)
-class Fact:
+class Fact(Struct, frozen=True, forbid_unknown_fields=True):
     """A statement about the protocols of all items that it holds for; see protocols.toml."""
 
     models: tuple[str, ...] = ()
@@ -137,8 +135,7 @@ class Fact:
         return rows and any(one_of(measure, self.measures) for measure in item.measures)
 
 
-@dataclass(frozen=True)
-class ModelSetup:
+class ModelSetup(Struct, frozen=True, forbid_unknown_fields=True):
     """How a model of a paper is built and trained at one scale."""
 
     spec: str
@@ -175,65 +172,38 @@ def load_item(name: str) -> Item:
     """
     if name not in item_names():
         raise VitfocusError(f"There is no table or figure {name!r}: {nearest(name, item_names())}")
-    tree = tomllib.loads((resources.files("vitfocus") / "recipes" / f"{name}.toml").read_text(encoding="utf-8"))
+    tree = _read_toml(f"recipes/{name}.toml")
     usual = {"model": tree.pop("model", "")}  # of rows that name none
-    rows = tuple(
-        _record(Row, row if {"quoted", "computed"} & set(row) else usual | row, f"{name}, row {number}")
-        for number, row in enumerate(tree.pop("rows", []), 1)
-    )
-    paper = name.partition("/")[0]
-    parts = tuple(f"{paper}/{part}" for part in tree.pop("parts", []))
-    item = _record(Item, {**tree, "name": name, "parts": parts, "rows": rows}, name)
-    _check(item)
-    return item
-
-
-@functools.cache
-def model_setups() -> dict[str, dict[str, ModelSetup]]:
-    """The contents of models.toml: the setups of each model by scale."""
-    text = (resources.files("vitfocus") / "reproduce" / "models.toml").read_text(encoding="utf-8")
-    return {
-        model: {scale: _record(ModelSetup, one, f"models.toml, {model}, {scale}") for scale, one in by_scale.items()}
-        for model, by_scale in tomllib.loads(text).items()
-    }
-
-
-@functools.cache
-def protocol_facts() -> tuple[Fact, ...]:
-    """The contents of protocols.toml."""
-    text = (resources.files("vitfocus") / "reproduce" / "protocols.toml").read_text(encoding="utf-8")
-    return tuple(_record(Fact, one, f"protocols.toml, fact {n}") for n, one in enumerate(tomllib.loads(text)["facts"]))
-
-
-def _record(kind: type[Any], tree: Mapping[str, Any], where: str) -> Any:
-    known = [entry.name for entry in dataclasses.fields(kind)]
-    for key in tree:
-        if key not in known:
-            raise VitfocusError(f"{where} has no key {key!r}: {nearest(key, known)}")
-    try:
-        return kind(**{key: _frozen(value) for key, value in tree.items()})
-    except TypeError as error:
-        raise VitfocusError(f"{where} lacks a key: {error}.") from None
-
-
-def _frozen(value: Any) -> Any:
-    if isinstance(value, list):
-        return tuple(_frozen(one) for one in value)
-    return {key: _frozen(one) for key, one in value.items()} if isinstance(value, dict) else value
-
-
-def _check(item: Item) -> None:
+    tree["rows"] = [row if {"quoted", "computed"} & set(row) else usual | row for row in tree.get("rows", [])]
+    tree["parts"] = [f"{name.partition('/')[0]}/{part}" for part in tree.get("parts", [])]
+    item = convert({**tree, "name": name}, Item, f"{name}.toml")
     for row in item.rows:
-        where = f"{item.name}, {row.label!r}"
+        where = f"{name}, {row.label!r}"
         if sum(map(bool, (row.model, row.quoted, row.computed))) != 1:
             raise VitfocusError(f"{where} must have one of model, quoted and computed.")
         if row.model and row.model not in model_setups():
             raise VitfocusError(
                 f"{where} names no model {row.model!r} of models.toml: {nearest(row.model, model_setups())}"
             )
-        unknown = [key for key in row.unmet if key not in row.paper]
-        if unknown:
+        if unknown := [key for key in row.unmet if key not in row.paper]:
             raise VitfocusError(f"{where} says why {unknown[0]} is unmet, but the paper does not state it.")
+    return item
+
+
+@functools.cache
+def model_setups() -> dict[str, dict[str, ModelSetup]]:
+    """The contents of models.toml: the setups of each model by scale."""
+    return convert(_read_toml("reproduce/models.toml"), dict[str, dict[str, ModelSetup]], "models.toml")
+
+
+@functools.cache
+def protocol_facts() -> list[Fact]:
+    """The contents of protocols.toml."""
+    return convert(_read_toml("reproduce/protocols.toml")["facts"], list[Fact], "protocols.toml")
+
+
+def _read_toml(path: str) -> dict[str, Any]:
+    return parse_toml((resources.files("vitfocus") / path).read_text(encoding="utf-8"), path)
 
 
 def _in_order(name: str) -> tuple[Any, ...]:
@@ -243,8 +213,8 @@ def _in_order(name: str) -> tuple[Any, ...]:
 
 
 @dataclass(frozen=True)
-class Suite:
-    """A number of an evaluation: `path` leads to it in the model's summary.
+class SuiteMetric:
+    """A number of an evaluation: `path` leads to it in the summary of the model.
 
     `data` names a data set's folder; if empty, the run's validation images are used. A `generated` suite is computed
     from the validation images if its published folder is missing. `limit` bounds the images; `title`
@@ -272,7 +242,7 @@ class Measure:
     digits: int = 1
     key: str = ""  # in results.json or in a diagnosis
     scale: float = 1.0  # the stored number is multiplied by this
-    suites: Mapping[str, Suite] = field(default_factory=dict)  # by scale
+    suites: Mapping[str, SuiteMetric] = field(default_factory=dict)  # by scale
 
     @property
     def heading(self) -> str:
@@ -295,17 +265,17 @@ def _corruption(name: str) -> Measure:
     return Measure(title, "suite", better="down", digits=2, suites=_corrupted((*path, "ce"), (*path, "error"), plain))
 
 
-def _corrupted(published: tuple[str, ...], plain: tuple[str, ...], title: str) -> dict[str, Suite]:
+def _corrupted(published: tuple[str, ...], plain: tuple[str, ...], title: str) -> dict[str, SuiteMetric]:
     """ImageNet-C, or the same corruptions of small images, for which there are no AlexNet references."""
     return {
-        "imagenet": Suite("imagenet-c", published, "imagenet-c", generated=True),
-        "cifar100": Suite("cifar100-c", plain, limit=2000, title=title),
-        "smoke": Suite("cifar10-c", plain, limit=100, title=title),
+        "imagenet": SuiteMetric("imagenet-c", published, "imagenet-c", generated=True),
+        "cifar100": SuiteMetric("cifar100-c", plain, limit=2000, title=title),
+        "smoke": SuiteMetric("cifar10-c", plain, limit=100, title=title),
     }
 
 
-def _published(suite: str, *path: str) -> dict[str, Suite]:
-    return {"imagenet": Suite(suite, path or ("top1",), suite)}
+def _published(suite: str, *path: str) -> dict[str, SuiteMetric]:
+    return {"imagenet": SuiteMetric(suite, path or ("top1",), suite)}
 
 
 _ALL = ("smoke", "cifar100", "imagenet")
@@ -352,41 +322,43 @@ MEASURES: dict[str, Measure] = {
         "suite",
         better="down",
         suites={
-            "imagenet": Suite("imagenet-p", ("mfr",), "imagenet-p", generated=True),
-            "cifar100": Suite("imagenet-p", ("mean_flip_probability",), limit=200, title=_FLIPS),
-            "smoke": Suite("imagenet-p", ("mean_flip_probability",), limit=20, title=_FLIPS),
+            "imagenet": SuiteMetric("imagenet-p", ("mfr",), "imagenet-p", generated=True),
+            "cifar100": SuiteMetric("imagenet-p", ("mean_flip_probability",), limit=200, title=_FLIPS),
+            "smoke": SuiteMetric("imagenet-p", ("mean_flip_probability",), limit=20, title=_FLIPS),
         },
     ),
     "cityscapes_c": Measure(
         "mIoU under corruption",
         "suite",
         suites={
-            "imagenet": Suite(
+            "imagenet": SuiteMetric(
                 "cityscapes-c", ("miou_corrupted",), "cityscapes-c", generated=True, folder_option="corrupted_data"
             ),
-            "smoke": Suite("cityscapes-c", ("miou_corrupted",), limit=20),
+            "smoke": SuiteMetric("cityscapes-c", ("miou_corrupted",), limit=20),
         },
     ),
     "acdc": Measure(
-        "mIoU on ACDC test", "suite", suites={"imagenet": Suite("acdc", ("miou",), "acdc", title="mIoU on ACDC val")}
+        "mIoU on ACDC test",
+        "suite",
+        suites={"imagenet": SuiteMetric("acdc", ("miou",), "acdc", title="mIoU on ACDC val")},
     ),
     "imagenet_a": Measure("ImageNet-A", "suite", suites=_published("imagenet-a")),
     "imagenet_r": Measure("ImageNet-R", "suite", suites=_published("imagenet-r")),
     "imagenet_v2": Measure(
         "ImageNet-V2", "suite", suites=_published("imagenet-v2", "cells", "matched-frequency", "top1")
     ),
-    "imagenet_real": Measure("ImageNet-ReaL", "suite", suites={"imagenet": Suite("imagenet-real", ("top1",))}),
+    "imagenet_real": Measure("ImageNet-ReaL", "suite", suites={"imagenet": SuiteMetric("imagenet-real", ("top1",))}),
     "occlusion": Measure(
         "centre occluded",
         "suite",
         suites=dict.fromkeys(
-            _ALL, Suite("occlusion", ("cells", "centre/{sizes}", "top1"), options={"sizes": [112], "drops": []})
+            _ALL, SuiteMetric("occlusion", ("cells", "centre/{sizes}", "top1"), options={"sizes": [112], "drops": []})
         ),
     ),
     "fgsm": Measure(
         "FGSM",
         "suite",
-        suites=dict.fromkeys(_ALL, Suite("fgsm", ("cells", "fgsm/{eps}", "top1"), options={"eps": [1]})),
+        suites=dict.fromkeys(_ALL, SuiteMetric("fgsm", ("cells", "fgsm/{eps}", "top1"), options={"eps": [1]})),
     ),
     **{
         f"noise_{short}": Measure(
@@ -394,7 +366,7 @@ MEASURES: dict[str, Measure] = {
             "suite",
             digits=2,
             suites={
-                scale: Suite("segmentation-noise", ("cells", cell, "miou"), limit=limit)
+                scale: SuiteMetric("segmentation-noise", ("cells", cell, "miou"), limit=limit)
                 for scale, limit in (("imagenet", None), ("smoke", 100))
             },
         )

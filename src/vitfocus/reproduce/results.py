@@ -28,7 +28,7 @@ from vitfocus.core.statistics import wilson_interval
 from vitfocus.core.tables import Table, counted
 from vitfocus.data.segmentation.dataset import has_acdc_test
 from vitfocus.data.vqa.dataset import splits_in
-from vitfocus.reproduce.items import MEASURES, Item, Measure, Printed, Row, Suite
+from vitfocus.reproduce.items import MEASURES, Item, Measure, Printed, SuiteMetric, TableRow
 from vitfocus.reproduce.runs import (
     CLASSES,
     SEVERITY,
@@ -70,7 +70,7 @@ class NotMeasured:
 class RowResult:
     """One row: its run, its data and what was measured."""
 
-    row: Row
+    row: TableRow
     scale: str
     run: PlannedRun | None = None
     images: tuple[int, int] | None = None  # trained on, validated on; None: nothing was trained
@@ -263,7 +263,7 @@ def measure(name: str, run: PlannedRun, results: Mapping[str, Any], how: Measuri
     column = MEASURES[name]
     if column.source == "result" and run.weights:
         assert run.recipe is not None
-        return _from_suite(column, Suite(TASK_SUITES[run.recipe.task], (column.key,)), run, how)
+        return _from_suite(column, SuiteMetric(TASK_SUITES[run.recipe.task], (column.key,)), run, how)
     if column.source == "result":
         return _from_results(column, results)
     if column.source == "curve" and run.weights:
@@ -375,7 +375,7 @@ def _placed_tokens(row: Mapping[str, Any]) -> int:
     return round(math.exp(row["entropy_bound"])) - ("entropy_cls" in row)
 
 
-def _from_suite(measure: Measure, suite: Suite, run: PlannedRun, how: Measuring) -> Measurement | NotMeasured:
+def _from_suite(measure: Measure, suite: SuiteMetric, run: PlannedRun, how: Measuring) -> Measurement | NotMeasured:
     folder = how.folders.find(suite.data) if suite.data and how.folders else None
     if suite.data and folder is None and not suite.generated:
         return NotMeasured(f"{measure.title} needs its images: --data {suite.data}=DIR")
@@ -401,7 +401,7 @@ def submissions(measures: Sequence[str], run: PlannedRun, how: Measuring) -> lis
     data = run.recipe.data if run.recipe is not None else None
     if "vqa" in measures and data is not None and data.source == "vqav2":
         if "test-dev2015" in splits_in(data.root):
-            suite = Suite("answers", (), options={"split": "test-dev2015"})
+            suite = SuiteMetric("answers", (), options={"split": "test-dev2015"})
             file = _folder(suite, run, None, how) / "answers.json"
             _scores(suite, run, None, how)
             found.append(f"Answers of {run.row.label} to test-dev2015, for the evaluation server: {file}.")
@@ -410,29 +410,29 @@ def submissions(measures: Sequence[str], run: PlannedRun, how: Measuring) -> lis
     folder = how.folders.find("acdc") if how.folders else None
     if "acdc" in measures and folder is not None and has_acdc_test(folder):
         place = run.folder / "submissions" / "acdc-test"
-        suite = Suite("acdc", (), "acdc", options={"split": "test", "submission": str(place)})
+        suite = SuiteMetric("acdc", (), "acdc", options={"split": "test", "submission": str(place)})
         _scores(suite, run, folder, how)
         found.append(f"Predictions of {run.row.label} on ACDC test, for its server: {place}.")
     return found
 
 
-def _options(suite: Suite, folder: Path | None, how: Measuring) -> dict[str, Any]:
+def _options(suite: SuiteMetric, folder: Path | None, how: Measuring) -> dict[str, Any]:
     given = {**suite.options, **how.options.get(suite.suite, {})}
     return given | ({suite.folder_option: str(folder)} if suite.folder_option and folder else {})
 
 
-def _limit(suite: Suite, how: Measuring) -> int | None:
+def _limit(suite: SuiteMetric, how: Measuring) -> int | None:
     return min(suite.limit or how.limit or 0, how.limit or suite.limit or 0) or None
 
 
-def _folder(suite: Suite, run: PlannedRun, folder: Path | None, how: Measuring) -> Path:
+def _folder(suite: SuiteMetric, run: PlannedRun, folder: Path | None, how: Measuring) -> Path:
     """Where an evaluation is kept: named by all that determines it."""
     content = [suite.suite, _options(suite, folder, how), _limit(suite, how), str(folder or "")]
     described = json.dumps(content, sort_keys=True)
     return run.folder / "evaluations" / f"{suite.suite}-{hashlib.sha256(described.encode()).hexdigest()[:8]}"
 
 
-def _scores(suite: Suite, run: PlannedRun, folder: Path | None, how: Measuring) -> Scores:
+def _scores(suite: SuiteMetric, run: PlannedRun, folder: Path | None, how: Measuring) -> Scores:
     images = _limit(suite, how)
     options = _options(suite, folder, how)
     out = _folder(suite, run, folder, how)

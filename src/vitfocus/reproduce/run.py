@@ -16,7 +16,7 @@ from vitfocus.core.environment import Processes, is_main_process, join_processes
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.tables import Table
 from vitfocus.reproduce.figures import draw
-from vitfocus.reproduce.items import MEASURES, SCALES, Item, Row, load_item
+from vitfocus.reproduce.items import MEASURES, SCALES, Item, TableRow, load_item
 from vitfocus.reproduce.results import (
     COMPUTED,
     ItemResult,
@@ -119,7 +119,7 @@ class PlannedItem:
     """An item with the rows to run and every row's run; without `folders`, nothing is trained or measured."""
 
     item: Item
-    rows: list[Row]
+    rows: list[TableRow]
     folders: DataFolders | None
     runs: dict[str, PlannedRun | None]
     pretrained: bool = False
@@ -129,12 +129,8 @@ class PlannedItem:
         """The runs to train, each after those that it depends on; rows that share a run have it once."""
         if self.folders is None or self.pretrained:
             return []
-        firsts = [run for row in self.rows if (run := self.runs[row.label]) and run.recipe and not run.weights]
-        return list({run.digest: run for first in firsts for run in (*_all_before(first), first)}.values())
-
-
-def _all_before(run: PlannedRun) -> list[PlannedRun]:
-    return [one for first in run.before for one in (*_all_before(first), first)]
+        lasts = [run for row in self.rows if (run := self.runs[row.label]) and run.recipe and not run.weights]
+        return list({run.digest: run for last in lasts for run in last.chain()}.values())
 
 
 def plan_item(
@@ -162,7 +158,13 @@ def plan_item(
     planned = []
     for one, chosen in picked:
         needed = None if count_only or not trains(one) else folders
-        runs = _plan(one, chosen, scale, needed, Path(out) / scale, overrides)
+        # Every row is planned before the first is trained, so that missing data are reported at once. Untreated rows
+        # that others are compared with are included, picked or not, to count what a treatment adds.
+        baselines = [row for row in map(one.baseline, chosen) if row is not None and row not in chosen]
+        runs = {
+            row.label: plan_row(one, row, scale, None if row in baselines else needed, Path(out) / scale, overrides)
+            for row in (*chosen, *baselines)
+        }
         if needed is not None:
             runs |= given_weights(one, runs, weights, pretrained)
         planned.append(PlannedItem(one, chosen, needed, runs, pretrained))
@@ -239,22 +241,16 @@ class Trial:
 
 @checked
 def calibrate(
-    name: str,
-    scale: str = "imagenet",
-    *,
-    data: Sequence[str | Path] | str | Path = (),
-    out: str | Path = "runs/reproduce",
-    overrides: Sequence[str] = (),
-    rows: Sequence[int] = (),
-    images: int | None = None,
-    weights: Sequence[str] = (),
-    pretrained: bool = False,
-    options: Sequence[str] = (),
+    name: str, scale: str = "imagenet", *, images: int | None = None, options: Sequence[str] = (), **more: Any
 ) -> list[Trial]:
     """Measure rows whose weights are known with each candidate of what the paper does not state.
 
-    The arguments are those of `reproduce`. `options` replaces the candidates of protocols.toml:
-    "fgsm.eps=1.5,2.5" tries these two.
+    Args:
+        name: The item.
+        scale: The scale.
+        images: The largest number of images.
+        options: Options of suites; "fgsm.eps=1.5,2.5" tries these two instead of the candidates of protocols.toml.
+        **more: Other arguments of `reproduce`: data, out, overrides, rows, weights, pretrained.
 
     Returns:
         One trial per row, measure and value.
@@ -263,7 +259,7 @@ def calibrate(
         VitfocusError: If the item has no such value, or no row has weights.
     """
     given = suite_options(options)
-    planned = plan_item(name, scale, data, out, overrides, rows, False, weights, pretrained)
+    planned = plan_item(name, scale, **more)
     facts = {fact.option: fact for one in planned for fact in one.item.facts if fact.option}
     if not facts:
         raise VitfocusError(f"{name} has no value to calibrate: every evaluation of it is stated or has no option.")
@@ -283,11 +279,8 @@ def calibrate(
             for measured in set(one.item.measures) & set(fact.measures):
                 for value in asked if isinstance(asked, tuple) else (asked,):
                     _say(f"{one.item.name}, {row.label}: {option}={value}")
-                    how = Measuring(
-                        one.folders,
-                        images,
-                        rest | {suite: {**rest.get(suite, {}), key: (value,) if several else value}},
-                    )
+                    tried = {**rest.get(suite, {}), key: (value,) if several else value}
+                    how = Measuring(one.folders, images, rest | {suite: tried})
                     with _measuring(run):
                         found = measure(measured, run, {}, how)
                     trials.append(Trial(row.label, measured, option, value, found, row.paper.get(measured)))
@@ -321,20 +314,6 @@ def train_planned(run: str, planned: Sequence[PlannedItem]) -> None:
     if run not in known:
         raise VitfocusError(f"There is no run {run!r} to train for {planned[0].item.name}: {nearest(run, known)}")
     train_run(known[run])
-
-
-def _plan(
-    item: Item, rows: Sequence[Row], scale: str, folders: DataFolders | None, folder: Path, overrides: Sequence[str]
-) -> dict[str, PlannedRun | None]:
-    """Every row's run, resolved before the first is trained, so that missing data are reported at once.
-
-    Untreated rows that others are compared with are included, picked or not, to count what a treatment adds.
-    """
-    runs = {row.label: plan_row(item, row, scale, folders, folder, overrides) for row in rows}
-    for plain in filter(None, map(item.baseline, rows)):
-        if plain.label not in runs:
-            runs[plain.label] = plan_row(item, plain, scale, None, folder, overrides)
-    return runs
 
 
 def given_weights(
@@ -375,14 +354,14 @@ def trains(item: Item) -> bool:
     return bool(item.figures) or any(MEASURES[name].source not in ("counted", "computed") for name in item.measures)
 
 
-def _picked(item: Item, rows: Sequence[int]) -> list[Row]:
+def _picked(item: Item, rows: Sequence[int]) -> list[TableRow]:
     for number in rows:
         if not 1 <= number <= len(item.rows):
             raise VitfocusError(f"{item.name} has rows 1 to {len(item.rows)}, not {number}.")
     return [row for number, row in enumerate(item.rows, 1) if not rows or number in rows]
 
 
-def _run_row(planned: PlannedItem, row: Row, outcome: ItemResult, how: Measuring) -> RowResult:
+def _run_row(planned: PlannedItem, row: TableRow, outcome: ItemResult, how: Measuring) -> RowResult:
     """Train a row and measure it; without data folders, only count it."""
     runs = planned.runs
     run = runs[row.label]
@@ -439,12 +418,12 @@ def _measure_row(
 
 
 def counted_on(
-    item: Item, row: Row, run: PlannedRun, plain: PlannedRun | None, folders: DataFolders | None
+    item: Item, row: TableRow, run: PlannedRun, plain: PlannedRun | None, folders: DataFolders | None
 ) -> tuple[PlannedRun, PlannedRun | None]:
     """The runs whose models are counted: the row's, or those of the model that the paper counted."""
     if not item.count_on:
         return run, plain
-    swapped = [Row(row.label, item.count_on, treat, set=row.set) for treat in (row.treat, "")]
+    swapped = [TableRow(row.label, item.count_on, treat, set=row.set) for treat in (row.treat, "")]
     counted_runs = [plan_row(item, one, run.scale, folders, run.folder.parent) for one in swapped]
     assert counted_runs[0] is not None
     return counted_runs[0], counted_runs[1] if row.treat else None

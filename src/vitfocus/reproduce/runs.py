@@ -33,7 +33,7 @@ from vitfocus.data.image_files import evaluation_preprocessing, find_split
 from vitfocus.data.segmentation.dataset import open_masks
 from vitfocus.recipes import SECTIONS, Distill, Recipe, changed, is_changeable
 from vitfocus.report.runs import read_metrics
-from vitfocus.reproduce.items import MEASURES, SCALES, Item, ModelSetup, Row, model_setups
+from vitfocus.reproduce.items import MEASURES, SCALES, Item, ModelSetup, TableRow, model_setups
 from vitfocus.tasks import find_task
 from vitfocus.tasks.base import model_arguments
 from vitfocus.train.recipe import apply_overrides, load_recipe
@@ -117,7 +117,7 @@ class PlannedRun:
     With `weights` it is not trained but measured with these: a file, a saved folder, or "pretrained", the library's.
     """
 
-    row: Row
+    row: TableRow
     scale: str
     setup: ModelSetup
     recipe: Recipe | None
@@ -130,6 +130,10 @@ class PlannedRun:
     def spec(self) -> str:
         """The model with its treatment."""
         return with_treatment(self.setup.spec, self.row.treat)
+
+    def chain(self) -> list[PlannedRun]:
+        """The runs that are trained before it, in order, and itself."""
+        return [*(run for first in self.before for run in first.chain()), self]
 
 
 def with_treatment(spec: str, treat: str) -> str:
@@ -149,42 +153,33 @@ def setup_of(item: Item, model: str, scale: str) -> ModelSetup:
 
 
 def plan_row(
-    item: Item, row: Row, scale: str, folders: DataFolders | None, out: Path, overrides: Sequence[str] = ()
+    item: Item, row: TableRow, scale: str, folders: DataFolders | None, out: Path, overrides: Sequence[str] = ()
 ) -> PlannedRun | None:
     """The run of a row; None if the scale has none, as for models that are only counted at ImageNet scale.
 
     Without `folders` no data are needed: the model is counted, not trained.
     """
-    if not row.model or (scale not in model_setups()[row.model] and not _trains_anywhere(row.model)):
+    setups = model_setups().get(row.model, {})
+    if scale not in setups and not any(setup.recipe for setup in setups.values()):
         return None
-    setup = setup_of(item, row.model, scale)
-    return _plan(item, row, setup, scale, folders, out, overrides)
-
-
-def _trains_anywhere(model: str) -> bool:
-    return any(setup.recipe for setup in model_setups()[model].values())
+    return _plan(item, row, scale, folders, out, overrides)
 
 
 def _plan(
-    item: Item,
-    row: Row,
-    setup: ModelSetup,
-    scale: str,
-    folders: DataFolders | None,
-    out: Path,
-    overrides: Sequence[str],
+    item: Item, row: TableRow, scale: str, folders: DataFolders | None, out: Path, overrides: Sequence[str]
 ) -> PlannedRun:
+    setup = setup_of(item, row.model, scale)
     if not setup.recipe:
         return PlannedRun(row, scale, setup, None, out, "")
     base = (row.recipe if scale == "imagenet" else "") or (setup.treated if row.treat else "") or setup.recipe
     changes = [*setup.set, *row.set, f"model.spec={with_treatment(setup.spec, row.treat)}"]
     before: dict[str, PlannedRun] = {}
     if setup.teacher:
-        before["teacher"] = _plan_before(item, Row(row.label, setup.teacher), scale, folders, out, overrides)
+        before["teacher"] = _plan(item, TableRow(row.label, setup.teacher), scale, folders, out, overrides)
         changes.append("distill.kind=hard")
     if setup.start:
-        first = Row(row.label, setup.start, row.start_treat or row.treat)
-        before["start"] = _plan_before(item, first, scale, folders, out, ())
+        first = TableRow(row.label, setup.start, row.start_treat or row.treat)
+        before["start"] = _plan(item, first, scale, folders, out, ())
     source = load_recipe(base).data.source
     title, name = DATA_SETS.get(source, (source, source))
     if name and folders is not None:
@@ -211,15 +206,9 @@ def _plan(
     return PlannedRun(row, scale, setup, recipe, out / run_name, digest, tuple(before.values()))
 
 
-def _run_name(row: Row, digest: str) -> str:
+def _run_name(row: TableRow, digest: str) -> str:
     slug = re.sub(r"[^a-z0-9]+", "-", with_treatment(row.model, row.treat).lower()).strip("-")
     return f"{slug}-{digest[:10]}"
-
-
-def _plan_before(
-    item: Item, row: Row, scale: str, folders: DataFolders | None, out: Path, overrides: Sequence[str]
-) -> PlannedRun:
-    return _plan(item, row, setup_of(item, row.model, scale), scale, folders, out, overrides)
 
 
 def with_weights(run: PlannedRun, weights: str) -> PlannedRun:

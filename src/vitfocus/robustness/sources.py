@@ -194,7 +194,7 @@ def labelled_images(data: Any) -> Dataset[Any] | None:
     first = data[0]
     pair = isinstance(first, tuple | list) and len(first) == 2
     single = pair and (is_image(first[0]) or (isinstance(first[0], Tensor) and first[0].ndim == 3))
-    return Subset(data, range(len(data))) if single else None  # type: ignore[arg-type]
+    return Subset(data, range(len(data))) if single else None
 
 
 class ImageSamples:
