@@ -35,7 +35,7 @@ from vitfocus.treatments.spec import split_spec
         ("warmup_epochs=1000", "more than epochs"),
         ("epochs=inf", "schedule.epochs is inf; expected a number of at least 1e-09"),
         ("betas=[2,0.9]", "optimiser.betas[0] is 2; expected a number from 0 to 1"),
-        ("augment.scale=[0.9,0.1]", "augment.scale goes from less to more"),
+        ("augment.scale=[0.9,0.1]", "augment.scale is 0.9, 0.1; expected the smaller number first"),
         ("seed=99999999999999999999", "engine.seed is 99999999999999999999; expected a whole number from"),
         ("model.arguments=3", "model.arguments is 3; expected a table of keys and values"),
     ],

@@ -137,7 +137,7 @@ def test_a_full_disk_is_reported_and_destroys_nothing(
     monkeypatch.setattr(checkpoint, "save_file", fill)
     with pytest.raises(VitfocusError, match=r"No space left.*of step 3, is untouched"):
         train(tiny(), tmp_path)
-    assert "The run goes on" in capfd.readouterr().err
+    assert "Training continues" in capfd.readouterr().err
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["00000003"]
     monkeypatch.undo()
     assert train(tiny(), tmp_path, resume="auto")["finished"]
@@ -224,7 +224,7 @@ def test_a_finished_run_without_its_checkpoints_is_not_trained_again(tmp_path: P
 
 def test_nan_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:
     recipe = tiny("lr=1e30", "warmup_lr=1e-6", "checkpoint_steps=1", "warmup_epochs=1")
-    with pytest.raises(VitfocusError, match=r"broke down by step \d+ \(.*last good checkpoint is .*checkpoints"):
+    with pytest.raises(VitfocusError, match=r"diverged by step \d+ \(.*last good checkpoint is .*checkpoints"):
         train(recipe, tmp_path)
     state = checkpoint.Checkpoints(tmp_path / "checkpoints").newest()
     assert state is not None and all(value.isfinite().all() for value in state.tensors.values())

@@ -54,7 +54,7 @@ def files_below(folder: str | Path, suffixes: Collection[str] = IMAGE_SUFFIXES) 
 
 @contextmanager
 def image_file(path: str | Path) -> Iterator[Image.Image]:
-    """Open an image file of the usual `FORMATS`; what is none raises one of `UNREADABLE`."""
+    """Open an image file in one of `FORMATS`; other files raise one of `UNREADABLE`."""
     with open_file(path) as stream, Image.open(stream, formats=FORMATS) as image:
         yield image
 
@@ -100,7 +100,7 @@ def as_images(images: Any) -> list[Any] | None:
 def open_image(picture: Any, most: int | None = None) -> Image.Image:
     """A picture (see `is_image`) as 8-bit RGB, turned as its EXIF data says; arrays are uint8 or floats in [0, 1].
 
-    A picture from outside may also be the stream of a file, of at most `most` pixels.
+    `picture` may also be an open binary file. An image with more than `most` pixels is refused.
 
     >>> open_image(np.full((4, 6), 0.5)).getpixel((0, 0))
     (128, 128, 128)
@@ -123,13 +123,13 @@ def open_image(picture: Any, most: int | None = None) -> Image.Image:
 
 
 def unreadable(picture: Any, error: Exception) -> str:
-    """The sentence about an image that cannot be read."""
+    """The error message for an image that cannot be read."""
     named = picture if isinstance(picture, str | os.PathLike) else "An image"
     return f"{named} cannot be read as an image ({type(error).__name__}): fetch it again or remove it."
 
 
 def out_of_range(low: float, high: float, advice: str) -> str:
-    """The sentence about floats that are not pixels, or empty if they lie in [0, 1].
+    """The error message for floats outside [0, 1]; empty if they are in that range.
 
     >>> out_of_range(0.0, 1.0, ""), out_of_range(-2.1, 2.6, "normalise afterwards")
     ('', 'Float images lie in [-2.1, 2.6]; expected [0, 1]: normalise afterwards.')
@@ -141,7 +141,7 @@ def out_of_range(low: float, high: float, advice: str) -> str:
 
 
 def _bytes(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """An array (H, W) or (H, W, C) in 8 bits."""
+    """Convert an array (H, W) or (H, W, C) to 8 bits."""
     array = array[..., 0] if array.ndim == 3 and array.shape[-1] == 1 else array
     if array.dtype == np.uint8:
         return array

@@ -1,8 +1,8 @@
-"""A recipe, key by key: every section as a typed record that says what a key means, its type and its bounds.
+"""The sections of a recipe as typed records: the meaning, type and bounds of every key.
 
-A key that has an effect only beside another choice says so in its annotation (`only_with`). What a shared section means
-to one task is in that task's `reads`. Annotations are evaluated here, or the conditions in them would not find this
-module's functions.
+A key that has an effect only together with another setting declares that in its annotation (`only_with`). Which keys of
+the shared sections a task reads is in its `reads`. This module does not postpone the evaluation of annotations, because
+the conditions in them refer to its functions.
 """
 
 import re
@@ -20,7 +20,7 @@ Fraction = Annotated[float, Meta(ge=0, le=1)]
 #: Marks a key that may change when a run is resumed: it has no influence on the weights.
 CHANGEABLE = "may change when a run is resumed"
 
-# Conditions that several keys share, or that take more than the value of one other key.
+# Conditions that several keys share, or that depend on more than one other key.
 
 
 def _library(recipe: "Recipe") -> str:
@@ -29,7 +29,7 @@ def _library(recipe: "Recipe") -> str:
 
 
 def _kept_on_device(recipe: "Recipe") -> bool:
-    """Whether images are certainly kept on the device; of some sources it depends on what the folder holds."""
+    """Whether images are certainly kept on the device; for some sources it depends on the content of the folder."""
     data = recipe.data
     return data.resident == "yes" or (data.resident == "auto" and data.source in ("shapes", "arrays"))
 
@@ -76,7 +76,7 @@ class Section(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             low, high = getattr(self, name)
             if low > high:
                 section = type(self).__name__.lower()
-                raise ValueError(f"{section}.{name} goes from less to more, and {low:g}, {high:g} was given.")
+                raise ValueError(f"{section}.{name} is {low:g}, {high:g}; expected the smaller number first.")
 
 
 class Model(Section, frozen=True):

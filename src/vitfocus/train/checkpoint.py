@@ -2,11 +2,11 @@
 
 A checkpoint is a folder, `checkpoints/00001200`, with tensors as safetensors, the rest as JSON, and the SHA-256 of both
 files in `SHA256SUMS`, in the format of `sha256sum`. It is written under another name and renamed when complete; older
-ones are removed after that, once enough newer ones are undamaged. It holds no random state: every draw of a run follows
-from the seed and the step's number.
+ones are removed after that, once enough newer ones are undamaged. It holds no random state: all random numbers of a run
+depend on the seed and the number of the step only.
 
 torch's `get_state_dict` gives full tensors under the model's plain names whether it is wrapped in
-DistributedDataParallel, sharded by FSDP2, compiled or none of these, so a run may continue on other machines.
+DistributedDataParallel, sharded by FSDP2 or compiled, so a run can be resumed on another number of machines.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _TENSORS, _STATE, _SUMS = "state.safetensors", "state.json", "SHA256SUMS"
 
 
 class RunRecord(Struct):
-    """What a run remembers besides its tensors."""
+    """The state of a run besides its tensors."""
 
     best: dict[str, Any] = field(default_factory=dict)  # the row of metrics of the best evaluation
     last: dict[str, Any] = field(default_factory=dict)  # and of the last one
@@ -54,7 +54,7 @@ class RunRecord(Struct):
 
 
 class OptimiserState(Struct):
-    """What of an optimiser is not a tensor: its groups, and plain values by parameter."""
+    """The state of an optimiser besides its tensors: its groups, and plain values by parameter."""
 
     groups: list[dict[str, Any]]
     scalars: dict[str, dict[str, Any]]
@@ -86,12 +86,12 @@ class Checkpoints:
         self.folder, self.keep = Path(folder), keep
 
     def steps(self) -> list[int]:
-        """The steps that have one, newest first."""
+        """The steps that have a checkpoint, newest first."""
         found = [number_in(path.name) for path in self.folder.glob("*")] if self.folder.is_dir() else []
         return sorted((step for step in found if step is not None), reverse=True)
 
     def write(self, checkpoint: Checkpoint) -> Path:
-        """Write one, complete or not at all; raises `VitfocusError` where that fails, the others untouched."""
+        """Write a checkpoint atomically; if that fails, a `VitfocusError` is raised and the others are untouched."""
         step = checkpoint.state.step
         final = self.folder / f"{step:08d}"
         try:
@@ -104,7 +104,7 @@ class Checkpoints:
         return final
 
     def _remove_old(self, written: Path) -> None:
-        """Remove those older than the newest `keep` undamaged ones, except the one just written."""
+        """Remove checkpoints older than the newest `keep` undamaged ones, except the one just written."""
         undamaged = 0
         for folder in (self.folder / f"{step:08d}" for step in self.steps()):
             if undamaged < self.keep:
@@ -115,7 +115,7 @@ class Checkpoints:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def newest(self, say: Callable[[str], None] = print) -> Checkpoint | None:
-        """The newest that can be read; says which ones cannot."""
+        """The newest checkpoint that can be read; those that cannot are reported."""
         for step in self.steps():
             try:
                 return read_checkpoint(self.folder / f"{step:08d}")
@@ -125,7 +125,7 @@ class Checkpoints:
 
 
 def read_checkpoint(folder: str | Path) -> Checkpoint:
-    """Read one, and check that it is as it was written."""
+    """Read a checkpoint and verify its checksums."""
     folder = Path(folder)
     path = folder / _STATE
     if not path.is_file():
@@ -142,7 +142,7 @@ def read_checkpoint(folder: str | Path) -> Checkpoint:
 
 
 def _verify(folder: Path) -> None:
-    """Raise `VitfocusError` if a file of the checkpoint is missing or not as it was written."""
+    """Raise `VitfocusError` if a file of the checkpoint is missing or was changed."""
     if not (folder / _SUMS).exists():
         raise VitfocusError(
             f"The checkpoint {folder} has no {_SUMS}; if an earlier version wrote it, run "
@@ -161,12 +161,12 @@ def _verify(folder: Path) -> None:
 
 
 def _sums(folder: Path) -> bytes:
-    """The content of SHA256SUMS for the files as they are."""
+    """The content of SHA256SUMS for the present files."""
     return "".join(f"{digest(folder / name)}  {name}\n" for name in (_STATE, _TENSORS)).encode()
 
 
 def replace_folder(final: Path, write: Callable[[Path], Any]) -> None:
-    """Let `write` fill a folder that then takes the place of `final`; on failure nothing of it remains."""
+    """Replace the folder `final` atomically by one that `write` fills; on failure `final` is unchanged."""
     if write_place(final, folder=True).is_symlink():
         raise VitfocusError(f"{final} is a link, which would be replaced; expected a folder or a new path.")
     temporary, old = (final.with_name(f".{final.name}.{mark}") for mark in ("new", "old"))
@@ -237,7 +237,7 @@ def gather_tensors(
 
 
 def restore(checkpoint: Checkpoint, model: nn.Module, optimiser: Optimizer, ema: nn.Module | None) -> None:
-    """Put a checkpoint's tensors back, on every process."""
+    """Load a checkpoint's tensors into the model, the optimiser and the moving average, on every process."""
     stored, tensors = checkpoint.state.optimiser, checkpoint.tensors
     moments: dict[str, dict[str, Any]] = {name: dict(values) for name, values in stored.scalars.items()}
     for path, value in _under(tensors, "optimiser/").items():

@@ -28,9 +28,9 @@ TRACKERS = {
 
 
 class Metrics:
-    """Appends rows. On resuming, rows after the step resumed from are dropped: they will be written again.
+    """Appends rows. A resumed run drops the rows after its checkpoint, since it writes them again.
 
-    A full disk only delays rows.
+    If the disk is full, rows are kept in memory and written later.
     """
 
     def __init__(self, folder: Path, step: int, tensorboard: bool = False) -> None:
@@ -40,10 +40,10 @@ class Metrics:
         self._file = Appender(self.path)
         self._board = TensorBoard(folder / "tensorboard", step) if tensorboard else None
         self._tracker: ExperimentTracker | None = None
-        self._tracked = {(row.get("kind"), row["step"]) for row in before}  # a tracker has these, and forgets none
+        self._tracked = {(row.get("kind"), row["step"]) for row in before}  # already sent to the tracker
 
     def track(self, tracker: ExperimentTracker) -> None:
-        """Send rows to a tracker as well, those that it has not got from an earlier part of the run."""
+        """Also send rows to a tracker, except those that it received before the run was resumed."""
         self._tracker = tracker
 
     def add(self, row: dict[str, Any]) -> None:
@@ -55,13 +55,13 @@ class Metrics:
             self._tracker.add(row)
 
     def close(self) -> None:
-        """Write what was delayed, and end the tracker's run."""
+        """Write delayed rows, and end the tracker's run."""
         self.catch_up()
         if self._tracker is not None:
             self._tracker.finish()
 
     def catch_up(self) -> None:
-        """Write what a full disk has delayed, if that is possible now."""
+        """Write the rows that a full disk has delayed, if that is possible now."""
         self._file.catch_up()
         if self._board is not None and not self._board.sound():
             self._board.replace(self.rows())
@@ -73,7 +73,7 @@ class Metrics:
 
 
 class TensorBoard:
-    """TensorBoard's copy of the rows; `purge_step` hides what an earlier run showed after `step`.
+    """TensorBoard's copy of the rows; `purge_step` hides the rows that an earlier run wrote after `step`.
 
     torch's `SummaryWriter` writes in a thread that ends at the first error, such as a full disk. The rows are then
     written again, into a new file, as soon as that is possible.
@@ -89,7 +89,7 @@ class TensorBoard:
         self._open(step + 1)
 
     def add(self, rows: Iterable[dict[str, Any]]) -> None:
-        """Show these rows, unless an error has ended the writer."""
+        """Write these rows, unless an error has ended the writer."""
         if self._writer is None:
             return
         try:
@@ -106,7 +106,7 @@ class TensorBoard:
         return self._writer is not None
 
     def replace(self, rows: Iterable[dict[str, Any]]) -> None:
-        """Show these rows in place of all before."""
+        """Write these rows in place of all earlier ones."""
         self._open(0)
         self.add(rows)
 
@@ -186,7 +186,7 @@ def require_tracker(name: str) -> None:
 
 
 def scalars(row: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a row, those of layers under a name each.
+    """The numbers of a row; lists with one value per layer get one name per layer.
 
     >>> scalars({"kind": "attention", "step": 8, "layer": [0, 3], "entropy": [3.9, 2.5]})
     {'entropy/layer_00': 3.9, 'entropy/layer_03': 2.5}

@@ -139,14 +139,14 @@ class BatchedMuon(Muon):
 def create_optimiser(
     model: nn.Module, section: Optimiser, device: torch.device, heads: Collection[str] = ()
 ) -> Optimizer:
-    """Build it for the parameters that are trained; those named in `heads` have `section.head_lr` times the rate."""
+    """The optimiser of the trained parameters; those named in `heads` have `section.head_lr` times the rate."""
     known = [str(name) for name in list_optimizers()]
     if section.name not in known:
         raise VitfocusError(f"timm has no optimiser {section.name!r}: {nearest(section.name, known)}")
     by_timm = hasattr(model, "group_matcher")
     try:
         optimiser = _create(model, section if by_timm else replace(section, layer_decay=0.0), device)
-    except (TypeError, ValueError, AssertionError, ImportError) as error:  # some want a GPU or a package
+    except (TypeError, ValueError, AssertionError, ImportError) as error:  # some need a GPU or a package
         raise VitfocusError(f"The optimiser {section.name} cannot be built: {reason(error)}.") from None
     _try(section, device)
     if section.layer_decay and not by_timm:
@@ -178,7 +178,7 @@ def _create(model: nn.Module, section: Optimiser, device: torch.device) -> Optim
 
 
 def _try(section: Optimiser, device: torch.device) -> None:
-    """Take a step of a tiny model and gather its state, so that a misfit is said before hours of training."""
+    """Take a step on a tiny model and gather its state, so that an unsuitable optimiser fails before training."""
     with torch.random.fork_rng(devices=[]):
         small = nn.Linear(2, 2).to(device)
     try:
@@ -186,7 +186,7 @@ def _try(section: Optimiser, device: torch.device) -> None:
         small(torch.ones(1, 2, device=device)).sum().backward()
         optimiser.step()
         json.dumps(to_builtins(gather_tensors(small, optimiser)[1]))
-    except Exception as error:  # optimisers raise what they like
+    except Exception as error:  # optimisers raise errors of any type
         raise VitfocusError(
             f"The optimiser {section.name} cannot train here, where a step is one backward pass and a checkpoint holds "
             f"tensors and plain values: {reason(error)}."
@@ -194,22 +194,22 @@ def _try(section: Optimiser, device: torch.device) -> None:
 
 
 def _layer_decay_scales(model: nn.Module, decay: float) -> dict[int, float]:
-    """The factor of every parameter of a model that timm knows no layers of: by the depth of its block.
+    """The factor of every parameter, by the depth of its block, for a model that is not timm's.
 
-    What comes before the first block is a layer of its own; what comes after the last has the whole rate.
+    Parameters before the first block are a layer of their own; those after the last one have the full rate.
     """
     try:
         blocks = [block.host for block in anatomy(model)]
     except VitfocusError:
         raise VitfocusError(
-            f"optimiser.layer_decay needs to know the layers of {type(model).__name__}, which is no timm model and no "
-            "vision transformer that vitfocus knows: leave it out."
+            f"optimiser.layer_decay needs the layers of {type(model).__name__}, which is neither a timm model nor a "
+            "vision transformer that vitfocus supports: leave it out."
         ) from None
     depth = {id(p): number for number, block in enumerate(blocks, start=1) for p in block.parameters()}
     order = [id(parameter) for parameter in model.parameters()]
     last = max((place for place, name in enumerate(order) if name in depth), default=-1)
     scales, layer = {}, 0
-    for place, name in enumerate(order):  # what stands between two blocks goes with the one before
+    for place, name in enumerate(order):  # parameters between two blocks belong to the one before
         layer = depth.get(name, layer) if place <= last else len(blocks) + 1
         scales[name] = decay ** (len(blocks) + 1 - layer)
     return scales
@@ -228,9 +228,9 @@ def _scale_groups(optimiser: Optimizer, scales: Mapping[int, float]) -> None:
 
 
 def freeze_parameters(model: nn.Module, what: str, heads: Collection[str]) -> list[nn.Module]:
-    """Freeze what is not trained, and return the batch normalisations that stay in eval mode because of it.
+    """Freeze the parameters that are not trained, and return the batch normalisations that must stay in eval mode.
 
-    `what` is "all", "added" (what treatments added) or "head" (that, and the parameters named in `heads`).
+    `what` is "all", "added" (the parameters of treatments) or "head" (those, and the parameters named in `heads`).
     """
     if what == "all":
         return []
@@ -239,7 +239,7 @@ def freeze_parameters(model: nn.Module, what: str, heads: Collection[str]) -> li
         trained |= set(heads)
     names = [name for name, _ in model.named_parameters()]
     if not any(name in trained for name in names):
-        raise VitfocusError(f"optimiser.train={what} leaves nothing to train: the treatments add no parameter.")
+        raise VitfocusError(f"optimiser.train={what} leaves nothing to train: the treatments have no parameters.")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
     return [norm for norm in _batch_norms(model) if not any(p.requires_grad for p in norm.parameters())]
@@ -271,7 +271,7 @@ class TrainingSchedule:
 
     @classmethod
     def of(cls, recipe: Recipe, images: int) -> TrainingSchedule:
-        """The schedule of a recipe for so many training images."""
+        """The schedule of a recipe for a number of training images."""
         per_epoch = images / recipe.data.batch
         optimiser, schedule = recipe.optimiser, recipe.schedule
         steps = schedule.steps or max(1, math.ceil(schedule.epochs * per_epoch - 1e-9))
@@ -306,7 +306,7 @@ class TrainingSchedule:
         return low + (self.lr - low) * left
 
     def epoch(self, step: int) -> float:
-        """Epochs done after so many steps."""
+        """The number of epochs after a number of steps."""
         return step / self.steps_per_epoch
 
     def ends_epoch(self, step: int) -> int:

@@ -1,7 +1,7 @@
-"""Loading recipes: a shipped name or a TOML file, overrides, and the refusal of what would be ignored or downloaded.
+"""Loads recipes by name or from TOML files, with overrides, and refuses keys without effect and hidden downloads.
 
-A recipe may extend another (`extends = "deit_s"`). Every value can be overridden as key=value, the key dotted
-("data.batch") or just its last part where that is unambiguous ("batch"). The keys are in `recipes/__init__.py`.
+A recipe may extend another (`extends = "deit_s"`). Every value can be overridden as key=value, where the key is dotted
+("data.batch") or its last part alone if that is unambiguous ("batch"). The keys are in `recipes/__init__.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def shipped_recipes() -> dict[str, str]:
     """List the recipes that come with vitfocus.
 
     Returns:
-        What each says about itself, by name.
+        Their descriptions by name.
 
     Example:
         >>> "shapes" in shipped_recipes()
@@ -44,15 +44,15 @@ def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Load a recipe.
 
     Args:
-        source: the name of a shipped recipe, or a .toml file.
-        overrides: changes such as "batch=64" or "model.arguments.depth=2".
+        source: The name of a shipped recipe, or a .toml file.
+        overrides: Changes such as "batch=64" or "model.arguments.depth=2".
 
     Returns:
         The recipe with the overrides applied.
 
     Raises:
-        VitfocusError: for a key or value that a recipe cannot have, an override that would have no effect in this
-            recipe, and a file that would download something nobody asked for on the command line.
+        VitfocusError: A key or value is not valid, an override would have no effect in this recipe, or a file would
+            download something that was not requested on the command line.
 
     Example:
         >>> recipe = load_recipe("shapes", ["batch=32", "model.arguments.depth=2", "spec=vit_tiny_patch16_224+cb"])
@@ -94,7 +94,7 @@ def apply_overrides(source: str | Path, overrides: Sequence[str]) -> tuple[Recip
 
 
 def build_recipe(tree: Mapping[str, Any], name: str = "recipe") -> Recipe:
-    """Make a recipe of a tree of sections, such as TOML gives."""
+    """Make a recipe from nested sections, as read from TOML."""
     recipe = convert({"name": name, **{key: value for key, value in tree.items() if key != "extends"}}, Recipe)
     if recipe.task not in TASKS:
         raise VitfocusError(f"There is no task {recipe.task!r}: {nearest(recipe.task, TASKS)}")
@@ -107,10 +107,10 @@ def build_recipe(tree: Mapping[str, Any], name: str = "recipe") -> Recipe:
 
 
 def why_unused(recipe: Recipe, key: str) -> str:
-    """Why a key, by its full name, has no effect in this recipe; "" where it has one, or is off anyway.
+    """Why a key, by its full name, has no effect in this recipe; "" if it has one or is switched off.
 
-    A recipe may well carry such a key, because the choice it depends on may be made later, by an override. One that is
-    set by an override is meant to have an effect.
+    A recipe may contain such a key, because an override can still make the choice that it depends on. A key that is
+    itself set by an override is expected to have an effect.
 
     >>> why_unused(load_recipe("shapes"), "schedule.power")
     'schedule.power only has an effect with schedule.decay=polynomial: set that, or leave schedule.power out.'
@@ -127,7 +127,7 @@ def why_unused(recipe: Recipe, key: str) -> str:
 
 
 def refuse_unused_keys(recipe: Recipe) -> None:
-    """Refuse a recipe with keys that its task would ignore, and with settings of a teacher that is not there."""
+    """Refuse a recipe with keys that its task would ignore, or with settings of a teacher but no teacher."""
     task = find_task(recipe.task)
     for section in SECTIONS:
         for name in changed(getattr(recipe, section)):
@@ -138,7 +138,7 @@ def refuse_unused_keys(recipe: Recipe) -> None:
 
 
 def difference(old: Recipe, new: Recipe) -> list[str]:
-    """The keys that differ in a way that would change the run, each as "key: old -> new"."""
+    """The differences that would change the run, each as "key: old -> new"."""
     task = [f"task: {old.task} -> {new.task}"] if old.task != new.task else []
     return task + [
         f"{key}: {_shown(before)} -> {_shown(after)}"
@@ -153,9 +153,9 @@ def refuse_downloads(
     typed: Set[str] = frozenset(),
     sections: Iterable[str] = ("model", "distill", "data", "engine"),
 ) -> None:
-    """Refuse what a recipe file would download or send, unless the same key was given on the command line as well.
+    """Refuse a recipe file that would use the network, unless the same key was given on the command line as well.
 
-    Shipped recipes may say so themselves.
+    This does not apply to shipped recipes.
     """
     teacher = "" if Path(recipe.distill.teacher).is_dir() else recipe.distill.teacher
     library, name = _base(recipe.model.spec)
@@ -166,7 +166,7 @@ def refuse_downloads(
         "distill.teacher": _is_remote(*_base(teacher)),
         "distill.pretrained": recipe.distill.pretrained and bool(teacher),
         "data.source": reader,
-        "data.root": reader and bool(recipe.data.root),  # which such a reader may take for an address or a command
+        "data.root": reader and bool(recipe.data.root),  # which such a reader may interpret as an address or a command
         "data.download": recipe.data.download,
         "engine.track": recipe.engine.track != "no",
     }
@@ -195,7 +195,7 @@ def _is_remote(library: str, name: str) -> bool:
 
 
 def _resolve(source: str, seen: tuple[str, ...]) -> dict[str, Any]:
-    """The tree of a recipe over the trees of those it extends."""
+    """The sections of a recipe, merged with those of the recipes it extends."""
     if source in seen:
         raise VitfocusError(f"Recipes extend each other in a circle: {' -> '.join([*seen, source])}.")
     tree = parse_toml(_text(source), source)
@@ -211,7 +211,7 @@ def _resolve(source: str, seen: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _resolve_lengths(given: Set[str], tree: dict[str, Any]) -> None:
-    """A length in epochs replaces one in steps that it was written over; one that would be ignored is refused."""
+    """Let a length in epochs replace an inherited one in steps; refuse a length that would be ignored."""
     for path, other in _IN_STEPS.items():
         if path not in given:
             continue
@@ -233,7 +233,8 @@ def _text(source: str) -> str:
     if Path(source, "config.toml").is_file():
         raise VitfocusError(f"{source} is a run's folder, and its recipe is {source}/config.toml.")
     folder = resources.files("vitfocus") / "recipes"
-    if f"{source}.toml" not in (file.name for file in folder.iterdir()):  # "/tmp/x" would leave the folder
+    shipped = {file.name for file in folder.iterdir()}
+    if f"{source}.toml" not in shipped:  # a path such as "/tmp/x" would leave the folder
         there = f"; for the file, write {source}.toml" if _is_file(f"{source}.toml") else ""
         raise VitfocusError(f"There is no recipe {source!r}{there}: {nearest(source, shipped_recipes())}")
     return (folder / f"{source}.toml").read_text(encoding="utf-8")
@@ -255,7 +256,7 @@ def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 
 def full_key(key: str, task: str) -> str:
-    """The full name of a key that an override may have shortened; keys of other tasks are left aside.
+    """The full name of a key that an override may have shortened; keys of other tasks are ignored.
 
     >>> full_key("batch", "classify"), full_key("longest", "detect")
     ('data.batch', 'detect.longest')
@@ -267,7 +268,7 @@ def full_key(key: str, task: str) -> str:
     if len(matches) == 1:
         return matches[0]
     if matches:
-        raise VitfocusError(f"{key} could be {' or '.join(matches)}: write the one that is meant.")
+        raise VitfocusError(f"{key} could be {' or '.join(matches)}: write the full name.")
     raise VitfocusError(f"A recipe has no key {key!r}: {nearest(key, [*KEYS, *(p.split('.')[1] for p in KEYS)])}")
 
 
@@ -277,7 +278,7 @@ def _is_text(path: str) -> bool:
 
 
 def _read_value(text: str, is_text: bool) -> Any:
-    """A value from the command line: TOML where it is TOML, otherwise the text as it stands."""
+    """A value from the command line: parsed as TOML if possible, otherwise as text."""
     if is_text:
         return text.strip("\"'")
     for attempt in (text, text.lower()):

@@ -49,22 +49,22 @@ def train(
     """Train a model by a recipe.
 
     Args:
-        recipe: the name of a shipped recipe, a .toml file, or a `Recipe`.
-        out: the run's folder (default: runs/NAME), which gets config.toml, metrics.jsonl, checkpoints/, best/, model/
-            and results.json.
-        resume: None for a new run, "auto" to continue from the newest readable checkpoint in the folder (or to begin
-            where there is none), or the path of a checkpoint.
-        overrides: changes of a recipe given by name or file, such as "batch=64".
-        before_step: called before each step with its number. It may wait; its time is not counted as the run's.
-        wait: wait while another process uses the folder, instead of refusing it.
+        recipe: The name of a shipped recipe, a .toml file, or a `Recipe`.
+        out: The run's folder (default: runs/NAME), for config.toml, metrics.jsonl, checkpoints/, best/, model/ and
+            results.json.
+        resume: None for a new run, "auto" to continue from the newest readable checkpoint in the folder (or to start a
+            new run if there is none), or the path of a checkpoint.
+        overrides: Changes to a recipe given by name or file, such as "batch=64".
+        before_step: Called before each step with its number. The time it takes is not counted as training time.
+        wait: Whether to wait while another process uses the folder, instead of raising an error.
 
     Returns:
-        What is also written to results.json: scores, time, data, versions. "finished" is False where SIGTERM or Ctrl-C
-        ended the run early; it then stopped within a batch, with a checkpoint.
+        The content of results.json: scores, time, data, versions. "finished" is False if SIGTERM or Ctrl-C ended the
+        run early; it then stopped within a batch, with a checkpoint.
 
     Raises:
-        VitfocusError: for a recipe, data or checkpoint that does not fit, for a folder that another run is using, and
-            for a loss that is not finite.
+        VitfocusError: The recipe, data or checkpoint is not valid, another run uses the folder, or the loss is not
+            finite.
 
     Example:
         >>> import tempfile
@@ -76,7 +76,7 @@ def train(
     if not isinstance(recipe, Recipe):
         recipe = load_recipe(recipe, overrides)
     elif overrides:
-        raise VitfocusError("Overrides go with a recipe's name or file; change a Recipe with msgspec.structs.replace.")
+        raise VitfocusError("Overrides need a recipe's name or file; change a Recipe with msgspec.structs.replace.")
     refuse_unused_keys(recipe)
     folder = Path(out) if out else Path("runs") / recipe.name
     accelerator = _accelerator(recipe)
@@ -86,7 +86,7 @@ def train(
 
 
 def assemble_run(recipe: Recipe, folder: str | Path) -> Trainer:
-    """A run that is ready for its first step, for callers that take the steps themselves."""
+    """A trainer that is ready for its first step, for callers that run the steps themselves."""
     accelerator = _accelerator(recipe)
     checkpoints = Checkpoints(Path(folder) / "checkpoints", recipe.engine.keep)
     return _assemble(recipe, Path(folder), checkpoints, accelerator, Progress("training", show=False), None)[0]
@@ -271,7 +271,7 @@ def _assemble(
 
 
 def _build(task: Task, quiet: bool) -> nn.Module:
-    """The task's model, which remembers what it was trained for; without the warnings where they were given before."""
+    """The task's model, with the card of its task; `quiet` hides warnings that were shown before."""
     with warnings.catch_warnings():
         if quiet:
             warnings.simplefilter("ignore", VitfocusWarning)
@@ -281,9 +281,9 @@ def _build(task: Task, quiet: bool) -> nn.Module:
 
 
 def _export(trainer: Trainer, folder: Path, must: bool = True) -> None:
-    """Save the weights (the moving average's where there is one) as `vitfocus.save` does, atomically.
+    """Save the weights (those of the moving average if there is one) as `vitfocus.save` does, atomically.
 
-    Unless it `must`, a full disk is only reported, and what was saved before stays.
+    Unless it `must`, a full disk is only reported, and the model saved before is kept.
     """
     model: nn.Module = trainer.ema.module if trainer.ema is not None else trainer.unwrapped
     if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
@@ -300,12 +300,14 @@ def _export(trainer: Trainer, folder: Path, must: bool = True) -> None:
         except (OSError, VitfocusError) as error:
             if must:
                 raise
-            trainer.progress.say(f"The best model so far cannot be saved ({str(error).rstrip('.')}). The run goes on.")
+            trainer.progress.say(
+                f"The best model so far cannot be saved ({str(error).rstrip('.')}). Training continues."
+            )
     trainer.accelerator.wait_for_everyone()
 
 
 def _describe(trainer: Trainer) -> dict[str, Any]:
-    """The outcome and its circumstances, as JSON has them."""
+    """Scores, duration and environment, for results.json."""
     record, accelerator = trainer.record, trainer.accelerator
     return {
         "recipe": trainer.recipe.name,

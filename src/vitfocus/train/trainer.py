@@ -1,7 +1,7 @@
 """The training loop.
 
-Everything random in a step follows from the seed and the step's number, so a run that stops at any step continues from
-its checkpoint as if it had not stopped, whatever the number of processes.
+The random numbers of a step depend on the seed and the number of the step only, so a run that was stopped at any step
+continues from its checkpoint exactly as an uninterrupted run, with any number of processes.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class StopRequested(Exception):
 
 
 class StopRequest:
-    """SIGTERM and Ctrl-C as a request to stop soon, with a checkpoint. A second signal acts as it usually would.
+    """A context in which SIGTERM and Ctrl-C ask the run to stop soon, with a checkpoint.
 
-    Signals are caught within the context, in the main thread.
+    A second signal has its usual effect. Signals are handled in the main thread only.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -119,7 +119,7 @@ class Trainer:
     frozen_norms: list[nn.Module] = field(default_factory=list)
     record: RunRecord = field(default_factory=RunRecord)
     step: int = 0
-    signal: int = 0  # the one that ended the run early
+    signal: int = 0  # that ended the run early
     before_step: Callable[[int], None] | None = None
     score: str = ""  # of the last evaluation, for the progress line
 
@@ -140,7 +140,7 @@ class Trainer:
         self.record, self.step = state.record, state.step
 
     def run(self) -> bool:
-        """Train to the end; False where a signal stopped the run before, with a checkpoint written."""
+        """Train to the end; returns False if a signal stopped the run early, after a checkpoint was written."""
         with closing(self.start(self.schedule.steps)) as batches, self.stop:
             if self.record.evaluation_due:  # the run was stopped before or during the evaluation of this step
                 if not self._evaluate():
@@ -284,7 +284,7 @@ class Trainer:
         return stop, late
 
     def _log(self) -> None:
-        """Write one row of metrics, means over the steps since the last one; a loss that is not finite ends the run."""
+        """Write one row of metrics: means over the steps since the last one. A loss that is not finite ends the run."""
         sums = self.accelerator.reduce(self._loss_sums, "mean").tolist()
         terms = {name: total / self.record.window_steps for name, total in zip(self.task.names, sums, strict=True)}
         loss = sum(terms.values())
@@ -302,7 +302,7 @@ class Trainer:
         self._loss_sums = self._new_window()
 
     def _evaluate(self) -> bool:
-        """Evaluate the model, and its moving average, which counts where there is one; False where it was stopped."""
+        """Evaluate the model, and its moving average, whose scores count if there is one; False if it was stopped."""
         try:
             with self._clock_stopped():
                 scores = self._scores()
@@ -356,7 +356,7 @@ class Trainer:
         return {**self.task.evaluate(self.ema.module, self.accelerator), **plain}
 
     def _checkpoint(self, must: bool) -> None:
-        """Write one if all weights are finite. A full disk is reported; it is fatal only where it `must`."""
+        """Write a checkpoint if all weights are finite. If it cannot be written, that is an error only if it `must`."""
         accelerator = self.accelerator
         finite = all_finite(self.unwrapped) and bool(self._loss_sums.isfinite().all())
         if self.stop.any_process(not finite)[0]:
@@ -383,7 +383,7 @@ class Trainer:
             except VitfocusError as error:
                 if must:
                     raise
-                self.progress.say(f"{error} The run goes on.")
+                self.progress.say(f"{error} Training continues.")
         accelerator.wait_for_everyone()
         self._logged_at += time.perf_counter() - now
 
@@ -395,7 +395,7 @@ class Trainer:
             else "no checkpoint was written yet"
         )
         return VitfocusError(
-            f"The run broke down by step {self.step} ({what}); {where}. A lower optimiser.lr, more warm-up or "
+            f"The run diverged by step {self.step} ({what}); {where}. A lower optimiser.lr, a longer warm-up or "
             "optimiser.clip=1 may help."
         )
 
