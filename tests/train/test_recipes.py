@@ -118,7 +118,7 @@ def test_any_text_survives_the_run_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("override", "message"),
-    [("colour_jitter=0.4", r"set data\.resident=no"), ("distill.kind=soft", "distill.kind is about a teacher")],
+    [("colour_jitter=0.4", r"set data\.resident=no"), ("distill.kind=soft", "distill.kind needs a teacher")],
 )
 def test_what_would_be_ignored_is_refused(override: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(VitfocusError, match=message):
@@ -146,13 +146,13 @@ UNUSED = [
     ("shapes", "betas=[0.9,0.95]", "optimiser.name=adamw", ["optimiser.name=lion"]),
     ("shapes", "eps=1e-6", "optimiser.name=adamw", ["optimiser.name=adafactor"]),
     ("shapes", "head_lr=2", "optimiser.train=head", ["optimiser.train=head"]),
-    ("shapes", "distill.kind=hard", "distill.kind is about a teacher", ["distill.teacher=resnet18"]),
+    ("shapes", "distill.kind=hard", "distill.kind needs a teacher", ["distill.teacher=resnet18"]),
     ("shapes", "distill.temperature=2", "distill.kind=soft", ["distill.teacher=resnet18", "distill.kind=soft"]),
     ("shapes", "distill.pretrained=true", "a teacher by name", ["distill.teacher=resnet18"]),
     ("shapes", "root=/data", "Shapes are drawn", ["source=folder"]),
     ("shapes", "val_split=test", "a validation split that has a name", ["source=folder"]),
     ("deit_s", "val_split=test", "without data.holdout", ["holdout=0"]),
-    ("shapes", "download=true", "data.download is for torchvision's sets", ["source=cifar10"]),
+    ("shapes", "download=true", "data.download is for torchvision's and timm's data sets", ["source=cifar10"]),
     ("shapes", "data.crop=0.9", "set data.resident=no", ["data.resident=no"]),
     ("shapes", "interpolation=bilinear", "Shapes are drawn at", ["data.resident=no"]),
     ("deit_s", "drop_path=0.2", "say it in model.arguments", ["spec=vit_tiny_patch16_224"]),

@@ -266,7 +266,7 @@ def test_a_signal_during_validation_stops_the_run_at_the_next_batch(
     name: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A checkpoint is written, and the validation is made up for when the run is resumed."""
-    always = ["val_length=16", "batch=4", "epochs=2", "warmup_epochs=0", "evaluate_every=1", "device=cpu", "ema=0.5"]
+    always = ["val_length=8", "batch=4", "epochs=2", "warmup_epochs=0", "evaluate_every=1", "device=cpu", "ema=0.5"]
     recipe = load_recipe(name, [*TASKS[name], *always, "workers=0", "log_every=1"])
     whole = train(recipe, tmp_path / "whole")
     calls: list[int] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from numbers import Integral
@@ -47,7 +47,7 @@ def parse(text: str) -> tuple[str, int]:
     vitfocus.core.errors.VitfocusError: There is no corruption 'fogg': did you mean 'fog'?
     """
     name, _, severity = text.partition("/")
-    _check_name(name)
+    _check_choice("corruption", name, _EFFECTS)
     if not severity:
         return name, 3
     number = number_in(severity)
@@ -98,9 +98,9 @@ def corrupt(
         >>> bool((both[1] == corrupt(images[1], "fog", ids=["b"])).all())
         True
     """
-    _check_name(name)
+    _check_choice("corruption", name, _EFFECTS)
     severity = _check_severity(severity)
-    _check_flavour(flavour)
+    _check_choice("flavour", flavour, FLAVOURS)
     seed = whole("seed", seed)
     if not isinstance(images, Tensor):
         again = partial(corrupt, name=name, severity=severity, seed=seed, flavour=flavour, frost=frost)
@@ -195,7 +195,7 @@ def fingerprint(
         >>> fingerprint("cifar")["flavour"], "jpeg" in fingerprint(names=["fog"])
         ('cifar', False)
     """
-    _check_flavour(flavour)
+    _check_choice("flavour", flavour, FLAVOURS)
     facts = {"implementation": "vitfocus.corruptions", "version": VERSION, "flavour": flavour}
     facts |= {"torch": torch.__version__, "comparable": True}
     if "jpeg_compression" in names:
@@ -208,9 +208,9 @@ def fingerprint(
     return facts
 
 
-def _check_name(name: str) -> None:
-    if not isinstance(name, str) or name not in _EFFECTS:
-        raise VitfocusError(f"There is no corruption {name!r}: {nearest(str(name), _EFFECTS)}")
+def _check_choice(what: str, given: str, choices: Collection[str]) -> None:
+    if not isinstance(given, str) or given not in choices:
+        raise VitfocusError(f"There is no {what} {given!r}: {nearest(str(given), choices)}")
 
 
 def _check_severity(severity: int) -> int:
@@ -218,11 +218,6 @@ def _check_severity(severity: int) -> int:
         return whole("severity", severity, 1, 5)
     except VitfocusError:
         raise VitfocusError(f"Severity {severity!r} does not exist; expected a whole number from 1 to 5.") from None
-
-
-def _check_flavour(flavour: str) -> None:
-    if not isinstance(flavour, str) or flavour not in FLAVOURS:
-        raise VitfocusError(f"There is no flavour {flavour!r}: {nearest(str(flavour), FLAVOURS)}")
 
 
 def _as_bytes(images: Tensor) -> Tensor:

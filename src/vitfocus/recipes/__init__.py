@@ -58,10 +58,8 @@ def _warms_up(recipe: "Recipe") -> bool:
     return bool(schedule.warmup_steps or (schedule.warmup_epochs and not schedule.steps))
 
 
-_FROM_FILES = OnlyWith(_reads_files, "is for files, and Shapes are drawn: name another data.source")
-_WITH_TEACHER = OnlyWith(
-    lambda recipe: bool(recipe.distill.teacher), "is about a teacher, and there is none: name distill.teacher"
-)
+_FROM_FILES = OnlyWith(_reads_files, "is for data sets on disk, and Shapes are drawn: set another data.source")
+_WITH_TEACHER = OnlyWith(lambda recipe: bool(recipe.distill.teacher), "needs a teacher: set distill.teacher")
 _OTHER_OPTIMISER = "is not an argument of this optimiser: set optimiser.name=adamw"
 
 
@@ -92,7 +90,7 @@ class Model(Section, frozen=True):
                 _library(recipe) not in ("torchvision", "transformers")
                 and "drop_path_rate" not in recipe.model.arguments
             ),
-            "is not passed to this model's constructor: say it in model.arguments",
+            "is not passed to this model's constructor: set it in model.arguments",
         ),
     ] = 0.0
     arguments: dict[str, Any] = {}  # further arguments of the model's constructor
@@ -103,13 +101,12 @@ class Data(Section, frozen=True):
 
     source: str = "folder"  # shapes, cifar10, cifar100, fashion-mnist, arrays, folder, shards, or timm:NAME
     root: Annotated[str, _FROM_FILES] = ""
-    # Name of a folder or of shards; found by the usual names if empty.
-    train_split: Annotated[str, OnlyWith(_reads_files, "is for splits that have a name: name another data.source")] = ""
+    train_split: Annotated[str, _FROM_FILES] = ""  # name of a folder or of shards; empty: the usual names
     val_split: Annotated[
         str,
         OnlyWith(
             lambda recipe: _reads_files(recipe) and not recipe.data.holdout,
-            "is for a validation split that has a name: name such a data.source, without data.holdout",
+            "names a validation split on disk: set another data.source, without data.holdout",
         ),
     ] = ""
     train_length: Count = 0  # only the first N images; 0: all (Shapes: 20,000 and 2,000)
@@ -127,23 +124,23 @@ class Data(Section, frozen=True):
             lambda recipe: (
                 recipe.data.source.startswith("timm:") or recipe.data.source in ("cifar10", "cifar100", "fashion-mnist")
             ),
-            "is for torchvision's sets and timm's: name one as data.source",
+            "is for torchvision's and timm's data sets: set one of them as data.source",
         ),
     ] = False
-    broken: Literal["fatal", "skip"] = "fatal"  # what an unreadable image does; skipped ones are named and counted
+    broken: Literal["fatal", "skip"] = "fatal"  # whether an unreadable image ends the run; skipped ones are counted
     crop: Annotated[
         float,
         Meta(ge=0.05, le=1),
         OnlyWith(
             lambda recipe: not _kept_on_device(recipe),
-            "is for images that are read one by one, and these are kept on the device: set data.resident=no",
+            "is for images that are read one by one, but these are kept on the device: set data.resident=no",
         ),
     ] = 0.875  # evaluation: the centre's share of the resized image
     interpolation: Annotated[
         Literal["bicubic", "bilinear"],
         OnlyWith(
             lambda recipe: recipe.data.source != "shapes" or not _kept_on_device(recipe),
-            "is for images that are resized, and Shapes are drawn at data.size: name another data.source",
+            "is for images that are resized, and Shapes are drawn at data.size: set another data.source",
         ),
     ] = "bicubic"
 
@@ -202,16 +199,16 @@ class Augment(Section, frozen=True):
 
 
 class Loss(Section, frozen=True):
-    """Cross-entropy, and what is added to it. The diversification loss has its weight in the spec: adl(weight=1)."""
+    """Cross-entropy and additional terms. The weight of the diversification loss is in the spec: adl(weight=1)."""
 
     smoothing: Fraction = 0.1
     adl_warmup_epochs: Annotated[
         Amount,
         OnlyWith(
             lambda recipe: re.search(r"\+\s*adl\b", recipe.model.spec) is not None,
-            "is about adl, and model.spec has none: add +adl to it",
+            "is for adl, which is not in model.spec: add +adl to it",
         ),
-    ] = 0.0  # the weight of ADL rises from 0 over so many epochs
+    ] = 0.0  # the weight of ADL rises from 0 over this many epochs
 
 
 class Optimiser(Section, frozen=True):
@@ -219,7 +216,7 @@ class Optimiser(Section, frozen=True):
 
     name: str = "adamw"
     lr: Amount = 1e-3
-    lr_batch: Count = 0  # the batch size that lr is meant for, scaled linearly to the real one; 0: lr as it is
+    lr_batch: Count = 0  # the batch size that lr is for, from which it is scaled linearly; 0: lr is not scaled
     weight_decay: Amount = 0.05
     betas: Annotated[
         tuple[Fraction, Fraction], OnlyWith(lambda recipe: _optimiser_takes(recipe, "betas"), _OTHER_OPTIMISER)
@@ -238,7 +235,7 @@ class Schedule(Section, frozen=True):
     steps: Count = 0  # the run's length in steps, in place of epochs; 0: by epochs
     warmup_epochs: Amount = 5.0
     warmup_steps: Count = 0  # in place of warmup_epochs; 0: by epochs, and none where the run counts steps
-    warmup_lr: Annotated[Amount, OnlyWith(_warms_up, "is for a warm-up, and there is none: set its length")] = 1e-6
+    warmup_lr: Annotated[Amount, OnlyWith(_warms_up, "needs a warm-up: set its length")] = 1e-6
     decay: Literal["cosine", "linear", "polynomial", "drops"] = "cosine"
     power: Annotated[Amount, only_with("schedule.decay", "polynomial", zero_counts=True)] = 1.0
     # shares of the run after which the rate is divided by ten
@@ -247,7 +244,7 @@ class Schedule(Section, frozen=True):
 
 
 class Distill(Section, frozen=True):
-    """A teacher, any timm model. Hard: its decision is a second label, as in DeiT; soft: its whole output."""
+    """A teacher, any timm model. Hard: its prediction is a second label, as in DeiT; soft: its whole output."""
 
     teacher: str = ""
     kind: Annotated[Literal["hard", "soft"], _WITH_TEACHER] = "hard"
@@ -257,21 +254,21 @@ class Distill(Section, frozen=True):
         Meta(ge=1e-6, le=FINITE),
         OnlyWith(
             lambda recipe: bool(recipe.distill.teacher) and recipe.distill.kind == "soft",
-            "is about a teacher whose whole output counts: name distill.teacher and set distill.kind=soft",
+            "is for soft distillation: set distill.teacher and distill.kind=soft",
         ),
     ] = 1.0
     pretrained: Annotated[
         bool,
         OnlyWith(
             lambda recipe: bool(recipe.distill.teacher) and not Path(recipe.distill.teacher).is_dir(),
-            "is about a teacher by name, and there is none: name distill.teacher as its library does",
+            "needs a teacher that is named as in its library: set distill.teacher",
         ),
     ] = False  # take the teacher's weights from its library, which may download them
     weights: Annotated[str, _WITH_TEACHER] = ""
 
 
 class Engine(Section, frozen=True):
-    """How the run is carried out and what it writes."""
+    """How the run is executed and what it writes."""
 
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -305,7 +302,7 @@ class Segment(Section, frozen=True):
             lambda recipe: (
                 _library(recipe) == "upernet" and bool(recipe.model.arguments.get("auxiliary_channels", True))
             ),
-            "is about an auxiliary head, and this model has none: use upernet with auxiliary_channels above 0",
+            "needs an auxiliary head: use upernet with auxiliary_channels above 0",
         ),
     ] = 0.4  # weight of the auxiliary head's loss
     window: Count = 0  # test: side of the sliding window; 0: the whole image at once
@@ -324,20 +321,20 @@ class Detect(Section, frozen=True):
     jitter: tuple[Annotated[float, Meta(ge=1e-3, le=FINITE)], Annotated[float, Meta(ge=1e-3, le=FINITE)]] = (1.0, 1.0)
     keep_empty: Annotated[
         bool,
-        OnlyWith(_reads_files, "is for files, and Shapes always show an object: name another data.source"),
+        OnlyWith(_reads_files, "is for data sets on disk, and Shapes always show an object: set another data.source"),
     ] = False  # training: images without an object too
 
 
 class Answer(Section, frozen=True):
     """Visual question answering; `data.size` is the shorter side of an image.
 
-    A model that starts from a checkpoint keeps that checkpoint's answers and word pieces, where it has them.
+    A model that starts from a checkpoint keeps the checkpoint's answers and word pieces if it has any.
     """
 
-    answers: Positive = 3129  # at most so many of the most frequent answers of the training questions
-    least: Positive = 1  # no answer that is agreed on fewer times than this
-    words: Annotated[int, Meta(ge=16)] = 30522  # word pieces at most
-    longest: Annotated[int, Meta(ge=3)] = 40  # word pieces of a question that are read, start and end included
+    answers: Positive = 3129  # at most this many of the most frequent answers of the training questions
+    least: Positive = 1  # answers must be agreed on at least this many times
+    words: Annotated[int, Meta(ge=16)] = 30522  # largest size of the vocabulary of word pieces
+    longest: Annotated[int, Meta(ge=3)] = 40  # word pieces after which a question is cut off, including start and end
 
 
 class Recipe(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

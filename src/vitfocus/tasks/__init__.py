@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
-from vitfocus.core.registry import COMPOSED_MODELS
+from vitfocus.core.registry import COMPOSED_MODELS, LazyRegistry
 
 if TYPE_CHECKING:
     from vitfocus.tasks.base import Task
 
 #: The class of each task, imported when a recipe or a saved model needs it.
-TASKS = {
-    "classify": "vitfocus.tasks.classification.task:ClassificationTask",
-    "segment": "vitfocus.tasks.segmentation.task:SegmentationTask",
-    "detect": "vitfocus.tasks.detection.task:DetectionTask",
-    "answer": "vitfocus.tasks.vqa.task:AnswerTask",
-}
+TASKS = LazyRegistry()
+
+for _name, _task in {
+    "classify": "classification.task:ClassificationTask",
+    "segment": "segmentation.task:SegmentationTask",
+    "detect": "detection.task:DetectionTask",
+    "answer": "vqa.task:AnswerTask",
+}.items():
+    TASKS.register(_name, f"vitfocus.tasks.{_task}")
 
 for _prefix, _builder in {
     "upernet": "segmentation.model:build_upernet",
@@ -37,6 +39,5 @@ def find_task(name: str) -> type[Task]:
 
     if name not in TASKS:
         raise VitfocusError(f"There is no task {name!r}: {nearest(name, TASKS)}")
-    module, _, cls = TASKS[name].partition(":")
-    found: type[Task] = getattr(importlib.import_module(module), cls)
+    found: type[Task] = TASKS[name]
     return found

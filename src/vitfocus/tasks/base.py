@@ -138,7 +138,7 @@ class Task(ABC):
         """Run the (wrapped) model on one part; the loss terms in the order of `names`; their sum is the loss."""
 
     def first_pass(self, model: nn.Module, batch: Any) -> Tensor | None:
-        """The loss of an additional pass, run backward before `terms`; it is the last of `names` where there is one."""
+        """The loss of an additional pass, run backward before `terms`; if there is one, it is the last of `names`."""
         return None
 
     @abstractmethod

@@ -83,6 +83,16 @@ class PyramidFeatures(nn.Module):
         return [resample(by_index[index]) for resample, index in zip(self.resample, self.indices, strict=True)]
 
 
+def no_decay_names(model: nn.Module) -> set[str]:
+    """Names of the parameters for which a submodule wants no weight decay."""
+    return {
+        f"{place}.{name}"
+        for place, module in model.named_modules()
+        if place and callable(getattr(module, "no_weight_decay", None))
+        for name in module.no_weight_decay()
+    }
+
+
 def _build(name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
     """The backbone, built to accept images of any size if its family can."""
     for extra in _ANY_SIZE:

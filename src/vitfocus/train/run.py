@@ -89,7 +89,7 @@ def assemble_run(recipe: Recipe, folder: str | Path) -> Trainer:
     """A trainer that is ready for its first step, for callers that run the steps themselves."""
     accelerator = _accelerator(recipe)
     checkpoints = Checkpoints(Path(folder) / "checkpoints", recipe.engine.keep)
-    return _assemble(recipe, Path(folder), checkpoints, accelerator, Progress("training", show=False), None)[0]
+    return _assemble(recipe, Path(folder), checkpoints, accelerator, Progress("training", show=False), None)
 
 
 def _train(
@@ -107,7 +107,7 @@ def _train(
         return done
     if checkpoint is not None:
         progress.say(f"Resuming from step {checkpoint.state.step}.")
-    trainer, facts = _assemble(recipe, folder, checkpoints, accelerator, progress, checkpoint)
+    trainer = _assemble(recipe, folder, checkpoints, accelerator, progress, checkpoint)
     if accelerator.is_main_process:
         write_text(folder / "config.toml", recipe.to_toml())
     if recipe.engine.track != "no" and trainer.metrics is not None:
@@ -122,7 +122,7 @@ def _train(
         progress.close()
         if trainer.metrics is not None:
             trainer.metrics.close()
-    results = {"finished": finished, "signal": trainer.signal, **facts, **_describe(trainer)}
+    results = {"finished": finished, "signal": trainer.signal, **_describe(trainer)}
     if accelerator.num_processes > 1:  # each process has its own
         found: list[dict[str, dict[str, str]]] = gather_object([results["broken_images"]])
         results["broken_images"] = {s: {k: v for one in found for k, v in one[s].items()} for s in ("train", "val")}
@@ -205,7 +205,7 @@ def _assemble(
     accelerator: Accelerator,
     progress: Progress,
     checkpoint: Checkpoint | None,
-) -> tuple[Trainer, dict[str, Any]]:
+) -> Trainer:
     device, data = accelerator.device, recipe.data
     task = find_task(recipe.task)(recipe)
     with accelerator.main_process_first():  # downloads and indexes once
@@ -259,15 +259,7 @@ def _assemble(
     )
     if checkpoint is not None:
         trainer.resume(checkpoint)
-    facts = {
-        "task": task.name,
-        "train_images": task.train_images,
-        "val_images": task.val_images,
-        "broken_images": {split: reader.broken for split, reader in task.readers.items()},
-        "compiled": compiled is not None,
-        **task.facts(),
-    }
-    return trainer, facts
+    return trainer
 
 
 def _build(task: Task, quiet: bool) -> nn.Module:
@@ -308,15 +300,21 @@ def _export(trainer: Trainer, folder: Path, must: bool = True) -> None:
 
 def _describe(trainer: Trainer) -> dict[str, Any]:
     """Scores, duration and environment, for results.json."""
-    record, accelerator = trainer.record, trainer.accelerator
+    task, record, accelerator = trainer.task, trainer.record, trainer.accelerator
     return {
+        "task": task.name,
+        "train_images": task.train_images,
+        "val_images": task.val_images,
+        "broken_images": {split: reader.broken for split, reader in task.readers.items()},
+        "compiled": task.context.compiled,
+        **task.facts(),
         "recipe": trainer.recipe.name,
         "spec": trainer.recipe.model.spec,
         "steps": trainer.step,
         "epochs": trainer.schedule.epoch(trainer.step),
         "seconds": round(record.seconds, 3),
         "images_per_second": round(trainer.step * trainer.recipe.data.batch / max(record.seconds, 1e-9), 1),
-        "headline": trainer.task.headline(record.last) if record.last else "",
+        "headline": task.headline(record.last) if record.last else "",
         "last": record.last,
         "best": record.best,
         "parameters": sum(p.numel() for p in trainer.unwrapped.parameters()),

@@ -155,9 +155,8 @@ def augment_patches(images: Tensor, side: int, normalise: Normalise) -> Tensor:
     left, top = ((side - size + 1) * uniform[4:]).floor()
     zero = torch.zeros_like(size)
     scale, across, down = torch.stack([size - 1, 2 * left + size - side, 2 * top + size - side]) / (side - 1)
-    rows = torch.stack([torch.stack([scale, zero, across], 1), torch.stack([zero, scale, down], 1)], 1)
-    grid = F.affine_grid(rows.to(patches.dtype), list(patches.shape), align_corners=True)
-    patches = torch.where(crops, F.grid_sample(patches, grid, padding_mode="border", align_corners=True), patches)
+    resized = _warp(patches, (scale, zero, across, zero, scale, down), "border", align_corners=True)
+    patches = torch.where(crops, resized, patches)
     patches = torch.where(noisy, patches + 0.01 * torch.randn_like(patches), patches)
     patches = torch.where(flips, patches.flip(3), patches)
     whole = patches.unflatten(0, (batch, height // side, width // side)).permute(0, 3, 1, 4, 2, 5)
@@ -193,9 +192,14 @@ def _resized_crop(images: Tensor, uniform: Tensor, scale: tuple[float, float]) -
     high, wide = (area / ratio).sqrt().clamp(max=1), (area * ratio).sqrt().clamp(max=1)
     down, across = (1 - high) * (2 * uniform[:, 0] - 1), (1 - wide) * (2 * uniform[:, 1] - 1)
     zero = torch.zeros_like(high)
-    rows = torch.stack([torch.stack([wide, zero, across], 1), torch.stack([zero, high, down], 1)], 1)
-    grid = F.affine_grid(rows, list(images.shape), align_corners=False)
-    return F.grid_sample(images, grid, mode="bilinear", padding_mode="border", align_corners=False).round()
+    return _warp(images, (wide, zero, across, zero, high, down), "border").round()
+
+
+def _warp(images: Tensor, matrix: tuple[Tensor, ...], padding_mode: str, align_corners: bool = False) -> Tensor:
+    """Sample images (B, C, H, W) at affinely transformed places; `matrix` holds the six entries (B,), row by row."""
+    rows = torch.stack(matrix, 1).unflatten(1, (2, 3)).to(images.dtype)
+    grid = F.affine_grid(rows, list(images.shape), align_corners=align_corners)
+    return F.grid_sample(images, grid, padding_mode=padding_mode, align_corners=align_corners)
 
 
 def _erase(images: Tensor, uniform: Tensor, probability: float, noise: Tensor) -> Tensor:
@@ -341,7 +345,7 @@ def _smooth(images: Tensor) -> Tensor:
 def _affine(images: Tensor, code: Tensor, signed: Tensor) -> Tensor:
     """Rotate, shear and translate with Pillow's conventions: shears and shifts are relative to the top left corner."""
     height, width = images.shape[-2:]
-    zero, one = torch.zeros_like(signed), torch.ones_like(signed)
+    zero = torch.zeros_like(signed)
     angle = torch.where(code == _CODE["Rotate"], -signed * math.radians(30), zero)
     shear_x = torch.where(code == _CODE["ShearX"], signed * 0.3, zero)
     shear_y = torch.where(code == _CODE["ShearY"], signed * 0.3, zero)
@@ -350,15 +354,9 @@ def _affine(images: Tensor, code: Tensor, signed: Tensor) -> Tensor:
     cos, sin = angle.cos(), angle.sin()
     # In coordinates centred on the image, in pixels; shears act about the corner, which moves the centre.
     shift_x, shift_y = shift_x + shear_x * height / 2, shift_y + shear_y * width / 2
-    rows = torch.stack(
-        [
-            torch.stack([cos * one, (sin + shear_x) * height / width, 2 * shift_x / width], 1),
-            torch.stack([(shear_y - sin) * width / height, cos * one, 2 * shift_y / height], 1),
-        ],
-        1,
-    )
-    grid = F.affine_grid(rows, list(images.shape), align_corners=False)
-    return F.grid_sample(images - FILL, grid, mode="bilinear", padding_mode="zeros", align_corners=False) + FILL
+    first_row = cos, (sin + shear_x) * height / width, 2 * shift_x / width
+    second_row = (shear_y - sin) * width / height, cos, 2 * shift_y / height
+    return _warp(images - FILL, (*first_row, *second_row), "zeros") + FILL
 
 
 def fix_posterize(transform: Any) -> Any:

@@ -159,10 +159,10 @@ class Question:
 
 @dataclass
 class VqaDataset:
-    """The questions of a split, and their images; `title` says which split, in a few words."""
+    """The questions of a split, and their images: files, or uint8 (N, 3, H, W). `title` names the split."""
 
     questions: Sequence[Question]
-    images: TensorImages | FileImages
+    images: Sequence[Path] | Tensor
     title: str = ""
 
     def __len__(self) -> int:
@@ -171,11 +171,13 @@ class VqaDataset:
     def read(self, index: int) -> tuple[Image.Image | Tensor, Question]:
         """A question and its image, RGB or uint8 (3, H, W)."""
         question = self.questions[index]
-        return self.images.read(question.image), question
+        image = self.images[question.image]
+        return read_rgb(image) if isinstance(image, Path) else image, question
 
     def name(self, index: int) -> str:
         """The name of a question's image, in messages."""
-        return self.images.name(self.questions[index].image)
+        place = self.questions[index].image
+        return f"{self.title} {place}" if isinstance(self.images, Tensor) else str(self.images[place])
 
     @property
     def annotated(self) -> bool:
@@ -188,12 +190,15 @@ class VqaDataset:
         return VqaDataset(some, self.images, f"the first {count:,} images of {self.title}")
 
     def digest(self) -> str:
-        """SHA-256 of the questions, the answers and the images' listing."""
+        """SHA-256 of the questions, the answers, and the images (of files, the names and sizes)."""
         state = hashlib.sha256()
         for question in self.questions:
             state.update(f"{question.number} {question.image} {question.text} {question.answers}\n".encode())
-        for line in self.images.listing():
-            state.update(f"{line}\n".encode(errors="surrogateescape"))
+        if isinstance(self.images, Tensor):
+            state.update(f"{hashlib.sha256(self.images.contiguous().numpy().data).hexdigest()}\n".encode())
+        else:
+            for file in self.images:
+                state.update(f"{file.name} {file.stat().st_size}\n".encode(errors="surrogateescape"))
         return state.hexdigest()
 
 
@@ -202,7 +207,7 @@ def open_questions(data: Data, split: str, annotated: bool = True) -> VqaDataset
 
     Args:
         data: The [data] section of a recipe; `train_split` and `val_split` name VQAv2's splits, several joined by "+".
-            With `holdout`, the questions about so many images of the last training split, drawn once, are "val".
+            With `holdout`, "val" is the questions about that many images of the last training split, drawn once.
         split: "train" or "val".
         annotated: Whether the answers are required.
 
@@ -219,13 +224,14 @@ def open_questions(data: Data, split: str, annotated: bool = True) -> VqaDataset
     given = (data.train_split if split == "train" or data.holdout else data.val_split) or SPLITS[split]
     found = read_vqav2(data.root, given, annotated)
     if data.holdout:
-        found = _part(found, split, data.holdout, given.rpartition("+")[2].strip())
+        found = _hold_out(found, split, data.holdout, given.rpartition("+")[2].strip())
     return found.first(length) if length else found
 
 
-def _part(whole: VqaDataset, split: str, count: int, last: str) -> VqaDataset:
+def _hold_out(whole: VqaDataset, split: str, count: int, last: str) -> VqaDataset:
     """The questions about `count` images of the last split, as ViLT holds them out, or the others."""
-    files = [index for index in range(len(whole.images)) if Path(whole.images.name(index)).parent.name == last]
+    assert not isinstance(whole.images, Tensor)
+    files = [index for index, file in enumerate(whole.images) if file.parent.name == last]
     if count >= len(files):
         raise VitfocusError(f"data.holdout={count} leaves none of the {len(files)} images of {last} to train on.")
     held = {files[place] for place in np.random.default_rng(0).permutation(len(files))[:count].tolist()}
@@ -256,7 +262,7 @@ def read_vqav2(root: str | Path, split: str, annotated: bool = True) -> VqaDatas
         files += images
     if not questions:
         raise VitfocusError(f"The split {split} in {root} has no questions.")
-    return VqaDataset(questions, FileImages(files), split)
+    return VqaDataset(questions, files, split)
 
 
 def shapes_questions(split: str, count: int, size: int | tuple[int, int]) -> VqaDataset:
@@ -271,46 +277,7 @@ def shapes_questions(split: str, count: int, size: int | tuple[int, int]) -> Vqa
                 number = item * QUESTIONS_PER_IMAGE + place
                 questions.append(Question(number, item, one.text, one.answers, one.answer, one.answer_type, one.kind))
             item += 1
-    return VqaDataset(questions, TensorImages(torch.cat(pixels), f"Shapes {split}"), f"Shapes {split}")
-
-
-@dataclass
-class TensorImages:
-    """Images in memory: uint8 (N, 3, H, W)."""
-
-    pixels: Tensor
-    title: str
-
-    def __len__(self) -> int:
-        return len(self.pixels)
-
-    def read(self, index: int) -> Tensor:
-        return self.pixels[index]
-
-    def name(self, index: int) -> str:
-        return f"{self.title} {index}"
-
-    def listing(self) -> list[str]:
-        return [hashlib.sha256(self.pixels.contiguous().numpy().data).hexdigest()]
-
-
-@dataclass
-class FileImages:
-    """Images in files."""
-
-    files: Sequence[Path]
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def read(self, index: int) -> Image.Image:
-        return read_rgb(self.files[index])
-
-    def name(self, index: int) -> str:
-        return str(self.files[index])
-
-    def listing(self) -> Iterable[str]:
-        return (f"{file.name} {file.stat().st_size}" for file in self.files)
+    return VqaDataset(questions, torch.cat(pixels), f"Shapes {split}")
 
 
 class _QuestionRecord(msgspec.Struct):

@@ -22,7 +22,6 @@ from vitfocus.data.vqa.batches import VqaPreprocessing, pad_images
 from vitfocus.data.vqa.dataset import (
     Question,
     QuestionTokenizer,
-    TensorImages,
     VqaDataset,
     read_vqav2,
     shapes_questions,
@@ -122,7 +121,7 @@ def _from_dataset(data: Any) -> VqaDataset:
         questions.append(Question(number, number, target["question"], tuple(target["answers"]), answer_type=kind))
     if len({tuple(getattr(picture, "shape", ())) for picture in pictures}) != 1:
         raise VitfocusError("answers takes a data set whose pictures are uint8 tensors (3, H, W) of one size.")
-    return VqaDataset(questions, TensorImages(torch.stack(pictures), "picture"), "the given questions")
+    return VqaDataset(questions, torch.stack(pictures), "the given questions")
 
 
 def _image_size(model: nn.Module) -> int:

@@ -23,7 +23,7 @@ from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 from torchvision.ops.poolers import initLevelMapper
 
 from vitfocus.core.errors import VitfocusError, nearest
-from vitfocus.tasks.feature_pyramid import LEVELS, PyramidFeatures
+from vitfocus.tasks.feature_pyramid import LEVELS, PyramidFeatures, no_decay_names
 
 _RATIOS = (0.5, 1.0, 2.0)
 #: Options of torchvision's MaskRCNN; it ignores unknown ones silently.
@@ -73,9 +73,7 @@ class VisionMaskRCNN(MaskRCNN):
     """torchvision's Mask R-CNN on a vision transformer; see `mask_rcnn` for its arguments."""
 
     def no_weight_decay(self) -> set[str]:
-        body: Any = self.backbone.features.body
-        names = body.no_weight_decay() if hasattr(body, "no_weight_decay") else ()
-        return {f"backbone.features.body.{name}" for name in names}
+        return no_decay_names(self)
 
 
 def build_mask_rcnn(name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:

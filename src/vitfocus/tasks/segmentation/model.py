@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.modules import eval_mode
-from vitfocus.tasks.feature_pyramid import PyramidFeatures
+from vitfocus.tasks.feature_pyramid import PyramidFeatures, no_decay_names
 
 _POOLS = (1, 2, 3, 6)
 
@@ -42,7 +42,7 @@ def build_upernet(name: str, pretrained: bool, arguments: dict[str, Any]) -> Seg
         >>> model.eval()(torch.zeros(1, 3, 50, 75)).shape
         torch.Size([1, 11, 50, 75])
     """
-    head = take(arguments, channels=512, auxiliary_channels=256, dropout=0.1, indices=None)
+    head = take_head_arguments(arguments, channels=512, auxiliary_channels=256, dropout=0.1, indices=None)
     classes, auxiliary = head["num_classes"], None
     features = PyramidFeatures(name, pretrained, head["indices"], **arguments)
     if head["auxiliary_channels"]:
@@ -70,7 +70,7 @@ def build_segformer(name: str, pretrained: bool, arguments: dict[str, Any]) -> S
         >>> model.eval()(torch.zeros(1, 3, 64, 96)).shape
         torch.Size([1, 19, 64, 96])
     """
-    head = take(arguments, embed_channels=768, dropout=0.1, indices=None)
+    head = take_head_arguments(arguments, embed_channels=768, dropout=0.1, indices=None)
     features = PyramidFeatures(name, pretrained, head["indices"], **arguments)
     decoder = MLPDecoder(features.widths, head["embed_channels"], head["num_classes"], head["dropout"])
     return Segmenter(features, decoder, head["num_classes"])
@@ -89,12 +89,12 @@ class Segmenter(nn.Module):
     def forward(self, images: Tensor) -> Tensor | dict[str, Tensor]:
         padded = pad_to(images, self.features.strides[-1])
         maps = self.features(padded)
-        logits = enlarged(self.decoder(maps), images, padded)
+        logits = resize_and_crop(self.decoder(maps), images, padded)
         if not self.training:
             return logits
         outputs = {"out": logits}
         if self.auxiliary is not None:
-            outputs["aux"] = enlarged(self.auxiliary(maps[-2]), images, padded)
+            outputs["aux"] = resize_and_crop(self.auxiliary(maps[-2]), images, padded)
         return outputs
 
     def no_weight_decay(self) -> set[str]:
@@ -175,24 +175,14 @@ def pad_to(images: Tensor, multiple: int) -> Tensor:
     return F.pad(images, (0, across, 0, down)) if down or across else images
 
 
-def enlarged(logits: Tensor, images: Tensor, padded: Tensor) -> Tensor:
+def resize_and_crop(logits: Tensor, images: Tensor, padded: Tensor) -> Tensor:
     """Resize logits to the padded images and crop the padding."""
     if logits.shape[-2:] != padded.shape[-2:]:
         logits = F.interpolate(logits, size=padded.shape[-2:], mode="bilinear", align_corners=False)
     return logits[..., : images.shape[-2], : images.shape[-1]]
 
 
-def no_decay_names(model: nn.Module) -> set[str]:
-    """Names of the parameters for which a submodule wants no weight decay."""
-    return {
-        f"{place}.{name}"
-        for place, module in model.named_modules()
-        if place and callable(getattr(module, "no_weight_decay", None))
-        for name in module.no_weight_decay()
-    }
-
-
-def take(arguments: dict[str, Any], **defaults: Any) -> dict[str, Any]:
+def take_head_arguments(arguments: dict[str, Any], **defaults: Any) -> dict[str, Any]:
     """Remove the head's arguments from those of the backbone and return them; `num_classes` is required."""
     if "num_classes" not in arguments:
         raise VitfocusError("A segmenter needs num_classes, the number of classes in its masks.")
@@ -235,7 +225,7 @@ def build_smp(name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Modu
         raise VitfocusError(
             f"{name!r} is not DECODER:TIMM_MODEL, such as unet:pvt_v2_b1: {nearest(decoder.partition(':')[0], known)}"
         )
-    head = take(arguments, indices=None)
+    head = take_head_arguments(arguments, indices=None)
     own = set(inspect.signature(known[decoder]).parameters) & set(arguments)
     options = {key: arguments.pop(key) for key in sorted(own)}
     features = PyramidFeatures(backbone, pretrained, head["indices"], **arguments)
@@ -269,24 +259,17 @@ class SMPSegmenter(nn.Module):
     @torch.enable_grad()
     def _freeze_unused_parameters(self) -> None:
         """Freeze parameters without a gradient, for which DDP would wait: some decoders use only some of the maps."""
-        place = next(self.parameters()).device
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
         with eval_mode(self):
-            reached, left = set(), [self(torch.zeros(1, 3, 64, 64, device=place)).grad_fn]
-        seen = set(left)
-        while left:
-            step: Any = left.pop()
-            if hasattr(step, "variable"):
-                reached.add(step.variable)
-            further = {before for before, _ in step.next_functions if before is not None} - seen
-            seen |= further
-            left += further
-        for parameter in set(self.parameters()) - reached:
-            parameter.requires_grad_(False)
+            output = self(torch.zeros(1, 3, 64, 64, device=trained[0].device))
+        gradients = torch.autograd.grad(output.sum(), trained, allow_unused=True)
+        for parameter, gradient in zip(trained, gradients, strict=True):
+            parameter.requires_grad_(gradient is not None)
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits (B, classes, H, W) for images (B, 3, H, W)."""
         padded = pad_to(images, _STRIDES[-1])
-        return enlarged(self.network(padded), images, padded)
+        return resize_and_crop(self.network(padded), images, padded)
 
     def no_weight_decay(self) -> set[str]:
         return no_decay_names(self)

@@ -13,7 +13,7 @@ one person out, so that people can be scored in the same way: 0.3 for one match 
 ... )
 >>> attach_tokenizer(model, tokenizer)
 >>> images = shapes_questions("val", 2, 32).images
->>> answers = Answerer(model)([images.read(0), images.read(1)], ["Is there a star?", "Is there a ring?"])
+>>> answers = Answerer(model)(list(images), ["Is there a star?", "Is there a ring?"])
 >>> len(answers), set(answers) <= {"yes", "no"}
 (2, True)
 """
