@@ -175,56 +175,60 @@ class ClassificationTask(Task):
     def start(self, model: nn.Module, context: RunContext) -> None:
         """Keep small data sets on the device; read others in worker processes."""
         super().start(model, context)
-        data, augment, device, partition = self.recipe.data, self.recipe.augment, context.device, context.partition
+        data, augment, seed, device = self.recipe.data, self.recipe.augment, self.recipe.engine.seed, context.device
+        small = isinstance(self.train, ArrayImages) and isinstance(self.val, ArrayImages)
+        self.resident = data.resident == "yes" or (data.resident == "auto" and small)
+        self._check_settings()
         mean, std, _ = input_spec(model)
         self.preprocessing = {"size": data.enlarge or data.size, "mean": mean, "std": std}
         self.teacher: Teacher | None = None
         if self.recipe.distill.teacher:
             self.teacher = Teacher(self.recipe.distill, self.count, mean, std).to(device)
-        self.names = ["ce", *["adl"] * self.diversifies, *["distill"] * (self.teacher is not None)]
+        optional = {"adl": self.diversifies, "distill": self.teacher is not None, "patchwise": bool(augment.patchwise)}
+        self.names = ["ce", *(name for name, used in optional.items() if used)]
+        self.augmenter = Augmenter(augment, mean, std, device, device_crop=self.resident)
+        evaluated: ClassificationDataset | tuple[Tensor, Tensor] = self.val
+        if self.resident:
+            pixels, labels = self._load("train")
+            self.train_images = len(labels)
+            order = SampleOrder(len(labels), data.batch, seed, data.repeats, device=device)
+            self.batches: ResidentBatches | SampleBatches = ResidentBatches(
+                pixels, labels, order, self.augmenter, context.partition, context.compiled, data.enlarge
+            )
+            evaluated = self._load("val")
+        else:
+            samples = transformed_images(self.train, train_transform(data, augment), seed, self.count)
+            self.batches = self.sample_batches(samples, stack, self._finish)
+        self.validation = EvaluationBatches(
+            evaluated, data, context.partition, self.normalise, self.readers["val"], self.count
+        )
+        self.val_images = len(self.validation)
+
+    def _check_settings(self) -> None:
+        """Refuse settings that do not fit together, and report one that has no effect."""
+        data, augment, partition = self.recipe.data, self.recipe.augment, self.context.partition
         side, width = augment.patchwise, data.enlarge or data.size
         if side and (side == 1 or width % side):
             raise VitfocusError(f"augment.patchwise={side} does not divide images of {width} pixels into patches.")
-        self.names += ["patchwise"] * bool(side)
         mixes = augment.mix_probability and (augment.mixup or augment.cutmix)
         if mixes and partition.size % 2 and partition.size < partition.batch:
             raise VitfocusError(
                 f"batch={partition.batch} is divided into parts of {partition.size} images, but mixup and cutmix mix "
                 "pairs of neighbours: choose a batch size that makes every part even."
             )
-        small = isinstance(self.train, ArrayImages) and isinstance(self.val, ArrayImages)
-        self.resident = data.resident == "yes" or (data.resident == "auto" and small)
-        self.augmenter = Augmenter(augment, mean, std, device, device_crop=self.resident)
-        evaluated: ClassificationDataset | tuple[Tensor, Tensor] = self.val
-        if self.resident:
-            if augment.colour_jitter:
-                raise VitfocusError(
-                    "augment.colour_jitter works for images that are read one by one, but these are kept on the "
-                    "device: leave it out, or set data.resident=no."
-                )
-            if data.crop != type(data)().crop:
-                context.say(
-                    f"Images that are kept on the device are evaluated whole: data.crop={data.crop:g} is not used."
-                )
-            pixels, labels = self._load("train")
-            self.train_images = len(labels)
-            order = SampleOrder(len(labels), data.batch, self.recipe.engine.seed, data.repeats, device=device)
-            self.batches: ResidentBatches | SampleBatches = ResidentBatches(
-                pixels, labels, order, self.augmenter, partition, context.compiled, data.enlarge
+        if data.enlarge and not self.resident:
+            raise VitfocusError(
+                f"data.enlarge={data.enlarge} is for images that are kept on the device; these are read at data.size."
             )
-            evaluated = self._load("val")
-        else:
-            if data.enlarge:
-                raise VitfocusError(
-                    f"data.enlarge={data.enlarge} is for images that are kept on the device; these are read at "
-                    "data.size."
-                )
-            transform = train_transform(data, augment)
-            samples = transformed_images(self.train, transform, self.recipe.engine.seed, self.count)
-            self.batches = self.sample_batches(samples, stack, self._finish)
-        reader = self.readers["val"]
-        self.validation = EvaluationBatches(evaluated, data, partition, self.normalise, reader, self.count)
-        self.val_images = len(self.validation)
+        if self.resident and augment.colour_jitter:
+            raise VitfocusError(
+                "augment.colour_jitter works for images that are read one by one, but these are kept on the device: "
+                "leave it out, or set data.resident=no."
+            )
+        if self.resident and data.crop != type(data)().crop:
+            self.context.say(
+                f"Images that are kept on the device are evaluated whole: data.crop={data.crop:g} is not used."
+            )
 
     def _finish(self, batch: tuple[Tensor, Tensor], step: int, rows: Tensor) -> ClassificationBatch:
         """Erase, normalise and mix images that were read and transformed."""
