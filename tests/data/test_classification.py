@@ -27,7 +27,7 @@ from vitfocus.data.classification.augmentation import Augmenter
 from vitfocus.data.classification.batches import (
     EvaluationBatches,
     ResidentBatches,
-    stack,
+    stack_labelled,
     train_transform,
     transformed_images,
 )
@@ -377,7 +377,7 @@ def test_a_label_that_no_class_has_names_its_sample(tmp_path: Path) -> None:
     expected = "its label is 2, but there are 2 classes"
     samples = transformed_images(images, train_transform(data, PLAIN), classes=2)
     with pytest.raises(VitfocusError, match=rf"\.tar:\w+ \({expected}, 0 to 1"):
-        list(SampleBatches(samples, SampleOrder(len(images), 4), partition, stack).iterate(0, 3))
+        list(SampleBatches(samples, SampleOrder(len(images), 4), partition, stack_labelled).iterate(0, 3))
     with pytest.raises(VitfocusError, match=rf"\.tar:\w+ \({expected}"):
         list(EvaluationBatches(images, data, partition, UNCHANGED, classes=2))
 

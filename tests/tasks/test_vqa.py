@@ -37,7 +37,7 @@ from vitfocus.tasks.vqa.evaluation import (
     best_constant,
     frequent_answers,
     language_baselines,
-    normalise,
+    normalise_answer,
     soft_accuracy,
     soft_targets,
 )
@@ -99,7 +99,7 @@ def overrides(root: Path | None = None, **more: Any) -> list[str]:
 
 @pytest.mark.parametrize(("raw", "expected"), NORMALISED.items())
 def test_answers_are_normalised_as_the_official_evaluation_does(raw: str, expected: str) -> None:
-    assert normalise(raw) == expected
+    assert normalise_answer(raw) == expected
 
 
 def test_the_official_accuracy_equals_leaving_one_person_out_at_a_time() -> None:
@@ -133,7 +133,7 @@ def test_the_vocabulary_holds_the_most_frequent_answers() -> None:
 def test_what_can_be_had_without_looking() -> None:
     asked = shapes_questions("val", 60, 32)
     blind = language_baselines(asked.questions)
-    words = {normalise(answer) for question in asked.questions for answer in question.answers}
+    words = {normalise_answer(answer) for question in asked.questions for answer in question.answers}
     means = {w: np.mean([soft_accuracy(w, question.answers) for question in asked.questions]) for w in words}
     assert blind["constant_accuracy"] == pytest.approx(max(means.values()))
     assert means[blind["constant_answer"]] == pytest.approx(max(means.values()))
@@ -406,7 +406,7 @@ def test_train_and_val_are_trained_on_and_test_dev_is_answered(vqav2: Path, tmp_
     assert len(held) + len(training) == len(both) == 34 * 3
     results = train(recipe, out=tmp_path / "run")
     assert results["splits"]["val"] == "3 held-out images of val2014" and results["val_images"] == 9
-    counts = Counter(normalise(question.agreed) for question in both.questions)
+    counts = Counter(normalise_answer(question.agreed) for question in both.questions)
     assert results["answers"] == len(counts), "from train and val"
 
     item = load_item("cb/table10")

@@ -136,7 +136,7 @@ class EvaluationBatches:
                 index = torch.tensor([index for index, _ in batch], device=pixels.device)
                 yield pixels.index_select(0, index), labels.index_select(0, index), [counts for _, counts in batch]
             return
-        for keys, read in self.reader.batches(self._samples(), batches, stack):
+        for keys, read in self.reader.batches(self._samples(), batches, stack_labelled):
             if read is not None:
                 yield *read, [counts for _, counts in keys]
 
@@ -167,7 +167,7 @@ def _checked_label(images: ClassificationDataset, classes: int | None, index: in
     return image, label
 
 
-def stack(items: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
+def stack_labelled(items: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
     """Images and labels as two tensors."""
     return torch.stack([image for image, _ in items]), torch.tensor([label for _, label in items])
 

@@ -103,10 +103,10 @@ def stack_by_size(items: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, 
     groups: dict[tuple[Any, ...], list[tuple[Tensor, Tensor]]] = {}
     for image, mask in items:
         groups.setdefault((image.shape, mask.shape), []).append((image, mask))
-    return list(map(stack, groups.values()))
+    return list(map(stack_masks, groups.values()))
 
 
-def stack(items: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def stack_masks(items: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Images and masks of one size as two tensors."""
     return torch.stack([image for image, _ in items]), torch.stack([mask for _, mask in items])
 

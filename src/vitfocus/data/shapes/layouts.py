@@ -124,13 +124,15 @@ def _draw(split: str, count: int, size: Size, seed: int) -> Iterator[DrawnScene]
         masks = semantic_mask(scenes.shape_class, owner)
         for scene in range(len(scenes)):
             objects = scenes.objects(scene)
-            image, label, questions = (
-                images[scene].transpose(1, 2, 0),
-                int(scenes.label[scene]),
-                ask(objects, seed, split, item),
-            )
             yield DrawnScene(
-                item, image, label, objects, masks[scene], scenes.shape_class[scene], owner[scene], questions
+                item=item,
+                image=images[scene].transpose(1, 2, 0),
+                label=int(scenes.label[scene]),
+                objects=objects,
+                mask=masks[scene],
+                shape_class=scenes.shape_class[scene],
+                owner=owner[scene],
+                questions=ask(objects, seed, split, item),
             )
             item += 1
 

@@ -139,7 +139,7 @@ def _library() -> Any:
 
 
 SOURCES = ("shapes", "vqav2")
-SPLITS = {"train": "train2014", "val": "val2014"}
+DEFAULT_SPLITS = {"train": "train2014", "val": "val2014"}
 _JSON_FOLDERS = ("", "Questions", "Annotations", "questions", "annotations")
 _IMAGE_FOLDERS = ("", "images", "Images", "Images/mscoco", "coco", "mscoco")
 
@@ -221,7 +221,7 @@ def open_questions(data: Data, split: str, annotated: bool = True) -> VqaDataset
         return shapes_questions(split, length or {"train": 10_000, "val": 1_000}[split], data.size)
     if data.source != "vqav2":
         raise VitfocusError(f"There is no source of questions {data.source!r}: {nearest(data.source, SOURCES)}")
-    given = (data.train_split if split == "train" or data.holdout else data.val_split) or SPLITS[split]
+    given = (data.train_split if split == "train" or data.holdout else data.val_split) or DEFAULT_SPLITS[split]
     found = read_vqav2(data.root, given, annotated)
     if data.holdout:
         found = _hold_out(found, split, data.holdout, given.rpartition("+")[2].strip())

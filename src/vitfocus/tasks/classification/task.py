@@ -24,7 +24,7 @@ from vitfocus.data.classification.augmentation import (
 from vitfocus.data.classification.batches import (
     EvaluationBatches,
     ResidentBatches,
-    stack,
+    stack_labelled,
     train_transform,
     transformed_images,
 )
@@ -198,7 +198,7 @@ class ClassificationTask(Task):
             evaluated = self._load("val")
         else:
             samples = transformed_images(self.train, train_transform(data, augment), seed, self.count)
-            self.batches = self.sample_batches(samples, stack, self._finish)
+            self.batches = self.sample_batches(samples, stack_labelled, self._finish)
         self.validation = EvaluationBatches(
             evaluated, data, context.partition, self.normalise, self.readers["val"], self.count
         )

@@ -19,8 +19,8 @@ from vitfocus.data.segmentation.batches import (
     RandomCrop,
     SegmentationBatch,
     largest_label,
-    stack,
     stack_by_size,
+    stack_masks,
     whole_images,
 )
 from vitfocus.data.segmentation.dataset import IGNORE, SegmentationDataset, open_masks
@@ -108,7 +108,7 @@ class SegmentationTask(Task):
             fill=input_spec(model).mean,
         )
         samples = Samples(self.train, crop, self.recipe.engine.seed)
-        self.batches = self.sample_batches(samples, stack, self._finish)
+        self.batches = self.sample_batches(samples, stack_masks, self._finish)
 
     def terms(self, model: nn.Module, batch: SegmentationBatch, epoch: float) -> list[Tensor]:
         """Pixel-wise cross-entropy of both heads, and attention diversification."""

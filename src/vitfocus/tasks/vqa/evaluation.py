@@ -66,11 +66,11 @@ _FULL_STOPS_REMOVED = 32  # the official code passes a regex flag as the number 
 
 
 @lru_cache(maxsize=1 << 17)
-def normalise(answer: str) -> str:
+def normalise_answer(answer: str) -> str:
     """Normalise an answer as the official evaluation does.
 
-    >>> normalise("The two dogs."), normalise("dont know"), normalise("1,000"), normalise("black/white")
-    ('2 dogs', "don't know", '1000', 'black white')
+    >>> [normalise_answer(text) for text in ("The two dogs.", "dont know", "1,000", "black/white")]
+    ['2 dogs', "don't know", '1000', 'black white']
     """
     given = text = stripped(answer)
     for mark in PUNCTUATION:
@@ -113,7 +113,7 @@ def soft_accuracy(answer: str, answers: Sequence[str]) -> float:
     """
     given, people = stripped(answer), [stripped(one) for one in answers]
     if len(set(people)) > 1:
-        given, people = normalise(given), [normalise(one) for one in people]
+        given, people = normalise_answer(given), [normalise_answer(one) for one in people]
     return consensus(people.count(given), len(people))
 
 
@@ -125,7 +125,7 @@ def frequent_answers(agreed: Iterable[str], size: int = 3129, least: int = 1) ->
     >>> frequent_answers(["yes", "Yes.", "no", "two"], size=2)
     ['yes', '2']
     """
-    counts = Counter(map(normalise, agreed))
+    counts = Counter(map(normalise_answer, agreed))
     frequent = sorted((word for word in counts if counts[word] >= least), key=lambda word: (-counts[word], word))
     if not frequent:
         raise VitfocusError(f"No answer occurs {least} times or more in the training annotations.")
@@ -138,7 +138,7 @@ def soft_targets(answers: Sequence[str], numbers: Mapping[str, int]) -> dict[int
     >>> soft_targets(["yes"] * 8 + ["no"] * 2, {"no": 0, "yes": 1})
     {1: 1.0, 0: 0.6}
     """
-    counts = Counter(map(normalise, answers))
+    counts = Counter(map(normalise_answer, answers))
     return {numbers[word]: consensus(count, len(answers)) for word, count in counts.items() if word in numbers}
 
 
@@ -154,9 +154,9 @@ def best_constant(answers: Iterable[Sequence[str]]) -> tuple[str, float]:
         asked += 1
         counts = Counter(map(stripped, people))
         if len(counts) > 1:
-            counts = Counter(map(normalise, people))
+            counts = Counter(map(normalise_answer, people))
         for word, count in counts.items():
-            if word == normalise(word):  # like every answer of a vocabulary
+            if word == normalise_answer(word):  # like every answer of a vocabulary
                 sums[word] += consensus(count, len(people))
     if not sums:
         raise VitfocusError("There are no answers to choose from.")

@@ -32,7 +32,7 @@ from vitfocus.tasks.vqa.evaluation import (
     by_answer_type,
     frequent_answers,
     language_baselines,
-    normalise,
+    normalise_answer,
     preprocessing_of,
     soft_targets,
 )
@@ -173,7 +173,7 @@ class AnswerTask(Task):
 
     def facts(self) -> dict[str, Any]:
         """Sizes of the vocabularies, the share of questions they can answer, and accuracies without looking."""
-        reached = sum(normalise(question.agreed) in self.numbers for question in self.train.questions)
+        reached = sum(normalise_answer(question.agreed) in self.numbers for question in self.train.questions)
         return {
             "splits": {"train": self.train.title, "val": self.val.title},
             "answers": len(self.classes),
