@@ -196,7 +196,7 @@ def test_one_row_in_two_tables_is_one_run(tmp_path: Path) -> None:
 def test_an_override_must_be_for_some_row(tmp_path: Path) -> None:
     """ADL's warm-up is for some rows of a table and does nothing to its others; a power is for none."""
     reproduce("tap/table2", out=tmp_path, overrides=["adl_warmup_epochs=1"], rows=[7, 8], count_only=True)
-    with pytest.raises(VitfocusError, match=r"model\.spec has none"):
+    with pytest.raises(VitfocusError, match=r"not in model\.spec"):
         reproduce("tap/table2", out=tmp_path, overrides=["adl_warmup_epochs=1"], rows=[7], count_only=True)
     with pytest.raises(VitfocusError, match=r"schedule\.decay=polynomial"):
         reproduce("tap/table2", out=tmp_path, overrides=["schedule.power=2"], count_only=True)
