@@ -35,7 +35,7 @@ def test_alike_blocks_are_compiled_once_and_others_each() -> None:
     images = torch.randn(2, 3, 16, 16)
     for spec, depth, drop_path, expected in (
         ("deit_tiny_patch16_224", 9, 0.0, 1),
-        (TREATED, 3, 0.0, 3),
+        (TREATED, 3, 0.0, 2),  # with Context Broadcasting, and without
         ("deit_tiny_patch16_224", 9, 0.1, 9),
     ):
         torch._dynamo.reset()
@@ -61,8 +61,8 @@ def test_a_run_compiled_by_blocks_goes_as_an_uncompiled_one(tmp_path: Path) -> N
         results = train(recipe, tmp_path / how)
         assert results["compiled"] == (how == "blocks")
         losses[how] = [(row["loss"], row["adl"]) for row in rows(tmp_path / how)]
-        if how == "blocks":  # three blocks and the augmentation for training, nothing more for the evaluation
-            assert counters["frames"]["total"] == counters["frames"]["ok"] == 4
+        if how == "blocks":  # two kinds of blocks and the augmentation for training, nothing more for the evaluation
+            assert counters["frames"]["total"] == counters["frames"]["ok"] == 3
     assert all(adl > 0.1 for _, adl in losses["no"])
     torch.testing.assert_close(torch.tensor(losses["blocks"]), torch.tensor(losses["no"]), rtol=1e-4, atol=1e-4)
     models = [vf.load(tmp_path / how / "model").state_dict() for how in ("no", "blocks")]

@@ -166,7 +166,8 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 class Watched:
     """Replaces an attention module's `forward` by the original under observation.
 
-    An object and not a closure, so that the module can still be copied and pickled.
+    An object and not a closure, so that the module can still be copied and pickled. A treatment installs its bound
+    `__call__`: the compiler then guards what it reads, not which object it is, and compiles alike blocks once.
     """
 
     def __init__(self, module: nn.Module, reader: str, sink: Sink) -> None:

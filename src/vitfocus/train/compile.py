@@ -101,7 +101,7 @@ def compile_mode(recipe: Recipe, cuda: bool) -> str | None:
 def compile_blocks(model: nn.Module) -> int:
     """Compile each block when it is first called, in place, and return the number of blocks; names stay as they are.
 
-    Treated blocks, and blocks with different rates of stochastic depth, are versions of one function to the compiler.
+    Blocks with different treatments or rates of stochastic depth are versions of one function to the compiler.
     Beyond its limit on versions it would silently stop compiling, so the limit is raised to the number of blocks.
     """
     import torch._dynamo

@@ -242,7 +242,7 @@ def insert_diversity(config: AttentionDiversification, anatomy: Anatomy, surgeon
         assert block.attention is not None and block.reader is not None
         meter = DiversityMeter(config, block.prefix_tokens, choice, number, context)
         surgeon.add(block, "attention.map", "diversity_meter", meter)
-        surgeon.do(Override(block.attention, "forward", Watched(block.attention, block.reader, meter)))
+        surgeon.do(Override(block.attention, "forward", Watched(block.attention, block.reader, meter).__call__))
         meters.append(meter)
     surgeon.do(AddHook(anatomy.stem, "input", ResetLosses(meters)))
 
