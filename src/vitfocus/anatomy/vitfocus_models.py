@@ -32,7 +32,7 @@ def _rvt(model: Any) -> Anatomy:
     for stage, transformer in enumerate(model.transformers):
         rule = rule.then((3, 2, 1)) if stage else rule
         for index, host in enumerate(transformer.blocks):
-            plan = RVT_CONV if host.conv_mlp else PRE_NORM
+            plan = RVT_CONV if isinstance(host.mlp.fc2, nn.Conv2d) else PRE_NORM
             trunk.add(host, plan, f"transformers.{stage}.blocks.{index}", rule, stage)
     return trunk.anatomy(model, model.patch_embed)
 

@@ -7,7 +7,7 @@ with a few values of every parameter: if one of them has changed, the model was 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -94,6 +94,31 @@ def logits_of(output: Any) -> Tensor:
     if isinstance(output, tuple | list) and output and all(isinstance(part, Tensor) for part in output):
         return torch.stack(list(output)).mean(0)
     raise VitfocusError(f"The model returns a {type(output).__name__} without logits; a classifier is expected.")
+
+
+#: Where training scripts put the state dict; averaged weights first, since they are what is reported.
+_NESTS = ("state_dict_ema", "model_ema", "state_dict", "model", "module")
+_PREFIXES = ("module.", "_orig_mod.", "model.")
+
+
+def unnest_checkpoint(checkpoint: Mapping[str, Any], names: Collection[str]) -> dict[str, Tensor]:
+    """The tensors of a training checkpoint, without the prefixes that wrappers add to a model's `names`.
+
+    >>> unnest_checkpoint({"epoch": 3, "state_dict": {"module.head.bias": torch.zeros(2)}}, ["head.bias"])
+    {'head.bias': tensor([0., 0.])}
+    """
+    if not isinstance(checkpoint, Mapping):
+        raise VitfocusError(f"A checkpoint is a mapping from names to tensors, not a {type(checkpoint).__name__}.")
+    while nest := next((key for key in _NESTS if isinstance(checkpoint.get(key), Mapping) and checkpoint[key]), None):
+        checkpoint = checkpoint[nest]
+    tensors = {name: value for name, value in checkpoint.items() if isinstance(value, Tensor)}
+
+    def added(prefix: str) -> bool:
+        return all(name.startswith(prefix) for name in tensors) and not all(name.startswith(prefix) for name in names)
+
+    while tensors and (prefix := next(filter(added, _PREFIXES), None)):
+        tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    return tensors
 
 
 def separate_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

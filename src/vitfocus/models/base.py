@@ -1,13 +1,12 @@
-"""What the four families share: timm's interface around a trunk of tokens, and loading published checkpoints.
+"""What the four families share: timm's interface around a stack of blocks, and loading published checkpoints.
 
-A family writes its modules and a `_trunk`; classifier, features, checkpointing and pruning follow from it here. Modules
-have the names of the published layout, so almost nothing is renamed when a checkpoint is loaded.
+A family writes its modules and `_run_blocks`; classifier, features, checkpointing and pruning are here. Modules have
+the names of the published checkpoints.
 """
 
 from __future__ import annotations
 
 import math
-import re
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
@@ -16,12 +15,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.layers import get_device_dtype, resample_abs_pos_embed, to_2tuple, trunc_normal_
+from timm.layers import DropPath, Mlp, get_device_dtype, resample_abs_pos_embed, to_2tuple, trunc_normal_
 from timm.models import build_model_with_cfg, checkpoint, generate_default_cfgs, register_model
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from vitfocus.core.errors import VitfocusError, nearest
+from vitfocus.core.modules import unnest_checkpoint
 
 Grid = tuple[int, int]
 Size = int | tuple[int, int]
@@ -37,13 +37,8 @@ def to_map(x: Tensor, grid: Grid) -> Tensor:
     return x.transpose(1, 2).reshape(x.shape[0], x.shape[2], grid[0], grid[1])
 
 
-def increasing(rate: float, depth: int) -> list[float]:
-    """Drop-path rates that grow linearly with depth, from 0 to `rate`."""
-    return [rate * (i / max(depth - 1, 1)) for i in range(depth)]
-
-
-def heads_divide(dim: int, num_heads: int) -> int:
-    """Return the width of one head; an indivisible width is refused."""
+def head_width(dim: int, num_heads: int) -> int:
+    """The width of one head; a width that the heads do not divide is refused."""
     if num_heads < 1 or dim % num_heads:
         raise VitfocusError(f"A width of {dim} does not divide into {num_heads} heads.")
     return dim // num_heads
@@ -70,8 +65,8 @@ class PatchEmbed(nn.Module):
         return self.norm(to_tokens(x)), (x.shape[2], x.shape[3])
 
 
-class Attention(nn.Module):
-    """Self-attention with separate `q` and `kv`; above a `sr_ratio` of 1 keys and values see a strided map (PVT)."""
+class ReducedAttention(nn.Module):
+    """Self-attention with separate `q` and `kv`; with a `sr_ratio` above 1, keys and values see a strided map (PVT)."""
 
     def __init__(
         self,
@@ -84,7 +79,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.num_heads = num_heads
-        self.head_dim = heads_divide(dim, num_heads)
+        self.head_dim = head_width(dim, num_heads)
         self.scale = self.head_dim**-0.5
         self.sr_ratio = sr_ratio
         self.q = nn.Linear(dim, dim, bias=qkv_bias)
@@ -107,11 +102,36 @@ class Attention(nn.Module):
         return self.proj_drop(self.proj(x.transpose(1, 2).flatten(2)))
 
 
-class Backbone(nn.Module, ABC):
-    """timm's conventions over a family's `_trunk`.
+class TokenMlp(Mlp):
+    """timm's MLP, called with the token grid like every other part of a block."""
 
-    A family sets `embed_dim` (the classifier's width), `feature_info`, `norm`, `head_drop` and `head`, and writes
-    `_trunk` and `_finish`. Blocks are called as `block(x, grid)` with x in B, N, C, prefix tokens first.
+    def forward(self, x: Tensor, grid: Grid) -> Tensor:
+        return super().forward(x)
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block of an attention and an MLP, both called with the token grid."""
+
+    def __init__(self, dim: int, attn: nn.Module, mlp: nn.Module, drop_path: float) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(dim, eps=1e-6)
+        self.attn = attn
+        self.drop_path1 = DropPath(drop_path) if drop_path > 0 else nn.Identity()
+        self.norm2 = nn.LayerNorm(dim, eps=1e-6)
+        self.mlp = mlp
+        self.drop_path2 = DropPath(drop_path) if drop_path > 0 else nn.Identity()
+
+    def forward(self, x: Tensor, grid: Grid) -> Tensor:
+        """Process tokens, B, N, C → B, N, C."""
+        x = x + self.drop_path1(self.attn(self.norm1(x), grid))
+        return x + self.drop_path2(self.mlp(self.norm2(x), grid))
+
+
+class Backbone(nn.Module, ABC):
+    """timm's conventions around the blocks of a family.
+
+    A family builds its blocks, calls `_add_classifier`, sets `feature_info`, and writes `_run_blocks` and `_finalize`.
+    Blocks are called as `block(x, grid)` with x in B, N, C, prefix tokens first.
     """
 
     pool_types: tuple[str, ...] = ("token", "avg", "")
@@ -119,22 +139,35 @@ class Backbone(nn.Module, ABC):
     norm: nn.Module
     head: nn.Module
 
-    def __init__(self, num_classes: int, in_chans: int, global_pool: str, embed_dim: int, drop_rate: float) -> None:
+    def __init__(
+        self,
+        img_size: Size,
+        num_classes: int,
+        in_chans: int,
+        global_pool: str,
+        embed_dim: int,
+        drop_rate: float,
+        pos_drop_rate: float,
+    ) -> None:
         super().__init__()
+        self.img_size: Grid = to_2tuple(img_size)
         self.num_classes = num_classes
         self.in_chans = in_chans
         self.embed_dim = self.num_features = self.head_hidden_size = embed_dim
         self.grad_checkpointing = False
         self._set_pool(global_pool)
+        self.pos_drop = nn.Dropout(pos_drop_rate)
         self.head_drop = nn.Dropout(drop_rate)
 
     @abstractmethod
-    def _trunk(self, x: Tensor, take: Collection[int], norm: bool, last: int | None) -> tuple[Tensor, list[Tensor]]:
-        """Run the trunk, up to feature `last` where given; return its output and the taken maps, B, C, H, W."""
+    def _run_blocks(
+        self, x: Tensor, take: Collection[int], norm: bool, last: int | None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Run stem and blocks, up to feature `last` if given; return the output and the taken maps, B, C, H, W."""
 
-    @abstractmethod
-    def _finish(self, x: Tensor) -> Tensor:
-        """Turn the trunk's output into what `forward_features` returns."""
+    def _finalize(self, x: Tensor) -> Tensor:
+        """Turn the output of the last block into what `forward_features` returns."""
+        return self.norm(x)
 
     def _call(self, block: nn.Module, *args: Any) -> Tensor:
         if self.grad_checkpointing and torch.is_grad_enabled():
@@ -146,7 +179,10 @@ class Backbone(nn.Module, ABC):
             raise VitfocusError(f"No global_pool {global_pool!r}: {nearest(global_pool, map(repr, self.pool_types))}")
         self.global_pool = global_pool
 
-    def _init_linears(self) -> None:
+    def _add_classifier(self) -> None:
+        """Add the final norm and the classifier, and initialise all linear layers."""
+        self.norm = nn.LayerNorm(self.num_features, eps=1e-6)
+        self.head = nn.Linear(self.num_features, self.num_classes) if self.num_classes > 0 else nn.Identity()
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 trunc_normal_(module.weight, std=0.02)
@@ -163,7 +199,7 @@ class Backbone(nn.Module, ABC):
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replace the classifier by a fresh one (none for 0 classes), and the pooling where one is given."""
+        """Replace the classifier by a new one (none for 0 classes), and the pooling if one is given."""
         if global_pool is not None:
             self._set_pool(global_pool)
         self.num_classes = num_classes
@@ -185,16 +221,16 @@ class Backbone(nn.Module, ABC):
             x: images, B, C, H, W.
             indices: the last n features for an integer, all for None, else these.
             norm: apply the final norm to the features that have its width.
-            stop_early: do not run what lies above the last chosen feature; for `intermediates_only`.
+            stop_early: do not run the blocks after the last chosen feature; for `intermediates_only`.
             output_fmt: `NCHW` maps or `NLC` tokens, without prefix tokens either way.
             intermediates_only: return the list of features alone.
         """
         if output_fmt not in ("NCHW", "NLC"):
             raise VitfocusError(f"output_fmt is 'NCHW' or 'NLC', but {output_fmt!r} was given.")
         take, last = feature_take_indices(len(self.feature_info), indices)
-        x, maps = self._trunk(x, take, norm, last if stop_early and intermediates_only else None)
+        x, maps = self._run_blocks(x, take, norm, last if stop_early and intermediates_only else None)
         features = maps if output_fmt == "NCHW" else [to_tokens(feature) for feature in maps]
-        return features if intermediates_only else (self._finish(x), features)
+        return features if intermediates_only else (self._finalize(x), features)
 
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
@@ -210,11 +246,11 @@ class Backbone(nn.Module, ABC):
 
     @abstractmethod
     def _prune(self, last: int, prune_head: bool) -> None:
-        """Drop the modules above feature `last`."""
+        """Remove the modules after feature `last`."""
 
     def forward_features(self, x: Tensor) -> Tensor:
         """Images, B, C, H, W → normalised tokens, B, 1 + N, C, the class token first (RVT: the map B, C, H, W)."""
-        return self._finish(self._trunk(x, (), False, None)[0])
+        return self._finalize(self._run_blocks(x, (), False, None)[0])
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Pool the output of `forward_features` and classify it; with `pre_logits` stop before the classifier."""
@@ -259,10 +295,6 @@ def register_variants(
         setattr(module, name, register_model(entrypoint(name)))
 
 
-# Averaged weights first, as in timm's own loader: a training checkpoint holds both and the average is what is reported.
-_NESTS = ("state_dict_ema", "model_ema", "state_dict", "model")
-
-
 class Loaded(NamedTuple):
     """The names that `load_published` filled, those missing from the checkpoint, and those unknown to the model."""
 
@@ -271,26 +303,11 @@ class Loaded(NamedTuple):
     unexpected: list[str]
 
 
-def unwrap(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """Take the tensors out of a training checkpoint: nesting and wrappers' prefixes removed, names otherwise kept.
-
-    >>> import torch
-    >>> unwrap({"epoch": 3, "state_dict": {"module.head.bias": torch.zeros(2)}})
-    {'head.bias': tensor([0., 0.])}
-    """
-    if not isinstance(checkpoint, Mapping):
-        raise VitfocusError(f"A checkpoint is a mapping from names to tensors, not a {type(checkpoint).__name__}.")
-    for key in _NESTS:
-        if isinstance(checkpoint.get(key), Mapping) and checkpoint[key]:
-            return unwrap(checkpoint[key])
-    return {re.sub(r"^(module\.|_orig_mod\.)+", "", name): value for name, value in checkpoint.items()}
-
-
 def checkpoint_filter_fn(state_dict: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     """Turn a published checkpoint into a state dict for `model`; what depends on the token grid is resampled to it."""
-    state = unwrap(state_dict)
-    fit = getattr(model, "fit_published", None)
-    return state if fit is None else fit(state)
+    state = unnest_checkpoint(state_dict, model.state_dict().keys())
+    resample = getattr(model, "resample_published", None)
+    return state if resample is None else resample(state)
 
 
 def load_published(model: nn.Module, state_dict: Mapping[str, Any]) -> Loaded:
@@ -302,9 +319,9 @@ def load_published(model: nn.Module, state_dict: Mapping[str, Any]) -> Loaded:
     >>> import torch
     >>> from vitfocus.models import RVT
     >>> model = RVT(img_size=32, base_dims=(8,), depths=(1,), heads=(2,), num_classes=3)
-    >>> report = load_published(model, {"model": {"module.head.bias": torch.ones(3), "decoder.bias": torch.ones(3)}})
+    >>> report = load_published(model, {"model": {"module.head.bias": torch.ones(3), "module.extra": torch.ones(3)}})
     >>> report.loaded, report.unexpected, len(report.missing)
-    (['head.bias'], ['decoder.bias'], 37)
+    (['head.bias'], ['extra'], 37)
     """
     state = checkpoint_filter_fn(state_dict, model)
     current = model.state_dict()

@@ -12,18 +12,28 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timm.layers import DropPath, LayerNorm2d, to_2tuple, trunc_normal_
+from timm.layers import LayerNorm2d, trunc_normal_
 from timm.models.convnext import ConvNeXtStage
 from timm.models.xcit import ClassAttentionBlock, PositionalEncodingFourier
 from torch import Tensor, nn
 
 from vitfocus.core.errors import VitfocusError
-from vitfocus.models.base import Attention, Backbone, Grid, Size, heads_divide, register_variants, to_map, to_tokens
+from vitfocus.models.base import (
+    Backbone,
+    Block,
+    Grid,
+    ReducedAttention,
+    Size,
+    head_width,
+    register_variants,
+    to_map,
+    to_tokens,
+)
 
 __all__ = ["FAN"]
 
 
-class ConvStem(nn.Module):
+class FanConvStem(nn.Module):
     """One strided 3×3 convolution + BatchNorm per halving, GELU between: B, C, H, W → (B, N, D), grid."""
 
     def __init__(self, patch_size: int, in_chans: int, embed_dim: int) -> None:
@@ -46,8 +56,7 @@ class ConvStem(nn.Module):
         """Return the token grid of an image of `img_size`: every halving rounds up."""
         return -(-img_size[0] // 2**self.halvings), -(-img_size[1] // 2**self.halvings)
 
-    def forward(self, x: Tensor, maps: list[Tensor] | None = None) -> tuple[Tensor, Grid]:
-        """Embed the image; this stem has no maps of its own to append."""
+    def forward(self, x: Tensor) -> tuple[Tensor, Grid]:
         x = self.proj(x)
         return to_tokens(x), (x.shape[2], x.shape[3])
 
@@ -105,7 +114,7 @@ class HybridStem(nn.Module):
         return img_size[0] // self.patch_size, img_size[1] // self.patch_size
 
     def forward(self, x: Tensor, maps: list[Tensor] | None = None) -> tuple[Tensor, Grid]:
-        """Embed the image; the stages' maps are appended to `maps` where a list is given."""
+        """Embed the image, and append the maps of the stages to `maps`."""
         x = self.backbone.stem(x)
         for stage in self.backbone.stages:
             x = stage(x)
@@ -129,7 +138,7 @@ class DepthwisePair(nn.Module):
         return self.conv2(self.bn(self.act(self.conv1(x))))
 
 
-class ConvMlp(nn.Module):
+class FanConvMlp(nn.Module):
     """fc2(h + gamma · DW(h)) with h = fc1(x): the only nonlinearity is the one inside DW, as published."""
 
     def __init__(self, dim: int, hidden: int, drop: float = 0.0) -> None:
@@ -154,14 +163,14 @@ class ChannelProcessing(nn.Module):
     output = gate ⊙ LN(MLP(x)).
     """
 
-    def __init__(self, dim: int, num_heads: int, hidden: int, qkv_bias: bool, drop: float, norm_layer: Any) -> None:
+    def __init__(self, dim: int, num_heads: int, hidden: int, qkv_bias: bool, drop: float) -> None:
         super().__init__()
         self.num_heads = num_heads
-        self.head_dim = heads_divide(dim, num_heads)
+        self.head_dim = head_width(dim, num_heads)
         self.temperature = nn.Parameter(torch.ones(num_heads, 1, 1))
         self.q = nn.Linear(dim, dim, bias=qkv_bias)
-        self.mlp_v = ConvMlp(dim, hidden, drop)
-        self.norm_v = norm_layer(dim)
+        self.mlp_v = FanConvMlp(dim, hidden, drop)
+        self.norm_v = nn.LayerNorm(dim, eps=1e-6)
 
     def forward(self, x: Tensor, grid: Grid) -> Tensor:
         """Gate the MLP's channels, B, N, C → B, N, C."""
@@ -172,7 +181,7 @@ class ChannelProcessing(nn.Module):
         return gate.reshape(x.shape[0], 1, -1) * self.norm_v(self.mlp_v(x, grid))
 
 
-class FANBlock(nn.Module):
+class FANBlock(Block):
     """Token mixing, then channel processing, both pre-norm with a per-channel scale; no prefix tokens."""
 
     def __init__(
@@ -185,15 +194,10 @@ class FANBlock(nn.Module):
         attn_drop: float,
         drop_path: float,
         eta: float | None,
-        norm_layer: Any,
     ) -> None:
-        super().__init__()
-        self.norm1 = norm_layer(dim)
-        self.attn = Attention(dim, num_heads, qkv_bias, attn_drop, proj_drop)
-        self.drop_path1 = DropPath(drop_path) if drop_path > 0 else nn.Identity()
-        self.norm2 = norm_layer(dim)
-        self.mlp = ChannelProcessing(dim, num_heads, int(dim * mlp_ratio), qkv_bias, proj_drop, norm_layer)
-        self.drop_path2 = DropPath(drop_path) if drop_path > 0 else nn.Identity()
+        attn = ReducedAttention(dim, num_heads, qkv_bias, attn_drop, proj_drop)
+        mlp = ChannelProcessing(dim, num_heads, int(dim * mlp_ratio), qkv_bias, proj_drop)
+        super().__init__(dim, attn, mlp, drop_path)
         self.gamma1: nn.Parameter | float = 1.0 if eta is None else nn.Parameter(eta * torch.ones(dim))
         self.gamma2: nn.Parameter | float = 1.0 if eta is None else nn.Parameter(eta * torch.ones(dim))
 
@@ -250,38 +254,41 @@ class FAN(Backbone):
         tokens_norm: bool = True,
         head_init_scale: float = 1.0,
     ) -> None:
-        super().__init__(num_classes, in_chans, global_pool, embed_dim, drop_rate)
-        norm_layer: Any = partial(nn.LayerNorm, eps=1e-6)
-        self.patch_embed: ConvStem | HybridStem
+        super().__init__(img_size, num_classes, in_chans, global_pool, embed_dim, drop_rate, pos_drop_rate)
+        self.patch_embed: FanConvStem | HybridStem
         if stem_depths is None or stem_dims is None:
             if stem_depths is not None or stem_dims is not None:
                 raise VitfocusError("A FAN Hybrid needs both stem_depths and stem_dims; only one of them was given.")
-            self.patch_embed = ConvStem(patch_size, in_chans, embed_dim)
+            self.patch_embed = FanConvStem(patch_size, in_chans, embed_dim)
             stem_dims = ()
         else:
             self.patch_embed = HybridStem(patch_size, in_chans, embed_dim, stem_depths, stem_dims)
-        self.img_size: Grid = to_2tuple(img_size)
         self.grid_size = self.patch_embed.dynamic_feat_size(self.img_size)
         self.stem_features = len(stem_dims)
         self.pos_embed = PositionalEncodingFourier(dim=embed_dim)
-        self.pos_drop = nn.Dropout(pos_drop_rate)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
-        options = {"proj_drop": proj_drop_rate, "attn_drop": attn_drop_rate, "eta": eta, "norm_layer": norm_layer}
+        options: dict[str, Any] = {"proj_drop": proj_drop_rate, "attn_drop": attn_drop_rate, "eta": eta}
         self.blocks = nn.ModuleList(
             FANBlock(embed_dim, num_heads, mlp_ratio, qkv_bias, drop_path=drop_path_rate, **options)
             for _ in range(depth)
         )
         self.cls_attn_blocks = nn.ModuleList(
-            ClassAttentionBlock(embed_dim, num_heads, mlp_ratio, qkv_bias, tokens_norm=tokens_norm, **options)
+            ClassAttentionBlock(
+                embed_dim,
+                num_heads,
+                mlp_ratio,
+                qkv_bias,
+                norm_layer=partial(nn.LayerNorm, eps=1e-6),
+                tokens_norm=tokens_norm,
+                **options,
+            )
             for _ in range(cls_attn_layers)
         )
-        self.norm = norm_layer(embed_dim)
-        self.head = nn.Linear(embed_dim, num_classes) if num_classes > 0 else nn.Identity()
+        self._add_classifier()
         self.feature_info = [
             {"num_chs": dim, "reduction": 4 * 2**i, "module": f"patch_embed.backbone.stages.{i}"}
             for i, dim in enumerate(stem_dims)
         ] + [{"num_chs": embed_dim, "reduction": patch_size, "module": f"blocks.{i}"} for i in range(depth)]
-        self._init_linears()
         trunc_normal_(self.cls_token, std=0.02)
         if isinstance(self.head, nn.Linear):
             with torch.no_grad():
@@ -308,9 +315,11 @@ class FAN(Backbone):
             if isinstance(module, ConvNeXtStage):
                 module.grad_checkpointing = enable
 
-    def _trunk(self, x: Tensor, take: Collection[int], norm: bool, last: int | None) -> tuple[Tensor, list[Tensor]]:
+    def _run_blocks(
+        self, x: Tensor, take: Collection[int], norm: bool, last: int | None
+    ) -> tuple[Tensor, list[Tensor]]:
         stem_maps: list[Tensor] = []
-        x, grid = self.patch_embed(x, stem_maps)
+        x, grid = self.patch_embed(x, stem_maps) if self.stem_features else self.patch_embed(x)
         maps = [stem_map for i, stem_map in enumerate(stem_maps) if i in take]
         x = self.pos_drop(x + to_tokens(self.pos_embed(1, grid[0], grid[1])))
         for i, block in enumerate(self.blocks, start=self.stem_features):
@@ -321,7 +330,7 @@ class FAN(Backbone):
                 maps.append(to_map(self.norm(x) if norm else x, grid))
         return x, maps
 
-    def _finish(self, x: Tensor) -> Tensor:
+    def _finalize(self, x: Tensor) -> Tensor:
         x = torch.cat((self.cls_token.expand(x.shape[0], -1, -1), x), dim=1)
         for block in self.cls_attn_blocks:
             x = self._call(block, x)

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
-from timm.layers import DropPath, resample_abs_pos_embed, to_2tuple, trunc_normal_
+from timm.layers import DropPath, calculate_drop_path_rates, resample_abs_pos_embed, trunc_normal_
 from timm.models.vision_transformer import Attention
 from torch import Tensor, nn
 
@@ -20,8 +20,7 @@ from vitfocus.models.base import (
     PatchEmbed,
     Size,
     fit_position,
-    heads_divide,
-    increasing,
+    head_width,
     register_variants,
     to_map,
     to_tokens,
@@ -31,7 +30,7 @@ __all__ = ["LocalViT"]
 
 
 class SqueezeExcite(nn.Module):
-    """Scale the channels of a B, C, H, W map by a hard sigmoid of what two linear layers make of their means."""
+    """Scale the channels of a B, C, H, W map by gates that two linear layers compute from their means."""
 
     def __init__(self, dim: int, reduction: int) -> None:
         super().__init__()
@@ -84,7 +83,7 @@ class LocalViTBlock(nn.Module):
         act_layer: type[nn.Module],
     ) -> None:
         super().__init__()
-        heads_divide(dim, num_heads)
+        head_width(dim, num_heads)
         self.norm1 = nn.LayerNorm(dim, eps=1e-6)
         self.attn = Attention(dim, num_heads, qkv_bias=qkv_bias, attn_drop=attn_drop, proj_drop=proj_drop)
         self.drop_path1 = DropPath(drop_path) if drop_path > 0 else nn.Identity()
@@ -134,25 +133,21 @@ class LocalViT(Backbone):
         attn_drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
     ) -> None:
-        super().__init__(num_classes, in_chans, global_pool, embed_dim, drop_rate)
+        super().__init__(img_size, num_classes, in_chans, global_pool, embed_dim, drop_rate, pos_drop_rate)
         self.patch_embed = PatchEmbed(img_size, patch_size, in_chans, embed_dim)
-        self.img_size: Grid = to_2tuple(img_size)
         self.grid_size = self.patch_embed.grid_size
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
         self.pos_embed = nn.Parameter(torch.zeros(1, 1 + self.grid_size[0] * self.grid_size[1], embed_dim))
-        self.pos_drop = nn.Dropout(pos_drop_rate)
         self.blocks = nn.ModuleList(
             LocalViTBlock(
                 embed_dim, num_heads, mlp_ratio, se_reduction, qkv_bias, proj_drop_rate, attn_drop_rate, rate, act_layer
             )
-            for rate in increasing(drop_path_rate, depth)
+            for rate in calculate_drop_path_rates(drop_path_rate, depth)
         )
-        self.norm = nn.LayerNorm(embed_dim, eps=1e-6)
-        self.head = nn.Linear(embed_dim, num_classes) if num_classes > 0 else nn.Identity()
+        self._add_classifier()
         self.feature_info = [
             {"num_chs": embed_dim, "reduction": patch_size, "module": f"blocks.{i}"} for i in range(depth)
         ]
-        self._init_linears()
         trunc_normal_(self.pos_embed, std=0.02)
         trunc_normal_(self.cls_token, std=0.02)
 
@@ -167,12 +162,14 @@ class LocalViT(Backbone):
             "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))],
         }
 
-    def fit_published(self, state: dict[str, Any]) -> dict[str, Any]:
+    def resample_published(self, state: dict[str, Any]) -> dict[str, Any]:
         if "pos_embed" in state:
             state["pos_embed"] = fit_position(state["pos_embed"], self.grid_size, prefix_tokens=1)
         return state
 
-    def _trunk(self, x: Tensor, take: Collection[int], norm: bool, last: int | None) -> tuple[Tensor, list[Tensor]]:
+    def _run_blocks(
+        self, x: Tensor, take: Collection[int], norm: bool, last: int | None
+    ) -> tuple[Tensor, list[Tensor]]:
         x, grid = self.patch_embed(x)
         x = torch.cat((self.cls_token.expand(x.shape[0], -1, -1), x), dim=1)
         x = self.pos_drop(x + resample_abs_pos_embed(self.pos_embed, list(grid), list(self.grid_size), 1))
@@ -184,9 +181,6 @@ class LocalViT(Backbone):
             if i in take:
                 maps.append(to_map((self.norm(x) if norm else x)[:, 1:], grid))
         return x, maps
-
-    def _finish(self, x: Tensor) -> Tensor:
-        return self.norm(x)
 
     def _prune(self, last: int, prune_head: bool) -> None:
         self.blocks = self.blocks[: last + 1]

@@ -9,18 +9,18 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
-from timm.layers import DropPath, Mlp, resample_abs_pos_embed, to_2tuple, trunc_normal_
+from timm.layers import calculate_drop_path_rates, resample_abs_pos_embed, trunc_normal_
 from torch import Tensor, nn
 
 from vitfocus.core.errors import VitfocusError
 from vitfocus.models.base import (
-    Attention,
     Backbone,
-    Grid,
+    Block,
     PatchEmbed,
+    ReducedAttention,
     Size,
+    TokenMlp,
     fit_position,
-    increasing,
     register_variants,
     to_map,
 )
@@ -28,40 +28,12 @@ from vitfocus.models.base import (
 __all__ = ["PVT"]
 
 
-class PVTBlock(nn.Module):
-    """A pre-norm transformer block whose keys and values are spatially reduced by `sr_ratio`."""
-
-    def __init__(
-        self,
-        dim: int,
-        num_heads: int,
-        mlp_ratio: float,
-        sr_ratio: int,
-        qkv_bias: bool,
-        proj_drop: float,
-        attn_drop: float,
-        drop_path: float,
-    ) -> None:
-        super().__init__()
-        self.norm1 = nn.LayerNorm(dim, eps=1e-6)
-        self.attn = Attention(dim, num_heads, qkv_bias, attn_drop, proj_drop, sr_ratio)
-        self.drop_path1 = DropPath(drop_path) if drop_path > 0 else nn.Identity()
-        self.norm2 = nn.LayerNorm(dim, eps=1e-6)
-        self.mlp = Mlp(dim, int(dim * mlp_ratio), drop=proj_drop)
-        self.drop_path2 = DropPath(drop_path) if drop_path > 0 else nn.Identity()
-
-    def forward(self, x: Tensor, grid: Grid) -> Tensor:
-        """Process tokens, B, N, C → B, N, C."""
-        x = x + self.drop_path1(self.attn(self.norm1(x), grid))
-        return x + self.drop_path2(self.mlp(self.norm2(x)))
-
-
 class PVT(Backbone):
     """Pyramid Vision Transformer v1, https://arxiv.org/abs/2102.12122.
 
     Images B, C, H, W → stages of blocks on tokens B, N, C: stride `patch_size` in the first, halved again before each
     further one, a learned position embedding in each. The last stage carries a class token in front, whose LayerNorm-ed
-    value gives the logits B, num_classes. `feature_info` has one entry a stage.
+    value gives the logits B, num_classes. `feature_info` has one entry per stage.
 
     Different from the published code: position embeddings are resampled (bilinearly, as there) for any image size,
     rectangles included; attention runs in `scaled_dot_product_attention`; the number of stages is free. The authors'
@@ -100,13 +72,11 @@ class PVT(Backbone):
             raise VitfocusError(
                 f"The last stage holds the class token, so its sr_ratio must be 1, but {sr_ratios[-1]} was given."
             )
-        super().__init__(num_classes, in_chans, global_pool, embed_dims[-1], drop_rate)
+        super().__init__(img_size, num_classes, in_chans, global_pool, embed_dims[-1], drop_rate, pos_drop_rate)
         self.depths = tuple(depths)
         self.num_stages = len(self.depths)
         self.feature_info = []
-        drops = (proj_drop_rate, attn_drop_rate)
-        rates = iter(increasing(drop_path_rate, sum(depths)))
-        self.img_size: Grid = to_2tuple(img_size)
+        rates = iter(calculate_drop_path_rates(drop_path_rate, sum(depths)))
         size, chans = self.img_size, in_chans
         for i, dim in enumerate(embed_dims):
             embed = PatchEmbed(size, patch_size if i == 0 else 2, chans, dim, norm=True)
@@ -115,18 +85,20 @@ class PVT(Backbone):
             position = nn.Parameter(torch.zeros(1, prefix_tokens + size[0] * size[1], dim))
             trunc_normal_(position, std=0.02)
             blocks = [
-                PVTBlock(dim, num_heads[i], mlp_ratios[i], sr_ratios[i], qkv_bias, *drops, next(rates))
+                Block(
+                    dim,
+                    ReducedAttention(dim, num_heads[i], qkv_bias, attn_drop_rate, proj_drop_rate, sr_ratios[i]),
+                    TokenMlp(dim, int(dim * mlp_ratios[i]), drop=proj_drop_rate),
+                    next(rates),
+                )
                 for _ in range(depths[i])
             ]
             self.add_module(f"patch_embed{i + 1}", embed)
             self.register_parameter(f"pos_embed{i + 1}", position)
             self.add_module(f"block{i + 1}", nn.ModuleList(blocks))
             self.feature_info.append({"num_chs": dim, "reduction": patch_size * 2**i, "module": f"block{i + 1}"})
-        self.pos_drop = nn.Dropout(pos_drop_rate)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dims[-1]))
-        self.norm = nn.LayerNorm(embed_dims[-1], eps=1e-6)
-        self.head = nn.Linear(embed_dims[-1], num_classes) if num_classes > 0 else nn.Identity()
-        self._init_linears()
+        self._add_classifier()
         trunc_normal_(self.cls_token, std=0.02)
 
     @torch.jit.ignore
@@ -142,7 +114,7 @@ class PVT(Backbone):
             "blocks": [(blocks, None), (r"^(?:patch_embed|pos_embed)(\d+)", (-1,)), (r"^cls_token|^norm", (99999,))],
         }
 
-    def fit_published(self, state: dict[str, Any]) -> dict[str, Any]:
+    def resample_published(self, state: dict[str, Any]) -> dict[str, Any]:
         for i in range(1, self.num_stages + 1):
             name = f"pos_embed{i}"
             if name in state:
@@ -150,7 +122,9 @@ class PVT(Backbone):
                 state[name] = fit_position(state[name], grid, int(i == self.num_stages), "bilinear")
         return state
 
-    def _trunk(self, x: Tensor, take: Collection[int], norm: bool, last: int | None) -> tuple[Tensor, list[Tensor]]:
+    def _run_blocks(
+        self, x: Tensor, take: Collection[int], norm: bool, last: int | None
+    ) -> tuple[Tensor, list[Tensor]]:
         maps: list[Tensor] = []
         grid = (0, 0)
         for i in range(self.num_stages):
@@ -169,9 +143,6 @@ class PVT(Backbone):
                 feature = self.norm(x) if norm and final else x
                 maps.append(to_map(feature[:, 1:] if final else feature, grid))
         return x, maps
-
-    def _finish(self, x: Tensor) -> Tensor:
-        return self.norm(x)
 
     def _prune(self, last: int, prune_head: bool) -> None:
         for i in range(last + 2, self.num_stages + 1):

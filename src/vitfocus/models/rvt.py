@@ -14,16 +14,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timm.layers import DropPath, Mlp, to_2tuple
+from timm.layers import calculate_drop_path_rates
 from torch import Tensor, nn
 
 from vitfocus.core.errors import VitfocusError
 from vitfocus.models.base import (
     Backbone,
+    Block,
     Grid,
     Size,
-    heads_divide,
-    increasing,
+    TokenMlp,
+    head_width,
     register_variants,
     resize_pair_map,
     to_map,
@@ -35,7 +36,7 @@ __all__ = ["RVT"]
 _PLAIN_MLP_WIDTH = 768
 
 
-class ConvStem(nn.Module):
+class RvtConvStem(nn.Module):
     """7×7 stride 2, BatchNorm, 3×3 max-pool stride 2, 4×4 stride 4: B, C, H, W → (B, N, D), grid at stride 16."""
 
     def __init__(self, in_chans: int, embed_dim: int, width: int = 32) -> None:
@@ -76,7 +77,7 @@ class PositionAwareAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.num_heads = num_heads
-        self.head_dim = heads_divide(dim, num_heads)
+        self.head_dim = head_width(dim, num_heads)
         self.scale = self.head_dim**-0.5
         self.mask_grid = mask_grid
         if mask_grid is not None:
@@ -102,7 +103,7 @@ class PositionAwareAttention(nn.Module):
         return self.proj_drop(self.proj(x.transpose(1, 2).flatten(2)))
 
 
-class ConvMlp(nn.Module):
+class RvtConvMlp(nn.Module):
     """1×1 conv, depthwise 3×3, 1×1 conv, each with BatchNorm, GELU after the first two; tokens in, tokens out."""
 
     def __init__(self, dim: int, hidden: int, drop: float = 0.0) -> None:
@@ -123,42 +124,10 @@ class ConvMlp(nn.Module):
         return to_tokens(self.drop(self.bn3(self.fc2(x))))
 
 
-class RVTBlock(nn.Module):
-    """A pre-norm transformer block without prefix tokens."""
-
-    def __init__(
-        self,
-        dim: int,
-        num_heads: int,
-        mlp_ratio: float,
-        conv_mlp: bool,
-        qkv_bias: bool,
-        proj_drop: float,
-        attn_drop: float,
-        drop_path: float,
-        mask_grid: Grid | None,
-    ) -> None:
-        super().__init__()
-        hidden = int(dim * mlp_ratio)
-        self.conv_mlp = conv_mlp
-        self.norm1 = nn.LayerNorm(dim, eps=1e-6)
-        self.attn = PositionAwareAttention(dim, num_heads, qkv_bias, attn_drop, proj_drop, mask_grid)
-        self.drop_path1 = DropPath(drop_path) if drop_path > 0 else nn.Identity()
-        self.norm2 = nn.LayerNorm(dim, eps=1e-6)
-        self.mlp = ConvMlp(dim, hidden, proj_drop) if conv_mlp else Mlp(dim, hidden, drop=proj_drop)
-        self.drop_path2 = DropPath(drop_path) if drop_path > 0 else nn.Identity()
-
-    def forward(self, x: Tensor, grid: Grid) -> Tensor:
-        """Process tokens, B, N, C → B, N, C."""
-        x = x + self.drop_path1(self.attn(self.norm1(x), grid))
-        y = self.norm2(x)
-        return x + self.drop_path2(self.mlp(y, grid) if self.conv_mlp else self.mlp(y))
-
-
 class Stage(nn.Module):
     """The blocks of one resolution."""
 
-    def __init__(self, blocks: list[RVTBlock]) -> None:
+    def __init__(self, blocks: list[Block]) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
 
@@ -228,39 +197,40 @@ class RVT(Backbone):
                 f"{tuple(depths)} and {tuple(heads)}."
             )
         widths = [base * count for base, count in zip(base_dims, heads, strict=True)]
-        super().__init__(num_classes, in_chans, global_pool, widths[-1], drop_rate)
+        super().__init__(img_size, num_classes, in_chans, global_pool, widths[-1], drop_rate, pos_drop_rate)
         self.depths = tuple(depths)
         self.masked_blocks = masked_blocks
-        self.patch_embed = ConvStem(in_chans, widths[0])
-        self.img_size: Grid = to_2tuple(img_size)
+        self.patch_embed = RvtConvStem(in_chans, widths[0])
         self.grid_size = self.patch_embed.dynamic_feat_size(self.img_size)
         if not 0 <= masked_blocks <= depths[0] or (masked_blocks and min(self.grid_size) < 1):
             raise VitfocusError(
                 f"masked_blocks must lie between 0 and the first stage's depth {depths[0]}, and the image must hold a "
-                f"token; given were {masked_blocks} and {to_2tuple(img_size)} pixels."
+                f"token; given were {masked_blocks} and {self.img_size} pixels."
             )
-        self.pos_drop = nn.Dropout(pos_drop_rate)
-        rates = iter(increasing(drop_path_rate, sum(depths)))
-        drops = (proj_drop_rate, attn_drop_rate)
+        rates = iter(calculate_drop_path_rates(drop_path_rate, sum(depths)))
+        attention_options = (qkv_bias, attn_drop_rate, proj_drop_rate)
         self.transformers: Any = nn.ModuleList()
         for stage, width in enumerate(widths):
-            convolutional = width != _PLAIN_MLP_WIDTH if conv_mlp is None else conv_mlp
+            mlp = RvtConvMlp if (width != _PLAIN_MLP_WIDTH if conv_mlp is None else conv_mlp) else TokenMlp
             masks = [self.grid_size if stage == 0 and i < masked_blocks else None for i in range(depths[stage])]
             blocks = [
-                RVTBlock(width, heads[stage], mlp_ratio, convolutional, qkv_bias, *drops, next(rates), mask)
+                Block(
+                    width,
+                    PositionAwareAttention(width, heads[stage], *attention_options, mask),
+                    mlp(width, int(width * mlp_ratio), drop=proj_drop_rate),
+                    next(rates),
+                )
                 for mask in masks
             ]
             self.transformers.append(Stage(blocks))
         self.pools = nn.ModuleList(Pool(before, after) for before, after in pairwise(widths))
-        self.norm = nn.LayerNorm(widths[-1], eps=1e-6)
-        self.head = nn.Linear(widths[-1], num_classes) if num_classes > 0 else nn.Identity()
+        self._add_classifier()
         self.feature_info = [
             {"num_chs": width, "reduction": 16 * 2**stage, "module": f"transformers.{stage}.blocks.{i}"}
             for stage, width in enumerate(widths)
             for i in range(depths[stage])
         ]
         self._warned = False
-        self._init_linears()
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
@@ -273,7 +243,7 @@ class RVT(Backbone):
         groups = [(rf"^transformers\.(\d+){blocks}", None), (r"^pools\.(\d+)", (pools,)), (r"^norm", (99999,))]
         return {"stem": r"^patch_embed", "blocks": groups}
 
-    def fit_published(self, state: dict[str, Any]) -> dict[str, Any]:
+    def resample_published(self, state: dict[str, Any]) -> dict[str, Any]:
         tokens = self.grid_size[0] * self.grid_size[1]
         for name, value in state.items():
             if name.endswith(".attn.att_mask") and isinstance(value, Tensor) and value.ndim == 3:
@@ -282,7 +252,9 @@ class RVT(Backbone):
                     state[name] = resize_pair_map(value, (side, side), self.grid_size)
         return state
 
-    def _trunk(self, x: Tensor, take: Collection[int], norm: bool, last: int | None) -> tuple[Tensor, list[Tensor]]:
+    def _run_blocks(
+        self, x: Tensor, take: Collection[int], norm: bool, last: int | None
+    ) -> tuple[Tensor, list[Tensor]]:
         x, grid = self.patch_embed(x)
         if self.masked_blocks and not torch.compiler.is_compiling() and not self._warned and grid != self.grid_size:
             self._warned = True
@@ -307,7 +279,7 @@ class RVT(Backbone):
                 index += 1
         return to_map(x, grid), maps
 
-    def _finish(self, x: Tensor) -> Tensor:
+    def _finalize(self, x: Tensor) -> Tensor:
         return x
 
     def _prune(self, last: int, prune_head: bool) -> None:

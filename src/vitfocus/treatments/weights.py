@@ -20,12 +20,10 @@ from vitfocus.anatomy import Block, anatomy, unwrap
 from vitfocus.core.arguments import checked, require_values
 from vitfocus.core.errors import VitfocusError, reason, warn
 from vitfocus.core.files import digest
-from vitfocus.core.modules import is_trained, mark_inserted
+from vitfocus.core.modules import is_trained, mark_inserted, unnest_checkpoint
 from vitfocus.treatments.base import Treatment, choose_blocks
 from vitfocus.treatments.spec import is_record, parse_treatments, recorded_treatments
 from vitfocus.treatments.surgery import added_names, applied, insert_all, note_insertion, surgeons, untreat_
-
-_WRAPPERS = ("state_dict_ema", "state_dict", "model_ema", "model", "module")
 
 
 class LoadReport(NamedTuple):
@@ -78,7 +76,8 @@ def load_weights(
     """
     model = unwrap(model)
     label = "the state dict" if isinstance(source, Mapping) else str(source)
-    tensors = _unnest(source if isinstance(source, Mapping) else read_weights(Path(source)), set(model.state_dict()))
+    content = source if isinstance(source, Mapping) else read_weights(Path(source))
+    tensors = unnest_checkpoint(content, model.state_dict().keys())
     recorded = recorded_treatments(tensors, label)
     trained_with = [*trained_with, *map(str, recorded)]
     if recorded and not applied(model):
@@ -189,18 +188,6 @@ def read_weights(path: Path, sha256: str | None = None) -> dict[str, Any]:
     if not isinstance(content, Mapping):
         raise VitfocusError(f"{path} holds a {type(content).__name__}, not a state dict.")
     return dict(content)
-
-
-def _unnest(tensors: Mapping[str, Any], own: Collection[str]) -> dict[str, Tensor]:
-    """The state dict inside a training checkpoint, without the prefixes that wrappers add to a model's own names."""
-    while (inner := next((k for k in _WRAPPERS if isinstance(tensors.get(k), Mapping)), None)) is not None:
-        tensors = tensors[inner]
-    result = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
-    for prefix in ("module.", "_orig_mod.", "model."):
-        wrapped = bool(result) and all(name.startswith(prefix) for name in result)
-        if wrapped and not all(name.startswith(prefix) for name in own):
-            result = {name.removeprefix(prefix): tensor for name, tensor in result.items()}
-    return result
 
 
 def _library_names(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
