@@ -29,7 +29,7 @@ from vitfocus.robustness.pixel_model import tensors_digest
 from vitfocus.robustness.results import Scores, load_scores
 from vitfocus.robustness.run_folder import RESULTS
 from vitfocus.train.metrics import TrainingResults
-from vitfocus.treatments.save_load import SavedConfig
+from vitfocus.treatments.hub import SavedConfig
 
 DIAGNOSIS, METRICS, RECIPE, DATA = "diagnosis.json", "metrics.jsonl", "config.toml", "data.json"
 WEIGHTS = "model.safetensors"

@@ -33,7 +33,8 @@ from vitfocus.train.metrics import ExperimentTracker, Metrics, TrainingResults, 
 from vitfocus.train.optimiser import TrainingSchedule, create_optimiser, freeze_parameters, has_trained_batch_norm
 from vitfocus.train.recipe import build_recipe, difference, load_recipe, refuse_unused_keys
 from vitfocus.train.trainer import StopRequest, Trainer
-from vitfocus.treatments.save_load import SavedConfig, remember_task, save
+from vitfocus.treatments.hub import SavedConfig
+from vitfocus.treatments.save_load import remember_task, save
 from vitfocus.treatments.spec import split_spec
 
 

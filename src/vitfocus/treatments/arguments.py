@@ -1,4 +1,4 @@
-"""What a file may pass to a model's constructor: plain data, under names that the library's classes have.
+"""Constructor arguments that a file may set: plain data, under names that the classes of the library have.
 
 `config.json` and recipes are untrusted. Their arguments must not enable remote code, downloads or reading of files, so
 a name passes only if a class of that model has it and no loader does, and a value only if it is plain data.
@@ -22,12 +22,12 @@ from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.treatments.spec import STATE_KEY, parse_treatments
 
 #: The arguments of composed models' heads; all others are those of the backbone.
-_HEADS = {
+_HEAD_ARGUMENTS = {
     *("num_classes", "indices", "channels", "auxiliary_channels", "embed_channels", "dropout"),
     *("min_size", "max_size", "box_width", "mask_layers", "anchor_scale"),
 }
-#: Names that classes have and no file may set: where a model lies, what it is made of, and what loads something.
-_NEVER = {
+#: Names that no file may set although classes have them: locations, other models, and whatever loads something.
+_FORBIDDEN = {
     *("args", "kwargs", "cfg", "cfgs", "device", "dtype", "backbone", "hybrid_backbone", "stem_backbone", "auto_map"),
     *("weights", "weights_backbone", "encoder_name", "encoder_weights", "quantization_config"),
     *("use_pretrained_backbone", "use_timm_backbone", "backbone_kwargs"),
@@ -35,7 +35,7 @@ _NEVER = {
 #: A flash attention that is not installed is replaced by a kernel from the hub, so no file may ask for one.
 _ATTENTION = ("eager", "sdpa", "flex_attention")
 _BASE_FIELDS = frozenset({"num_labels", "id2label", "label2id", "out_features", "out_indices", "output_attentions"})
-_LONGEST, _MOST = 1000, 200_000
+_MAX_LENGTH, _MAX_VALUES = 1000, 200_000
 
 
 def file_arguments(library: str, name: str, arguments: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def file_arguments(library: str, name: str, arguments: Mapping[str, Any], where:
     """
     _require_plain(arguments, where)
     if library == "transformers" and set(arguments) == {"config_class", "config"}:
-        return dict(arguments)  # whose fields `transformers_config` sorts out
+        return dict(arguments)  # `transformers_config` checks the fields
     known = _known_names(library, name)
     if not known and not is_elsewhere(library, name):
         return dict(arguments)  # no such model: its library raises the error
@@ -58,15 +58,15 @@ def file_arguments(library: str, name: str, arguments: Mapping[str, Any], where:
         if key == "attn_implementation" and library == "transformers":
             _require_attention(value, where)
         elif library == "maskrcnn" and key.startswith(("rpn_", "box_")):
-            continue  # which the detector checks against a list of its own
-        elif key not in known or key in _NEVER:
-            close = nearest(key, sorted(known - _NEVER)) if known else "it is not built into its library."
+            continue  # the detector checks these itself
+        elif key not in known or key in _FORBIDDEN:
+            close = nearest(key, sorted(known - _FORBIDDEN)) if known else "it is not built into its library."
             raise VitfocusError(f"{where} sets {key}, which no file may set for {name}: {close}")
     return dict(arguments)
 
 
 def require_named(library: str, name: str, where: str) -> None:
-    """Refuse a base, read from a file, that is not the name of a model inside a library: no folder, no hub."""
+    """Refuse a base model, read from a file, that is a folder or on a hub and not a name in its library."""
     if is_elsewhere(library, name):
         raise VitfocusError(
             f"{where} names {name!r} as the model, and a file may only name a model that is built into {library}: "
@@ -75,7 +75,7 @@ def require_named(library: str, name: str, where: str) -> None:
 
 
 def is_elsewhere(library: str, name: str) -> bool:
-    """Whether a name stands for a folder or a place on a hub instead of a model that its library has built in.
+    """Whether a name is a folder or a place on a hub instead of a model in its library.
 
     >>> is_elsewhere("timm", "vit_tiny_patch16_224.augreg_in21k"), is_elsewhere("timm", "hf-hub:timm/resnet18.a1_in1k")
     (False, True)
@@ -89,7 +89,7 @@ def is_elsewhere(library: str, name: str) -> bool:
 
 
 def transformers_class(name: str) -> Any:
-    """A model class of transformers for pictures, by its name; a sentence for any other name."""
+    """A model class of transformers for images, by its name; raises `VitfocusError` for any other name."""
     found = _transformers_class(name)
     if found is None:
         raise VitfocusError(f"transformers has no model class {name!r} that vitfocus builds from a file.")
@@ -109,16 +109,16 @@ def transformers_config(config_class: Any, fields: Mapping[str, Any], where: str
 
 
 def checkpoint_config(name: str) -> Any:
-    """The transformers config of a checkpoint's folder or name on the hub, or a sentence on why there is none."""
+    """The transformers config of a checkpoint, given by its folder or its name on the hub."""
     transformers = import_transformers()
     try:
         local = Path(name).is_dir()
-        if local and Path(name, "adapter_config.json").exists():  # names another model, on the hub or elsewhere
+        if local and Path(name, "adapter_config.json").exists():  # it names another model, perhaps on the hub
             raise ValueError("it holds an adapter: merge it into its base model first, and save that")
         fields, _ = transformers.PretrainedConfig.get_config_dict(name, local_files_only=local)
         kind = fields.get("model_type")
         if kind not in transformers.CONFIG_MAPPING:
-            raise ValueError(f"its config.json names no model type of transformers, but {kind!r}")
+            raise ValueError(f"its config.json names {kind!r}, which is not a model type of transformers")
         return transformers_config(transformers.CONFIG_MAPPING[kind], fields, name)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
@@ -126,7 +126,7 @@ def checkpoint_config(name: str) -> Any:
 
 
 def import_transformers() -> Any:
-    """The library, or a sentence that names the extra to install."""
+    """The library; if it is not installed, an error names the extra to install."""
     try:
         import transformers
     except ImportError:
@@ -144,7 +144,7 @@ def _fields(config_class: Any, given: Mapping[str, Any], where: str) -> dict[str
     for key, value in given.items():
         if "attn_implementation" in key and not isinstance(value, bool):  # also that of a part, such as vision_config
             _require_attention(value, where)
-        if key in _NEVER - {"dtype"} or key not in known:
+        if key in _FORBIDDEN - {"dtype"} or key not in known:
             continue
         if key == "dtype" and not (isinstance(value, str) and re.fullmatch(r"b?float\d+", value)):
             continue
@@ -154,7 +154,7 @@ def _fields(config_class: Any, given: Mapping[str, Any], where: str) -> dict[str
         if inner is AutoConfig:
             kind = value.get("model_type")
             if kind not in CONFIG_MAPPING:
-                raise VitfocusError(f"{where} names no model type of transformers in {key}: {kind!r}.")
+                raise VitfocusError(f"{where} names {kind!r} in {key}, which is not a model type of transformers.")
             kept[key] = {"model_type": kind, **_fields(CONFIG_MAPPING[kind], value, where)}
         else:
             kept[key] = _fields(inner, value, where) if inner is not None else value
@@ -173,7 +173,7 @@ def _known_names(library: str, name: str) -> set[str]:
         return _module_names(models.get_model_builder(name).__module__) if name in models.list_models() else set()
     if library == "timm":
         return _timm_names(name)
-    known = _timm_names(name.rpartition(":")[2]) | _HEADS
+    known = _timm_names(name.rpartition(":")[2]) | _HEAD_ARGUMENTS
     if library == "smp":
         with contextlib.suppress(ImportError, AttributeError, KeyError):
             import segmentation_models_pytorch as decoders
@@ -249,7 +249,7 @@ def _require_attention(value: Any, where: str) -> None:
 
 
 def _require_plain(value: Any, where: str) -> None:
-    """Refuse what is not plain data, or is too much of it."""
+    """Refuse anything but plain data of limited size."""
     left, seen = [(value, 0)], 0
     while left:
         one, depth = left.pop()
@@ -262,12 +262,12 @@ def _require_plain(value: Any, where: str) -> None:
             one is None
             or isinstance(one, bool | int)
             or (isinstance(one, float) and math.isfinite(one))
-            or (isinstance(one, str) and len(one) <= _LONGEST)
+            or (isinstance(one, str) and len(one) <= _MAX_LENGTH)
         ):
             text = repr(one)
             raise VitfocusError(
                 f"{where} sets an argument to {text[:40]}{'...' if len(text) > 40 else ''}: a file may pass finite "
                 "numbers, true and false, short words, and lists and tables of these."
             )
-        if depth > 8 or seen > _MOST:
+        if depth > 8 or seen > _MAX_VALUES:
             raise VitfocusError(f"{where} holds arguments nested too deeply, or too many of them.")

@@ -1,8 +1,8 @@
 """The Attention Diversification Loss: penalise rows of an attention map that attend to the same tokens.
 
-"Robustifying Token Attention for Vision Transformers" (Guo et al., ICCV 2023), section 3.3. The attention is read at
-the moment it happens, with fused attention left on; the forward pass and its output do not change. The loss of the last
-training forward is `auxiliary_loss(model)`, to be added to the task's own.
+"Robustifying Token Attention for Vision Transformers" (Guo et al., ICCV 2023), section 3.3. The attention is captured
+during the forward pass, which may use fused attention and does not change. The loss of the last training forward is
+`auxiliary_loss(model)`, to be added to the loss of the task.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class AttentionDiversification(Treatment):
     Args:
         variant: "official" as in the released code, "paper" as in the equations.
         heads: "mean" averages the maps of the heads first, "each" treats every head's map separately.
-        threshold: τ; entries below τ/N are set to zero, and with 0 none is.
+        threshold: τ; entries below τ/N are set to zero; 0 keeps all.
         weight: λ, the factor of the loss.
         tokens: "patch" excludes prefix tokens from rows and columns.
         rows: An integer k takes a random subset of k query rows, drawn anew for every forward pass.
@@ -115,7 +115,7 @@ class RowChoice:
 
 
 class DiversityMeter(StatefulModule):
-    """Keeps the row similarity of an attention module's last training forward."""
+    """Stores the row similarity of the last training forward of an attention module."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class DiversityMeter(StatefulModule):
             return row_similarity(picked[..., first:], **form)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy or a pickle starts with nothing recorded: the loss hangs on a graph that cannot be copied."""
+        """A copy or a pickle starts without a loss, whose graph cannot be copied."""
         return {**self.__dict__, "loss": None, "expecting": False}
 
 
@@ -208,7 +208,7 @@ class ResetLosses:
         self.meters = meters
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if only_reading():  # a diagnosis between a training step's forward and its loss
+        if only_reading():  # a diagnosis between the forward pass of a training step and its loss
             return
         for meter in self.meters:
             meter.reset()
@@ -275,7 +275,7 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
     meters = [meter for meter in every if meter.loss is not None]
     if not meters:
         if unseen := [meter for meter in every if meter.expecting]:
-            raise VitfocusError(f"{unseen[0].config} saw no attention in the last forward, so it has no loss to give.")
+            raise VitfocusError(f"{unseen[0].config} saw no attention in the last forward pass, so there is no loss.")
         placed = next(model.parameters(), None)
         return torch.zeros((), device=placed.device if placed is not None else None)
     device = meters[0].loss.device  # type: ignore[union-attr]  # the first device of a model that is spread over several

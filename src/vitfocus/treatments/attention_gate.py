@@ -2,7 +2,7 @@
 
 "Gated Attention for Large Language Models" (Qiu et al., NeurIPS 2025). With the normalised input x of attention and the
 joined heads y = softmax(q kᵀ / √d) v, the projection receives y ⊙ σ(x W + b): one gate per head, or one per channel. A
-closed gate lets a head do nothing, for which it otherwise has to attend to a token that carries nothing (a sink).
+closed gate lets a head contribute nothing, for which it otherwise has to attend to a token without content (a sink).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vitfocus.treatments.surgery import handles
 #: Attention whose output has a row for each of its input's tokens.
 _KINDS = ("global", "window", "grid", "reduced")
 
-#: The bias of gates that start open: 1 - σ(10) = 5e-5 of the output is held back.
+#: The bias of gates that start open: they suppress 1 - σ(10) = 5e-5 of the output.
 _OPEN = 10.0
 
 
@@ -65,7 +65,7 @@ class OutputGating(StatefulModule):
 
     >>> gate = OutputGating(width=8, mixed=8, heads=2, config=AttentionGate(init="open"))
     >>> tokens, mixed = torch.randn(2, 5, 8), torch.randn(2, 5, 8)
-    >>> bool(torch.allclose(gate(mixed, gate.keep(tokens)), mixed, atol=1e-3))
+    >>> bool(torch.allclose(gate(mixed, gate.store(tokens)), mixed, atol=1e-3))
     True
     """
 
@@ -81,21 +81,21 @@ class OutputGating(StatefulModule):
             nn.init.trunc_normal_(self.gates.weight, std=0.02)
             nn.init.zeros_(self.gates.bias)
 
-    def keep(self, tokens: Tensor) -> Tensor:
-        """Keep attention's input (..., C), and pass it on."""
+    def store(self, tokens: Tensor) -> Tensor:
+        """Store the input of attention (..., C), and return it."""
         if isinstance(tokens, torch.fx.Proxy):
             raise VitfocusError("torch.fx cannot trace attention gates, which read another place: use torch.export.")
         self.source.tokens = tokens
         return tokens
 
     def forward(self, mixed: Tensor, tokens: Tensor | None = None) -> Tensor:
-        """The heads' outputs (..., heads * width) times their gates; `tokens` is by default what `keep` kept."""
+        """The heads' outputs (..., heads * width) times their gates; `tokens` is by default those of `store`."""
         tokens, self.source.tokens = self.source.tokens if tokens is None else tokens, None
         assert tokens is not None
-        opened, count = self.gates(tokens).sigmoid(), self.gates.out_features
+        gates, count = self.gates(tokens).sigmoid(), self.gates.out_features
         if count == self.width:
-            return mixed * opened
-        return (mixed.unflatten(-1, (count, -1)) * opened[..., None]).flatten(-2)
+            return mixed * gates
+        return (mixed.unflatten(-1, (count, -1)) * gates[..., None]).flatten(-2)
 
     def reset(self) -> None:
         """Drop the tokens of the last forward pass."""
@@ -108,8 +108,8 @@ def insert_gates(config: AttentionGate, anatomy: Anatomy, surgeon: Surgeon) -> N
     able = [block for block in surgeon.ports(anatomy.trunk, "attention.front", "attention.mid") if _fits(block)]
     if not able:
         raise VitfocusError(
-            f"{config} gates each token's attention by the token itself, and in {type(anatomy.root).__name__} the two "
-            "do not lie alike."
+            f"{config} gates the attention of each token by the token itself, and {type(anatomy.root).__name__} has "
+            "them in different layouts."
         )
     for block in choose_blocks(config.layers, able):
         front, mid = block.ports["attention.front"], block.ports["attention.mid"]
@@ -118,7 +118,7 @@ def insert_gates(config: AttentionGate, anatomy: Anatomy, surgeon: Surgeon) -> N
             raise VitfocusError(f"{config} does not know the heads of {block.name}: use per=channel.")
         gating = OutputGating(front.width, mid.width, heads or 1, config)
         surgeon.add(block, "attention.front", "attention_gate", gating)
-        surgeon.route(front, gating.keep)
+        surgeon.route(front, gating.store)
         surgeon.route(mid, gating)
 
 

@@ -1,8 +1,8 @@
-"""What a treatment is: a frozen record without logic that says what to insert and where.
+"""The base class of treatments: frozen dataclasses without logic that say what to insert and where.
 
-`Treatment` gives every record its spec, its checks and its place in the registry. What other rooms
-show of a treatment (its keywords, the columns of `vitfocus models`, its badge in reports, the operations it adds) are
-attributes of the record. The function that inserts it is declared with `surgery.handles`.
+`Treatment` gives every record its spec, its checks and its place in the registry. What other packages show of a
+treatment (its keywords, the columns of `vitfocus models`, its badge in reports, the operations it adds) are attributes
+of the class. The function that inserts it is declared with `surgery.handles`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vitfocus.anatomy import Block
 from vitfocus.core import arguments
 from vitfocus.core.errors import VitfocusError, nearest
 
-#: Every treatment by its keyword. A record class enters itself when it is defined.
+#: Every treatment by its keyword. A class registers itself when it is defined.
 TREATMENTS: dict[str, type[Treatment]] = {}
 
 Layers = str | Sequence[int]
@@ -25,7 +25,7 @@ Layers = str | Sequence[int]
 def option(default: Any, *choices: Any) -> Any:
     """A dataclass field whose value must be one of the choices, if there are any.
 
-    One that has an effect only with some values of another option is annotated with `core.only_with`.
+    An option that has an effect only with some values of another one is annotated with `core.only_with`.
     """
     return dataclasses.field(default=default, metadata={"choices": choices} if choices else {})
 
@@ -41,7 +41,7 @@ def layers_option(*names: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Treatment:
-    """Base class of the treatments' records. `str()` gives the spec that recipes and the command line read.
+    """Base class of treatments. `str()` returns the spec that recipes and the command line read.
 
     Attributes:
         name: Keyword in specs. A class without one is a base class for others and is not registered.
@@ -64,15 +64,16 @@ class Treatment:
     training_free: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
-        own = vars(cls)
-        if "name" not in own:
+        attributes = vars(cls)
+        if "name" not in attributes:
             return
         known = TREATMENTS.get(cls.name)
         if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
-            raise VitfocusError(f"There is a treatment {cls.name!r} already, {known.__qualname__}: take another name.")
-        cls.label = own.get("label", cls.name)
-        cls.about = own.get("about", (cls.__doc__ or cls.name).strip().splitlines()[0].partition(". ")[0].rstrip("."))
-        cls.columns = own.get("columns", {cls.name: cls.name})
+            raise VitfocusError(f"There is a treatment {cls.name!r} already, {known.__qualname__}: use another name.")
+        cls.label = attributes.get("label", cls.name)
+        summary = (cls.__doc__ or cls.name).strip().splitlines()[0].partition(". ")[0].rstrip(".")
+        cls.about = attributes.get("about", summary)
+        cls.columns = attributes.get("columns", {cls.name: cls.name})
         TREATMENTS[cls.name] = cls
 
     def __post_init__(self) -> None:
@@ -103,9 +104,9 @@ class Treatment:
 
     @property
     def operations_per_element(self) -> int:
-        """Elementwise operations per element that leaves an inserted module; `count_cost` adds them to the FLOPs.
+        """Elementwise operations per output element of an inserted module; `count_cost` adds them to the FLOPs.
 
-        Matrix products and convolutions are counted without being declared.
+        Matrix products and convolutions are counted automatically.
         """
         return 0
 
@@ -125,18 +126,18 @@ class Treatment:
 
 
 def all_treatments() -> list[type[Treatment]]:
-    """Every treatment's record class, in the order in which tables and reports show them."""
+    """The classes of all treatments, in the order in which tables and reports show them."""
     return sorted(TREATMENTS.values(), key=lambda kind: (kind.colour, kind.name))
 
 
 def keywords() -> dict[str, tuple[type[Treatment], Mapping[str, Any]]]:
-    """Every word that names a treatment in a spec, with the record class and the options that the word stands for."""
+    """Every keyword and alias of a treatment in specs, with its class and the options that the alias stands for."""
     names: dict[str, tuple[type[Treatment], Mapping[str, Any]]] = {kind.name: (kind, {}) for kind in all_treatments()}
     return names | {alias: (kind, preset) for kind in all_treatments() for alias, preset in kind.aliases.items()}
 
 
 def refuse_unused(config: Treatment) -> None:
-    """Refuse an option that has no effect beside the others (`only_with`). A default that is spelled out passes."""
+    """Refuse an option that has no effect with the values of the others (`only_with`); its default is accepted."""
     given = [field.name for field in dataclasses.fields(config) if getattr(config, field.name) != field.default]
     try:
         arguments.refuse_unused(given, arguments.conditions(type(config)), config)
@@ -204,7 +205,8 @@ def _check_layers(treatment: str, value: Any, names: tuple[str, ...]) -> str | t
         sets = value.replace(" ", "").split("&")
         for one in sets:
             found = _SET.fullmatch(one)
-            if found is None or not (found["list"] or (found["name"] in names and _may_count(found))):
+            allowed = ("upper",) if found is not None and found["number"] else names
+            if found is None or not (found["list"] or found["name"] in allowed):
                 hint = nearest(one, names)
                 raise VitfocusError(
                     f"{treatment} has no layers={one}: {hint} A list of block numbers such as [0,5] also works, and so "
@@ -216,10 +218,6 @@ def _check_layers(treatment: str, value: Any, names: tuple[str, ...]) -> str | t
     raise VitfocusError(
         f"{treatment} takes layers as one of {', '.join(names)} or a list of block numbers, not {value!r}."
     )
-
-
-def _may_count(found: re.Match[str]) -> bool:
-    return found["number"] is None or found["name"] == "upper"
 
 
 def _indices(text: str) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""What a model costs: parameters and multiply-adds on paper, time and memory of a step as measured.
+"""The cost of a model: parameters and multiply-adds as counted, time and memory of a step as measured.
 
 Matrix products and convolutions are counted as they are dispatched, on shapes alone: nothing is computed. What a
 treatment does element by element (`Treatment.operations_per_element`) is added as the Context Broadcasting supplement
@@ -6,8 +6,8 @@ counts it: a mean is one operation per element, and so is every multiply-add. CB
 2·N·d, its hybrid 4·N·d.
 
 `compare_steps` alternates between the models, so that a machine that slows down does so for all, and takes the fastest
-step, which other programs disturbed least. Memory is what was really allocated: by the caching allocator on CUDA, by
-the profiler on the CPU. Whatever times a step (`vitfocus bench`, reports, benchmarks) uses `seconds_per_call`.
+step, which other programs disturbed least. Memory is what was allocated, as measured by the caching allocator on CUDA
+and by the profiler on the CPU. All timings of steps (`vitfocus bench`, reports, benchmarks) use `seconds_per_call`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -83,7 +84,7 @@ def _count_elements(per_element: int, counts: list[int], module: nn.Module, args
 
 
 def count_parameters(model: nn.Module) -> int:
-    """The trained parameters, shared ones once."""
+    """The number of parameters; shared ones count once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -100,7 +101,7 @@ def compare_steps(
     warmup: int = 2,
     on_step: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
-    """Measure a step of every model on the same images, and compare it with the first model's.
+    """Measure a step of every model on the same images, and compare it with that of the first model.
 
     Args:
         models: The models by name.
@@ -153,14 +154,14 @@ def compare_steps(
             "time_ratio": min(seconds[name]) / min(seconds[first]),
             "megabytes": taken[name] / 2**20,
             "memory_ratio": taken[name] / taken[first],
-            "parameters": sum(parameter.numel() for parameter in models[name].parameters()),
+            "parameters": count_parameters(models[name]),
         }
         for name in steps
     ]
 
 
 class Step:
-    """One step of a model on some images, in training or not; `mode` and `autocast` as of `compare_steps`."""
+    """One training or inference step of a model; `mode` and `autocast` are those of `compare_steps`."""
 
     def __init__(self, model: nn.Module, images: Tensor, mode: str, autocast: torch.dtype | None = None) -> None:
         self.model, self.images, self.autocast = model, images, autocast
@@ -175,7 +176,7 @@ class Step:
             return
         self.model.train()
         outputs = list(_differentiable(self._forward()))
-        # Any smooth function of the output has a real task loss's backward; this one fits every kind of model.
+        # The backward pass costs the same for any smooth function of the output; this one fits every kind of model.
         loss = torch.stack([output.float().square().mean() for output in outputs]).sum() + auxiliary_loss(self.model)
         loss.backward()
         self.optimiser.step()
@@ -205,7 +206,7 @@ class Step:
 
 
 def _differentiable(output: Any) -> Iterator[Tensor]:
-    """Every tensor with a gradient in whatever a model returns."""
+    """Every tensor with a gradient in the output of a model."""
     if isinstance(output, Tensor):
         if output.requires_grad:
             yield output
@@ -235,7 +236,7 @@ def seconds_per_call(function: Callable[[], object], device: torch.device | str,
 def repeat_timed(
     function: Callable[[], object], device: torch.device | str, most: int, seconds: float = math.inf
 ) -> list[float]:
-    """The times of single calls after one warm-up call: at most so many, and no new one after so many seconds."""
+    """The times of up to `most` single calls after one warm-up call; none is started after `seconds`."""
     function()
     times: list[float] = []
     began = time.perf_counter()
@@ -250,12 +251,12 @@ def _synchronize(device: torch.device) -> None:
 
 
 def memory(step: Step) -> int:
-    """Bytes that a step needs: what stays between steps, and at its highest what it allocates on top of that."""
+    """Bytes that a step needs: what stays between steps, and the peak of what it allocates on top of that."""
     return step.held() + _peak(step, step.images.device)
 
 
 def _peak(step: Step, device: torch.device) -> int:
-    """Bytes that a step allocates beyond what was there before it, at its highest."""
+    """The peak of the bytes that a step allocates on top of what was allocated before."""
     if device.type == "cuda":
         _synchronize(device)
         before = torch.cuda.memory_allocated(device)
@@ -263,16 +264,12 @@ def _peak(step: Step, device: torch.device) -> int:
         step()
         _synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would tell the user about GPUs that are not there
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would warn about missing GPUs
     from torch.profiler import ProfilerActivity, profile
 
-    reset_losses(step.model)  # what is freed while it records must have come while it did
+    reset_losses(step.model)  # what is freed during the profile must have been allocated during it
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         step()
     events: Any = seen.profiler.kineto_results.events()
     changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
-    now = highest = 0
-    for _, change in changes:
-        now += change
-        highest = max(highest, now)
-    return highest
+    return max(accumulate((change for _, change in changes), initial=0))

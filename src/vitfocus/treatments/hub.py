@@ -1,4 +1,4 @@
-"""Both ways with the hubs: saved folders that timm and transformers open, checkpoints of theirs, and the model card.
+"""Exchange with timm and transformers: saved folders that they open, their checkpoints, and the model card.
 
 A treated model needs this package, so its folder names `NEEDS_VITFOCUS` where timm looks for an architecture and
 transformers for a model type: without `import vitfocus` both refuse it by that name, and with it (`core/registry.py`
@@ -16,14 +16,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypedDict
 
+import msgspec
 from torch import nn
 
 from vitfocus.anatomy.registry import InputSpec
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.metrics import METRICS
-from vitfocus.core.records import read_json, write_json
+from vitfocus.core.records import Count, read_json, write_json
 from vitfocus.core.registry import NEEDS_VITFOCUS, nested_configs
 from vitfocus.treatments.arguments import file_arguments, require_named, transformers_config
 from vitfocus.treatments.base import Treatment
@@ -37,11 +38,47 @@ _PIPELINES = {
     "detect": "object-detection",
     "answer": "visual-question-answering",
 }
-#: What `vitfocus.save` writes to config.json and no library reads.
-_OURS = (
-    *("format", "library", "base", "arguments", "treatments", "only", "sha256", "vitfocus", "spec", "inserted"),
-    *("buffers", "preprocessing", "task"),
-)
+#: Fields of timm's `pretrained_cfg` that say where weights are.
+_WEIGHT_LOCATIONS = {"url", "file", "state_dict", "hf_hub_id", "hf_hub_filename", "source", "custom_load"}
+
+
+class TaskCard(TypedDict, total=False):
+    """What a model was trained for: the name of the task, and what its evaluation needs to know."""
+
+    task: str
+    classes: list[str]
+    source: str
+    size: Count
+    test: dict[str, Any]
+    category_ids: list[Count]
+
+
+class PixelSettings(msgspec.Struct, omit_defaults=True):
+    """How the images of a saved model are resized and normalised."""
+
+    mean: list[float]
+    std: list[float]
+    size: tuple[Count, Count] | None = None
+    interpolation: str | None = None
+    crop_pct: float | None = None
+
+
+class SavedConfig(msgspec.Struct, omit_defaults=True):
+    """config.json: how to build the model again, what was inserted, and the digest of the weights beside it."""
+
+    format: int
+    library: str
+    base: str
+    arguments: dict[str, Any]
+    treatments: list[str]
+    only: Literal["all", "treatments"]
+    sha256: str
+    vitfocus: str = ""
+    spec: str = ""
+    inserted: list[str] = []
+    buffers: dict[str, str] = {}
+    preprocessing: PixelSettings | None = None
+    task: TaskCard = {}
 
 
 class ScoresLike(Protocol):
@@ -69,7 +106,7 @@ def timm_fields(
     """What timm, and transformers for a timm model, read in config.json."""
     ours = any(cls.__module__.startswith("vitfocus.") for cls in type(model).__mro__)
     known: dict[str, Any] = dict(getattr(model, "pretrained_cfg", None) or {})
-    absent = ("url", "file", "state_dict", "hf_hub_id", "hf_hub_filename", "source", "custom_load", "num_classes")
+    absent = {*_WEIGHT_LOCATIONS, "num_classes"}
     count = getattr(model, "num_classes", known.get("num_classes", 1000))
     known |= {"input_size": [len(images.mean), *images.size], "mean": list(images.mean), "std": list(images.std)}
     needs = bool(treatments) or ours
@@ -85,7 +122,8 @@ def timm_fields(
 
 def transformers_fields(model: Any, treatments: Sequence[Treatment]) -> dict[str, Any]:
     """What transformers reads in config.json: the fields of the model's config, and the treatments."""
-    known = {key: value for key, value in model.config.to_dict().items() if key not in (*_OURS, "auto_map")}
+    ours = {*SavedConfig.__struct_fields__, "auto_map"}
+    known = {key: value for key, value in model.config.to_dict().items() if key not in ours}
     known |= {"architectures": [type(model).__name__]}
     if not treatments:
         return known
@@ -130,8 +168,7 @@ def build_timm_checkpoint(
     require_named("timm", str(name), where)
     safe = file_arguments("timm", str(name), given or {}, where)
     place = {key: found[key] for key in ("source", "file" if found["source"] == "local-dir" else "hf_hub_id")}
-    absent = {"url", "file", "state_dict", "hf_hub_id", "hf_hub_filename", "source", "custom_load"}
-    kept = {field.name for field in fields(PretrainedCfg)} - absent
+    kept = {field.name for field in fields(PretrainedCfg)} - _WEIGHT_LOCATIONS
     config = {key: value for key, value in found.items() if key in kept} | place
     model = timm.create_model(name, pretrained=False, pretrained_cfg=config, **{**safe, **arguments})
     if pretrained:
@@ -140,7 +177,7 @@ def build_timm_checkpoint(
 
 
 def _load_timm(model: Any, config: dict[str, Any], where: str) -> None:
-    """Load weights as timm does, which adapts them to other classes and sizes, behind the treatments they record."""
+    """Insert the treatments that the weights record, and load these as timm does, for other classes and sizes too."""
     from timm.models import _hub as hub
     from timm.models._builder import load_pretrained
 
@@ -181,24 +218,23 @@ def build_treated(
     return FeatureGetterNet(model, **out) if features_only else model
 
 
-#: What timm.create_model passes to every constructor beside the model's own arguments.
+#: What timm.create_model passes to every constructor in addition to the arguments of the model.
 _TIMM_KEYS = ("pretrained_cfg_overlay", "pretrained_model_args", "cache_dir", "pretrained_strict")
 
 
 def treat_built(model: Any) -> None:
     """What a transformers model calls when it is built: insert the treatments that its config names."""
     config = model.config
-    if {"vitfocus", "sha256"} <= set(config.__dict__):  # the folder's, which must not be saved with another
-        for key in _OURS:
+    if {"vitfocus", "sha256"} <= set(config.__dict__):  # they describe the folder and must not be saved to another
+        for key in SavedConfig.__struct_fields__:
             config.__dict__.pop(key, None)
     text = next((text for one in nested_configs(config) if isinstance(text := one.__dict__.get(STATE_KEY), str)), "")
     if text and not applied(model):
         try:
             insert_all(model, parse_treatments(text))
         except VitfocusError:
-            if type(model).__name__ not in (config.architectures or ()):  # a part, whose whole has the transformer
-                return
-            raise
+            if type(model).__name__ in (config.architectures or ()):
+                raise  # otherwise it is a part of the model that has the transformer
 
 
 def treated_config(content: dict[str, Any], **options: Any) -> Any:
@@ -207,13 +243,13 @@ def treated_config(content: dict[str, Any], **options: Any) -> Any:
 
     kind = str(content.get(f"{STATE_KEY}_in"))
     if kind not in CONFIG_MAPPING or kind == NEEDS_VITFOCUS:
-        raise VitfocusError(f"config.json names no model type of transformers, but {kind!r}.")
+        raise VitfocusError(f"config.json names {kind!r}, which is not a model type of transformers.")
     found = transformers_config(CONFIG_MAPPING[kind], content, "config.json")
     return type(found).from_dict(found.to_dict(), **options)
 
 
-def treatments_left_out(model: nn.Module) -> str:
-    """The specs of the treatments that act in a model outside training."""
+def inference_treatments(model: nn.Module) -> str:
+    """The specs of the treatments that change what a model computes, which the diversification loss does not."""
     return "+".join(str(surgeon.treatment) for surgeon in surgeons(model) if surgeon.treatment.name != "adl")
 
 
@@ -222,25 +258,25 @@ def check_adapter(model: nn.Module, folder: str | Path) -> None:
     from huggingface_hub import try_to_load_from_cache
 
     name, file = "adapter_config.json", Path(folder) / "adapter_config.json"
-    with contextlib.suppress(ValueError):  # no name of a repository
+    with contextlib.suppress(ValueError):  # not a name of a repository
         cached = None if file.is_file() else try_to_load_from_cache(str(folder), name)
         file = Path(cached) if isinstance(cached, str) else file
     if not file.is_file():
         return
-    wanted, own = str(read_json(file, dict[str, Any]).get(STATE_KEY, "")), treatments_left_out(model)
-    if sorted(map(str, parse_treatments(wanted))) != sorted(map(str, parse_treatments(own))):
+    wanted, present = str(read_json(file, dict[str, Any]).get(STATE_KEY, "")), inference_treatments(model)
+    if sorted(map(str, parse_treatments(wanted))) != sorted(map(str, parse_treatments(present))):
         raise VitfocusError(
             f"The adapter in {folder} was trained on a model with {wanted or 'no treatment'}, and this one has "
-            f"{own or 'none'}: {f'use vf.treat_(base, {wanted!r}) first' if wanted else 'untreat it first'}."
+            f"{present or 'none'}: {f'use vf.treat_(base, {wanted!r}) first' if wanted else 'untreat it first'}."
         )
 
 
 def describe_adapter(model: nn.Module, folder: str | Path) -> None:
     """Add the treatments of the base to each adapter_config.json that peft wrote, at most one folder down."""
-    if own := treatments_left_out(model):
+    if treatments := inference_treatments(model):
         for file in (Path(folder) / "adapter_config.json", *Path(folder).glob("*/adapter_config.json")):
             if file.is_file():
-                write_json(file, {**read_json(file, dict[str, Any]), STATE_KEY: own})
+                write_json(file, {**read_json(file, dict[str, Any]), STATE_KEY: treatments})
 
 
 def model_card(
@@ -330,11 +366,11 @@ def _table(scores: ScoresLike) -> str:
 
 
 def fingerprint_digest(fingerprint: Mapping[str, Any]) -> str:
-    """Sixteen digits that are equal for equal fingerprints."""
+    """Sixteen hexadecimal digits of the SHA-256 of a fingerprint."""
     text = json.dumps(fingerprint, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _plain(value: Any) -> str:
-    """Text from a file as code in Markdown, on one line and without its own marks."""
+    """Text from a file as inline code in Markdown: one line without backticks."""
     return f"`{' '.join(str(value).replace('`', '').split())[:200]}`"

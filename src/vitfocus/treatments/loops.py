@@ -1,4 +1,4 @@
-"""Treatments in other people's training loops: a mixin for Hugging Face's Trainer and a callback for Lightning.
+"""Treatments in other training loops: a mixin for the Trainer of Hugging Face and a callback for Lightning.
 
 Both add the auxiliary loss of the model (`vitfocus.auxiliary_loss`) to the loss of the loop in training, log it, and at
 each evaluation log readings of the attention, averaged over the layers. Lightning is imported when the callback is
@@ -157,7 +157,7 @@ def _lightning_callback() -> type:
                 pl_module.__dict__["training_step"] = _with_loss(pl_module)
 
         def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-            """Give the module its own training step back."""
+            """Restore the training step of the module."""
             pl_module.__dict__.pop("training_step", None)
 
         def on_validation_batch_start(

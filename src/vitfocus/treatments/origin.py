@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,25 +45,31 @@ class Origin:
         for key in ("depth", "num_layers", "num_hidden_layers"):
             if isinstance(count := self.arguments.get(key), int) and count < 1:
                 raise VitfocusError(f"{full_name(self)} needs {key} of at least 1, not {count!r}.")
-        builders = {"timm": _build_timm, "torchvision": _build_torchvision, "transformers": _build_transformers}
-        build: Callable[[str, bool, dict[str, Any]], nn.Module]
-        if self.library in COMPOSED_MODELS:
-            build = COMPOSED_MODELS[self.library]
-        elif self.library in builders:
-            build = builders[self.library]
-        else:
-            raise VitfocusError(
-                f"There is no library {self.library!r}: {nearest(self.library, [*builders, *COMPOSED_MODELS])}"
-            )
-        try:
+        builders: dict[str, Callable[[str, bool, dict[str, Any]], nn.Module]] = {
+            "timm": _build_timm,
+            "torchvision": _build_torchvision,
+            "transformers": _build_transformers,
+            **COMPOSED_MODELS,
+        }
+        if self.library not in builders:
+            raise VitfocusError(f"There is no library {self.library!r}: {nearest(self.library, builders)}")
+        build = builders[self.library]
+        with library_errors(f"{full_name(self)} cannot be built with {self.arguments}"):
             model = build(self.name, pretrained, dict(self.arguments))
-        except (VitfocusError, OSError, ImportError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:  # whatever the library raises for unexpected arguments
-            raise VitfocusError(f"{full_name(self)} cannot be built with {self.arguments}: {reason(error)}.") from None
-        # The config of a transformers model is enough; the folder it came from may be gone by the time of loading.
+        # The config of a transformers model is enough, and the folder it came from may be deleted later.
         remember(model, self if self.library != "transformers" else _guess_transformers(model)[0])
         return model
+
+
+@contextlib.contextmanager
+def library_errors(problem: str) -> Iterator[None]:
+    """Within the context, whatever a library raises for unexpected arguments becomes one sentence on the problem."""
+    try:
+        yield
+    except (VitfocusError, OSError, ImportError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise VitfocusError(f"{problem}: {reason(error)}.") from None
 
 
 def remember(model: nn.Module, origin: Origin) -> None:
@@ -80,11 +86,11 @@ def origin_of(model: nn.Module) -> Origin:
         )
     known, library = model.__dict__.get(_KEY), _library_of(model)
     composed = known is not None and known.library in COMPOSED_MODELS
-    if known is not None and (composed or library != "transformers") and _builds_the_same(known, model):
+    if known is not None and (composed or library != "transformers") and _builds_same_model(known, model):
         return known
     guesses = {"timm": _guess_timm, "torchvision": _guess_torchvision, "transformers": _guess_transformers}
     for origin in guesses[library](model, known) if library in guesses else ():
-        if _builds_the_same(origin, model):
+        if _builds_same_model(origin, model):
             remember(model, origin)
             return origin
     origin_library = type(model).__module__.partition(".")[0]
@@ -103,7 +109,7 @@ def require_same_shapes(origin: Origin, shapes: Mapping[str, torch.Size], *, som
     """Refuse an origin that cannot be built or has weights of other names or shapes; with `some`, it may have more."""
     with torch.random.fork_rng(devices=[]):
         # Not every model can be built on the meta device.
-        built = (_without_memory(origin) or origin.build()).state_dict()
+        built = (_build_on_meta(origin) or origin.build()).state_dict()
     names = shapes if some else {**shapes, **built}
     if wrong := [name for name in names if name not in built or shapes.get(name) != built[name].shape]:
         raise VitfocusError(
@@ -132,7 +138,7 @@ def full_name(origin: Origin) -> str:
 def _library_of(model: nn.Module) -> str:
     for cls in type(model).__mro__:
         library = cls.__module__.partition(".")[0]
-        if library in ("timm", "torchvision", "transformers"):
+        if library in _LIBRARIES:
             return library
         if library == "vitfocus":
             return "timm"
@@ -229,13 +235,13 @@ def _guess_timm(model: Any, known: Origin | None = None) -> list[Origin]:
     arguments: dict[str, Any] = dict(known.arguments) if known is not None else {}
     if hasattr(model, "num_classes"):
         arguments["num_classes"] = model.num_classes
-    plain = _without_memory(Origin("timm", name, arguments))
+    plain = _build_on_meta(Origin("timm", name, arguments))
     if plain is None:
         return []
-    ours, theirs = _telling(model), _telling(plain)
+    ours, theirs = _constructor_facts(model), _constructor_facts(plain)
     more = {key: value for key, value in ours.items() if key in theirs and theirs[key] != value}
-    # A window is no larger than its grid, so its size may follow from the image size instead of an argument. Not every
-    # class takes each of the rare arguments, and some of them follow from the others.
+    # A window is never larger than the grid, so its size may follow from the image size instead of an argument. Not
+    # every class takes each of the rare arguments, and some of them follow from others.
     taken = inspect.signature(type(model)).parameters
     rare = [key for key in more if key in _RARE]
     strange = [key for key in more if key not in taken]
@@ -259,8 +265,8 @@ def _guess_timm(model: Any, known: Origin | None = None) -> list[Origin]:
 _RARE = ("num_heads", "embed_dims", "mlp_ratio", "init_values", "qk_norm", "strict_img_size", "dynamic_mask")
 
 
-def _telling(model: Any) -> dict[str, Any]:
-    """The usual constructor arguments, as far as a timm model's attributes show them."""
+def _constructor_facts(model: Any) -> dict[str, Any]:
+    """The usual constructor arguments of a timm model, as far as its attributes show them."""
     facts: dict[str, Any] = {
         key: getattr(model, key)
         for key in ("embed_dim", "global_pool", "dynamic_img_size", "masked_blocks")
@@ -297,12 +303,12 @@ def _telling(model: Any) -> dict[str, Any]:
 
 
 def _depths(model: Any) -> tuple[int, ...]:
-    """How many blocks the model itself counts in each stage: one of DaVit or MaxViT may hold two attentions or none."""
+    """The blocks of each stage as the model counts them: one of DaVit or MaxViT may have two attentions or none."""
     stages = getattr(model, "stages", ())
     return tuple(len(stage.blocks) for stage in stages) if all(hasattr(stage, "blocks") for stage in stages) else ()
 
 
-def _without_memory(origin: Origin) -> nn.Module | None:
+def _build_on_meta(origin: Origin) -> nn.Module | None:
     with warnings.catch_warnings(), torch.device("meta"):
         warnings.simplefilter("ignore")
         try:
@@ -311,27 +317,23 @@ def _without_memory(origin: Origin) -> nn.Module | None:
             return None
 
 
-def _builds_the_same(origin: Origin, model: nn.Module) -> bool:
-    copy = _without_memory(origin)
+def _builds_same_model(origin: Origin, model: nn.Module) -> bool:
+    copy = _build_on_meta(origin)
     return copy is not None and _structure(copy) == _structure(model)
 
 
-def _structure(model: nn.Module) -> dict[str, Any]:
-    """Everything that shapes the outputs in eval mode: tensors' shapes and the modules' own numbers and switches.
+_WITHOUT_EFFECT = ("training", "p", "grad_checkpointing", "fused_attn", "inplace", "name_or_path")
 
-    Dropout and stochastic depth do not, and are left out.
+
+def _structure(model: nn.Module) -> dict[str, Any]:
+    """Everything that affects outputs in eval mode: the shapes of tensors, and plain attributes of modules.
+
+    Dropout and stochastic depth have no effect there and are left out.
     """
     facts: dict[str, Any] = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     for name, module in model.named_modules():
         for key, value in vars(module).items():
-            if key.startswith("_") or key in (
-                "training",
-                "p",
-                "grad_checkpointing",
-                "fused_attn",
-                "inplace",
-                "name_or_path",
-            ):
+            if key.startswith("_") or key in _WITHOUT_EFFECT:
                 continue
             if "drop" not in f"{name}:{key}" and isinstance(value, bool | int | float | str | tuple | list):
                 # A config that was written down has lists where it had tuples.
@@ -339,7 +341,7 @@ def _structure(model: nn.Module) -> dict[str, Any]:
     return facts
 
 
-def warn_of_left_out_pixels(model: nn.Module) -> None:
+def warn_about_ignored_pixels(model: nn.Module) -> None:
     """Warn if the patches of a model do not cover its image."""
     config: Any = getattr(model, "config", None)
     stem: Any = next((part for part in model.modules() if isinstance(getattr(part, "proj", None), nn.Conv2d)), model)

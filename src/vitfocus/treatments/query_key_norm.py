@@ -69,16 +69,15 @@ def insert_norms(config: QueryKeyNorm, anatomy: Anatomy, surgeon: Surgeon) -> No
     able = [block for block in anatomy.trunk if block.query_key is not None and block.mixes_tokens_by_attention]
     if not able:
         raise VitfocusError(
-            f"{config} needs queries and keys that leave a module of their own, and the attention of "
-            f"{type(anatomy.root).__name__} has no such place."
+            f"{config} needs modules that return queries and keys, and the attention of {type(anatomy.root).__name__} "
+            "has none."
         )
     for block in choose_blocks(config.layers, able):
         assert block.query_key is not None
         for name, port in zip(("query_norm", "key_norm"), block.query_key, strict=True):
             if not isinstance(port.module, nn.Identity | nn.Linear):
                 raise VitfocusError(f"{block.name} normalises its queries and keys already, so {config} adds nothing.")
-            folded = isinstance(port.module, nn.Linear)
-            heads = block.heads if folded else 1
+            heads = block.heads if isinstance(port.module, nn.Linear) else 1
             if not heads or port.width % heads or not port.width:
                 raise VitfocusError(f"{config} does not know the heads of {block.name}.")
             norm = HeadNorm(port.width // heads)

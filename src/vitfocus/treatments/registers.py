@@ -4,10 +4,10 @@
 few patch tokens of high norm. The registers start as in timm and DINOv2 (normal, σ = 1e-6), attend and are attended to
 like every token, and are left out of grids, pooling and outputs.
 
-Added tokens, these and those of other treatments, join behind the prefix tokens at the input of a block and leave again
-at its output, from where they are handed to the next block. So whatever lies between or behind the blocks (intermediate
-features, pooling, heads) does not see them, in any family, and what acts inside a block counts them among the prefix
-tokens (`Block.prefix_tokens`).
+Added tokens, of this and other treatments, are inserted after the prefix tokens at the input of a block and removed at
+its output, from where they are passed to the next block. So in every family, whatever is between or after the blocks
+(intermediate features, pooling, heads) does not see them, and modules inside a block count them among the prefix tokens
+(`Block.prefix_tokens`).
 """
 
 from __future__ import annotations
@@ -88,11 +88,10 @@ class JoinTokens:
         handed_on = isinstance(self.source, TokenSlot)
         added = self.source.tokens if isinstance(self.source, TokenSlot) else self.source(tokens)
         if added is None:
-            raise VitfocusError("A block that has added tokens was run without the block before it.")
+            raise VitfocusError("A block with added tokens was run without the previous block.")
         if handed_on and grad_is_recomputed() and tokens.requires_grad and not added.requires_grad:
             raise VitfocusError(
-                "Reentrant gradient checkpointing cuts the added tokens off from their gradient: use "
-                "use_reentrant=False."
+                "Reentrant gradient checkpointing gives the added tokens no gradient: use use_reentrant=False."
             )
         return torch.cat((tokens[:, : self.first], added.to(tokens.dtype), tokens[:, self.first :]), dim=1)
 
@@ -113,17 +112,17 @@ class SplitTokens:
 
 @dataclass(eq=False)
 class CountTokens:
-    """Tell a block, and the modules in it that count prefix tokens, of more or fewer of them."""
+    """Adds to the number of prefix tokens that a block, and modules in it, have stored."""
 
     host: nn.Module
     count: int
 
     def apply(self) -> None:
-        """Count them."""
+        """Add them."""
         self._change(self.count)
 
     def revert(self) -> None:
-        """Count them no more."""
+        """Subtract them."""
         self._change(-self.count)
 
     def _change(self, more: int) -> None:
@@ -135,7 +134,7 @@ class CountTokens:
 
 
 def add_tokens(module: AddedTokens, name: str, anatomy: Anatomy, surgeon: Surgeon) -> None:
-    """Let the tokens that a module gives pass through every block beside the others.
+    """Let the tokens that a module returns pass through every block with the others.
 
     Raises:
         VitfocusError: If something in the blocks depends on the number of tokens.
@@ -183,5 +182,5 @@ def insert_registers(config: Registers, anatomy: Anatomy, surgeon: Surgeon) -> N
     """Add the tokens to every block."""
     first = anatomy.trunk[0]
     if first.registers:
-        raise VitfocusError(f"{type(anatomy.root).__name__} has {first.registers} registers of its own already.")
+        raise VitfocusError(f"{type(anatomy.root).__name__} has {first.registers} registers already.")
     add_tokens(RegisterTokens(config.count, first.width), "registers", anatomy, surgeon)

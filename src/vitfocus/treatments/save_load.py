@@ -8,7 +8,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any
 
 import msgspec
 import torch
@@ -19,15 +19,18 @@ from torch import nn
 from vitfocus.anatomy import input_spec, remember_normalising, unwrap
 from vitfocus.core import __version__
 from vitfocus.core.arguments import checked, require_values
-from vitfocus.core.errors import VitfocusError, nearest, reason
+from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.files import atomic_path, digest, write_text
 from vitfocus.core.modules import inserted, mark_inserted, separate_tensors
-from vitfocus.core.records import Count, convert, read_json, write_json
+from vitfocus.core.records import convert, read_json, write_json
 from vitfocus.data.vqa.dataset import FILE as TOKENIZER_FILE
 from vitfocus.data.vqa.dataset import QuestionTokenizer, attach_tokenizer, tokenizer_of
 from vitfocus.treatments.arguments import file_arguments, is_elsewhere, require_named
 from vitfocus.treatments.hub import (
+    PixelSettings,
+    SavedConfig,
     ScoresLike,
+    TaskCard,
     build_timm_folder,
     hub_name,
     image_processor,
@@ -38,59 +41,21 @@ from vitfocus.treatments.hub import (
 from vitfocus.treatments.origin import (
     Origin,
     full_name,
+    library_errors,
     origin_of,
     remember,
     require_same_shapes,
     split_library,
-    warn_of_left_out_pixels,
+    warn_about_ignored_pixels,
 )
 from vitfocus.treatments.spec import is_record, parse_treatments, recorded_treatments, split_spec, write_spec
 from vitfocus.treatments.surgery import added_names, applied, insert_all, treat_, untreat_, untreated
-from vitfocus.treatments.weights import copy_into, full_state, load_weights, read_weights, require
+from vitfocus.treatments.weights import copy_into, full_state, load_weights, read_weights, require_names
 
 _FORMAT = 1
 _TASK = "_vitfocus_task"
 _WEIGHTS = {"all": "model.safetensors", "treatments": "treatments.safetensors"}
 _PRECISIONS = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float16, torch.bfloat16, torch.float64)}
-
-
-class TaskCard(TypedDict, total=False):
-    """What a model was trained for: the name of the task, and what its evaluation needs to know."""
-
-    task: str
-    classes: list[str]
-    source: str
-    size: Count
-    test: dict[str, Any]
-    category_ids: list[Count]
-
-
-class PixelSettings(msgspec.Struct, omit_defaults=True):
-    """How the images of a saved model are resized and normalised."""
-
-    mean: list[float]
-    std: list[float]
-    size: tuple[Count, Count] | None = None
-    interpolation: str | None = None
-    crop_pct: float | None = None
-
-
-class SavedConfig(msgspec.Struct, omit_defaults=True):
-    """config.json: how to build the model again, what was inserted, and the digest of the weights beside it."""
-
-    format: int
-    library: str
-    base: str
-    arguments: dict[str, Any]
-    treatments: list[str]
-    only: Literal["all", "treatments"]
-    sha256: str
-    vitfocus: str = ""
-    spec: str = ""
-    inserted: list[str] = []
-    buffers: dict[str, str] = {}
-    preprocessing: PixelSettings | None = None
-    task: TaskCard = {}
 
 
 @checked
@@ -122,7 +87,7 @@ def create_model(spec: str, pretrained: bool = False, **arguments: Any) -> nn.Mo
     model = Origin(library, name, arguments).build(pretrained)
     if library == "transformers" and Path(name).is_dir():
         _attach_tokenizer(model, Path(name))
-    warn_of_left_out_pixels(model)
+    warn_about_ignored_pixels(model)
     return treat_(model, *treatments) if treatments else model
 
 
@@ -198,7 +163,7 @@ def save(
         vitfocus=__version__,
         library=origin.library,
         base=origin.name,
-        arguments=msgspec.to_builtins(origin.arguments, str_keys=True, enc_hook=_plain),
+        arguments=msgspec.to_builtins(origin.arguments, str_keys=True, enc_hook=_to_builtin),
         treatments=[str(treatment) for treatment in treatments],
         inserted=list(inserted(model)),
         spec=write_spec(full_name(origin), treatments),
@@ -253,7 +218,7 @@ def load(folder: str | Path, *, onto: nn.Module | None = None, pretrained: bool 
         ['cb']
     """
     # A path is never a name on the hub, although a folder may be called "hf-hub:...".
-    folder = _fetch(name) if isinstance(folder, str) and (name := hub_name(folder)) else Path(folder)
+    folder = _download(name) if isinstance(folder, str) and (name := hub_name(folder)) else Path(folder)
     config = _read_config(folder)
     tensors = read_weights(folder / _WEIGHTS[config.only], config.sha256)
     if config.only == "treatments" and onto is None and not pretrained:
@@ -277,7 +242,7 @@ def load(folder: str | Path, *, onto: nn.Module | None = None, pretrained: bool 
     try:
         wanted = added_names(model) if config.only == "treatments" else set(model.state_dict())
         missing = {name for name in wanted - set(tensors) if not is_record(name)}  # older folders have no record
-        require(str(folder), missing, set(tensors) - wanted)
+        require_names(str(folder), missing, set(tensors) - wanted)
         recorded = recorded_treatments(tensors, str(folder))
         if recorded and sorted(map(str, recorded)) != sorted(map(str, treatments)):
             raise VitfocusError(
@@ -359,7 +324,7 @@ def open_model(name: str, weights: str | Path | None = None, treat: str | None =
     """
     if treat is not None and not parse_treatments(treat):
         raise VitfocusError(f"treat={treat!r} names no treatment: write one, such as cb, or leave it out.")
-    folder = _fetch(hub_name(name) or "") if is_pushed(name) else Path(name)
+    folder = _download(hub_name(name) or "") if is_pushed(name) else Path(name)
     if folder.is_dir():
         if not (folder / "config.json").is_file() and (folder / "model" / "config.json").is_file():
             folder = folder / "model"  # a run's folder
@@ -372,12 +337,8 @@ def open_model(name: str, weights: str | Path | None = None, treat: str | None =
             model = Origin("transformers", str(folder), arguments).build(pretrained=True)
             _attach_tokenizer(model, folder)
         elif "architecture" in config:
-            try:
+            with library_errors(f"timm cannot build the model in {folder}"):
                 model = build_timm_folder(folder, arguments)
-            except (VitfocusError, OSError, ImportError):
-                raise
-            except Exception as error:
-                raise VitfocusError(f"timm cannot build the model in {folder}: {reason(error)}.") from None
         else:
             raise VitfocusError(f"{folder / 'config.json'} is not a configuration of vitfocus, transformers or timm.")
     else:
@@ -436,7 +397,7 @@ def _attach_tokenizer(model: nn.Module, folder: Path) -> None:
         attach_tokenizer(model, tokenizer)
 
 
-def _fetch(name: str) -> Path:
+def _download(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     return Path(snapshot_download(name))
@@ -492,5 +453,5 @@ def _arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     return {key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()}
 
 
-def _plain(value: Any) -> Any:
+def _to_builtin(value: Any) -> Any:
     return list(value) if isinstance(value, tuple | set) else str(value)

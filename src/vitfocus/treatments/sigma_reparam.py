@@ -2,8 +2,8 @@
 
 "Stabilizing Transformer Training by Preventing Attention Entropy Collapse" (Zhai et al., ICML 2023). The linear layers
 of a block compute with Ŵ = (γ / σ(W)) W. σ(W), the greatest singular value, is estimated by one step of power iteration
-per training forward: u = Wv / |Wv|, v = Wᵀu / |Wᵀu|, σ = uᵀWv, whose gradient flows through W. The weights stay where
-and as they are; what the layer reads as its weight is computed from them.
+per training forward: u = Wv / |Wv|, v = Wᵀu / |Wᵀu|, σ = uᵀWv, whose gradient flows through W. The stored weights keep
+their names and values; the attribute that the layer reads is computed from them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vitfocus.treatments.base import Layers, Treatment, choose_blocks, layers_op
 from vitfocus.treatments.operations import AddHook, Surgeon, grad_is_recomputed
 from vitfocus.treatments.surgery import handles
 
-#: Steps of power iteration that an estimate starts with, as in torch's spectral norm.
+#: Initial steps of power iteration, as in the spectral norm of torch.
 _FIRST_STEPS = 15
 _SCALE = "_vitfocus_spectral_scale"
 
@@ -88,8 +88,8 @@ class SpectralScale(nn.Module):
 
     @torch.no_grad()
     def start(self, weight: Tensor) -> None:
-        """Estimate σ anew, and set γ."""
-        random = torch.Generator().manual_seed(0)  # any direction will do: the global random state is left alone
+        """Estimate σ from a random vector, and set γ."""
+        random = torch.Generator().manual_seed(0)  # the global random state must not change
         self.right.copy_(torch.randn(len(self.right), generator=random, device="cpu"))
         for _ in range(_FIRST_STEPS):
             self.step(weight)
@@ -108,7 +108,7 @@ class SpectralScale(nn.Module):
 
 
 class SpectralLinear(nn.Linear):
-    """The class that a linear layer is given: its weight is read scaled, and stored as it was."""
+    """The new class of a linear layer: its stored weight is unchanged, and it reads the scaled one."""
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
@@ -134,7 +134,7 @@ class SpectralMultihead(nn.MultiheadAttention):
         return _scaled(self)
 
 
-#: The class that each layer is given.
+#: The new class of each layer.
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: SpectralLinear,
     NonDynamicallyQuantizableLinear: SpectralOutput,
@@ -163,12 +163,12 @@ class Rescale:
     original: type[nn.Module]
 
     def apply(self) -> None:
-        """Give the layer its new class."""
+        """Change the class of the layer."""
         self.module.__dict__[_SCALE] = self.scale
         self.module.__class__ = _CLASSES[self.original]
 
     def revert(self) -> None:
-        """Give it back its own."""
+        """Restore its class."""
         self.module.__class__ = self.original
         del self.module.__dict__[_SCALE]
 
@@ -186,7 +186,7 @@ class PowerStep:
 
 
 class RestartAfterPlain:
-    """Hooks of loading a state dict: with weights of a plain checkpoint, the scales start anew."""
+    """Hooks of loading a state dict: after a plain checkpoint, the scales are initialised again."""
 
     def __init__(self, rescaled: list[Rescale]) -> None:
         self.rescaled, self.plain = rescaled, False
@@ -196,7 +196,7 @@ class RestartAfterPlain:
         self.plain = not any(name.startswith(prefix) for name in state)
 
     def after(self, module: nn.Module, incompatible: Any) -> None:
-        """Start anew; the block's own weights were loaded before, because what is added to a block comes last in it."""
+        """Initialise the scales; the weights of the block were loaded before, since added modules are its last ones."""
         for one in self.rescaled if self.plain else ():
             one.scale.start(stored_weight(one.module))
 
@@ -225,20 +225,20 @@ def insert_scales(config: SigmaReparam, anatomy: Anatomy, surgeon: Surgeon) -> N
 
 
 def _linear_layers(block: Block, site: str) -> Iterator[tuple[str, nn.Module]]:
-    """The layers of a block's attention and MLP that have a matrix, by name; not those of other treatments."""
+    """The layers of the attention and MLP of a block that have a matrix, by name, without those of treatments."""
     names = {id(module): name for name, module in block.host.named_modules()}
     parts: list[nn.Module | None] = []
     for half, part in (("attention", block.attention), ("mlp", block.mlp)):
         if site in ("both", half):
             parts += [part, *(port.module for place, port in block.ports.items() if place.startswith(f"{half}."))]
     for part in parts:
-        for module in _own_modules(part) if part is not None else ():
+        for module in _untreated_modules(part) if part is not None else ():
             if type(module) in _CLASSES and stored_weight(module) is not None:
                 yield names[id(module)], module
 
 
-def _own_modules(module: nn.Module) -> Iterator[nn.Module]:
+def _untreated_modules(module: nn.Module) -> Iterator[nn.Module]:
     yield module
     for child in module.children():
         if not type(child).__module__.startswith("vitfocus.treatments."):
-            yield from _own_modules(child)
+            yield from _untreated_modules(child)

@@ -2,7 +2,7 @@
 
 Grammar: parts joined by "+"; a part is a name, optionally followed by options in parentheses; an option is key=value;
 a value is a word, a number, None, or a list of numbers or of such lists in square brackets; sets of layers may be
-joined by "&" ("upper&inner"). `cbs` is short for cb(variant=scaled).
+joined by "&" ("upper&inner"). `cbs` is an alias of cb(variant=scaled).
 
 A treated model holds the specs of its treatments in one uint8 buffer. Because of it a plain model refuses a treated
 checkpoint, even one whose treatments have no parameters, and a checkpoint alone is enough to restore them. It is a
@@ -28,7 +28,7 @@ _PART = re.compile(r"(?P<name>[A-Za-z_]\w*)(?:\((?P<options>.*)\))?$", re.DOTALL
 
 
 def split_spec(spec: str) -> tuple[str, list[Treatment]]:
-    """A model's name and the treatments behind it.
+    """The name of a model and its treatments.
 
     >>> split_spec("vit_tiny_patch16_224+cbs(layers=[0,5])+adl")
     ('vit_tiny_patch16_224', [ContextBroadcasting(variant='scaled', site='mlp', position='end', layers=(0, 5), \
@@ -42,7 +42,7 @@ rows=None, layers='all')])
 
 
 def parse_treatments(spec: str) -> list[Treatment]:
-    """The treatments of a spec without a model's name.
+    """The treatments of a spec without the name of a model.
 
     >>> [str(treatment) for treatment in parse_treatments("cb(variant=scaled)+tap(branches=4)")]
     ['cbs', 'tap']
@@ -95,7 +95,7 @@ def _value(text: str) -> Any:
 
 
 def _split(text: str, separator: str) -> list[str]:
-    """Split at separators that stand outside all brackets."""
+    """Split at separators outside all brackets."""
     parts, depth, current = [], 0, ""
     for character in text:
         depth += (character in "([") - (character in ")]")
@@ -114,13 +114,13 @@ def _split(text: str, separator: str) -> list[str]:
 #: The buffer's name on the treated module.
 STATE_KEY = "vitfocus_treatments"
 _NOTE = "vitfocus_treatments: "
-_LONGEST = 10_000
+_MAX_LENGTH = 10_000
 
 
 class _KeepRecord:
     """Runs before a state dict is loaded: a plain checkpoint may lack the record, and a treated one must agree with it.
 
-    The text is kept here too, which restores the buffer after it was on the meta device.
+    The text is stored here too, to restore the buffer after the model was on the meta device.
     """
 
     def __init__(self, text: str) -> None:
@@ -140,16 +140,16 @@ class _KeepRecord:
         key = f"{prefix}{STATE_KEY}"
         saved = state.get(key)
         if isinstance(saved, Tensor) and (theirs := _decode(saved)) != self.text:
-            # torch passes strict=True whatever the caller said; unexpected keys are an error only to strict callers.
+            # torch always passes strict=True here; unexpected keys are an error only for strict callers.
             unexpected.append(f"{key} of {theirs[:200]!r}, and the model carries {self.text!r}")
         state[key] = _encode(self.text)
 
 
 def write_record(root: nn.Module, treatments: Sequence[Treatment], around: nn.Module | None = None) -> None:
-    """Make the record on a transformer that of these treatments; without treatments there is no record.
+    """Record these treatments on a transformer; without treatments, remove the record.
 
-    The config of a transformers model (`around`'s, if only it has one) and the notes of timm's `pretrained_cfg` say it
-    too, so that their libraries save it beside the weights.
+    The config of a transformers model (that of `around`, if only it has one) and the notes of timm's `pretrained_cfg`
+    contain it too, so that their libraries save it with the weights.
     """
     text = "+".join(map(str, treatments))
     _note(root, text)
@@ -179,7 +179,7 @@ def _note(module: Any, text: str) -> None:
 
 
 def is_record(name: str) -> bool:
-    """Whether a name of a state dict is that of a record."""
+    """Whether a name in a state dict is that of the record of treatments."""
     return name.rpartition(".")[2] == STATE_KEY
 
 
@@ -199,7 +199,7 @@ def recorded_treatments(tensors: Mapping[str, Any], where: str) -> list[Treatmen
     for name, saved in tensors.items():
         if not is_record(name):
             continue
-        if not isinstance(saved, Tensor) or saved.dtype != torch.uint8 or saved.ndim != 1 or len(saved) > _LONGEST:
+        if not isinstance(saved, Tensor) or saved.dtype != torch.uint8 or saved.ndim != 1 or len(saved) > _MAX_LENGTH:
             raise VitfocusError(f"{where} holds a damaged record of treatments ({name}).")
         found += parse_treatments(_decode(saved))
     return found
@@ -212,4 +212,4 @@ def _encode(text: str) -> Tensor:
 def _decode(saved: Tensor) -> str:
     if saved.dtype != torch.uint8 or saved.is_meta:
         return ""
-    return bytes(saved[:_LONGEST].flatten().tolist()).decode(errors="replace")
+    return bytes(saved[:_MAX_LENGTH].flatten().tolist()).decode(errors="replace")

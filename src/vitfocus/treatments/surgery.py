@@ -1,4 +1,4 @@
-"""Insert treatments into a model in place, remove them again without a trace, and say where they are.
+"""Insert treatments into a model in place, remove them again without a trace, and list where they are.
 
 Nothing that exists is renamed or rewritten. A treatment is added as a submodule of the block it acts on and is called
 by a hook at a port of that block. The operations that did this are kept on the model, and each can undo itself. Which
@@ -70,9 +70,9 @@ def treat_(model: Model, *treatments: Treatment | str | Mapping[str, Any]) -> Mo
         >>> [str(treatment) for treatment in vf.applied(model)]
         ['cbs', 'tap(branches=2)']
     """
-    configs = [config for one in treatments for config in _read(one)]
+    configs = [config for one in treatments for config in _treatments_in(one)]
     insert_all(model, configs)
-    note_insertion(model, configs)
+    mark_insertion(model, configs)
     return model
 
 
@@ -119,27 +119,27 @@ def _refuse_unreduced(model: nn.Module, surgeon: Surgeon) -> None:
         )
 
 
-def note_insertion(model: nn.Module, configs: Sequence[Treatment]) -> None:
+def mark_insertion(model: nn.Module, configs: Sequence[Treatment]) -> None:
     """Mark a trained model as carrying new treatments, and warn about those that change what it computes."""
     configs = [config for config in configs if not config.training_free]
     if not configs or not is_trained(anatomy(model).root):
         return
     mark_inserted(model, [str(config) for config in configs])
     if changing := [config for config in configs if not config.preserves_function]:
-        warn(_changes(changing))
+        warn(_change_warning(changing))
 
 
-def _changes(configs: Sequence[Treatment]) -> str:
+def _change_warning(configs: Sequence[Treatment]) -> str:
     """One sentence for treatments that change what trained weights compute, with their better forms."""
     forms = {str(config): config.preserving() for config in configs}
     better = "+".join(str(form) for form in forms.values() if form is not None)
-    hopeless = "+".join(spec for spec, form in forms.items() if form is None)
-    s = "s" if len(configs) == 1 else ""
-    said = f"{'+'.join(forms)} change{s} what these trained weights compute"
+    without = "+".join(spec for spec, form in forms.items() if form is None)
+    verb = "changes" if len(configs) == 1 else "change"
+    change = f"{'+'.join(forms)} {verb} what these trained weights compute"
     if not better:
-        return f"{said} and no form of {hopeless} starts as the identity: train on before you use the model."
-    other = f" (no form of {hopeless} does)" if hopeless else ""
-    return f"{said}: use {better}, which starts as the identity{other}, or train further."
+        return f"{change} and no form of {without} starts as the identity: train on before you use the model."
+    other = f" (no form of {without} does)" if without else ""
+    return f"{change}: use {better}, which starts as the identity{other}, or train further."
 
 
 @checked
@@ -249,7 +249,7 @@ def _refuse_while_paused(model: nn.Module) -> None:
         raise VitfocusError("Inside `untreated` a model cannot be treated or untreated: do it outside.")
 
 
-def _read(given: Treatment | str | Mapping[str, Any]) -> list[Treatment]:
+def _treatments_in(given: Treatment | str | Mapping[str, Any]) -> list[Treatment]:
     if isinstance(given, Mapping):
         if found := recorded_treatments(given, "the state dict"):
             return found
@@ -258,7 +258,7 @@ def _read(given: Treatment | str | Mapping[str, Any]) -> list[Treatment]:
 
 
 def _in_undo_order(record: list[Surgeon]) -> list[Surgeon]:
-    """Last first; what was structural was inserted before the others, so it leaves after them."""
+    """Last first; structural treatments were inserted before the others and are removed after them."""
     latest = list(reversed(record))
     return sorted(latest, key=lambda surgeon: surgeon.treatment.structural)
 

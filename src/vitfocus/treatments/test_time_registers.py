@@ -1,8 +1,8 @@
 """Test-time registers: move the activations that make outlier tokens to an added token, without training.
 
 "Vision Transformers Don't Need Trained Registers" (Jiang et al., NeurIPS 2025). A few neurons of the MLPs ("register
-neurons") write the high norms of outlier tokens. `find_registers` finds them from some images: those with the greatest
-mean activation at outliers. The treatment adds one token, zero at first, gives it the greatest activation that each of
+neurons") write the high norms of outlier tokens. `find_registers` finds them from some images: those with the largest
+mean activation at outliers. The treatment adds one token, initially zero, gives it the largest activation that each of
 these neurons has on any token, and sets the neuron to zero on all patches.
 """
 
@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -37,7 +39,7 @@ class TestTimeRegisters(Treatment):
 
     Args:
         neurons: The register neurons, each as (block, channel between the two layers of its MLP). `find_registers`
-            returns this record with those of a model.
+            returns this treatment with those of a model.
 
     Example:
         >>> str(TestTimeRegisters(neurons=[(5, 133), (5, 20)]))
@@ -49,16 +51,17 @@ class TestTimeRegisters(Treatment):
     about: ClassVar[str] = "An added token takes the activations of the neurons that make outlier tokens"
     columns: ClassVar[Mapping[str, str]] = {"ttr": "ttr(neurons=[[0,0]])"}
     training_free: ClassVar[bool] = True
-    __test__: ClassVar[bool] = False  # not a test of pytest's
+    __test__: ClassVar[bool] = False  # pytest must not collect the class
 
     neurons: Sequence[tuple[int, int]] = ()
 
     def check(self) -> None:
         """Pairs of numbers, each once."""
         given: Any = self.neurons
-        pairs = [tuple(pair) if isinstance(pair, Sequence) else () for pair in given] if _is_list(given) else []
+        is_list = isinstance(given, Sequence) and not isinstance(given, str)
+        pairs = [tuple(pair) if isinstance(pair, Sequence) else () for pair in given] if is_list else []
         if not pairs:
-            raise VitfocusError("ttr needs neurons: vitfocus.find_registers(model, images) returns it with a model's.")
+            raise VitfocusError("ttr needs neurons: vitfocus.find_registers(model, images) finds those of a model.")
         if not all(len(pair) == 2 and all(isinstance(n, int) and n >= 0 for n in pair) for pair in pairs):
             raise VitfocusError(f"ttr takes neurons as pairs of block and channel, such as [[5,133]], not {given!r}.")
         if len(set(pairs)) < len(pairs) or len(pairs) > MOST_NEURONS:
@@ -71,12 +74,8 @@ class TestTimeRegisters(Treatment):
         return 2
 
 
-def _is_list(value: object) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str)
-
-
 class ZeroToken(AddedTokens):
-    """The added token, zero at first."""
+    """The added token, initially zero."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(B, 1, C)."""
@@ -99,7 +98,7 @@ class MoveNeurons(nn.Module):
         super().__init__()
         moved = torch.zeros(width, dtype=torch.bool)
         moved[list(neurons)] = True
-        self.register_buffer("moved", moved, persistent=False)  # the record of treatments has them
+        self.register_buffer("moved", moved, persistent=False)  # the spec has them
         self.index, self.prefix_tokens = index, prefix_tokens
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -115,7 +114,7 @@ def insert_register(config: TestTimeRegisters, anatomy: Anatomy, surgeon: Surgeo
     by_depth: dict[int, list[int]] = defaultdict(list)
     for depth, neuron in config.neurons:
         by_depth[depth].append(neuron)
-    blocks = {block.depth: block for block in _able(anatomy)}
+    blocks = {block.depth: block for block in _movable(anatomy)}
     for depth, neurons in by_depth.items():
         if depth not in blocks or max(neurons) >= blocks[depth].ports["mlp.mid"].width:
             raise VitfocusError(f"Block {depth} has no neuron {max(neurons)}: use find_registers on this model.")
@@ -126,7 +125,8 @@ def insert_register(config: TestTimeRegisters, anatomy: Anatomy, surgeon: Surgeo
         surgeon.insert(block, "mlp.mid", "move_neurons", move)
 
 
-def _able(anatomy: Anatomy) -> list[Block]:
+def _movable(anatomy: Anatomy) -> list[Block]:
+    """The blocks whose MLP neurons can be moved."""
     return [b for b in anatomy.trunk if "mlp.mid" in b.ports and b.ports["mlp.mid"].layout == "BNC"]
 
 
@@ -142,11 +142,11 @@ def find_registers(
     """Find the neurons that write the high norms of outlier tokens.
 
     Args:
-        model: A vision transformer; it is left as it is.
+        model: A vision transformer; it is not changed.
         images: Some images, in any form that `diagnose` takes; a few dozen are enough.
         neurons: How many neurons to move.
         layer: The block at whose output outliers are looked for, and up to which neurons are searched; by default the
-            first block in which at least half as many patches are outliers as in the block that has most.
+            first block with at least half as many outliers as the block with the most.
         threshold: The norm above which a patch token is an outlier; by default the robust threshold of the reading
             `high_norm`.
         batch_size: How many images to run at once.
@@ -160,95 +160,71 @@ def find_registers(
     Example:
         >>> import timm, vitfocus as vf
         >>> model = timm.create_model("vit_tiny_patch16_224", depth=2, img_size=64)
-        >>> record = vf.find_registers(model, torch.randn(2, 3, 64, 64), 3, layer=1, threshold=0.0)
-        >>> len(record.neurons)
+        >>> treatment = vf.find_registers(model, torch.randn(2, 3, 64, 64), 3, layer=1, threshold=0.0)
+        >>> len(treatment.neurons)
         3
     """
     body = anatomy_of(model)
-    blocks = {block.depth: block for block in _able(body)}
+    blocks = {block.depth: block for block in _movable(body)}
     if not blocks:
         raise VitfocusError(f"{type(body.root).__name__} has no MLP whose neurons can be moved.")
     if layer is not None and layer not in range(-len(body), len(body)):
         raise VitfocusError(f"There is no layer {layer}: the model has {len(body)}, 0 to {len(body) - 1}.")
-    pictures = list(Batches(images, body, batch_size))
-    outliers = _Outliers(threshold)
-    with reading(model, body, [], lambda *_: None, norms=outliers) as session:
-        for batch in pictures:
+    batches = list(Batches(images, body, batch_size))
+    outliers: dict[int, list[Tensor]] = defaultdict(list)
+
+    def find_outliers(block: Block, norms: Tensor) -> None:
+        flat = norms.flatten(1)
+        outliers[block.depth].append(high_norm(flat) if threshold is None else flat > threshold)
+
+    with reading(model, body, [], lambda *_: None, norms=find_outliers) as session:
+        for batch in batches:
             session.run(batch)
-    depth = outliers.first_layer() if layer is None else layer % len(body)
-    masks = outliers.masks.get(depth, [])
+    depth = _first_layer(outliers) if layer is None else layer % len(body)
+    masks = outliers.get(depth, [])
     if not any(bool(mask.any()) for mask in masks):
         of = f"of block {depth}" if layer is not None else "of any block"
         raise VitfocusError(
             f"No patch token at the output {of} has a norm far above the others, so there is nothing to move: "
             "test-time registers treat models with outliers, such as DINOv2-L and CLIP."
         )
-    meter = _Activations({d: block for d, block in blocks.items() if d <= depth})
-    with meter, reading(model, body, [], lambda *_: None) as session:
-        for batch, mask in zip(pictures, masks, strict=True):
-            meter.mask = mask
+    activations = _Activations()
+    with ExitStack() as stack:
+        for index, block in blocks.items():
+            if index <= depth:
+                module = block.ports["mlp.mid"].module
+                stack.callback(module.register_forward_pre_hook(partial(activations.add, index)).remove)
+        session = stack.enter_context(reading(model, body, [], lambda *_: None))
+        for batch, mask in zip(batches, masks, strict=True):
+            activations.mask = mask
             session.run(batch)
-    return TestTimeRegisters(meter.greatest(neurons))
+    return TestTimeRegisters(activations.largest(neurons))
 
 
-class _Outliers:
-    """Keeps which patches of each block's output are outliers."""
-
-    def __init__(self, threshold: float | None) -> None:
-        self.threshold = threshold
-        self.masks: dict[int, list[Tensor]] = defaultdict(list)
-
-    def __call__(self, block: Block, norms: Tensor) -> None:
-        flat = norms.flatten(1)
-        self.masks[block.depth].append(high_norm(flat) if self.threshold is None else flat > self.threshold)
-
-    def first_layer(self) -> int:
-        """The first block with at least half as many outliers as the block that has most."""
-        counts = {depth: sum(int(mask.sum()) for mask in masks) for depth, masks in self.masks.items()}
-        return min(depth for depth, count in counts.items() if 2 * count >= max(counts.values()))
+def _first_layer(outliers: Mapping[int, Sequence[Tensor]]) -> int:
+    """The first block with at least half as many outliers as the block with the most."""
+    counts = {depth: sum(int(mask.sum()) for mask in masks) for depth, masks in outliers.items()}
+    return min(depth for depth, count in counts.items() if 2 * count >= max(counts.values()))
 
 
 class _Activations:
-    """While entered, sums each neuron's mean absolute activation at the outliers of each image."""
+    """Sums, over images, the mean absolute activation of each neuron at the outliers (`mask`) of the image."""
 
-    def __init__(self, blocks: Mapping[int, Block]) -> None:
-        self.blocks = blocks
+    def __init__(self) -> None:
         self.mask = torch.empty(0)
         self.sums: dict[int, Tensor] = {}
-        self.handles: list[Any] = []
 
-    def __enter__(self) -> None:
-        for depth, block in self.blocks.items():
-            hook = _Sum(self, depth)
-            self.handles.append(block.ports["mlp.mid"].module.register_forward_pre_hook(hook))
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self.handles:
-            handle.remove()
-
-    def add(self, depth: int, hidden: Tensor) -> None:
-        """Add the activations (B, N, neurons) of one block."""
-        patches = hidden[:, hidden.shape[1] - self.mask.shape[1] :].abs().float()
+    def add(self, depth: int, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """A pre-hook of the second layer of an MLP, whose input is (B, N, neurons)."""
+        patches = args[0][:, args[0].shape[1] - self.mask.shape[1] :].abs().float()
         at = self.mask.to(patches).unsqueeze(-1)
-        count = at.sum(dim=1)
-        mean = (patches * at).sum(dim=1) / count.clamp_min(1)  # an image without outliers adds nothing
+        mean = (patches * at).sum(dim=1) / at.sum(dim=1).clamp_min(1)  # an image without outliers adds nothing
         total = mean.sum(dim=0)
         self.sums[depth] = self.sums[depth] + total if depth in self.sums else total
 
-    def greatest(self, count: int) -> list[tuple[int, int]]:
-        """The neurons with the greatest sums, greatest first."""
+    def largest(self, count: int) -> list[tuple[int, int]]:
+        """The neurons with the largest sums, in descending order."""
         found = [(float(v), depth, n) for depth, sums in self.sums.items() for n, v in enumerate(sums.tolist())]
         if not 1 <= count <= min(len(found), MOST_NEURONS):
             raise VitfocusError(f"find_registers takes 1 to {min(len(found), MOST_NEURONS)} neurons, not {count}.")
         return [(depth, n) for _, depth, n in sorted(found, key=lambda one: -one[0])[:count]]
-
-
-@dataclass(frozen=True)
-class _Sum:
-    """The hook of one MLP's second layer."""
-
-    meter: _Activations
-    depth: int
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        self.meter.add(self.depth, args[0])

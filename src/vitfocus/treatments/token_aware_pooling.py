@@ -39,7 +39,7 @@ MOST_BRANCHES = 8
 _MIXING = ("dilation", "kernel")
 _LEARNED = (*_MIXING, "conv3", "conv5")
 
-#: How far the identity branch's logit exceeds the others with `near_identity`: e⁻¹² ≈ 6e-6 of the weight leaks.
+#: The margin of the identity branch's logit with `near_identity`: the other branches get e⁻¹² ≈ 6e-6 of its weight.
 _IDENTITY_MARGIN = 12.0
 
 
@@ -104,7 +104,7 @@ class TokenPooling(nn.Module):
 
     def pool(self, image: Tensor) -> Tensor:
         """(B, C, H, W) to the same."""
-        raise AssertionError("a subclass pools")
+        raise NotImplementedError
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Tokens (B, N, C), (B, H, W, C) or (B, C, H, W), in the layout of the port; the shape is kept."""
@@ -130,7 +130,7 @@ class TokenPooling(nn.Module):
         elif rows * columns != count:
             raise VitfocusError(
                 f"Token-aware Average Pooling needs all {rows}×{columns} patch tokens of the image and was given "
-                f"{count}: it cannot be used where tokens are dropped."
+                f"{count}: it does not work in models that drop tokens."
             )
         return rows, columns
 
@@ -156,7 +156,7 @@ class DilationPredictor(TokenPooling):
             self._start_near_identity(count)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Like every pooling; where tokens are channels-last, without reshaping them, by the kernel or a matrix."""
+        """Channels-last tokens are pooled without reshaping them, by the kernel or by a matrix."""
         first, norm, second = self.proj
         assert isinstance(first, nn.Conv2d) and isinstance(second, nn.Conv2d)
         if not self.dilated or self.layout == "BCHW" or exporting():

@@ -115,11 +115,6 @@ class UniformHeadAttention(nn.Module):
             self.proj.bias.copy_(original.proj.bias)
 
 
-def _is_there(attention: nn.Module, name: str) -> bool:
-    part = getattr(attention, name, None)
-    return part is not None and not isinstance(part, nn.Identity)
-
-
 @handles(UniformHead)
 def insert_uniform_head(config: UniformHead, anatomy: Anatomy, surgeon: Surgeon) -> None:
     """Replace every block's attention."""
@@ -133,9 +128,10 @@ def insert_uniform_head(config: UniformHead, anatomy: Anatomy, surgeon: Surgeon)
             )
         if original.num_heads < 2 and config.mode != "append":
             raise VitfocusError(f"{config} needs at least two heads, and {block.name} has one: use mode=append.")
-        extras = [name for name in ("q_norm", "k_norm", "norm", "gate") if _is_there(original, name)]
+        parts = {name: getattr(original, name, None) for name in ("q_norm", "k_norm", "norm", "gate")}
+        extras = [name for name, part in parts.items() if not isinstance(part, nn.Identity | None)]
         if extras:
-            raise VitfocusError(f"{config} does not know how to widen {' and '.join(extras)} in {block.name}.attn.")
+            raise VitfocusError(f"{config} cannot widen {' and '.join(extras)} in {block.name}.attn.")
         with original.qkv.weight.device:
             module = UniformHeadAttention(original, config.mode)
         surgeon.replace(block, "attention", module)

@@ -1,4 +1,4 @@
-"""Reading weights (safetensors, or torch files without code) into a model that is left alone if they do not fit."""
+"""Load weights (safetensors, or torch files without code) into a model, which is unchanged if they do not fit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from vitfocus.core.files import digest
 from vitfocus.core.modules import is_trained, mark_inserted, unnest_checkpoint
 from vitfocus.treatments.base import Treatment, choose_blocks
 from vitfocus.treatments.spec import is_record, parse_treatments, recorded_treatments
-from vitfocus.treatments.surgery import added_names, applied, insert_all, note_insertion, surgeons, untreat_
+from vitfocus.treatments.surgery import added_names, applied, insert_all, mark_insertion, surgeons, untreat_
 
 
 class LoadReport(NamedTuple):
@@ -93,23 +93,21 @@ def load_weights(
                 f"{label} was saved with {'+'.join(map(str, recorded))}, and the model has no treatment: add "
                 f"+{'+'.join(map(str, recorded))} to its spec (in Python: treat=True); nothing was loaded."
             )
-    own = model.state_dict()
-    added = added_names(model)
-    if set(tensors) != set(own) - added and set(tensors) != set(own):
+    names, added = model.state_dict().keys(), added_names(model)
+    if tensors.keys() not in (names, names - added):
         tensors = _library_names(model, tensors)
-    found = [name for name in own if name in tensors]
-    absent = [name for name in own if name not in tensors]
-    new = [name for name in absent if name in added]
-    missing = [name for name in absent if name not in added]
-    unexpected = [name for name in tensors if name not in own]
+    found = [name for name in names if name in tensors]
+    new = [name for name in names if name not in tensors and name in added]
+    missing = [name for name in names if name not in tensors and name not in added]
+    unexpected = [name for name in tensors if name not in names]
     if strict:
-        require(label, missing, unexpected)
+        require_names(label, missing, unexpected)
     copy_into(model, {name: tensors[name] for name in found}, label)
-    note_treatments(model, found, trained_with)
+    mark_untrained_treatments(model, found, trained_with)
     return LoadReport(found, new, missing, unexpected)
 
 
-def note_treatments(model: nn.Module, loaded: Collection[str], trained_with: Sequence[str] = ()) -> None:
+def mark_untrained_treatments(model: nn.Module, loaded: Collection[str], trained_with: Sequence[str] = ()) -> None:
     """Mark the treatments that the weights just loaded, given by their names, were not trained with.
 
     A treatment without parameters counts as trained if the parameters of another one were loaded. Treatments of another
@@ -119,14 +117,12 @@ def note_treatments(model: nn.Module, loaded: Collection[str], trained_with: Seq
     if trained_with:
         differences = treatment_differences(model, trained_with)
         if differences and is_trained(anatomy(model).root):
-            own = [str(treatment) for treatment in applied(model)]
-            mark_inserted(model, [spec for spec in own if spec not in trained_with])
+            mark_inserted(model, [spec for spec in map(str, applied(model)) if spec not in trained_with])
             warn(f"These weights were trained with other treatments: {'; '.join(differences)}. Train on, or use those.")
         return
     names = [(surgeon.treatment, added_names(model, surgeon)) for surgeon in surgeons(model)]
-    learned = set[str]().union(*(own for _, own in names)).intersection(loaded)
-    news = [treatment for treatment, own in names if not (own or learned) & learned]
-    note_insertion(model, news)
+    learned = set[str]().union(*(added for _, added in names)).intersection(loaded)
+    mark_insertion(model, [treatment for treatment, added in names if not (added or learned) & learned])
 
 
 def treatment_differences(model: nn.Module, trained_with: Sequence[str]) -> list[str]:
@@ -152,7 +148,7 @@ def _kind(treatment: Treatment) -> str:
     numbers = {f.name: f.default for f in fields(treatment) if not f.metadata.get("choices")}
     try:
         return str(replace(treatment, **numbers))
-    except VitfocusError:  # an option without a usable default says what the treatment is
+    except VitfocusError:  # an option has no valid default
         return str(treatment)
 
 
@@ -181,7 +177,7 @@ def read_weights(path: Path, sha256: str | None = None) -> dict[str, Any]:
         raise
     except (SafetensorError, RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
         raise VitfocusError(f"{path} cannot be read as weights: {reason(error)}.") from None
-    except Exception:  # the unpickler's own errors, whose text advises to run whatever code the file holds
+    except Exception:  # the errors of the unpickler advise to run the code in the file
         raise VitfocusError(
             f"{path} is not a file of weights or holds more than tensors and plain values; nothing was loaded."
         ) from None
@@ -205,15 +201,15 @@ def _library_names(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Te
 
 
 def _transformers_names(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Names as a model of transformers has them in memory; its loader knows those of files."""
+    """Names of a transformers model in memory; its loader translates those in files."""
     try:
         loaded, report = type(model).from_pretrained(
             None, config=copy.deepcopy(model.config), state_dict=dict(tensors), output_loading_info=True
         )
-    except Exception:  # whatever it makes of names or shapes that are not its own
+    except Exception:  # names or shapes do not fit
         return tensors
-    strange = {name: tensors[name] for name in report["unexpected_keys"] if name in tensors}
-    return {key: value for key, value in loaded.state_dict().items() if key not in report["missing_keys"]} | strange
+    unexpected = {name: tensors[name] for name in report["unexpected_keys"] if name in tensors}
+    return {key: value for key, value in loaded.state_dict().items() if key not in report["missing_keys"]} | unexpected
 
 
 def full_state(model: nn.Module) -> dict[str, Tensor]:
@@ -234,8 +230,8 @@ def full_state(model: nn.Module) -> dict[str, Tensor]:
     return state
 
 
-def require(label: str, missing: Any, unexpected: Any) -> None:
-    """Refuse names that do not fit."""
+def require_names(label: str, missing: Collection[str], unexpected: Collection[str]) -> None:
+    """Refuse a checkpoint that lacks names or has unexpected ones."""
     if missing or unexpected:
         parts = [
             f"{word} {', '.join(sorted(names)[:3])}{' and more' if len(names) > 3 else ''} ({len(names)})"
@@ -247,15 +243,15 @@ def require(label: str, missing: Any, unexpected: Any) -> None:
 
 def copy_into(model: nn.Module, tensors: Mapping[str, Tensor], label: str) -> None:
     """Copy tensors into a model by name, after checking every shape and that weights are real numbers."""
-    own = model.state_dict()
+    current = model.state_dict()
     for name, tensor in tensors.items():
         require_values(name, tensor)
-        if own[name].shape != tensor.shape and not is_record(name):
+        if current[name].shape != tensor.shape and not is_record(name):
             raise VitfocusError(
-                f"{label} does not fit the model: {name} is {tuple(tensor.shape)} there and {tuple(own[name].shape)} "
-                "in the model; nothing was loaded."
+                f"{label} does not fit the model: {name} is {tuple(tensor.shape)} there and "
+                f"{tuple(current[name].shape)} in the model; nothing was loaded."
             )
-        if own[name].is_floating_point() and not tensor.is_floating_point():
+        if current[name].is_floating_point() and not tensor.is_floating_point():
             raise VitfocusError(
                 f"{label} does not fit the model: {name} is {str(tensor.dtype).removeprefix('torch.')} there, and the "
                 "model takes floating-point weights; nothing was loaded."
