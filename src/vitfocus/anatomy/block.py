@@ -1,11 +1,11 @@
-"""The records in which every family of vision transformer is described, and how a plan of names becomes one.
+"""The records that describe every family of vision transformers, and how they are built from a plan of names.
 
 Treatments and readings do not depend on the family: they ask a `Block` for its ports, its grid and its kind of
 attention. Families differ by the records that `timm.py`, `transformers.py`, `torchvision.py` and `vitfocus_models.py`
 fill.
 
 A `Plan` names places as "path<" (the input of the module at that path), "path>" (its output) or "path()" (the input of
-that method), with the layout of the tokens there if it is not the block's own: "drop_path1< BHWC".
+that method), with the layout of the tokens if it is not that of the block: "drop_path1< BHWC".
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ AttentionKind = Literal[
     "global", "window", "grid", "reduced", "pooled", "class", "cross", "channel", "outlook", "linear", "none"
 ]
 
-#: Where the attention can be seen: at the call of `scaled_dot_product_attention` or softmax inside the module's
+#: Where attention can be captured: at the call of `scaled_dot_product_attention` or softmax inside the module's
 #: forward ("call"), from the input of an `nn.MultiheadAttention` ("multihead"), at the dropout that receives the
 #: finished map ("dropout"), or nowhere (None).
 Reader = Literal["call", "multihead", "dropout"]
@@ -76,8 +76,7 @@ class GridRule:
 class Port:
     """A place where tokens can be changed: the input or the output of a module, or the input of one of its methods.
 
-    `side` is "input", "output" or the name of a method whose first argument is meant; `width` is the number of
-    channels there.
+    `side` is "input", "output" or the name of a method, for its first argument; `width` is the number of channels.
     """
 
     module: nn.Module
@@ -88,16 +87,18 @@ class Port:
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """One block of a vision transformer: where it is, what it works on, and handles to its parts.
+    """One block of a vision transformer: its place in the model, its tokens and its parts.
 
-    `ports` maps "pool" (where Token-aware Average Pooling goes: before the norm before attention, so that the shortcut
-    keeps the original) and "mlp.front", "mlp.mid", "mlp.end", "attention.front", "attention.mid", "attention.end" to
-    places; one that the family does not offer is absent. `host` holds what a treatment adds, under a name ending in
-    `suffix`. `window` is the grid inside which attention runs where it is windowed. `feeds_pyramid`: the block's output
-    also leaves the transformer, into a detector's or a segmenter's pyramid. `query_key` are the outputs whose last axis
-    holds the channels of one head, or of all of them, of queries and keys. `prefix_tokens` counts what lies before the
-    patches inside the block: class tokens, the `registers` that the model itself has, and the `added_tokens` of
-    treatments, which the block's input and output do not have.
+    Attributes:
+        prefix_tokens: Tokens before the patches inside the block: class tokens, the `registers` of the model, and the
+            `added_tokens` of treatments, which the input and output of the block do not have.
+        host: The module to which treatments add theirs, under a name that ends in `suffix`.
+        ports: The places "pool" (Token-aware Average Pooling: before the norm before attention, so that the shortcut
+            keeps the original tokens), "mlp.front", "mlp.mid", "mlp.end", "attention.front", "attention.mid" and
+            "attention.end", as far as the family has them.
+        window: The grid of one window of windowed attention.
+        feeds_pyramid: Whether the output of the block is also a feature map of a detector or segmenter.
+        query_key: The outputs of queries and keys, whose last axis has the channels of one head or of all heads.
     """
 
     name: str
@@ -127,7 +128,7 @@ class Block:
 
     @property
     def heads(self) -> int | None:
-        """The number of heads by the attention module's own attribute; None where it has none."""
+        """The number of heads according to an attribute of the attention module; None if it has none."""
         return heads_of(self.attention)
 
     @overload
@@ -149,8 +150,8 @@ class Block:
     def attention_grids(self, size: int | Sequence[int] | None = None) -> tuple[Size, Size]:
         """The grids of queries and of keys inside one attention map.
 
-        They are the block's own grid, or the window's where attention is windowed; the keys' is coarser where attention
-        reduces them (PVT, SegFormer), and the queries' where it pools them (MViT).
+        They are the grid of the block, or of a window in windowed attention; that of the keys is coarser if attention
+        reduces them (PVT, SegFormer), and that of the queries if it pools them (MViT).
         """
         if self.window is not None:
             return self.window, self.window
@@ -170,14 +171,17 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class Anatomy(Sequence[Block]):
-    """A model's blocks in order of depth, and what its images must look like.
+    """The blocks of a model in order of depth, and the images that it expects.
 
-    `stem` is the module that meets the image first; `root` the module the blocks' names are counted from. `mean` and
-    `std` normalise images as the model expects them. `encoder` is the module that is given the padding mask, where
-    there is one, and `text`, in a vision-language model, the one that embeds the text. `takes_tokens` says that nothing
-    inside the blocks depends on the number or order of the tokens, so that more may be added there. `found_by` is
-    "record" for a family that vitfocus describes, or "structure" for what a traced forward pass showed; `confidence` is
-    then the share of the checks that passed.
+    Attributes:
+        root: The transformer, to which the names of the blocks are relative.
+        stem: The first module that receives the image.
+        mean, std: The normalisation of images that the model expects.
+        encoder: The module that receives the padding mask, if the model takes one.
+        text: The module that embeds the text of a vision-language model.
+        takes_tokens: Whether nothing in the blocks depends on the number or order of tokens, so that more can be added.
+        found_by: "record" for a registered family, "structure" if the blocks were found from a traced forward pass.
+        confidence: The share of the checks of such a trace that passed.
     """
 
     family: str
@@ -218,7 +222,7 @@ class Anatomy(Sequence[Block]):
 
 
 def heads_of(attention: nn.Module | None) -> int | None:
-    """The number of heads by an attention module's own attribute."""
+    """The number of heads according to an attribute of an attention module; None if it has none."""
     for name in ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nhead"):
         if isinstance(heads := getattr(attention, name, None), int):
             return heads
@@ -239,7 +243,7 @@ Places = tuple[str | None, str | None, str | None]
 
 @dataclass(frozen=True)
 class Plan:
-    """Where a kind of block keeps its parts; each of the tuples is (front, mid, end)."""
+    """The names of the parts of a block; each of the tuples is (front, mid, end)."""
 
     norm: str | None = "norm1"
     attention: str | None = "attn"
@@ -311,7 +315,7 @@ class Trunk:
 
 
 def query_key(attention: nn.Module | None) -> tuple[Port, Port] | None:
-    """Where queries and keys leave a module of their own: timm's norms of them, or separate projections."""
+    """The modules that return queries and keys: their norms in timm, or separate projections."""
     for names in (("q_norm", "k_norm"), ("q_proj", "k_proj"), ("query", "key")):
         query, key = getattr(attention, names[0], None), getattr(attention, names[1], None)
         if isinstance(query, nn.Module) and isinstance(key, nn.Module):
@@ -321,7 +325,7 @@ def query_key(attention: nn.Module | None) -> tuple[Port, Port] | None:
 
 
 def find(host: nn.Module, path: str | None) -> nn.Module | None:
-    """The module at a dotted path ("." is the host itself), or None where the path ends in nothing."""
+    """The module at a dotted path ("." is the host itself), or None if there is none."""
     if path == ".":
         return host
     found: Any = host
@@ -336,8 +340,8 @@ def find(host: nn.Module, path: str | None) -> nn.Module | None:
 
 
 def _port(host: nn.Module, place: str, layout: Layout, width: int) -> Port | None:
-    place, _, own_layout = place.partition(" ")
-    layout = own_layout or layout  # type: ignore[assignment]
+    place, _, other_layout = place.partition(" ")
+    layout = other_layout or layout  # type: ignore[assignment]
     if place.endswith("()"):
         path, _, method = place[:-2].rpartition(".")
         module = find(host, path) if path else host
@@ -348,7 +352,7 @@ def _port(host: nn.Module, place: str, layout: Layout, width: int) -> Port | Non
 
 
 def _width(module: nn.Module | None, side: str) -> int | None:
-    """Channels that go into or come out of a module, as its first linear or convolution layer, or its last, tells."""
+    """The channels of the input or output of a module, from its first or last linear layer or convolution."""
     if module is None:
         return None
     last = next((child for name in ("proj", "fc2", "out_proj") if (child := find(module, name)) is not None), module)

@@ -1,4 +1,4 @@
-"""timm's families, one small function each."""
+"""The families of timm, one small function each."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def _build_size(model: Any) -> Size:
 
 
 def _built_for(model: Any, grid: Size, stride: int) -> Size:
-    """The size of a model that does not keep it, from a grid that its weights are made for and the stride there."""
+    """The image size of a model that does not store it, from a grid that its weights are made for and its stride."""
     size = _build_size(model)
-    held = (size[0] // stride, size[1] // stride) == grid
-    return size if held else (grid[0] * stride, grid[1] * stride)
+    fits = (size[0] // stride, size[1] // stride) == grid
+    return size if fits else (grid[0] * stride, grid[1] * stride)
 
 
 def _patch_rule(model: Any) -> GridRule:
@@ -76,7 +76,7 @@ def _parallel_branch(branch: int) -> Plan:
     )
 
 
-#: One projection serves attention and MLP, so neither has an input of its own to pool or to mix.
+#: Attention and MLP share one projection, so neither has a separate input.
 PARALLEL_SCALING = Plan(
     norm="in_norm",
     attention=".",
@@ -102,18 +102,18 @@ MIXERS = {"": MIXER, "SpatialGatingBlock": replace(MIXER, norm="norm")}
 
 
 def _naflexvit(model: Any) -> Anatomy:
-    # Images of several sizes come as patches, padded to the longest; every block is given the mask.
+    # Images of several sizes are given as patches, padded to the longest; every block receives the mask.
     return _columnar(model, VIT, encoder=model.blocks[0])
 
 
-#: The attention module sees windows, so what touches all tokens sits around it: norm1 before, drop_path1 behind.
+#: The attention module sees windows, so the ports with all tokens are around it: norm1 before, drop_path1 after.
 SWIN = Plan(
     attention_places=("norm1>", None, "drop_path1<"),
     mlp_places=("mlp< BNC", "mlp.fc2< BNC", "mlp> BNC"),
     layout="BHWC",
     kind="window",
 )
-#: The norm follows attention, and no module stands before the windows are cut: the method that cuts them does.
+#: The norm follows attention, and no module precedes the cut into windows: the port is the method that cuts them.
 SWIN_V2 = replace(SWIN, pool="_attn()", attention_places=("_attn()", None, "norm1<"))
 SWIN_V2_CR = replace(SWIN, pool="_shifted_window_attn()", attention_places=("_shifted_window_attn()", None, "norm1<"))
 
@@ -129,7 +129,7 @@ def _swin(model: Any, plan: Plan, stages: str = "layers") -> Anatomy:
 
 
 def _sam(model: Any) -> Anatomy:
-    # Windows are cut behind norm1 and joined again where no module stands, so their attention has no end to reach.
+    # Windows are cut after norm1 and joined where there is no module, so there is no port at the end of attention.
     whole = replace(SWIN, attention_places=("norm1>", "attn.proj< BNC", "attn>"), kind="global")
     windowed = replace(SWIN, attention_places=("norm1>", None, None))
     rule, trunk = _patch_rule(model), Trunk(_build_size(model))
@@ -229,7 +229,7 @@ def _mvitv2(model: Any) -> Anatomy:
             queries = rule.then(_pool_step(host.attn.pool_q)) if host.attn.pool_q is not None else rule
             keys = rule.then(_pool_step(host.attn.pool_k)) if host.attn.pool_k is not None else rule
             # Where the width grows, the shortcut is projected from norm1's output: pooling before norm1 would reach it,
-            # and attention's own input begins behind it.
+            # and the input of attention comes after it.
             grows = host.shortcut_proj_attn is not None
             places = ("attn<", "attn.proj<", "attn>")
             plan = Plan(kind="pooled", pool=None if grows else "norm1<", attention_places=places)
@@ -330,7 +330,7 @@ def _visformer(model: Any) -> Anatomy:
 def _volo(model: Any) -> Anatomy:
     convs = [m for m in model.patch_embed.modules() if isinstance(m, nn.Conv2d)]
     halved = next(part.proj for part in model.network if not isinstance(part, nn.Sequential))
-    # Positions are added behind the one place where the grid shrinks.
+    # Positions are added after the one place where the grid shrinks.
     stride = math.prod(conv.stride[0] for conv in (*convs, halved))
     trunk = Trunk(_built_for(model, pair(model.pos_embed.shape[1:3]), stride))
     rule = GridRule(tuple(conv_step(conv) for conv in convs))

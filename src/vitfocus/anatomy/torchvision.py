@@ -1,4 +1,4 @@
-"""torchvision's families: the ViTs (`vit_*`), both versions of Swin (`swin_*`, `swin_v2_*`) and MaxViT (`maxvit_t`)."""
+"""The families of torchvision: the ViTs (`vit_*`), Swin v1 and v2 (`swin_*`, `swin_v2_*`) and MaxViT (`maxvit_t`)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import nn
 from vitfocus.anatomy.block import Anatomy, GridRule, Plan, Trunk, conv_step, pair
 from vitfocus.anatomy.registry import Family, register
 
-#: `nn.MultiheadAttention` uses its output projection without calling it and returns a tuple, so attention has no middle
-#: to reach, and ends where the dropout behind it begins.
+#: `nn.MultiheadAttention` uses its output projection without calling it and returns a tuple, so attention has no port
+#: in the middle, and its end is the input of the dropout after it.
 VIT = Plan(
     norm="ln_1",
     attention="self_attention",
@@ -29,11 +29,11 @@ SWIN = Plan(
     kind="window",
 )
 
-#: The norm follows attention, so attention's own input is pooled.
+#: The norm follows attention, so the input of attention is pooled.
 SWIN_V2 = replace(SWIN, pool="attn<", attention_places=("attn<", None, "norm1<"))
 
-#: All of a block works on windows, (B, windows, places, C): two axes of tokens, though not those of the image, so that
-#: they can be averaged as they lie but have no neighbours to be pooled with.
+#: A block works on windows, (B, windows, positions, C). These are two axes of tokens, but not those of the image:
+#: tokens can be averaged, but not pooled with their neighbours.
 MAXVIT = Plan(
     norm="attn_layer.0",
     attention="attn_layer.1",

@@ -1,11 +1,11 @@
-"""Hugging Face's families, found by their full class names: transformers is imported by the user, never by us.
+"""The families of Hugging Face transformers, recognised by full class names, so that the library is not imported.
 
 Between 4.x and 5.x the library renamed most parts of its blocks, family by family (`attention.attention.query` became
-`attention.q_proj`, `output.dense` became `mlp.fc2`), but not the blocks' classes. So a block is found by its class, and
-its parts under whichever of the known names is there.
+`attention.q_proj`, `output.dense` became `mlp.fc2`), but not the classes of the blocks. So a block is found by its
+class, and its parts by any of their known names.
 
-A model's config does not say how its images are normalised. Each record carries the values of the family's published
-checkpoints; where an image processor is at hand, its `image_mean` and `image_std` know better.
+The config of a model does not say how images are normalised. Each record has the values of the published checkpoints of
+the family; the `image_mean` and `image_std` of an image processor beside the checkpoint take precedence.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def _part(host: nn.Module, names: tuple[str, ...]) -> str:
         if name in modules:
             return name
     raise VitfocusError(
-        f"{type(host).__name__} has none of {', '.join(names)}: this version of transformers names its parts in a way "
-        "that vitfocus does not know."
+        f"{type(host).__name__} has none of {', '.join(names)}: vitfocus does not know the names of its parts in this "
+        "version of transformers."
     )
 
 
@@ -93,12 +93,12 @@ def _named_embeddings(model: nn.Module) -> list[tuple[str, nn.Module]]:
     names = ("patch_embeddings", "patch_embedding", "patch_embed")
     found = [(name, module) for name, module in model.named_modules() if name.rpartition(".")[2] in names]
     if not found:
-        raise VitfocusError(f"{type(model).__name__} has no {' or '.join(names)}: how it cuts patches is not known.")
+        raise VitfocusError(f"{type(model).__name__} has no {' or '.join(names)}: its patch embedding is not known.")
     return found
 
 
 def _prefix(model: nn.Module) -> dict[str, Any]:
-    """How many tokens stand before the patches, and whether the class token is the first of them."""
+    """The number of tokens before the patches, and whether the class token is the first of them."""
     holder = model.get_submodule(_named_embeddings(model)[0][0].rpartition(".")[0])
     tokens = {name: token for name in PREFIX if isinstance(token := getattr(holder, name, None), nn.Parameter)}
     counts = {name: 1 if token.ndim == 1 else int(token.shape[-2]) for name, token in tokens.items()}
@@ -131,10 +131,10 @@ def _stage(name: str) -> int:
 
 
 def _windowed(model: Any, layer: str, **more: Any) -> Anatomy:
-    """Swin, whose attention module sees windows, so that what touches all tokens sits around it.
+    """Swin, whose attention module sees windows, so the ports with all tokens are around it.
 
-    Version 1 has its norm before the windows are cut and `drop_path` behind. In version 2 the norm follows attention,
-    and no module stands before the cut: the method that pads the grid for it does, where the grid has two axes.
+    Version 1 has its norm before the cut into windows and `drop_path` after attention. In version 2 the norm follows
+    attention, and no module precedes the cut: the port is the method that pads the grid, which has two axes there.
     """
     stem, trunk = _patch_embeddings(model)[0], Trunk(_build_size(model))
     patches = GridRule(((conv_step(_conv(stem))[1],),))
@@ -183,7 +183,7 @@ def _vilt(model: Any, layer: str, **more: Any) -> Anatomy:
     notes = (
         "The sequence is the text's tokens, then the image's: its class token (the one prefix token) and its patches.",
         "The class token that the heads read is the text's, the first of the sequence.",
-        "Patches come in random order, padded to the longest of the batch; only while read do they lie on a grid.",
+        "Patches come in random order, padded to the longest of the batch; only a diagnosis keeps them in order.",
     )
     parts = {"encoder": model.encoder, "text": model.embeddings.text_embeddings}
     return trunk.anatomy(model, stem, notes=notes, **parts, **more)
@@ -225,7 +225,7 @@ def vision_types() -> dict[str, Any]:
 
 
 def build_small(cls: Any) -> nn.Module:
-    """A model of a default configuration with two layers per stack; as it is where that cannot be built."""
+    """A model of a default configuration, with two layers per stack if that can be built."""
     try:
         return cls(_shallow(cls.config_class()))
     except Exception:  # configurations check themselves in many ways

@@ -1,4 +1,4 @@
-"""The families that vitfocus brings itself: FAN, RVT, PVT v1 and LocalViT."""
+"""The families of `vitfocus.models`: FAN, RVT, PVT v1 and LocalViT."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class ReducedAttention(nn.Module):
 class TokenMlp(Mlp):
     """timm's MLP, called with the token grid like every other part of a block."""
 
-    def forward(self, x: Tensor, grid: Grid) -> Tensor:
+    def forward(self, x: Tensor, grid: Grid | None = None) -> Tensor:
         return super().forward(x)
 
 

@@ -211,9 +211,9 @@ class FAN(Backbone):
     """Fully Attentional Network, https://arxiv.org/abs/2204.12451; a Hybrid where `stem_depths`, `stem_dims` are given.
 
     Images B, C, H, W → tokens B, N, C (stride `patch_size`) + Fourier position encoding → `depth` blocks → a class
-    token and `cls_attn_layers` class-attention blocks → LayerNorm → logits B, num_classes. Any image size will do.
+    token and `cls_attn_layers` class-attention blocks → LayerNorm → logits B, num_classes. Any image size works.
 
-    As in the published code, and unlike what one might expect: the channel MLP applies no activation of its own, only
+    As in the published code, and unlike what one might expect: the only activation of the channel MLP is
     the one between its two depthwise convolutions; the drop-path rate is constant over depth and the class-attention
     blocks have none; a class-attention block doubles the patch tokens it passes on (its LayerNorm undoes it); the norms
     of the hybrid's stem after its first divide by the sample variance. Different from it: grids need not be square,
@@ -223,7 +223,7 @@ class FAN(Backbone):
     hybrids; the published shapes count to 7.320 / 28.345 / 54.350 / 80.574 and 7.467 / 26.118 / 50.475 / 76.855 M.
 
     Licence: the published code is under NVIDIA's non-commercial source licence. This one was written without it and is
-    under vitfocus' own licence; published weights that you load keep the terms they came with.
+    under the licence of vitfocus; published weights that you load keep the terms they came with.
 
     >>> model = FAN(img_size=32, patch_size=16, embed_dim=16, depth=1, num_heads=2, num_classes=5).eval()
     >>> model(torch.zeros(1, 3, 32, 48)).shape
@@ -272,16 +272,9 @@ class FAN(Backbone):
             FANBlock(embed_dim, num_heads, mlp_ratio, qkv_bias, drop_path=drop_path_rate, **options)
             for _ in range(depth)
         )
+        class_options: dict[str, Any] = {"tokens_norm": tokens_norm, "norm_layer": partial(nn.LayerNorm, eps=1e-6)}
         self.cls_attn_blocks = nn.ModuleList(
-            ClassAttentionBlock(
-                embed_dim,
-                num_heads,
-                mlp_ratio,
-                qkv_bias,
-                norm_layer=partial(nn.LayerNorm, eps=1e-6),
-                tokens_norm=tokens_norm,
-                **options,
-            )
+            ClassAttentionBlock(embed_dim, num_heads, mlp_ratio, qkv_bias, **options, **class_options)
             for _ in range(cls_attn_layers)
         )
         self._add_classifier()

@@ -1,6 +1,6 @@
 """LocalViT: bringing locality to vision transformers (Li et al., 2021), https://arxiv.org/abs/2104.05707.
 
-The authors' code is MIT; this is written anew, with its tensor names.
+The authors' code is MIT; this is a new implementation with its tensor names.
 """
 
 from __future__ import annotations
@@ -138,11 +138,12 @@ class LocalViT(Backbone):
         self.grid_size = self.patch_embed.grid_size
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
         self.pos_embed = nn.Parameter(torch.zeros(1, 1 + self.grid_size[0] * self.grid_size[1], embed_dim))
+        rates: Any = calculate_drop_path_rates(drop_path_rate, depth)
         self.blocks = nn.ModuleList(
             LocalViTBlock(
                 embed_dim, num_heads, mlp_ratio, se_reduction, qkv_bias, proj_drop_rate, attn_drop_rate, rate, act_layer
             )
-            for rate in calculate_drop_path_rates(drop_path_rate, depth)
+            for rate in rates
         )
         self._add_classifier()
         self.feature_info = [

@@ -1,11 +1,11 @@
 """PVT v1: Pyramid Vision Transformer (Wang et al., ICCV 2021), https://arxiv.org/abs/2102.12122.
 
-timm has version 2 only. The authors' code is Apache-2.0; this is written anew, with its tensor names.
+timm has version 2 only. The authors' code is Apache-2.0; this is a new implementation with its tensor names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ class PVT(Backbone):
     rectangles included; attention runs in `scaled_dot_product_attention`; the number of stages is free. The authors'
     13.2 / 24.5 / 44.2 / 61.4 M parameters are the counts of these shapes at 224 pixels.
 
-    Licence: the published code is Apache-2.0; this is a new text under vitfocus' own licence.
+    Licence: the published code is Apache-2.0; this implementation is new and under the licence of vitfocus.
 
     >>> sizes = dict(embed_dims=(8, 16), num_heads=(1, 2), mlp_ratios=(4, 4), depths=(1, 1), sr_ratios=(2, 1))
     >>> model = PVT(img_size=32, patch_size=4, num_classes=5, **sizes).eval()
@@ -76,7 +76,7 @@ class PVT(Backbone):
         self.depths = tuple(depths)
         self.num_stages = len(self.depths)
         self.feature_info = []
-        rates = iter(calculate_drop_path_rates(drop_path_rate, sum(depths)))
+        rates: Iterator[Any] = iter(calculate_drop_path_rates(drop_path_rate, sum(depths)))
         size, chans = self.img_size, in_chans
         for i, dim in enumerate(embed_dims):
             embed = PatchEmbed(size, patch_size if i == 0 else 2, chans, dim, norm=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -63,7 +63,7 @@ class PositionAwareAttention(nn.Module):
 
     softmax(QKᵀ/√d ⊙ sigmoid(W_p)) V, with W_p (`att_mask`) one value per head, query and key. A product before the
     softmax is no additive mask, so `scaled_dot_product_attention` cannot express it: masked blocks compute the
-    B, H, N, N logits, and only the others take the fused path. On another grid than its own, W_p is interpolated.
+    B, H, N, N logits, and only the others take the fused path. On another grid, W_p is interpolated.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Stage(nn.Module):
 
 
 class Pool(nn.Module):
-    """From one stage to the next: a grouped 3×3 convolution of stride 2 that widens each channel on its own."""
+    """From one stage to the next: a grouped 3×3 convolution of stride 2 that widens each channel separately."""
 
     def __init__(self, dim: int, dim_out: int) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ class RVT(Backbone):
     TAP & ADL (there uninitialised memory); grids need not be square. The published definition of RVT-B* masks 5 blocks,
     88.529 M parameters; the papers' 91.8 M are those of 12 masked blocks.
 
-    Licence: the authors' repository has none. This code was written without it and is under vitfocus' own licence.
+    Licence: the authors' repository has none. This code was written without it and is under the licence of vitfocus.
 
     >>> model = RVT(img_size=32, base_dims=(8, 8), depths=(1, 1), heads=(1, 2), num_classes=5, masked_blocks=1).eval()
     >>> model(torch.zeros(1, 3, 32, 32)).shape
@@ -207,7 +207,7 @@ class RVT(Backbone):
                 f"masked_blocks must lie between 0 and the first stage's depth {depths[0]}, and the image must hold a "
                 f"token; given were {masked_blocks} and {self.img_size} pixels."
             )
-        rates = iter(calculate_drop_path_rates(drop_path_rate, sum(depths)))
+        rates: Iterator[Any] = iter(calculate_drop_path_rates(drop_path_rate, sum(depths)))
         attention_options = (qkv_bias, attn_drop_rate, proj_drop_rate)
         self.transformers: Any = nn.ModuleList()
         for stage, width in enumerate(widths):

@@ -99,7 +99,7 @@ def transformers_class(name: str) -> Any:
 def transformers_config(config_class: Any, fields: Mapping[str, Any], where: str) -> Any:
     """A config of that class. Fields it does not have, and those that would load something, are left out.
 
-    So `auto_map`, which points at a folder's own Python, and `quantization_config` have no effect.
+    So `auto_map`, which points at Python code in the folder, and `quantization_config` have no effect.
     """
     _require_plain(fields, where)
     config = config_class.from_dict(_fields(config_class, fields, where))

@@ -46,7 +46,7 @@ class AttentionDiversification(Treatment):
         threshold: τ; entries below τ/N are set to zero; 0 keeps all.
         weight: λ, the factor of the loss.
         tokens: "patch" excludes prefix tokens from rows and columns.
-        rows: An integer k takes a random subset of k query rows, drawn anew for every forward pass.
+        rows: An integer k takes a random subset of k query rows, drawn again for every forward pass.
         layers: "all", "upper" (the upper half), "upper:K" (the last K blocks), "inner" (not the blocks that feed a
             feature pyramid), a list of block numbers, or several of these joined by "&".
 

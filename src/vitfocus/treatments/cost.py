@@ -106,7 +106,7 @@ def compare_steps(
     Args:
         models: The models by name.
         images: (B, 3, H, W), on the models' device.
-        mode: "train" is a forward pass, a loss with the treatments' own terms, a backward pass and an AdamW step;
+        mode: "train" is a forward pass, a loss with the terms of the treatments, a backward pass and an AdamW step;
             "infer" is a forward pass without gradients.
         autocast: The dtype of autocast, or None for none.
         rounds: Timed steps of each model.

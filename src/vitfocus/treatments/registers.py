@@ -78,7 +78,7 @@ class AddedTokens(StatefulModule):
 
 
 class JoinTokens:
-    """At the input of a block: the tokens of a module, or of the slot behind the block before, join the sequence."""
+    """At the input of a block: inserts the tokens of a module, or of the slot of the previous block."""
 
     def __init__(self, source: Callable[[Tensor], Tensor] | TokenSlot, first: int) -> None:
         self.source, self.first = source, first
@@ -97,7 +97,7 @@ class JoinTokens:
 
 
 class SplitTokens:
-    """At the output of a block: the added tokens leave the sequence, into the slot for the next block."""
+    """At the output of a block: removes the added tokens and stores them in the slot for the next block."""
 
     def __init__(self, first: int, count: int, slot: TokenSlot | None) -> None:
         self.first, self.count, self.slot = first, count, slot

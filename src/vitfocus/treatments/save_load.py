@@ -1,6 +1,6 @@
 """Saving and loading: a folder with `config.json` and safetensors, without pickle, written atomically.
 
-The folder is laid out as the Hugging Face hub lays out its own, so it can be pushed there as it is.
+The folder has the layout of the Hugging Face hub, so it can be pushed there unchanged.
 """
 
 from __future__ import annotations
@@ -80,9 +80,7 @@ def create_model(spec: str, pretrained: bool = False, **arguments: Any) -> nn.Mo
         >>> sum(p.numel() for name, p in model.named_parameters() if "context" in name)
         384
     """
-    base, treatments = split_spec(spec) if spec.strip() else ("", [])
-    if not base:
-        raise VitfocusError(f"{spec!r} names no model: a spec begins with one, such as vit_tiny_patch16_224+cb.")
+    base, treatments = split_spec(spec)
     library, name = split_library(base)
     model = Origin(library, name, arguments).build(pretrained)
     if library == "transformers" and Path(name).is_dir():
@@ -104,8 +102,8 @@ def save(
     """Save a model, treated or not, as a folder with config.json, safetensors and a model card (README.md).
 
     timm (`timm.create_model("local-dir:FOLDER", pretrained=True)`) and transformers (`from_pretrained`, `pipeline`)
-    open the folder of a model of theirs too; if it is treated, after `import vitfocus`. If FSDP has sharded the model,
-    every process must call this; the first one writes.
+    can open the folders of their models; those of treated models after `import vitfocus`. If FSDP has sharded the
+    model, every process must call this; the first one writes.
 
     Args:
         model: The model to save.

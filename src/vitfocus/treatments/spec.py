@@ -37,7 +37,7 @@ rows=None, layers='all')])
     """
     base, *parts = _split(spec, "+") or [""]
     if not base:
-        raise VitfocusError(f"{spec!r} names no model: write one such as vit_tiny_patch16_224, treatments behind it.")
+        raise VitfocusError(f"{spec!r} names no model: a spec begins with one, such as vit_tiny_patch16_224+cb.")
     return base, [_parse_one(part) for part in parts]
 
 

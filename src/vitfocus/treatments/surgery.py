@@ -48,12 +48,12 @@ def handles(config: type[Treatment]) -> Callable[[_Handler], _Handler]:
 def treat_(model: Model, *treatments: Treatment | str | Mapping[str, Any]) -> Model:
     """Insert treatments into a model in place.
 
-    If one of them cannot be applied, none is. If the weights are trained and a treatment changes what the model
-    computes, a `VitfocusWarning` says so and names the form that does not.
+    If one of them cannot be applied, the model is unchanged. If the weights are trained and a treatment changes what
+    the model computes, a `VitfocusWarning` names the form that does not.
 
     Args:
         model: A vision transformer, or a model that contains exactly one: a task model, a peft model, what
-            `torch.compile` returns, your own module. The transformer inside is treated, and both know it.
+            `torch.compile` returns, your own module. The transformer inside is treated.
         *treatments: Records such as `ContextBroadcasting()`, specs such as "cb(layers=upper)+adl", or a state dict of a
             treated model, which records its treatments, in order.
 
@@ -150,7 +150,7 @@ def untreat_(model: Model) -> Model:
     in the meantime.
 
     Args:
-        model: A treated model; one without treatments is left as it is.
+        model: A treated model; one without treatments is not changed.
 
     Returns:
         The same model.
