@@ -101,7 +101,7 @@ def test_registers_in_other_families(family: str) -> None:
 def test_blocks_that_count_their_tokens_refuse_more(family: str) -> None:
     model, _ = build(family)
     for spec in ("registers", "ttr(neurons=[[0,0]])"):
-        with pytest.raises(vf.VitfocusError, match=r"adds tokens, and the blocks of|has no neuron|of its own"):
+        with pytest.raises(vf.VitfocusError, match=r"adds tokens, and the blocks of|has no neuron|registers already"):
             vf.treat_(model, spec)
 
 
