@@ -216,6 +216,11 @@ class Anatomy(Sequence[Block]):
         """The blocks that process all tokens: every block except those of class attention and cross-attention."""
         return tuple(block for block in self.blocks if block.attention_kind not in ("class", "cross"))
 
+    @property
+    def attention_kinds(self) -> str:
+        """The kinds of attention of the trunk, for messages: "channel, window"."""
+        return ", ".join(sorted({block.attention_kind for block in self.trunk}))
+
     def __repr__(self) -> str:
         lines = [f"Anatomy of {type(self.root).__name__} ({self.family}), {len(self.blocks)} blocks:"]
         return "\n  ".join(lines + [repr(block) for block in self.blocks])

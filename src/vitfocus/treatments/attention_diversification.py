@@ -227,10 +227,9 @@ def insert_diversity(config: AttentionDiversification, anatomy: Anatomy, surgeon
     """Put a `DiversityMeter` on the attention of every chosen block."""
     attending = [block for block in anatomy.trunk if block.mixes_tokens_by_attention and block.reader is not None]
     if not attending:
-        kinds = ", ".join(sorted({block.attention_kind for block in anatomy.trunk}))
         raise VitfocusError(
             f"{config} compares the rows of token attention, and {type(anatomy.root).__name__} has none "
-            f"(its blocks: {kinds})."
+            f"(its blocks: {anatomy.attention_kinds})."
         )
     if config.tokens == "patch" and anatomy.text is not None:
         raise VitfocusError(

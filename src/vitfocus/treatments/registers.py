@@ -143,10 +143,10 @@ def add_tokens(module: AddedTokens, name: str, anatomy: Anatomy, surgeon: Surgeo
     blocks = [block for index, block in enumerate(anatomy.trunk) if block.host not in hosts[:index]]
     fits = all(block.layout == "BNC" and block.attention_kind == "global" for block in anatomy.trunk)
     if not fits or not anatomy.takes_tokens or anatomy.encoder is not None or anatomy.text is not None:
-        kinds = ", ".join(sorted({f"{block.attention_kind} attention" for block in anatomy.trunk}))
         raise VitfocusError(
-            f"{surgeon.treatment} adds tokens, and the blocks of {type(anatomy.root).__name__} ({kinds}) expect those "
-            "of the image: it fits plain ViTs, whose blocks take any number of tokens."
+            f"{surgeon.treatment} adds tokens, and the blocks of {type(anatomy.root).__name__} "
+            f"({anatomy.attention_kinds} attention) expect those of the image: it fits plain ViTs, whose blocks take "
+            "any number of tokens."
         )
     surgeon.add(blocks[0], "attention.front", name, module)
     given = surgeon.by_name(module)

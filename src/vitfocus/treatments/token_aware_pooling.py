@@ -234,10 +234,9 @@ def insert_pooling(config: TokenAwarePooling, anatomy: Anatomy, surgeon: Surgeon
     """Put the pooling before the norm before attention, in every chosen block."""
     attending = [block for block in anatomy.trunk if block.mixes_tokens_by_attention]
     if not attending:
-        kinds = ", ".join(sorted({block.attention_kind for block in anatomy.trunk}))
         raise VitfocusError(
             f"{config} pools tokens before they attend to each other, and {type(anatomy.root).__name__} has no "
-            f"token attention (its blocks: {kinds})."
+            f"token attention (its blocks: {anatomy.attention_kinds})."
         )
     chosen = choose_blocks(config.layers, surgeon.ports(attending, "pool"))
     context = track_image_size(anatomy, surgeon)
