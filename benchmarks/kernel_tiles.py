@@ -26,7 +26,7 @@ from vitfocus.kernels.pooling.op import mix_dilated, predict_hidden
 
 #: Rows, columns, warps, stages.
 DIVERSITY = {
-    "mean": [(64, 128, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2), (128, 64, 8, 3), (128, 128, 8, 2), (64, 128, 8, 3)],
+    "mean": [(64, 64, 4, 3), (64, 128, 4, 3), (64, 64, 4, 2), (128, 64, 8, 3), (128, 128, 8, 2), (64, 128, 8, 3)],
     "gradient": [(64, 32, 4, 3), (64, 32, 4, 2), (64, 64, 4, 2), (128, 32, 8, 3), (64, 16, 4, 3), (64, 64, 8, 2)],
     "joint": [(32, 256, 8, 2), (16, 256, 8, 2), (32, 256, 8, 1), (16, 256, 8, 3), (16, 256, 4, 2)],
 }
@@ -98,6 +98,9 @@ def main() -> None:
         print("kernel_tiles measures GPU kernels, and there is no CUDA device here; skipped.")
         return
     end = time.perf_counter() + args.seconds
+    import triton
+
+    versions = {"torch": torch.__version__, "triton": triton.__version__}
     result: dict[str, dict[str, float]] = {}
     best: dict[tuple[str, int], tuple[float, tuple[int, ...]]] = {}
     for count in args.sizes:
@@ -113,7 +116,8 @@ def main() -> None:
                     continue
                 mine = {name: found.get(name, 0.0) for name in SHOWN[kind]}
                 result[f"{kind} {choice} N={count}"] = mine
-                args.out.write_text(json.dumps(result, indent=1) + "\n")
+                content = {"device": torch.cuda.get_device_name(), "versions": versions, "us": result}
+                args.out.write_text(json.dumps(content, indent=1) + "\n")
                 best[kind, count] = min(best.get((kind, count), (math.inf, choice)), (sum(mine.values()), choice))
                 times = "  ".join(f"{name} {taken:8.1f}" for name, taken in mine.items())
                 mark = "*" if number == 0 else " "

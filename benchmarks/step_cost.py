@@ -229,6 +229,7 @@ def measure(model: str, tokens: int, setting: str, variants: list[str], rounds: 
             FAILED.append(f"{model} {tokens} {setting} {name}")
             continue
         row[name] = {"memory": memory, "ready_s": time.perf_counter() - began}
+        print(f"{model} {tokens} {setting} {name}: ready after {row[name]['ready_s']:.1f} s", flush=True)
         if "adl" in VARIANTS[name]:
             row[name] |= {"loss": float(extra), "share": step.share}
         steps[name] = step

@@ -317,7 +317,7 @@ class _Launch:
 
     def settings(self, kind: str) -> dict[str, Any]:
         """Block sizes and what else the kernels are compiled for."""
-        columns = 64 if self.width > 64 else 128 if kind == "mean" else 32
+        columns = 32 if kind == "gradient" and self.width <= 64 else 64  # as benchmarks/kernel_tiles.py found
         rows, columns, stages = row_tiles(self.width, self.item, self.count, self.keys, self.space, columns)
         if kind == "joint":
             rows, columns, stages = 32, padded(self.keys), 2
