@@ -44,7 +44,7 @@ def test_a_finding_says_everything_that_is_needed_to_act() -> None:
     finding = one(found, "overfocus")
     assert finding.layers == (11,) and "5 % of the tokens receive 57 %" in finding.read and "0.42" in finding.read
     deit = reference()["models"]["DeiT-Ti"]["overfocus"][11]
-    assert f"DeiT-Ti {100 * deit:.0f} %" in finding.reference and "uniform attention has 5 %" in finding.reference
+    assert f"DeiT-Ti {100 * deit:.1f} %" in finding.reference and "uniform attention has 5 %" in finding.reference
     assert all((finding.meaning, finding.evidence, finding.command))
     assert (
         str(finding).endswith(f"Next: {finding.command}")
@@ -64,9 +64,9 @@ def test_nothing_is_prescribed_that_the_model_carries_or_the_study_advises_again
             if {"cb", "cbs"} & {spec.partition("(")[0] for spec in specs}:
                 assert "cb(" not in finding.command and "with and without" not in finding.command
             if finding.kind in ("uniform", "spread") and specs and specs[0].startswith("cb"):
-                assert f"carries {specs[0]}" in finding.evidence
+                assert f"treated with {specs[0]}" in finding.evidence
             if finding.kind == "overfocus" and "tap" in specs:
-                assert "carries tap and adl" in finding.evidence
+                assert "treated with tap and adl" in finding.evidence
 
 
 def test_no_layer_is_overfocused_and_nearly_uniform() -> None:
@@ -108,7 +108,7 @@ def test_references_come_from_whole_models_and_thresholds_are_drawn() -> None:
     for model in reference()["models"].values():
         values = [value for key, value in model.items() if key != "model"]
         assert all(len(found) == 12 and all(-0.1 <= v <= 1 for v in found) for found in values)
-    assert default_thresholds().keys() >= {f.name for r in READINGS.values() for f in r.findings}
+    assert default_thresholds().keys() >= {f.name for r in READINGS.values() for f in r.thresholds}
     pytest.importorskip("matplotlib", reason="figures need matplotlib")
     diagnosis = Diagnosis(OVERFOCUSED, "model", 4, (224, 224), "gaussian_noise/3", depth=12)
     for kind in ("overfocus", "heads", "diversity", "entropy"):

@@ -20,7 +20,7 @@ import vitfocus.attention.readings as readings_module
 from vitfocus.attention.diagnosis import Diagnosis
 from vitfocus.attention.findings import findings
 from vitfocus.attention.layer import Geometry, LayerReadings, Quantiles, layer_rows
-from vitfocus.attention.readings import Chart, Finding, Reading
+from vitfocus.attention.readings import Chart, Reading, Threshold
 from vitfocus.kernels.attention import Observation
 from vitfocus.kernels.backends import backend
 from vitfocus.kernels.statistics.reference import (
@@ -293,7 +293,7 @@ def test_a_new_reading_is_one_record(monkeypatch: pytest.MonkeyPatch) -> None:
         format=".3f",
         label="the largest weight of a row",
         rows=lambda attention: attention.amax(dim=-1),
-        findings=(Finding("peaked", 0.5, "the largest weight of a row is {} on average."),),
+        thresholds=(Threshold("peaked", 0.5, "the largest weight of a row is {} on average."),),
         chart=Chart("Peak", "largest weight of a row", "How much one token receives.", low=0.0, figure="peak"),
     )
     monkeypatch.setitem(readings_module.READINGS, "peak", peak)

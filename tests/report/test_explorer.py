@@ -106,7 +106,7 @@ def test_models_without_a_whole_map_are_refused(name: str, said: str) -> None:
 def test_layers_that_cannot_be_explored_are_named() -> None:
     model, _ = build("cait")
     notes = explorer_data(model, pictures((64, 64)), None)["notes"]
-    assert any("attend from the class token only, so they are not shown" in note for note in notes), notes
+    assert any("attention from the class token only, so they are not shown" in note for note in notes), notes
 
 
 def test_every_layer_and_head_is_kept_within_the_budget() -> None:

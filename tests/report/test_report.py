@@ -15,6 +15,7 @@ import torch
 from helpers.train_tools import tiny
 
 import vitfocus as vf
+from vitfocus.attention.curves import uniform_references
 from vitfocus.attention.diagnosis import Diagnosis
 from vitfocus.cli import main
 from vitfocus.core.errors import VitfocusError
@@ -23,7 +24,6 @@ from vitfocus.report import model_card
 from vitfocus.report.comparison import Difference, Estimate, MetricRow, _contradicted_by_mce
 from vitfocus.report.model_card import TreatedPlace, measure_cost, multiply_adds
 from vitfocus.report.runs import collect_models
-from vitfocus.report.sections.attention import overfocus_references
 from vitfocus.robustness.results import load_scores
 from vitfocus.train import train
 
@@ -296,7 +296,7 @@ def test_attention_to_all_alike_lies_on_the_dashed_line(size: int) -> None:
         if "attn.qkv" in name:
             weight.data.zero_()
     diagnosis = vf.diagnose(model, shapes_batch(range(2), size=size)[0])
-    (line,) = overfocus_references({"one": diagnosis, "two": diagnosis})
+    (line,) = uniform_references({"one": diagnosis, "two": diagnosis})
     tokens = (size // 16) ** 2 + 1
     assert line.level == pytest.approx(100 * max(1, round(0.05 * tokens)) / tokens)
     assert [100 * row["overfocus"] for row in diagnosis.rows] == pytest.approx([line.level] * 2, rel=1e-4)
@@ -308,7 +308,7 @@ def test_models_with_other_numbers_of_tokens_have_lines_of_their_own() -> None:
         rows = [{"layer": i, "overfocus": 0.5, "entropy_bound": float(np.log(k))} for i, k in enumerate(keys)]
         return Diagnosis(model="m", images=1, size=(64, 64), against=None, rows=rows)
 
-    one, two = overfocus_references({"vit": read(65, 65), "pvt": read(49, 100)})
+    one, two = uniform_references({"vit": read(65, 65), "pvt": read(49, 100)})
     assert one.name == "vit: uniform attention (4.62 %)" and one.level == pytest.approx(300 / 65)
     assert two.name == "pvt: uniform attention (4.08 to 5 %)" and two.level is None
     assert [level for _, level in two.points] == pytest.approx([200 / 49, 5.0])

@@ -414,6 +414,15 @@ def _pick(body: Anatomy, layer: int | str) -> Block:
     return body[int(layer)]
 
 
+#: What layers of each kind of attention without a map of tokens have instead.
+WITHOUT_TOKEN_MAP = {
+    "none": "no attention (an MLP or pooling mixes the tokens)",
+    "channel": "attention between channels, not tokens",
+    "outlook": "outlook attention, which weighs a local window without queries and keys",
+    "linear": "linear attention, without a softmax over tokens",
+}
+
+
 def can_be_read(block: Block) -> bool:
     """Whether the block has a map from tokens (or the class token) to tokens, and it can be observed."""
     return (block.mixes_tokens_by_attention or block.attention_kind in ("class", "cross")) and block.reader is not None

@@ -18,51 +18,22 @@ from torch import Tensor, nn
 from vitfocus.anatomy import Anatomy, Block, anatomy
 from vitfocus.anatomy.block import Size
 from vitfocus.attention.capture import can_be_read, model_name, pick_blocks, reading
-from vitfocus.attention.findings import SECOND, Explained, Situation, default_thresholds, explain, uniform_note
+from vitfocus.attention.findings import SECOND, Finding, Situation, default_thresholds, explain, uniform_note
 from vitfocus.attention.images import Batches, ImageBatch, Images, paired, text_length, with_text, without_padding
 from vitfocus.attention.layer import LayerReadings, NormReadings, geometry_of, layer_rows
 from vitfocus.attention.plots import plot, png
-from vitfocus.attention.readings import READINGS, cell, columns, context_scale, figures
+from vitfocus.attention.readings import READINGS, Row, cell, columns, context_scale, figures
 from vitfocus.core.arguments import checked
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import write_bytes
 from vitfocus.core.modules import carried, inserted, insertion_sentence, is_trained
-from vitfocus.core.records import Count, OpenDict, convert, read_json
+from vitfocus.core.records import Count, convert, read_json
 from vitfocus.core.tables import Table, bullet, counted, html_points
 from vitfocus.data.shapes.dataset import shapes_named
 from vitfocus.kernels.attention import Observation
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-
-class _RowFields(msgspec.Struct):
-    layer: Count
-    name: str
-    attention_kind: str = ""
-
-
-class Row(OpenDict):
-    """The numbers of one layer."""
-
-    fields, numbers = _RowFields, True
-
-
-class DiagnosisRecord(msgspec.Struct):
-    """diagnosis.json, without what follows from the rows."""
-
-    model: str
-    images: Count
-    size: tuple[Count, Count]
-    against: str | None
-    rows: list[Row]
-    stability_values: dict[int, list[list[float]]] = msgspec.field(default_factory=dict)
-    inserted: str = ""
-    high_norm_places: dict[int, list[list[float]]] = msgspec.field(default_factory=dict)
-    taken_as: str = ""
-    treatments: str = ""
-    trained: bool = True
-    depth: Count = 0
 
 
 @dataclass(repr=False)
@@ -92,10 +63,10 @@ class Diagnosis:
         (<Diagnosis of vit_tiny_patch16_224: 2 layers, 2 images of 64x64>, 2)
     """
 
-    rows: list[dict[str, Any]]
+    rows: list[Row]
     model: str
-    images: int
-    size: Size
+    images: Count
+    size: tuple[Count, Count]
     against: str | None = None
     stability_values: dict[int, list[list[float]]] = field(default_factory=dict)
     inserted: str = ""
@@ -103,7 +74,7 @@ class Diagnosis:
     taken_as: str = "pixels"
     treatments: str = ""
     trained: bool = True
-    depth: int = 0
+    depth: Count = 0
 
     @property
     def findings(self) -> list[str]:
@@ -111,7 +82,7 @@ class Diagnosis:
         return [str(finding) for finding in self.explained]
 
     @property
-    def explained(self) -> list[Explained]:
+    def explained(self) -> list[Finding]:
         """The same as records: what was read, the reference, what it may mean, the evidence, and what to do next."""
         specs = tuple(self.treatments.split(" + ")) if self.treatments else ()
         return explain(self.rows, Situation(specs, self.trained, self.against, self.depth))
@@ -132,23 +103,13 @@ class Diagnosis:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain data, which JSON can hold."""
-        return {
-            "model": self.model,
-            "images": self.images,
-            "size": list(self.size),
-            "against": self.against,
-            "inserted": self.inserted,
-            "taken_as": self.taken_as,
-            "treatments": self.treatments,
-            "trained": self.trained,
-            "depth": self.depth,
-            "rows": [dict(row) for row in self.rows],
+        derived = {
             "findings": self.findings,
             "explained": [finding.to_dict() for finding in self.explained],
             "thresholds": default_thresholds(),
-            "stability_values": {str(layer): values for layer, values in self.stability_values.items()},
-            "high_norm_places": {str(layer): rows for layer, rows in self.high_norm_places.items()},
         }
+        plain: dict[str, Any] = msgspec.to_builtins(self, str_keys=True)
+        return plain | derived
 
     def to_json(self, indent: int | None = 2) -> str:
         """The same as JSON."""
@@ -157,11 +118,7 @@ class Diagnosis:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Diagnosis:
         """A diagnosis from what `to_dict` returned."""
-        return cls._from(convert(data, DiagnosisRecord, "The dict", writer="Diagnosis.to_dict"))
-
-    @classmethod
-    def _from(cls, found: DiagnosisRecord) -> Diagnosis:
-        return cls(**msgspec.structs.asdict(found) | {"rows": [*found.rows]})
+        return convert(data, cls, "The dict", writer="Diagnosis.to_dict")
 
     @classmethod
     @checked
@@ -170,7 +127,7 @@ class Diagnosis:
         file = Path(folder) / "diagnosis.json"
         if not file.is_file():
             raise VitfocusError(f"{folder} holds no diagnosis.json; save a diagnosis there first.")
-        return cls._from(read_json(file, DiagnosisRecord, writer="vitfocus diagnose"))
+        return read_json(file, cls, writer="vitfocus diagnose")
 
     def to_pandas(self) -> Any:
         """The rows as a pandas DataFrame."""
@@ -430,10 +387,10 @@ def _with_text(source: Iterable[ImageBatch], model: nn.Module, body: Anatomy) ->
     return (with_text(batch, model, body) for batch in source)
 
 
-def _row(block: Block, numbers: dict[str, float]) -> dict[str, Any]:
-    row: dict[str, Any] = {"layer": block.depth, "name": block.name, "attention_kind": block.attention_kind, **numbers}
+def _row(block: Block, numbers: dict[str, float]) -> Row:
+    row = Row(layer=block.depth, name=block.name, attention_kind=block.attention_kind, **numbers)
     scale = context_scale(block.host)
     if scale is not None:
         values = {key: one.scale(scale) for key, one in READINGS.items() if one.scale is not None}
-        row |= {key: value for key, value in values.items() if value is not None}
+        row.update({key: value for key, value in values.items() if value is not None})
     return row

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from vitfocus.anatomy import Block, anatomy
 from vitfocus.anatomy.block import Size
-from vitfocus.attention.capture import can_be_read, pick_blocks, reading
+from vitfocus.attention.capture import WITHOUT_TOKEN_MAP, can_be_read, pick_blocks, reading
 from vitfocus.attention.images import Batches, Images
 from vitfocus.core.arguments import checked
 from vitfocus.core.errors import VitfocusError
@@ -83,7 +83,8 @@ def attention_maps(
     blocks = [block for block in wanted if can_be_read(block)]
     if not blocks or (layers is not None and len(blocks) < len(wanted)):
         missing = next(block for block in wanted if not can_be_read(block))
-        raise VitfocusError(f"{missing.name} has no token-to-token map: its tokens mix by {_mixing(missing)}.")
+        kind = WITHOUT_TOKEN_MAP.get(missing.attention_kind, "attention that cannot be observed")
+        raise VitfocusError(f"{missing.name} has no token-to-token map, but {kind}.")
     collector = _Collector(blocks, heads, queries, limit)
     with reading(model, body, list(dict.fromkeys(blocks)), collector) as session:
         for batch in Batches(images, body, batch_size, normalised):
@@ -152,12 +153,6 @@ def _indices(chosen: Indices, length: int, what: str) -> Tensor:
         if not -length <= index < length:
             raise VitfocusError(f"There is no {what} {index}: there are {length}, 0 to {length - 1}.")
     return every[picked]
-
-
-def _mixing(block: Block) -> str:
-    said = {"none": "an MLP or pooling", "channel": "attention between channels", "outlook": "outlook attention"}
-    said |= {"linear": "linear attention, without a softmax over scores of tokens"}
-    return said.get(block.attention_kind, "an attention that cannot be observed")
 
 
 def rollout(maps: Sequence[Tensor], residual: float = 0.5) -> Tensor:

@@ -8,40 +8,27 @@ draw maps take a model, or several by the names shown in the figure; several mod
 from __future__ import annotations
 
 import io
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from vitfocus.anatomy import Block, anatomy
 from vitfocus.attention.capture import model_name
-from vitfocus.attention.findings import KNOWN, known_band, threshold_lines
+from vitfocus.attention.curves import Diagnoses, reading_curves, series
 from vitfocus.attention.images import Batches, Images, normalised
 from vitfocus.attention.maps import AttentionMaps, attention_maps, enlarged, normalise_together, on_grid, rollout
-from vitfocus.attention.readings import Chart, charts, figures
+from vitfocus.attention.readings import charts, figures
 from vitfocus.core.errors import VitfocusError, nearest
-from vitfocus.kernels.statistics.reference import TOP, overfocus, received, uniform_overfocus
+from vitfocus.kernels.statistics.reference import overfocus, received
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
-class Plotted(Protocol):
-    """What the figures need of a `Diagnosis`."""
-
-    rows: list[dict[str, Any]]
-    against: str | None
-    depth: int
-    stability_values: dict[int, list[list[float]]]
-
-
-Diagnoses = Mapping[str, Plotted]
-
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-BOUND = "#B22222"
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
@@ -55,7 +42,9 @@ def plot(diagnoses: Diagnoses, kind: str = "entropy") -> Figure:
         hint = " Pass `against=` to diagnose to measure it." if kind == "stability" else ""
         hint = " The model has no scaled Context Broadcasting (cbs)." if kind == "scaling" else hint
         raise VitfocusError(f"No layer has a number for the figure {kind!r}.{hint}")
-    return _DRAWINGS[kind](diagnoses) if kind in _DRAWINGS else _lines(diagnoses, key, charts()[key])
+    if kind == "stability":
+        return _stability(diagnoses)
+    return _scaling(diagnoses) if kind == "scaling" else _curves(diagnoses, key)
 
 
 def new_figure(width: float, height: float, rows: int = 1, columns: int = 1, **options: Any) -> tuple[Figure, Any]:
@@ -79,90 +68,31 @@ def png(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-def _entropy(diagnoses: Diagnoses) -> Figure:
-    """Context Broadcasting's Figures 4 and 7a: mean, 15th to 85th percentile, class token, bound."""
-    figure, axes = _by_depth(diagnoses, "attention entropy (nats)")
-    for index, (label, diagnosis) in enumerate(diagnoses.items()):
-        depth, mean, low, high = _series(diagnosis, "entropy", "entropy_p15", "entropy_p85")
-        axes.fill_between(depth, low, high, color=COLOURS[index], alpha=0.15, linewidth=0)
-        _line(axes, (depth, mean), index, f"{label}: mean")
-        class_depth, class_values = _series(diagnosis, "entropy_cls")
-        if class_depth:
-            axes.plot(class_depth, class_values, color=COLOURS[index], linestyle=":", label=f"{label}: class token")
-    depth, bound = _series(next(iter(diagnoses.values())), "entropy_bound")
-    axes.plot(depth, bound, color=BOUND, linestyle="--", label="bound log K (uniform)")
-    _guides(axes, diagnoses, "entropy")
-    axes.set_ylim(0, max(bound) * 1.08)
-    axes.set_title("How widely attention spreads (band: 15th to 85th percentile of rows)")
-    return _finished(figure, axes)
-
-
-def _lines(diagnoses: Diagnoses, key: str, chart: Chart) -> Figure:
-    """One line per diagnosis, for a reading without a drawing of its own (distance: Context Broadcasting's 7b)."""
+def _curves(diagnoses: Diagnoses, key: str) -> Figure:
+    """A reading by depth (entropy: Context Broadcasting's Figures 4 and 7a; distance: its Figure 7b)."""
+    chart = charts()[key]
     figure, axes = _by_depth(diagnoses, chart.axis)
-    for index, (label, diagnosis) in enumerate(diagnoses.items()):
-        depth, values = _series(diagnosis, key)
-        _line(axes, (depth, [chart.factor * value for value in values]), index, label)
-    _guides(axes, diagnoses, key, chart.factor)
-    if chart.high == 1.0:
-        axes.set_ylim(0, 1.02)
-    elif chart.low is not None:
-        axes.set_ylim(bottom=chart.low)
-    axes.set_title(f"{chart.title} by depth")
-    return _finished(figure, axes)
-
-
-def _overfocus(diagnoses: Diagnoses) -> Figure:
-    figure, axes = _by_depth(diagnoses, f"attention received by the top {TOP:.0%} of tokens (%)")
-    for index, (label, diagnosis) in enumerate(diagnoses.items()):
-        depth, shares = _series(diagnosis, "overfocus")
-        places, width = _beside(depth, index, len(diagnoses))
-        axes.bar(places, [100 * share for share in shares], width, color=COLOURS[index], label=label)
-    for name, points in uniform_levels(diagnoses):
-        if len({level for _, level in points}) == 1:
-            axes.axhline(points[0][1], color=BOUND, linestyle="--", label=name)
+    curves = reading_curves(key, diagnoses, {name: index for index, name in enumerate(diagnoses)})
+    for line in curves.lines:
+        colour, marker = COLOURS[line.colour], MARKERS[line.colour]
+        style: dict[str, Any] = {"linestyle": ":"} if line.dashed else {"marker": marker, "markersize": 5}
+        axes.plot(*zip(*line.points, strict=True), color=colour, label=line.name, **style)
+        if line.band:
+            layers, low, high = zip(*line.band, strict=True)
+            axes.fill_between(layers, low, high, color=colour, alpha=0.15, linewidth=0)
+    for index, reference in enumerate(curves.references):
+        style = {"color": "0.45", "linestyle": ("--", "-.", ":")[index % 3], "linewidth": 1, "label": reference.name}
+        if reference.band:
+            layers, low, high = zip(*reference.band, strict=True)
+            axes.fill_between(layers, low, high, color="0.5", alpha=0.15, linewidth=0, label=reference.name, zorder=0)
+        elif reference.level is not None:
+            axes.axhline(reference.level, **style)
         else:
-            axes.plot(*zip(*points, strict=True), color=BOUND, linestyle="--", label=name)
-    _guides(axes, diagnoses, "overfocus", 100)
-    axes.set_title("How much attention the most attended tokens receive")
-    return _finished(figure, axes)
-
-
-def uniform_levels(diagnoses: Diagnoses) -> list[tuple[str, list[tuple[float, float]]]]:
-    """The overfocus of uniform attention by layer in percent, with a name; one line for models that agree.
-
-    It depends on the number of keys, which the bound of the entropy gives.
-    """
-    lines: dict[tuple[tuple[float, float], ...], list[str]] = {}
-    for name, diagnosis in diagnoses.items():
-        points = tuple(
-            (float(row["layer"]), 100 * uniform_overfocus(round(math.exp(row["entropy_bound"]))))
-            for row in diagnosis.rows
-            if "overfocus" in row and 0 <= row.get("entropy_bound", -1) < 100
-        )
-        if points:
-            lines.setdefault(points, []).append(name)
-    if len({level for points in lines for _, level in points}) == 1:
-        lines = dict([next(iter(lines.items()))])
-    found = []
-    for points, names in lines.items():
-        low, high = min(level for _, level in points), max(level for _, level in points)
-        share = f"{low:.3g} %" if low == high else f"{low:.3g} to {high:.3g} %"
-        whose = f"{', '.join(names)}: " if len(lines) > 1 else ""
-        found.append((f"{whose}uniform attention ({share})", list(points)))
-    return found
-
-
-def _diversity(diagnoses: Diagnoses) -> Figure:
-    figure, axes = _by_depth(diagnoses, "mean cosine of a row with the mean row (ADL)")
-    for index, (label, diagnosis) in enumerate(diagnoses.items()):
-        _line(axes, _series(diagnosis, "diversity_official"), index, f"{label}: official form")
-        depth, values = _series(diagnosis, "diversity_paper")
-        axes.plot(depth, values, color=COLOURS[index], linestyle=":", label=f"{label}: paper's form")
-    _guides(axes, diagnoses, "diversity_official")
-    axes.set_ylim(0, 1.02)
-    axes.set_title("How similar the rows of a map are")
-    return _finished(figure, axes)
+            axes.plot(*zip(*reference.points, strict=True), **style)
+    axes.set_ylim(curves.low, 1.02 * curves.high if curves.high is not None else None)
+    axes.set_title(f"{chart.title} by depth" + (f" (band: {chart.band})" if chart.band else ""))
+    axes.legend(frameon=False, fontsize="small")
+    return figure
 
 
 def _stability(diagnoses: Diagnoses) -> Figure:
@@ -171,9 +101,11 @@ def _stability(diagnoses: Diagnoses) -> Figure:
     last = max(depth for diagnosis in diagnoses.values() for depth in diagnosis.stability_values) + 2
     handles = []
     for index, (label, diagnosis) in enumerate(diagnoses.items()):
-        pooled = {depth: _flat(values) for depth, values in sorted(diagnosis.stability_values.items())}
-        pooled[last] = _flat(pooled.values())
-        places, width = _beside(list(pooled), index, len(diagnoses))
+        values = sorted(diagnosis.stability_values.items())
+        pooled = {depth: [value for image in images for value in image] for depth, images in values}
+        pooled[last] = [value for cosines in pooled.values() for value in cosines]
+        width = 0.8 / len(diagnoses)
+        places = [depth + (index - (len(diagnoses) - 1) / 2) * width for depth in pooled]
         boxes = axes.boxplot(
             list(pooled.values()),
             positions=places,
@@ -203,7 +135,8 @@ def _scaling(diagnoses: Diagnoses) -> Figure:
         (panels[1], "scaling_mean", "mean of λ", "How much uniform attention is added"),
     ):
         for index, (name, diagnosis) in enumerate(diagnoses.items()):
-            _line(axes, _series(diagnosis, key), index, name)
+            points = zip(*series(diagnosis.rows, key), strict=True)
+            axes.plot(*points, color=COLOURS[index], marker=MARKERS[index], markersize=5, label=name)
         style_axes(axes, "layer (0 is the first)", label)
         _depth_ticks(axes, diagnoses)
         axes.set_title(title)
@@ -211,16 +144,6 @@ def _scaling(diagnoses: Diagnoses) -> Figure:
     panels[1].axhline(0, color="0.7", linewidth=0.8)
     panels[0].legend(frameon=False)
     return figure
-
-
-#: Figures that draw more than one line per diagnosis.
-_DRAWINGS: dict[str, Callable[[Diagnoses], Figure]] = {
-    "entropy": _entropy,
-    "overfocus": _overfocus,
-    "diversity": _diversity,
-    "stability": _stability,
-    "scaling": _scaling,
-}
 
 
 def _by_depth(diagnoses: Diagnoses, label: str, width: float = 7.0) -> tuple[Figure, Axes]:
@@ -245,44 +168,6 @@ def _depth_ticks(axes: Axes, diagnoses: Diagnoses) -> None:
     axes.set_xticks(range(0, depth, 1 if depth <= 16 else 2 if depth <= 32 else 4))
     axes.set_xlim(-0.6, depth - 0.4)
     axes.set_autoscalex_on(True)
-
-
-def _finished(figure: Figure, axes: Axes) -> Figure:
-    axes.legend(frameon=False, fontsize="small")
-    return figure
-
-
-def _series(diagnosis: Plotted, *keys: str) -> tuple[list[Any], ...]:
-    """The depths of the layers that have all keys, and the values of each key."""
-    rows = [row for row in diagnosis.rows if all(key in row for key in keys)]
-    return ([row["layer"] for row in rows], *([row[key] for row in rows] for key in keys))
-
-
-def _guides(axes: Axes, diagnoses: Diagnoses, key: str, factor: float = 1.0) -> None:
-    """The thresholds of a reading, and the range of well-known models."""
-    deepest = max(diagnoses.values(), key=lambda one: len(one.rows))
-    for index, (name, points) in enumerate(threshold_lines(key, deepest.rows)):
-        layers, values = zip(*points, strict=True)
-        scaled = [factor * value for value in values]
-        axes.plot(layers, scaled, color="0.45", linestyle=("-.", ":")[index % 2], linewidth=1, label=name)
-    band = known_band(key, deepest.rows, deepest.depth, deepest.against)
-    if len(band) > 1:
-        layers, low, high = zip(*((layer, factor * a, factor * b) for layer, a, b in band), strict=True)
-        axes.fill_between(layers, low, high, color="0.5", alpha=0.15, linewidth=0, label=KNOWN, zorder=0)
-
-
-def _line(axes: Axes, series: tuple[list[Any], ...], index: int, label: str) -> None:
-    axes.plot(*series, color=COLOURS[index], marker=MARKERS[index], markersize=5, label=label)
-
-
-def _flat(values: Iterable[Iterable[float]]) -> list[float]:
-    return [value for inner in values for value in inner]
-
-
-def _beside(depth: Sequence[int], index: int, count: int) -> tuple[list[float], float]:
-    """Positions of one diagnosis's bars around each layer, and their width."""
-    width = 0.8 / count
-    return [layer + (index - (count - 1) / 2) * width for layer in depth], width
 
 
 Models = nn.Module | Mapping[str, nn.Module]

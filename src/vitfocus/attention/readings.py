@@ -1,4 +1,4 @@
-"""The readings of a diagnosis, one record each: its number, table column, findings and chart.
+"""The readings of a diagnosis, one record each: its number, table column, thresholds and chart.
 
 `READINGS` is the registry that diagnoses, tables, comparisons, findings, figures and reports go through. To add a
 reading, add a record. Its number comes from one of four places: `total`, a sum of the fused statistics
@@ -9,44 +9,57 @@ needs nothing else and runs on every device; `norms`, a function of the norms of
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
+from vitfocus.core.records import Count, OpenDict
 from vitfocus.kernels.statistics.reference import TOP
 
 #: An outlier's norm is at least so many times the median of its image, and so many robust standard deviations above it.
 TIMES, DEVIATIONS = 2.0, 5.0
 
 
+class Row(OpenDict):
+    """The numbers of one layer."""
+
+    numbers = True
+
+    class fields(msgspec.Struct):  # noqa: D106
+        layer: Count
+        name: str
+        attention_kind: str = ""
+
+
 @dataclass(frozen=True)
-class Finding:
-    """When a number deserves a sentence.
+class Threshold:
+    """When a number deserves a sentence, a finding.
 
     Attributes:
-        name: the threshold's key in `diagnosis.json`.
-        threshold: the value from which on the sentence is true.
+        name: the key in `diagnosis.json`, and the kind of the finding.
+        value: the value from which on the sentence is true.
         sentence: follows "Layers 1 and 2: "; {} is the value or range of values, {bound} the bound of the entropy,
             {share} the value as a share of `share_of`.
-        below: the sentence is true at or below the threshold, not at or above it.
+        below: the sentence is true at or below the value, not at or above it.
         share_of: the key of a number that the value is divided by before it is compared.
     """
 
     name: str
-    threshold: float
+    value: float
     sentence: str = ""
     below: bool = False
     share_of: str = ""
 
-    def holds(self, row: dict[str, Any], key: str, threshold: float | None = None) -> bool:
+    def holds(self, row: Row, key: str, threshold: float | None = None) -> bool:
         """Whether the sentence is true of a layer's row."""
         if key not in row or (self.share_of and not row.get(self.share_of)):
             return False
         value = row[key] / row[self.share_of] if self.share_of else row[key]
-        limit = self.threshold if threshold is None else threshold
+        limit = self.value if threshold is None else threshold
         return bool(value <= limit if self.below else value >= limit)
 
 
@@ -63,6 +76,8 @@ class Chart:
         low: the lower end of the axis; None lets the values decide.
         high: the upper end.
         figure: the name that `Diagnosis.plot` knows it by; empty for none.
+        second: the key of a second, dashed line per model, and what it is called.
+        band: what the band around a line spans; empty for none.
     """
 
     title: str
@@ -73,6 +88,8 @@ class Chart:
     low: float | None = None
     high: float | None = None
     figure: str = ""
+    second: tuple[str, str] = ("", "")
+    band: str = ""
 
 
 @dataclass(frozen=True)
@@ -90,7 +107,7 @@ class Reading:
         rows: a function of attention rows (..., T, K) to (..., T), averaged over images, heads and rows.
         norms: a function of the norms (B, N) of patch tokens at the block's output to (B,), averaged over images.
         scale: a function of the scaling weights λ (float64) that Context Broadcasting added to the block.
-        findings: when it deserves a sentence.
+        thresholds: when it deserves a sentence.
         chart: how it is drawn by depth.
     """
 
@@ -104,7 +121,7 @@ class Reading:
     rows: Callable[[Tensor], Tensor] | None = None
     norms: Callable[[Tensor], Tensor] | None = None
     scale: Callable[[Tensor], float | None] | None = None
-    findings: tuple[Finding, ...] = ()
+    thresholds: tuple[Threshold, ...] = ()
     chart: Chart | None = None
 
 
@@ -143,6 +160,8 @@ _ENTROPY = Chart(
     unit="nats",
     low=0.0,
     figure="entropy",
+    second=("entropy_cls", "class token"),
+    band="15th to 85th percentile of the rows",
 )
 _OVERFOCUS = Chart(
     "Overfocus",
@@ -164,8 +183,8 @@ READINGS: dict[str, Reading] = {
             "entropy",
             label="mean entropy in nats",
             total="entropy",
-            findings=(
-                Finding(
+            thresholds=(
+                Threshold(
                     "narrow",
                     0.35,
                     "the mean entropy is {} of at most {bound:.2f} nats ({share}): a query looks at very few tokens.",
@@ -182,8 +201,8 @@ READINGS: dict[str, Reading] = {
             "p85",
             total="p85",
             per="",
-            findings=(
-                Finding(
+            thresholds=(
+                Threshold(
                     "spread",
                     0.90,
                     "15 % of the rows have an entropy of {} nats or more, {share} of that of uniform attention.",
@@ -226,7 +245,7 @@ READINGS: dict[str, Reading] = {
             label="overfocus",
             total="top",
             per="maps",
-            findings=(Finding("overfocus", 0.30),),  # worded layer by layer in findings.py
+            thresholds=(Threshold("overfocus", 0.30),),  # worded layer by layer in findings.py
             chart=_OVERFOCUS,
         ),
         Reading(
@@ -252,8 +271,8 @@ READINGS: dict[str, Reading] = {
             total="joint",
             per="images_of_many_heads",
             finish=lambda cosines, heads: (cosines - heads) / (heads * (heads - 1)),  # each head's with itself is 1
-            findings=(
-                Finding(
+            thresholds=(
+                Threshold(
                     "alike_heads",
                     0.80,
                     "the heads' maps have a mean cosine similarity of {}.",
@@ -274,8 +293,8 @@ READINGS: dict[str, Reading] = {
             label="similarity of rows",
             total="official",
             per="token_images",
-            findings=(
-                Finding(
+            thresholds=(
+                Threshold(
                     "alike_rows",
                     0.80,
                     "the rows of a map have a cosine similarity of {} with their mean.",
@@ -288,6 +307,7 @@ READINGS: dict[str, Reading] = {
                 "attention above twice the uniform share (2/K of K tokens) counts, so a uniform map has 0.",
                 high=1.0,
                 figure="diversity",
+                second=("diversity_paper", "as in the paper"),
             ),
         ),
         Reading("diversity_paper", total="paper", per="token_images"),
@@ -297,8 +317,8 @@ READINGS: dict[str, Reading] = {
             label="stability",
             total="stability",
             per="paired_maps",
-            findings=(
-                Finding(
+            thresholds=(
+                Threshold(
                     "unstable",
                     0.70,
                     "{under} the maps have a cosine similarity of only {} with the clean ones.",
@@ -320,8 +340,8 @@ READINGS: dict[str, Reading] = {
             ".2%",
             label="the share of high-norm patch tokens",
             norms=lambda norms: high_norm(norms).float().mean(dim=1),
-            findings=(
-                Finding(
+            thresholds=(
+                Threshold(
                     "high_norm",
                     0.005,
                     "{} of the patch tokens have a norm far above the others of their image.",
@@ -368,7 +388,7 @@ def columns() -> dict[str, tuple[str, str]]:
     return {"layer": ("layer", "d"), "attention_kind": ("kind", "s")} | shown
 
 
-def cell(row: dict[str, Any], key: str) -> str:
+def cell(row: Mapping[str, Any], key: str) -> str:
     """One value of a row as text, or a dash where it has no meaning.
 
     >>> cell({"overfocus": 0.4231}, "overfocus"), cell({}, "distance")

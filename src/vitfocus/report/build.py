@@ -17,11 +17,10 @@ from vitfocus.report.gallery import add_gallery, is_gallery
 from vitfocus.report.page import Page
 from vitfocus.report.runs import ReportModel, collect_models
 from vitfocus.report.sections.attention import add_attention
-from vitfocus.report.sections.models import add_cost, add_treatments
+from vitfocus.report.sections.models import add_cost, add_training, add_treatments
 from vitfocus.report.sections.provenance import add_provenance
 from vitfocus.report.sections.scores import add_robustness, add_scores
 from vitfocus.report.sections.summary import add_summary, insertions
-from vitfocus.report.sections.training import add_training
 
 REPORT = "report.html"
 _COLOURS = 7

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
 from typing import Any
 
+from vitfocus.attention.curves import Band, Line, Points, Reference
 from vitfocus.report.comparison import Estimate
 
 #: Number of marker shapes, which distinguish models without colour.
 MARKERS = 6
+Scale = Callable[[float], float]
 
 
 def element(tag: str, content: str = "", **attributes: Any) -> str:
@@ -67,13 +68,13 @@ def marker(shape: int, x: float, y: float, kind: str, size: float = 3.4) -> str:
     return element("polygon", points=" ".join(f"{_short(x + a)},{_short(y + b)}" for a, b in points), kind=kind)
 
 
-def path(points: Sequence[tuple[float, float]], closed: bool = False) -> str:
+def path(points: Points, closed: bool = False) -> str:
     """The `d` of a polyline."""
     steps = " ".join(f"{'M' if i == 0 else 'L'}{_short(x)},{_short(y)}" for i, (x, y) in enumerate(points))
     return steps + ("Z" if closed else "")
 
 
-def scale(low: float, high: float, start: float, stop: float) -> Callable[[float], float]:
+def scale(low: float, high: float, start: float, stop: float) -> Scale:
     """A linear map from values to coordinates."""
     span = (high - low) or 1.0
     return lambda value: start + (value - low) / span * (stop - start)
@@ -130,28 +131,6 @@ _ERRORS = ((247, 251, 255), (198, 219, 239), (107, 174, 214), (33, 113, 181), (8
 _DIFFERENCES = ((33, 102, 172), (146, 197, 222), (247, 247, 247), (253, 184, 99), (179, 88, 6))
 
 
-@dataclass(frozen=True)
-class Line:
-    """A line: points (x, y), a band (x, low, high) and the colour's number; `dashed` marks a model's second line."""
-
-    name: str
-    points: Sequence[tuple[float, float]]
-    colour: int
-    band: Sequence[tuple[float, float, float]] = ()
-    dashed: bool = False
-    marked: bool = True
-
-
-@dataclass(frozen=True)
-class Reference:
-    """A reference: a line at one level, a level per x, or a band (x, low, high)."""
-
-    name: str
-    points: Sequence[tuple[float, float]] = ()
-    level: float | None = None
-    band: Sequence[tuple[float, float, float]] = ()
-
-
 def line_chart(
     title: str,
     lines: Sequence[Line],
@@ -199,20 +178,18 @@ def line_chart(
     return drawing(WIDTH, HEIGHT, parts, title)
 
 
-def _band(
-    band: Sequence[tuple[float, float, float]], x: Callable[[float], float], y: Callable[[float], float], kind: str
-) -> str:
+def _band(band: Band, x: Scale, y: Scale, kind: str) -> str:
     around = [(x(a), y(b)) for a, b, _ in band] + [(x(a), y(c)) for a, _, c in reversed(band)]
     return element("path", d=path(around, closed=True), kind=kind)
 
 
-def _reference_line(places: Sequence[tuple[float, float]]) -> str:
+def _reference_line(places: Points) -> str:
     return element("path", d=path(places), kind="reference")
 
 
 def _axes(
-    x: Callable[[float], float],
-    y: Callable[[float], float],
+    x: Scale,
+    y: Scale,
     x_range: tuple[float, float],
     y_range: tuple[float, float],
     whole_x: bool,

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from vitfocus.anatomy import Block, anatomy, unwrap
 from vitfocus.anatomy.block import Size
-from vitfocus.attention.capture import can_be_read, reading
+from vitfocus.attention.capture import WITHOUT_TOKEN_MAP, can_be_read, reading
 from vitfocus.attention.images import ImageBatch
 from vitfocus.attention.layer import geometry_of, rows_by_head
 from vitfocus.attention.readings import READINGS, cell, high_norm
@@ -212,18 +212,15 @@ class Reader:
 
     def notes(self) -> list[str]:
         """Which layers cannot be explored, and why."""
-        reasons = {
-            "window": "attend within windows",
-            "grid": "attend within a grid of windows",
-            "class": "attend from the class token only",
-            "channel": "attend between channels, not tokens",
-            "outlook": "use outlook attention, which has no map of tokens",
-            "none": "have no attention",
-            "off grid": "have tokens outside a grid",
+        kinds = WITHOUT_TOKEN_MAP | {
+            "window": "attention within windows",
+            "grid": "attention within a grid of windows",
+            "class": "attention from the class token only",
+            "off grid": "tokens outside a grid",
         }
         return [
-            f"{self.name}: layers {', '.join(ranges(depths))} "
-            f"{reasons.get(kind, 'have no map that can be shown')}, so they are not shown."
+            f"{self.name}: layers {', '.join(ranges(depths))} have {kinds.get(kind, 'no map that can be shown')}, "
+            "so they are not shown."
             for kind, depths in self.others.items()
         ]
 

@@ -13,8 +13,9 @@ from statistics import fmean
 from typing import Any
 from urllib.parse import quote
 
+from vitfocus.attention.curves import REFERENCE_MODELS
 from vitfocus.attention.diagnosis import Diagnosis
-from vitfocus.attention.findings import KNOWN, NEARLY_UNIFORM, reference, reference_values, uniform_note
+from vitfocus.attention.findings import reference, reference_values, thresholds_of, uniform_note
 from vitfocus.attention.readings import READINGS, Chart, charts
 from vitfocus.core.modules import insertion_sentence
 from vitfocus.core.tables import Table, counted
@@ -60,7 +61,7 @@ def add_gallery(page: Page, models: Sequence[ReportModel], target: Path) -> None
     page.text(
         "A chart runs from the first layer of a model to its last, and the number is the mean over the layers. All "
         "charts of a column have the same axes. Dashed: the thresholds of the findings. Grey: "
-        f"{KNOWN.partition(',')[0]} on {reference()['images']} photographs.",
+        f"{REFERENCE_MODELS.partition(',')[0]} on {reference()['images']} photographs.",
         quiet=True,
     )
     if note := uniform_note({model.name: found.rows for model, found in shown}):
@@ -153,11 +154,6 @@ def _series(diagnosis: Diagnosis, key: str, factor: float = 1.0) -> list[tuple[f
     ]
 
 
-def _thresholds(key: str) -> list[float]:
-    found = [finding.threshold for finding in READINGS[key].findings]
-    return [*found, NEARLY_UNIFORM] if key == "entropy" else found
-
-
 def _known(key: str, factor: float) -> list[tuple[float, float, float]]:
     """The range of the reference models by depth, as (place, low, high)."""
     places = [step / _PLACES for step in range(_PLACES + 1)]
@@ -169,7 +165,7 @@ def _ends(key: str, chart: Chart, diagnoses: Sequence[Diagnosis]) -> tuple[float
     """The lower and upper end of a column's axis: all values, the thresholds, and 0."""
     factor = _factor(key, chart)
     values = [value for one in diagnoses for _, value in _series(one, key, factor)]
-    values += [factor * limit for limit in _thresholds(key)]
+    values += [factor * limit for limit, _, _ in thresholds_of(key)]
     return min(0.0, *values), max(values)
 
 
@@ -186,7 +182,7 @@ def _drawn(key: str, chart: Chart, diagnosis: Diagnosis, ends: tuple[float, floa
         inside = [(x(a), y(min(b, ends[1])), y(min(c, ends[1]))) for a, b, c in band]
         around = [(a, b) for a, b, _ in inside] + [(a, c) for a, _, c in reversed(inside)]
         parts.append(element("path", d=path(around, closed=True), kind="known"))
-    for limit in _thresholds(key):
+    for limit, _, _ in thresholds_of(key):
         level = y(factor * limit)
         parts.append(element("path", d=path([(_EDGE, level), (_WIDTH - _EDGE, level)]), kind="reference thin"))
     parts.append(element("line", x1=_EDGE, x2=_WIDTH - _EDGE, y1=y(ends[0]), y2=y(ends[0]), kind="axis"))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from statistics import fmean, quantiles
+from statistics import fmean
 
+from vitfocus.attention.curves import reading_curves, series
 from vitfocus.attention.diagnosis import Diagnosis
-from vitfocus.attention.findings import KNOWN, known_band, threshold_lines
-from vitfocus.attention.plots import uniform_levels
 from vitfocus.attention.readings import Chart, cell, charts, columns
 from vitfocus.core.tables import counted
-from vitfocus.report.charts import Line, Reference, line_chart, place_map
+from vitfocus.report.charts import line_chart, place_map
 from vitfocus.report.page import Cell, Page, minus
 from vitfocus.report.runs import ReportModel
 
@@ -68,73 +67,16 @@ def _places(diagnoses: Diagnoses) -> Iterator[tuple[str, str, str]]:
 
 def reading_chart(key: str, diagnoses: Diagnoses, colours: Mapping[str, int]) -> str:
     """A reading by depth, one line per model."""
-    chart = charts()[key]
-    lines: list[Line] = []
-    references: list[Reference] = []
-    for name, diagnosis in diagnoses.items():
-        points = _series(diagnosis, key, chart.factor)
-        if not points:
-            continue
-        lines.append(Line(name, points, colours[name], _band(key, diagnosis)))
-        if key == "entropy" and (of_class := _series(diagnosis, "entropy_cls")):
-            lines.append(Line(f"{name}: class token", of_class, colours[name], dashed=True))
-    if key == "entropy":
-        bound = next(_series(diagnosis, "entropy_bound") for diagnosis in diagnoses.values())
-        references.append(Reference("bound: uniform attention", bound))
-    if key == "overfocus":
-        references += overfocus_references(diagnoses)
-    references += guides(key, diagnoses, chart.factor)
-    ends = [y for line in lines for _, y in line.points] + [b for line in lines for _, b, _ in line.band]
-    low = chart.low if chart.low is not None else min(0.0, *ends) if chart.high == 1.0 else None
+    chart, curves = charts()[key], reading_curves(key, diagnoses, colours)
     return line_chart(
         f"{chart.title} by depth",
-        lines,
+        curves.lines,
         "layer (0 is the first)",
         chart.axis,
-        references,
-        (low, chart.high),
-        True,
+        curves.references,
+        (curves.low, curves.high),
+        whole_x=True,
     )
-
-
-def guides(key: str, diagnoses: Diagnoses, factor: float) -> list[Reference]:
-    """The thresholds of a reading, and the range of well-known models, by the layers of the deepest model."""
-    deepest = max(diagnoses.values(), key=lambda one: len(one.rows))
-    found = [
-        Reference(name, [(layer, factor * value) for layer, value in points])
-        for name, points in threshold_lines(key, deepest.rows)
-        if points
-    ]
-    band = known_band(key, deepest.rows, deepest.depth, deepest.against)
-    scaled = [(layer, factor * low, factor * high) for layer, low, high in band]
-    return found + ([Reference(KNOWN, band=scaled)] if len(scaled) > 1 else [])
-
-
-def overfocus_references(diagnoses: Diagnoses) -> list[Reference]:
-    """The overfocus of uniform attention: one level if all layers have the same, else a line by layer."""
-    return [
-        Reference(name, level=points[0][1]) if len({y for _, y in points}) == 1 else Reference(name, points)
-        for name, points in uniform_levels(diagnoses)
-    ]
-
-
-def _band(key: str, diagnosis: Diagnosis) -> list[tuple[float, float, float]]:
-    if key == "entropy":
-        rows = [row for row in diagnosis.rows if "entropy_p15" in row and "entropy_p85" in row]
-        return [(row["layer"], row["entropy_p15"], row["entropy_p85"]) for row in rows]
-    if key == "stability":
-        band = []
-        for layer, values in sorted(diagnosis.stability_values.items()):
-            flat = [value for image in values for value in image]
-            if len(flat) > 1:
-                low, _, high = quantiles(flat, n=4, method="inclusive")
-                band.append((float(layer), low, high))
-        return band
-    return []
-
-
-def _series(diagnosis: Diagnosis, key: str, factor: float = 1.0) -> list[tuple[float, float]]:
-    return [(float(row["layer"]), factor * row[key]) for row in diagnosis.rows if key in row]
 
 
 def _caption(key: str, chart: Chart, diagnoses: Diagnoses) -> str:
@@ -142,7 +84,7 @@ def _caption(key: str, chart: Chart, diagnoses: Diagnoses) -> str:
     means = {
         name: fmean(value for _, value in points)
         for name, diagnosis in diagnoses.items()
-        if (points := _series(diagnosis, key, chart.factor))
+        if (points := series(diagnosis.rows, key, chart.factor))
     }
     unit = f" {chart.unit}" if chart.unit else ""
     said = ", ".join(f"{name} {value:.3g}{unit}" for name, value in means.items())

@@ -16,8 +16,8 @@ from vitfocus.report.comparison import Estimate, MetricRow, SharedTest, key_rows
 from vitfocus.report.page import Page
 from vitfocus.report.runs import ReportModel, short_path
 from vitfocus.report.sections.attention import group_diagnoses, reading_chart
+from vitfocus.report.sections.models import training_charts
 from vitfocus.report.sections.scores import difference_chart, severity_chart
-from vitfocus.report.sections.training import training_charts
 
 #: The readings of attention in the summary, and at most this many figures.
 _READINGS = ("stability", "overfocus", "entropy")
