@@ -127,7 +127,7 @@ class Reading:
 
 def context_scale(block: nn.Module) -> Tensor | None:
     """The scaling weights λ that a block carries: every parameter named `context_scale` in it, joined; else None."""
-    found = [value for name, value in block.named_parameters() if name.rpartition(".")[2] == "context_scale"]
+    found = [value for module in block.modules() if (value := module._parameters.get("context_scale")) is not None]
     return torch.cat([value.detach().flatten() for value in found]).double().cpu() if found else None
 
 

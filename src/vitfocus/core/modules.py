@@ -276,15 +276,17 @@ class _Mark:
 
 
 def _has_moved(module: nn.Module) -> bool:
-    own = {name: p for name, p in module.named_parameters(recurse=False) if _readable(p)}
-    kept = {name: b for name, b in module.named_buffers(recurse=False) if name.startswith("running_") and _readable(b)}
-    weight = own.get("weight")
-    for name, value in (*own.items(), *kept.items()):
-        if value.ndim != 1 or len(value) < 2 or "embed" in name or "token" in name:
+    # The dicts themselves: a diagnosis asks this of every module, and generators of torch would take most of the time.
+    statistics = ((name, buffer) for name, buffer in module._buffers.items() if name.startswith("running_"))
+    weight = module._parameters.get("weight")
+    for name, value in (*module._parameters.items(), *statistics):
+        if value is None or value.ndim != 1 or len(value) < 2 or not _readable(value):
+            continue
+        if "embed" in name or "token" in name:
             continue  # CLIP's class embedding is a vector that starts at random
         value = value.detach().float()
         moved = bool((value != value[0]).any())
-        if moved and name == "bias" and weight is not None and weight.ndim > 1:
+        if moved and name == "bias" and weight is not None and weight.ndim > 1 and _readable(weight):
             moved = float(value.abs().max()) > 1.001 * weight[0].numel() ** -0.5
         if moved:
             return True

@@ -320,19 +320,6 @@ def heat_map(
     return drawing(width, height, parts, title)
 
 
-def difference_map(
-    title: str,
-    cells: Mapping[tuple[str, int], float],
-    rows: Sequence[str],
-    columns: Sequence[int],
-    reach: float,
-    more_is_better: bool,
-) -> str:
-    """Differences between two models: blue where the second is better, orange where it is worse, signed numbers."""
-    limits = (reach, -reach) if more_is_better else (-reach, reach)
-    return heat_map(title, cells, rows, columns, limits, signed=True)
-
-
 def colour(value: float, limits: tuple[float, float], signed: bool) -> tuple[int, int, int]:
     """A value's colour between two limits; for differences, zero is white.
 

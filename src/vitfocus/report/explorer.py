@@ -270,7 +270,6 @@ def add_explorer(page: Page, data: Data, target: Path | None = None) -> None:
             folder = f"{target.stem}-data"
             files[key] = quote(f"{folder}/{key}.js")
             page.beside[f"{folder}/{key}.js"] = chunk_text(key, views)
-    page.explorer = '<div id="stage"><noscript>The explorer needs JavaScript.</noscript></div>'
     page.data = {**data, "chunks": inside, "files": files}
 
 
@@ -279,11 +278,6 @@ def _by_image(data: Data) -> Iterator[str]:
     for index in range(len(data["images"])):
         for model in data["models"]:
             yield from (layer["chunks"][index] for layer in reversed(model["layers"]))
-
-
-def size_of(data: Data) -> int:
-    """Bytes of the maps as base64 text."""
-    return sum(len(view["d"]) for views in data["chunks"].values() for view in views)
 
 
 def chunk_key(views: Sequence[View], layer: int = 0) -> str:

@@ -67,8 +67,7 @@ class Page:
         self.parts: list[str] = []
         self.headings: list[str] = []
         self._section = ""  # written before the next part
-        self.explorer = ""
-        self.data: Any = None
+        self.data: Any = None  # of the explorer
         self.beside: dict[str, str] = {}  # files that the page loads when they are needed
 
     def section(self, heading: str) -> Page:
@@ -144,19 +143,20 @@ class Page:
     def html(self) -> str:
         """The whole page."""
         links = "".join(f'<a href="#s{i + 1}">{escape(heading)}</a>' for i, heading in enumerate(self.headings))
-        explorer, data, tab = "", "", ""
-        style, script = static("page.css"), static("page.js")
+        style, script, explorer, tabs = static("page.css"), static("page.js"), "", ""
         policy = _POLICY.format(files=" 'self' file:" if self.data and self.data.get("files") else "")
-        live = static("live.js") if self.data and self.data.get("live") else ""
-        policy += "; connect-src 'self'" if live else ""
-        if self.explorer:
-            tab = '<a class="tab" href="#explorer">Attention explorer</a>'
-            explorer = f'<main id="explorer">{self.explorer}</main>'
+        if self.data is not None:
+            live = static("live.js") if self.data.get("live") else ""
+            policy += "; connect-src 'self'" if live else ""
             plain = json.dumps(self.data, separators=(",", ":")).replace("<", "\\u003c")
-            data = f'<script type="application/json" id="explorer-data">{plain}</script>'
+            explorer = (
+                '<main id="explorer"><div id="stage"><noscript>The explorer needs JavaScript.</noscript></div></main>'
+                f'<script type="application/json" id="explorer-data">{plain}</script>'
+            )
             style, script = style + static("explorer.css"), script + live + static("explorer.js")
+            if self.parts:
+                tabs = '<a class="tab" href="#report">Report</a><a class="tab" href="#explorer">Attention explorer</a>'
         body = f'<main id="report">{"".join(self.parts)}</main>' if self.parts else ""
-        tabs = f'<a class="tab" href="#report">Report</a>{tab}' if self.explorer and self.parts else ""
         toc = f'<nav class="toc" aria-label="Sections">{links}</nav>' if len(self.headings) > 1 else ""
         return (
             '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -167,7 +167,7 @@ class Page:
             f"{f'<p class=quiet>{escape(self.subtitle)}</p>' if self.subtitle else ''}</div>"
             '<button type="button" id="theme">◐ <b>Colours: </b><span>auto</span></button></header>'
             f"{f'<nav class=tabs aria-label=Pages>{tabs}</nav>' if tabs else ''}{toc}{body}{explorer}"
-            f"{data}<script>{script}</script></body></html>\n"
+            f"<script>{script}</script></body></html>\n"
         )
 
     def write(self, path: str | Path) -> Path:

@@ -39,35 +39,26 @@ _NEVER_RUNS = frozenset({"model", "best", "checkpoints", "parts", "tensorboard"}
 _MAX_DEPTH = 4
 
 
-class _RowFields(msgspec.Struct):
-    step: Count
-    epoch: float = 0.0
-    kind: str = ""
-
-
 class MetricsRow(OpenDict):
     """A row of metrics.jsonl."""
 
-    fields = _RowFields
-
-
-class _ModelFields(msgspec.Struct):
-    spec: str = ""
+    class fields(msgspec.Struct):  # noqa: D106
+        step: Count
+        epoch: float = 0.0
+        kind: str = ""
 
 
 class _ModelSection(OpenDict):
-    fields = _ModelFields
-
-
-class _RecipeFields(msgspec.Struct):
-    name: str = ""
-    model: _ModelSection = msgspec.field(default_factory=_ModelSection)
-    data: dict[str, Any] = {}
-    engine: dict[str, Any] = {}
+    class fields(msgspec.Struct):
+        spec: str = ""
 
 
 class _RecipeDict(OpenDict):
-    fields = _RecipeFields
+    class fields(msgspec.Struct):
+        name: str = ""
+        model: _ModelSection = msgspec.field(default_factory=_ModelSection)
+        data: dict[str, Any] = {}
+        engine: dict[str, Any] = {}
 
 
 class DiagnosedData(msgspec.Struct):

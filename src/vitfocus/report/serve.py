@@ -187,7 +187,6 @@ class _Handlers:
         self.live, self.token = live, token
         self.queue = asyncio.Lock()  # one request computes at a time; those given up meanwhile are dropped
         page = Page(title, "Runs on this machine: pictures are not sent anywhere else." if token else "")
-        page.explorer = '<div id="stage"><noscript>The explorer needs JavaScript.</noscript></div>'
         name, severity = parse(against)
         notes = [note for reader in live.readers for note in reader.notes()]
         for reader in live.readers:
@@ -211,7 +210,7 @@ class _Handlers:
         }
         self.html = page.html()
 
-    def _allowed(self, request: Request, given: str | None) -> None:
+    def _require_token(self, given: str | None) -> None:
         if self.token is not None and not secrets.compare_digest((given or "").encode(), self.token.encode()):
             from starlette.exceptions import HTTPException
 
@@ -221,13 +220,13 @@ class _Handlers:
         """The page itself."""
         from starlette.responses import HTMLResponse
 
-        self._allowed(request, request.query_params.get("token"))
+        self._require_token(request.query_params.get("token"))
         frames = {"X-Frame-Options": "DENY"} if self.token is not None else {}
         return HTMLResponse(self.html, headers=_HEADERS | frames)
 
     async def pictures(self, request: Request) -> Response:
         """Take a picture, the body of the request."""
-        self._allowed(request, request.headers.get("x-token"))
+        self._require_token(request.headers.get("x-token"))
         content = bytearray()
         async for part in request.stream():
             content += part
@@ -242,9 +241,7 @@ class _Handlers:
 
     async def look(self, request: Request) -> Response:
         """What the models see in a picture: photographs and predictions."""
-        self._allowed(request, request.headers.get("x-token"))
-        asked = request.query_params
-        picture, against = asked.get("picture", ""), asked.get("against", "")
+        picture, against = self._asked(request)
         return await self._answer(
             request,
             lambda: {"models": self.live.look(picture, against), "image": self.live.described(picture, "picture")},
@@ -252,14 +249,17 @@ class _Handlers:
 
     async def maps(self, request: Request) -> Response:
         """The maps and readings of one layer."""
-        self._allowed(request, request.headers.get("x-token"))
-        asked = request.query_params
+        picture, against = self._asked(request)
         try:
-            model, layer = int(asked.get("model", "")), int(asked.get("layer", ""))
+            model, layer = (int(request.query_params.get(name, "")) for name in ("model", "layer"))
         except ValueError:
             raise VitfocusError("model and layer are numbers.") from None
-        picture, against = asked.get("picture", ""), asked.get("against", "")
         return await self._answer(request, lambda: self.live.maps(picture, against, model, layer))
+
+    def _asked(self, request: Request) -> tuple[str, str]:
+        """The picture and the corruption that a request is about."""
+        self._require_token(request.headers.get("x-token"))
+        return request.query_params.get("picture", ""), request.query_params.get("against", "")
 
     async def _answer(self, request: Request, compute: Callable[[], Any]) -> Response:
         from starlette.concurrency import run_in_threadpool

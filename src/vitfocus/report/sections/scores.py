@@ -10,7 +10,7 @@ from typing import Any
 from vitfocus.core.arguments import number_in
 from vitfocus.core.metrics import METRICS
 from vitfocus.corruptions import CORRUPTIONS
-from vitfocus.report.charts import Line, difference_map, dot_chart, heat_map, line_chart, short
+from vitfocus.report.charts import Line, dot_chart, heat_map, line_chart, short
 from vitfocus.report.comparison import (
     CONDITION_METRICS,
     Difference,
@@ -90,11 +90,36 @@ Cells = dict[tuple[str, int], float]
 
 @dataclass(frozen=True)
 class Grid:
-    """A metric by corruption and severity, and the cells of every model that has it."""
+    """A metric by corruption and severity, and the cells of every model that has it, the baseline first."""
 
     measure: str
     higher_is_better: bool
     cells: dict[str, Cells]
+
+    @property
+    def corruptions(self) -> list[str]:
+        """The rows of a heat map, in order."""
+        names = {name for cells in self.cells.values() for name, _ in cells}
+        return [name for name in CORRUPTIONS if name in names] + sorted(names - set(CORRUPTIONS))
+
+    @property
+    def severities(self) -> list[int]:
+        """The columns of a heat map."""
+        return sorted({severity for cells in self.cells.values() for _, severity in cells})
+
+    @property
+    def differences(self) -> dict[str, Cells]:
+        """Every other model's cells minus the baseline's."""
+        first, *others = self.cells.values()
+        gaps = [{key: value - first[key] for key, value in cells.items() if key in first} for cells in others]
+        return dict(zip(list(self.cells)[1:], gaps, strict=True))
+
+    def difference_map(self, title: str, gap: Cells) -> str:
+        """A heat map of differences: blue where the model is better than the baseline, orange where it is worse."""
+        values = [abs(value) for cells in self.differences.values() for value in cells.values()]
+        reach = max(values, default=0.0) or 1.0  # the largest difference gets the strongest colour
+        limits = (reach, -reach) if self.higher_is_better else (-reach, reach)
+        return heat_map(title, gap, self.corruptions, self.severities, limits, signed=True)
 
 
 def add_robustness(page: Page, tests: Sequence[SharedTest], colours: Mapping[str, int]) -> None:
@@ -138,13 +163,10 @@ def severity_chart(test: SharedTest, colours: Mapping[str, int]) -> str | None:
 def difference_chart(test: SharedTest, name: str) -> str | None:
     """The heat map of a model's differences from the first model; None for suites without corruptions."""
     grid = corruption_grid(test)
-    if grid is None or name not in list(grid.cells)[1:]:
+    if grid is None or name not in grid.differences:
         return None
-    rows, severities = _axes(grid)
-    first = next(iter(grid.cells))
-    gap = _gap(grid.cells[first], grid.cells[name])
-    title = f"{short(name, 17)} − {short(first, 17)}: {grid.measure} (points)"
-    return difference_map(title, gap, rows, severities, _reach({name: gap}), grid.higher_is_better)
+    title = f"{short(name, 17)} − {short(next(iter(grid.cells)), 17)}: {grid.measure} (points)"
+    return grid.difference_map(title, grid.differences[name])
 
 
 def corruption_grid(test: SharedTest) -> Grid | None:
@@ -163,34 +185,19 @@ def corruption_grid(test: SharedTest) -> Grid | None:
     return Grid("mIoU", True, overlaps) if overlaps else None
 
 
-def _axes(grid: Grid) -> tuple[list[str], list[int]]:
-    """The corruptions and severities of a heat map, in order."""
-    known = [key for found in grid.cells.values() for key in found]
-    names = {name for name, _ in known}
-    rows = [name for name in CORRUPTIONS if name in names] + sorted(names - set(CORRUPTIONS))
-    return rows, sorted({severity for _, severity in known})
-
-
-def _gap(first: Cells, second: Cells) -> Cells:
-    return {key: value - first[key] for key, value in second.items() if key in first}
-
-
 def _add_heat_maps(page: Page, test: SharedTest, grid: Grid) -> None:
-    cells, measure = grid.cells, grid.measure
-    rows, severities = _axes(grid)
+    cells, measure, gaps = grid.cells, grid.measure, grid.differences
     values = [value for found in cells.values() for value in found.values()]
     limits = (min(values), max(values))
     page.heading(f"{test.name}: {measure} (%) by corruption and severity")
     drawn = []
     for name, found in cells.items():
-        picture = heat_map(f"{short(name, 36)}: {measure} (%)", found, rows, severities, limits)
+        picture = heat_map(f"{short(name, 36)}: {measure} (%)", found, grid.corruptions, grid.severities, limits)
         drawn.append((f"{test.name} {measure} {name}", picture, ""))
     first, *others = cells
-    gaps = {name: _gap(cells[first], cells[name]) for name in others}
     for name, gap in gaps.items():
         title = f"{short(name, 17)} − {short(first, 17)} (points)"
-        picture = difference_map(title, gap, rows, severities, _reach(gaps), grid.higher_is_better)
-        drawn.append((f"{test.name} difference {name}", picture, ""))
+        drawn.append((f"{test.name} difference {name}", grid.difference_map(title, gap), ""))
     page.figures(*drawn, size="small")
     if gaps:
         sign = 1 if grid.higher_is_better else -1
@@ -201,15 +208,10 @@ def _add_heat_maps(page: Page, test: SharedTest, grid: Grid) -> None:
     lines = [
         [row, severity, *(_number(found, row, severity) for found in cells.values())]
         + [_number(gaps[name], row, severity) for name in others]
-        for row in rows
-        for severity in severities
+        for row in grid.corruptions
+        for severity in grid.severities
     ]
     page.table(f"{test.name}: {measure} (%) per cell", headings, lines, folded=True)
-
-
-def _reach(gaps: Mapping[str, Cells]) -> float:
-    """The largest difference, which gets the strongest colour."""
-    return max((abs(value) for gap in gaps.values() for value in gap.values()), default=0.0) or 1.0
 
 
 def _number(cells: Cells, row: str, severity: int) -> Cell | None:
