@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from pathlib import Path
 
@@ -11,6 +12,12 @@ import pytest
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the longest tests first, so that no worker is left with one of them at the end."""
     items.sort(key=lambda item: "in_the_interpreter" not in item.name)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_costs() -> None:
+    """Commands that end with a report time the steps of a model; here one step of each kind is enough."""
+    importlib.import_module("vitfocus.report.model_card")._REPEATS = 1  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="session")

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from vitfocus.treatments.save_load import create_model, load, open_model, push, save
     from vitfocus.treatments.weights import load_weights
 
-_HOMES = {
+_EXPORTS = {
     "vitfocus.anatomy": ("anatomy", "register"),
     "vitfocus.attention.diagnosis": ("Diagnosis", "diagnose"),
     "vitfocus.attention.maps": ("attention_maps",),
@@ -56,7 +56,7 @@ _HOMES = {
     "vitfocus.treatments.save_load": ("create_model", "load", "open_model", "push", "save"),
     "vitfocus.treatments.weights": ("load_weights",),
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
 
 __all__ = [
     "AttentionDiversification",
@@ -101,7 +101,7 @@ class _Package(ModuleType):
     """Importing the package `vitfocus.anatomy` must not hide the function `vitfocus.anatomy(model)`."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in _HOME_OF and isinstance(value, ModuleType)):
+        if not (name in _MODULE_OF and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 
 
@@ -109,9 +109,9 @@ sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:
-    # A capitalised name that has no home here is a treatment's record, which the room `treatments` exports.
-    home = _HOME_OF.get(name, "vitfocus.treatments" if name[:1].isupper() else None)
-    value = getattr(importlib.import_module(home), name, None) if home is not None else None
+    # Any other capitalised name may be a treatment, which `vitfocus.treatments` exports.
+    module = _MODULE_OF.get(name, "vitfocus.treatments" if name[:1].isupper() else None)
+    value = getattr(importlib.import_module(module), name, None) if module is not None else None
     if value is None:
         raise AttributeError(f"module 'vitfocus' has no attribute {name!r}")
     globals()[name] = value

@@ -434,3 +434,12 @@ def model_name(model: nn.Module) -> str:
     config: Any = getattr(inner, "pretrained_cfg", None) or {}
     named = config.get("architecture") if isinstance(config, dict) else None
     return str(named or getattr(getattr(inner, "config", None), "name_or_path", None) or type(inner).__name__)
+
+
+#: One model, or models by the name that figures and pages show.
+Models = nn.Module | Mapping[str, nn.Module]
+
+
+def named_models(models: Models) -> dict[str, nn.Module]:
+    """Models by name; a single one by its own."""
+    return {model_name(models): models} if isinstance(models, nn.Module) else dict(models)

@@ -9,7 +9,7 @@ from statistics import quantiles
 from typing import Protocol
 
 from vitfocus.attention.findings import reference, reference_values, relative_depth, thresholds_of
-from vitfocus.attention.readings import Row, charts
+from vitfocus.attention.readings import LayerRow, charts
 from vitfocus.kernels.statistics.reference import uniform_overfocus
 
 Points = Sequence[tuple[float, float]]
@@ -22,7 +22,7 @@ REFERENCE_MODELS = "DeiT-Ti and ViT-Ti, for comparison"
 class Plotted(Protocol):
     """What curves need of a `Diagnosis`."""
 
-    rows: list[Row]
+    rows: list[LayerRow]
     against: str | None
     depth: int
     stability_values: dict[int, list[list[float]]]
@@ -83,7 +83,7 @@ def reading_curves(key: str, diagnoses: Diagnoses, colours: Mapping[str, int]) -
     return Curves(lines, references + _guides(key, diagnoses, chart.factor), low, chart.high)
 
 
-def series(rows: Sequence[Row], key: str, factor: float = 1.0) -> list[tuple[float, float]]:
+def series(rows: Sequence[LayerRow], key: str, factor: float = 1.0) -> list[tuple[float, float]]:
     """The values of a reading by layer."""
     return [(float(row["layer"]), factor * row[key]) for row in rows if key in row]
 

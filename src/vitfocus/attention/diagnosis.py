@@ -15,14 +15,14 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from vitfocus.anatomy import Anatomy, Block, anatomy
+from vitfocus.anatomy import Block, anatomy
 from vitfocus.anatomy.block import Size
 from vitfocus.attention.capture import can_be_read, model_name, pick_blocks, reading
 from vitfocus.attention.findings import SECOND, Finding, Situation, default_thresholds, explain, uniform_note
 from vitfocus.attention.images import Batches, ImageBatch, Images, paired, text_length, with_text, without_padding
 from vitfocus.attention.layer import LayerReadings, NormReadings, geometry_of, layer_rows
 from vitfocus.attention.plots import plot, png
-from vitfocus.attention.readings import READINGS, Row, cell, columns, context_scale, figures
+from vitfocus.attention.readings import READINGS, LayerRow, cell, columns, context_scale, figures
 from vitfocus.core.arguments import checked
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import write_bytes
@@ -63,7 +63,7 @@ class Diagnosis:
         (<Diagnosis of vit_tiny_patch16_224: 2 layers, 2 images of 64x64>, 2)
     """
 
-    rows: list[Row]
+    rows: list[LayerRow]
     model: str
     images: Count
     size: tuple[Count, Count]
@@ -156,9 +156,27 @@ class Diagnosis:
             write_bytes(folder / name, content)
         return [folder / name for name in files]
 
-    def compare(self, other: Diagnosis, labels: Sequence[str] | None = None) -> Comparison:
-        """This diagnosis beside another, layer by layer."""
-        return compare(self, other, labels)
+    def compare(self, other: Diagnosis, labels: Sequence[str] | None = None) -> DiagnosisComparison:
+        """Compare with the diagnosis of a model with as many layers, layer by layer.
+
+        Args:
+            other: The second diagnosis.
+            labels: What tables and figures call the two. Default: the names of the models.
+
+        Raises:
+            VitfocusError: The numbers of layers differ, or there are not two labels.
+        """
+        if len(self.rows) != len(other.rows):
+            raise VitfocusError(
+                f"{self.model} was read in {len(self.rows)} layers and {other.model} in {len(other.rows)}: compare "
+                f"models of the same depth, or pick layers with diagnose(layers=...)."
+            )
+        names = tuple(labels) if labels is not None else (self.model, other.model)
+        if len(names) != 2:
+            raise VitfocusError(f"Two labels are needed, but {len(names)} were given.")
+        if names[0] == names[1]:
+            names = (f"{names[0]} (1)", f"{names[1]} (2)")
+        return DiagnosisComparison(self, other, names)
 
     def __repr__(self) -> str:
         return f"<Diagnosis of {self.model}: {counted(len(self.rows), 'layer')}, {self._setting}>"
@@ -172,7 +190,7 @@ class Diagnosis:
 
 
 @dataclass(frozen=True, repr=False)
-class Comparison:
+class DiagnosisComparison:
     """Two diagnoses, layer by layer. `rows` holds the second minus the first for every number both have."""
 
     first: Diagnosis
@@ -227,7 +245,7 @@ class Comparison:
         return plot(dict(zip(self.labels, (self.first, self.second), strict=True)), kind)
 
     def __repr__(self) -> str:
-        return f"<Comparison of {self.labels[0]} and {self.labels[1]}: {counted(len(self.rows), 'layer')}>"
+        return f"<DiagnosisComparison of {self.labels[0]} and {self.labels[1]}: {counted(len(self.rows), 'layer')}>"
 
     def __str__(self) -> str:
         return "\n".join([str(self.table()), *map(bullet, self.findings)])
@@ -235,21 +253,6 @@ class Comparison:
     def _repr_html_(self) -> str:
         """What a notebook shows."""
         return self.table()._repr_html_() + html_points(self.findings)
-
-
-def compare(first: Diagnosis, second: Diagnosis, labels: Sequence[str] | None = None) -> Comparison:
-    """Two diagnoses of models with as many layers; `labels` name them in tables and figures."""
-    if len(first.rows) != len(second.rows):
-        raise VitfocusError(
-            f"{first.model} was read in {len(first.rows)} layers and {second.model} in {len(second.rows)}: compare "
-            f"models of the same depth, or pick layers with diagnose(layers=...)."
-        )
-    names = tuple(labels) if labels is not None else (first.model, second.model)
-    if len(names) != 2:
-        raise VitfocusError(f"Two labels are needed, but {len(names)} were given.")
-    if names[0] == names[1]:
-        names = (f"{names[0]} (1)", f"{names[1]} (2)")
-    return Comparison(first, second, (names[0], names[1]))
 
 
 def _mean(diagnosis: Diagnosis, key: str) -> float | None:
@@ -313,13 +316,13 @@ def diagnose(
     given = Batches(images, body, batch_size, normalised)
     source: Iterable[ImageBatch] = given
     if body.text is not None:
-        source = _with_text(source, model, body)
+        source = (with_text(batch, model, body) for batch in given)
     corruption = None
     if against is not None:
         corruption = _corruption(against)
         partners = corruption or Batches(against, body, batch_size, normalised)
         source = paired(source, partners, body, seed)
-    reader = _Reader([block for block in blocks if can_be_read(block)], 1 if against is None else 2)
+    reader = _ReadingSink([block for block in blocks if can_be_read(block)], 1 if against is None else 2)
     count = 0
     with reading(model, body, reader.blocks, reader, norms=reader.norms, outputs=blocks) as session:
         for batch in source:
@@ -347,7 +350,7 @@ def _corruption(against: Images | str | None) -> str | None:
     return "{}/{}".format(*parse(against))
 
 
-class _Reader:
+class _ReadingSink:
     """Receives each observed attention and keeps the readings of its layer.
 
     `images` and `text_tokens` describe the batch that is running; `pairs` is 2 if its second half is corrupted.
@@ -383,12 +386,8 @@ class _Reader:
         return rows
 
 
-def _with_text(source: Iterable[ImageBatch], model: nn.Module, body: Anatomy) -> Iterator[ImageBatch]:
-    return (with_text(batch, model, body) for batch in source)
-
-
-def _row(block: Block, numbers: dict[str, float]) -> Row:
-    row = Row(layer=block.depth, name=block.name, attention_kind=block.attention_kind, **numbers)
+def _row(block: Block, numbers: dict[str, float]) -> LayerRow:
+    row = LayerRow(layer=block.depth, name=block.name, attention_kind=block.attention_kind, **numbers)
     scale = context_scale(block.host)
     if scale is not None:
         values = {key: one.scale(scale) for key, one in READINGS.items() if one.scale is not None}

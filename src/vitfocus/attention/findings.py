@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from vitfocus.attention.capture import WITHOUT_TOKEN_MAP
-from vitfocus.attention.readings import READINGS, Row, Threshold
+from vitfocus.attention.readings import READINGS, LayerRow, Threshold
 from vitfocus.core.tables import ranges
 
 #: What a diagnosis against a second set of images, not a named corruption, calls it.
@@ -156,7 +156,7 @@ def thresholds_of(key: str) -> list[tuple[float, str, bool]]:
 
 
 def findings(
-    rows: Sequence[Row], against: str | None = None, thresholds: Mapping[str, float] | None = None
+    rows: Sequence[LayerRow], against: str | None = None, thresholds: Mapping[str, float] | None = None
 ) -> list[str]:
     """The findings for these rows as text, one per kind, for a trained model without treatments.
 
@@ -174,7 +174,9 @@ def findings(
     return [str(one) for one in explain(rows, Situation(against=against, depth=depth), thresholds)]
 
 
-def explain(rows: Sequence[Row], situation: Situation, thresholds: Mapping[str, float] | None = None) -> list[Finding]:
+def explain(
+    rows: Sequence[LayerRow], situation: Situation, thresholds: Mapping[str, float] | None = None
+) -> list[Finding]:
     """The findings for these rows in a situation, the most important first; no layer is overfocused and uniform."""
     limits = default_thresholds() | dict(thresholds or {})
     read = [row for row in rows if "entropy" in row or "overfocus" in row]
@@ -211,7 +213,7 @@ def explain(rows: Sequence[Row], situation: Situation, thresholds: Mapping[str, 
     return found
 
 
-def _overfocus_finding(rows: Sequence[Row], situation: Situation) -> Finding:
+def _overfocus_finding(rows: Sequence[LayerRow], situation: Situation) -> Finding:
     """The overfocused layers in one finding, the most overfocused first."""
     worst, *others = sorted(rows, key=lambda row: -float(row["overfocus"]))
     said = f"Layer {worst['layer']}: 5 % of the tokens receive {100 * worst['overfocus']:.0f} % of the attention"
@@ -233,7 +235,7 @@ def _overfocus_finding(rows: Sequence[Row], situation: Situation) -> Finding:
     )
 
 
-def _threshold_finding(rows: Sequence[Row], key: str, threshold: Threshold, situation: Situation) -> Finding:
+def _threshold_finding(rows: Sequence[LayerRow], key: str, threshold: Threshold, situation: Situation) -> Finding:
     """The finding of a threshold, for all layers of which its sentence is true."""
     shares = [row[key] / row[threshold.share_of] if threshold.share_of else row[key] for row in rows]
     said = threshold.sentence.format(
@@ -246,7 +248,9 @@ def _threshold_finding(rows: Sequence[Row], key: str, threshold: Threshold, situ
     return _finding(threshold.name, key, said, rows, furthest, situation)
 
 
-def _finding(kind: str, key: str, said: str, rows: Sequence[Row], furthest: Row, situation: Situation) -> Finding:
+def _finding(
+    kind: str, key: str, said: str, rows: Sequence[LayerRow], furthest: LayerRow, situation: Situation
+) -> Finding:
     """A finding for some layers; the reference is given for the layer that is `furthest` from the usual."""
     meaning, advice = _EXPLANATIONS.get(kind, ("", Advice(command=f"{_EXPLORE}.")))
     layers = tuple(row["layer"] for row in rows)
@@ -273,7 +277,7 @@ def reference() -> dict[str, Any]:
     return content
 
 
-def relative_depth(row: Row, depth: int) -> float:
+def relative_depth(row: LayerRow, depth: int) -> float:
     """Where a layer is between the first (0) and the last (1) of `depth` blocks."""
     return min(row["layer"] / (depth - 1), 1.0) if depth > 1 else 1.0
 
@@ -288,17 +292,17 @@ def reference_values(key: str, place: float) -> dict[str, float]:
     return {name: values[round(place * (len(values) - 1))] for name, values in found.items()}
 
 
-def _reference(key: str, row: Row, situation: Situation, more: str = "") -> str:
+def _reference(key: str, row: LayerRow, situation: Situation, more: str = "") -> str:
     """The reference models' values at the depth of a layer, in a sentence."""
     if key == "stability" and situation.against != reference()["against"]:
         return ""
     values = reference_values(key, relative_depth(row, situation.depth))
-    form = ".0%" if key.startswith("entropy") else READINGS[key].format
+    form = ".0%" if key == "overfocus" or key.startswith("entropy") else READINGS[key].format
     known = [f"{name} {value:{form}}".replace("%", " %") for name, value in values.items()]
     return f"For comparison, at this depth: {' and '.join(known)}{more}." if known else ""
 
 
-def _entropy_share(row: Row) -> float:
+def _entropy_share(row: LayerRow) -> float:
     return float(row["entropy"] / row["entropy_bound"]) if row.get("entropy_bound") and "entropy" in row else 0.0
 
 
@@ -312,7 +316,7 @@ def _span(values: Sequence[float], factor: float = 1.0, form: str = ".2f") -> st
     return low if low == high else f"{low} to {high}"
 
 
-def uniform_note(rows_by_name: Mapping[str, Sequence[Row]]) -> str:
+def uniform_note(rows_by_name: Mapping[str, Sequence[LayerRow]]) -> str:
     """A sentence on the models whose attention is nearly uniform, which makes two readings look good; empty for none.
 
     >>> uniform_note({"a": [{"entropy": 4.1, "entropy_bound": 4.2}], "b": [{"entropy": 2.1, "entropy_bound": 4.2}]})
@@ -327,7 +331,7 @@ def uniform_note(rows_by_name: Mapping[str, Sequence[Row]]) -> str:
     return f"{names}: attention is nearly uniform, which alone lowers overfocus and raises stability." if names else ""
 
 
-def _unread(rows: Sequence[Row]) -> list[str]:
+def _unread(rows: Sequence[LayerRow]) -> list[str]:
     """One sentence for each kind of layer that has no token-to-token map."""
     endings = {kind: f"{what}: there is no token map to read." for kind, what in WITHOUT_TOKEN_MAP.items()}
     endings["class"] = "class attention: only the class token attends, so distance and row similarity have no meaning."
@@ -349,7 +353,7 @@ def _under(against: str | None) -> str:
     return f"against {against}" if against in (SECOND, None) else f"under {against}"
 
 
-def _layers(rows: Iterable[Row]) -> str:
+def _layers(rows: Iterable[LayerRow]) -> str:
     """The layers of some rows in words.
 
     >>> _layers([{"layer": 3}]), _layers([{"layer": layer} for layer in (0, 1, 2, 7)])

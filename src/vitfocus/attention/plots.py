@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from vitfocus.anatomy import Block, anatomy
-from vitfocus.attention.capture import model_name
+from vitfocus.attention.capture import Models, named_models, pick_blocks
 from vitfocus.attention.curves import Diagnoses, reading_curves, series
 from vitfocus.attention.images import Batches, Images, normalised
-from vitfocus.attention.maps import AttentionMaps, attention_maps, enlarged, normalise_together, on_grid, rollout
+from vitfocus.attention.maps import attention_maps, enlarged, normalise_together, on_grid, rollout
 from vitfocus.attention.readings import charts, figures
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.kernels.statistics.reference import overfocus, received
@@ -170,8 +170,6 @@ def _depth_ticks(axes: Axes, diagnoses: Diagnoses) -> None:
     axes.set_autoscalex_on(True)
 
 
-Models = nn.Module | Mapping[str, nn.Module]
-
 #: Perceptually uniform and colour-blind safe: white to red for maps, dark to bright for overlays.
 MAP_COLOURS, OVERLAY_COLOURS = "Reds", "inferno"
 
@@ -182,7 +180,7 @@ def map_matrices(models: Models, images: Images | Mapping[str, Images], layer: i
     Dark columns are tokens that all queries attend to. The curve above a map is the attention each token receives; the
     title gives the share received by the top 5 % of the tokens.
     """
-    models, pictures = _named(models), images if isinstance(images, Mapping) else {"": images}
+    models, pictures = named_models(models), images if isinstance(images, Mapping) else {"": images}
     figure, axes = new_figure(
         3.4 * len(pictures) + 0.8,
         4.1 * len(models),
@@ -253,7 +251,7 @@ def query_overlay(
 
     For all models alike, attention below `threshold` / K is cut, and one min–max scale is used.
     """
-    models = _named(models)
+    models = named_models(models)
     found = [_row_picture(model, image, query, layer) for model in models.values()]
     _, block, size = found[0]
     pictures = normalise_together([picture for picture, _, _ in found], threshold, block.prefix_tokens)
@@ -269,7 +267,7 @@ def class_overlay(models: Models, image: Images, layer: int | str = -1, through:
 
     `through` follows attention through all layers (`rollout`) instead of showing one layer's map.
     """
-    models = _named(models)
+    models = named_models(models)
     pictures = []
     for label, model in models.items():
         maps = attention_maps(
@@ -294,10 +292,8 @@ def class_overlay(models: Models, image: Images, layer: int | str = -1, through:
 def _row_picture(
     model: nn.Module, image: Images, query: tuple[int, int], layer: int | str
 ) -> tuple[Tensor, Block, tuple[int, int]]:
-    maps: AttentionMaps = attention_maps(
-        model, _single(image, model), layers=[layer], queries=slice(0, 0), normalised=True
-    )
-    block, size = maps.blocks[0], maps.size
+    pixels, (block,) = _single(image, model), pick_blocks(anatomy(model), layer)
+    size = (pixels.shape[-2], pixels.shape[-1])
     (rows, columns), keys = block.attention_grids(size)
     if block.window is not None:
         raise VitfocusError(f"{block.name} attends within windows; an overlay needs a layer that sees the whole image.")
@@ -305,7 +301,7 @@ def _row_picture(
     if not (-rows <= row < rows and -columns <= column < columns):
         raise VitfocusError(f"There is no patch {query}: the grid has {rows} rows and {columns} columns.")
     token = block.prefix_tokens + (row % rows) * columns + column % columns
-    attention = attention_maps(model, _single(image, model), layers=[layer], queries=token, normalised=True)[0]
+    attention = attention_maps(model, pixels, layers=layer, queries=token, normalised=True)[0]
     return on_grid(attention[0].mean(dim=0)[0], keys, block.prefix_tokens), block, size
 
 
@@ -329,10 +325,6 @@ def _overlay(
     figure.colorbar(shown, ax=list(panels), label="attention (0 to 1)", shrink=0.8)
     figure.suptitle(title, fontsize="medium")
     return figure
-
-
-def _named(models: Models) -> dict[str, nn.Module]:
-    return {model_name(models): models} if isinstance(models, nn.Module) else dict(models)
 
 
 def _single(image: Images, model: nn.Module) -> Tensor:

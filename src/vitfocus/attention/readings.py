@@ -24,7 +24,7 @@ from vitfocus.kernels.statistics.reference import TOP
 TIMES, DEVIATIONS = 2.0, 5.0
 
 
-class Row(OpenDict):
+class LayerRow(OpenDict):
     """The numbers of one layer."""
 
     numbers = True
@@ -54,7 +54,7 @@ class Threshold:
     below: bool = False
     share_of: str = ""
 
-    def holds(self, row: Row, key: str, threshold: float | None = None) -> bool:
+    def holds(self, row: LayerRow, key: str, threshold: float | None = None) -> bool:
         """Whether the sentence is true of a layer's row."""
         if key not in row or (self.share_of and not row.get(self.share_of)):
             return False
@@ -271,13 +271,7 @@ READINGS: dict[str, Reading] = {
             total="joint",
             per="images_of_many_heads",
             finish=lambda cosines, heads: (cosines - heads) / (heads * (heads - 1)),  # each head's with itself is 1
-            thresholds=(
-                Threshold(
-                    "alike_heads",
-                    0.80,
-                    "the heads' maps have a mean cosine similarity of {}.",
-                ),
-            ),
+            thresholds=(Threshold("alike_heads", 0.80, "the heads' maps have a mean cosine similarity of {}."),),
             chart=Chart(
                 "Head similarity",
                 "mean cosine similarity of the heads' maps",
@@ -294,11 +288,7 @@ READINGS: dict[str, Reading] = {
             total="official",
             per="token_images",
             thresholds=(
-                Threshold(
-                    "alike_rows",
-                    0.80,
-                    "the rows of a map have a cosine similarity of {} with their mean.",
-                ),
+                Threshold("alike_rows", 0.80, "the rows of a map have a cosine similarity of {} with their mean."),
             ),
             chart=Chart(
                 "Row similarity (ADL)",
@@ -342,9 +332,7 @@ READINGS: dict[str, Reading] = {
             norms=lambda norms: high_norm(norms).float().mean(dim=1),
             thresholds=(
                 Threshold(
-                    "high_norm",
-                    0.005,
-                    "{} of the patch tokens have a norm far above the others of their image.",
+                    "high_norm", 0.005, "{} of the patch tokens have a norm far above the others of their image."
                 ),
             ),
             chart=Chart(

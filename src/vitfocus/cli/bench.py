@@ -9,7 +9,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from vitfocus.cli.common import add_device, positive
-from vitfocus.core.arguments import number_in
+from vitfocus.core.arguments import parse_digits
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.progress import Progress
 from vitfocus.core.tables import Table
@@ -123,7 +123,7 @@ def parse_size(text: str | None) -> tuple[int, int] | None:
     if text is None:
         return None
     sides = text.lower().split("x")
-    if len(sides) > 2 or not all(0 < (number_in(side) or 0) <= 2**14 for side in sides):
+    if len(sides) > 2 or not all(0 < (parse_digits(side) or 0) <= 2**14 for side in sides):
         raise VitfocusError(f"--size expects a number of pixels, or height x width such as 512x1024, not {text!r}.")
     return int(sides[0]), int(sides[-1])
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vitfocus.cli.common import only_with, positive, say
-from vitfocus.core.arguments import OnlyWith, number_in
+from vitfocus.core.arguments import OnlyWith, parse_digits
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.tables import bullet, terminal_width
 from vitfocus.reproduce.items import PAPERS, SCALES, item_names, load_item
@@ -174,7 +174,7 @@ def _setting(text: str) -> tuple[str, int | str]:
     key, equals, value = text.partition("=")
     if not (equals and key):
         raise VitfocusError(f"--slurm {text} is not KEY=VALUE, such as gpus_per_node=8.")
-    number = number_in(value)
+    number = parse_digits(value)
     return key, value if number is None else number
 
 

@@ -1,6 +1,6 @@
-"""Checking arguments: plain values from Python, NumPy or torch, and options that need another option.
+"""Checking arguments: plain values from Python, NumPy or torch, and options that require another option.
 
-An option that has an effect only beside another choice says so in its own annotation:
+An option that only has an effect with another setting declares it in its annotation:
 
     class Augment(Struct):
         crop: Literal["resized", "pad"] = "resized"
@@ -81,7 +81,7 @@ def _is_path(value: str | os.PathLike[str]) -> bool:
 
 
 def _declared(function: Callable[..., Any], annotation: Any) -> list[Any] | None:
-    """The types that an annotation names; None where it is open, or its names are imported for type checkers only."""
+    """The types that an annotation names; None for `Any`, and if its names are imported for type checkers only."""
     try:
         kind = eval(annotation, function.__globals__) if isinstance(annotation, str) else annotation
     except NameError:
@@ -138,19 +138,19 @@ def _described(kind: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A value in a message; tensors and arrays by their type, for their numbers say little."""
+    """A value in a message; tensors and arrays by their type."""
     if value is None or isinstance(value, str | bytes | bool | int | float | list | tuple | dict):
         return reprlib.repr(value)
     return f"of type {type(value).__name__}"
 
 
-def whole(name: str, value: Any, low: int | None = None, high: int | None = None) -> int:
+def check_int(name: str, value: Any, low: int | None = None, high: int | None = None) -> int:
     """A whole number of any library as a Python int, from `low` to `high`.
 
     >>> import numpy as np
-    >>> whole("limit", np.int64(3), low=1)
+    >>> check_int("limit", np.int64(3), low=1)
     3
-    >>> whole("limit", 2.5, low=1)
+    >>> check_int("limit", 2.5, low=1)
     Traceback (most recent call last):
     vitfocus.core.errors.VitfocusError: limit is 2.5; expected a whole number of at least 1.
     """
@@ -164,19 +164,19 @@ def whole(name: str, value: Any, low: int | None = None, high: int | None = None
     return number
 
 
-def number_in(text: str) -> int | None:
-    """The whole number that a text is, in plain digits; None for "²", "-1", "1_0" and what has more than 18 digits.
+def parse_digits(text: str) -> int | None:
+    """A text of at most 18 plain digits as a number; None for anything else, such as "²", "-1" and "1_0".
 
-    >>> number_in("0042"), number_in("²"), number_in("9" * 5000)
+    >>> parse_digits("0042"), parse_digits("²"), parse_digits("9" * 5000)
     (42, None, None)
     """
     return int(text) if re.fullmatch("[0-9]{1,18}", text) else None
 
 
-def real(name: str, value: Any, expected: str) -> float:
+def check_number(name: str, value: Any, expected: str) -> float:
     """A finite number that is not negative, as a float.
 
-    >>> real("eps", "a", "distances in 1/255, such as 4")
+    >>> check_number("eps", "a", "distances in 1/255, such as 4")
     Traceback (most recent call last):
     vitfocus.core.errors.VitfocusError: eps is 'a'; expected distances in 1/255, such as 4.
     """
@@ -203,11 +203,11 @@ def require_values(name: str, tensor: Any) -> None:
         raise VitfocusError(f"{name} is a {found} tensor; expected a dense tensor with values.")
 
 
-def several(name: str, value: Any, empty: bool = False) -> list[Any]:
+def as_list(name: str, value: Any, empty: bool = False) -> list[Any]:
     """One value or several as a list without duplicates; an empty one is refused unless `empty` is set.
 
     >>> import numpy as np
-    >>> several("corruptions", "fog"), several("severities", np.array([1, 3, 3]))
+    >>> as_list("corruptions", "fog"), as_list("severities", np.array([1, 3, 3]))
     (['fog'], [1, 3])
     """
     if hasattr(value, "tolist"):  # of NumPy and torch
@@ -225,8 +225,8 @@ class OnlyWith:
 
     Args:
         condition: called with the record that holds the option (a recipe, a treatment, parsed arguments).
-        otherwise: what to say after the option's name where the condition is False, ending with what to set instead.
-        zero_counts: whether 0, False and "" are refused as well; as a rule they turn an option off, which is harmless.
+        otherwise: the message after the option's name if the condition is False, ending with what to set instead.
+        zero_counts: whether 0, False and "" are refused as well; usually they turn an option off, which is harmless.
     """
 
     condition: Callable[[Any], bool]
@@ -234,7 +234,7 @@ class OnlyWith:
     zero_counts: bool = False
 
     def refusal(self, name: str, record: Any) -> str:
-        """One sentence on why the option has no effect in this record, or "" where it has one.
+        """One sentence on why the option has no effect in this record, or "" if it has one.
 
         >>> OnlyWith(lambda record: False, "is for images that are cropped: set crop=pad").refusal("padding", None)
         'padding is for images that are cropped: set crop=pad, or leave padding out.'

@@ -110,7 +110,7 @@ Content = TypeVar("Content")
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among its peers, and the device it works on."""
+    """The rank of this process, the number of processes, and the device it uses."""
 
     rank: int
     world: int

@@ -20,7 +20,7 @@ class VitfocusError(ValueError):
     """
 
     def __init__(self, message: str) -> None:
-        line = message.strip().replace("\n", " ")  # values that it quotes may be long, and hold anything
+        line = message.strip().replace("\n", " ")  # quoted values may be long and contain anything
         super().__init__(line if len(line) <= _LONGEST else f"{line[: _LONGEST // 2]} ... {line[-_LONGEST // 4 :]}")
 
 
@@ -62,7 +62,7 @@ def nearest(given: str, choices: Iterable[str], prefix: str = "") -> str:
 
 
 def reason(error: Exception) -> str:
-    """What an error of a library says, on one line, with its kind where it says little.
+    """The message of a library's error on one line, with the error's type if the message is a single word.
 
     >>> reason(ZeroDivisionError("integer division by zero")), reason(KeyError(101))
     ('integer division by zero', 'KeyError, 101')

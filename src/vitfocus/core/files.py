@@ -58,7 +58,7 @@ def write_place(target: str | Path, folder: bool = False) -> Path:
 
 
 def open_file(path: str | Path) -> BufferedReader:
-    """Open a regular file to read it; anything else, such as a FIFO that nobody writes to, is an `OSError`.
+    """Open a regular file to read it; anything else, such as a FIFO, on which reading would block, is an `OSError`.
 
     >>> open_file("/dev/zero")
     Traceback (most recent call last):
@@ -208,7 +208,7 @@ def _take_lock(folder: Path) -> int | None:
 
 
 def _leave_locks() -> None:
-    """In a forked process, such as a loader's worker, which must not keep a lock when the owner dies."""
+    """Release locks in a forked process, such as a worker of a loader, which must not outlive the owner."""
     while _locks:
         os.close(_locks.pop())
 

@@ -1,4 +1,4 @@
-"""Models and their tensors: eval mode for a while, the logits of any output, and whether weights were trained.
+"""Models and their tensors: temporary eval mode, the logits of any output, and whether weights were trained.
 
 Untrained weights are recognised by their norms, layer scales and biases, which are initialised to constants (biases of
 linear layers: within torch's bounds) and change with the first step. A model that was treated after training is marked
@@ -40,7 +40,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def refuse_script() -> Any:
-    """What `torch.jit.script` calls on a treated model."""
+    """Called by `torch.jit.script` on a treated model."""
     raise VitfocusError(
         "A treated model cannot be compiled by TorchScript, which is deprecated: use torch.compile or torch.export."
     )
@@ -48,7 +48,7 @@ def refuse_script() -> Any:
 
 @contextmanager
 def eval_mode(*models: nn.Module, device: torch.device | None = None) -> Iterator[None]:
-    """Within the context the models are in eval mode, on `device` if one is given; afterwards mode and device are back.
+    """Within the context, models are in eval mode, and on `device` if given; mode and device are restored afterwards.
 
     Example:
         >>> model = nn.Sequential(nn.Dropout(), nn.Dropout().eval())
@@ -269,7 +269,7 @@ class _Mark:
     values: dict[str, Tensor]
 
     def holds(self, model: nn.Module) -> bool:
-        """Whether every parameter that is still there is as it was, up to a change of precision."""
+        """Whether every parameter that still exists is unchanged, up to a change of precision."""
         now = _sample(model)
         common = [name for name in self.values if name in now]
         return bool(common) and all(_same(self.values[name], now[name]) for name in common)

@@ -12,11 +12,11 @@ class Progress:
     """Shows how much of a long operation is done.
 
     Args:
-        title: Stands before the bar and before each line.
+        title: Printed before the bar and before each line.
         total: The number of steps, or None if it is not known.
         done: The number of steps done before, in an operation that is resumed.
-        announcement: A line printed at the start where stderr is no terminal.
-        every: The least number of seconds between two lines where stderr is no terminal.
+        announcement: A line printed at the start if stderr is not a terminal.
+        every: The least number of seconds between two lines if stderr is not a terminal.
         transient: Remove the bar at the end.
         show: Print anything at all; usually False on all processes but the first.
 

@@ -1,7 +1,7 @@
-"""Reading JSON that anyone may have written, as typed records (msgspec structs).
+"""Reading untrusted JSON and TOML as typed records (msgspec structs).
 
-Files are edited by hand, cut off, or come from strangers: whatever is wrong with one becomes a `VitfocusError` that
-names the file and the field. A record is declared beside the code that writes it.
+Files may be edited by hand, truncated, or come from untrusted sources: anything wrong with one is a `VitfocusError`
+that names the file and the field. A record is declared beside the code that writes it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class OpenDict(dict[str, Any]):
 
     @classmethod
     def checked(cls, value: Any) -> Self:
-        """The value as such a dict; what is wrong is a `ValueError`, which `convert` completes with the place."""
+        """The value as such a dict, or a `ValueError`, to which `convert` adds the place."""
         if not isinstance(value, dict):
             raise ValueError(f"{_INNER}It is {reprlib.repr(value)}; expected a table of keys and values.")
         known = cls.fields.__struct_encode_fields__
@@ -79,7 +79,7 @@ class OpenDict(dict[str, Any]):
 
 
 def _custom(kind: type[Any], value: Any) -> Any:
-    """How msgspec makes what it does not know."""
+    """Convert to types that msgspec does not know."""
     if issubclass(kind, OpenDict):
         return kind.checked(value)
     raise NotImplementedError(f"no JSON is read as {kind.__name__}")
@@ -101,7 +101,7 @@ def read_json(
         kind: A struct, or any type that msgspec converts to, such as `dict[str, Any]`.
         writer: The command that writes such files, for the error message.
         hint: What to do about a wrong file, which ends the error message.
-        missing: What is said where there is no such file.
+        missing: The message if there is no such file.
         most_bytes: The largest file that is read.
 
     Raises:
@@ -112,7 +112,7 @@ def read_json(
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
-    """Read a TOML file as plain data; what is wrong with it is a `VitfocusError`."""
+    """Read a TOML file as plain data; an invalid file raises a `VitfocusError`."""
     return parse_toml(read_text(path), path)
 
 
@@ -190,7 +190,7 @@ def convert(
     Args:
         content: dicts, lists, strings and numbers.
         kind: The type of the record, usually an `msgspec.Struct`.
-        source: The file that holds them; "" where the message need not name it.
+        source: The file they were read from; "" if the message need not name it.
         writer: The command that writes such files.
         hint: What to do about a wrong file.
 
@@ -238,7 +238,7 @@ def _integer(digits: str) -> int:
 
 
 def _sentence(message: str, content: Any, kind: Any) -> str:
-    """What msgspec said, for a person: "Expected `int` >= 1 - at `$.data.batch`"."""
+    """A message of msgspec, such as "Expected `int` >= 1 - at `$.data.batch`", as a sentence for users."""
     said, _, where = message.partition(" - at ")
     path = re.search(r"\$([^`]*)", where)
     steps = re.findall(r"\.([^.\[\]]+)|\[(\d+)\]|\[(\.\.\.)\]", path[1]) if path else []

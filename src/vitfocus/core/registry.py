@@ -1,10 +1,10 @@
-"""Names that a lower room looks up and a higher room provides, so that imports keep to one direction.
+"""A registry of lazily imported objects, and the connection to timm, transformers and peft.
 
-A higher room registers where an object lives, as text; it is imported when it is first asked for. This module and the
-rooms' `__init__` that fill it import nothing heavy.
+A lower package looks up by name what a higher package registers, so that imports keep to one direction. The target is
+text and is imported on first use; this module imports nothing heavy.
 
-In the same way timm, transformers and peft are connected (`connect`) once they are imported, so that they can open what
-vitfocus saved and say so where they cannot.
+`connect` registers vitfocus with timm, transformers and peft when they are imported, so that they can open what
+vitfocus saved, or say what is missing.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class LazyRegistry(Mapping[str, Any]):
 COMPOSED_MODELS = LazyRegistry()
 
 
-#: Where timm looks for an architecture and transformers for a model type, a treated model names this. Their own
-#: messages about an unknown name then say what is missing.
+#: The architecture (timm) or model type (transformers) of a saved treated model. Without vitfocus, the messages of
+#: these libraries about an unknown name then say what is missing.
 NEEDS_VITFOCUS = "import_vitfocus_first"
 
 

@@ -101,7 +101,7 @@ def mcnemar(first: npt.ArrayLike, second: npt.ArrayLike) -> McNemar:
     return McNemar(only_first, only_second, round(p_value, 15))
 
 
-class Difference(NamedTuple):
+class PairedDifference(NamedTuple):
     """Mean of second minus first, and its paired bootstrap 95 % interval."""
 
     mean: float
@@ -109,7 +109,7 @@ class Difference(NamedTuple):
     high: float
 
 
-def paired_difference(first: npt.ArrayLike, second: npt.ArrayLike, seed: int = 0) -> Difference:
+def paired_difference(first: npt.ArrayLike, second: npt.ArrayLike, seed: int = 0) -> PairedDifference:
     """How much the second model's mean exceeds the first's on the same images, resampling images in pairs.
 
     >>> paired_difference([0.0, 0.0, 1.0], [1.0, 1.0, 1.0]).mean
@@ -117,7 +117,7 @@ def paired_difference(first: npt.ArrayLike, second: npt.ArrayLike, seed: int = 0
     """
     one, two = _paired(first, second)
     difference = two - one
-    return Difference(float(difference.mean()), *mean_interval(difference, seed))
+    return PairedDifference(float(difference.mean()), *mean_interval(difference, seed))
 
 
 def _paired(first: npt.ArrayLike, second: npt.ArrayLike) -> tuple[Array, Array]:

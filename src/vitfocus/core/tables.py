@@ -127,7 +127,7 @@ def terminal_width() -> int | None:
 
 
 def bullet(text: str, width: int | None = None) -> str:
-    """A paragraph as a list item, wrapped to `width` columns (default: those of the terminal) unless it is piped.
+    """A paragraph as a list item, wrapped to `width` columns (default: the terminal's) unless it is piped.
 
     >>> print(bullet("One sentence. Another sentence.", 20))
     - One sentence.
@@ -153,7 +153,7 @@ def html_points(sentences: Iterable[str | tuple[str, str]]) -> str:
 
 
 def listing(items: Mapping[str, str], indent: str = "", width: int | None = None) -> str:
-    """Names with a text each, aligned, and wrapped to `width` columns (default: those of the terminal) unless piped.
+    """Names and descriptions in two columns, wrapped to `width` columns (default: the terminal's) unless piped.
 
     >>> print(listing({"clean": "accuracy on clean images", "fgsm": "one gradient step"}, width=24))
     clean  accuracy on clean

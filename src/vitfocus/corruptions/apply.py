@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from vitfocus.core.arguments import number_in, require_values, whole
+from vitfocus.core.arguments import check_int, parse_digits, require_values
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.corruptions import digital, noise_and_blur, weather
 from vitfocus.corruptions.base import CONSTANTS, CORRUPTIONS, EXTRA_CORRUPTIONS, FLAVOURS, Draws, Setting, as_ids
@@ -50,7 +50,7 @@ def parse(text: str) -> tuple[str, int]:
     _check_choice("corruption", name, _EFFECTS)
     if not severity:
         return name, 3
-    number = number_in(severity)
+    number = parse_digits(severity)
     if number is None:
         raise VitfocusError(f"The severity in {text!r} is not a number; expected 1 to 5, as in '{name}/3'.")
     return name, _check_severity(number)
@@ -101,7 +101,7 @@ def corrupt(
     _check_choice("corruption", name, _EFFECTS)
     severity = _check_severity(severity)
     _check_choice("flavour", flavour, FLAVOURS)
-    seed = whole("seed", seed)
+    seed = check_int("seed", seed)
     if not isinstance(images, Tensor):
         again = partial(corrupt, name=name, severity=severity, seed=seed, flavour=flavour, frost=frost)
         return _corrupt_any(images, again, ids)
@@ -215,7 +215,7 @@ def _check_choice(what: str, given: str, choices: Collection[str]) -> None:
 
 def _check_severity(severity: int) -> int:
     try:
-        return whole("severity", severity, 1, 5)
+        return check_int("severity", severity, 1, 5)
     except VitfocusError:
         raise VitfocusError(f"Severity {severity!r} does not exist; expected a whole number from 1 to 5.") from None
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitfocus.core.arguments import whole
+from vitfocus.core.arguments import check_int
 from vitfocus.core.errors import VitfocusError
 
 CORRUPTIONS: tuple[str, ...] = (
@@ -178,7 +178,7 @@ def as_ids(ids: Tensor | Iterable[int | str] | None, count: int, device: torch.d
         return ids.reshape(-1).to(device=device, dtype=torch.int64)
     if not isinstance(ids, Iterable) or getattr(ids, "ndim", 1) == 0:
         raise VitfocusError(f"ids are {ids!r}; expected whole numbers or strings, one per image.")
-    numbers = [stable_hash(i) if isinstance(i, str) else _signed(whole("An image's id", i), 64) for i in ids]
+    numbers = [stable_hash(i) if isinstance(i, str) else _signed(check_int("An image's id", i), 64) for i in ids]
     return torch.tensor(numbers, dtype=torch.int64, device=device)
 
 
@@ -195,7 +195,7 @@ class Draws:
     """
 
     def __init__(self, seed: int, name: str, severity: int, ids: Tensor) -> None:
-        start = _splitmix(torch.tensor(_signed(whole("seed", seed), 64)))
+        start = _splitmix(torch.tensor(_signed(check_int("seed", seed), 64)))
         self.base = _splitmix(_splitmix(start ^ stable_hash(name)) + severity)
         self.ids = ids
 

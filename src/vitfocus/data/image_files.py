@@ -17,7 +17,7 @@ from torch import Tensor
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as T
 
-from vitfocus.core.arguments import real
+from vitfocus.core.arguments import check_number
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import open_file
 
@@ -376,7 +376,7 @@ def evaluation_preprocessing(
         (256, 512)
     """
     expected = "a share of the resized picture, such as 0.875"
-    share = real("crop_pct", 0.875 if crop_pct is None else crop_pct, expected)
+    share = check_number("crop_pct", 0.875 if crop_pct is None else crop_pct, expected)
     if not 0 < share <= 1:
         raise VitfocusError(f"crop_pct is {share}; expected {expected}.")
     height, width = (int(side / share) for side in size)

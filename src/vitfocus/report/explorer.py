@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -18,9 +18,9 @@ from urllib.parse import quote
 
 import msgspec
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from vitfocus.attention.capture import model_name
+from vitfocus.attention.capture import Models, named_models
 from vitfocus.core.arguments import checked
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import write_text
@@ -75,7 +75,7 @@ class ExplorerData(TypedDict):
 
 
 def explorer_data(
-    models: nn.Module | Mapping[str, nn.Module],
+    models: Models,
     images: Tensor,
     against: str | None = "gaussian_noise/3",
     *,
@@ -104,7 +104,6 @@ def explorer_data(
     Raises:
         VitfocusError: If the images are not uint8, or no layer of a model attends to the whole image.
     """
-    named = {model_name(models): models} if isinstance(models, nn.Module) else dict(models)
     if images.dtype != torch.uint8 or images.ndim != 4 or not len(images):
         raise VitfocusError(
             f"The explorer shows uint8 images (B, 3, H, W), not {images.dtype} of shape {tuple(images.shape)}."
@@ -119,7 +118,7 @@ def explorer_data(
         corruption, severity = parse(against)
         against = f"{corruption}/{severity}"
         conditions.append(corrupt(pictures, corruption, severity, seed=seed, ids=chosen))
-    readers = [Reader(name, model) for name, model in named.items()]
+    readers = [Reader(name, model) for name, model in named_models(models).items()]
     packed: list[list[_Packed]] = []  # by image and model
     entries, size = ENTRIES, 0
     for index in range(len(pictures)):
@@ -200,7 +199,7 @@ class Explorer:
 
 @checked
 def explore(
-    models: nn.Module | Mapping[str, nn.Module],
+    models: Models,
     images: Tensor,
     against: str | None = "gaussian_noise/3",
     *,

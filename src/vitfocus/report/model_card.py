@@ -36,7 +36,7 @@ class Times(msgspec.Struct):
     runs: Count = 0
 
 
-class Cost(msgspec.Struct):
+class MeasuredCost(msgspec.Struct):
     """What a step takes, and on which hardware."""
 
     device: str
@@ -80,7 +80,7 @@ class Card(msgspec.Struct, omit_defaults=True):
     size: tuple[Count, Count] | None = None
     blocks: list[BlockCard] = []
     multiply_adds: float | None = None
-    cost: Cost | None = None
+    cost: MeasuredCost | None = None
 
 
 class Cards(msgspec.Struct):
@@ -162,7 +162,7 @@ def multiply_adds(model: nn.Module) -> int | None:
         return None
 
 
-def measure_cost(model: nn.Module, batch: int = 8) -> Cost | None:
+def measure_cost(model: nn.Module, batch: int = 8) -> MeasuredCost | None:
     """Seconds per forward pass and per training step, the memory of a step, and the hardware.
 
     A copy of the model is trained, so the model itself is unchanged. None if the model cannot be run on images.
@@ -176,7 +176,7 @@ def measure_cost(model: nn.Module, batch: int = 8) -> Cost | None:
         step, taken = _times(training), memory(training)
     except Exception:  # the model takes more than an image, or memory is too small
         return None
-    return Cost(
+    return MeasuredCost(
         device=device_name(device),
         torch=str(torch.__version__),
         dtype=str(next(model.parameters()).dtype).removeprefix("torch."),

@@ -20,6 +20,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from vitfocus.attention.capture import Models, named_models
 from vitfocus.attention.images import prepared
 from vitfocus.core.arguments import checked
 from vitfocus.core.errors import VitfocusError
@@ -119,7 +120,7 @@ def _remember(kept: OrderedDict[Any, Any], key: Any, value: Any, most: int) -> N
 
 @checked
 def create_app(
-    models: nn.Module | Mapping[str, nn.Module],
+    models: Models,
     pictures: Mapping[str, Image.Image] | None = None,
     *,
     against: str = "gaussian_noise/3",
@@ -156,9 +157,7 @@ def create_app(
         from starlette.routing import Route
     except ImportError:
         raise VitfocusError(NEEDED) from None
-    from vitfocus.attention.capture import model_name
-
-    named = {model_name(models): models} if isinstance(models, nn.Module) else dict(models)
+    named = named_models(models)
     parse(against)
     live = Live(named)
     starting = dict(pictures) if pictures else _shapes(live)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from vitfocus.core.arguments import checked, whole
+from vitfocus.core.arguments import check_int, checked
 from vitfocus.core.environment import Processes, is_main_process, join_processes
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.tables import Table
@@ -198,7 +198,7 @@ def suite_options(given: Sequence[str]) -> dict[str, dict[str, Any]]:
         except (TypeError, ValueError):
             raise VitfocusError(f"--option {text}: {name} takes {option.help}, not {value!r}.") from None
         if option is _SEVERITY:
-            whole("diagnosis.severity", values, 1, 5)
+            check_int("diagnosis.severity", values, 1, 5)
         found.setdefault(suite, {})[name] = values
     return found
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vitfocus.core.arguments import checked, whole
+from vitfocus.core.arguments import check_int, checked
 from vitfocus.core.environment import device_name, join_processes, versions
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.files import write_text
@@ -88,7 +88,7 @@ def evaluate(
     if resume and out is None:
         raise VitfocusError("There is nothing to resume without a run's folder: name it with the option out.")
     processes = join_processes(device)
-    limit = None if limit is None else whole("limit", limit, low=1)
+    limit = None if limit is None else check_int("limit", limit, low=1)
     modules = named_models(model)
     models = tuple(PixelModel(name, module, precision, chosen.small_images) for name, module in modules.items())
     if normalised and (chosen.task != "classify" or isinstance(data, str | os.PathLike)):
@@ -99,8 +99,8 @@ def evaluate(
         data = (labelled_images(data) or data) if length is None else Shapes("val", length=length, size=size)
     if workers is None:  # enough for a GPU, none where they would compete with the model
         workers = min(16, os.cpu_count() or 1) if processes.device.type == "cuda" else 0
-    batch_size = None if batch_size is None else whole("batch_size", batch_size, low=1)
-    numbers = (batch_size, limit, whole("seed", seed, low=0), whole("workers", workers, low=0))
+    batch_size = None if batch_size is None else check_int("batch_size", batch_size, low=1)
+    numbers = (batch_size, limit, check_int("seed", seed, low=0), check_int("workers", workers, low=0))
     shown = progress and processes.first
     arguments = EvaluationArguments(chosen, typed_options, models, data, processes, *numbers, shown, out, normalised)
     # attacks need gradients, even where the caller is in inference mode

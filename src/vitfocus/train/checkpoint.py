@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from vitfocus.core.arguments import number_in
+from vitfocus.core.arguments import parse_digits
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import digest, write_place
 from vitfocus.core.modules import separate_tensors
@@ -87,7 +87,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """The steps that have a checkpoint, newest first."""
-        found = [number_in(path.name) for path in self.folder.glob("*")] if self.folder.is_dir() else []
+        found = [parse_digits(path.name) for path in self.folder.glob("*")] if self.folder.is_dir() else []
         return sorted((step for step in found if step is not None), reverse=True)
 
     def write(self, checkpoint: Checkpoint) -> Path:

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 from PIL import Image
 
-from vitfocus.core.arguments import number_in
+from vitfocus.core.arguments import parse_digits
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.records import Count, parse_json, read_json, read_text, write_json
 from vitfocus.data.image_files import FORMATS, to_rgb
@@ -78,7 +78,7 @@ class ShardImages:
         if self._json[index]:
             content = parse_json(text, self.name(index))
             given = content.get("label") if isinstance(content, dict) else None
-        number = number_in(given) if isinstance(given, str) else given
+        number = parse_digits(given) if isinstance(given, str) else given
         if type(number) is not int or not 0 <= number <= _LARGEST_LABEL:
             raise VitfocusError(
                 f"{self.name(index)} has the label {reprlib.repr(given)}; expected a whole number from 0 to "

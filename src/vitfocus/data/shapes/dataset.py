@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from vitfocus.core.arguments import number_in
+from vitfocus.core.arguments import parse_digits
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.data.shapes.paint import PIXELS_AT_ONCE, extent, paint
 from vitfocus.data.shapes.scene import COLOURS, SHAPES, SLOTS, SPLITS, ItemRandom, SceneObject, Scenes, compose, labels
@@ -360,6 +360,6 @@ def shapes_named(data: Any, default: int) -> int | None:
     word, colon, number = data.partition(":") if isinstance(data, str) else ("", "", "")
     if word != "shapes" or Path(data).is_dir():
         return None
-    if colon and not 0 < (number_in(number) or 0) <= _MOST_SCENES:
+    if colon and not 0 < (parse_digits(number) or 0) <= _MOST_SCENES:
         raise VitfocusError(f"{data!r} has no valid number of scenes: write shapes, or shapes:300.")
     return int(number) if colon else default

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from vitfocus.core.arguments import number_in
+from vitfocus.core.arguments import parse_digits
 from vitfocus.core.metrics import METRICS
 from vitfocus.corruptions import CORRUPTIONS
 from vitfocus.report.charts import Line, dot_chart, heat_map, line_chart, short
@@ -176,7 +176,7 @@ def corruption_grid(test: SharedTest) -> Grid | None:
     for model, summary in test.summaries.items():
         for name, cell in summary.get("cells", {}).items():
             corruption, slash, severity = name.partition("/")
-            if "corruptions" in summary and slash and number_in(severity) is not None and "error" in cell:
+            if "corruptions" in summary and slash and parse_digits(severity) is not None and "error" in cell:
                 errors.setdefault(model, {})[corruption, int(severity)] = float(cell["error"])
             for severity, value in cell.get("severities", {}).items():
                 overlaps.setdefault(model, {})[name, int(severity)] = float(value)

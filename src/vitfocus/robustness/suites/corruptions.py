@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitfocus.core.arguments import several, whole
+from vitfocus.core.arguments import as_list, check_int
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.progress import Progress
 from vitfocus.core.statistics import evenly_spaced
@@ -52,12 +52,12 @@ _INCOMPLETE = "Not all 15 corruptions at all 5 severities were measured, so ther
 
 def chosen_corruptions(given: Sequence[str] | None, severities: Sequence[int] | None) -> tuple[list[str], list[int]]:
     """The corruptions and severities asked for, checked."""
-    names = several("corruptions", CORRUPTIONS if given is None else given)
+    names = as_list("corruptions", CORRUPTIONS if given is None else given)
     for name in names:
         if name not in ALL_CORRUPTIONS:
             raise VitfocusError(f"There is no corruption {name!r}: {nearest(str(name), ALL_CORRUPTIONS)}")
-    listed = several("severities", SEVERITIES if severities is None else severities)
-    return names, sorted(whole("A severity", severity, 1, 5) for severity in listed)
+    listed = as_list("severities", SEVERITIES if severities is None else severities)
+    return names, sorted(check_int("A severity", severity, 1, 5) for severity in listed)
 
 
 def _chosen(arguments: EvaluationArguments) -> tuple[list[str], list[int], list[str]]:
@@ -110,7 +110,7 @@ def _generated(
     seed, frost = arguments.seed, arguments.options.frost
     quality = getattr(arguments.options, "jpeg_quality", None)
     if quality is not None:
-        quality = whole("jpeg_quality", quality, 1, 100)
+        quality = check_int("jpeg_quality", quality, 1, 100)
     conditions = [CLEAN]
     for name in names:
         for severity in severities:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from vitfocus.core.arguments import number_in
+from vitfocus.core.arguments import parse_digits
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.records import read_json
 from vitfocus.data.image_files import IMAGE_SUFFIXES, ClassFolders, Entry, list_classes
@@ -124,7 +124,7 @@ def imagenet_v2(arguments: EvaluationArguments) -> EvaluationPlan:
     conditions: dict[Condition, Images] = {}
     for name, folder in found.items():
         folders = list_classes(folder)
-        strange = [c for c in folders.classes if (number := number_in(c)) is None or number > 999]
+        strange = [c for c in folders.classes if (number := parse_digits(c)) is None or number > 999]
         if strange:
             raise VitfocusError(f"{folder} holds the folder {strange[0]}; ImageNet-V2's are numbered 0 to 999.")
         labels = [int(entry.folder) for entry in folders.entries]

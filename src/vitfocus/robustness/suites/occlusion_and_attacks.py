@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vitfocus.core.arguments import real, several, whole
+from vitfocus.core.arguments import as_list, check_int, check_number
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.corruptions.base import Draws
 from vitfocus.robustness.classification import CLEAN, classification_plan, classify, num_classes, open_images
@@ -36,7 +36,7 @@ def _plan(
 def occlusion(arguments: EvaluationArguments) -> EvaluationPlan:
     """The centre hidden, at several sizes (pixels of 224), and random cells of a 14 x 14 grid."""
     centres, drops = (
-        [whole(f"One of {name}", value, 0, most) for value in several(name, given, empty=True)]
+        [check_int(f"One of {name}", value, 0, most) for value in as_list(name, given, empty=True)]
         for name, given, most in (
             ("sizes", arguments.options.sizes, 224),
             ("drops", arguments.options.drops, GRID * GRID),
@@ -102,7 +102,7 @@ def drop_patches(images: Tensor, count: int, ids: Tensor, seed: int = 0, fill: S
 def attack(arguments: EvaluationArguments) -> EvaluationPlan:
     """FGSM, PGD or AutoAttack at one or several epsilons, in 1/255."""
     options, suite = arguments.options, arguments.suite.name
-    epsilons = [real("eps", eps, "distances in 1/255, such as 4") for eps in several("eps", options.eps)]
+    epsilons = [check_number("eps", eps, "distances in 1/255, such as 4") for eps in as_list("eps", options.eps)]
     if options.norm not in NORMS:
         raise VitfocusError(f"There is no norm {options.norm!r}: {nearest(str(options.norm), NORMS)}")
     if arguments.models[0].precision != "float32":
@@ -110,8 +110,10 @@ def attack(arguments: EvaluationArguments) -> EvaluationPlan:
     settings: dict[str, Any] = {"norm": options.norm}
     if suite == "pgd":
         stride = options.step_size
-        settings["steps"] = whole("steps", options.steps, low=1)
-        settings["step_size"] = None if stride is None else real("step_size", stride, "a length in 1/255, such as 0.5")
+        settings["steps"] = check_int("steps", options.steps, low=1)
+        settings["step_size"] = (
+            None if stride is None else check_number("step_size", stride, "a length in 1/255, such as 0.5")
+        )
         settings["random_start"] = bool(options.random_start)
     if suite == "autoattack":
         require_autoattack()

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vitfocus.core.arguments import several, whole
+from vitfocus.core.arguments import as_list, check_int
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.statistics import evenly_spaced
 from vitfocus.corruptions.base import Draws, Setting, to_uint8
@@ -40,11 +40,11 @@ _FRAMES_AT_ONCE = 128
 def imagenet_p(arguments: EvaluationArguments) -> EvaluationPlan:
     """ImageNet-P, in whichever form the data is."""
     options = arguments.options
-    names = several("perturbations", PERTURBATIONS if options.perturbations is None else options.perturbations)
+    names = as_list("perturbations", PERTURBATIONS if options.perturbations is None else options.perturbations)
     for name in names:
         if name not in PERTURBATIONS:
             raise VitfocusError(f"There is no perturbation {name!r}: {nearest(str(name), PERTURBATIONS)}")
-    difficulty, reference = whole("difficulty", options.difficulty, 1, 3), options.t5d_reference
+    difficulty, reference = check_int("difficulty", options.difficulty, 1, 3), options.t5d_reference
     if reference is not None and set(PERTURBATIONS) - set(reference):
         raise VitfocusError(f"t5d_reference lacks {', '.join(sorted(set(PERTURBATIONS) - set(reference)))}.")
     classes, root = num_classes(arguments), arguments.folder

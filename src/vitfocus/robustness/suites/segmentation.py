@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from vitfocus.anatomy import unwrap
 from vitfocus.anatomy.registry import family_of
-from vitfocus.core.arguments import number_in, several, whole
+from vitfocus.core.arguments import as_list, check_int, parse_digits
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.statistics import evenly_spaced, repeat_interval
 from vitfocus.core.tables import counted
@@ -107,7 +107,7 @@ def noise(arguments: EvaluationArguments) -> EvaluationPlan:
     if not isinstance(repeats, int) or repeats < 2:
         raise VitfocusError(f"{arguments.suite.name} needs repeats of at least 2 for an interval, not {repeats!r}.")
     repeat_interval([0.0] * repeats)  # refuses a number it has no interval for
-    photons = whole("photons", arguments.options.photons, 1, 1000)
+    photons = check_int("photons", arguments.options.photons, 1, 1000)
     test, pictures = _test_protocol(arguments), open_images(arguments)
     conditions = [_condition(arguments, test, pictures, "clean")]
     for repeat in range(repeats):
@@ -180,11 +180,11 @@ def severities_by_type(
         raise VitfocusError(f"There is no set of corruptions {types!r}: {nearest(str(types), (_PAPER, _ALL))}")
     wanted = (PAPER_TYPES if types == _PAPER else ALL_CORRUPTIONS) if corruptions is None else corruptions
     found: dict[str, list[int]] = {}
-    for text in several("corruptions", wanted):
+    for text in as_list("corruptions", wanted):
         name, slash, listed = str(text).partition("/")
         usual = range(1, 4) if types == _PAPER and name.endswith("noise") else None
         low, _, high = listed.partition("-")
-        first, last = number_in(low), number_in(high or low)
+        first, last = parse_digits(low), parse_digits(high or low)
         given = severities if severities is not None else usual
         if slash:
             if first is None or last is None or not first <= last <= 5:
