@@ -142,7 +142,7 @@ def _scaling(diagnoses: Diagnoses) -> Figure:
         axes.set_title(title)
     panels[0].set_ylim(0, 1.02)
     panels[1].axhline(0, color="0.7", linewidth=0.8)
-    panels[0].legend(frameon=False)
+    panels[1].legend(frameon=False)
     return figure
 
 
