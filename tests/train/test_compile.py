@@ -36,7 +36,7 @@ def test_alike_blocks_are_compiled_once_and_others_each() -> None:
     for spec, depth, drop_path, expected in (
         ("deit_tiny_patch16_224", 9, 0.0, 1),
         (TREATED, 3, 0.0, 2),  # with Context Broadcasting, and without
-        ("deit_tiny_patch16_224", 9, 0.1, 9),
+        ("deit_tiny_patch16_224", 9, 0.1, 2),  # without stochastic depth, and with some rate of it
     ):
         torch._dynamo.reset()
         counters.clear()
@@ -47,6 +47,18 @@ def test_alike_blocks_are_compiled_once_and_others_each() -> None:
         model.train()(images).sum().backward()
         assert counters["frames"] == {"total": expected, "ok": expected}  # beyond the usual limit of 8 as well
         assert not counters["graph_break"]
+
+
+def test_stochastic_depth_with_its_rate_in_a_tensor_is_timms() -> None:
+    size = {"img_size": 16, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 2}
+    model = vf.create_model("deit_tiny_patch16_224", **size, drop_path_rate=0.4)
+    compile_blocks(model)
+    path, ones = model.blocks[1].drop_path1, torch.ones(4000, 3, 2)
+    assert torch.equal(path.eval()(ones), ones)
+    dropped = path.train()(ones)
+    assert torch.equal(dropped, dropped[:, :1, :1].expand_as(dropped))  # whole images
+    assert sorted(dropped.unique().tolist()) == pytest.approx([0, 1 / 0.6])
+    assert float(dropped.mean()) == pytest.approx(1, abs=0.05)
 
 
 def test_a_run_compiled_by_blocks_goes_as_an_uncompiled_one(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ seeded at every step, so a captured run draws the same numbers as an eager one.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MethodType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +24,9 @@ from vitfocus.anatomy import anatomy
 from vitfocus.recipes import Recipe
 from vitfocus.tasks import find_task
 from vitfocus.treatments.attention_diversification import reset_losses
+
+if TYPE_CHECKING:
+    from timm.layers import DropPath
 
 #: Eager steps before one is captured.
 WARM_UP = 3
@@ -101,16 +106,31 @@ def compile_mode(recipe: Recipe, cuda: bool) -> str | None:
 def compile_blocks(model: nn.Module) -> int:
     """Compile each block when it is first called, in place, and return the number of blocks; names stay as they are.
 
-    Blocks with different treatments or rates of stochastic depth are versions of one function to the compiler.
-    Beyond its limit on versions it would silently stop compiling, so the limit is raised to the number of blocks.
+    Blocks with different treatments are versions of one function to the compiler. Beyond its limit on versions it would
+    silently stop compiling, so the limit is raised to the number of blocks. Rates of stochastic depth, which differ
+    from block to block, become tensors, so that they do not make versions.
     """
     import torch._dynamo
+    from timm.layers import DropPath
 
     body = anatomy(model)
     blocks = [body.root.get_submodule(block.name) for block in body]
     for block in blocks:
+        for module in block.modules():
+            if isinstance(module, DropPath) and module.drop_prob:
+                module.__dict__["keep"] = torch.tensor(1 - module.drop_prob, device=next(block.parameters()).device)
+                module.__dict__["forward"] = MethodType(_drop_paths, module)
         block.compile(dynamic=False)
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, _VERSIONS * len(blocks))
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 2 * _VERSIONS * len(blocks))
     return len(blocks)
+
+
+def _drop_paths(module: DropPath, tokens: Tensor) -> Tensor:
+    """timm's stochastic depth with the rate in a tensor."""
+    if not module.training:
+        return tokens
+    keep: Tensor = module.__dict__["keep"]
+    kept = torch.rand(tokens.shape[0], *(1,) * (tokens.ndim - 1), device=tokens.device) < keep
+    return tokens * (kept / keep if module.scale_by_keep else kept).to(tokens.dtype)
