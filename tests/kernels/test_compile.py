@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -129,6 +130,18 @@ def diversity(
     op.launch_backward(torch.ones(()), query, key, bias, rows, options, tuple(saved), biased)
 
 
+def joint_diversity(biased: bool) -> None:
+    """The loss where one program computes both gradients of a head, with the most keys it takes."""
+    from vitfocus.kernels.diversity import op
+    from vitfocus.kernels.diversity.chunked import LossOptions
+
+    query, key, _ = torch.randn(2, 250, 3, 2, 64, dtype=torch.bfloat16).permute(2, 0, 3, 1, 4)
+    bias, options = torch.randn(1, 2, 250, 250) if biased else None, LossOptions(0.125, 0, True, False, 2.0)
+    with patch.object(op, "BUSY", 1):
+        _, *saved = op.launch_forward(query, key, bias, None, None, options)
+        op.launch_backward(torch.ones(()), query, key, bias, None, options, tuple(saved), biased)
+
+
 def pooling(dtype: torch.dtype, branches: int = 4, channels: int = 64) -> None:
     from vitfocus.kernels.pooling import triton as fused
 
@@ -164,6 +177,7 @@ CASES: dict[str, tuple[Callable[..., None], tuple[Any, ...], set[str]]] = {
         (HALF, True, False, False, False),
         {"mean_pass", "column_pass", "unit_pass", "slope_pass", "key_gradient", "query_gradient"},
     ),
+    "loss, both gradients at once": (joint_diversity, (True,), {"mean_pass", "joint_gradient", "bias_gradient"}),
     "loss, other form": (diversity, (SINGLE, False, True, True, True), {"bias_gradient", "log_sum_exp"}),
     "pooling": (
         pooling,
@@ -231,6 +245,15 @@ def check_diversity(compiler: Compiler, taken: dict[str, int], width: int, dtype
 def test_eight_heads_of_128_channels_fit_into_shared_memory(compiler: Compiler, taken: dict[str, int]) -> None:
     diversity(HALF, True, False, False, False, (8, 128))
     assert {"mean_pass", "key_gradient", "query_gradient", "log_sum_exp"} <= set(taken)
+    assert max(taken.values()) <= compiler.shared, taken
+
+
+@pytest.mark.parametrize("compiler", [89], indirect=True, ids=["sm89"])
+def test_both_gradients_at_once_fit_into_shared_memory(compiler: Compiler, taken: dict[str, int]) -> None:
+    joint_diversity(biased=False)
+    assert "joint_gradient" in taken and "key_gradient" not in taken
+    joint_diversity(biased=True)  # too much for this GPU: two programs
+    assert {"key_gradient", "bias_gradient"} <= set(taken)
     assert max(taken.values()) <= compiler.shared, taken
 
 

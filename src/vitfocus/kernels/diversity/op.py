@@ -313,7 +313,8 @@ class _Launch:
     def joint(self) -> bool:
         """Whether one program takes all columns of a head, for both gradients."""
         fills = 2 * self.batch * self.heads >= BUSY
-        return fills and self.keys <= JOINT_KEYS and self.item == 2 and self.width <= 64
+        fits = self.bias is None or self.space >= 140 * 1024  # tiles of the bias lie in shared memory too
+        return fills and fits and self.keys <= JOINT_KEYS and self.item == 2 and self.width <= 64
 
     def settings(self, kind: str) -> dict[str, Any]:
         """Block sizes and what else the kernels are compiled for."""
