@@ -30,6 +30,8 @@ SMALL = 1 << 18
 BUSY = 264
 #: Up to so many keys, one program computes both gradients of a head, if there are heads enough to fill half a GPU.
 JOINT_KEYS = 256
+#: Bytes of shared memory that it takes with 256 keys and a bias, a little more.
+JOINT_SPACE = 140 * 1024
 #: Bytes of heads' mean maps that exist at a time: at least so many, and at most so many times those of the queries.
 LEAST_MAP, MAP_OVER_QUERIES = 1 << 24, 4
 
@@ -313,8 +315,8 @@ class _Launch:
     def joint(self) -> bool:
         """Whether one program takes all columns of a head, for both gradients."""
         fills = 2 * self.batch * self.heads >= BUSY
-        fits = self.bias is None or self.space >= 140 * 1024  # tiles of the bias lie in shared memory too
-        return fills and fits and self.keys <= JOINT_KEYS and self.item == 2 and self.width <= 64
+        fits = self.keys <= JOINT_KEYS and self.item == 2 and self.width <= 64 and self.space >= JOINT_SPACE
+        return fills and fits
 
     def settings(self, kind: str) -> dict[str, Any]:
         """Block sizes and what else the kernels are compiled for."""
