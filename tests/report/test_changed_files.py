@@ -38,7 +38,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for suite, more in (("clean", {}), ("cifar10-c", {"corruptions": ["fog"], "severities": [1, 3]})):
         data = Shapes("val", length=4, size=16)
         vf.evaluate({"one": model}, suite, data, out=folder / suite, progress=False, **more)
-    vf.diagnose(model, images, "gaussian_noise/3").save(folder / "run" / "attention")
+    (folder / "run" / "attention").mkdir()
+    diagnosis = vf.diagnose(model, images, "gaussian_noise/3").to_json()  # `save` would draw the figures too
+    (folder / "run" / "attention" / "diagnosis.json").write_text(diagnosis)
     write_data_source(folder / "run" / "attention", "shapes", "abc")
     write_explorer(folder / "run" / "attention", explorer_data(model, images, None))
     write_cards(folder / "clean", {"one": model})
@@ -66,17 +68,18 @@ def spoilt(content: Any, place: tuple[Any, ...], wrong: Any) -> Any:
     return content
 
 
-def read_all(folder: Path) -> None:
-    """All that a report, a comparison and a diagnosis do with what they read, but for writing it."""
-    subjects = collect_models([folder], make_cards=False)
-    build_page(subjects)[0].html()
-    load_explorer(subjects)
-    for suite in ("clean", "cifar10-c"):
-        scores = load_scores(folder / suite)
+def read_all(file: Path, runs: Path) -> None:
+    """All that a report, a comparison and a diagnosis do with what they read of a file, except writing it."""
+    models = collect_models([runs], make_cards=False)
+    build_page(models)[0].html()
+    load_explorer(models)
+    if file.name == "results.json" and file.parent.name != "run":
+        scores = load_scores(file.parent)
         str(scores.table())
-        compare(scores.only(next(iter(scores.models))), folder / suite).table()
-    diagnosis = Diagnosis.load(folder / "run" / "attention")
-    diagnosis.compare(diagnosis).table()
+        compare(scores.only(next(iter(scores.models))), file.parent).table()
+    if file.name == "diagnosis.json":
+        diagnosis = Diagnosis.load(file.parent)
+        diagnosis.compare(diagnosis).table()
 
 
 @pytest.mark.parametrize(
@@ -98,7 +101,7 @@ def test_no_wrong_value_is_a_traceback(runs: Path, tmp_path: Path, name: str) ->
                 continue
             file.write_text(json.dumps(spoilt(content, place, wrong)))
             try:
-                read_all(folder)
+                read_all(file, folder)
             except vf.VitfocusError as error:
                 said += 1
                 # Without its model's name, an evaluation is told from another that it cannot be compared with.
