@@ -299,7 +299,15 @@ def archives(tally: Tally, tries: int, folder: Path) -> None:
             arrays.write_bytes(sound)
         elif kind == 5:
             sound = samples.read_bytes()
-            samples.write_bytes(damaged(sound, draw))
+            if draw.random() < 0.5:
+                samples.write_bytes(damaged(sound, draw))
+            else:
+                names = ["|||", "²"]
+                names += [
+                    f"{one}|vit_tiny_patch16_224|{key}" for one in ("clean", "x") for key in ("top1", "flip", "x")
+                ]
+                with samples.open("wb") as file:
+                    np.savez(file, **{draw.choice(names): one for one in _odd_arrays(draw).values()}, allow_pickle=True)
             tally.attempt("archives", f"samples.npz {what}", lambda: str(compare(evaluated, evaluated)))
             samples.write_bytes(sound)
         else:
@@ -324,7 +332,9 @@ def _payload(marker: Path, draw: random.Random) -> bytes:
     call, argument = draw.choice(
         [(os.system, f"touch {marker}"), (eval, f"open({str(marker)!r}, 'w')"), (exec, f"open({str(marker)!r}, 'w')")]
     )
-    content: Any = draw.choice([_Evil(call, argument), {"a": _Evil(call, argument)}, [_Evil(call, argument)]])
+    content: Any = draw.choice([_Evil(call, argument), {"a": _Evil(call, argument)}, [_Evil(call, argument)], {}])
+    if content == {}:
+        content["model"] = content  # without end
     stream = io.BytesIO()
     kind = draw.randrange(3)
     if kind == 0:

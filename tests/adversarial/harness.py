@@ -21,11 +21,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.strategies import SearchStrategy
 
 from vitfocus.cli import main
-from vitfocus.core.environment import versions
+from vitfocus.core.environment import device_name, versions
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import write_text
 
@@ -46,11 +47,10 @@ class Tally:
     marker: Path | None = None
     tried: Counter[str] = field(default_factory=Counter)
     failed: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
-    seconds: Counter[str] = field(default_factory=Counter)
 
     def attempt(self, category: str, what: str, call: Callable[[], Any]) -> None:
         """Try a call, which must return, or raise a `VitfocusError` of one sentence."""
-        began, problem = time.perf_counter(), ""
+        problem = ""
         try:
             with limited(), quiet():
                 call()
@@ -61,7 +61,6 @@ class Tally:
         except Exception as error:
             place = traceback.extract_tb(error.__traceback__)[-1]
             problem = f"{type(error).__name__}: {str(error)[:200]} ({Path(place.filename).name}:{place.lineno})"
-        self.seconds[category] += time.perf_counter() - began
         self.count(category, what, problem)
 
     def command(self, category: str, words: list[str]) -> None:
@@ -105,11 +104,12 @@ class Tally:
         return "\n".join([*lines, f"| all | {tried:,} | {tried - failed:,} | {failed:,} | |"])
 
     def keep(self, file: Path) -> None:
-        """Write the table, with the versions that were attacked."""
+        """Write the table, with the versions that were attacked and the processor."""
         known = file.read_text() if file.is_file() else ""
         present = ", ".join(f"{name} {version}" for name, version in versions("timm", "transformers").items())
         about = "What `make test-adversarial` tried, and what held: it ended in time with a result or one sentence."
-        write_text(file, f"# Attacks\n\n{about}\n\n{self.table(known)}\n\nLast run with {present}.\n")
+        where = f"with {present}, on a CPU ({device_name(torch.device('cpu'))})"
+        write_text(file, f"# Attacks\n\n{about}\n\n{self.table(known)}\n\nLast run {where}.\n")
 
 
 def fault_of(message: str) -> str:

@@ -262,6 +262,8 @@ def test_names_that_are_no_text_are_spelled_out(tmp_path: Path) -> None:
         (["evaluate", "", "--suite", "clean"], "MODEL"),
         (["bench", MODEL, "--treat", ""], "--treat"),
         (["train", "shapes", ""], "key=value"),
+        (["models", ""], "pattern"),
+        (["demo", "--out", ""], "--out"),
     ],
 )
 def test_empty_text_does_not_count_as_absent(words: list[str], name: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -87,6 +87,22 @@ def test_only_regular_files_are_replaced(kind: str, writer: Callable[[Path], Non
         assert target.read_text() == "old"
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("file/below", "below cannot be written: .*file is not a folder"),
+        ("dangling/below", "dangling is a link to a path that does not exist"),
+        ("a\0b", "cannot be the name of a file"),
+        ("\ud800", "cannot be the name of a file"),
+    ],
+)
+def test_paths_that_cannot_be_written_are_told(name: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "dangling").symlink_to("nowhere")
+    with pytest.raises(vf.VitfocusError, match=said):
+        files.write_text(tmp_path / name, "new")
+
+
 @pytest.mark.parametrize("writer", WRITERS, ids=["text", "bytes", "atomic", "append"])
 def test_new_paths_files_and_links_within_the_folder_are_written(
     writer: Callable[[Path], None], tmp_path: Path

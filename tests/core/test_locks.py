@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from helpers.processes import start
 
+from vitfocus.cli import main
 from vitfocus.core.errors import VitfocusError, VitfocusWarning
 from vitfocus.core.files import LOCK, lock_folder
 
@@ -77,3 +78,17 @@ def test_a_file_system_without_locks_is_mentioned(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("fcntl.flock", refuse)
     with pytest.warns(VitfocusWarning, match="cannot be locked on this file system"), lock_folder(tmp_path):
         assert not any(tmp_path.iterdir())
+
+
+def test_diagnoses_and_the_demo_lock_their_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A gallery locks its own folder and that of each model."""
+    model = "vit_tiny_patch16_224"
+    words = ["--limit", "1", "--device", "cpu", "--out", str(tmp_path)]
+    with lock_folder(tmp_path):
+        for command in (["diagnose", model, *words], ["diagnose", model, model, *words], ["demo", *words[-2:]]):
+            assert main(command) == 2 and f"{tmp_path} is in use by process" in capsys.readouterr().err
+    with lock_folder(tmp_path / model):
+        assert main(["diagnose", model, f"{model}+cb", *words]) == 2
+        assert f"{tmp_path / model} is in use by process" in capsys.readouterr().err
+    assert not (tmp_path / model / "diagnosis.json").exists()
+    assert (tmp_path / f"{model}+cb" / "diagnosis.json").exists()

@@ -175,7 +175,8 @@ def test_arrays_that_are_not_images_and_labels_are_refused(tmp_path: Path) -> No
         ({"images": np.zeros((4, 8, 8))}, "type float64; expected uint8"),
         ({"images": np.zeros((4, 8, 8, 4), np.uint8)}, "expected uint8"),
         ({"labels": np.arange(3)}, "one class number per image"),
-        ({"labels": np.arange(4) - 1}, "one class number per image"),
+        ({"labels": np.arange(4) - 1}, "has the label -1; expected class numbers from 0"),
+        ({"labels": np.array([0, 1, 2, 2**62])}, "has the label 4611686018427387904; expected class numbers from 0"),
         ({"labels": np.array([{}] * 4)}, "cannot be read as arrays"),
         ({"classes": np.array(["a", "b"])}, "has the label 3 and only 2 classes"),
     ):

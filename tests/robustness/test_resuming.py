@@ -118,7 +118,10 @@ def test_an_interrupted_run_goes_on_where_it_was(suite: str, tmp_path: Path) -> 
         assert rest.count == 8 - stop // 2 * 2
         assert found(suite, out) == found(suite, tmp_path / "whole") and not (out / "parts").exists()
         assert all(len(list(out.glob(f"drawn-{number}/*.png"))) == LIMIT for number in (0, 1) if drawn)
+        (out / "parts").mkdir()
+        (out / "parts" / ".vitfocus-left").touch()  # by a run that was killed when it dropped its parts
         again = Calls(suite, 0).run(data, out, resume=True, **drawn)  # finished: nothing is asked any more
+        assert not (out / "parts").exists()
         assert again.to_dict() == load_scores(out).to_dict() and again.models == whole.models
         with pytest.raises(vf.VitfocusError, match=r"another run.*data\.digest"):
             Calls(suite, 0).run(other, out, resume=True, **drawn)

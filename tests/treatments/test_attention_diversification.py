@@ -318,8 +318,8 @@ def test_attention_that_cannot_be_seen_is_an_error() -> None:
     vf.treat_(model, "adl(variant=paper,threshold=1.0)").train()
     model(images)
     assert vf.auxiliary_loss(model) > 0
-    model.set_attn_implementation("opaque")
-    with pytest.raises(vf.VitfocusError, match=r"which runs opaque: use model\.set_attn_implementation\('sdpa'\)"):
+    model.config._attn_implementation = "opaque"
+    with pytest.raises(vf.VitfocusError, match="which runs opaque: load the model with attn_implementation='sdpa'"):
         model(images)
     with pytest.raises(vf.VitfocusError, match="saw no attention in the last forward"):
         vf.auxiliary_loss(model)

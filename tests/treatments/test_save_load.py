@@ -93,22 +93,52 @@ def test_what_cannot_be_told_is_asked_for(tmp_path: Path) -> None:
         ("torchvision:nope", {}, "torchvision has no model 'nope'"),
         ("vit_tiny_patch16_224", {"depth": 2}, r"builds another model: blocks\.1.* differs"),
         ("vit_tiny_patch16_224", {"depht": 1}, "cannot be built with"),
+        ("vit_tiny_patch16_224", {"depth": 1, "norm_layer": nn.LayerNorm}, "which config.json cannot hold"),
+        ("hf-hub:someone/vit", {}, "a file may only name a model that is built into timm"),
+        ("transformers:nope", {}, "is a model of transformers, and this one is vit_tiny_patch16_224"),
+        (None, {"depth": 1}, "arguments are those of base"),
     ],
 )
 def test_a_base_that_builds_another_model_is_not_saved(
-    base: str, arguments: dict[str, Any], said: str, tmp_path: Path
+    base: str | None, arguments: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     model = vf.create_model("vit_tiny_patch16_224+cbs", depth=1)
     with pytest.raises(vf.VitfocusError, match=said):
         vf.save(model, tmp_path / "a", base=base, arguments=arguments)
-    assert not (tmp_path / "a").exists() and len(vf.applied(model)) == 1
+    assert not (tmp_path / "a" / "config.json").exists() and len(vf.applied(model)) == 1
 
 
-@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "fan_tiny_12_p16_224", "torchvision:vit_b_16"])
-def test_a_model_has_a_block(name: str) -> None:
-    key = "num_layers" if ":" in name else "depth"
-    with pytest.raises(vf.VitfocusError, match=f"needs {key} of at least 1, not 0"):
-        vf.create_model(name, **{key: 0})
+@pytest.mark.parametrize(
+    ("name", "key", "value", "low"),
+    [
+        ("vit_tiny_patch16_224", "depth", 0, 1),
+        ("fan_tiny_12_p16_224", "depth", -1, 1),
+        ("torchvision:vit_b_16", "num_layers", 0, 1),
+        ("vit_tiny_patch16_224", "in_chans", 0, 1),
+        ("vit_tiny_patch16_224", "num_classes", -1, 0),
+        ("vit_tiny_patch16_224", "depth", 10**9, 1),
+        ("transformers:ViTForImageClassification", "hidden_size", 10**12, 1),
+        ("swin_tiny_patch4_window7_224", "depths", (2, 0, 2, 2), 1),
+    ],
+)
+def test_a_model_has_blocks_channels_and_no_negative_classes(name: str, key: str, value: Any, low: int) -> None:
+    with pytest.raises(vf.VitfocusError, match=f"needs {key} from {low} to [0-9,]+, not"):
+        vf.create_model(name, **{key: value})
+
+
+def test_a_state_dict_that_holds_itself_ends(tmp_path: Path) -> None:
+    endless: dict[str, Any] = {}
+    endless["model"] = {"state_dict": endless}
+    torch.save(endless, tmp_path / "a.pt")
+    with pytest.raises(vf.VitfocusError, match="does not fit the model: it lacks"):
+        vf.load_weights(vf.create_model("vit_tiny_patch16_224", depth=1), tmp_path / "a.pt")
+
+
+@pytest.mark.parametrize("name", ["local-dir:{}", "LOCAL-DIR:{}", "HF-HUB:someone/vit", "timm/vit_tiny_patch16_224"])
+def test_timm_opens_no_folder_by_itself(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architecture": "vit_tiny_patch16_224"}')
+    with pytest.raises(vf.VitfocusError, match="timm has no model"):
+        vf.create_model(name.format(tmp_path))
 
 
 def test_an_empty_treatment_is_not_an_absent_one() -> None:
@@ -368,8 +398,8 @@ def test_create_model_equals_treating_by_hand() -> None:
     assert torch.equal(made(images), plain(images)) and vf.applied(made) == vf.applied(plain)
     with pytest.raises(vf.VitfocusError, match="cannot be built with"):
         vf.create_model("vit_tiny_patch16_224", depht=2)
-    with pytest.raises(vf.VitfocusError, match=r"cannot be built with \{'patch_size': 0\}: .*zero\.$"):
-        vf.create_model("vit_tiny_patch16_224", patch_size=0)
+    with pytest.raises(vf.VitfocusError, match=r"cannot be built with \{'num_heads': 0\}: .*zero\.$"):
+        vf.create_model("vit_tiny_patch16_224", num_heads=0)
 
 
 def test_files_that_are_no_models_are_told_in_words(tmp_path: Path) -> None:

@@ -211,7 +211,7 @@ def _unseen(module: nn.Module) -> str:
     said = f"No attention was seen in {type(module).__name__}"
     if kind in (None, *_SEEN):
         return f"{said}: it calls neither softmax nor scaled_dot_product_attention."
-    return f"{said}, which runs {kind}: use model.set_attn_implementation('sdpa')."
+    return f"{said}, which runs {kind}: load the model with attn_implementation='sdpa'."
 
 
 #: The attention of transformers that can be observed; the others compute it inside one kernel.

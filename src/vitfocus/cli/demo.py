@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from vitfocus.cli.common import positive, say
 from vitfocus.core.errors import VitfocusError
+from vitfocus.core.files import lock_folder
 from vitfocus.core.tables import Table, bullet
 
 if TYPE_CHECKING:
@@ -42,9 +43,7 @@ READINGS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument(
-        "--out", type=Path, default=Path("runs/demo"), metavar="DIR", help="output folder (default: runs/demo)"
-    )
+    parser.add_argument("--out", default="runs/demo", metavar="DIR", help="output folder (default: runs/demo)")
     parser.add_argument(
         "--treat", default=TREATMENTS, metavar="SPEC", help=f"treatment of the treated model (default: {TREATMENTS})"
     )
@@ -56,7 +55,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, diagnose, evaluate and report."""
+    """Train, diagnose, evaluate and report, in a folder of this process alone."""
+    args.out = Path(args.out)
+    with lock_folder(args.out):
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
     from vitfocus import diagnose, load
     from vitfocus.data.shapes.dataset import Shapes, shapes_batch
     from vitfocus.report import report

@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,7 @@ from vitfocus.cli.common import (
 from vitfocus.core import __version__
 from vitfocus.core.arguments import OnlyWith
 from vitfocus.core.errors import VitfocusError
-from vitfocus.core.files import writable_folder
+from vitfocus.core.files import lock_folder, writable_folder
 from vitfocus.core.progress import Progress
 from vitfocus.core.records import read_json, write_json
 from vitfocus.core.statistics import evenly_spaced
@@ -131,16 +132,23 @@ def run(args: argparse.Namespace) -> int:
 
         parse(args.against)
     if len(requests) == 1:
-        diagnosis = _diagnose(args, requests[0], files)
+        with _locked(args.out):
+            diagnosis = _diagnose(args, requests[0], files)
         print(diagnosis.to_json() if args.json else diagnosis)
         return 0
     from vitfocus.report.gallery import means_table
 
-    found = _diagnose_many(args, requests, files)
+    with _locked(args.out):
+        found = _diagnose_many(args, requests, files)
     print(json.dumps([one.to_dict() for one in found], indent=2) if args.json else means_table(found))
     if failed := len(requests) - len(found):
         raise VitfocusError(f"{failed} of {len(requests)} models could not be diagnosed, for the reasons above.")
     return 0
+
+
+def _locked(out: str | None) -> AbstractContextManager[None]:
+    """Keep other processes out of the folder, if there is one."""
+    return lock_folder(out) if out else nullcontext()
 
 
 def _requests(args: argparse.Namespace) -> list[_Request]:
@@ -162,18 +170,18 @@ def _diagnose_many(args: argparse.Namespace, requests: list[_Request], files: li
         kept = Path(request.out) / _REQUEST if request.out else None
         say(f"{request.label} ({number + 1} of {len(requests)})")
         try:
-            if kept is not None and kept.is_file() and read_json(kept, dict[str, Any]) == wanted:
-                found.append(Diagnosis.load(kept.parent))
-                say(f"Already in {request.out}.")
-                continue
-            if kept is not None:
-                kept.unlink(missing_ok=True)
-            found.append(_diagnose(args, request, files))
+            with _locked(request.out):
+                if kept is not None and kept.is_file() and read_json(kept, dict[str, Any]) == wanted:
+                    found.append(Diagnosis.load(kept.parent))
+                    say(f"Already in {request.out}.")
+                    continue
+                if kept is not None:
+                    kept.unlink(missing_ok=True)
+                found.append(_diagnose(args, request, files))
+                if kept is not None:
+                    write_json(kept, wanted, indent=1)
         except VitfocusError as error:
             say(f"{request.label}: {error}")
-            continue
-        if kept is not None:
-            write_json(kept, wanted, indent=1)
     if args.out and found:
         finish_run(args.out, gallery=True)
     return found

@@ -30,7 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "pattern",
         nargs="?",
-        default="",
         help="only families whose library, name or model names contain this (or match it: swin*); or a model as for "
         "the other commands, such as the folder of a saved one",
     )
@@ -50,6 +49,7 @@ def _matches(pattern: str, text: str) -> bool:
 
 def run(args: argparse.Namespace) -> int:
     """Print the table."""
+    args.pattern = args.pattern or ""
     if args.all:
         return _run_all(args)
     from vitfocus.anatomy import anatomy, families, model_names

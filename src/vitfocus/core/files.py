@@ -10,6 +10,8 @@ import socket
 import stat
 import sys
 import tempfile
+import zipfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
@@ -23,6 +25,11 @@ if sys.platform != "win32":
 
 _KINDS = {stat.S_IFREG: "a file", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
 
+#: What numpy and zipfile raise for arrays and archives that were cut off or changed.
+DAMAGED = (
+    *(OSError, ValueError, EOFError, KeyError, MemoryError, NotImplementedError, RuntimeError),
+    *(zipfile.BadZipFile, zlib.error),
+)
 #: The lock file of a run folder that is in use; it may stay behind where a run was killed.
 LOCK = ".lock"
 _TEMPORARY = ".vitfocus-"  # begins the names of files that are being written
@@ -43,9 +50,14 @@ def write_place(target: str | Path, folder: bool = False) -> Path:
     expected = f"expected {'a folder' if folder else 'a regular file'} or a new path"
     try:
         kind = stat.S_IFMT(target.stat().st_mode)
+    except NotADirectoryError:
+        raise VitfocusError(f"{target} cannot be written: {target.parent} is not a folder.") from None
+    except ValueError:  # NUL, or what has no encoding
+        raise VitfocusError(f"{str(target)!r} cannot be the name of a file; {expected}.") from None
     except FileNotFoundError:
-        if target.is_symlink():
-            raise VitfocusError(f"{target} is a link to a path that does not exist; {expected}.") from None
+        for place in (target, target.parent):
+            if place.is_symlink() and not place.exists():
+                raise VitfocusError(f"{place} is a link to a path that does not exist; {expected}.") from None
         return target
     if kind != (stat.S_IFDIR if folder else stat.S_IFREG):
         raise VitfocusError(f"{target} is {_KINDS.get(kind, 'a device')}; {expected}.")

@@ -109,8 +109,9 @@ def unnest_checkpoint(checkpoint: Mapping[str, Any], names: Collection[str]) -> 
     """
     if not isinstance(checkpoint, Mapping):
         raise VitfocusError(f"A checkpoint is a mapping from names to tensors, not a {type(checkpoint).__name__}.")
-    while nest := next((key for key in _NESTS if isinstance(checkpoint.get(key), Mapping) and checkpoint[key]), None):
-        checkpoint = checkpoint[nest]
+    for _ in _NESTS:  # a file may hold a dict that holds itself
+        nested = (checkpoint[key] for key in _NESTS if isinstance(checkpoint.get(key), Mapping) and checkpoint[key])
+        checkpoint = next(nested, checkpoint)
     tensors = {name: value for name, value in checkpoint.items() if isinstance(value, Tensor)}
 
     def added(prefix: str) -> bool:

@@ -113,7 +113,7 @@ class Data(Section, frozen=True):
     val_length: Count = 0
     holdout: Count = 0  # N training images, drawn once, are the validation set; 0: the data set's own
     size: Annotated[int, Meta(ge=8)] = 224
-    batch: Positive = 1024  # over all processes and all accumulated parts
+    batch: Annotated[int, Meta(ge=1, le=10**6)] = 1024  # over all processes and all accumulated parts
     repeats: Positive = 1  # repeated augmentation: each chosen image N times, usually in one batch
     resident: Literal["auto", "yes", "no"] = "auto"  # keep the whole set as one tensor on the device
     enlarge: Count = 0  # enlarge resident images from size to N pixels after augmentation; 0: do not

@@ -11,6 +11,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -138,7 +139,7 @@ def submit(jobs: Sequence[Job], folder: Path, cluster: str = "slurm", options: M
 
     Args:
         jobs: In an order in which each comes after those that it waits for.
-        folder: Where submitit keeps its files and the jobs' output.
+        folder: Where submitit keeps its files and the jobs' output, in a new folder inside.
         cluster: "slurm", or "local": one after the other on this machine, until all are done.
         options: submitit's parameters, such as {"gpus_per_node": 8, "timeout_min": 1440, "slurm_partition": "gpu"}.
 
@@ -154,6 +155,7 @@ def submit(jobs: Sequence[Job], folder: Path, cluster: str = "slurm", options: M
     if int(given.get("nodes", 1)) > 1:
         raise VitfocusError("--submit uses one node per job: start larger ones from --plan, with srun and torchrun.")
     folder.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="submitted-", dir=folder))  # a new one: submitit unpickles what is there
     submitted: dict[str, Any] = {}
     try:
         executor = submitit.AutoExecutor(folder, cluster=cluster, slurm_max_num_timeout=1000)

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from vitfocus.core.errors import VitfocusError, nearest
-from vitfocus.core.files import open_file
+from vitfocus.core.files import DAMAGED, open_file
 from vitfocus.core.metrics import METRICS
 from vitfocus.core.modules import insertion_sentence, insertions_sentence
 from vitfocus.core.records import Count, OpenDict, read_json
@@ -18,7 +18,7 @@ from vitfocus.core.statistics import mcnemar, paired_difference
 from vitfocus.core.tables import Table, counted
 from vitfocus.corruptions import CORRUPTIONS
 from vitfocus.robustness.metrics import Summary, mce_shares
-from vitfocus.robustness.run_folder import DAMAGED, FREE, RESULTS, SAMPLES, Columns, RunFolder, differences
+from vitfocus.robustness.run_folder import FREE, RESULTS, SAMPLES, Columns, RunFolder, differences
 
 Samples = dict[str, dict[str, Columns]]  # condition -> model -> columns
 
@@ -216,7 +216,10 @@ def load_scores(folder: str | Path) -> Scores:
     if (folder / SAMPLES).exists():
         try:
             with open_file(folder / SAMPLES) as file, np.load(file) as stored:
-                samples = unflatten({name: stored[name] for name in stored.files})
+                columns = {name: stored[name] for name in stored.files}
+                if strange := [name for name, held in columns.items() if np.asarray(held).dtype.kind not in "biuf"]:
+                    raise ValueError(f"{strange[0][:100]!r} does not hold numbers")
+                samples = unflatten(columns)
         except DAMAGED as error:
             raise VitfocusError(f"{folder / SAMPLES} cannot be read: {error}.") from None
     models: dict[str, Summary] = {**results.models}
@@ -319,7 +322,8 @@ def compare(first: Scores | str | Path, second: Scores | str | Path, force: bool
     if not shared:
         raise VitfocusError("These runs have no condition in common, so there is nothing to compare.")
     rows = [_row(condition, cells[0][condition], cells[1][condition], seed) for condition in shared]
-    if all(f"{c}/{s}" in shared for c in CORRUPTIONS for s in range(1, 6)) and "mce" in one.models[names[0]]:
+    complete = all(f"{c}/{s}" in shared for c in CORRUPTIONS for s in range(1, 6))
+    if complete and "mce" in one.models[names[0]] and all("p_value" in row for row in rows):
         rows.append(_scored("mCE", mce_shares(cells[0]), mce_shares(cells[1]), seed))
     said = [scores.insertions.get(name) for scores, name in zip((one, two), names, strict=True)]
     if names[0] == names[1]:
@@ -329,10 +333,12 @@ def compare(first: Scores | str | Path, second: Scores | str | Path, force: bool
 
 
 def _row(condition: str, first: Columns, second: Columns, seed: int) -> dict[str, Any]:
-    if "top1" not in first:
-        kind = "flip" if "flip" in first else "accuracy"
-        return _scored(condition, first[kind], second[kind], seed)
-    row = _scored(condition, first["top1"], second["top1"], seed)
+    kind = next((kind for kind in ("top1", "flip", "accuracy") if kind in first and kind in second), None)
+    if kind is None:
+        raise VitfocusError(f"The runs have no outcomes of {condition} in common: evaluate both models anew.")
+    row = _scored(condition, first[kind], second[kind], seed)
+    if kind != "top1":
+        return row
     test = mcnemar(first["top1"], second["top1"])
     return {**row, "only_first": test.only_first, "only_second": test.only_second, "p_value": test.p_value}
 

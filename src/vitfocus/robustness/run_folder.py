@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import zipfile
-import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,13 +19,11 @@ import numpy.typing as npt
 
 from vitfocus.core.environment import Processes
 from vitfocus.core.errors import VitfocusError
-from vitfocus.core.files import atomic_path, open_file, write_text
+from vitfocus.core.files import DAMAGED, atomic_path, open_file, write_text
 from vitfocus.core.records import read_json
 
 Columns = dict[str, npt.NDArray[Any]]  # one entry per image, in order of position
 
-#: What numpy raises for an archive that was cut off or changed.
-DAMAGED = (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error)
 RESULTS, SAMPLES, PROTOCOL, PARTS = "results.json", "samples.npz", "protocol.json", "parts"
 
 #: Parts of the fingerprint that two comparable runs may differ in: what is being compared, and where it ran.
@@ -57,6 +53,8 @@ class RunFolder:
                 raise VitfocusError(
                     f"{self.folder} holds another run, which cannot be resumed; these differ: {'; '.join(changed)}."
                 )
+            if self.finished:  # and perhaps killed before its parts were dropped
+                shutil.rmtree(self.folder / PARTS, ignore_errors=True)
             return
         if (self.folder / RESULTS).exists() or (self.folder / PARTS).exists():
             raise VitfocusError(f"{self.folder} holds files of a run but no {PROTOCOL}; name another folder.")
@@ -83,7 +81,7 @@ class RunFolder:
             try:
                 with open_file(path) as file, np.load(file) as content:
                     parts.append({name: _decoded(content[name]) for name in content.files})
-            except (*DAMAGED, KeyError):
+            except DAMAGED:
                 path.unlink(missing_ok=True)
         return parts
 

@@ -36,6 +36,13 @@ _FORBIDDEN = {
 _ATTENTION = ("eager", "sdpa", "flex_attention")
 _BASE_FIELDS = frozenset({"num_labels", "id2label", "label2id", "out_features", "out_indices", "output_attentions"})
 _MAX_LENGTH, _MAX_VALUES = 1000, 200_000
+#: The range of sizes and counts, which not every library checks.
+_RANGES = {
+    **dict.fromkeys(("depth", "depths", "num_layers", "num_hidden_layers"), (1, 1000)),
+    **dict.fromkeys(("img_size", "image_size", "patch_size", "in_chans", "num_channels"), (1, 10**5)),
+    **dict.fromkeys(("embed_dim", "hidden_size", "intermediate_size", "mlp_ratio"), (1, 10**6)),
+    **dict.fromkeys(("num_classes", "num_labels"), (0, 10**7)),
+}
 
 
 def file_arguments(library: str, name: str, arguments: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -49,6 +56,7 @@ def file_arguments(library: str, name: str, arguments: Mapping[str, Any], where:
     vitfocus.core.errors.VitfocusError: config.json sets checkpoint_path, which no file may set for ...: ...
     """
     _require_plain(arguments, where)
+    require_sizes(arguments, where)
     if library == "transformers" and set(arguments) == {"config_class", "config"}:
         return dict(arguments)  # `transformers_config` checks the fields
     known = _known_names(library, name)
@@ -63,6 +71,20 @@ def file_arguments(library: str, name: str, arguments: Mapping[str, Any], where:
             close = nearest(key, sorted(known - _FORBIDDEN)) if known else "it is not built into its library."
             raise VitfocusError(f"{where} sets {key}, which no file may set for {name}: {close}")
     return dict(arguments)
+
+
+def require_sizes(arguments: Mapping[str, Any], where: str) -> None:
+    """Refuse sizes and counts that no model has.
+
+    >>> require_sizes({"depth": 0}, "vit_tiny_patch16_224")
+    Traceback (most recent call last):
+    vitfocus.core.errors.VitfocusError: vit_tiny_patch16_224 needs depth from 1 to 1,000, not 0.
+    """
+    for key, (low, high) in _RANGES.items():
+        given = arguments.get(key)
+        each = given if isinstance(given, list | tuple) else (given,)
+        if any(isinstance(one, int) and not low <= one <= high for one in each):
+            raise VitfocusError(f"{where} needs {key} from {low} to {high:,}, not {given!r}.")
 
 
 def require_named(library: str, name: str, where: str) -> None:
@@ -140,6 +162,7 @@ def _fields(config_class: Any, given: Mapping[str, Any], where: str) -> dict[str
 
     if config_class.__module__.rpartition(".")[2] in ("configuration_timm_wrapper", "configuration_timm_backbone"):
         raise VitfocusError(f"{where} holds a {config_class.__name__}, which fetches what it names: open it with timm.")
+    require_sizes(given, where)
     known, kept = _config_names(config_class) | {"attn_implementation"}, {}
     for key, value in given.items():
         if "attn_implementation" in key and not isinstance(value, bool):  # also that of a part, such as vision_config

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
@@ -23,6 +24,7 @@ from vitfocus.core.registry import COMPOSED_MODELS
 from vitfocus.treatments.arguments import (
     checkpoint_config,
     import_transformers,
+    require_sizes,
     transformers_class,
     transformers_config,
 )
@@ -42,9 +44,7 @@ class Origin:
 
     def build(self, pretrained: bool = False) -> nn.Module:
         """Build the model; with `pretrained`, its library downloads its weights."""
-        for key in ("depth", "num_layers", "num_hidden_layers"):
-            if isinstance(count := self.arguments.get(key), int) and count < 1:
-                raise VitfocusError(f"{full_name(self)} needs {key} of at least 1, not {count!r}.")
+        require_sizes(self.arguments, full_name(self))
         builders: dict[str, Callable[[str, bool, dict[str, Any]], nn.Module]] = {
             "timm": _build_timm,
             "torchvision": _build_torchvision,
@@ -59,6 +59,22 @@ class Origin:
         # The config of a transformers model is enough, and the folder it came from may be deleted later.
         remember(model, self if self.library != "transformers" else _guess_transformers(model)[0])
         return model
+
+    def plain_arguments(self) -> dict[str, Any]:
+        """The arguments as config.json holds them."""
+        arguments: dict[str, Any] = msgspec.to_builtins(self.arguments, str_keys=True, enc_hook=_plain)
+        return arguments
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple | set):
+        return list(value)
+    if hasattr(value, "item"):  # a number of NumPy
+        return value.item()
+    raise VitfocusError(
+        f"The model was created with {value!r}, which config.json cannot hold: create it with a name instead, such as "
+        "act_layer='relu'."
+    )
 
 
 @contextlib.contextmanager
@@ -150,11 +166,11 @@ def _build_timm(name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Mo
 
     import vitfocus.models  # noqa: F401  registers FAN, RVT, PVT and LocalViT
 
-    architecture = name.partition(".")[0]
-    if "/" not in name and not timm.is_model(architecture):
+    repository, architecture = hub_name(name), name.partition(".")[0]
+    if repository is None and not timm.is_model(architecture):  # which timm would look for in folders and on the hub
         raise VitfocusError(f"timm has no model {name!r}: {nearest(architecture, timm.list_models())}")
     try:
-        if (repository := hub_name(name)) is not None:  # files on the hub are untrusted too
+        if repository is not None:  # files on the hub are untrusted too
             found, architecture, given = timm.models.load_model_config_from_hf(repository)
             return build_timm_checkpoint(found, architecture, given, name, pretrained, arguments)
         return timm.create_model(name, pretrained=pretrained, **arguments)

@@ -133,16 +133,22 @@ def save(
     added = added_names(model)
     if only == "treatments" and not treatments:
         raise VitfocusError("This model carries no treatment, so there is nothing to save with only='treatments'.")
+    if arguments is not None and base is None:
+        raise VitfocusError("arguments are those of base: pass base=... (the model's name) as well, or neither.")
     # The config of a transformers model is enough; the checkpoint it came from may be gone by the time of loading.
     if base is not None and split_library(base)[0] != "transformers":
         origin = Origin(*split_library(base), dict(arguments or {}))
-        if only == "all" and not is_elsewhere(origin.library, origin.name):
+        if only == "all":
+            require_named(origin.library, origin.name, "base")
+        if not is_elsewhere(origin.library, origin.name):
             replaced = any(treatment.structural for treatment in treatments)
             shapes = {name: tensor.shape for name, tensor in model.state_dict().items() if name not in added}
             require_same_shapes(origin, shapes, some=replaced)
     else:
         with untreated(model):
             origin = origin_of(model)
+        if base is not None and origin.library != "transformers":
+            raise VitfocusError(f"base={base!r} is a model of transformers, and this one is {full_name(origin)}.")
     tensors = {key: value for key, value in full_state(model).items() if only == "all" or key in added}
     if not _writes(model):
         return folder
@@ -161,7 +167,7 @@ def save(
         vitfocus=__version__,
         library=origin.library,
         base=origin.name,
-        arguments=msgspec.to_builtins(origin.arguments, str_keys=True, enc_hook=_to_builtin),
+        arguments=origin.plain_arguments(),
         treatments=[str(treatment) for treatment in treatments],
         inserted=list(inserted(model)),
         spec=write_spec(full_name(origin), treatments),
@@ -449,7 +455,3 @@ def _read_config(folder: Path) -> SavedConfig:
 
 def _arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     return {key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()}
-
-
-def _to_builtin(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple | set) else str(value)

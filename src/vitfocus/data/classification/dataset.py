@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from vitfocus.core.errors import VitfocusError, nearest, reason
-from vitfocus.core.files import open_file
+from vitfocus.core.files import DAMAGED, open_file
 from vitfocus.data.classification.shards import ShardImages, find_shards
 from vitfocus.data.image_files import (
     evaluation_preprocessing,
@@ -35,6 +34,7 @@ _TORCHVISION = {
     "cifar100": ("CIFAR100", "cifar-100-python"),
     "fashion-mnist": ("FashionMNIST", "FashionMNIST/raw"),
 }
+_MOST_CLASSES = 1_000_000
 SOURCES = ("shapes", *_TORCHVISION, "arrays", "folder", "shards", "timm:NAME")
 
 
@@ -223,7 +223,7 @@ def array_images(path: Path, size: int) -> ArrayImages:
         with open_file(path) as file, np.load(file, allow_pickle=False) as stored:
             images, labels = stored["images"], stored["labels"]
             classes = [str(name) for name in stored["classes"]] if "classes" in stored.files else []
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+    except DAMAGED as error:
         raise VitfocusError(
             f"{path} cannot be read as arrays of images and labels ({reason(error)}): expected numpy.savez(path, "
             "images=..., labels=...)."
@@ -232,10 +232,12 @@ def array_images(path: Path, size: int) -> ArrayImages:
         raise VitfocusError(
             f"{path} has images of shape {images.shape} and type {images.dtype}; expected uint8 (N, H, W, 3)."
         )
-    if labels.shape != images.shape[:1] or labels.dtype.kind not in "iu" or (len(labels) and labels.min() < 0):
+    if labels.shape != images.shape[:1] or labels.dtype.kind not in "iu":
         raise VitfocusError(
             f"{path} has labels of shape {labels.shape} and type {labels.dtype}; expected one class number per image."
         )
+    if len(wrong := labels[(labels < 0) | (labels >= _MOST_CLASSES)]):
+        raise VitfocusError(f"{path} has the label {wrong[0]}; expected class numbers from 0 to {_MOST_CLASSES - 1:,}.")
     if len(labels) and classes and labels.max() >= len(classes):
         raise VitfocusError(f"{path} has the label {labels.max()} and only {len(classes)} classes.")
     pixels = torch.from_numpy(images)

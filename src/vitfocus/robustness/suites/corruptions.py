@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vitfocus.core.arguments import as_list, check_int
 from vitfocus.core.errors import VitfocusError, nearest
+from vitfocus.core.files import DAMAGED
 from vitfocus.core.progress import Progress
 from vitfocus.core.statistics import evenly_spaced
 from vitfocus.corruptions import CORRUPTIONS, EXTRA_CORRUPTIONS, corrupt, fingerprint
@@ -31,7 +32,6 @@ from vitfocus.robustness.classification import (
 )
 from vitfocus.robustness.engine import Condition, EvaluationArguments, EvaluationPlan, Group
 from vitfocus.robustness.metrics import corruption_summary
-from vitfocus.robustness.run_folder import DAMAGED
 from vitfocus.robustness.sources import (
     EvaluationBatch,
     ImageFiles,
