@@ -334,6 +334,9 @@ def test_layers_are_picked_by_index_or_name_and_misses_are_helped() -> None:
     model, images = tiny_vit(), images_of(64, 64, count=1)
     assert [row["layer"] for row in diagnose(model, images, layers=[-1, 0]).rows] == [1, 0]
     assert [row["name"] for row in diagnose(model, images, layers="blocks.1").rows] == ["blocks.1"]
+    assert [row["layer"] for row in diagnose(model, images, layers=torch.tensor([1])).rows] == [1]
+    with pytest.raises(VitfocusError, match=r"a number, a name or a list of them, not tensor\(\[\]\)"):
+        diagnose(model, images, layers=torch.zeros(0))
     with pytest.raises(VitfocusError, match=r"did you mean 'blocks\.[01]'"):
         diagnose(model, images, layers=["block.1"])
     with pytest.raises(VitfocusError, match="There is no layer 7: the model has 2"):

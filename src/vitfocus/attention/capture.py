@@ -395,7 +395,8 @@ def pick_blocks(body: Anatomy, layers: int | str | Sequence[int | str] | None) -
     """The blocks asked for, by index (negative from the end) or by name; all of them for None."""
     if layers is None:
         return list(body)
-    listed: Any = [layers] if isinstance(layers, str | SupportsIndex) else layers
+    given: Any = layers.tolist() if hasattr(layers, "tolist") else layers  # of NumPy and torch
+    listed: Any = [given] if isinstance(given, str | SupportsIndex) else given
     if not isinstance(listed, Iterable) or not (asked := list(listed)):
         raise VitfocusError(f"layers takes a number, a name or a list of them, not {layers!r}.")
     return [_pick(body, layer) for layer in asked]
