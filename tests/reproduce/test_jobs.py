@@ -150,9 +150,11 @@ def test_a_table_is_run_by_the_local_executor(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_a_process_waits_for_another_that_has_the_run_its_numbers_or_the_item(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of one table are jobs of their own, which may run at the same time, also on the same run."""
+    sleep = time.sleep
+    monkeypatch.setattr("vitfocus.core.environment.time.sleep", lambda seconds: sleep(0.02))  # asks again soon
     given = ["reproduce", "cb/table8", *TINY, "--rows", "1", "--images", "4", "--out", str(tmp_path)]
     assert main([*given, "--plan", "--json"]) == 0
     run = tmp_path / "smoke" / json.loads(capsys.readouterr().out)[0]["name"]
@@ -163,7 +165,7 @@ def test_a_process_waits_for_another_that_has_the_run_its_numbers_or_the_item(
         def hold(folder: Path = folder, ready: threading.Event = ready, done: threading.Event = done) -> None:
             with lock_folder(folder):
                 ready.set()
-                done.wait(1.0)
+                done.wait(0.3)
 
         other = threading.Thread(target=hold)
         other.start()

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import timm
 import torch
 from helpers.processes import run_in_two_processes
 from helpers.robustness_layouts import Blobs, half_right, pictures, write_classes, write_imagenet
@@ -16,6 +17,7 @@ from PIL import Image
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import vitfocus as vf
 from vitfocus.cli import main
 from vitfocus.core.errors import VitfocusError
 from vitfocus.robustness import compare, evaluate, load_scores
@@ -78,10 +80,6 @@ def test_a_loader_a_dataset_floats_and_bytes_are_the_same_data() -> None:
 
 
 def test_models_are_left_as_they_were_and_treated_ones_are_measured() -> None:
-    import timm
-
-    import vitfocus as vf
-
     _, images, labels = tensors()
     model = timm.create_model(
         "vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, embed_dim=48, num_heads=3, num_classes=10
@@ -292,9 +290,11 @@ def run_command(*arguments: str) -> int:
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    images = pictures(3, 224)
-    write_classes(tmp_path / "data", images, [wordnet_ids()[label] for label in (3, 5, 900)])
-    model = "vit_tiny_patch16_224"
+    write_classes(tmp_path / "data", pictures(3, 32), [wordnet_ids()[label] for label in (3, 5, 900)])
+    tiny = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=1, embed_dim=24, num_heads=3)
+    model, treated = str(tmp_path / "vit"), str(tmp_path / "vit-cb")
+    vf.save(tiny, model)
+    vf.save(vf.treat_(tiny, "cb"), treated)
     small = [
         "--suite",
         "occlusion",
@@ -307,9 +307,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
         "--device",
         "cpu",
     ]
-    code = run_command(model, f"{model}+cb", *small, "--limit", "2", "--out", str(tmp_path / "run"), "--json")
+    code = run_command(model, treated, *small, "--limit", "2", "--out", str(tmp_path / "run"), "--json")
     said = json.loads(capsys.readouterr().out)
-    assert code == 0 and list(said["models"]) == [model, f"{model}+cb"] and said["images"] == 2
+    assert code == 0 and list(said["models"]) == ["vit", "vit-cb"] and said["images"] == 2
     assert json.loads((tmp_path / "run/results.json").read_text()) == said
     assert run_command("--compare", str(tmp_path / "run"), str(tmp_path / "run")) == 0
     assert "centre/112" in capsys.readouterr().out

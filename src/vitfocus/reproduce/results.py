@@ -194,14 +194,14 @@ class ItemResult:
             "fingerprint": outcome.fingerprint,
             "measures": {
                 name: {
-                    "title": _heading(name, outcome.values.get(name)),
+                    "title": _heading(name, value),
                     "paper": outcome.row.paper.get(name),
-                    "ours": outcome.values[name].number if name in outcome.values else None,
-                    "interval": outcome.values[name].interval if name in outcome.values else None,
-                    "images": outcome.values[name].images if name in outcome.values else None,
+                    "ours": value and value.number,
+                    "interval": value and value.interval,
+                    "images": value and value.images,
                 }
                 for name in dict.fromkeys((*self.item.measures, *outcome.values, *outcome.row.paper))
-                if name in outcome.values or name in outcome.row.paper
+                if (value := outcome.values.get(name)) or name in outcome.row.paper
             },
         }
 
@@ -283,27 +283,23 @@ def measure(name: str, run: PlannedRun, results: Mapping[str, Any], how: Measuri
 def count(name: str, run: PlannedRun, plain: PlannedRun | None) -> Measurement | NotMeasured:
     """Parameters or FLOPs of a run's model; additions are relative to `plain`, the untreated model."""
     kind, _, added = name.partition("_")
-    number, unit = (count_parameters_of, 1e6) if kind == "parameters" else (count_flops_of, 1e6 if added else 1e9)
+    unit = 1e9 if name == "flops" else 1e6
     if not added:
-        return Measurement(number(run) / unit)
+        return Measurement(count_model(kind, run) / unit)
     if plain is None:
         return NotMeasured(f"{run.row.label} has no untreated row to compare with")
-    return Measurement((number(run) - number(plain)) / unit)
+    return Measurement((count_model(kind, run) - count_model(kind, plain)) / unit)
 
 
-def count_parameters_of(run: PlannedRun) -> int:
-    """The parameters of a run's model."""
-    return count_parameters(_build(run.spec, _arguments(run)))
-
-
-def count_flops_of(run: PlannedRun) -> int:
-    """The multiply-adds for one image at the size the run uses."""
-    return _flops(run.spec, _arguments(run), image_size(run))
+def count_model(kind: str, run: PlannedRun) -> int:
+    """The parameters of a run's model, or its multiply-adds for one image at the size that the run uses."""
+    return _count(kind, run.spec, _arguments(run), image_size(run))
 
 
 @functools.cache
-def _flops(spec: str, arguments: str, size: int) -> int:
-    return count_cost(_build(spec, arguments), size).flops
+def _count(kind: str, spec: str, arguments: str, size: int) -> int:
+    model = _build(spec, arguments)
+    return count_parameters(model) if kind == "parameters" else count_cost(model, size).flops
 
 
 @functools.lru_cache(maxsize=4)  # parameters and FLOPs are counted one after the other
