@@ -346,7 +346,7 @@ def test_the_papers_cityscapes_c(tmp_path: Path) -> None:
     assert scores["miou_corrupted"] == pytest.approx(np.mean(by_hand)) and np.std(by_hand) > 0
     assert any("the paper's, 16 types" in note for note in scores.notes)
     assert any("read from files" in note for note in scores.notes)
-    with pytest.raises(VitfocusError, match="no pictures of gaussian_noise at severity 4"):
+    with pytest.raises(VitfocusError, match="no images of gaussian_noise at severity 4"):
         vf.evaluate(model, "cityscapes-c", root, types="all", progress=False)
     chosen = vf.evaluate(model, "cityscapes-c", root, corruptions=["snow/2-3", "fog/5"], progress=False)
     assert {name: list(chosen[name]["severities"]) for name in ("snow", "fog")} == {"snow": ["2", "3"], "fog": ["5"]}

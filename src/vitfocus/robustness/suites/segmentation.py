@@ -1,8 +1,8 @@
-"""Segmentation suites: as it is, under the noise of Context Broadcasting's Table 9, Cityscapes-C, and ACDC's weather.
+"""Segmentation suites: clean images, the noise of Table 9 of the CB paper, Cityscapes-C, and the weather of ACDC.
 
-Every condition is scored by mIoU, mAcc and aAcc, from each picture's counts of right, true and predicted pixels per
-class. Random noise is drawn anew for each repeat, and its mean is given with the 95 % interval of the repeats; a blur
-draws nothing and runs once.
+Every condition is scored by mIoU, mAcc and aAcc, from the counts of right, true and predicted pixels per class and
+image. Random noise is repeated with other seeds and reported as the mean and 95 % interval of the repeats; a blur is
+deterministic and runs once.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -62,43 +63,25 @@ Collected = Mapping[str, Columns]  # one model's outcomes by condition
 
 @dataclass(frozen=True)
 class MaskedImages:
-    """A source of pictures with masks: class names, the layout, the set itself, names and files by position."""
+    """A source of images with masks, how they are tested, and what is known of them; `paths` are by position."""
 
     source: Source
-    classes: tuple[str, ...] = ()
+    test: InferenceSettings
     layout: str = ""
-    names: tuple[str, ...] = ()
+    classes: tuple[str, ...] = ()
     masks: SegmentationDataset | None = None
-    files: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class _Drawing:
-    """Where to write one model's predictions, and what to call them: pictures, or files for a server."""
-
-    folder: str
-    model: str
-    pictures: MaskedImages
-    submission: bool = False
-
-    def __call__(self, position: int, image: Tensor, found: Tensor, mask: Tensor, classes: int) -> None:
-        known, layout = self.pictures, self.pictures.layout
-        if self.submission:
-            write_submission(self.folder, known.files[position], found, layout)
-        else:
-            name = known.names[position] if known.names else f"{position:05d}"
-            write_images(self.folder, name, image, found, mask, classes, layout)
+    paths: tuple[PurePath, ...] = ()
 
 
 def clean(arguments: EvaluationArguments) -> EvaluationPlan:
-    """The pictures as they are, with every class's IoU."""
-    test, pictures = _test_protocol(arguments), open_images(arguments)
-    groups = [Group("clean", pictures.source, (_condition(arguments, test, pictures, "clean", draw=True),))]
+    """The images as they are, with the IoU of every class."""
+    images = open_images(arguments)
+    group = Group("clean", images.source, (_condition(arguments, images, "clean", write=True),))
 
     def reduce(outcomes: Collected, seed: int) -> Reduced:
-        return Reduced(_by_class(_counts(outcomes, "clean"), pictures.classes))
+        return Reduced(_by_class(_counts(outcomes, "clean"), images.classes))
 
-    return _plan(arguments, test, groups, reduce)
+    return _plan(arguments, images, [group], reduce)
 
 
 def noise(arguments: EvaluationArguments) -> EvaluationPlan:
@@ -108,52 +91,52 @@ def noise(arguments: EvaluationArguments) -> EvaluationPlan:
         raise VitfocusError(f"{arguments.suite.name} needs repeats of at least 2 for an interval, not {repeats!r}.")
     repeat_interval([0.0] * repeats)  # refuses a number it has no interval for
     photons = check_int("photons", arguments.options.photons, 1, 1000)
-    test, pictures = _test_protocol(arguments), open_images(arguments)
-    conditions = [_condition(arguments, test, pictures, "clean")]
+    images = open_images(arguments)
+    conditions = [_condition(arguments, images, "clean")]
     for repeat in range(repeats):
         for name in NOISES:
             if repeat == 0 or not name.startswith("blur"):
                 change = partial(_noisy, name, arguments.seed + repeat, photons)
-                conditions.append(_condition(arguments, test, pictures, _repeat(name, repeat), change))
+                conditions.append(_condition(arguments, images, _repeat(name, repeat), change))
     note = f"Random noises: mean and 95 % interval of {repeats} repeats; clean and blur draw nothing and ran once."
-    group = Group("noise", pictures.source, tuple(conditions))
-    reduce = partial(_reduce_noise, pictures.classes, repeats)
-    return _plan(arguments, test, [group], reduce, [note], {"repeats": repeats, "photons": photons})
+    group = Group("noise", images.source, tuple(conditions))
+    reduce = partial(_reduce_noise, images.classes, repeats)
+    return _plan(arguments, images, [group], reduce, [note], {"repeats": repeats, "photons": photons})
 
 
 def corruptions(arguments: EvaluationArguments) -> EvaluationPlan:
-    """Corruptions of any-size pictures: generated, or read where a folder holds them.
+    """Corruptions of images of any size: generated, or read from files if a folder contains them.
 
-    By default the protocol of TAP and ADL's paper: 16 types, each the mean over severities 1 to 5, the noises 1 to 3.
+    By default the protocol of the TAP and ADL paper: 16 types, each the mean over severities 1 to 5, the noises 1 to 3.
     """
     options = arguments.options
     chosen = severities_by_type(options.types, options.corruptions, options.severities)
-    test, pictures = _test_protocol(arguments), open_images(arguments)
-    conditions = [_condition(arguments, test, pictures, "clean")]
+    images = open_images(arguments)
+    conditions = [_condition(arguments, images, "clean")]
     stored_in = options.corrupted_data
-    if stored_in is None and isinstance(pictures.masks, MaskFiles):
-        root = pictures.masks.root  # the clean pictures may lie beside their corrupted copies
+    if stored_in is None and isinstance(images.masks, MaskFiles):
+        root = images.masks.root  # the corrupted copies may be in the same folder as the clean images
         stored_in = str(root) if any((root / name / str(s[0])).is_dir() for name, s in chosen.items()) else None
     if stored_in is None:
         for name, severities in chosen.items():
             for severity in severities:
                 drawn = {"seed": arguments.seed, "flavour": "any", "frost": options.frost}
                 change = partial(corrupted, None, name=name, severity=severity, **drawn)
-                conditions.append(_condition(arguments, test, pictures, f"{name}/{severity}", change))
-        groups = [Group("generated", pictures.source, tuple(conditions))]
+                conditions.append(_condition(arguments, images, f"{name}/{severity}", change))
+        groups = [Group("generated", images.source, tuple(conditions))]
         how: dict[str, Any] = {"corruptions": fingerprint("any", options.frost, list(chosen))}
         note = "Corruptions were generated here, by the any-size flavour."
     else:
-        groups = [Group("clean", pictures.source, tuple(conditions))]
-        for name, stored in _stored(stored_in, pictures, chosen).items():
-            source = _file_source(arguments, stored, test.short_side).source
-            groups.append(Group(name, source, (_condition(arguments, test, pictures, name),)))
-        how, note = {"corruptions": "stored files"}, "Corrupted pictures were read from files."
+        groups = [Group("clean", images.source, tuple(conditions))]
+        for name, stored in _stored(stored_in, images, chosen).items():
+            source = _file_source(arguments, stored, images.test).source
+            groups.append(Group(name, source, (_condition(arguments, images, name),)))
+        how, note = {"corruptions": "stored files"}, "Corrupted images were read from files."
     how["severities"] = {name: list(severities) for name, severities in chosen.items()}
     protocol = {_PAPER: "the paper's", _ALL: "the package imagecorruptions'"}
     whole = next((whose for types, whose in protocol.items() if chosen == severities_by_type(types)), "a selection")
     notes = [note, f"Corruptions: {whole}, {counted(len(chosen), 'type')}, the mean of each over its severities first."]
-    return _plan(arguments, test, groups, partial(_reduce_corruptions, pictures.classes, chosen), notes, how)
+    return _plan(arguments, images, groups, partial(_reduce_corruptions, images.classes, chosen), notes, how)
 
 
 _PAPER, _ALL = "paper", "all"
@@ -196,35 +179,36 @@ def severities_by_type(
 
 def acdc(arguments: EvaluationArguments) -> EvaluationPlan:
     """ACDC's four conditions, each and together. The masks of its test split are on its server alone."""
-    test, split = _test_protocol(arguments), arguments.options.split or "val"
+    split = arguments.options.split or "val"
     opened = {name: open_images(arguments, name) for name in CONDITIONS}
     groups = [
-        Group(name, pictures.source, (_condition(arguments, test, pictures, name, draw=True),))
-        for name, pictures in opened.items()
+        Group(name, images.source, (_condition(arguments, images, name, write=True),))
+        for name, images in opened.items()
     ]
-    reduce = partial(_reduce_acdc, opened[CONDITIONS[0]].classes)
+    first = opened[CONDITIONS[0]]
+    reduce = partial(_reduce_acdc, first.classes)
     notes = ["Together: one set of counts over all four conditions."]
     if split == "val":
         notes.append("Split: val. The paper reports test: --split test --submission DIR writes files for the server.")
-    plan = _plan(arguments, test, groups, reduce, notes, {"conditions": list(CONDITIONS), "split": split})
+    plan = _plan(arguments, first, groups, reduce, notes, {"conditions": list(CONDITIONS), "split": split})
     return replace(plan, total=sum)
 
 
 def _plan(
     arguments: EvaluationArguments,
-    test: InferenceSettings,
+    images: MaskedImages,
     groups: Sequence[Group],
     reduce: Any,
     notes: Iterable[str] = (),
     more: Mapping[str, Any] | None = None,
 ) -> EvaluationPlan:
-    protocol = {"seed": arguments.seed, "ignore": arguments.options.ignore, "test": vars(test), **(more or {})}
-    batch = 8 if test.short_side else 4
+    protocol = {"seed": arguments.seed, "ignore": arguments.options.ignore, "test": vars(images.test), **(more or {})}
+    batch = 8 if images.test.short_side else 4
     return EvaluationPlan(tuple(groups), protocol, reduce, tuple(notes), batch_sizes=(batch, 8))
 
 
-def _test_protocol(arguments: EvaluationArguments) -> InferenceSettings:
-    """How pictures are tested: the options, and what they leave open as the first model was trained to be tested."""
+def _inference_settings(arguments: EvaluationArguments) -> InferenceSettings:
+    """How images are tested: by the options, and otherwise as the first model was trained to be tested."""
     for model in arguments.models:
         _refuse_other_tasks(model, arguments.suite.name)
     arguments.refuse_unused(DataForm(drawn=shapes_named(arguments.data, 1) is not None))
@@ -248,20 +232,20 @@ def _refuse_other_tasks(model: PixelModel, suite: str) -> None:
 
 
 def open_images(arguments: EvaluationArguments, weather: str = "") -> MaskedImages:
-    """Pictures with masks from whatever the data is: a folder, Shapes, a data set, or batches; `weather` is ACDC's.
+    """Images with masks from a folder, Shapes, a data set, or batches; `weather` is a condition of ACDC.
 
-    A folder's layout is `source`, or told by its names, or that of what the model was trained on, or plain masks.
+    The layout of a folder is `source`, or guessed by its names, or that of the model's training data, or plain masks.
     """
     data, options, suite = arguments.data, arguments.options, arguments.suite.name
     card = task_of(arguments.models[0].model)
     trained_on = str(card.get("source", ""))
-    short_side = _test_protocol(arguments).short_side
+    test = _inference_settings(arguments)
     if (length := shapes_named(data, arguments.limit or 0)) is not None:
         drawn = Data(source="shapes", size=int(card.get("size", 0)) or 64, val_length=length)
-        return _file_source(arguments, open_masks(drawn, "val"), short_side, "shapes")
+        return _file_source(arguments, open_masks(drawn, "val"), test, "shapes")
     if arguments.folder is None:
-        return MaskedImages(_given_source(arguments), layout=trained_on)
-    root = arguments.require_folder("pictures with masks")
+        return MaskedImages(_given_source(arguments), test, trained_on)
+    root = arguments.require_folder("images with masks")
     source = "acdc" if suite == "acdc" else options.source
     if source and source not in LAYOUTS:
         raise VitfocusError(f"There is no layout {source!r}: {nearest(source, LAYOUTS)}")
@@ -270,22 +254,20 @@ def open_images(arguments: EvaluationArguments, weather: str = "") -> MaskedImag
         masks: SegmentationDataset = MaskFiles(root, acdc_layout(root, "val", options.split, weather))
     else:
         masks = open_masks(Data(source=layout, root=str(root), val_split=options.split), "val")
-    return _file_source(arguments, masks, short_side, layout)
+    return _file_source(arguments, masks, test, layout)
 
 
 def _file_source(
-    arguments: EvaluationArguments, masks: SegmentationDataset, short_side: int, layout: str = ""
+    arguments: EvaluationArguments, masks: SegmentationDataset, test: InferenceSettings, layout: str = ""
 ) -> MaskedImages:
-    """A numbered set; draws belong to a file's path below the root, or to its number."""
+    """A numbered data set; the id of an image, for random draws, is its path below the root, or its number."""
     pick = evenly_spaced(len(masks), arguments.limit)
-    ids: list[Any] = list(range(len(masks)))
-    if isinstance(masks, MaskFiles):
-        ids = [picture.relative_to(masks.root).as_posix() for picture, _ in masks.pairs]
-    samples = whole_images(masks, short_side)
+    paths = [image.relative_to(masks.root) for image, _ in masks.pairs] if isinstance(masks, MaskFiles) else []
+    ids = [path.as_posix() for path in paths] or range(len(masks))
+    samples = whole_images(masks, test.short_side)
     source = ItemSource(samples, pick, _collate_by_size, ids=ids, digest=masks.digest(), **arguments.reading)
-    names = tuple(ids[i].rpartition(".")[0].replace("/", "_") for i in pick) if isinstance(masks, MaskFiles) else ()
-    files = tuple(masks.pairs[i][0].name for i in pick) if isinstance(masks, MaskFiles) else ()
-    return MaskedImages(source, tuple(masks.classes), layout, names, masks, files)
+    picked = tuple(paths[i] for i in pick) if paths else ()
+    return MaskedImages(source, test, layout, tuple(masks.classes), masks, picked)
 
 
 def _given_source(arguments: EvaluationArguments) -> Source:
@@ -296,7 +278,7 @@ def _given_source(arguments: EvaluationArguments) -> Source:
         return ItemSource(_DatasetItems(data, read), pick, _collate_by_size, **arguments.reading)
     if not isinstance(data, Iterable | DataLoader):
         raise VitfocusError(
-            f"{arguments.suite.name} takes a folder of pictures with masks, a data set or batches of (image, mask), "
+            f"{arguments.suite.name} takes a folder of images with masks, a data set or batches of (image, mask), "
             f"not a {type(data).__name__}."
         )
     return StreamSource(data, arguments.limit, read)
@@ -324,7 +306,7 @@ def _checked_pair(suite: str, pair: Any) -> tuple[Tensor, Tensor]:
 
 
 def _collate_by_size(items: list[tuple[Tensor, Tensor]]) -> list[Collated]:
-    """One batch for each size of pictures and masks."""
+    """One batch for each size of images and masks."""
     groups: dict[tuple[Any, ...], list[int]] = {}
     for row, (image, mask) in enumerate(items):
         groups.setdefault((image.shape, mask.shape), []).append(row)
@@ -335,36 +317,37 @@ def _collate_by_size(items: list[tuple[Tensor, Tensor]]) -> list[Collated]:
 
 
 def _condition(
-    arguments: EvaluationArguments,
-    test: InferenceSettings,
-    pictures: MaskedImages,
-    name: str,
-    change: Any = None,
-    draw: bool = False,
+    arguments: EvaluationArguments, images: MaskedImages, name: str, change: Any = None, write: bool = False
 ) -> Condition:
-    options, first = arguments.options, arguments.models[0].name
-    drawings = []
-    if draw and options.pictures is not None:
-        drawings.append(_Drawing(str(options.pictures), first, pictures))
-    if draw and options.submission is not None:
-        if pictures.layout not in ("cityscapes", "acdc"):
-            raise VitfocusError("--submission is for Cityscapes and ACDC, whose servers take files of class numbers.")
-        drawings.append(_Drawing(str(options.submission), first, pictures, submission=True))
-    elif isinstance(pictures.masks, MaskFiles) and pictures.masks.withheld:
-        what = "name a folder with --submission to write predictions for the server" if draw else "use --split val"
+    """A condition; with `write`, the predictions of the first model are drawn or written for a server, if asked for."""
+    options, layout, paths = arguments.options, images.layout, images.paths
+    overlays, submission = (options.pictures, options.submission) if write else (None, None)
+    if submission is not None and layout not in ("cityscapes", "acdc"):
+        raise VitfocusError("--submission is for Cityscapes and ACDC, whose servers take files of class numbers.")
+    if submission is None and isinstance(images.masks, MaskFiles) and images.masks.withheld:
+        what = "name a folder with --submission to write predictions for the server" if write else "use --split val"
         raise VitfocusError(f"The masks of this split are withheld, so there is nothing to score: {what}.")
-    return Condition(name, partial(_segment, test, options.ignore, drawings), change)
+
+    def write_prediction(position: int, image: Tensor, found: Tensor, mask: Tensor, classes: int) -> None:
+        if overlays is not None:
+            file = paths[position].with_suffix("").as_posix().replace("/", "_") if paths else f"{position:05d}"
+            write_images(str(overlays), file, image, found, mask, classes, layout)
+        if submission is not None:
+            write_submission(str(submission), paths[position].name, found, layout)
+
+    writers = {arguments.models[0].name: write_prediction} if overlays is not None or submission is not None else {}
+    return Condition(name, partial(_segment, images.test, options.ignore, writers), change)
 
 
 def _segment(
     test: InferenceSettings,
     ignore: int,
-    drawings: Sequence[_Drawing],
+    writers: Mapping[str, Any],
     model: PixelModel,
     images: Tensor,
     batch: EvaluationBatch,
 ) -> Outcome:
-    """Each picture's pixels per class: right, true and predicted, (B, 3, classes)."""
+    """The pixels per class of each image: right, true and predicted, (B, 3, classes)."""
     masks = batch.labels
     scores = predict(model, images, test, masks.shape[-2:])
     guess, classes = scores.argmax(1), scores.shape[1]
@@ -372,10 +355,9 @@ def _segment(
         counts = class_counts(masks, guess, classes, ignore)
     except VitfocusError as error:
         raise VitfocusError(str(error).replace("the model", model.name)) from None
-    for drawing in drawings:
-        if drawing.model == model.name:
-            for position, image, found, mask in zip(batch.positions.tolist(), images, guess, masks, strict=True):
-                drawing(position, image, found, mask, classes)
+    if model.name in writers:
+        for position, image, found, mask in zip(batch.positions.tolist(), images, guess, masks, strict=True):
+            writers[model.name](position, image, found, mask, classes)
     return {"counts": counts.int()}
 
 
@@ -384,7 +366,7 @@ def _noisy(name: str, seed: int, photons: int, batch: EvaluationBatch) -> Tensor
 
 
 def _counts(outcomes: Collected, condition: str) -> Tensor:
-    """The counts of all pictures together, (3, classes)."""
+    """The counts of all images together, (3, classes)."""
     return torch.from_numpy(outcomes[condition]["counts"]).sum(0, dtype=torch.int64)
 
 
@@ -398,7 +380,7 @@ def mean_iou(counts: Tensor) -> float:
     >>> mean_iou(torch.tensor([[3, 3, 0], [4, 4, 0], [4, 4, 0]]))
     60.0
     """
-    return 100 * scores_of(counts)["miou"]
+    return _percent(counts)["miou"]
 
 
 def _by_class(counts: Tensor, names: Sequence[str]) -> Summary:
@@ -478,15 +460,15 @@ def add_noise(
     return to_uint8(draws.normal(images.shape[1:]).mul_(float(amount)).add_(images).add_(0.5))
 
 
-def _stored(folder: str, clean_pictures: MaskedImages, chosen: Mapping[str, Sequence[int]]) -> dict[str, MaskFiles]:
-    """Stored corrupted pictures by condition; those that are missing are named."""
-    stored = stored_corruptions(folder, clean_pictures.masks, ALL_CORRUPTIONS)
+def _stored(folder: str, images: MaskedImages, chosen: Mapping[str, Sequence[int]]) -> dict[str, MaskFiles]:
+    """Stored corrupted images by condition; refuses a folder in which some are missing."""
+    stored = stored_corruptions(folder, images.masks, ALL_CORRUPTIONS)
     wanted = [(name, severity) for name, severities in chosen.items() for severity in severities]
     missing = [f"{name} at severity {severity}" for name, severity in wanted if (name, severity) not in stored]
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise VitfocusError(
-            f"{folder} holds no pictures of {', '.join(missing[:3])}{more}; name those it has with --corruptions and "
+            f"{folder} holds no images of {', '.join(missing[:3])}{more}; name those it has with --corruptions and "
             "--severities."
         )
     return {f"{name}/{severity}": stored[name, severity] for name, severity in wanted}
