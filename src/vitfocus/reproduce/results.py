@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.func import jacrev, vmap
+from torch.overrides import TorchFunctionMode
 
 from vitfocus.attention.diagnosis import Diagnosis
 from vitfocus.core.errors import VitfocusError
@@ -305,8 +306,20 @@ def _count(kind: str, spec: str, arguments: str, size: int) -> int:
 @functools.lru_cache(maxsize=4)  # parameters and FLOPs are counted one after the other
 def _build(spec: str, arguments: str) -> Any:
     """The model on the meta device, where nothing is computed."""
-    with torch.device("meta"):
+    with torch.device("meta"), _SkipInitialisation():
         return create_model(spec, **json.loads(arguments))
+
+
+_INITIALISATION = ("normal_", "uniform_", "erfinv_", "clamp_", "mul_", "add_")
+
+
+class _SkipInitialisation(TorchFunctionMode):
+    """Leaves out the initialisation of weights, which on the meta device has no effect but takes most of the time."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if args and getattr(function, "__name__", "") in _INITIALISATION:
+            return args[0]
+        return function(*args, **(kwargs or {}))
 
 
 def image_size(run: PlannedRun) -> int:
