@@ -1,7 +1,7 @@
-"""How robust a model is, by whose protocol, on which data.
+"""Evaluation of accuracy and robustness by published protocols.
 
-`evaluate` runs a suite, `compare` tells a difference from noise. `suites/` holds the suites, `engine.py` measures them,
-`metrics.py` says what the numbers mean. Names are imported when they are first used: listing suites needs no torch.
+`evaluate` runs a suite and `compare` compares two models image by image. `suites/` contains the suites, `engine.py`
+runs them and `metrics.py` computes the scores. Names are imported on first use: listing the suites imports no torch.
 """
 
 from __future__ import annotations

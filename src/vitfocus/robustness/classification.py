@@ -1,6 +1,6 @@
-"""How classifiers are evaluated: images with labels from whatever the data is, and each image's outcome.
+"""Evaluation of classifiers: opening images with labels of any kind, and the outcome of each image.
 
-Functions return what they decided, `Images` with its part of the protocol and its notes, and change nothing.
+Functions that open data return `Images` with their part of the protocol and their notes; they have no side effects.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ Summarise = Callable[[Mapping[str, Columns], int], Summary]
 
 @dataclass(frozen=True)
 class Images:
-    """A source of images, and what its preparation adds to the protocol and the notes."""
+    """A source of images, and what it adds to the protocol and the notes."""
 
     source: Source
     protocol: Mapping[str, Any] = field(default_factory=dict)
@@ -105,9 +105,9 @@ def classification_plan(
 def classify(
     model: PixelModel, images: Tensor, batch: EvaluationBatch, classes: tuple[int, ...] | None = None
 ) -> Outcome:
-    """Top-1, top-5, confidence and prediction of each image; `classes` keeps only those logits.
+    """Top-1, top-5, confidence and prediction of each image; other logits than those of `classes` are masked.
 
-    Labels are (B,), or (B, K) where any of several is right (-1: none); with `classes` they count within them.
+    Labels are (B,), or (B, K) if any of several is right (padded with -1); with `classes` they are indices into it.
     """
     logits = model(images)
     if classes is not None:
@@ -123,7 +123,7 @@ def classify(
 
 
 def top_classes(logits: Tensor, count: int) -> Tensor:
-    """The best classes in order, at most `count`."""
+    """The `count` classes with the largest logits, in order."""
     return logits.topk(min(count, logits.shape[1]), dim=1).indices
 
 
@@ -173,10 +173,10 @@ def open_images(
     crop: bool = True,
     size: tuple[int, int] | None = None,
 ) -> Images:
-    """Images from whatever the data is: a folder of class folders, a data set, or batches.
+    """Images from a folder of class folders, a data set, or batches.
 
-    `labels` gives the class of every folder. Without `crop`, pictures are resized but not cropped, for suites that move
-    them first. `size` (default: the models') is that of the images.
+    `labels` returns the class of every folder. Without `crop`, images are resized but not cropped, for suites that move
+    them first. `size` is the size of the images (default: that of the models).
     """
     data = arguments.data
     size = size or arguments.models[0].size
@@ -209,7 +209,7 @@ def open_files(
     crop: bool = True,
     size: tuple[int, int] | None = None,
 ) -> Images:
-    """Image files with their labels, limited evenly and looked at first; draws are keyed by the path below the root."""
+    """Image files with labels, whose headers are checked; random draws depend on the path below the root."""
     entries, size = folders.entries, size or arguments.models[0].size
     pick = evenly_spaced(len(entries), arguments.limit)
     sizes = check_readable(folders.root, [entries[index] for index in pick])
@@ -271,9 +271,9 @@ def _open_dataset(
 def _preprocessing(
     arguments: EvaluationArguments, interpolation: str | None, crop: bool, size: tuple[int, int]
 ) -> tuple[Preprocessing, tuple[str, ...]]:
-    """Resize and centre crop what does not fit already, by the suite's interpolation or the models' own.
+    """Resize and centre crop images of another size, with the interpolation of the suite or of the models.
 
-    With resize=True every picture is resized, with resize=False none.
+    With resize=True every image is resized, with resize=False none.
     """
     options = arguments.options
     if arguments.suite.small_images:
@@ -294,7 +294,7 @@ def _preprocessing(
 
 
 def folder_labels(arguments: EvaluationArguments, folders: ClassFolders, classes: int) -> Labels:
-    """The class of every folder: ImageNet's by WordNet id or index file, any other's by sorted order."""
+    """The class of every folder: by WordNet id for ImageNet, by an index file, or else by sorted order."""
     index = getattr(arguments.options, "index", None)
     if index is not None:
         labels = folder_indices(folders, index)
@@ -324,7 +324,7 @@ def folder_labels(arguments: EvaluationArguments, folders: ClassFolders, classes
 
 
 def validation_folder(root: Path) -> Path:
-    """The folder itself, or its validation split where the data set was unpacked whole."""
+    """The validation split of a folder that also has a training split, or the folder itself."""
     for name in ("val", "validation"):
         if (root / name).is_dir() and (root / "train").is_dir():
             return root / name
@@ -332,7 +332,7 @@ def validation_folder(root: Path) -> Path:
 
 
 def image_decoder() -> str:
-    """What decodes image files, for the fingerprint."""
+    """The decoder of image files, for the fingerprint."""
     turbo = features.version("libjpeg_turbo")
     library = f"libjpeg-turbo {turbo}" if turbo else f"libjpeg {features.version('jpg')}"
     return f"Pillow, {library}, EXIF orientation applied"

@@ -1,9 +1,9 @@
-"""The evaluation engine: one loop for every task. A decoded batch feeds every condition and every model.
+"""The evaluation engine: one loop for every task. Each decoded batch is used for all conditions and all models.
 
-An `EvaluationPlan` lays a suite out in groups. A group is a source of images and the conditions they are seen under; a
-condition changes a batch and scores a model on it. Outcomes are kept per image, keyed by position, condition and model,
-so an interrupted run resumes with any batch size and any number of processes. Nothing waits for the device until
-outcomes are saved: every twenty seconds, at the end, and when anything goes wrong.
+An `EvaluationPlan` divides a suite into groups. A group is a source of images and a set of conditions; a condition
+changes a batch and scores a model on it. Outcomes are stored per image, by position, condition and model, so that an
+interrupted run can be resumed with any batch size and any number of processes. The device is synchronised only when
+outcomes are saved: every twenty seconds, at the end, and after an error.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class EvaluationArguments:
         return self.folder
 
     def refuse_unused(self, form: DataForm) -> None:
-        """Refuse options that have no effect on data of this form; "val" and "shapes" are what Shapes is anyway."""
+        """Refuse options that have no effect on such data; "val" and "shapes" are harmless, since Shapes is both."""
         declared = conditions(type(self.options))
         passed = {name: (getattr(type(self.options), name), "val", "shapes") for name in declared}  # the default, too
         values = {name: getattr(self.options, name) for name in declared}
@@ -89,9 +89,8 @@ class EvaluationArguments:
 class Condition:
     """One condition, such as "fog/3".
 
-    `change(batch)` gives the images that every model sees, `attack(model, batch)` those made against one model; without
-    either they are the batch's own. `score(model, images, batch)` reduces what the model answers to an outcome with one
-    entry per image.
+    `change(batch)` returns the images for all models, `attack(model, batch)` those for one model; without either, the
+    images of the batch are used. `score(model, images, batch)` returns an outcome with one entry per image.
     """
 
     name: str
@@ -113,7 +112,7 @@ class Condition:
 
 @dataclass(frozen=True)
 class Group:
-    """Conditions that share their images: each batch is read once and feeds every condition."""
+    """Conditions that share their images, so that each batch is read once."""
 
     name: str
     source: Source
@@ -122,7 +121,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Reduced:
-    """One model's numbers: the summary, the samples worth keeping, and json files for the run's folder by name."""
+    """The results of one model: its summary, outcomes per image to keep, and JSON files for the folder of the run."""
 
     summary: Summary
     samples: Mapping[str, Columns] = field(default_factory=dict)
@@ -131,7 +130,7 @@ class Reduced:
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """A suite laid out for one call.
+    """What a suite measures in one call.
 
     `protocol` goes into the fingerprint; `reduce` turns one model's outcomes by condition into its numbers; `prepare`
     refuses a batch that cannot be measured, or changes it; `batch_sizes` are the defaults on a CPU and on a GPU. With
@@ -154,7 +153,7 @@ class EvaluationPlan:
 
     @property
     def steps(self) -> int | None:
-        """How many (image, condition) pairs there are, where that is known."""
+        """The number of (image, condition) pairs, or None if it is not known."""
         if any(group.source.count is None for group in self.groups):
             return None
         return sum((group.source.count or 0) * len(group.conditions) for group in self.groups)
@@ -194,7 +193,7 @@ def run_plan(
 
 
 def read_digests(plan: EvaluationPlan, processes: Processes, batch_size: int) -> dict[str, str]:
-    """A digest of each group's data without measuring anything, by reading what is not known by its files."""
+    """A digest of the data of each group, without measuring anything; data that are not files are read for it."""
     digests: dict[str, str] = {}
     for group in plan.groups:
         if group.source.digest is not None:
@@ -220,7 +219,7 @@ def _run_group(
     saved: Columns,
     progress: Progress,
 ) -> Columns:
-    """Measure what is not saved yet of a group; images that are not in files are read again and compared."""
+    """Measure what is not saved yet of a group; images that are not files are read again and compared by checksum."""
     sums = (saved[key].tolist() for key in ("positions", "checksum") if "checksum" in saved)
     known: dict[int, int] = dict(zip(*sums, strict=True))
     done = frozenset(saved["positions"].tolist()) if saved and not known else frozenset[int]()
@@ -280,7 +279,7 @@ def _joined(parts: Sequence[Tensor | list[str]]) -> Any:
 
 
 def _merge(parts: list[Columns]) -> Columns:
-    """Parts as one, in order of position; an image that two parts hold counts once, as it was measured first."""
+    """Join parts in the order of positions; of an image in two parts, the first outcome is kept."""
     if not parts:
         return {}
     columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
@@ -292,7 +291,7 @@ _OTHER_DATA = "The data is not what this run began with ({}), so it cannot be re
 
 
 def _all_known(item: Mapping[str, Tensor], known: Mapping[int, int]) -> bool:
-    """Whether all of a batch was measured before; an image that was must be the same as then."""
+    """Whether a whole batch was measured before; an image that was measured before must not have changed."""
     pairs = list(zip(item["positions"].tolist(), item["checksum"].tolist(), strict=True))
     for position, found in pairs:
         if known.get(position, found) != found:
@@ -301,7 +300,7 @@ def _all_known(item: Mapping[str, Tensor], known: Mapping[int, int]) -> bool:
 
 
 def _refuse_nan(part: Columns, group: Group, models: Sequence[PixelModel]) -> None:
-    """A model that answers with NaN has no prediction, which would pass for a wrong one."""
+    """Refuse outputs with NaN: they contain no prediction, but would count as a wrong one."""
     for key, values in part.items():
         if values.dtype.kind == "f" and np.isnan(values).any():
             place, _, _ = key.partition("|")

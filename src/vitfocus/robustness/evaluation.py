@@ -1,4 +1,4 @@
-"""`evaluate`: a model, a suite, some data; scores with intervals and the fingerprint of how they were measured."""
+"""`evaluate`: the scores of models on a suite, with intervals and a fingerprint of how they were measured."""
 
 from __future__ import annotations
 
@@ -168,5 +168,5 @@ def _fingerprint(arguments: EvaluationArguments, plan: EvaluationPlan, precision
 
 
 def _combined(digests: Mapping[str, str | None]) -> str:
-    """One digest of all groups' data, as far as it is known."""
+    """One digest of the data of all groups, as far as it is known."""
     return digest_of(f"{name} {digest}" for name, digest in digests.items())

@@ -1,7 +1,7 @@
-"""The folder of an evaluation run: what has been measured so far, in parts written atomically, and the results.
+"""The folder of an evaluation run: partial results, written atomically, and the final results.
 
-One format serves every task. A part holds some images' outcomes of one group of conditions: `positions` and one column
-per condition, model and value. Columns are numeric arrays, one entry per image, or lines of text (JSON).
+All tasks share one format. A part contains the outcomes of some images in one group of conditions: `positions` and one
+column per condition, model and value. Columns are numeric arrays with one entry per image, or lines of text (JSON).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RunFolder:
         return (self.folder / RESULTS).is_file()
 
     def begin(self, fingerprint: dict[str, Any], resume: bool) -> None:
-        """Claim the folder for a run, or check that what lies there is a part of the same run."""
+        """Claim the folder for a new run, or check that it contains a part of the same run."""
         known = self.folder / PROTOCOL
         if known.is_file():
             if not resume:
@@ -64,7 +64,7 @@ class RunFolder:
             raise VitfocusError(f"The run cannot be kept in {self.folder}: {error.strerror or error}.") from None
 
     def release(self) -> None:
-        """Give the folder up again where nothing was measured, so that a run that failed at once can be repeated."""
+        """Release the folder if nothing was measured, so that a run that failed at once can be repeated."""
         if not self.finished and not (self.folder / PARTS).exists():
             (self.folder / PROTOCOL).unlink(missing_ok=True)
 
@@ -86,7 +86,7 @@ class RunFolder:
         return parts
 
     def finish(self, results: dict[str, Any], columns: Columns) -> None:
-        """Write the results, then drop the parts they were made of."""
+        """Write the results and remove the parts."""
         with atomic_path(self.folder / SAMPLES) as path:
             np.savez_compressed(path, **columns)  # type: ignore[arg-type]
         write_text(self.folder / RESULTS, json.dumps(results, indent=2) + "\n")
@@ -94,7 +94,7 @@ class RunFolder:
 
 
 def _encoded(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Text as the bytes of its lines: arrays of objects would need pickle."""
+    """Text as bytes, since arrays of objects would need pickle."""
     return np.frombuffer("\n".join(values).encode(), "S1") if values.dtype == object else values
 
 
@@ -106,9 +106,9 @@ def _decoded(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
 def claim_folder(
     out: str | Path, fingerprint: dict[str, Any], resume: bool, processes: Processes
 ) -> Iterator[RunFolder]:
-    """The run's folder, once it is certain that it holds nothing else; the first process decides for all.
+    """The folder of a run, after checking that it contains no other run; the first process decides for all.
 
-    It is given up again where the run fails before anything was measured.
+    It is released if the run fails before anything was measured.
     """
     folder = RunFolder(out)
     problem = None
@@ -129,7 +129,7 @@ def claim_folder(
 
 
 def differences(first: Mapping[str, Any], second: Mapping[str, Any], ignored: tuple[str, ...] = ()) -> list[str]:
-    """Where two fingerprints disagree, one short phrase each.
+    """Where two fingerprints differ, as short phrases.
 
     >>> differences({"seed": 0, "data": {"digest": "a"}}, {"seed": 1, "data": {"digest": "a"}, "limit": 5})
     ['limit (absent | 5)', 'seed (0 | 1)']

@@ -71,7 +71,7 @@ def _chosen(arguments: EvaluationArguments) -> tuple[list[str], list[int], list[
 
 
 def imagenet_c(arguments: EvaluationArguments) -> EvaluationPlan:
-    """ImageNet-C, in whichever form the data is."""
+    """ImageNet-C, from published files or generated from clean images."""
     published = _published_folders(arguments.folder) if arguments.folder is not None else {}
     classes = num_classes(arguments, *([1000] if published else []))
     if published:
@@ -86,7 +86,7 @@ def imagenet_c(arguments: EvaluationArguments) -> EvaluationPlan:
 
 
 def cifar_c(arguments: EvaluationArguments) -> EvaluationPlan:
-    """CIFAR-10-C and CIFAR-100-C, in whichever form the data is; the mean error is not divided by AlexNet's."""
+    """CIFAR-10-C and CIFAR-100-C, published or generated; the mean error is not normalised by AlexNet's."""
     expected = 100 if arguments.suite.name.startswith("cifar100") else 10
     classes = num_classes(arguments, expected)
     notes = ["The mean error over the 15 corruptions is not divided by AlexNet's, as is usual for CIFAR."]
@@ -133,7 +133,7 @@ def _generated(
 
 
 def corrupted(quality: int | None, batch: EvaluationBatch, **corruption: Any) -> Tensor:
-    """A batch's images, corrupted as `corrupt` is told to, then compressed as JPEG where a quality is given."""
+    """The images of a batch corrupted with `corrupt`, then compressed as JPEG if a quality is given."""
     images = corrupt(batch.images, ids=batch.ids, **corruption)
     if quality is None:
         return images
@@ -142,7 +142,7 @@ def corrupted(quality: int | None, batch: EvaluationBatch, **corruption: Any) ->
 
 
 def _published_folders(root: Path) -> dict[str, Path]:
-    """Corruption -> folder, for data laid out as published, inside the archives' own folders or not."""
+    """The folders of the published corruptions by name, directly below the root or below the folder of an archive."""
     places = [root, *(root / name for name in _TARS)]
     return {name: place / name for place in places for name in ALL_CORRUPTIONS if (place / name).is_dir()}
 
@@ -274,7 +274,7 @@ def _arrays(arguments: EvaluationArguments, classes: int, root: Path, notes: lis
 
 
 def _sums(array: Any, start: int, count: int) -> str:
-    """A cheap look at the pixels: the sum of a hundred images."""
+    """The sums of the pixels of a hundred images, as a quick digest."""
     return str([int(array[start + index].astype(np.int64).sum()) for index in evenly_spaced(count, 100)])
 
 

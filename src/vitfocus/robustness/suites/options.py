@@ -24,12 +24,12 @@ def _option(text: str, default: Any = None, negate: bool = False) -> Any:
 
 @dataclass(frozen=True)
 class DataForm:
-    """What options depend on in the data that a suite was given."""
+    """The properties of the data that options depend on."""
 
-    resized: bool = True  # pictures, which are resized where they do not fit
+    resized: bool = True  # image files or PIL images, which are resized to the size of the model
     class_folders: bool = True
-    published: bool = False  # the suite's own files; corruptions are generated from other data
-    drawn: bool = False  # Shapes
+    published: bool = False  # the published files of the suite; from other data, corruptions are generated
+    drawn: bool = False  # the built-in data set Shapes
 
 
 _RESIZED = OnlyWith(
@@ -138,7 +138,7 @@ class PGDOptions(AttackOptions):
 
 @dataclass(frozen=True)
 class MaskOptions(NoOptions):
-    """How pictures with masks are read and tested; what is left out, the model's own test settings decide."""
+    """How images with masks are read and tested; the defaults are the test settings of the model."""
 
     split: Annotated[str, _READ] = _option("name of the split (default: val)", "")
     window: int | None = _option("side of the sliding window (default: the model's; 0: whole images)")
@@ -158,14 +158,14 @@ class ACDCOptions(MaskOptions):
 
 @dataclass(frozen=True)
 class LayoutOptions(MaskOptions):
-    """A folder of pictures with masks in any layout."""
+    """A folder of images with masks in any layout."""
 
     source: Annotated[str, _READ] = _option("layout of the folder: ade20k, cityscapes, acdc, camvid or masks", "")
 
 
 @dataclass(frozen=True)
 class SegmentationOptions(LayoutOptions, ACDCOptions):
-    """Segmentation of pictures as they are."""
+    """Segmentation of clean images."""
 
 
 @dataclass(frozen=True)

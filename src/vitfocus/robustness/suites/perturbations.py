@@ -38,7 +38,7 @@ _FRAMES_AT_ONCE = 128
 
 
 def imagenet_p(arguments: EvaluationArguments) -> EvaluationPlan:
-    """ImageNet-P, in whichever form the data is."""
+    """ImageNet-P, from published videos or generated from clean images."""
     options = arguments.options
     names = as_list("perturbations", PERTURBATIONS if options.perturbations is None else options.perturbations)
     for name in names:
@@ -231,7 +231,7 @@ def frames(
 ) -> Tensor:
     """The sequence of one perturbation for every picture: uint8 (B, 3, H, W) to uint8 (B, frames, 3, *crop).
 
-    `sizes` (B, 2) are the pictures' heights and widths where they were padded; draws belong to (seed, id).
+    `sizes` (B, 2) are the heights and widths of padded images; random draws depend on (seed, id).
 
     >>> frames(torch.zeros(2, 3, 40, 48, dtype=torch.uint8), "translate", (32, 32)).shape
     torch.Size([2, 41, 3, 32, 32])
