@@ -70,7 +70,7 @@ def only_with(action: argparse.Action, condition: OnlyWith) -> None:
 
 
 def refuse_unused(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Refuse the first option that was given where it has no effect."""
+    """Refuse the first option that was given but has no effect."""
     for action in parser._actions:
         condition = getattr(action, "condition", None)
         if condition is None or getattr(args, action.dest) in (action.default, None, []):

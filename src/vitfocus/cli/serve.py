@@ -1,4 +1,4 @@
-"""`vitfocus serve`: a local page that shows where one or two models look in a picture that is given to it."""
+"""`vitfocus serve`: a local page that shows where one or two models look in any image."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def _by_depth(kind: str) -> Drawing:
 
 
 def _curves(result: ItemResult, _: int | None) -> Figure:
-    """Training loss and top-1 against epochs, and evaluation loss and top-5 where the item measures them."""
+    """Training loss and top-1 against epochs, and evaluation loss and top-5 if the item measures them."""
     kinds = [("train", "loss", 1.0, "training loss"), ("eval", "top1", 100.0, "top-1 (%)")]
     if "eval_loss" in result.item.measures:
         kinds += [("eval", "loss", 1.0, "evaluation loss"), ("eval", "top5", 100.0, "top-5 (%)")]
@@ -224,7 +224,7 @@ def _head_overlays(result: ItemResult, _: int | None) -> Figure:
 
 
 def _predictions(result: ItemResult, _: int | None) -> Figure:
-    """Segmented images, clean and in snow, and ACDC's at night where it is given; one column per model."""
+    """Segmented images, clean, in snow, and at night if ACDC is available; one column per model."""
     from vitfocus.robustness.pixel_model import PixelModel
     from vitfocus.tasks.segmentation.evaluation import InferenceSettings, overlay, predict
 

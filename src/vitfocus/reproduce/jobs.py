@@ -96,7 +96,7 @@ def job_script(jobs: Sequence[Job]) -> str:
 
 
 class Command:
-    """What a job runs: a command in a process of its own, which writes a checkpoint when it gets SIGTERM.
+    """The work of a job: a command in a separate process, which writes a checkpoint when it receives SIGTERM.
 
     When the job is pre-empted or its time is up, submitit calls `checkpoint` and queues the job again. A command that
     was killed is started again, and resumes.
@@ -125,7 +125,7 @@ class Command:
         return code
 
     def checkpoint(self) -> Any:
-        """Stop the command, which saves what it has done, and say how the job goes on."""
+        """Stop the command, which saves its state; returns how the job is resumed."""
         from submitit.helpers import DelayedSubmission
 
         with suppress(ProcessLookupError, ChildProcessError):

@@ -51,7 +51,7 @@ from vitfocus.treatments.save_load import create_model
 
 @dataclass(frozen=True)
 class Measurement:
-    """A number, the half-width of its 95 % interval if known, and its heading where that differs at this scale."""
+    """A number, half the width of its 95 % interval if known, and its title if that differs at this scale."""
 
     number: float
     interval: float | None = None
@@ -405,7 +405,7 @@ def _from_suite(measure: Measure, suite: SuiteMetric, run: PlannedRun, how: Meas
 
 
 def submissions(measures: Sequence[str], run: PlannedRun, how: Measuring) -> list[str]:
-    """Write predictions on splits whose truth only a server has, where their images are there; where they are."""
+    """Write predictions for splits whose labels are withheld, if their images are available; returns where they are."""
     found = []
     data = run.recipe.data if run.recipe is not None else None
     if "vqa" in measures and data is not None and data.source == "vqav2":

@@ -48,7 +48,7 @@ _FINGERPRINT = ("data_sha256", "model_sha256", "versions", "device", "precision"
 
 
 class Stopped(Exception):
-    """A signal ended a run early; what is done is saved, and the same command resumes."""
+    """A signal ended a run early; its state is saved, and the same command resumes it."""
 
 
 @checked
@@ -387,7 +387,7 @@ def _run_row(planned: PlannedItem, row: TableRow, outcome: ItemResult, how: Meas
 
 
 def _measuring(run: PlannedRun) -> AbstractContextManager[None]:
-    """Waits while another process measures the run's model; what that one has found is read, not measured again."""
+    """Wait while another process measures the model of the run; its results are then read, not measured again."""
     return join_processes().lock(run.folder / "evaluations", wait=True)
 
 

@@ -232,7 +232,7 @@ def with_weights(run: PlannedRun, weights: str) -> PlannedRun:
 
 
 def why_not_pretrained(run: PlannedRun) -> str:
-    """Why a row cannot be measured with its library's weights; "" where it can."""
+    """Why a row cannot be measured with the weights of its library, or ""."""
     library, name = split_library(split_spec(run.spec)[0])
     if run.row.treat:
         return f"nobody publishes weights of {run.spec} in a library: give them with --weights"

@@ -151,7 +151,7 @@ def percent(values: Sequence[float]) -> list[float]:
 
 
 def accuracy(columns: Columns, seed: int = 0, headline: bool = False) -> Summary:
-    """Top-1, top-5, error and ECE of one condition; the ECE's interval only where it is a headline."""
+    """Top-1, top-5, error and ECE of one condition; the last two intervals only for a headline."""
     top1, confidence = columns["top1"], columns["confidence"].astype(np.float64)
     result: Summary = {
         "images": len(top1),
@@ -228,7 +228,7 @@ def mce_shares(outcomes: Mapping[str, Columns], relative: bool | None = False) -
 def perturbation_summary(
     outcomes: Mapping[str, Columns], seed: int, difficulty: int = 1, t5d: Mapping[str, float] | None = None
 ) -> Summary:
-    """Flip probability and top-5 distance by perturbation; mFR and mean top-5 distance where all ten are there."""
+    """Flip probability and top-5 distance per perturbation; mFR and mean top-5 distance if there are all ten."""
     each: dict[str, Summary] = {
         name: {
             "videos": len(columns["flip"]),

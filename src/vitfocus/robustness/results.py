@@ -1,4 +1,4 @@
-"""`Scores`, what `evaluate` returns: shown, saved, read back, and compared with those of another model."""
+"""`Scores`, the result of `evaluate`: tables, saving and loading, and comparison of two models."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ class Scores:
         return compare(self.only(first), self.only(second))
 
     def only(self, model: str) -> Scores:
-        """These scores for one model alone; without samples, and with a note, where they hold none under its name."""
+        """The scores of one model; if its outcomes per image are missing, there is a note instead."""
         if model not in self.models:
             raise VitfocusError(f"There is no model {model!r} in these scores: {nearest(model, self.models)}")
         fingerprint = {**self.fingerprint, "models": {model: self.fingerprint.get("models", {}).get(model, {})}}

@@ -37,7 +37,7 @@ from vitfocus.data.loader import Broken
 
 @dataclass(frozen=True)
 class EvaluationBatch:
-    """Images with what is known about them, all with one entry per image.
+    """A batch of images with labels; every field has one entry per image.
 
     `images` is what a model is shown, (B, ...) or any nest of lists and dicts of tensors that the suite's own scoring
     understands; `labels` (B, ...) holds class numbers or masks; `ids` (B,) name the random draws; `positions` (B,)
@@ -66,7 +66,7 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 class Source(Protocol):
-    """Images by position. `count` and `digest` (what identifies the data) may be unknown before they are read."""
+    """Images by position. `count` and `digest`, which identifies the data, may be None until they have been read."""
 
     count: int | None
     digest: str | None
@@ -153,7 +153,7 @@ class ItemSource:
 
 @dataclass(frozen=True)
 class _SpanReader(Dataset[Any]):
-    """Reads a span of samples as batches, or returns what is wrong: an exception of a worker would arrive wrapped."""
+    """Reads spans of samples as batches; an error is returned as text, since workers wrap their exceptions."""
 
     samples: Any
     collate: Collate

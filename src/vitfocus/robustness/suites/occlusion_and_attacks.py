@@ -184,7 +184,7 @@ def pgd(
 def autoattack(
     model: Classifier, images: Tensor, labels: Tensor, eps: float, norm: str = "linf", seed: int = 0
 ) -> Tensor:
-    """The standard ensemble of the `autoattack` package, where it is installed."""
+    """The standard ensemble of the package `autoattack`, if it is installed."""
     AutoAttack = require_autoattack()
     options = {"norm": {"linf": "Linf", "l2": "L2"}[norm], "eps": eps / 255, "seed": seed, "device": images.device}
     attack = AutoAttack(model, version="standard", verbose=False, **options)
@@ -194,7 +194,7 @@ def autoattack(
 
 
 def require_autoattack() -> Any:
-    """AutoAttack's own class, or how to get it."""
+    """The class of the package; an error says how to install it."""
     try:
         from autoattack import AutoAttack
     except ImportError:
@@ -209,7 +209,7 @@ def _as_float(images: Tensor) -> Tensor:
 
 
 def _gradient(model: Classifier, images: Tensor, labels: Tensor) -> Tensor:
-    """The gradient of each image's own loss: a sum, so that no image's step depends on the batch."""
+    """The gradient of the loss of each image; the losses are summed, so that no image depends on the batch."""
     with torch.inference_mode(False), torch.enable_grad():  # copies: a caller's inference tensors take no gradient
         leaf = images.detach().clone().requires_grad_(True)
         loss = F.cross_entropy(model(leaf).float(), labels.clone(), reduction="sum")
