@@ -19,7 +19,7 @@ TASKS = {
         "model.arguments={img_size=32,patch_size=8,embed_dim=24,depth=4,num_heads=2,channels=8,auxiliary_channels=4}",
         "size=32",
     ],
-    "shapes_detect": ["model.arguments={embed_dim=24,channels=8,box_width=16}", "size=32"],
+    "shapes_detect": ["model.arguments={embed_dim=24,depth=4,num_heads=2,channels=8,box_width=16}", "size=32"],
     "shapes_answer": ["model.arguments={hidden_size=24,num_hidden_layers=1}", "size=32"],
 }
 

@@ -256,7 +256,11 @@ TASKS = {
         "size=32",
         "train_length=8",
     ],
-    "shapes_detect": ["model.arguments={embed_dim=24,channels=8,box_width=16}", "size=32", "train_length=8"],
+    "shapes_detect": [
+        "model.arguments={patch_size=8,embed_dim=24,depth=4,num_heads=2,channels=8,box_width=16,mask_layers=1}",
+        "size=32",
+        "train_length=8",
+    ],
     "shapes_answer": ["model.arguments={hidden_size=24,num_hidden_layers=1}", "size=32", "train_length=8"],
 }
 

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from vitfocus.anatomy import anatomy
 from vitfocus.core.errors import VitfocusError, nearest, reason, warn
@@ -324,8 +325,19 @@ def _depths(model: Any) -> tuple[int, ...]:
     return tuple(len(stage.blocks) for stage in stages) if all(hasattr(stage, "blocks") for stage in stages) else ()
 
 
+class _SkipInitialisation(TorchFunctionMode):
+    """Skips in-place arithmetic, by which weights are initialised; on the meta device they have no values anyway."""
+
+    _SKIPPED = frozenset({"uniform_", "normal_", "fill_", "zero_", "erfinv_", "clamp_", "mul_", "add_", "sub_", "div_"})
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in self._SKIPPED and args:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
 def _build_on_meta(origin: Origin) -> nn.Module | None:
-    with warnings.catch_warnings(), torch.device("meta"):
+    with warnings.catch_warnings(), torch.device("meta"), _SkipInitialisation():
         warnings.simplefilter("ignore")
         try:
             return origin.build()
