@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import inspect
-import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,9 +15,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from vitfocus.anatomy.block import Anatomy, Size, pair
+from vitfocus.anatomy.inputs import example_inputs
 from vitfocus.anatomy.structure import dissect_structure
 from vitfocus.core.arguments import checked
 from vitfocus.core.errors import VitfocusError
@@ -330,157 +329,3 @@ def _outermost(
     feeding = getattr(module, "feeding", ())
     for child_name, child in module.named_children():
         yield from _outermost(child, f"{name}.{child_name}" if name else child_name, feeding)
-
-
-def example_inputs(root: nn.Module) -> Iterator[dict[str, Any]]:
-    """Inputs on which a module may run, likeliest first: one small image, video, set of patches or text."""
-    names = [p.name for p in inspect.signature(root.forward).parameters.values() if p.kind in (1, 3, 0)]
-    required = [
-        p.name
-        for p in inspect.signature(root.forward).parameters.values()
-        if p.default is p.empty and p.kind in (0, 1, 3)
-    ]
-    maker = _Maker(root)
-    if "grid_thw" in names or "image_grid_thw" in names:
-        yield from maker.packed(names, required)
-    if "spatial_shapes" in names and "pixel_values" in names:
-        yield maker.patches()
-    known: tuple[str, ...] = ("pixel_values", "pixel_values_videos", "images")
-    first = next((one for one in known if one in names), None)
-    first = first or (names[0] if names and names[0] not in _TEXT else None)
-    if first is not None:
-        for tensor in maker.images(first):
-            yield {first: tensor} | maker.others(names, required, first, tensor)
-    if "input_ids" in names or (names and names[0] in _TEXT):
-        key = "input_ids" if "input_ids" in names else names[0]
-        yield {key: maker.text()} | maker.others(names, required, key, None)
-
-
-_TEXT = ("input_ids", "tokens", "text", "ids")
-
-
-class _Maker:
-    """Makes inputs of the sizes that a module states in its config, its `pretrained_cfg` or its layers."""
-
-    def __init__(self, root: nn.Module) -> None:
-        self.root = root
-        weight = next((p for p in root.parameters() if p.is_floating_point()), torch.empty(0))
-        self.place: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
-        convs = (nn.Conv2d, nn.Conv3d)
-        self.conv: Any = next((m for m in root.modules() if isinstance(m, convs) and m.in_channels <= 16), None)
-        config = getattr(root, "config", None)
-        self.config: Any = getattr(config, "vision_config", None) or config
-
-    def number(self, *names: str, default: int) -> int:
-        """The first of these numbers that the config states."""
-        for name in names:
-            value = getattr(self.config, name, None)
-            value = value[-1] if isinstance(value, list | tuple) and value else value
-            if isinstance(value, int) and not isinstance(value, bool):
-                return value
-        return default
-
-    def sizes(self) -> list[Size]:
-        """The image sizes to try."""
-        stated: list[Any] = []
-        cfg = getattr(self.root, "pretrained_cfg", None)
-        for module in self.root.modules():
-            stated.append(getattr(module, "img_size", None) or getattr(module, "image_size", None))
-            if stated[-1] is not None:
-                break
-        stated.append(getattr(self.config, "image_size", None))
-        stated.append(cfg["input_size"][-2:] if cfg and cfg.get("input_size") else None)
-        found = []
-        for size in [*stated, *self.from_positions(), 224, 256, 64, 32, 384]:
-            size = (size.get("height"), size.get("width")) if isinstance(size, dict) else size
-            try:
-                found.append(pair(size))
-            except (TypeError, ValueError, IndexError):
-                continue
-        return list(dict.fromkeys(found))
-
-    def from_positions(self) -> Iterator[int]:
-        """The sizes for which position embeddings (1, N, C) are made: a square of patches, and a few tokens more."""
-        step = int(self.conv.stride[-1]) if self.conv is not None else self.number("patch_size", default=16)
-        for parameter in self.root.parameters():
-            if parameter.ndim == 3 and len(parameter) == 1 and parameter.shape[1] > 3:
-                for more in (0, 1, 2, 5):
-                    side = math.isqrt(parameter.shape[1] - more) if parameter.shape[1] > more else 0
-                    if side > 1 and side * side + more == parameter.shape[1]:
-                        yield side * step
-
-    def images(self, name: str) -> Iterator[Tensor]:
-        """Images (1, C, H, W), or videos where the first convolution has three axes or there are frames."""
-        cfg = getattr(self.root, "pretrained_cfg", None) or {}
-        stated = self.conv.in_channels if self.conv is not None else 3
-        channels = (cfg.get("input_size") or [self.number("num_channels", default=stated)])[0]
-        frames = self.number("num_frames", "frames_per_clip", "temporal_patch_size", default=0)
-        tubes = isinstance(self.conv, nn.Conv3d)
-        for size in self.sizes():
-            shapes: list[tuple[int, ...]] = [(1, channels, *size)]
-            if tubes or frames or "video" in name:
-                counts = (frames or 16, 8, 32) if tubes else (frames or 8,)
-                clips = [shape for n in counts for shape in ((1, n, channels, *size), (1, channels, n, *size))]
-                shapes = [*clips, *shapes] if tubes or frames else [*shapes, *clips]
-            for shape in shapes:
-                yield torch.full(shape, 0.5, **self.place)
-
-    def patches(self) -> dict[str, Any]:
-        """Images cut into patches beforehand, as SigLIP 2 takes them."""
-        side, cut = 16, self.number("patch_size", default=16)
-        channels = self.number("num_channels", default=3)
-        count = self.number("num_patches", default=side * side)
-        rows = next(r for r in range(int(count**0.5), 0, -1) if count % r == 0)
-        device = self.place["device"]
-        return {
-            "pixel_values": torch.full((1, count, channels * cut * cut), 0.5, **self.place),
-            "pixel_attention_mask": torch.ones(1, count, dtype=torch.long, device=device),
-            "spatial_shapes": torch.tensor([[rows, count // rows]], device="cpu"),
-        }
-
-    def packed(self, names: list[str], required: list[str]) -> Iterator[dict[str, Any]]:
-        """The patches of one image as rows, with its grid, as Qwen-VL's tower and its like take them."""
-        cut, depth = self.number("patch_size", default=14), self.number("temporal_patch_size", default=1)
-        channels = self.number("in_channels", "num_channels", "in_chans", default=3)
-        grid = next(one for one in ("grid_thw", "image_grid_thw") if one in names)
-        first = next(one for one in ("hidden_states", "pixel_values", names[0]) if one in names)
-        thw = torch.tensor([[1, 8, 12]], device="cpu")
-        for shape in ((96, channels * depth * cut * cut), (96, channels, cut, cut), (1, 96, channels, cut, cut)):
-            tensor = torch.full(shape, 0.5, **self.place)
-            yield {first: tensor, grid: thw} | self.others(names, required, first, tensor, skip=(grid,))
-
-    def text(self) -> Tensor:
-        """A text of a few tokens."""
-        count = self.number("vocab_size", default=100)
-        ids = torch.arange(3, 19, device=self.place["device"]) % max(count - 1, 1)
-        return ids[None]
-
-    def others(
-        self, names: list[str], required: list[str], first: str, tensor: Tensor | None, skip: tuple[str, ...] = ()
-    ) -> dict[str, Any]:
-        """What the module needs beside its first input, as far as names tell."""
-        made: dict[str, Any] = {}
-        device = self.place["device"]
-        for name in required:
-            if name == first or name in skip:
-                continue
-            if name in _TEXT:
-                made[name] = self.text()
-            elif name == "bbox":
-                made[name] = torch.zeros(1, 16, 4, dtype=torch.long, device=device)
-            elif name in ("attention_mask", "text_mask"):
-                made[name] = torch.ones(1, 16, dtype=torch.long, device=device)
-            elif name in ("pixel_mask", "patch_attention_mask") and tensor is not None:
-                made[name] = torch.ones(1, *tensor.shape[-2:], dtype=torch.long, device=device)
-            elif "mask" in name or name in ("position_ids",):
-                made[name] = None
-            elif tensor is not None and ("pixel" in name or "image" in name or name in ("x2", "right", "image2")):
-                made[name] = tensor
-        if "input_ids" in names and first != "input_ids" and "input_ids" not in made and self._needs_text():
-            made["input_ids"] = self.text()
-        if "interpolate_pos_encoding" in required:
-            made["interpolate_pos_encoding"] = False
-        return made
-
-    def _needs_text(self) -> bool:
-        return any(isinstance(module, nn.Embedding) for module in self.root.modules())

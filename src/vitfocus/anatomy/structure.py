@@ -373,7 +373,7 @@ class _Finder:
             side = math.isqrt(keys)
             square = side * side == keys and keys == queries
             return "window", (side, side) if square else None, *((None, None) if square else (NOWHERE, NOWHERE))
-        grids = [self.trace.place(number)[1] if number != count else grid for number in (queries, keys)]
+        grids = [grid if number == count else self.trace.place(number)[1] or NOWHERE for number in (queries, keys)]
         if queries < count:
             return "pooled", None, grids[0], grids[1]
         if keys < queries:

@@ -198,7 +198,7 @@ def build_example(family: Family) -> nn.Module:
 
 
 _IMAGES = {"pixel_values", "pixel_values_videos", "grid_thw"}
-_DEPTHS = re.compile(r"(num_|n_|encoder_|decoder_)(hidden_|encoder_|decoder_)?layers?|depth")
+_DEPTHS = re.compile(r"(num_|n_|encoder_|decoder_)(hidden_|encoder_|decoder_)?layers?|depth|num_blocks")
 
 
 def vision_types() -> dict[str, Any]:

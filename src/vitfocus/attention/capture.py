@@ -23,7 +23,8 @@ from torch.overrides import TorchFunctionMode
 
 from vitfocus.anatomy import Anatomy, Block, unwrap
 from vitfocus.anatomy.block import Size, heads_of
-from vitfocus.attention.images import ImageBatch, PatchesInOrder, normalised, with_text
+from vitfocus.anatomy.inputs import PLACES
+from vitfocus.attention.images import TEXT, ImageBatch, PatchesInOrder, normalised, with_text
 from vitfocus.core.arguments import require_values
 from vitfocus.core.errors import VitfocusError, nearest, warn
 from vitfocus.core.modules import eval_mode
@@ -310,15 +311,15 @@ class Session:
         pixels = batch.pixels if batch.name != "pixel_values" else normalised(batch.pixels, body)
         pixels = pixels.to(weight.device, weight.dtype if pixels.is_floating_point() else None)
         extras = {key: value.to(weight.device) for key, value in batch.extras.items()}
+        if body.found_by == "structure" and not any(key in TEXT for key in (batch.name, *extras)):
+            model = model if body.root is unwrap(model) else body.root  # the whole model needs more than images
+        takes = inspect.signature(unwrap(model).forward).parameters
+        extras = {key if key in takes else key.removeprefix("image_"): value for key, value in extras.items()}
         try:
-            if batch.name != "pixel_values":
+            if batch.name in takes:
                 return model(**{batch.name: pixels}, **extras)
-            if not extras and body.root is not unwrap(model) and body.found_by == "structure":
-                model = body.root  # the tower alone: the whole model needs more than images
-            if extras or "pixel_values" in inspect.signature(unwrap(model).forward).parameters:
-                return model(pixel_values=pixels, **extras)
-            return model(pixels)
-        except (AssertionError, RuntimeError, ValueError) as error:
+            return model(pixels, **extras)
+        except (AssertionError, RuntimeError, TypeError, ValueError) as error:
             _explain(error, pixels, model, body)
             raise
 
@@ -383,6 +384,11 @@ def _explain(error: Exception, pixels: Tensor, model: nn.Module, body: Anatomy) 
     if f"{pixels.shape[1]} channels instead" in str(error):  # torch's message about the stem
         raise VitfocusError(f"{name} does not take images of {pixels.shape[1]} channels: {error}.") from error
     if isinstance(error, VitfocusError) or size == body.build_size or "out of memory" in str(error):
+        return
+    if not all(body.build_size):
+        taken = " and ".join(key for key in inspect.signature(unwrap(model).forward).parameters if key in PLACES)
+        raise VitfocusError(f"{name} takes what its processor makes: pass a dict with {taken or 'it'} ({error}).")
+    if isinstance(error, TypeError):
         return
     built, given = ("x".join(map(str, one)) for one in (body.build_size, size))
     raise VitfocusError(

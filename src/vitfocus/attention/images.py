@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchvision.transforms.functional import rgb_to_grayscale
 
 from vitfocus.anatomy import Anatomy, unwrap
+from vitfocus.anatomy.inputs import PLACES
 from vitfocus.core.arguments import require_values
 from vitfocus.core.errors import VitfocusError, VitfocusWarning
 from vitfocus.data.image_files import (
@@ -94,7 +95,7 @@ class Batches:
         for batch in _batches(self.images, self.batch_size, self.body):
             pixels = batch.pixels
             require_values("A batch", pixels)
-            if batch.name != "pixel_values" or (pixels.ndim == 5 and pixels.is_floating_point()):
+            if _is_prepared(batch):
                 self.taken_as = "as given"
                 yield batch
                 continue
@@ -134,6 +135,12 @@ class Batches:
                 "have not been normalised.",
                 VitfocusWarning,
             )
+
+
+def _is_prepared(batch: ImageBatch) -> bool:
+    """Whether a batch goes to the model as it is: videos, patches that a processor has cut, or text."""
+    cut = any(name in batch.extras for name in PLACES)
+    return batch.name != "pixel_values" or (batch.pixels.is_floating_point() and (cut or batch.pixels.ndim == 5))
 
 
 _EXPECTED = (
@@ -319,7 +326,8 @@ def _statistics(body: Anatomy, like: Tensor) -> tuple[Tensor, Tensor]:
     return as_tensor[0], as_tensor[1]
 
 
-_OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "inputs_embeds")
+#: What a model calls its text.
+TEXT = ("input_ids", "attention_mask", "token_type_ids", "inputs_embeds")
 
 
 def with_text(batch: ImageBatch, model: nn.Module, body: Anatomy) -> ImageBatch:
@@ -386,7 +394,7 @@ def _real_shapes(batch: ImageBatch) -> list[tuple[int, int, int]] | None:
 def _piece(batch: ImageBatch, index: Tensor, length: int, height: int, width: int) -> ImageBatch:
     def cut(name: str, value: Tensor) -> Tensor:
         rows = value[index.to(value.device)]
-        if name in _OF_TEXT:
+        if name in TEXT:
             return rows[:, :length]
         return rows[:, :height, :width] if name == "pixel_mask" else rows
 

@@ -6,23 +6,16 @@ With `--all`, every attention model of timm, torchvision and transformers is tri
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import contextlib
 import json
-import re
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+import sys
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from vitfocus.cli.common import open_named_model
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.progress import Progress
 from vitfocus.core.tables import Table
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--all",
         action="store_true",
         help="try every attention model of timm, torchvision and transformers by its name, and print which are "
-        "dissected, by record or by structure, and which can be read (takes minutes); the pattern is a library",
+        "dissected, by record or by structure, and of which attention was read (takes half an hour); the pattern is a "
+        "library",
     )
 
 
@@ -101,100 +95,26 @@ def run(args: argparse.Namespace) -> int:
 
 def _run_all(args: argparse.Namespace) -> int:
     from vitfocus.core.environment import versions
+    from vitfocus.treatments.coverage import every_model, fractions, row_of
 
-    listed = list(every_model(args.pattern))
+    listed = list(every_model(args.pattern)) if args.pattern in ("", *_LIBRARIES) else []
     if not listed:
-        raise VitfocusError(f"--all takes timm, torchvision, transformers or nothing, not {args.pattern!r}.")
-    rows, tried = [], set[str]()
-    with Progress("Dissecting", len(listed)) as progress:
-        for library, family, name, build in listed:
-            # Treatments depend on the family and are tried on one model of it.
-            specs = () if f"{library} {family}" in tried else TRIED
-            row = row_of(library, family, name, build, specs)
-            if row is not None:
-                tried.add(f"{library} {family}")
+        raise VitfocusError(f"--all takes {', '.join(_LIBRARIES)} or nothing, not {args.pattern!r}.")
+    rows = []
+    with Progress("Dissecting", len(listed)) as progress, contextlib.redirect_stdout(sys.stderr):
+        for named in listed:  # libraries print what they build
+            if (row := row_of(named)) is not None:
                 rows.append(row)
             progress.advance()
     shares = fractions(rows)
     if args.json:
         print(json.dumps({"versions": versions("transformers"), "fractions": shares, "models": rows}, indent=1))
         return 0
-    lines = [[one["name"], one["library"], one["found_by"] or "-", f"{one['confidence']:.2f}"] for one in rows]
-    print(Table("Attention models", ["name", "library", "found by", "confidence"], lines))
+    lines = [[one["name"], one["library"], one["found_by"] or "-", "yes" if one["reading"] else "-"] for one in rows]
+    print(Table("Attention models", ["name", "library", "found by", "read"], lines))
     for library, share in shares.items():
         print(f"{library}: {share['models']} models, {share['dissected']:.1%} dissected, {share['read']:.1%} read")
     return 0
 
 
-def every_model(library: str = "") -> Iterator[tuple[str, str, str, Callable[[], nn.Module]]]:
-    """Every attention model of the libraries: (library, family, name, a function that builds it without memory).
-
-    timm's are all names whose modules contain attention; those of transformers are the model types that take images or
-    videos, of which there is a default configuration, cut to two layers; torchvision's are its attention models. Which
-    contain attention is told from the classes of their modules (`has_attention`) after they have been built.
-    """
-    if library in ("", "timm"):
-        import timm
-        from timm.models import _registry
-
-        for name in sorted(timm.list_models(), key=lambda one: (_registry._model_to_module[one], one)):
-            family = _registry._model_to_module[name]
-            spec = importlib.util.find_spec(f"timm.models.{family}")  # None for our own models
-            if spec is not None and _ATTENTION.search(Path(spec.origin or "").read_text(encoding="utf-8")):
-                yield "timm", family, name, partial(timm.create_model, name)
-    if library in ("", "torchvision"):
-        from torchvision import models
-
-        for name in models.list_models():
-            if any(word in name for word in ("vit", "swin")):
-                yield "torchvision", name.partition("_")[0], name, partial(models.get_model, name)
-    if library in ("", "transformers"):
-        from vitfocus.anatomy.transformers import build_small, vision_types
-
-        for kind, cls in vision_types().items():
-            yield "transformers", kind, kind, partial(build_small, cls)
-
-
-#: The papers' treatments, which `--all` tries.
-TRIED = ("cb", "cbs", "tap", "adl")
-
-#: Words in the names of classes that attend; gates of channels and pixels in convolutional networks do not.
-_ATTENTION = re.compile(r"[Aa]ttention|Attn|[MS]HSA|SHMA|MLA\b")
-_GATES = ("SplitAttn", "SelectiveKernelAttn", "BatNonLocalAttn", "BilinearAttnTransform", "SpatialAttention")
-
-
-def has_attention(model: nn.Module) -> bool:
-    """Whether a model contains a module of attention, by the names of the classes."""
-    return any(_ATTENTION.search(name) for m in model.modules() if (name := type(m).__name__) not in _GATES)
-
-
-def row_of(library: str, family: str, name: str, build: Callable[[], nn.Module], specs: Sequence[str]) -> Any:
-    """A model's row of the table; None if it cannot be built from its defaults, or contains no attention."""
-    import torch
-
-    from vitfocus.treatments.surgery import support_of
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            with torch.device("meta"):
-                model = build().eval()
-        except Exception:  # no default, or another library is missing
-            return None
-        if not has_attention(model):
-            return None
-        row: dict[str, Any] = {"library": library, "family": family, "name": name}
-        try:
-            return row | support_of(model, specs)
-        except VitfocusError as error:
-            return row | {"found_by": None, "confidence": 0.0, "reading": False, "reasons": {"anatomy": str(error)}}
-
-
-def fractions(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """For each library: how many attention models there are, and the shares that are dissected and can be read."""
-    counted: dict[str, dict[str, float]] = {}
-    for library in dict.fromkeys(row["library"] for row in rows):
-        own = [row for row in rows if row["library"] == library]
-        dissected, read = (sum(bool(row[key]) for row in own) / len(own) for key in ("found_by", "reading"))
-        counted[library] = {"models": len(own), "dissected": round(dissected, 4), "read": round(read, 4)}
-    return counted
+_LIBRARIES = ("timm", "torchvision", "transformers")
