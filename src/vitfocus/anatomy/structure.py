@@ -250,6 +250,8 @@ class _Finder:
             "mlp": mlp.name if mlp is not None and mlp is not host else None,
             "norm": norm.name if norm is not None else None,
         }
+        # Tokens that the attention puts before the patches itself.
+        added = core.logits[-1] - math.prod(grid) - prefix if kind == "global" and grid and key == grid else 0
         facts = {
             "width": width,
             "layout": self._layout(tokens, entry.module, grid) or (next(iter(ports.values()))[2] if ports else "BNC"),
@@ -258,7 +260,8 @@ class _Finder:
             "query_rule": trace.rule(self.root, query) if query is not None and query != grid else None,
             "key_rule": trace.rule(self.root, key) if key is not None and key != grid else None,
             "window": window,
-            "prefix_tokens": prefix,
+            "prefix_tokens": prefix + added,
+            "added_tokens": added,
             "class_token": prefix > 0 and self.has_class_token,
         }
         return Part(modules, ports, facts, {"shortcut": total is not None} if kind == "cross" else passed)
@@ -307,12 +310,9 @@ class _Finder:
         trace, attention = self.trace, core.call
         ancestors = trace.before(core.node, shortcut if shortcut is not None else max(0, core.node - FAR))
         for call in reversed(trace.calls):
-            if (
-                call.start >= core.node
-                or call.result is None
-                or call.result not in ancestors
-                or call in attention.chain
-            ):
+            if call.start >= core.node or call in attention.chain:
+                continue
+            if call.result is None or call.result not in ancestors:
                 continue
             if is_norm(call.module):
                 inside = attention in call.chain
@@ -369,7 +369,8 @@ class _Finder:
                 return "cross", None, None, None
         if queries <= max(prefix, 1) and keys > queries and count > queries:
             return "class", None, grid, grid
-        if groups > 1 or (len(tokens) == 3 and tokens[0] > 1 and tokens[1] > 1):
+        padded = queries == keys > count > 0 and self.trace.place(keys)[1] != grid
+        if groups > 1 or padded or (len(tokens) == 3 and tokens[0] > 1 and tokens[1] > 1):
             side = math.isqrt(keys)
             square = side * side == keys and keys == queries
             return "window", (side, side) if square else None, *((None, None) if square else (NOWHERE, NOWHERE))
