@@ -126,15 +126,28 @@ def test_savers_of_timm_and_smp_do_not_drop_treatments(tmp_path: Path) -> None:
     assert vf.applied(plain) == vf.applied(segmenter)
 
 
-@pytest.mark.parametrize("make", [tiny_timm, tiny_hf])
-def test_without_vitfocus_the_folder_says_what_is_missing(make: Any, tmp_path: Path) -> None:
-    vf.save(make("cb"), tmp_path)
-    opens = {
-        tiny_timm: "import timm; timm.create_model('local-dir:{}', pretrained=True)",
-        tiny_hf: "import transformers; transformers.AutoConfig.from_pretrained('{}')",
-    }
-    run = subprocess.run([sys.executable, "-c", opens[make].format(tmp_path)], capture_output=True, text=True)
+OPENERS = {
+    "timm": "import timm; timm.create_model('local-dir:{}', pretrained=True)",
+    "auto": "import transformers; transformers.AutoModelForImageClassification.from_pretrained('{}')",
+    "pipeline": "import transformers; transformers.pipeline('image-classification', model='{}')",
+}
+
+
+@pytest.mark.parametrize(("how", "save"), [("timm", vf.save), ("auto", vf.save), ("auto", None), ("pipeline", None)])
+def test_without_vitfocus_the_folder_says_what_is_missing(how: str, save: Any, tmp_path: Path) -> None:
+    model = tiny_timm("cb") if how == "timm" else tiny_hf("cb")
+    save(model, tmp_path) if save is not None else model.save_pretrained(tmp_path)
+    run = subprocess.run([sys.executable, "-c", OPENERS[how].format(tmp_path)], capture_output=True, text=True)
     assert run.returncode == 1 and NEEDS_VITFOCUS in run.stderr
+
+
+def test_a_class_of_transformers_warns_without_vitfocus(tmp_path: Path) -> None:
+    tiny_hf("cb").save_pretrained(tmp_path)
+    code = f"import transformers; transformers.ViTForImageClassification.from_pretrained('{tmp_path}')"
+    for before, expected in (("", True), ("import vitfocus; ", False)):
+        run = subprocess.run([sys.executable, "-c", before + code], capture_output=True, text=True)
+        assert run.returncode == 0 and (f"model of type `{NEEDS_VITFOCUS}`" in run.stderr) == expected, run.stderr
+        assert (STATE_KEY in run.stderr) == expected, run.stderr
 
 
 def test_a_hostile_folder_names_no_other_model(tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ class _Maker:
                 shapes = [*clips, *shapes] if tubes or frames else [*shapes, *clips]
             for shape in shapes:
                 yield self.filled(*shape)
-        for size in self.sizes():
+        for size in sorted(self.sizes()):  # every pixel may become a token of such a model
             yield self.filled(1, 2, channels, *size)
 
     def cut_images(self) -> Iterator[dict[str, Any]]:

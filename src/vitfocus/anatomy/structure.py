@@ -369,7 +369,7 @@ class _Finder:
                 return "cross", None, None, None
         if queries <= max(prefix, 1) and keys > queries and count > queries:
             return "class", None, grid, grid
-        padded = queries == keys > count > 0 and self.trace.place(keys)[1] != grid
+        padded = queries == keys > count > 0 and (keys > count + 8 or self.trace.place(keys)[1] != grid)
         if groups > 1 or padded or (len(tokens) == 3 and tokens[0] > 1 and tokens[1] > 1):
             side = math.isqrt(keys)
             square = side * side == keys and keys == queries

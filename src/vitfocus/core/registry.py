@@ -13,9 +13,11 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -60,6 +62,9 @@ COMPOSED_MODELS = LazyRegistry()
 #: these libraries about an unknown name then say what is missing.
 NEEDS_VITFOCUS = "import_vitfocus_first"
 
+#: The key in config.json of transformers for the real model type, and that of the treatments.
+TYPE_KEY, TREATMENTS_KEY = "vitfocus_treatments_in", "vitfocus_treatments"
+
 
 class _AfterImport(importlib.abc.MetaPathFinder):
     """Runs a function with a module as soon as the module has been imported."""
@@ -99,7 +104,7 @@ def _after_import(name: str, then: Callable[[Any], None]) -> None:
 def connect() -> None:
     """Let timm, transformers and peft find vitfocus, now or when they are imported."""
     _after_import("timm.models", _connect_timm)
-    _after_import("transformers.models.auto.configuration_auto", _connect_configs)
+    _after_import("transformers.configuration_utils", _connect_configs)
     _after_import("transformers.modeling_utils", _connect_models)
     _after_import("peft.peft_model", _connect_peft)
 
@@ -117,14 +122,25 @@ def _connect_timm(models: Any) -> None:
 
 
 def _connect_configs(configurations: Any) -> None:
-    class Treated:
-        model_type = NEEDS_VITFOCUS
+    """Write and read the model type of a treated model, which only vitfocus resolves."""
+    cls = configurations.PretrainedConfig
+    write, read = cls.to_json_file, cls.get_config_dict.__func__
 
-        @staticmethod
-        def from_dict(content: dict[str, Any], **options: Any) -> Any:
-            return _hub().treated_config(content, **options)
+    @wraps(write)
+    def written(self: Any, json_file_path: Any, *args: Any, **options: Any) -> None:
+        write(self, json_file_path, *args, **options)
+        if any(TREATMENTS_KEY in vars(one) for one in nested_configs(self)):
+            content = json.loads((file := Path(json_file_path)).read_text(encoding="utf-8"))
+            content |= {"model_type": NEEDS_VITFOCUS, TYPE_KEY: self.model_type}
+            file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
-    configurations.AutoConfig.register(NEEDS_VITFOCUS, Treated, exist_ok=True)
+    @wraps(read)
+    def found(cls: Any, *args: Any, **options: Any) -> Any:
+        content, rest = read(cls, *args, **options)
+        kind = content.pop(TYPE_KEY, None)
+        return content | ({"model_type": kind} if content.get("model_type") == NEEDS_VITFOCUS else {}), rest
+
+    cls.to_json_file, cls.get_config_dict = written, classmethod(found)
 
 
 def _connect_models(modeling: Any) -> None:

@@ -166,7 +166,8 @@ def _wrong_numbers(model: nn.Module) -> str:
     """What is wrong with the diagnosis of a model in memory; empty if nothing is."""
     body = anatomy(model)
     images = torch.rand(1, len(body.mean), *body.build_size)
-    ways = [partial(diagnose, model, images), *(partial(diagnose, body.root, one) for one in example_inputs(body.root))]
+    alone = [next(iter(one.values())) if len(one) == 1 else one for one in example_inputs(body.root)]
+    ways = [partial(diagnose, model, images), *(partial(diagnose, body.root, one) for one in alone)]
     rows = _first_that_runs(lambda way: way().rows, ways)
     unread = [row["name"] for row, block in zip(rows, body, strict=True) if can_be_read(block) and "entropy" not in row]
     if unread:

@@ -25,8 +25,8 @@ from vitfocus.anatomy.registry import InputSpec
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.metrics import METRICS
 from vitfocus.core.records import Count, read_json, write_json
-from vitfocus.core.registry import NEEDS_VITFOCUS, nested_configs
-from vitfocus.treatments.arguments import file_arguments, require_named, transformers_config
+from vitfocus.core.registry import NEEDS_VITFOCUS, TYPE_KEY, nested_configs
+from vitfocus.treatments.arguments import file_arguments, require_named
 from vitfocus.treatments.base import Treatment
 from vitfocus.treatments.spec import STATE_KEY, parse_treatments, recorded_treatments, split_spec, write_spec
 from vitfocus.treatments.surgery import applied, insert_all, surgeons
@@ -129,7 +129,7 @@ def transformers_fields(model: Any, treatments: Sequence[Treatment]) -> dict[str
         return known
     return known | {
         "model_type": NEEDS_VITFOCUS,
-        f"{STATE_KEY}_in": model.config.model_type,
+        TYPE_KEY: model.config.model_type,
         STATE_KEY: "+".join(map(str, treatments)),
     }
 
@@ -235,17 +235,6 @@ def treat_built(model: Any) -> None:
         except VitfocusError:
             if type(model).__name__ in (config.architectures or ()):
                 raise  # otherwise it is a part of the model that has the transformer
-
-
-def treated_config(content: dict[str, Any], **options: Any) -> Any:
-    """What transformers reads for the model type `NEEDS_VITFOCUS`: the config in a saved folder, and the treatments."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    kind = str(content.get(f"{STATE_KEY}_in"))
-    if kind not in CONFIG_MAPPING or kind == NEEDS_VITFOCUS:
-        raise VitfocusError(f"config.json names {kind!r}, which is not a model type of transformers.")
-    found = transformers_config(CONFIG_MAPPING[kind], content, "config.json")
-    return type(found).from_dict(found.to_dict(), **options)
 
 
 def inference_treatments(model: nn.Module) -> str:

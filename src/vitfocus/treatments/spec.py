@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.modules import SCRIPTABLE, refuse_script
+from vitfocus.core.registry import TREATMENTS_KEY
 from vitfocus.treatments.base import Treatment, keywords
 
 _PART = re.compile(r"(?P<name>[A-Za-z_]\w*)(?:\((?P<options>.*)\))?$", re.DOTALL)
@@ -112,7 +113,7 @@ def _split(text: str, separator: str) -> list[str]:
 
 
 #: The buffer's name on the treated module.
-STATE_KEY = "vitfocus_treatments"
+STATE_KEY = TREATMENTS_KEY
 _NOTE = "vitfocus_treatments: "
 _MAX_LENGTH = 10_000
 
