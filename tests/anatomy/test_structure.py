@@ -17,7 +17,7 @@ from torch import nn
 import vitfocus as vf
 from vitfocus.anatomy.inputs import example_inputs
 from vitfocus.anatomy.structure import dissect_structure
-from vitfocus.treatments.coverage import Named, every_model, fractions, row_of
+from vitfocus.cli.models import Named, every_model, fractions, row_of
 
 #: The shares of attention models that must be dissected.
 SHARES = {"timm": 0.95, "transformers": 0.85, "torchvision": 1.0}

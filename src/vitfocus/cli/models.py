@@ -1,21 +1,40 @@
 """`vitfocus models`: list the model families and the treatments that each accepts, found by applying them.
 
-With `--all`, every attention model of timm, torchvision and transformers is tried, also those without a record.
+With `--all`, every attention model of timm, torchvision and transformers is tried by its name. It is built on the meta
+device, which occupies no memory, and dissected and treated there. To read it, it is built again in memory if it is
+small enough, and `diagnose` must return finite numbers from maps of the shape that the anatomy says; of a larger one
+only the shapes are compared. A model that its library cannot build from its defaults counts as not dissected, unless
+its code has no attention.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import inspect
 import json
+import math
+import re
 import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vitfocus.cli.common import open_named_model
-from vitfocus.core.errors import VitfocusError
+from vitfocus.core.errors import VitfocusError, reason
 from vitfocus.core.progress import Progress
 from vitfocus.core.tables import Table
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from vitfocus.anatomy import Block
+    from vitfocus.kernels.attention import Observation
+
+_LIBRARIES = ("timm", "torchvision", "transformers")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,7 +114,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _run_all(args: argparse.Namespace) -> int:
     from vitfocus.core.environment import versions
-    from vitfocus.treatments.coverage import every_model, fractions, row_of
 
     listed = list(every_model(args.pattern)) if args.pattern in ("", *_LIBRARIES) else []
     if not listed:
@@ -117,4 +135,199 @@ def _run_all(args: argparse.Namespace) -> int:
     return 0
 
 
-_LIBRARIES = ("timm", "torchvision", "transformers")
+#: The papers' treatments, which are tried.
+TRIED = ("cb", "cbs", "tap", "adl")
+
+#: Models with more parameters are not built in memory.
+MOST_PARAMETERS = 100_000_000
+
+#: Words in the names of classes that attend; gates of channels and pixels in convolutional networks do not.
+_ATTENTION = re.compile(r"[Aa]ttention|Attn|[MS]HSA|SHMA|MLA\b")
+_GATES = ("SplitAttn", "SelectiveKernelAttn", "BatNonLocalAttn", "BilinearAttnTransform", "SpatialAttention")
+
+
+class Named(NamedTuple):
+    """A model that can be built by its name; `code` is the module that defines it."""
+
+    library: str
+    family: str
+    name: str
+    build: Callable[[], nn.Module]
+    code: str
+
+
+def every_model(library: str = "") -> Iterator[Named]:
+    """Every name of the libraries: timm's and torchvision's models, and transformers' types that take images or videos.
+
+    A type of transformers is built from its default configuration, with two layers per stack where that works.
+    """
+    if library in ("", "timm"):
+        import timm
+        from timm.models import _registry
+
+        for name in sorted(timm.list_models(), key=lambda one: (_registry._model_to_module[one], one)):
+            code = _registry._model_entrypoints[name].__module__
+            if code.startswith("timm."):  # not our own models
+                yield Named("timm", _registry._model_to_module[name], name, partial(timm.create_model, name), code)
+    if library in ("", "torchvision"):
+        from torchvision import models
+
+        for name in models.list_models():
+            build = models.get_model_builder(name)
+            if any(word in name for word in ("vit", "swin")):
+                yield Named("torchvision", name.partition("_")[0], name, build, build.__module__)
+    if library in ("", "transformers"):
+        from vitfocus.anatomy.transformers import vision_types
+
+        for kind, cls in vision_types().items():
+            yield Named("transformers", kind, kind, partial(_build_type, cls), cls.__module__)
+
+
+def _build_type(cls: Any) -> nn.Module:
+    """A model of transformers with two layers per stack, or all if attention begins later."""
+    from vitfocus.anatomy.transformers import build_small
+
+    model = build_small(cls)
+    return model if has_attention(model) else cls(cls.config_class())
+
+
+def has_attention(model: nn.Module) -> bool:
+    """Whether a model contains a module of attention, by the names of the classes."""
+    return any(_ATTENTION.search(name) for m in model.modules() if (name := type(m).__name__) not in _GATES)
+
+
+def row_of(named: Named, specs: Sequence[str] = TRIED, most: int = MOST_PARAMETERS) -> dict[str, Any] | None:
+    """A model's row of the table; None if it has no attention."""
+    import torch
+
+    from vitfocus.treatments.surgery import support_of
+
+    row: dict[str, Any] = {"library": named.library, "family": named.family, "name": named.name, "found_by": None}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            with torch.device("meta"):
+                model = named.build().eval()
+        except Exception as error:  # no default, or another library is missing
+            file = Path(inspect.getfile(sys.modules[named.code]))
+            if not _ATTENTION.search(file.read_text(encoding="utf-8")):
+                return None
+            return row | {"reading": False, "reasons": {"anatomy": f"It is not built by default: {reason(error)}."}}
+        if not has_attention(model):
+            return None
+        try:
+            row |= support_of(model, specs)
+        except VitfocusError as error:
+            return row | {"reading": False, "reasons": {"anatomy": str(error)}}
+        if row["reading"]:
+            row |= _read(named, model, most)
+            if not row["reading"]:
+                row["reasons"]["reading"] = row.pop("problem")
+    return row
+
+
+def _read(named: Named, model: nn.Module, most: int) -> dict[str, Any]:
+    """Whether and how the attention of a model was read, and what was wrong."""
+    from vitfocus.anatomy import anatomy
+
+    read: dict[str, Any] = {"read_as": "shapes"}
+    try:
+        real = _in_memory(named, model, anatomy(model).root, most)
+        read = {"read_as": "numbers"} if real is not None else read
+        wrong = _wrong_shapes(real or model) or (_wrong_numbers(real) if real is not None else "")
+    except Exception as error:  # other people's models raise anything
+        wrong = f"{type(error).__name__}: {reason(error)}"
+    return read | {"reading": not wrong} | ({"problem": wrong} if wrong else {})
+
+
+def _in_memory(named: Named, model: nn.Module, root: nn.Module, most: int) -> nn.Module | None:
+    """The model with numbers, or only the tower that is read; None if both are too large."""
+    import torch
+
+    config: Any = getattr(root, "config", None)
+    whole, part = (sum(p.numel() for p in module.parameters()) for module in (model, root))
+    torch.manual_seed(0)
+    if whole <= most:
+        return named.build().eval()
+    return type(root)(config).eval() if part <= 5 * most and config is not None else None
+
+
+def _wrong_shapes(model: nn.Module) -> str:
+    """The first map whose shape is not the one that the anatomy says; empty if there is none."""
+    import torch
+
+    from vitfocus.anatomy import anatomy
+    from vitfocus.anatomy.inputs import example_inputs
+    from vitfocus.attention.capture import can_be_read, observing
+    from vitfocus.core.modules import eval_mode
+
+    body = anatomy(model)
+    wrong, size = [], body.build_size
+
+    def compare(block: Block, seen: Observation) -> None:
+        for side, grid, count in zip(("queries", "keys"), block.attention_grids(size), seen.shape[-2:], strict=True):
+            expected = math.prod(grid) and math.prod(grid) + block.prefix_tokens
+            if block.attention_kind == "cross" or (block.attention_kind == "class" and side == "queries"):
+                continue
+            if expected and count != expected:
+                wrong.append(f"{block.name} has {count} {side}, and {expected} were expected.")
+
+    def run(inputs: dict[str, Any]) -> None:
+        nonlocal size
+        size = next((one.shape[-2:] for one in inputs.values() if isinstance(one, torch.Tensor) and one.ndim > 3), size)
+        with eval_mode(body.root), torch.no_grad(), observing([one for one in body if can_be_read(one)], compare):
+            body.root(**inputs)
+
+    _first_that_runs(run, example_inputs(body.root))
+    return wrong[0] if wrong else ""
+
+
+def _wrong_numbers(model: nn.Module) -> str:
+    """What is wrong with the diagnosis of a model in memory; empty if nothing is."""
+    import torch
+
+    from vitfocus.anatomy import anatomy
+    from vitfocus.anatomy.inputs import example_inputs
+    from vitfocus.attention.capture import can_be_read
+    from vitfocus.attention.diagnosis import diagnose
+
+    body = anatomy(model)
+    images = torch.rand(1, len(body.mean), *body.build_size)
+    alone = [next(iter(one.values())) if len(one) == 1 else one for one in example_inputs(body.root)]
+    ways = [partial(diagnose, model, images), *(partial(diagnose, body.root, one) for one in alone)]
+    rows = _first_that_runs(lambda way: way().rows, ways)
+    unread = [row["name"] for row, block in zip(rows, body, strict=True) if can_be_read(block) and "entropy" not in row]
+    if unread:
+        return f"No numbers were read of {unread[0]}."
+    strange = [
+        name for row in rows for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)
+    ]
+    return f"{strange[0]} is not a finite number." if strange else ""
+
+
+def _first_that_runs(function: Callable[[Any], Any], choices: Iterable[Any]) -> Any:
+    """The function's result for the first choice that it takes, or what it raised for the first."""
+    error: Exception | None = None
+    for one in choices:
+        try:
+            return function(one)
+        except Exception as problem:
+            error = error or problem
+    raise error or VitfocusError("No input is known that the model takes.")
+
+
+def fractions(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """For each library: how many attention models there are, and the shares that are dissected and can be read.
+
+    A model is dissected if its blocks were found and those that compute softmax attention were read.
+    """
+    counted: dict[str, dict[str, float]] = {}
+    for library in dict.fromkeys(row["library"] for row in rows):
+        own = [row for row in rows if row["library"] == library]
+        dissected = [row for row in own if row["found_by"] and (row["reading"] or "read_as" not in row)]
+        counted[library] = {
+            "models": len(own),
+            "dissected": round(len(dissected) / len(own), 4),
+            "read": round(sum(row["reading"] for row in own) / len(own), 4),
+        }
+    return counted
