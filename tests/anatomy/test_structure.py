@@ -20,7 +20,7 @@ from vitfocus.anatomy.structure import dissect_structure
 from vitfocus.cli.models import Named, every_model, fractions, row_of
 
 #: The shares of attention models that must be dissected.
-SHARES = {"timm": 0.95, "transformers": 0.75, "torchvision": 1.0}
+SHARES = {"timm": 0.95, "transformers": 0.85, "torchvision": 1.0}
 
 #: Families whose records name every place that a trace can prove.
 ALIKE = ["vit", "vit_registers", "deit_distilled", "eva02", "swin", "pvt_v2", "twins", "pit"]

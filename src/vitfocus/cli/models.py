@@ -269,7 +269,7 @@ def _wrong_shapes(model: nn.Module) -> str:
             expected = math.prod(grid) and math.prod(grid) + block.prefix_tokens
             if block.attention_kind == "cross" or (block.attention_kind == "class" and side == "queries"):
                 continue
-            if expected and count != expected:
+            if expected and count != expected and body.text is None:  # text lies before the patches
                 wrong.append(f"{block.name} has {count} {side}, and {expected} were expected.")
 
     def run(inputs: dict[str, Any]) -> None:
