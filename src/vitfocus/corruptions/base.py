@@ -164,8 +164,14 @@ def stable_hash(text: str) -> int:
 
     >>> stable_hash("n01440764/ILSVRC2012_val_00000293.JPEG")
     2244706137835791788
+    >>> stable_hash("\\ud800") == stable_hash("\\ud801")
+    False
     """
-    return int.from_bytes(hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=8).digest(), "big") >> 1
+    try:
+        content = text.encode(errors="surrogateescape")
+    except UnicodeEncodeError:  # a surrogate that stands for no byte of a file's name
+        content = text.encode(errors="surrogatepass")
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") >> 1
 
 
 def as_ids(ids: Tensor | Iterable[int | str] | None, count: int, device: torch.device) -> Tensor:
