@@ -30,6 +30,8 @@ from vitfocus.core.files import LOCK, write_text
 from vitfocus.train.checkpoint import Checkpoint, Checkpoints, OptimiserState, RunRecord, RunState, read_checkpoint
 from vitfocus.train.run import train
 
+torch.set_num_threads(1)  # a fork has none of the threads that its parent's pool waits for
+
 #: Python's audit events of operations that change files.
 _CHANGES = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.link", "os.symlink", "os.chmod"}
 #: The file in which a child that was not killed leaves what it returned, or the sentence with which it was refused.
