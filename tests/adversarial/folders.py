@@ -20,12 +20,15 @@ from safetensors.torch import save_file
 
 import vitfocus as vf
 from vitfocus.core.files import digest
+from vitfocus.core.registry import NEEDS_VITFOCUS, TREATMENTS_KEY, TYPE_KEY
 
 SMALL = {"depth": 1, "img_size": 32, "patch_size": 16, "embed_dim": 24, "num_heads": 2, "num_classes": 4}
 VIT: dict[str, Any] = {
     **{"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48},
     **{"image_size": 32, "patch_size": 16, "model_type": "vit"},
 }
+#: As transformers writes the config of a treated model.
+TREATED = {**VIT, "model_type": NEEDS_VITFOCUS, TYPE_KEY: "vit", TREATMENTS_KEY: "cb"}
 
 
 def watch_network(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[str]:
@@ -170,6 +173,13 @@ FOREIGN: dict[str, dict[str, Any]] = {
     "kernel of a part": {"model_type": "clip", "vision_config": {**VIT, "attn_implementation": "someone/kernel"}},
     "quantizer": {**VIT, "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
     "timm wrapper": {"model_type": "timm_wrapper", "architecture": "hf-hub:someone/evil"},
+    "treated auto_map": {**TREATED, "auto_map": {"AutoConfig": "evil.C", "AutoModelForImageClassification": "evil.M"}},
+    "treated quantizer": {**TREATED, "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
+    "treated kernel": {**TREATED, "attn_implementation": "someone/kernel"},
+    "treated remote code": {**TREATED, "trust_remote_code": True, "auto_map": {"AutoConfig": "someone/evil--evil.C"}},
+    "treated timm wrapper": {**TREATED, TYPE_KEY: "timm_wrapper", "architecture": "hf-hub:someone/evil"},
+    "treated in a list": {**TREATED, TYPE_KEY: ["vit"]},
+    "treated in nothing": {key: value for key, value in TREATED.items() if key != TYPE_KEY},
     "timm model_args": {"architecture": "vit_tiny_patch16_224", "model_args": {"checkpoint_path": "x"}},
     "timm url": {
         "architecture": "vit_tiny_patch16_224",

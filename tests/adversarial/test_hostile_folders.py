@@ -28,6 +28,7 @@ from safetensors.torch import save_file
 
 import vitfocus as vf
 from vitfocus.cli import main
+from vitfocus.core.registry import TYPE_KEY
 from vitfocus.reproduce.items import load_item
 from vitfocus.reproduce.runs import DataFolders, plan_row
 from vitfocus.train.recipe import load_recipe
@@ -171,7 +172,7 @@ def test_folders_of_other_libraries_in_every_command(
 ) -> None:
     """Such a folder may hold a sound model all the same, which then opens."""
     (payload / "config.json").write_text(json.dumps(config))
-    if config.get("model_type") == "vit":
+    if "vit" in (config.get("model_type"), config.get(TYPE_KEY)):
         model = transformers.ViTForImageClassification(transformers.ViTConfig(**VIT))
         save_file(model.state_dict(), payload / "model.safetensors", metadata={"format": "pt"})
     for arguments in commands(payload, images, tmp_path / "out"):

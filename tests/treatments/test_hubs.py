@@ -307,6 +307,9 @@ def test_feature_extractors_and_encoders_take_treatments(kind: str) -> None:
     plain = output()
     vf.treat_(model, "cb+tap+adl(variant=paper,threshold=1.0)")
     assert not torch.allclose(output(), plain)
+    if kind in ("mit_b0", "tu-"):  # an encoder that is saved by itself keeps its record
+        assert vf.applied(model.encoder) == vf.applied(model)
+        assert any(STATE_KEY in name for name in model.encoder.state_dict())
     for module in model.train().modules():
         if isinstance(module, nn.BatchNorm2d):
             module.eval()

@@ -261,7 +261,7 @@ def _by_structure(model: nn.Module, example: Any) -> tuple[str, Anatomy]:
     reason = None
     for name, module in _runnable(model):
         try:
-            return name, dissect_structure(module, example_inputs)
+            return _taking_the_image(name, dissect_structure(module, example_inputs))
         except VitfocusError as error:
             reason = reason or str(error)
     raise VitfocusError(
@@ -269,6 +269,21 @@ def _by_structure(model: nn.Module, example: Any) -> tuple[str, Anatomy]:
         f"{reason}; describe it with vitfocus.register (docs/adding-a-family.md), or pass an input to "
         "vitfocus.anatomy(model, example=...)."
     )
+
+
+def _taking_the_image(name: str, outer: Anatomy) -> tuple[str, Anatomy]:
+    """The anatomy of the model inside a wrapper such as a segmenter: it is given the image and has all the blocks."""
+    inner = next((child for child, module in outer.root.named_modules() if module is outer.stem), "")
+    kept = isinstance(outer.stem, nn.Sequential) or hasattr(getattr(outer.root, "config", None), "model_type")
+    if kept or not inner or not all(block.name.startswith(f"{inner}.") for block in outer.blocks):
+        return name, outer
+    try:
+        result = dissect_structure(outer.stem, example_inputs)
+    except VitfocusError:  # only the wrapper says which inputs it takes
+        return name, outer
+    if [f"{inner}.{block.name}" for block in result.blocks] != [block.name for block in outer.blocks]:
+        return name, outer
+    return _taking_the_image(f"{name}.{inner}" if name else inner, result)
 
 
 def _runnable(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
