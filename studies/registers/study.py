@@ -98,9 +98,30 @@ def table(results: Mapping[str, Any]) -> Table:
     return Table("Test-time registers", [*columns, "stability (last)"], rows, caption)
 
 
+def differences(results: Mapping[str, Any]) -> list[str]:
+    """What `ttr` changes in accuracy and mCE, with paired 95 % intervals, one line per model."""
+    lines = []
+    for name, found in results["models"].items():
+        rows = {row["name"]: row for row in found["comparison"]["rows"]}
+        parts = []
+        for title, key in (("accuracy", "clean"), ("mCE", "mCE")):
+            if key in rows:
+                low, high = rows[key]["interval"]
+                parts.append(f"{title} {rows[key]['difference']:+.1f} [{low:+.1f}, {high:+.1f}]")
+        lines.append(f"{name}, ttr against plain: {', '.join(parts)}")
+    return lines
+
+
 def _with_interval(summary: Mapping[str, Any], key: str) -> str:
     low, high = summary[f"{key}_interval"]
     return f"{summary[key]:.1f} [{low:.1f}, {high:.1f}]"
+
+
+def report(path: Path) -> None:
+    """Print the table and the differences."""
+    results = json.loads(path.read_text())
+    print(table(results))
+    print("\n".join(differences(results)))
 
 
 def main() -> None:
@@ -116,7 +137,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     if args.command == "table":
-        print(table(json.loads(args.out.read_text())))
+        report(args.out)
         return
     photos = sorted(args.photos.glob("*/*"))
     find = photos[:: max(1, len(photos) // args.find)][: args.find]
@@ -136,7 +157,7 @@ def main() -> None:
         }
         write_text(args.out, json.dumps(results, indent=1) + "\n")  # what is measured stays if a later model fails
         print(f"{name}: {models[name]['spec']}", flush=True)
-    print(table(json.loads(args.out.read_text())))
+    report(args.out)
 
 
 if __name__ == "__main__":

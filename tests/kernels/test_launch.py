@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -74,7 +75,10 @@ def launch_all(images: int, device: str) -> None:
         LossOptions(1, 0, True, True, 2),
     )
     _, *saved = diversity_op.launch_forward(query, query, bias, None, None, place)
-    diversity_op.launch_backward(torch.ones((), device=device), query, query, bias, None, place, tuple(saved), True)
+    for keys, busy in ((0, 264), (256, 1)):  # the gradients of queries and keys apart, and at once
+        with patch.multiple(diversity_op, JOINT_KEYS=keys, BUSY=busy):
+            arguments = (query, query, bias, None, place, tuple(saved), True)
+            diversity_op.launch_backward(torch.ones((), device=device), *arguments)
     statistics_kernels.statistics(query, query, None, None, 1.0, [], 2.0, 1)
     statistics_kernels.pair_products((query, query, None, None), (query, query, None, None), 1.0)
 
@@ -92,7 +96,7 @@ KERNELS = {
         "slope_pass",
         "query_gradient",
     ),
-    *("key_gradient", "bias_gradient", "unit_pass"),
+    *("key_gradient", "joint_gradient", "bias_gradient", "unit_pass"),
     *("dense_pass", "conclude_pass", "pair_pass"),
 }
 

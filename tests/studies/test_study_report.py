@@ -6,6 +6,7 @@ import doctest
 import json
 import math
 import re
+import runpy
 import sys
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -462,6 +463,10 @@ def test_every_number_quoted_about_the_study_is_printed_by_its_commands() -> Non
     )
     assert headline is not None
     page = (root / "docs" / "should-i-use-it.md").read_text(encoding="utf-8")
+    registers = runpy.run_path(str(root / "studies" / "registers" / "study.py"), run_name="study")
+    outcome = json.loads(registers["RESULTS"].read_text(encoding="utf-8"))
+    lines = [str(registers["table"](outcome)), *registers["differences"](outcome)]
+    printed |= set(re.findall(r"\d+\.\d+", "\n".join(lines)))
     for text in (words, headline.group(), page):
         quoted = re.findall(r"\d+\.\d+", text)
         assert len(quoted) > 10 and not [number for number in quoted if number not in printed]

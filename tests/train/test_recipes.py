@@ -24,8 +24,8 @@ from vitfocus.treatments.spec import split_spec
     [
         ("data.bach=3", "no key 'data.bach': did you mean 'data.batch'"),
         ("btach=3", "did you mean 'batch'"),
-        ("batch=many", "data.batch is 'many'; expected a whole number of at least 1"),
-        ("batch=0", "data.batch is 0; expected a whole number of at least 1"),
+        ("batch=many", "data.batch is 'many'; expected a whole number from 1 to 1,000,000"),
+        ("batch=0", "data.batch is 0; expected a whole number from 1 to 1,000,000"),
         ("crop=pad", "crop could be data.crop or augment.crop"),
         ("augment.crop=pda", "did you mean 'pad'"),
         ("pretrained=1", "could be model.pretrained or distill.pretrained"),

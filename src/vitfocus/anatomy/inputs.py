@@ -25,20 +25,20 @@ _SIDE = 12  # patches: divisible by the windows and mergers of the usual towers
 
 def example_inputs(root: nn.Module) -> Iterator[dict[str, Any]]:
     """Inputs on which a module may run, likeliest first."""
-    maker = _Maker(root)
-    if set(maker.names) & set(PLACES):
-        yield from maker.cut_images()
-    first = next((one for one in _IMAGES if one in maker.names), None)
-    first = first or (maker.names[0] if maker.names and maker.names[0] not in _TEXT else None)
+    examples = _ExampleInputs(root)
+    if set(examples.names) & set(PLACES):
+        yield from examples.cut_images()
+    first = next((one for one in _IMAGES if one in examples.names), None)
+    first = first or (examples.names[0] if examples.names and examples.names[0] not in _TEXT else None)
     if first is not None:
-        for tensor in maker.images(first):
-            yield from maker.with_others({first: tensor})
-    text = next((one for one in (*maker.names[:1], "input_ids") if one in _TEXT and one in maker.names), None)
+        for tensor in examples.images(first):
+            yield from examples.with_others({first: tensor})
+    text = next((one for one in (*examples.names[:1], "input_ids") if one in _TEXT and one in examples.names), None)
     if text is not None:
-        yield from maker.with_others({text: maker.text()})
+        yield from examples.with_others({text: examples.text()})
 
 
-class _Maker:
+class _ExampleInputs:
     """Makes inputs of the sizes that a module states in its config, its `pretrained_cfg` or its layers."""
 
     def __init__(self, root: nn.Module) -> None:

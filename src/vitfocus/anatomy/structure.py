@@ -21,8 +21,8 @@ from torch import nn
 
 from vitfocus.anatomy.block import Anatomy, Block, GridRule, Layout, Port, Size, heads_of, query_key
 from vitfocus.anatomy.trace import (
-    FAR,
     NOWHERE,
+    SEARCH_DISTANCE,
     Call,
     Core,
     Trace,
@@ -127,8 +127,8 @@ def _in_memory(root: nn.Module) -> nn.Module | None:
 def _cannot_run(root: nn.Module, error: Exception | None) -> str:
     if error is None:
         return "its forward takes no image, video or text under a name that is known"
-    said = str(error).strip().split("\n")[0][:160] or type(error).__name__
-    return f"a forward pass on an example input failed ({type(error).__name__}: {said})"
+    text = str(error).strip().split("\n")[0][:160] or type(error).__name__
+    return f"a forward pass on an example input failed ({type(error).__name__}: {text})"
 
 
 def _no_softmax(root: nn.Module) -> str:
@@ -308,7 +308,7 @@ class _Finder:
     def _norm_before(self, core: Core, shortcut: int | None) -> Call | None:
         """The norm that opens the branch: before attention, with no linear map or convolution between."""
         trace, attention = self.trace, core.call
-        ancestors = trace.before(core.node, shortcut if shortcut is not None else max(0, core.node - FAR))
+        ancestors = trace.before(core.node, shortcut if shortcut is not None else max(0, core.node - SEARCH_DISTANCE))
         for call in reversed(trace.calls):
             if call.start >= core.node or call in attention.chain:
                 continue
@@ -392,9 +392,9 @@ class _Finder:
     ) -> dict[str, tuple[Call, str] | None]:
         trace, attention = self.trace, core.call
         sides: dict[str, tuple[Call, str] | None] = {}
-        opening = norm or attention
-        if self._opens(opening.source, core, shortcut, tokens):
-            sides["pool"] = sides["attention.front"] = (opening, "input")
+        entry = norm or attention
+        if self._opens(entry.source, core, shortcut, tokens):
+            sides["pool"] = sides["attention.front"] = (entry, "input")
         if norm is not None and self._opens(norm.result, core, shortcut, tokens):
             sides["attention.front"] = (norm, "output")
         elif norm is not None:

@@ -23,7 +23,7 @@ from vitfocus.anatomy.block import GridRule, Size
 from vitfocus.core.modules import eval_mode
 
 SUMS = ("add", "__add__", "__iadd__", "add_", "__radd__", "addcmul", "sum")
-FAR = 1500  # nodes behind an attention among which its sum is looked for
+SEARCH_DISTANCE = 1500  # nodes behind an attention among which its sum is looked for
 _ACTIVATIONS = ("elu", "relu", "swish", "mish", "silu", "sigmoid", "tanh", "softplus")
 #: The grid of tokens whose places are not known.
 NOWHERE: Size = (0, 0)
@@ -97,7 +97,7 @@ class Trace:
     def sum_behind(self, core: Core) -> tuple[int | None, int | None]:
         """The sum that joins the branch of an attention with its shortcut: its node, and the shortcut's."""
         reached = {core.node}
-        for node in range(core.node + 1, min(len(self.ops), core.node + FAR)):
+        for node in range(core.node + 1, min(len(self.ops), core.node + SEARCH_DISTANCE)):
             parents = self.parents[node]
             if reached.isdisjoint(parents):
                 continue
@@ -136,7 +136,7 @@ class Trace:
 
     def mlp_behind(self, total: int, following: int) -> tuple[int | None, list[Call]]:
         """The next sum whose branch holds two linear maps around an activation, and the maps."""
-        stop = min(len(self.ops), total + FAR)
+        stop = min(len(self.ops), total + SEARCH_DISTANCE)
         maps = [one for one in self.calls if is_linear_map(one.module) and total < one.start < min(stop, following)]
         if len(maps) < 2:
             return None, []

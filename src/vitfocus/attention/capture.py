@@ -209,10 +209,10 @@ class Watched:
 def _unseen(module: nn.Module) -> str:
     """Why nothing was seen of an attention, and what to do."""
     kind = getattr(getattr(module, "config", None), "_attn_implementation", None)
-    said = f"No attention was seen in {type(module).__name__}"
+    text = f"No attention was seen in {type(module).__name__}"
     if kind in (None, *_SEEN):
-        return f"{said}: it calls neither softmax nor scaled_dot_product_attention."
-    return f"{said}, which runs {kind}: load the model with attn_implementation='sdpa'."
+        return f"{text}: it calls neither softmax nor scaled_dot_product_attention."
+    return f"{text}, which runs {kind}: load the model with attn_implementation='sdpa'."
 
 
 #: The attention of transformers that can be observed; the others compute it inside one kernel.

@@ -197,8 +197,8 @@ def explain(
         found.append(_overfocus_finding(overfocused, situation))
     if uniform:
         shares = _span([_entropy_share(row) for row in uniform], 100, ".0f")
-        said = f"the mean entropy is {shares} % of that of uniform attention."
-        found.append(_finding("uniform", "entropy", said, uniform, max(uniform, key=_entropy_share), situation))
+        text = f"the mean entropy is {shares} % of that of uniform attention."
+        found.append(_finding("uniform", "entropy", text, uniform, max(uniform, key=_entropy_share), situation))
     # What follows from overfocus or from uniform attention is not reported again for the same layers.
     over, flat = {row["layer"] for row in overfocused}, {row["layer"] for row in uniform}
     reported = {"spread": over | flat, "alike_rows": over, "unstable": over, "alike_heads": flat}
@@ -216,18 +216,18 @@ def explain(
 def _overfocus_finding(rows: Sequence[LayerRow], situation: Situation) -> Finding:
     """The overfocused layers in one finding, the most overfocused first."""
     worst, *others = sorted(rows, key=lambda row: -float(row["overfocus"]))
-    said = f"Layer {worst['layer']}: 5 % of the tokens receive {100 * worst['overfocus']:.0f} % of the attention"
+    text = f"Layer {worst['layer']}: 5 % of the tokens receive {100 * worst['overfocus']:.0f} % of the attention"
     if situation.against and "stability" in worst:
-        said += f"; {_under(situation.against)} its maps have a cosine similarity of {worst['stability']:.2f} with the "
-        said += "clean ones"
+        text += f"; {_under(situation.against)} its maps have a cosine similarity of {worst['stability']:.2f} with the "
+        text += "clean ones"
     if others:
-        said += f". {_layers(others)}: {_span([row['overfocus'] for row in others], 100, '.0f')} %"
+        text += f". {_layers(others)}: {_span([row['overfocus'] for row in others], 100, '.0f')} %"
     alike = [row["diversity_official"] for row in rows if "diversity_official" in row]
     similarity = f" (similarity of rows {_span(alike)})" if alike else ""
     return Finding(
         "overfocus",
         tuple(sorted(row["layer"] for row in rows)),
-        f"{said}.",
+        f"{text}.",
         _reference("overfocus", worst, situation, "; uniform attention has 5 %"),
         f"Nearly all queries attend to the same few tokens{similarity}: if noise changes these tokens, it changes "
         "everything that follows. In a training that failed, the same reading means that attention collapsed.",
@@ -238,24 +238,24 @@ def _overfocus_finding(rows: Sequence[LayerRow], situation: Situation) -> Findin
 def _threshold_finding(rows: Sequence[LayerRow], key: str, threshold: Threshold, situation: Situation) -> Finding:
     """The finding of a threshold, for all layers of which its sentence is true."""
     shares = [row[key] / row[threshold.share_of] if threshold.share_of else row[key] for row in rows]
-    said = threshold.sentence.format(
+    text = threshold.sentence.format(
         _span([row[key] for row in rows], form=READINGS[key].format),
         bound=max(row.get("entropy_bound", 0.0) for row in rows),
         under=_under(situation.against),
         share=f"{_span(shares, 100, '.0f')} %",
     )
     furthest = rows[shares.index((min if threshold.below else max)(shares))]
-    return _finding(threshold.name, key, said, rows, furthest, situation)
+    return _finding(threshold.name, key, text, rows, furthest, situation)
 
 
 def _finding(
-    kind: str, key: str, said: str, rows: Sequence[LayerRow], furthest: LayerRow, situation: Situation
+    kind: str, key: str, text: str, rows: Sequence[LayerRow], furthest: LayerRow, situation: Situation
 ) -> Finding:
     """A finding for some layers; the reference is given for the layer that is `furthest` from the usual."""
     meaning, advice = _EXPLANATIONS.get(kind, ("", Advice(command=f"{_EXPLORE}.")))
     layers = tuple(row["layer"] for row in rows)
     known = _reference(key, furthest, situation)
-    return Finding(kind, layers, f"{_layers(rows)}: {said}", known, meaning, *_advise(advice, situation))
+    return Finding(kind, layers, f"{_layers(rows)}: {text}", known, meaning, *_advise(advice, situation))
 
 
 def _advise(advice: Advice, situation: Situation) -> tuple[str, str]:

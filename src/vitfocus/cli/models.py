@@ -274,7 +274,9 @@ def _wrong_shapes(model: nn.Module) -> str:
 
     def run(inputs: dict[str, Any]) -> None:
         nonlocal size
-        size = next((one.shape[-2:] for one in inputs.values() if isinstance(one, torch.Tensor) and one.ndim > 3), size)
+        images = [one for one in inputs.values() if isinstance(one, torch.Tensor) and one.ndim > 3]
+        if images:
+            size = (images[0].shape[-2], images[0].shape[-1])
         with eval_mode(body.root), torch.no_grad(), observing([one for one in body if can_be_read(one)], compare):
             body.root(**inputs)
 

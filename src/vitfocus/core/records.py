@@ -331,7 +331,8 @@ def describe(kind: inspect.Type) -> str:
         name = "a whole number" if isinstance(kind, inspect.IntType) else "a number"
         low, high = kind.ge, None if kind.le == FINITE else kind.le
         if low is not None and high is not None:
-            return f"{name} from {low:g} to {high:g}"
+            low_text, high_text = (f"{bound:,}" if isinstance(bound, int) else f"{bound:g}" for bound in (low, high))
+            return f"{name} from {low_text} to {high_text}"
         return f"{name} of at least {low:g}" if low is not None else name
     if isinstance(kind, inspect.TupleType):
         return f"{len(kind.item_types)} values, each {describe(kind.item_types[0])}"

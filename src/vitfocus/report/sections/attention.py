@@ -87,5 +87,5 @@ def _caption(key: str, chart: Chart, diagnoses: Diagnoses) -> str:
         if (points := series(diagnosis.rows, key, chart.factor))
     }
     unit = f" {chart.unit}" if chart.unit else ""
-    said = ", ".join(f"{name} {value:.3g}{unit}" for name, value in means.items())
-    return minus(f"{chart.meaning} Mean over the layers: {said}.")
+    text = ", ".join(f"{name} {value:.3g}{unit}" for name, value in means.items())
+    return minus(f"{chart.meaning} Mean over the layers: {text}.")

@@ -139,8 +139,8 @@ def add_robustness(page: Page, tests: Sequence[SharedTest], colours: Mapping[str
             drawn.append((title, dot_chart(title, found, colours, f"{METRICS[key].title} (%)"), ""))
         page.figures(*drawn)
         better = {METRICS[key].title: "higher" if METRICS[key].higher_is_better else "lower" for key in conditions}
-        said = "; ".join(f"{title}: {way} is better" for title, way in better.items())
-        page.text(f"Whiskers are 95 % confidence intervals, if known. {said}.", quiet=True)
+        text = "; ".join(f"{title}: {way} is better" for title, way in better.items())
+        page.text(f"Whiskers are 95 % confidence intervals, if known. {text}.", quiet=True)
     page.points(list(dict.fromkeys(note for test in tests for s in test.scores.values() for note in s.notes)))
 
 
@@ -202,8 +202,8 @@ def _add_heat_maps(page: Page, test: SharedTest, grid: Grid) -> None:
     if gaps:
         sign = 1 if grid.higher_is_better else -1
         better = {name: sum(sign * value > 0 for value in gap.values()) for name, gap in gaps.items()}
-        said = "; ".join(f"{name} is better in {better[name]} of {len(gap)} cells" for name, gap in gaps.items())
-        page.text(f"Blue: better than {first}; orange: worse. {said}.")
+        text = "; ".join(f"{name} is better in {better[name]} of {len(gap)} cells" for name, gap in gaps.items())
+        page.text(f"Blue: better than {first}; orange: worse. {text}.")
     headings = ["corruption", "severity", *cells, *(f"{name} − {first}" for name in others)]
     lines = [
         [row, severity, *(_number(found, row, severity) for found in cells.values())]

@@ -68,9 +68,9 @@ def _result(models: Sequence[ReportModel], rows: Sequence[MetricRow]) -> Iterato
     for model in models:
         known = [(row, row.values[model.name]) for row in main if model.name in row.values]
         known = known or [(row, row.values[model.name]) for row in rows if model.name in row.values][:1]
-        said = [f"{row.measure} {_estimate(value, row.unit)} ({row.test})" for row, value in known]
-        if said:
-            yield f"{model.name}: {'; '.join(said)}."
+        parts = [f"{row.measure} {_estimate(value, row.unit)} ({row.test})" for row, value in known]
+        if parts:
+            yield f"{model.name}: {'; '.join(parts)}."
 
 
 def _estimate(value: Estimate, unit: str) -> str:
@@ -91,7 +91,7 @@ def _findings(models: Sequence[ReportModel]) -> Iterator[str]:
 
 def _attention(models: Sequence[ReportModel]) -> str:
     """The means over the layers of the main readings, and which models attend nearly uniformly."""
-    said, note = [], ""
+    parts, note = [], ""
     for diagnoses in list(group_diagnoses(models).values())[:1]:
         for key, reading in _summary_charts(diagnoses).items():
             means = []
@@ -100,9 +100,9 @@ def _attention(models: Sequence[ReportModel]) -> str:
                 if values:
                     number = f"{fmean(values):.3g} {reading.unit}".rstrip()
                     means.append(f"{number} ({name})" if len(models) > 1 else number)
-            said.append(f"{reading.title.lower()} {', '.join(means)}")
+            parts.append(f"{reading.title.lower()} {', '.join(means)}")
         note = uniform_note({name: diagnosis.rows for name, diagnosis in diagnoses.items()})
-    return f"Attention, mean over the layers: {'; '.join(said)}. {note}".rstrip() if said else ""
+    return f"Attention, mean over the layers: {'; '.join(parts)}. {note}".rstrip() if parts else ""
 
 
 def _summary_charts(diagnoses: Mapping[str, Diagnosis]) -> dict[str, Chart]:

@@ -87,9 +87,9 @@ class Teacher(nn.Module):
         except Exception as error:  # libraries raise many types for unexpected images
             raise VitfocusError(f"The teacher {self.section.teacher} does not accept images: {reason(error)}") from None
         if shape != (1, classes):
-            said = f"{shape[1]} classes" if len(shape) == 2 else f"an output of shape {shape}"
+            returned = f"{shape[1]} classes" if len(shape) == 2 else f"an output of shape {shape}"
             raise VitfocusError(
-                f"The teacher {self.section.teacher} returns {said}, but the student has {classes} classes."
+                f"The teacher {self.section.teacher} returns {returned}, but the student has {classes} classes."
             )
 
     def loss(self, student: Tensor, teacher: Tensor) -> Tensor:
