@@ -2,6 +2,8 @@
 
     python studies/cifar100/tiers.py plan                                  # the runs and comparisons
     python studies/cifar100/tiers.py run --data DIR --tier 1 [--limit 4]   # unfinished runs, seed by seed
+    python studies/cifar100/tiers.py run --data DIR vit-s/plain collapse   # those whose names begin like this, in order
+    python studies/cifar100/tiers.py cost --data DIR vit-s                 # a training step of each arm, times plain's
     python studies/cifar100/tiers.py table                                 # the analysis of what is finished
     python studies/cifar100/tiers.py report                                # the same with tables and figures, on a page
 
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -74,19 +77,67 @@ def planned_runs(plan: Mapping[str, Any], tier: int | None = None) -> Iterator[L
                 yield LongRun(entry["tier"], entry["group"], arm, spec, seed, keys, as_long_as=longer, **same)
 
 
-def matched_epochs(run: LongRun, found: Mapping[tuple[str, str, int], Mapping[str, Any]]) -> int:
-    """The epochs in which plain takes as long as the arm `run.as_long_as` did, over the seeds that both have."""
-    seeds = _seeds(found, run.group, "plain") & _seeds(found, run.group, run.as_long_as)
-    if not seeds:
-        sys.exit(
-            f"{run.place} is trained for as long as {run.as_long_as}: finish a seed of that arm and of plain first."
-        )
-    taken = {
-        arm: sum(found[run.group, arm, seed]["seconds_of_training"] for seed in seeds)
-        for arm in ("plain", run.as_long_as)
+def named_runs(runs: Sequence[LongRun], names: Sequence[str]) -> list[LongRun]:
+    """The runs whose places begin with one of the names, name by name; all without names.
+
+    >>> [run.place for run in named_runs(list(planned_runs(read_plan())), ["collapse/gate", "vit-ti/plain/seed2"])]
+    ['collapse/gate/seed0', 'collapse/gate/seed1', 'vit-ti/plain/seed2']
+    """
+    if not names:
+        return list(runs)
+    chosen = []
+    for name in names:
+        begin = [run for run in runs if f"{run.place}/".startswith(f"{name.rstrip('/')}/")]
+        if not begin:
+            sys.exit(f"No run is called {name!r} or begins with it: `tiers.py plan` lists them.")
+        chosen += [run for run in begin if run not in chosen]
+    return chosen
+
+
+def matched_epochs(run: LongRun, epochs: float, results: Path) -> int:
+    """The epochs in which plain takes as long as the arm `run.as_long_as` does in `epochs`, by `tiers.py cost`."""
+    path = results / "cost.json"
+    content = json.loads(path.read_text()) if path.is_file() else {}
+    try:
+        return round(epochs * content[run.group][run.as_long_as]["ratio"])
+    except KeyError:
+        sys.exit(f"{run.place} is trained for as long as {run.as_long_as}: measure `tiers.py cost {run.group}` first.")
+
+
+def recipe_epochs(recipe: str) -> float:
+    """The epochs of a built-in recipe."""
+    from vitfocus.train import load_recipe
+
+    return load_recipe(recipe).schedule.epochs
+
+
+def measure_cost(runs: Sequence[LongRun], data: Path, work: Path, results: Path = RESULTS) -> Path:
+    """Measure the training step of every arm of the runs alone on this machine; plain takes turns with the others.
+
+    Training times in the results are no measure of it, because several runs share the GPU.
+    """
+    from datetime import UTC, datetime
+
+    from cost import measure_steps
+
+    from vitfocus.core.environment import default_device, device_name, versions
+    from vitfocus.core.files import write_text
+    from vitfocus.train import load_recipe
+
+    path = results / "cost.json"
+    content: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    for group in dict.fromkeys(run.group for run in runs):
+        arms = {run.arm: run for run in reversed(runs) if run.group == group and not run.as_long_as}
+        names = sorted(arms, key=lambda arm: arm != "plain")
+        recipes = {arm: load_recipe(arms[arm].recipe, overrides(arms[arm], data, work, results)) for arm in names}
+        content[group] = measure_steps(group, recipes, seconds=0.5, rounds=7)
+    content |= {
+        "device": device_name(default_device()),
+        "versions": versions("accelerate", "python"),
+        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-    epochs = found[run.group, "plain", min(seeds)]["epochs"]
-    return round(epochs * taken[run.as_long_as] / taken["plain"])
+    write_text(path, json.dumps(content, indent=1) + "\n")
+    return path
 
 
 def overrides(run: LongRun, data: Path, work: Path, results: Path = RESULTS) -> list[str]:
@@ -95,7 +146,7 @@ def overrides(run: LongRun, data: Path, work: Path, results: Path = RESULTS) -> 
 
     keys = [f"spec={run.spec}", f"seed={run.seed}", "checkpoint_minutes=1", "keep=1"]
     if run.as_long_as:
-        keys.append(f"epochs={matched_epochs(run, finished(results))}")
+        keys.append(f"epochs={matched_epochs(run, recipe_epochs(run.recipe), results)}")
     if run.weights:
         keys.append(f"model.weights={data.parent / run.weights}")
     if run.recipe == "camvid":
@@ -264,8 +315,10 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 def main() -> None:
     """Parse the command line and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("plan", "run", "table", "report", "one"))
-    parser.add_argument("place", nargs="?", help="of `one`: GROUP/ARM/seedK, in this process")
+    parser.add_argument("command", choices=("plan", "run", "cost", "table", "report", "one"))
+    parser.add_argument(
+        "names", nargs="*", help="beginnings of GROUP/ARM/seedK; of `one`: a whole one, in this process"
+    )
     parser.add_argument("--data", type=Path, default=Path("data/cifar100"))
     parser.add_argument("--work", type=Path, default=Path("runs/cifar100-long"))
     parser.add_argument("--tier", type=int)
@@ -273,22 +326,25 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=2, help="processes at a time")
     args = parser.parse_args()
     plan = read_plan()
-    runs = list(planned_runs(plan, args.tier))
+    runs = named_runs(list(planned_runs(plan, args.tier)), args.names)
     missing = [run for run in runs if not (RESULTS / f"{run.place}.json").is_file()]
     if args.command == "plan":
         for run in runs:
             print(f"tier {run.tier}  {run.place:<28}{'' if run in missing else 'finished  '}{run.spec}")
+    elif args.command == "cost":
+        print(measure_cost(runs, args.data.resolve(), args.work))
     elif args.command == "table":
         print(table(analyse(plan, finished())))
     elif args.command == "report":
         from reporting.long import write_report
 
         print(write_report(RESULTS, runs, finished(), analyse(plan, finished())))
+        if (picture := RESULTS / "collapse-attention.svg").is_file():
+            shutil.copyfile(picture, HERE.parents[1] / "docs" / "images" / "collapse.svg")
     elif args.command == "one":
-        named = [run for run in planned_runs(plan) if run.place == args.place]
-        if not named:
-            parser.error(f"there is no run {args.place!r}: `tiers.py plan` lists them")
-        carry_out(named[0], args.data.resolve(), args.work)
+        if len(runs) != 1:
+            parser.error("`one` takes the whole name of one run; `tiers.py plan` lists them")
+        carry_out(runs[0], args.data.resolve(), args.work)
     else:
         from gate import run_many
         from mps import shared_gpu

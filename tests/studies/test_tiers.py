@@ -82,12 +82,9 @@ def test_every_planned_run_has_a_recipe(tmp_path: Path, monkeypatch: pytest.Monk
     from vitfocus.train import load_recipe
 
     monkeypatch.setattr(mosaics, "data_keys", lambda data, work: ["source=arrays", f"root={data}"])
-    found = {
-        ("vit-s", arm, 0): {"seconds_of_training": s, "epochs": 200} for arm, s in (("plain", 400), ("tap-adl", 500))
-    }
-    monkeypatch.setattr(tiers, "finished", lambda results: found)
+    (tmp_path / "cost.json").write_text(json.dumps({"vit-s": {"plain": {"ratio": 1.0}, "tap-adl": {"ratio": 1.25}}}))
     recipes = {
-        run.place: load_recipe(run.recipe, tiers.overrides(run, tmp_path / "cifar100", tmp_path / "work"))
+        run.place: load_recipe(run.recipe, tiers.overrides(run, tmp_path / "cifar100", tmp_path / "work", tmp_path))
         for run in tiers.planned_runs(tiers.read_plan())
     }
     assert recipes["vit-s/plain/seed3"].schedule.epochs == 200 and recipes["vit-s/plain/seed3"].engine.seed == 3
@@ -119,6 +116,29 @@ def test_one_run_leaves_one_result(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert written["kept"] == 80.0 and written["curve"] and len(written["attention"][0]["overfocus"]) == 2
     assert written["seed"] == 0 and written["spec"].endswith("+cb")
     assert list(tiers.finished(tmp_path / "results")) == [("vit-s", "cb-upper", 0)]
+
+
+def test_the_cost_of_a_step_is_measured_beside_plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import cost
+    import mosaics
+
+    small = ("embed_dim=24", "depth=2", "num_heads=3", "num_classes=100", "patch_size=8")
+    keys = ["source=shapes", "train_length=64", "val_length=32", "batch=32", "device=cpu", "compile=no"]
+    real, steps = tiers.overrides, cost.measure_steps
+    monkeypatch.setattr(mosaics, "data_keys", lambda data, work: [])
+    monkeypatch.setattr(
+        tiers, "overrides", lambda *given: [*real(*given), *keys, *(f"model.arguments.{k}" for k in small)]
+    )
+    monkeypatch.setattr(cost, "measure_steps", lambda group, recipes, **_: steps(group, recipes, 0.01, 2))
+    plan = tiers.read_plan()
+    runs = tiers.named_runs(list(tiers.planned_runs(plan)), ["vit-s/tap-adl", "vit-s/plain", "vit-s/plain-longer"])
+    found = json.loads(tiers.measure_cost(runs, tmp_path, tmp_path / "work", tmp_path).read_text())
+    assert list(found["vit-s"]) == ["plain", "tap-adl"] and found["vit-s"]["plain"]["ratio"] == 1.0
+    assert found["vit-s"]["tap-adl"]["ms"] > 0 and found["device"] and found["versions"]
+    longer = next(run for run in runs if run.as_long_as)
+    assert tiers.matched_epochs(longer, 200, tmp_path) == round(200 * found["vit-s"]["tap-adl"]["ratio"])
+    with pytest.raises(SystemExit, match=r"tiers\.py cost vit-s"):
+        tiers.matched_epochs(longer, 200, tmp_path / "nowhere")
 
 
 def test_the_report_shows_what_is_finished(tmp_path: Path) -> None:

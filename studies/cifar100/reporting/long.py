@@ -15,7 +15,7 @@ from reporting.pictures import beside
 from reporting.readme import table
 from vitfocus.core.files import write_text
 from vitfocus.report.charts import Line, Reference, line_chart
-from vitfocus.train.attention_log import collapsed_layers
+from vitfocus.train.log import collapsed_layers
 
 Result = Mapping[str, Any]
 Results = Mapping[tuple[str, str, int], Result]
@@ -36,7 +36,6 @@ MEASURES: dict[str, Callable[[Result], float]] = {
     "FGSM 1/255 (%)": lambda one: one["fgsm"]["1/255"],
     "occlusion, mean (%)": lambda one: fmean(one["occlusion"].values()),
     "calibration error (%)": lambda one: one["clean"]["ece"],
-    "training (s)": lambda one: one["seconds_of_training"],
 }
 #: At how many points of training attention is shown.
 POINTS = 5
@@ -161,34 +160,31 @@ def _mean(curves: Sequence[Mapping[float, float]]) -> list[tuple[float, float]]:
 
 
 def attention(arms: Mapping[str, Sequence[Result]]) -> list[str]:
-    """For each arm, the entropy by layer at some points of the training of its first seed."""
+    """For each arm, the entropy by layer at some points of training, as the mean over its seeds."""
     charts = []
     for arm, results in arms.items():
         rows = results[0]["attention"]
         if not rows:
             continue
+        alike = [one["attention"] for one in results if len(one["attention"]) == len(rows)]
         chosen = sorted({round(i * (len(rows) - 1) / (POINTS - 1)) for i in range(POINTS)})
-        lines = [
-            Line(
-                f"epoch {rows[i]['epoch']:g}",
-                list(zip(rows[i]["layer"], [100 * share for share in rows[i]["entropy_share"]], strict=True)),
-                colour,
-            )
-            for colour, i in enumerate(chosen)
-        ]
+        lines = []
+        for colour, i in enumerate(chosen):
+            shares = zip(*(seed[i]["entropy_share"] for seed in alike), strict=True)
+            points = list(zip(rows[i]["layer"], [100 * fmean(share) for share in shares], strict=True))
+            lines.append(Line(f"epoch {rows[i]['epoch']:.0f}", points, colour))
         charts.append(line_chart(arm, lines, "layer", "entropy (% of its maximum)", y_range=(0.0, 100.0), whole_x=True))
     return charts
 
 
 def collapse(arms: Mapping[str, Sequence[Result]]) -> str:
-    """Which arms trained: best and last accuracy of every seed, and the epoch at which collapse was first seen."""
+    """Which arms trained: the accuracy of every seed, and the epoch at which collapse was first seen."""
     body = []
     for arm, results in arms.items():
         for one in results:
-            scores = [row["top1"] for row in one["curve"]]
             seen = [row["epoch"] for row in one["attention"] if collapsed_layers(row)]
             failed = bool(one["attention"]) and bool(collapsed_layers(one["attention"][-1]))
             state = "failed" if failed else "recovered" if seen else "trains"
-            first = f"{seen[0]:g}" if seen else ""
-            body.append([arm, str(one["seed"]), f"{max(scores):.2f}", f"{scores[-1]:.2f}", first, state])
-    return table(["arm", "seed", "best (%)", "last (%)", "collapse first seen (epoch)", "outcome"], body)
+            first = f"{seen[0]:.0f}" if seen else ""
+            body.append([arm, str(one["seed"]), f"{one['clean']['accuracy']:.2f}", first, state])
+    return table(["arm", "seed", "accuracy (%)", "collapse first seen (epoch)", "outcome"], body)

@@ -25,6 +25,7 @@ DIAGNOSIS = (
     "DeiT-Ti on photographs: entropy of attention and its stability under corruptions, by depth",
 )
 _GAP = 24.0
+_PER_ROW = 3
 
 
 def write_pictures(folder: Path, study: Study) -> list[tuple[str, str]]:
@@ -42,14 +43,15 @@ def write_pictures(folder: Path, study: Study) -> list[tuple[str, str]]:
 
 
 def beside(charts: Sequence[str], title: str) -> str:
-    """Charts of a page as one SVG file that needs no page: colours and fonts are written into it."""
-    x, tall, parts = 0.0, 0.0, []
-    for chart in charts:
+    """Charts of a page, three per row, as one SVG file that needs no page: colours and fonts are written into it."""
+    x, y, wide, tall, parts = 0.0, 0.0, 0.0, 0.0, []
+    for number, chart in enumerate(charts):
+        if number and number % _PER_ROW == 0:
+            x, y = 0.0, tall + _GAP
         width, height = (float(number) for number in re.findall(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', chart)[0])
         inner = chart[chart.index(">") + 1 : chart.rindex("</svg>")]
-        parts.append(f'<g transform="translate({x:g} 0)">{inner}</g>')
-        x, tall = x + width + _GAP, max(tall, height)
-    wide = x - _GAP
+        parts.append(f'<g transform="translate({x:g} {y:g})">{inner}</g>')
+        wide, tall, x = max(wide, x + width), max(tall, y + height), x + width + _GAP
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide:g} {tall:g}" width="{wide:g}" height="{tall:g}" '
         f'role="img" class="chart"><title>{escape(title)}</title><style>{_style()}</style>'
