@@ -20,7 +20,7 @@ from vitfocus.core.environment import versions
 from vitfocus.core.files import write_text
 from vitfocus.data.shapes.dataset import shapes_batch
 from vitfocus.train import train
-from vitfocus.train.attention_log import by_layer, collapsed_layers
+from vitfocus.train.log import by_layer, collapsed_layers
 
 RESULTS = Path(__file__).parent / "results" / "demo-seeds.json"
 

@@ -77,7 +77,7 @@ def build_transformers(model, side: int):
 
 
 def explicit_readings(maps, grid: tuple[int, int]) -> dict[str, float]:
-    from vitfocus.attention.layer import Quantiles
+    from vitfocus.attention.layer_readings import Quantiles
     from vitfocus.kernels.statistics.reference import (
         effective_tokens,
         head_similarity,

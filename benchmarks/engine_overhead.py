@@ -3,7 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/engine_overhead.py
 
 Both take the same steps in turns, a few at a time, so that other work on the machine meets both alike; the medians of
-the processor time (not the clock's) are compared. The engine logs and counts as it does in a run.
+the processor time (not the clock's) are compared. The engine logs and counts as it does in a run. The readings of
+attention that it logs at every evaluation are timed on their own and given as a share of an epoch of training steps.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ def main() -> None:
         for _ in range(args.rounds + 2):
             for name, step in (("bare", bare_step), ("engine", engine_step)):
                 times[name] += [clock(step) for _ in range(args.steps)]
+        reading = [clock(lambda: trainer.attention.row(trainer.unwrapped, 0, 0.0)) for _ in range(8)][1:]
+        steps_per_epoch = trainer.schedule.images / recipe.data.batch
     medians = {name: statistics.median(values[2 * args.steps :]) for name, values in times.items()}
     overhead = medians["engine"] / medians["bare"] - 1
     result = {
@@ -62,6 +65,9 @@ def main() -> None:
         "bare_ms": 1000 * medians["bare"],
         "engine_ms": 1000 * medians["engine"],
         "overhead": overhead,
+        "attention_log_ms": 1000 * statistics.median(reading),
+        "attention_log_of_an_epoch": statistics.median(reading) / (medians["engine"] * steps_per_epoch),
+        "epoch_images": trainer.schedule.images,
         "steps": args.rounds * args.steps,
         "device": device_name(torch.device("cpu")),
         "versions": versions("accelerate", "python"),

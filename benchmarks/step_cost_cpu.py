@@ -31,6 +31,7 @@ import vitfocus as vf
 from vitfocus.core.files import write_text
 from vitfocus.data.shapes.dataset import shapes_batch
 from vitfocus.train import load_recipe
+from vitfocus.treatments import TREATMENTS
 
 VARIANTS = {
     "plain": "",
@@ -41,6 +42,9 @@ VARIANTS = {
     "adl": "adl(threshold=1.0)",
     "all": "cbs+tap+adl(threshold=1.0)",
 }
+#: Every other registered treatment by its name; a uniform head has other weights to activate, and test-time registers
+#: need the neurons of a trained model.
+VARIANTS |= {name: name for name in TREATMENTS if name not in ("cb", "tap", "adl", "uniform", "ttr")}
 RESULTS = Path(__file__).parent / "results" / "step-cost-cpu.json"
 
 

@@ -36,7 +36,7 @@ from vitfocus.data.classification.batches import fix_posterize
 from vitfocus.data.classification.dataset import open_images
 from vitfocus.recipes import Data
 from vitfocus.tasks.base import build_model, model_arguments
-from vitfocus.tasks.classification.task import supervised_terms
+from vitfocus.tasks.classification import supervised_terms
 from vitfocus.train import Recipe, load_recipe
 from vitfocus.train.compile import compile_mode
 from vitfocus.train.optimiser import create_optimiser

@@ -109,22 +109,32 @@ def compiler(request: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> It
 
 
 def attention(
-    dtype: torch.dtype, biased: bool, size: tuple[int, int] | None = None
+    dtype: torch.dtype, biased: bool, size: tuple[int, int] | None = None, count: int = 70
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Queries, keys and a bias: heads and width of `size`, by default DeiT-Ti's, or with a bias two of Swin's."""
+    """Queries, keys and a bias: heads and width of `size`, by default DeiT-Ti's, or with a bias two of Swin's.
+
+    With a count of tokens that 16 divides, the bias is in float32, as under autocast: it then takes most space.
+    """
     heads, width = size or ((2, 32) if biased else (3, 64))
-    query, key, _ = torch.randn(2, 70, 3, heads, width, dtype=dtype).permute(2, 0, 3, 1, 4)
-    return query, key, torch.randn(1, heads, 70, 70, dtype=dtype) if biased else None
+    query, key, _ = torch.randn(2, count, 3, heads, width, dtype=dtype).permute(2, 0, 3, 1, 4)
+    bias = torch.randn(1, heads, count, count, dtype=torch.float32 if count % 16 == 0 else dtype)
+    return query, key, bias if biased else None
 
 
 def diversity(
-    dtype: torch.dtype, mean: bool, paper: bool, biased: bool, sampled: bool, size: tuple[int, int] | None = None
+    dtype: torch.dtype,
+    mean: bool,
+    paper: bool,
+    biased: bool,
+    sampled: bool,
+    size: tuple[int, int] | None = None,
+    count: int = 70,
 ) -> None:
     from vitfocus.kernels.diversity import op
     from vitfocus.kernels.diversity.chunked import LossOptions
 
-    query, key, bias = attention(dtype, biased, size)
-    rows = torch.arange(0, 70, 2) if sampled else None
+    query, key, bias = attention(dtype, biased, size, count)
+    rows = torch.arange(0, count, 2) if sampled else None
     options = LossOptions(0.125, 0, mean, paper, 2.0)
     _, *saved = op.launch_forward(query, key, bias, rows, None, options)
     op.launch_backward(torch.ones(()), query, key, bias, rows, options, tuple(saved), biased)
@@ -135,8 +145,8 @@ def joint_diversity(biased: bool) -> None:
     from vitfocus.kernels.diversity import op
     from vitfocus.kernels.diversity.chunked import LossOptions
 
-    query, key, _ = torch.randn(2, 250, 3, 2, 64, dtype=torch.bfloat16).permute(2, 0, 3, 1, 4)
-    bias, options = torch.randn(1, 2, 250, 250) if biased else None, LossOptions(0.125, 0, True, False, 2.0)
+    query, key, bias = attention(HALF, biased, (2, 64), 256)
+    options = LossOptions(0.125, 0, True, False, 2.0)
     with patch.object(op, "BUSY", 1):
         _, *saved = op.launch_forward(query, key, bias, None, None, options)
         op.launch_backward(torch.ones(()), query, key, bias, None, options, tuple(saved), biased)
@@ -161,12 +171,12 @@ def context(dtype: torch.dtype) -> None:
         fused.share_mean(tokens, torch.zeros(64), 1.0, dtype)
 
 
-def statistics(dtype: torch.dtype, biased: bool, size: tuple[int, int] | None = None) -> None:
+def statistics(dtype: torch.dtype, biased: bool, size: tuple[int, int] | None = None, count: int = 70) -> None:
     from vitfocus.kernels.statistics import triton as statistics_kernels
 
-    query, key, bias = attention(dtype, biased, size)
-    sides = [] if biased else [3, 23, 3, 23, 1]
-    statistics_kernels.statistics(query, key, bias, None, 0.125, sides, 2.0, 3)
+    query, key, bias = attention(dtype, biased, size, count)
+    sides = [] if biased else [3, count // 3, 3, count // 3, count % 3]
+    statistics_kernels.statistics((query, key, bias, None), 0.125, sides, 2.0, 3)
     statistics_kernels.pair_products((query, key, bias, None), (query, key, bias, None), 0.125)
 
 
@@ -199,7 +209,74 @@ def test_kernels_compile(name: str, compiler: Compiler) -> None:
     assert kernels <= set(compiler.compiled)
 
 
-#: Channels of a head. Heads are not compiled in: 6 stand for all whose mean is taken, and each one is taken alone.
+#: What each kernel writes to.
+WRITTEN = {
+    "context.block_sums": {"sums"},
+    "context.share_mean_kernel": {"means", "out"},
+    "diversity.bias_gradient": {"out"},
+    "diversity.column_pass": {"average", "lengths"},
+    "diversity.joint_gradient": {"inner", "key_out", "out"},
+    "diversity.key_gradient": {"out"},
+    "diversity.mean_pass": {"a", "column_sums", "squares"},
+    "diversity.query_gradient": {"inner", "out"},
+    "diversity.slope_pass": {"losses", "slopes"},
+    "diversity.unit_pass": {"along", "towards", "unit_sums"},
+    "kernels.log_sum_exp": {"out"},
+    "pooling.gather_taps": {"hidden"},
+    "pooling.mix_backward": {"score_gradient", "token_gradient"},
+    "pooling.mix_forward": {"out"},
+    "pooling.mixing_weights": {"weights"},
+    "pooling.scatter_taps": {"spread"},
+    "pooling.score_backward": {"hidden_gradient", "weight_gradient"},
+}
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
+    """What torch.compile takes every launched kernel to write to, which it reads from Triton's first representation."""
+    import triton
+    from torch._higher_order_ops import triton_kernel_wrap
+    from triton.backends.compiler import GPUTarget
+
+    from vitfocus.kernels import tiles
+    from vitfocus.kernels.diversity import op as diversity_op
+    from vitfocus.kernels.statistics import triton as statistics_kernels
+
+    class Driver:
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", 90, 32)
+
+    found: dict[str, set[str]] = {}
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
+        given = dict(zip(self.arg_names, args, strict=False)) | keywords
+        given = {name: value for name, value in given.items() if name in self.arg_names}
+        if hasattr(triton_kernel_wrap, "identify_mutated_tensors"):
+            names = triton_kernel_wrap.identify_mutated_tensors(self, given, {})
+        else:
+            accesses = triton_kernel_wrap.identify_accessed_tensors(self, given, {})
+            names = [one.name for one in accesses.read_writes.writes]
+        kernel = f"{self.fn.__module__.split('.')[-2]}.{self.fn.__name__}"
+        found.setdefault(kernel, set()).update(name for name in names if isinstance(given[name], Tensor))
+
+    monkeypatch.setattr(triton.runtime.driver, "_active", Driver(), raising=False)
+    monkeypatch.setattr("triton.runtime.jit.JITFunction.run", run)
+    for launch in (diversity_op, statistics_kernels, tiles):
+        monkeypatch.setattr(launch, "available", lambda device: SHARED[90])
+    monkeypatch.setattr(statistics_kernels, "parted_sums", lambda device: True)
+    return found
+
+
+def test_torch_compile_knows_what_the_kernels_write_to(written: dict[str, set[str]]) -> None:
+    # An input that it takes for an output is copied, 58 million numbers per layer of DeiT-S, and read beyond its end.
+    for call, arguments, _ in CASES.values():
+        if call is not statistics:  # which torch.compile never sees
+            call(*arguments)
+    diversity(HALF, True, False, True, True)  # sampled rows, whose numbers are loaded
+    assert written == WRITTEN
+
+
+#: Channels of a head. Heads are not compiled in: what matters is whether there is one, and whether 16 divides them.
 WIDTHS = (16, 24, 32, 48, 64, 80, 96, 128, 192, 256)
 #: Heads and width of the statistics, which hold all heads: one wide one, DeiT-S, ViT-B, ViT-L, ViT-H, Swin, many.
 SIZES = [(1, 192), (8, 96), (8, 128), (6, 64), (12, 64), (16, 64), (16, 80), (24, 32), (4, 128), (48, 16), (3, 256)]
@@ -234,9 +311,9 @@ def taken(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]
 
 
 def check_diversity(compiler: Compiler, taken: dict[str, int], width: int, dtype: torch.dtype) -> None:
-    for heads in (6, 1):
+    for heads, count in ((6, 70), (48, 128), (1, 70)):
         for biased in (False, True):
-            diversity(dtype, True, False, biased, False, (heads, width))
+            diversity(dtype, True, False, biased, False, (heads, width), count)
     assert {"mean_pass", "key_gradient", "query_gradient", "bias_gradient", "log_sum_exp"} <= set(taken)
     assert max(taken.values()) <= compiler.shared, taken
 
@@ -277,8 +354,8 @@ def test_statistics_fit_into_shared_memory(
         pytest.skip("such heads are read in tiles of plain torch")
     if not fits(heads, width, dtype.itemsize, compiler.shared):
         pytest.skip("such heads are read in tiles of plain torch on this GPU")
-    for biased in (False, True):
-        statistics(dtype, biased, size)
+    for biased, count in ((False, 70), (True, 70), (True, 128)):
+        statistics(dtype, biased, size, count)
     assert "dense_pass" in taken
     assert max(taken.values()) <= compiler.shared, taken
 

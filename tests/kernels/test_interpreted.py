@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import mmap
 import os
+from typing import Any
 
 import pytest
 import timm
 import torch
 from helpers.kernel_cases import Attention, Pooling, check_attention, check_context, check_pooling, compare, explicit
+from torch.nn import functional as F
 
 import vitfocus as vf
 from vitfocus.kernels.attention import Observation
@@ -21,6 +23,7 @@ from vitfocus.kernels.context.op import share_mean
 from vitfocus.kernels.diversity.op import diversity
 from vitfocus.kernels.diversity.reference import row_similarity
 from vitfocus.kernels.pooling.op import mix_dilated, predict_hidden
+from vitfocus.kernels.pooling.reference import dilated_mean, mix_poolings
 from vitfocus.kernels.statistics.op import statistics
 from vitfocus.kernels.statistics.reference import map_statistics
 
@@ -194,6 +197,39 @@ def test_the_gradient_can_be_differentiated() -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
+def test_the_poolings_gradient_can_be_differentiated() -> None:
+    draw = torch.Generator().manual_seed(0)
+    shapes = ((2, 13, 8), (3, 8, 3, 3), (3, 3, 3, 3))
+    # Small weights: where softmax saturates, float32 itself has few digits of a second derivative.
+    given = [(0.3 * torch.randn(shape, generator=draw)).requires_grad_() for shape in shapes]
+    exact = [one.detach().double().requires_grad_() for one in given]
+
+    def pool(tokens: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        return mix_dilated(tokens, predict_hidden(tokens, first, (3, 4)), second)
+
+    def plain(tokens: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        image = tokens[:, 1:].mT.unflatten(2, (3, 4))
+        weights = F.conv2d(F.conv2d(image, first, padding=1), second, padding=1).softmax(1)
+        return torch.cat((tokens[:, :1], mix_poolings(image, weights, dilated_mean).flatten(2).mT), dim=1)
+
+    for made, wanted in zip(twice(pool, given), twice(plain, exact), strict=True):
+        compare("second derivative", made, wanted, 1e-4)
+
+
+def twice(function: Any, given: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The gradient of the squared length of a gradient."""
+    slopes = torch.autograd.grad(function(*given).square().sum(), given, create_graph=True)
+    return torch.autograd.grad(sum(one.square().sum() for one in slopes), given)
+
+
+def test_a_shared_mean_can_be_differentiated_twice_or_says_no() -> None:
+    tokens = torch.randn(2, 7, 8, requires_grad=True)
+    expected = twice(lambda x: 0.5 * x + 0.5 * x.mean(dim=1, keepdim=True), [tokens])
+    compare("second derivative", twice(share_mean, [tokens])[0], expected[0], 1e-5)
+    with pytest.raises(vf.VitfocusError, match="second derivative"):
+        twice(share_mean, [tokens, torch.ones(8, requires_grad=True)])
+
+
 def test_a_query_that_is_not_a_number_is_not_hidden() -> None:
     query, key, _, options = Attention("nan", (2, 2, 23, 16)).inputs(0)
     spoilt = query.detach().clone()
@@ -284,8 +320,9 @@ def test_the_default_dtype_is_not_taken() -> None:
     try:
         for dtype in (torch.float32, torch.float64, torch.float16):
             torch.set_default_dtype(dtype)
-            loss = diversity(query, key, scale=0.3, **options)
-            results.append((loss, *torch.autograd.grad(loss, (query, key)), statistics(seen).numbers))
+            with backend("triton"):
+                loss = diversity(query, key, scale=0.3, **options)
+                results.append((loss, *torch.autograd.grad(loss, (query, key)), statistics(seen).numbers))
     finally:
         torch.set_default_dtype(torch.float32)
     for run in results[1:]:

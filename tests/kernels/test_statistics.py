@@ -20,7 +20,7 @@ from helpers.tiny import build
 from torch import Tensor
 
 import vitfocus as vf
-from vitfocus.attention.layer import Geometry, LayerReadings, layer_rows
+from vitfocus.attention.layer_readings import Geometry, LayerReadings, layer_rows
 from vitfocus.kernels.attention import Observation
 from vitfocus.kernels.backends import backend, has_triton, interpreting
 from vitfocus.kernels.statistics import op as module

@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+#: Queries, keys, and, where there are any, bias and normalisers, as kernels take them.
+AttentionInputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+
 
 @dataclass(frozen=True, eq=False)
 class Observation:

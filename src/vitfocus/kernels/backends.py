@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -114,6 +114,25 @@ def outside_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """
     # The meta device has no autocast.
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
+
+
+def differentiable_gradients(
+    function: Callable[..., Tensor], given: Sequence[Tensor | None], gradient: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Gradients of a function of plain operations that can be differentiated again, for a backward pass of kernels.
+
+    The function gets `given`; what is None or needs no gradient has None.
+    """
+    # Views, because one of them may have been computed from another, whose gradient would then include it.
+    views = [None if one is None else one.view_as(one) for one in given]
+    wanted = [one for one in views if one is not None and one.requires_grad]
+    made = iter(torch.autograd.grad(function(*views), wanted, gradient, create_graph=True))
+    return tuple(next(made) if one is not None and one.requires_grad else None for one in views)
+
+
+def wants_second_derivative() -> bool:
+    """Whether a backward pass is itself differentiated (`create_graph=True`), which kernels cannot be."""
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 def on_device_of_first(launch: Callable[Arguments, Result]) -> Callable[Arguments, Result]:

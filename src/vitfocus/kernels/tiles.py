@@ -1,7 +1,5 @@
-"""Tiles of attention, recomputed from queries and keys: the Triton functions that all attention kernels share.
-
-A *map* is what the diversification loss compares rows of: an image's attention averaged over its G = H heads, or one
-head's own (G = 1). The heads of a map are unrolled, so that all their tiles stay in registers while they are averaged.
+"""Tiles of attention, recomputed from queries and keys: the Triton functions that the diversification loss and the
+statistics share, and the kernel that computes the softmax's normalisers.
 """
 
 from __future__ import annotations
@@ -12,8 +10,6 @@ import triton.language as tl
 from torch import Tensor
 
 from vitfocus.kernels.shared_memory import available, padded, row_tiles
-
-LOG2E = 1.4426950408889634
 
 
 @triton.jit

@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vitfocus.core.errors import VitfocusError
+from vitfocus.kernels.backends import wants_second_derivative
+
 
 def share_mean(tokens: Tensor, scale: Tensor | None = None) -> Tensor:
     """CB of (B, N, C), or with `scale` (C,) CB_S, by the kernel, with its gradient.
@@ -46,6 +49,10 @@ class _ShareMean(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None]:
         from vitfocus.kernels.context import triton as fused
 
+        if wants_second_derivative():
+            if ctx.saved_tensors:  # the tokens that it would need are not kept
+                raise VitfocusError("The kernel of CB_S has no second derivative: use backend('chunked').")
+            return share_mean(gradient).to(ctx.dtype), None
         if not ctx.saved_tensors:
             return fused.share_mean(gradient, None, ctx.kept, ctx.dtype)[0], None
         mean, scale = ctx.saved_tensors

@@ -20,14 +20,13 @@ CHANNELS, MOST = 32, 16384
 
 
 @triton.jit
-def _own(count, C, BT: tl.constexpr, BC: tl.constexpr):
-    """The channels' part, the tokens' block and the image of this program, and how many blocks there are.
+def _program(count, C, BT: tl.constexpr, BC: tl.constexpr):
+    """The part of the channels, the block of tokens and the image of this program, and the number of blocks.
 
-    All on one axis: images may be windows, of which there are more than the other axes are long.
+    All on one axis: images may be windows, and the other axes of a grid are too short for their number.
     """
-    parts, blocks = tl.cdiv(C, BC), tl.cdiv(count, BT)
-    mine = tl.program_id(0)
-    return mine % parts, (mine // parts) % blocks, (mine // (parts * blocks)).to(tl.int64), blocks
+    parts, blocks, program = tl.cdiv(C, BC), tl.cdiv(count, BT), tl.program_id(0)
+    return program % parts, (program // parts) % blocks, (program // (parts * blocks)).to(tl.int64), blocks
 
 
 @triton.jit
@@ -35,7 +34,7 @@ def share_mean_kernel(values, scale, out, means, count, C, kept, HAS_SCALE: tl.c
                       BT: tl.constexpr, BC: tl.constexpr):  # fmt: skip
     """out = kept · x + share · mean(x), share (C,) or 1 − kept. WHOLE: one block has all tokens, and finds the mean."""
     kept = single(kept)
-    part, block, batch, _ = _own(count, C, BT, BC)
+    part, block, batch, _ = _program(count, C, BT, BC)
     channels = part * BC + tl.arange(0, BC)
     inside = channels < C
     tokens = block * BT + tl.arange(0, BT)
@@ -58,7 +57,7 @@ def share_mean_kernel(values, scale, out, means, count, C, kept, HAS_SCALE: tl.c
 @triton.jit
 def block_sums(values, sums, count, C, BT: tl.constexpr, BC: tl.constexpr):
     """The sums over each block of BT tokens: (B, blocks, C)."""
-    part, block, batch, blocks = _own(count, C, BT, BC)
+    part, block, batch, blocks = _program(count, C, BT, BC)
     channels = part * BC + tl.arange(0, BC)
     tokens = block * BT + tl.arange(0, BT)
     place = tokens[:, None] * C + channels[None, :]

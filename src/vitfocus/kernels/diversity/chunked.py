@@ -8,11 +8,13 @@ from the same rows if an image's map is small enough to be kept, else from recom
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from vitfocus.kernels.backends import differentiable_gradients, wants_second_derivative
 from vitfocus.kernels.diversity.reference import row_similarity
 
 #: Numbers in a chunk of maps: what a core's caches hold; a GPU without Triton wants more to be busy.
@@ -72,18 +74,6 @@ def on_whole_maps(query: Tensor, key: Tensor, bias: Tensor | None, rows: Tensor 
         heads="mean" if options.average_heads else "each",
         threshold=options.threshold,
     )
-
-
-def differentiable_gradients(
-    gradient: Tensor, query: Tensor, key: Tensor, bias: Tensor | None, rows: Tensor | None, options: LossOptions
-) -> tuple[Tensor | None, ...]:
-    """Gradients of queries, keys and bias that can be differentiated again, from whole maps."""
-    given = [query, key] if bias is None else [query, key, bias]
-    wanted = [one for one in given if one.requires_grad]
-    loss = on_whole_maps(query, key, bias, rows, options)
-    made = iter(torch.autograd.grad(loss, wanted, gradient, create_graph=True))
-    found = [next(made) if one.requires_grad else None for one in given]
-    return (*found, *(None,) * (3 - len(found)))
 
 
 def forward(
@@ -333,8 +323,9 @@ def _gradient(ctx: Any, gradient: Tensor | None, *_: Any) -> tuple[Any, ...]:
         return (None,) * 11
     query, key, bias, rows, *made = ctx.saved_tensors
     options = LossOptions(*ctx.options)
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
-        return *differentiable_gradients(gradient, query, key, bias, rows, options), *(None,) * 8
+    if wants_second_derivative():
+        whole = partial(on_whole_maps, rows=rows, options=options)
+        return *differentiable_gradients(whole, (query, key, bias), gradient), *(None,) * 8
     scaled: list[Any] = [
         (one * gradient).to(given.dtype) if one.numel() else None
         for one, given in zip(made, (query, key, bias), strict=True)

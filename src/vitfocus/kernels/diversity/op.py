@@ -7,16 +7,22 @@ torch.compile traces into the launches. docs/kernels.md derives both passes.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from vitfocus.kernels.attention import matched
-from vitfocus.kernels.backends import chosen, forced, on_device_of_first
+from vitfocus.kernels.backends import (
+    chosen,
+    differentiable_gradients,
+    forced,
+    on_device_of_first,
+    wants_second_derivative,
+)
 from vitfocus.kernels.diversity.chunked import (
     LossOptions,
-    differentiable_gradients,
     diversity_in_chunks,
     empty_like_tokens,
     on_whole_maps,
@@ -110,10 +116,10 @@ class _Diversity(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         query, key, bias, rows, *saved = ctx.saved_tensors
         options = LossOptions(*ctx.options)
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
-            made = differentiable_gradients(gradient, query, key, bias, rows, options)
-        else:
-            made = launch_backward(gradient, query, key, bias, rows, options, tuple(saved), ctx.wants_bias)
+        if wants_second_derivative():
+            whole = partial(on_whole_maps, rows=rows, options=options)
+            return *differentiable_gradients(whole, (query, key, bias), gradient), *(None,) * 7
+        made = launch_backward(gradient, query, key, bias, rows, options, tuple(saved), ctx.wants_bias)
         return (*made, *(None,) * 7)
 
 
@@ -229,18 +235,17 @@ def launch_backward(
 class _BiasSum:
     """The gradient of a bias: per image if the bias is; else summed over images in parts, so that many cores work.
 
-    Nothing is larger than a bias by head, or a few megabytes: it is summed over rows at once if the bias has one row.
+    Nothing is larger than the bias in float32, or a few megabytes: heads and rows that share a bias are summed at once.
     """
 
     def __init__(self, bias: Tensor, launch: _Launch, settings: dict[str, Any]) -> None:
         self.bias, self.launch, self.settings = bias, launch, settings
         self.by_row = bias.shape[2] > 1 or launch.queries == 1
-        size = launch.heads * (launch.queries if self.by_row else 1) * launch.keys
-        most = max(1, LEAST_MAP // (4 * size))
+        shape = (bias.shape[1], launch.queries if self.by_row else 1, launch.keys)
+        most = max(1, LEAST_MAP // (4 * math.prod(shape)))
         self.at_once = 1 if bias.shape[0] > 1 else _ceil_div(launch.batch, min(64, most, launch.batch))
         parts = _ceil_div(launch.batch, self.at_once)
-        shape = (parts, launch.heads, launch.queries if self.by_row else 1, launch.keys)
-        self.sums = torch.zeros(shape, dtype=torch.float32, device=bias.device)
+        self.sums = torch.zeros(parts, *shape, dtype=torch.float32, device=bias.device)
 
     def add(self, given: tuple[Any, ...], rest: tuple[Any, ...], begin: int, end: int) -> None:
         from vitfocus.kernels.diversity import triton as kernels
@@ -248,8 +253,9 @@ class _BiasSum:
         launch, settings = self.launch, self.settings
         row_blocks = _ceil_div(end - begin, settings["BM"]) if self.by_row else 1
         tiles = row_blocks * _ceil_div(launch.keys, settings["BN"])
-        kernels.bias_gradient[(tiles * launch.heads * self.sums.shape[0],)](
-            *given, self.sums, *rest, launch.batch, self.at_once, **settings, BY_ROW=self.by_row
+        parts, heads = self.sums.shape[:2]
+        kernels.bias_gradient[(tiles * heads * parts,)](
+            *given, self.sums, *rest, launch.batch, self.at_once, heads, **settings, BY_ROW=self.by_row
         )
 
     def total(self) -> Tensor:

@@ -26,6 +26,33 @@ def _place(map_index, heads, group):
 
 
 @triton.jit
+def _program(blocks, heads, group):
+    """The block, the map, the image and the head of this program, of `blocks` programs for each head."""
+    h, block = tl.program_id(0) % group, (tl.program_id(0) // group) % blocks
+    map_index = tl.program_id(0) // group // blocks
+    batch, head = _place(map_index, heads, group)
+    return block, map_index, batch, head + h
+
+
+@triton.jit
+def _query_block(
+    q, lse, towards, along, numbers, query_rows, row_ok, map_index, batch, head, heads, queries, row_count, lift,
+    q_strides, D: tl.constexpr, DP: tl.constexpr,
+):  # fmt: skip
+    """Of a block of the compared rows: queries, normalisers and the two coefficients of the gradient.
+
+    Row numbers come in and do not go out: torch.compile takes a pointer that enters a function for one that is written
+    to where an address of a store depends on what the function returns.
+    """
+    row = map_index.to(tl.int64) * row_count + numbers
+    toward = tl.load(towards + row, mask=row_ok, other=0.0)
+    back = tl.load(along + row, mask=row_ok, other=0.0)
+    query = load_rows(q, batch, head, query_rows, row_ok, q_strides, D, DP)
+    norm = lowered(lse + (batch * heads + head).to(tl.int64) * queries + query_rows, row_ok, lift)
+    return query, norm, toward, back
+
+
+@triton.jit
 def _above(mean, bound, PAPER: tl.constexpr):
     """What is above the threshold, the rest 0; NaN passes."""
     return tl.where(mean < bound, 0.0, mean) if PAPER else tl.where(mean <= bound, 0.0, mean)
@@ -274,22 +301,17 @@ def query_gradient(
     p_j k_j, so that one loop is enough.
     """
     share, scale, bound, lift = single(share), single(scale), single(bound), single(lift)
-    blocks = tl.cdiv(end - begin, BM)
-    h, block, map_index = tl.program_id(0) % group, (tl.program_id(0) // group) % blocks, tl.program_id(0) // group
-    map_index = map_index // blocks
-    batch, head = _place(map_index, heads, group)
-    head = head + h
+    block, map_index, batch, head = _program(tl.cdiv(end - begin, BM), heads, group)
     numbers = begin + block * BM + tl.arange(0, BM)
     row_ok = numbers < end
     query_rows = numbers + first
     if HAS_ROWS:
         query_rows = tl.load(rows + numbers, mask=row_ok, other=0).to(tl.int32)
-    query = load_rows(q, batch, head, query_rows, row_ok, (qb, qh, qn, 1), D, DP)
+    query, norm, toward, back = _query_block(
+        q, lse, towards, along, numbers, query_rows, row_ok, map_index, batch, head, heads, queries, row_count,
+        lift, (qb, qh, qn, 1), D, DP,
+    )  # fmt: skip
     pair = (batch * heads + head).to(tl.int64)
-    norm = lowered(lse + pair * queries + query_rows, row_ok, lift)
-    row = map_index.to(tl.int64) * row_count + numbers
-    toward = tl.load(towards + row, mask=row_ok, other=0.0)
-    back = tl.load(along + row, mask=row_ok, other=0.0)
     total = tl.zeros([BM], tl.float32)
     weighted, plain = tl.zeros([BM, DP], tl.float32), tl.zeros([BM, DP], tl.float32)
     for start in range(0, keys, BN):
@@ -322,11 +344,7 @@ def key_gradient(
 ):  # fmt: skip
     """The gradient of a block of keys of one head; from the second chunk of rows on it is added to what is there."""
     share, scale, bound, lift = single(share), single(scale), single(bound), single(lift)
-    blocks = tl.cdiv(keys, BN)
-    h, block, map_index = tl.program_id(0) % group, (tl.program_id(0) // group) % blocks, tl.program_id(0) // group
-    map_index = map_index // blocks
-    batch, head = _place(map_index, heads, group)
-    head = head + h
+    block, map_index, batch, head = _program(tl.cdiv(keys, BN), heads, group)
     cols = block * BN + tl.arange(0, BN)
     col_ok = cols < keys
     key = load_rows(k, batch, head, cols, col_ok, (kb, kh, kn, 1), D, DP)
@@ -338,11 +356,10 @@ def key_gradient(
         query_rows = numbers + first
         if HAS_ROWS:
             query_rows = tl.load(rows + numbers, mask=row_ok, other=0).to(tl.int32)
-        row = map_index.to(tl.int64) * row_count + numbers
-        toward = tl.load(towards + row, mask=row_ok, other=0.0)
-        back = tl.load(along + row, mask=row_ok, other=0.0)
-        query = load_rows(q, batch, head, query_rows, row_ok, (qb, qh, qn, 1), D, DP)
-        norm = lowered(lse + pair * queries + query_rows, row_ok, lift)
+        query, norm, toward, back = _query_block(
+            q, lse, towards, along, numbers, query_rows, row_ok, map_index, batch, head, heads, queries, row_count,
+            lift, (qb, qh, qn, 1), D, DP,
+        )  # fmt: skip
         shift = tl.load(inner + pair * row_count + numbers, mask=row_ok, other=0.0)
         power = logits(key, query, scale, bias, batch, head, cols, col_ok, query_rows, row_ok, (bb, bh, bk, bq),
                        HAS_BIAS)  # fmt: skip
@@ -368,9 +385,7 @@ def joint_gradient(
 ):  # fmt: skip
     """The gradients of queries and keys of one head at once, where BN columns are all: every tile is computed once."""
     share, scale, bound, lift = single(share), single(scale), single(bound), single(lift)
-    h, map_index = tl.program_id(0) % group, tl.program_id(0) // group
-    batch, head = _place(map_index, heads, group)
-    head = head + h
+    _, map_index, batch, head = _program(1, heads, group)
     cols = tl.arange(0, BN)
     col_ok = cols < keys
     key = load_rows(k, batch, head, cols, col_ok, (kb, kh, kn, 1), D, DP)
@@ -383,11 +398,10 @@ def joint_gradient(
         query_rows = numbers + first
         if HAS_ROWS:
             query_rows = tl.load(rows + numbers, mask=row_ok, other=0).to(tl.int32)
-        row = map_index.to(tl.int64) * row_count + numbers
-        toward = tl.load(towards + row, mask=row_ok, other=0.0)
-        back = tl.load(along + row, mask=row_ok, other=0.0)
-        query = load_rows(q, batch, head, query_rows, row_ok, (qb, qh, qn, 1), D, DP)
-        norm = lowered(lse + pair * queries + query_rows, row_ok, lift)
+        query, norm, toward, back = _query_block(
+            q, lse, towards, along, numbers, query_rows, row_ok, map_index, batch, head, heads, queries, row_count,
+            lift, (qb, qh, qn, 1), D, DP,
+        )  # fmt: skip
         power = logits(key, query, scale, bias, batch, head, cols, col_ok, query_rows, row_ok, (bb, bh, bk, bq),
                        HAS_BIAS)  # fmt: skip
         tile = lifted(power - norm[None, :], lift)
@@ -409,25 +423,26 @@ def joint_gradient(
 def bias_gradient(
     q, k, lse, bias, rows, a, average, slopes, towards, along, inner, weight, out, share, scale, bound, lift,
     heads, group, queries, keys, row_count, first, qb, qh, qn, kb, kh, kn, bb, bh, bq, bk, stride, begin, end,
-    images, at_once,
+    images, at_once, bias_heads,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_ROWS: tl.constexpr, PAPER: tl.constexpr, ALONE: tl.constexpr, BY_ROW: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of an additive bias of one head, summed over some images at a time, and over rows unless BY_ROW.
+    """The gradient of an additive bias of one head or of all, summed over some images, and over rows unless BY_ROW.
 
-    (chunks, H, Q or 1, K), a block of columns (and BY_ROW of rows); added to what is there, as rows come in chunks.
+    (chunks, bias_heads, Q or 1, K), where bias_heads is H or 1. A program takes a block of columns (and BY_ROW of
+    rows); without BY_ROW it adds to what is there, as rows come in chunks.
     """
     share, scale, bound, lift = single(share), single(scale), single(bound), single(lift)
     row_blocks, col_blocks = tl.cdiv(end - begin, BM), tl.cdiv(keys, BN)
     across = row_blocks if BY_ROW else 1
     tile_index, part = tl.program_id(0) % (across * col_blocks), tl.program_id(0) // (across * col_blocks)
-    head, chunk = part % heads, part // heads
+    first_head, chunk, shared = part % bias_heads, part // bias_heads, heads // bias_heads
     cols = (tile_index // across) * BN + tl.arange(0, BN)
     col_ok = cols < keys
     first_block = tile_index % across if BY_ROW else 0
     total = tl.zeros([BM, BN], tl.float32)
-    for image in range(chunk * at_once, tl.minimum((chunk + 1) * at_once, images)):
-        batch = tl.program_id(0) * 0 + image
+    for step in range(chunk * at_once * shared, tl.minimum((chunk + 1) * at_once, images) * shared):
+        batch, head = tl.program_id(0) * 0 + step // shared, first_head + step % shared
         map_index = (batch * heads + head) // group
         key = load_rows(k, batch, head, cols, col_ok, (kb, kh, kn, 1), D, DP)
         pair = (batch * heads + head).to(tl.int64)
@@ -437,11 +452,10 @@ def bias_gradient(
             query_rows = numbers + first
             if HAS_ROWS:
                 query_rows = tl.load(rows + numbers, mask=row_ok, other=0).to(tl.int32)
-            row = map_index.to(tl.int64) * row_count + numbers
-            toward = tl.load(towards + row, mask=row_ok, other=0.0)
-            back = tl.load(along + row, mask=row_ok, other=0.0)
-            query = load_rows(q, batch, head, query_rows, row_ok, (qb, qh, qn, 1), D, DP)
-            norm = lowered(lse + pair * queries + query_rows, row_ok, lift)
+            query, norm, toward, back = _query_block(
+                q, lse, towards, along, numbers, query_rows, row_ok, map_index, batch, head, heads, queries, row_count,
+                lift, (qb, qh, qn, 1), D, DP,
+            )  # fmt: skip
             shift = tl.load(inner + pair * row_count + numbers, mask=row_ok, other=0.0)
             power = logits(query, key, scale, bias, batch, head, query_rows, row_ok, cols, col_ok, (bb, bh, bq, bk),
                            HAS_BIAS)  # fmt: skip
@@ -452,7 +466,7 @@ def bias_gradient(
             )  # fmt: skip
             total += tl.where(row_ok[:, None], tile * (slope - shift[:, None]), 0.0)
     total *= tl.load(weight).to(tl.float32) * share
-    start = out + (chunk * heads + head).to(tl.int64) * (queries if BY_ROW else 1) * keys
+    start = out + (chunk * bias_heads + first_head).to(tl.int64) * (queries if BY_ROW else 1) * keys
     if BY_ROW:
         numbers = begin + first_block * BM + tl.arange(0, BM)
         row_ok = numbers < end

@@ -6,14 +6,15 @@ code is traced into both. `predict_by_product` and `mix_by_matrix` are the same 
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vitfocus.kernels.backends import outside_autocast
+from vitfocus.kernels.backends import differentiable_gradients, outside_autocast, wants_second_derivative
+from vitfocus.kernels.pooling.reference import dilated_mean, mix_poolings
 
 #: Patches up to which one matrix of all pairs of them is faster than the poolings one by one, on a CPU.
 MOST_PATCHES = 256
@@ -87,6 +88,24 @@ def _kept_shares(*size: Any) -> Tensor:
         return _shares(*size)
 
 
+def _image(flat: Tensor, grid: tuple[int, int]) -> Tensor:
+    """The last H·W of (B, N, C) as an image, (B, C, H, W)."""
+    return flat[:, flat.shape[1] - grid[0] * grid[1] :].mT.unflatten(2, grid)
+
+
+def _predict_by_convolution(tokens: Tensor, first: Tensor, grid: tuple[int, int]) -> Tensor:
+    """What `_Predict` computes, in plain torch."""
+    hidden = F.conv2d(_image(tokens, grid).to(torch.float32), first.to(torch.float32), padding=1)
+    return hidden.flatten(2).mT
+
+
+def _mix_by_pooling(tokens: Tensor, hidden: Tensor, second: Tensor, grid: tuple[int, int]) -> Tensor:
+    """What `_Mix` computes, in plain torch."""
+    weights = F.conv2d(_image(hidden, grid).to(torch.float32), second.to(torch.float32), padding=1).softmax(dim=1)
+    mixed = mix_poolings(_image(tokens, grid), weights, dilated_mean).flatten(2).mT
+    return torch.cat((tokens[:, : tokens.shape[1] - grid[0] * grid[1]], mixed.to(tokens.dtype)), dim=1)
+
+
 class _Predict(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, first: Tensor, height: int, width: int) -> Tensor:
@@ -96,19 +115,22 @@ class _Predict(torch.autograd.Function):
         # Rounded up to a multiple of eight, which the fast matrix products ask for.
         matrix = tokens.new_zeros(-(-9 * branches // 8) * 8, channels)
         matrix[: 9 * branches].view(3, 3, branches, channels).copy_(first.permute(2, 3, 0, 1))
-        ctx.grid, ctx.dtype = (height, width), first.dtype
-        ctx.save_for_backward(tokens, matrix)
+        ctx.grid = (height, width)
+        ctx.save_for_backward(tokens, matrix, first)
         return fused.gather(tokens @ matrix.mT, (height, width), branches)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         from vitfocus.kernels.pooling import triton as fused
 
-        tokens, matrix = ctx.saved_tensors
+        tokens, matrix, first = ctx.saved_tensors
+        if wants_second_derivative():
+            plain = partial(_predict_by_convolution, grid=ctx.grid)
+            return *differentiable_gradients(plain, (tokens, first), gradient), None, None
         branches, (rows, channels) = gradient.shape[2], matrix.shape
         slope = fused.scatter(gradient.contiguous(), ctx.grid, tokens.shape[1], rows, tokens.dtype)
         weights = (slope.flatten(0, 1).mT @ tokens.flatten(0, 1))[: 9 * branches]
-        weights = weights.view(3, 3, branches, channels).permute(2, 3, 0, 1).to(ctx.dtype)
+        weights = weights.view(3, 3, branches, channels).permute(2, 3, 0, 1).to(first.dtype)
         return slope @ matrix, weights, None, None
 
 
@@ -127,5 +149,8 @@ class _Mix(torch.autograd.Function):
         from vitfocus.kernels.pooling import triton as fused
 
         tokens, hidden, second, weights = ctx.saved_tensors
+        if wants_second_derivative():
+            plain = partial(_mix_by_pooling, grid=ctx.grid)
+            return *differentiable_gradients(plain, (tokens, hidden, second), gradient), None, None
         made = fused.backward(gradient.contiguous(), tokens, hidden, second, weights, ctx.grid)
         return made[0], made[1].to(hidden.dtype), made[2].to(second.dtype), None, None

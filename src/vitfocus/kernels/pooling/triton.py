@@ -25,11 +25,10 @@ _BLOCK, _BUSY = 1024, 264
 
 
 @triton.jit
-def _own(height, width, groups, SIDE: tl.constexpr):
-    """The square, the group of channels and the image of this program; all on one axis, for others are short."""
-    squares = tl.cdiv(height, SIDE) * tl.cdiv(width, SIDE)
-    mine = tl.program_id(0)
-    return mine % squares, (mine // squares) % groups, (mine // (squares * groups)).to(tl.int64)
+def _program(height, width, groups, SIDE: tl.constexpr):
+    """The square, the group of channels and the image of this program, all on the one axis that may be long."""
+    squares, program = tl.cdiv(height, SIDE) * tl.cdiv(width, SIDE), tl.program_id(0)
+    return program % squares, (program // squares) % groups, (program // (squares * groups)).to(tl.int64)
 
 
 @triton.jit
@@ -259,7 +258,7 @@ def mix_forward(tokens, weights, out, count, height, width, prefix, C, PRECISION
                 K: tl.constexpr, SIDE: tl.constexpr, SPAN: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr,
                 NC: tl.constexpr):  # fmt: skip
     """out = Σ_k weights_k · pool_k(tokens)."""
-    block, group, batch = _own(height, width, tl.cdiv(C, NC * BC), SIDE)
+    block, group, batch = _program(height, width, tl.cdiv(C, NC * BC), SIDE)
     channel = group * NC * BC
     _, _, _, _, patch, ok = _block(block, height, width, SIDE)
     own = ()
@@ -320,7 +319,7 @@ def mix_backward(tokens, weights, gradient, token_gradient, score_gradient, coun
                  PRECISION: tl.constexpr, K: tl.constexpr, SIDE: tl.constexpr, SPAN: tl.constexpr, BN: tl.constexpr,
                  BC: tl.constexpr, NC: tl.constexpr):  # fmt: skip
     """Some programs make the tokens' gradient, Mᵀ · gradient; the last group makes that of the scores."""
-    block, group, batch = _own(height, width, groups + 1, SIDE)
+    block, group, batch = _program(height, width, groups + 1, SIDE)
     channel, mine = group * NC * BC, batch * (height * width) * K
     image, slope, out = tokens + batch * count * C, gradient + batch * count * C, token_gradient + batch * count * C
     if group < groups:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitfocus.kernels.attention import Observation, matched
+from vitfocus.kernels.attention import AttentionInputs, Observation, matched
 from vitfocus.kernels.backends import chosen
 from vitfocus.kernels.shared_memory import available, fits, padded
 from vitfocus.kernels.statistics.chunked import tiled_statistics
@@ -20,9 +20,6 @@ from vitfocus.kernels.statistics.reference import THRESHOLD, Grids, Numbers, Sta
 
 #: What the kernels hold of a token: heads, which are unrolled, and bytes of its queries.
 MOST_HEADS, MOST_BYTES = 16, 4096
-
-#: Queries, keys, and, where there are any, bias and normalisers.
-Attention = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 def statistics(
@@ -56,11 +53,11 @@ def statistics(
     if name == "reference":
         maps = None if other is None else other.attention()
         return map_statistics(seen.attention(), maps, grids=grids, threshold=threshold, top=top)
-    one = _attention(seen)
+    one = _inputs(seen)
     sides = [*grids.query, *grids.key, grids.prefix] if grids is not None else []
-    run = _statistics if _is_traced(*one) else _launch().statistics
-    entropy, numbers = run(*one, seen.scale, sides, threshold, top)
-    return Statistics(entropy, numbers, None if other is None else _products(one, _attention(other), seen.scale))
+    options = (seen.scale, sides, threshold, top)
+    entropy, numbers = _statistics(*one, *options) if _is_traced(*one) else _launch().statistics(one, *options)
+    return Statistics(entropy, numbers, None if other is None else _products(one, _inputs(other), seen.scale))
 
 
 def backend_for(seen: Observation) -> str:
@@ -76,12 +73,12 @@ def backend_for(seen: Observation) -> str:
     return name if small and fits(heads, width, item, available(seen.device)) else "chunked"
 
 
-def _attention(seen: Observation) -> Attention:
+def _inputs(seen: Observation) -> AttentionInputs:
     assert seen.query is not None and seen.key is not None
     return (*matched(seen.query, seen.key), seen.bias, seen.lse)
 
 
-def _products(one: Attention, other: Attention, scale: float) -> Tensor:
+def _products(one: AttentionInputs, other: AttentionInputs, scale: float) -> Tensor:
     """Inner products of two maps p and r of each image and head: ⟨p, r⟩, ⟨p, p⟩ and ⟨r, r⟩, (3, B, H)."""
     if _is_traced(*one, *other):
         made: Tensor = _pair_products(*one, *other, scale)
@@ -121,7 +118,7 @@ def _statistics(
     top: int,
 ) -> tuple[Tensor, Tensor]:
     """The rows' entropies and the numbers; `sides` are those of both grids and the prefix, or none."""
-    made: tuple[Tensor, Tensor] = _launch().statistics(query, key, bias, lse, scale, sides, threshold, top)
+    made: tuple[Tensor, Tensor] = _launch().statistics((query, key, bias, lse), scale, sides, threshold, top)
     return made
 
 

@@ -21,13 +21,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vitfocus.kernels.attention import AttentionInputs
 from vitfocus.kernels.backends import on_device_of_first
 from vitfocus.kernels.shared_memory import available, padded, shrink
 from vitfocus.kernels.statistics.reference import Numbers
 from vitfocus.kernels.tiles import load_heads, load_rows, load_vectors, logits, normalisers, single, zeros
 
-#: Queries, keys, and, where there are any, bias and normalisers.
-Attention = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 #: How many columns at a time a program of the last pass goes through.
 _COLUMNS = 1024
 
@@ -372,19 +371,13 @@ def pair_pass(
 
 @on_device_of_first
 def statistics(
-    query: Tensor,
-    key: Tensor,
-    bias: Tensor | None,
-    lse: Tensor | None,
-    scale: float,
-    sides: list[int],
-    threshold: float,
-    top: int,
+    attention: AttentionInputs, scale: float, sides: list[int], threshold: float, top: int
 ) -> tuple[Tensor, Tensor]:
     """The results of the operator, in few launches: at a GPU's pace the host has no time for many."""
+    query, key, bias, _ = attention
     batch, heads, queries, width = query.shape
     keys, device = key.shape[2], query.device
-    norms, given, strides = _inputs((query, key, bias, lse), scale)
+    norms, given, strides = _inputs(attention, scale)
     rows, settings = _settings(
         heads, 1, width, query.element_size(), queries, keys, bias is not None, available(device)
     )
@@ -408,7 +401,7 @@ def statistics(
 
 
 @on_device_of_first
-def pair_products(one: Attention, two: Attention, scale: float) -> Tensor:
+def pair_products(one: AttentionInputs, two: AttentionInputs, scale: float) -> Tensor:
     """Inner products of two maps, (3, B, H)."""
     (query, key, bias, _), (other_query, other_key, other_bias, _) = one, two
     batch, heads, queries, width = query.shape
@@ -424,7 +417,7 @@ def pair_products(one: Attention, two: Attention, scale: float) -> Tensor:
     return products.sum(dim=-1)
 
 
-def _inputs(attention: Attention, scale: float) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
+def _inputs(attention: AttentionInputs, scale: float) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
     """Normalisers, a bias or what stands in for none, and the strides of queries, keys and bias."""
     query, key, bias, lse = attention
     norms = normalisers(query, key, bias, scale) if lse is None else lse.contiguous()
