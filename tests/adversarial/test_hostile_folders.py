@@ -7,6 +7,7 @@ functions are replaced by ones that note the call and fail.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ import vitfocus as vf
 from vitfocus.cli import main
 from vitfocus.core.registry import TYPE_KEY
 from vitfocus.reproduce.items import load_item
-from vitfocus.reproduce.runs import DataFolders, plan_row
+from vitfocus.reproduce.plan import DataFolders, plan_row
 from vitfocus.train.recipe import load_recipe
 
 transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
@@ -276,3 +277,43 @@ def test_an_adapter_opens_no_other_model(payload: Path, tmp_path: Path, touched:
     with pytest.raises(vf.VitfocusError, match="adapter"):
         vf.open_model(str(payload))
     spared(tmp_path, touched)
+
+
+@pytest.mark.parametrize("kind", ["model.safetensors", "pytorch_model.bin"])
+@pytest.mark.parametrize("part", ["../outside", "/dev/zero", "fifo", "x" * 300, "a\0b", ""])
+def test_an_index_of_weights_names_files_of_its_folder(kind: str, part: str, payload: Path, touched: list[str]) -> None:
+    """In whichever file transformers looks for the parts of the weights."""
+    (payload / "config.json").write_text(json.dumps(VIT))
+    (payload / "model.safetensors").rename(payload.parent / "outside")
+    os.mkfifo(payload / "fifo")
+    index = payload / f"{kind}.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": {"x": part}}))
+    with pytest.raises(vf.VitfocusError, match="expected a file of weights in the same folder"):
+        vf.open_model(str(payload))
+    index.write_text("[" * 100_000)
+    with pytest.raises(vf.VitfocusError, match="64 levels"):
+        vf.open_model(str(payload))
+
+
+def test_no_error_advises_to_run_a_pickle(payload: Path, tmp_path: Path) -> None:
+    for config in (VIT, {"architecture": "vit_tiny_patch16_224", "pretrained_cfg": {}}):
+        (payload / "config.json").write_text(json.dumps(config))
+        write_pickle(payload, tmp_path / "marker")
+        with pytest.raises(vf.VitfocusError, match="hold more than tensors and plain values"):
+            vf.open_model(str(payload))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        *("[" * 100_000, "[]", "null", '{"model_type": ["vit"]}', '{"model_type": "vit", "num_labels": "x"}'),
+        *('{"model_type": "vit", "configuration_files": [1]}', '{"model_type": "vit", "id2label": [1, 2]}'),
+    ],
+)
+def test_a_recipe_on_a_folder_with_a_malformed_config(
+    config: str, payload: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (payload / "config.json").write_text(config)
+    words = [f"spec=transformers:{payload}", "train_length=8", "val_length=8", "model.arguments={num_labels=3}"]
+    assert main(["train", "shapes", *words, "--out", str(tmp_path / "run")]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("vitfocus: ")

@@ -242,6 +242,7 @@ def things(folder: Path) -> list[Any]:
             "x",
             "\0",
             "\ud800",
+            "x" * 5000,
             "cb",
             "all",
             [],
@@ -269,6 +270,7 @@ def things(folder: Path) -> list[Any]:
             -image,
         ),
         *(image.to("meta"), image.to_sparse(), image.double(), image.half(), image * float("nan"), image * 1e30),
+        *(torch.nested.nested_tensor([image[0]]), image.to_mkldnn(), image.to(torch.float8_e4m3fn), image[None]),
         *(image[:, :1], image[..., :1], image[..., :5], torch.tensor(3), torch.zeros(0), image.requires_grad_()),
         torch.zeros(1).expand(2, 3, 3000, 3000),
         *(
@@ -391,7 +393,8 @@ def calls(tally: Tally, tries: int, folder: Path) -> None:
 def described(value: Any) -> str:
     """A value in the name of an attempt."""
     if isinstance(value, torch.Tensor):
-        return f"{value.dtype} {list(value.shape)} {value.layout} {value.device}"
+        shape = "nested" if value.is_nested else list(value.shape)
+        return f"{value.dtype} {shape} {value.layout} {value.device}"
     try:
         return repr(value)[:80].replace("\n", " ")
     except Exception:

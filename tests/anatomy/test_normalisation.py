@@ -13,7 +13,7 @@ from torch import nn
 
 import vitfocus as vf
 from vitfocus.anatomy import input_spec, remember_normalising
-from vitfocus.attention.images import corrupted, normalised
+from vitfocus.attention.batches import corrupted, normalised
 from vitfocus.data.image_files import Normalise
 from vitfocus.treatments.save_load import open_model
 

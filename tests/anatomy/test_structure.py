@@ -121,6 +121,46 @@ def test_maps_of_a_multihead_attention_are_its_own(batch_first: bool) -> None:
     torch.testing.assert_close(read, own.detach())
 
 
+class Own(nn.Module):
+    """A block with a softmax that nothing uses, as in SAM 2, whose patches may be masked or have tokens around."""
+
+    def __init__(self, tokens: str) -> None:
+        super().__init__()
+        self.patches, self.tokens = nn.Conv2d(3, 32, 8, 8), tokens
+        self.more = nn.Parameter(torch.zeros(1, 3, 32))
+        self.norm1, self.norm2, self.attention = nn.LayerNorm(32), nn.LayerNorm(32), nn.Module()
+        self.attention.forward = self.attend  # type: ignore[method-assign]
+        self.attention.qkv, self.attention.proj = nn.Linear(32, 96), nn.Linear(32, 32)
+        self.mlp = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+
+    def attend(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.attention.qkv(x).unflatten(-1, (3, 2, 16)).unbind(2)
+        (q @ k.mT).softmax(-1)  # of heads
+        attended = nn.functional.scaled_dot_product_attention(*(one.transpose(1, 2) for one in (q, k, v)))
+        return self.attention.proj(attended.transpose(1, 2).flatten(2))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = self.patches(images).flatten(2).transpose(1, 2)
+        if self.tokens == "behind":
+            x = torch.cat([x, self.more.expand(len(x), -1, -1)], dim=1)
+        elif self.tokens == "before":
+            x = torch.cat([self.more.expand(len(x), -1, -1), x], dim=1)
+        elif self.tokens == "masked":
+            kept = torch.rand(x.shape[:2], device=x.device).argsort(1)[:, : x.shape[1] // 4, None]
+            x = x.gather(1, kept.expand(-1, -1, 32))
+        x = x + self.attention(self.norm1(x))
+        return (x + self.mlp(self.norm2(x))).mean(1)
+
+
+@pytest.mark.parametrize(("tokens", "count"), [("before", 19), ("behind", 19), ("masked", 4)])
+def test_a_place_is_offered_only_where_patches_are_known_to_lie(tokens: str, count: int) -> None:
+    (block,) = body = vf.anatomy(model := Own(tokens).eval())
+    if tokens == "before":
+        assert (block.attention_kind, block.grid((32, 32)), block.prefix_tokens) == ("global", (4, 4), 3)
+    assert ("pool" in block.ports) == (body.confidence == 1.0) == (tokens == "before") and "mlp.end" in block.ports
+    assert vf.attention_maps(model, torch.randn(1, 3, 32, 32))[0].shape == (1, 2, count, count)
+
+
 def test_what_was_found_is_kept_and_leaves_no_trace() -> None:
     model, images = Encoder().train(), torch.randn(1, 3, 32, 32)
     state, before = torch.random.get_rng_state(), [str(key) for key in model.state_dict()]

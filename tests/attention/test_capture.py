@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import vitfocus as vf
 from vitfocus.attention.capture import Watched, observing
-from vitfocus.attention.layer import Geometry, LayerReadings, layer_rows
+from vitfocus.attention.layer_readings import Geometry, LayerReadings, layer_rows
 from vitfocus.kernels.attention import Observation
 from vitfocus.kernels.backends import backend
 from vitfocus.kernels.diversity.op import diversity

@@ -22,7 +22,7 @@ import vitfocus as vf
 from vitfocus.anatomy import anatomy
 from vitfocus.attention import plots
 from vitfocus.attention.diagnosis import Diagnosis, diagnose
-from vitfocus.attention.layer import Geometry
+from vitfocus.attention.layer_readings import Geometry
 from vitfocus.cli import main
 from vitfocus.cli.diagnose import image_files
 from vitfocus.core.errors import VitfocusError
@@ -264,8 +264,8 @@ def test_the_model_is_left_as_it_was_after_an_exception() -> None:
 
 
 def test_outputs_are_bit_identical_while_being_read() -> None:
+    from vitfocus.attention.batches import ImageBatch
     from vitfocus.attention.capture import reading
-    from vitfocus.attention.images import ImageBatch
 
     for family in ("timm Swin", "Hugging Face ViT", "torchvision ViT"):
         build, size, _, _ = FAMILIES[family]
@@ -479,7 +479,7 @@ def test_the_command_names_what_is_wrong(tmp_path: Path, capsys) -> None:
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad/torn.jpg").write_bytes(b"\xff\xd8 not a jpeg")
     for arguments, message in (
-        (("--images", str(tmp_path / "nowhere")), "There is no folder"),
+        (("--images", str(tmp_path / "nowhere")), "There is no file or folder"),
         (("--images", str(tmp_path / "empty")), "contain no image"),
         (("--images", str(tmp_path / "bad")), "torn.jpg cannot be read as an image"),
         (("--against", "fogg/2"), "did you mean 'fog'"),

@@ -130,7 +130,7 @@ def test_evaluate_undoes_a_normalisation_only_if_told(model: nn.Module) -> None:
         for cell, found in scores.samples.items():
             names = [next(iter(one.values()))["confidence"] for one in (found, plain.samples[cell])]
             assert np.allclose(*names, atol=1e-5)
-    with pytest.raises(vf.VitfocusError, match="say normalised=True"):
+    with pytest.raises(vf.VitfocusError, match="set normalised=True"):
         vf.evaluate(model, "clean", (normalised, labels), progress=False)
     with pytest.raises(vf.VitfocusError, match="normalised differently"):
         vf.evaluate(model, "clean", (normalised * 2, labels), normalised=True, progress=False)

@@ -15,11 +15,11 @@ from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import vitfocus as vf
-import vitfocus.attention.layer as layer_module
+import vitfocus.attention.layer_readings as layer_module
 import vitfocus.attention.readings as readings_module
 from vitfocus.attention.diagnosis import Diagnosis
 from vitfocus.attention.findings import findings
-from vitfocus.attention.layer import Geometry, LayerReadings, Quantiles, layer_rows
+from vitfocus.attention.layer_readings import Geometry, LayerReadings, Quantiles, layer_rows
 from vitfocus.attention.readings import Chart, Reading, Threshold
 from vitfocus.kernels.attention import Observation
 from vitfocus.kernels.backends import backend
@@ -34,7 +34,7 @@ from vitfocus.kernels.statistics.reference import (
     softmax_gradient,
     stability,
 )
-from vitfocus.report.sections.attention import reading_chart
+from vitfocus.report.attention import reading_chart
 
 
 def random_maps(*shape: int, sharpness: float = 3.0, seed: int = 0) -> torch.Tensor:

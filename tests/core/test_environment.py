@@ -19,10 +19,9 @@ from torch.utils._pytree import tree_leaves
 import vitfocus as vf
 from vitfocus.cli import main
 from vitfocus.core.environment import usable_device
+from vitfocus.robustness.batches import EvaluationBatch
 from vitfocus.robustness.engine import Condition
-from vitfocus.robustness.sources import EvaluationBatch
 from vitfocus.robustness.suites.perturbations import flips, frames
-from vitfocus.tasks.base import over_several_gpus
 from vitfocus.train import train
 from vitfocus.treatments import cost
 from vitfocus.treatments.attention_diversification import AttentionDiversification, DiversityMeter, RowChoice
@@ -115,14 +114,3 @@ def test_losses_of_a_model_on_several_devices_meet_on_the_first() -> None:
         for number, meter in enumerate(model):
             meter.loss = torch.ones((), device=f"cuda:{number}")  # type: ignore[assignment]
         assert vf.auxiliary_loss(model).device == torch.device("cuda:0")
-
-
-@pytest.mark.parametrize(("device", "expected"), [("cpu", False), ("auto", True)])
-def test_normalisations_are_shared_among_gpus_alone(
-    device: str, expected: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Training on the CPUs of a machine that has GPUs, torch's shared normalisation would refuse its inputs."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    assert over_several_gpus(tiny(f"device={device}")) == expected

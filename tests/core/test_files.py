@@ -94,13 +94,18 @@ def test_only_regular_files_are_replaced(kind: str, writer: Callable[[Path], Non
         ("dangling/below", "dangling is a link to a path that does not exist"),
         ("a\0b", "cannot be the name of a file"),
         ("\ud800", "cannot be the name of a file"),
+        ("x" * 300, "cannot be written: File name too long"),
+        ("loop", "cannot be written: Too many levels of symbolic links"),
     ],
 )
 def test_paths_that_cannot_be_written_are_told(name: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "dangling").symlink_to("nowhere")
     with pytest.raises(vf.VitfocusError, match=said):
         files.write_text(tmp_path / name, "new")
+    with pytest.raises(vf.VitfocusError), files.lock_folder(tmp_path / name):
+        pass
 
 
 @pytest.mark.parametrize("writer", WRITERS, ids=["text", "bytes", "atomic", "append"])

@@ -11,11 +11,15 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.processes import start
+from helpers.train_tools import tiny
 
+import vitfocus as vf
 from vitfocus.cli import main
 from vitfocus.core.errors import VitfocusError, VitfocusWarning
 from vitfocus.core.files import LOCK, lock_folder
+from vitfocus.train import train
 
 
 def hold(folder: Path, told: Path) -> None:
@@ -92,3 +96,21 @@ def test_diagnoses_and_the_demo_lock_their_folders(tmp_path: Path, capsys: pytes
         assert f"{tmp_path / model} is in use by process" in capsys.readouterr().err
     assert not (tmp_path / model / "diagnosis.json").exists()
     assert (tmp_path / f"{model}+cb" / "diagnosis.json").exists()
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "tensorboard", "parts"])
+def test_a_link_in_a_run_folder_leads_no_file_out_of_it(name: str, tmp_path: Path) -> None:
+    """A run folder from somebody else, which is resumed."""
+    elsewhere, run = tmp_path / "elsewhere", tmp_path / "run"
+    elsewhere.mkdir()
+    (elsewhere / "clean.00000000.0.npz").write_bytes(b"not a part")
+    run.mkdir()
+    (run / name).symlink_to(elsewhere)
+    with pytest.raises(VitfocusError, match=f"{name}.* is behind a link out of "):
+        if name == "parts":
+            model = vf.create_model("vit_tiny_patch16_224", depth=1, img_size=32)
+            data = torch.utils.data.TensorDataset(torch.rand(2, 3, 32, 32), torch.tensor([0, 1]))
+            vf.evaluate(model, "clean", data, out=run, resume=True, device="cpu", workers=0, progress=False)
+        else:
+            train(tiny("epochs=1", "tensorboard=true"), run, resume="auto")
+    assert [file.name for file in elsewhere.iterdir()] == ["clean.00000000.0.npz"]

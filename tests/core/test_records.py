@@ -73,7 +73,7 @@ def test_what_is_not_json_or_too_much_is_refused(tmp_path: Path, content: bytes,
     file.write_bytes(content)
     most = 1024 if "at most" in said else 1 << 20
     with pytest.raises(vf.VitfocusError) as caught:
-        read_json(file, Outer, most_bytes=most)
+        read_json(file, Outer, max_bytes=most)
     assert said in str(caught.value) and str(file) in str(caught.value) and "\n" not in str(caught.value)
 
 

@@ -8,6 +8,7 @@ import os
 import pickle
 import random
 import tarfile
+import zipfile
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ from vitfocus.data.loader import BatchPartition, BatchReader, Broken, SampleBatc
 from vitfocus.data.shapes.dataset import shapes_batch
 from vitfocus.recipes import Augment, Data
 from vitfocus.tasks.base import RunContext
-from vitfocus.tasks.classification.task import ClassificationTask
+from vitfocus.tasks.classification import ClassificationTask
 from vitfocus.train.run import train
 
 ZERO, ONE = (0.0,) * 3, (1 / 255,) * 3
@@ -187,6 +188,19 @@ def test_arrays_that_are_not_images_and_labels_are_refused(tmp_path: Path) -> No
     (tmp_path / "train.npz").write_bytes((tmp_path / "train.npz").read_bytes()[:200])
     with pytest.raises(VitfocusError, match="cannot be read as arrays"):
         open_images(Data(source="arrays", root=str(tmp_path)), "train")
+    said = b"{'descr': '|u1', 'fortran_order': False, 'shape': (True, 8, 8), }"
+    odd = b"\x93NUMPY\x01\x00v\x00" + said.ljust(117) + b"\n"
+    for member in (b"no array", odd + bytes(64)):
+        with zipfile.ZipFile(tmp_path / "train.npz", "w") as archive:
+            for name in good:
+                archive.writestr(f"{name}.npy", member)
+        with pytest.raises(VitfocusError, match=r"cannot be read as arrays|expected uint8"):
+            open_images(Data(source="arrays", root=str(tmp_path)), "train")
+
+
+def test_a_pattern_of_shards_with_too_many_folders(tmp_path: Path) -> None:
+    with pytest.raises(VitfocusError, match="which no shard can match"):
+        open_images(Data(source="shards", root=str(tmp_path), train_split="*/" * 2000 + "x.tar"), "train")
 
 
 def test_missing_data_says_what_to_set(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_pictures_without_an_object_are_kept_for_evaluation_and_dropped_for_trai
         (lambda c: c["categories"][0].pop("name"), "lacks the key 'name'"),
         (lambda c: c["annotations"][0].update(bbox=[1, 2, float("nan"), 4]), r"bbox\[2\] is nan; expected a number"),
         (lambda c: c["annotations"][0].update(segmentation={"size": [4, 4]}), "segmentation lacks the key 'counts'"),
-        (lambda c: c["images"][3].update(file_name="gone.jpg"), "1 of the 24 images .* the first of them gone.jpg"),
+        (lambda c: c["images"][3].update(file_name="gone.jpg"), "1 of the 24 images .* the first is gone.jpg"),
     ],
 )
 def test_annotations_that_cannot_be_used_are_named_before_training(

@@ -17,7 +17,7 @@ import vitfocus as vf
 from vitfocus.attention.diagnosis import Diagnosis
 from vitfocus.cli import main
 from vitfocus.data.shapes.dataset import Shapes, shapes_batch
-from vitfocus.report.build import build_page
+from vitfocus.report import build_page
 from vitfocus.report.explorer import explorer_data, load_explorer, write_explorer
 from vitfocus.report.model_card import write_cards
 from vitfocus.report.runs import collect_models, write_data_source

@@ -171,7 +171,7 @@ def test_two_explorations_are_joined_where_they_show_the_same_images(tmp_path: P
     assert [model["name"] for model in joined["models"]] == ["model 0", "model 1"] and len(joined["images"]) == 2
     assert joined["notes"] == [
         "Only images that every model was explored on are shown.",
-        "model 2 was explored on other images, so it is not shown here.",
+        "model 2 was explored with different images, so it is not shown here.",
     ]
 
 

@@ -282,9 +282,9 @@ def test_samples_under_another_name_leave_the_numbers(copied: Callable[..., Path
     assert set(row.values) == {"first", "renamed"}
     assert row.differences["renamed"].interval is None and not row.differences["renamed"].paired
     html = written.path.read_text("utf-8")
-    assert "does not hold every outcome of renamed (it knows first, second)" in html
+    assert "lacks outcomes of renamed (it has first, second)" in html
     scores = load_scores(folder)
-    with pytest.raises(VitfocusError, match="no outcomes of single images of renamed"):
+    with pytest.raises(VitfocusError, match="The run of renamed has no outcomes of single images"):
         scores.compare("first", "renamed")
 
 
@@ -343,7 +343,7 @@ def test_a_run_that_was_stopped_or_torn_is_read(copied: Callable[..., Path]) -> 
         (lambda f: None, "There is no folder"),
         (lambda f: f.mkdir(), "holds nothing to report on: expected results.json"),
         (lambda f: f.write_text("x"), "is a file; a run is a folder"),
-        (lambda f: (f.mkdir(), (f / "protocol.json").write_text("{}")), "has not measured anything yet"),
+        (lambda f: (f.mkdir(), (f / "protocol.json").write_text("{}")), "has no results yet"),
         (
             lambda f: (f.mkdir(), (f / "diagnosis.json").write_text('{"rows": 1}')),
             "was not written by vitfocus diagnose",

@@ -153,7 +153,7 @@ def test_bad_files_are_refused_in_one_sentence(client: Any, content: bytes, said
 @pytest.mark.parametrize(
     ("path", "asked", "said"),
     [
-        ("/look", {"picture": "0" * 32}, "no longer kept"),
+        ("/look", {"picture": "0" * 32}, "no longer stored"),
         ("/look", {"against": "fogg/2"}, "did you mean 'fog'"),
         ("/look", {"against": "fog/9"}, "Severity 9"),
         ("/maps", {"model": "0", "layer": "99"}, "There is no layer 99"),
@@ -176,7 +176,7 @@ def test_pictures_are_forgotten_and_nobody_can_guess_them(models: dict[str, torc
     assert first == one.add(content) != two.add(content)  # an id depends on a secret of the server
     for shade in range(3):
         one.add(Image.new("RGB", (64, 64), (shade, 0, 0)))
-    with pytest.raises(VitfocusError, match="no longer kept"):
+    with pytest.raises(VitfocusError, match="no longer stored"):
         one.look(first, "")
 
 
@@ -198,7 +198,7 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     with pytest.raises(VitfocusError, match="pip install 'vitfocus\\[serve\\]'"):
         serve.create_app(build("vit")[0])
     for words, said in (
-        (["a", "b", "c"], "one model or two, not 3"),
+        (["a", "b", "c"], "one or two models, not 3"),
         (["a", "b", "--treat", "cb"], "give one MODEL"),
         (["a", "--port", "99999"], "--port is 99999"),
         (["a", "--images", "no/such"], "no/such"),

@@ -20,9 +20,9 @@ from vitfocus.recipes import Recipe, value_of
 from vitfocus.reproduce import SCALES, Item, TableRow, item_names, items, load_item
 from vitfocus.reproduce.figures import FIGURES
 from vitfocus.reproduce.items import MEASURES, model_setups, protocol_facts
+from vitfocus.reproduce.plan import DataFolders, PlannedRun, plan_row
 from vitfocus.reproduce.results import Measurement, count, count_model
 from vitfocus.reproduce.run import counted_on, suite_options
-from vitfocus.reproduce.runs import DataFolders, PlannedRun, plan_row
 from vitfocus.train.recipe import difference, load_recipe, refuse_unused_keys, shipped_recipes
 from vitfocus.treatments.cost import count_cost
 from vitfocus.treatments.save_load import create_model

@@ -91,7 +91,7 @@ def test_a_preempted_job_is_requeued_and_a_killed_command_started_again(tmp_path
     preempt(job)
     job.result()
     assert log.read_text() == "start checkpoint start start finished"
-    assert "was killed by signal 9; it is started again" in job.stderr()
+    assert "was killed by signal 9; restarting it" in job.stderr()
     with pytest.raises(submitit.core.utils.FailedJobError, match=r"ended with 3"):
         executor.submit(Command([sys.executable, "-c", "raise SystemExit(3)"])).result()
 

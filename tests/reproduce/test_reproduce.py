@@ -19,9 +19,9 @@ from vitfocus.data.classification.dataset import open_images
 from vitfocus.reproduce import load_item
 from vitfocus.reproduce.figures import FIGURES
 from vitfocus.reproduce.items import MEASURES
+from vitfocus.reproduce.plan import DIAGNOSED, DataFolders, plan_row, validation_batches
 from vitfocus.reproduce.results import Measurement, _from_diagnosis, softmax_surface
 from vitfocus.reproduce.run import reproduce
-from vitfocus.reproduce.runs import DIAGNOSED, DataFolders, plan_row, validation_batches
 from vitfocus.train.recipe import load_recipe
 from vitfocus.train.run import train
 from vitfocus.treatments.save_load import create_model
@@ -243,7 +243,7 @@ def test_pretrained_rows_train_nothing(tmp_path: Path, monkeypatch: pytest.Monke
         asked.append((spec, pretrained))
         return create_model(spec, False, **arguments)
 
-    monkeypatch.setattr("vitfocus.reproduce.runs.create_model", build)
+    monkeypatch.setattr("vitfocus.reproduce.plan.create_model", build)
     given = {"data": [f"imagenet={tmp_path / 'imagenet'}"], "out": tmp_path / "out", "images": 1, "pretrained": True}
     outcome = reproduce("cb/figure7a", "imagenet", **given)[0]
     assert set(asked) == {("deit_small_patch16_224", True)}

@@ -162,7 +162,7 @@ def test_videos_without_a_decoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(perturbations.importlib.util, "find_spec", lambda name: None)
     (tmp_path / "rotate/a").mkdir(parents=True)
     (tmp_path / "rotate/a/0.mp4").write_bytes(b"x")
-    with pytest.raises(VitfocusError, match="crop_pct is about resizing pictures, and this data is not resized"):
+    with pytest.raises(VitfocusError, match="crop_pct is about resizing images, and this data is not resized"):
         evaluate(Blobs(8), "imagenet-p", tmp_path, perturbations=["rotate"], crop_pct=0.9, progress=False)
     with pytest.raises(VitfocusError, match="pip install av"):
         evaluate(Blobs(8), "imagenet-p", tmp_path, perturbations=["rotate"], progress=False)

@@ -125,7 +125,7 @@ def test_an_interrupted_run_goes_on_where_it_was(suite: str, tmp_path: Path) -> 
         assert again.to_dict() == load_scores(out).to_dict() and again.models == whole.models
         with pytest.raises(vf.VitfocusError, match=r"another run.*data\.digest"):
             Calls(suite, 0).run(other, out, resume=True, **drawn)
-    with pytest.raises(vf.VitfocusError, match="nothing to resume"):
+    with pytest.raises(vf.VitfocusError, match="Resuming needs"):
         vf.evaluate(counting.models, suite, data, resume=True, progress=False)
 
 
@@ -146,7 +146,7 @@ def test_another_batch_size_measures_only_what_is_missing(suite: str, tmp_path: 
 
 
 def test_a_run_that_fails_at_once_leaves_its_folder_free(tmp_path: Path) -> None:
-    with pytest.raises(vf.VitfocusError, match="knows 3 classes"):
+    with pytest.raises(vf.VitfocusError, match="has 3 classes"):
         vf.evaluate(detector(0, 3), "detection", "shapes:2", out=tmp_path, progress=False)
     with pytest.raises(vf.VitfocusError, match="does not name the answers"):
         vf.evaluate(detector(0), "answers", "shapes:2", out=tmp_path, progress=False)

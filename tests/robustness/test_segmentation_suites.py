@@ -99,7 +99,7 @@ def test_two_models_and_bad_input() -> None:
     with pytest.raises(vf.VitfocusError, match="has 3 classes"):
         vf.evaluate(Segmenter(3), "segmentation-noise", data, progress=False)
     classifier = timm.create_model("vit_tiny_patch16_224", depth=1, img_size=32)
-    with pytest.raises(vf.VitfocusError, match="is a VisionTransformer, and segmentation measures segmenters"):
+    with pytest.raises(vf.VitfocusError, match="is a VisionTransformer, but segmentation evaluates segmenters"):
         vf.evaluate(classifier, "segmentation", data, progress=False)
     with pytest.raises(vf.VitfocusError, match="at least 2"):
         vf.evaluate(Segmenter(), "segmentation-noise", data, repeats=1, progress=False)
@@ -138,7 +138,7 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path) -> None:
             run(Interrupted(stop), out)
         with pytest.raises(vf.VitfocusError, match="already holds a run"):
             run(Interrupted(1000), out)
-        with pytest.raises(vf.VitfocusError, match="not what this run began with"):
+        with pytest.raises(vf.VitfocusError, match="differ from those that this run began with"):
             run(Interrupted(1000), out, [(255 - one, mask) for one, mask in batches], resume=True)
         rest = Interrupted(1000)
         finer = list(zip(images.split(2), masks.split(2), strict=True))
@@ -151,7 +151,7 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path) -> None:
     with pytest.raises(vf.VitfocusError, match="at least 2"):
         vf.evaluate(Segmenter(), "segmentation-noise", batches, repeats=1, out=tmp_path / "free", progress=False)
     run(Segmenter(), "free")  # what failed before it began has left nothing in the way
-    with pytest.raises(vf.VitfocusError, match="nothing to resume"):
+    with pytest.raises(vf.VitfocusError, match="Resuming needs"):
         vf.evaluate(Segmenter(), "segmentation-noise", batches, resume=True, progress=False)
 
 

@@ -272,7 +272,7 @@ def test_the_suite_scores_a_folder_and_draws_pictures(coco: Path, tmp_path: Path
     truth = CocoDetections(coco, "val").truth() | {"images": kept}
     truth["annotations"] = [one for one in truth["annotations"] if one["image_id"] in numbers]
     assert scores["mask_ap"] == pytest.approx(100 * coco_scores(truth, found)["mask_ap"])
-    with pytest.raises(vf.VitfocusError, match="knows 3 classes, and the data has 10"):
+    with pytest.raises(vf.VitfocusError, match="has 3 classes, and the data has 10"):
         other = vf.create_model("maskrcnn:vit_tiny_patch16_224", num_classes=3, **SMALL)
         vf.evaluate({"a": other}, "detection", coco, device="cpu", progress=False)
 

@@ -259,9 +259,9 @@ def test_layouts_are_read_as_published(tmp_path: Path) -> None:
         (
             "ade20k",
             "cityscapes",
-            r"keeps its files in images/train or images/training, but .* only: gtFine, leftImg8bit",
+            r"has its files in images/train or images/training, but .* only: gtFine, leftImg8bit",
         ),
-        ("acdc", "cityscapes", "keeps its files in rgb_anon/fog/train"),
+        ("acdc", "cityscapes", "has its files in rgb_anon/fog/train"),
         ("camvid", "nowhere", "no data folder"),
         ("cityscape", "cityscapes", "did you mean 'cityscapes'"),
     ):
@@ -369,7 +369,7 @@ def test_predictions_for_the_servers(tmp_path: Path) -> None:
     model = small(classes=19)
     for suite, name in (("segmentation", "city"), ("acdc", "acdc")):
         given: dict[str, Any] = {"split": "test", "progress": False}
-        with pytest.raises(VitfocusError, match="withheld, so there is nothing to score: name a folder with --subm"):
+        with pytest.raises(VitfocusError, match="withheld, so nothing can be scored: name a folder with --subm"):
             vf.evaluate(model, suite, tmp_path / name, **given)
         scores = vf.evaluate(model, suite, tmp_path / name, submission=str(tmp_path / "sent" / name), **given)
         assert "miou" not in next(iter(scores.models.values()))

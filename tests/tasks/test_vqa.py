@@ -30,8 +30,8 @@ from vitfocus.data.vqa.dataset import (
     tokenizer_of,
 )
 from vitfocus.reproduce import load_item
-from vitfocus.reproduce.results import Measurement, Measuring, measure, submissions
-from vitfocus.reproduce.runs import DataFolders, plan_row
+from vitfocus.reproduce.plan import DataFolders, plan_row
+from vitfocus.reproduce.results import Measurement, MeasureSettings, measure, submissions
 from vitfocus.tasks.vqa.evaluation import (
     Answerer,
     best_constant,
@@ -317,7 +317,7 @@ def test_a_checkpoint_brings_its_words_and_answers(
     results = train(recipe, out=tmp_path / "run")
     assert (results["answers"], results["words_from"]) == (3, "the checkpoint")
     said = capsys.readouterr().err
-    assert "has its own, so answer.words=200 is not used" in said and "answer.answers" not in said
+    assert "answer.words=200 is not used, since the checkpoint determines it" in said and "answer.answers" not in said
     (tmp_path / "vilt").rename(tmp_path / "moved")  # a saved model stands on its own
     model: Any = vf.load(tmp_path / "run" / "model")
     assert model.config.id2label == {0: "no", 1: "yes", 2: "blue"}
@@ -413,9 +413,9 @@ def test_train_and_val_are_trained_on_and_test_dev_is_answered(vqav2: Path, tmp_
     planned = plan_row(item, item.rows[0], "smoke", DataFolders(), tmp_path)
     assert planned is not None
     run = dataclasses.replace(planned, recipe=recipe, folder=tmp_path / "run")
-    value = measure("vqa", run, results, Measuring(DataFolders()))
+    value = measure("vqa", run, results, MeasureSettings(DataFolders()))
     assert isinstance(value, Measurement) and value.title == "VQA accuracy on 3 held-out images of val2014"
-    (note,) = submissions(item.measures, run, Measuring(DataFolders()))
+    (note,) = submissions(item.measures, run, MeasureSettings(DataFolders()))
     written = json.loads(Path(note.rpartition(": ")[2].rstrip(".")).read_text())
     assert [one["question_id"] for one in written] == [one["question_id"] for one in questions["questions"]]
     assert "test-dev2015" in note and all(isinstance(one["answer"], str) for one in written)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import vitfocus as vf
-from vitfocus.attention.images import PatchesInOrder
+from vitfocus.attention.batches import PatchesInOrder
 from vitfocus.data.vqa.batches import pad_images
 
 transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")

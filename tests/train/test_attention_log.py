@@ -11,7 +11,7 @@ import torch
 from helpers.train_tools import rows
 
 from vitfocus.train import load_recipe, train
-from vitfocus.train.attention_log import AttentionLog, collapsed_layers
+from vitfocus.train.log import AttentionLog, collapsed_layers
 
 TASKS = {
     "shapes": ["model.arguments={patch_size=8,embed_dim=24,depth=2,num_heads=2}", "size=16"],
@@ -19,7 +19,11 @@ TASKS = {
         "model.arguments={img_size=32,patch_size=8,embed_dim=24,depth=4,num_heads=2,channels=8,auxiliary_channels=4}",
         "size=32",
     ],
-    "shapes_detect": ["model.arguments={embed_dim=24,depth=4,num_heads=2,channels=8,box_width=16}", "size=32"],
+    "shapes_detect": [
+        "model.arguments={embed_dim=24,depth=4,num_heads=2,channels=8,box_width=16,"
+        "rpn_post_nms_top_n_train=20,rpn_post_nms_top_n_test=20,box_detections_per_img=4}",
+        "size=32",
+    ],
     "shapes_answer": ["model.arguments={hidden_size=24,num_hidden_layers=1}", "size=32"],
 }
 

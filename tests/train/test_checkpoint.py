@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from pathlib import Path
 
@@ -128,3 +129,14 @@ def test_a_checkpoint_of_an_earlier_version_is_refused_with_what_to_do(tmp_path:
         read_checkpoint(written)
     (written / "SHA256SUMS").write_text("".join(f"{digest(written / name)}  {name}\n" for name in names))
     assert read_checkpoint(written).state == tiny(1).state
+
+
+@pytest.mark.parametrize("mark", ["new", "old"])
+def test_what_lies_where_a_folder_is_written_is_removed_but_not_what_it_leads_to(mark: str, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "kept").touch()
+    final, place = tmp_path / "model", tmp_path / f".model.{mark}"
+    for make in (lambda: place.symlink_to("elsewhere"), place.touch, lambda: os.mkfifo(place), place.mkdir):
+        make()
+        checkpoint.replace_folder(final, lambda folder: (folder / "a").touch())
+        assert sorted(path.name for path in tmp_path.rglob("*")) == ["a", "elsewhere", "kept", "model"]

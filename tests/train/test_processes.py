@@ -36,16 +36,25 @@ def test_two_processes_give_the_curve_of_one(alone: Path, tmp_path: Path) -> Non
     same_curve(alone, tmp_path / "two")
 
 
-def test_pooling_normalises_over_both_processes(tmp_path: Path) -> None:
-    """Token-aware Average Pooling has batch normalisation: loss, weights and running statistics are those of one."""
-    pooled = ["spec=vit_tiny_patch16_224+tap+adl(threshold=0.5)", "model.arguments.patch_size=4", *MANY[1:]]
-    start(tmp_path / "one", *pooled).results()
-    for process in start_many(tmp_path / "two", *pooled):
+@pytest.mark.parametrize(
+    ("model", "norms", "within"),
+    [
+        (["spec=vit_tiny_patch16_224+tap+adl(threshold=0.5)", "model.arguments.patch_size=4"], 2, 1e-5),
+        (["spec=localvit_tiny+adl(threshold=0.5)", "model.arguments={depth=1}", "size=32"], 3, 1e-4),
+    ],
+)
+def test_batch_normalisation_over_both_processes(model: list[str], norms: int, within: float, tmp_path: Path) -> None:
+    """That of Token-aware Average Pooling and of models: loss, weights and running statistics are those of one."""
+    keys = [*model, *MANY[1:]]
+    start(tmp_path / "one", *keys).results()
+    processes = start_many(tmp_path / "two", *keys)
+    for process in processes:
         process.results()
+    assert "of each of the 2 processes" not in processes[0].error
     same_curve(tmp_path / "one", tmp_path / "two")
     one, two = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("one", "two"))
-    assert sum("running_var" in key for key in one) == 2
-    assert max(float((one[key].double() - two[key].double()).abs().max()) for key in one) < 1e-5
+    assert sum("running_var" in key for key in one) == norms
+    assert max(float((one[key].double() - two[key].double()).abs().max()) for key in one) < within
 
 
 def test_accumulation_with_batch_normalisation_says_what_differs(tmp_path: Path) -> None:

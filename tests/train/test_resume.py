@@ -257,7 +257,8 @@ TASKS = {
         "train_length=8",
     ],
     "shapes_detect": [
-        "model.arguments={patch_size=8,embed_dim=24,depth=4,num_heads=2,channels=8,box_width=16,mask_layers=1}",
+        "model.arguments={patch_size=8,embed_dim=24,depth=4,num_heads=2,channels=8,box_width=16,mask_layers=1,"
+        "rpn_post_nms_top_n_train=20,rpn_post_nms_top_n_test=20,box_detections_per_img=4}",
         "size=32",
         "train_length=8",
     ],

@@ -26,7 +26,7 @@ from vitfocus.data.shapes.dataset import shapes_batch
 from vitfocus.recipes import Distill, Optimiser
 from vitfocus.robustness.pixel_model import PixelModel
 from vitfocus.tasks.base import build_model, model_arguments
-from vitfocus.tasks.classification.task import Teacher, cross_entropy, supervised_terms
+from vitfocus.tasks.classification import Teacher, cross_entropy, supervised_terms
 from vitfocus.train.optimiser import TrainingSchedule, create_optimiser
 from vitfocus.train.recipe import load_recipe
 from vitfocus.train.run import assemble_run, train
@@ -80,7 +80,7 @@ def test_the_engine_ends_where_a_loop_by_hand_ends(tmp_path: Path) -> None:
 
 def test_patchwise_augmentation_is_a_pass_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both passes give gradients, twice the same here; the attention loss belongs to the second."""
-    monkeypatch.setattr("vitfocus.tasks.classification.task.augment_patches", lambda images, *_: images)
+    monkeypatch.setattr("vitfocus.tasks.classification.augment_patches", lambda images, *_: images)
     spec, steps = f"spec={SPEC}+adl(threshold=0.5)", ["epochs=0.19", "warmup_epochs=0"]
     trainers = [assemble_run(tiny(*PLAIN, *steps, spec, *more), tmp_path) for more in ([], ["patchwise=8"])]
     gradients = []

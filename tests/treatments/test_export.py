@@ -77,6 +77,16 @@ def test_exports(family: str) -> None:
         torch.testing.assert_close(program.module()(images), expected, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("spec", ["cbs+tap+adl+se", "registers+ttr(neurons=[[0,1]])+gate+qknorm+sigma"])
+def test_exports_for_any_number_of_images(spec: str) -> None:
+    model, images = build("vit", depth=2)
+    vf.treat_(model, spec)
+    three, batch = torch.cat((images, images[:1])), {0: torch.export.Dim("batch", min=2, max=64)}
+    with torch.no_grad():
+        program = torch.export.export(model, (three,), dynamic_shapes=(batch,))
+        torch.testing.assert_close(program.module()(images), model(images), atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("family", ["vit", "swin"])
 def test_onnx(family: str, tmp_path: Path) -> None:
     runtime = pytest.importorskip("onnxruntime", reason="the onnx extra is not installed")

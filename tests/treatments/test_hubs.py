@@ -104,6 +104,54 @@ def test_checkpoints_of_transformers_come_back(spec: str, tmp_path: Path) -> Non
     assert STATE_KEY not in json.loads((tmp_path / "plain" / "config.json").read_text())
 
 
+#: Models of transformers whose transformer is a part with a config of its own, or that are no classifiers of images.
+PARTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "SiglipForImageClassification": ("Siglip", {"num_labels": 3}),
+    "DPTForDepthEstimation": (
+        "Dinov2",
+        {
+            **{"neck_hidden_sizes": [16, 16], "reassemble_factors": [2, 1], "fusion_hidden_size": 16},
+            **{"backbone_out_indices": None, "hidden_size": 24},
+        },
+    ),
+    "YolosForObjectDetection": ("", {"image_size": [32, 32], "num_detection_tokens": 4}),
+    "CLIPVisionModel": ("", {}),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_treatments_of_a_part_and_of_other_tasks_come_back(name: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
+    cls, (part, options) = getattr(transformers, name), PARTS[name]
+    sizes: dict[str, Any] = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"intermediate_size": 32, "image_size": 32, "patch_size": 8}
+    if part == "Siglip":
+        options = {"vision_config": sizes, **options}
+    elif part:
+        sizes |= {"out_features": ["stage1", "stage2"], "reshape_hidden_states": False}
+        options = {"backbone_config": transformers.Dinov2Config(**sizes), **options}
+    else:
+        options = sizes | options
+    model = shaken(vf.treat_(cls(cls.config_class(**options)), "cb"))
+
+    def output(one: Any) -> torch.Tensor:
+        with torch.no_grad():
+            made: torch.Tensor = one.eval()(IMAGES)[0]
+        return made
+
+    model.save_pretrained(tmp_path / "theirs")
+    vf.save(model, tmp_path / "ours")
+    opened = [
+        *(cls.from_pretrained(tmp_path / folder) for folder in ("theirs", "ours")),
+        *(vf.open_model(str(tmp_path / folder)) for folder in ("theirs", "ours")),
+    ]
+    for one in opened:
+        assert type(one) is cls and vf.applied(one) == vf.applied(model)
+        torch.testing.assert_close(output(one), output(model))
+    plain = cls.from_pretrained(tmp_path / "theirs")
+    assert not torch.allclose(output(vf.untreat_(plain)), output(model))
+
+
 def test_savers_of_timm_and_smp_do_not_drop_treatments(tmp_path: Path) -> None:
     model = tiny_timm("cb")
     timm.models.save_for_hf(model, tmp_path / "timm", model_args=dict(SMALL))
@@ -252,6 +300,8 @@ def test_a_wrapper_and_the_model_inside_know_the_same() -> None:
         vf.treat_(other(model), "tap")
         assert [str(one) for one in vf.applied(model)] == [str(one) for one in vf.applied(model.body)] == ["cb", "tap"]
         assert [name for name in model.state_dict() if STATE_KEY in name] == [f"body.{STATE_KEY}"]
+        with pytest.raises(vf.VitfocusError, match=r"Holder of .*: save it with torch\.save\(.*treat=True"):
+            vf.save(model, "never")
         vf.untreat_(other(model))
         assert not vf.applied(model) and not any(STATE_KEY in name for name in model.state_dict())
 
@@ -317,3 +367,15 @@ def test_feature_extractors_and_encoders_take_treatments(kind: str) -> None:
     assert vf.auxiliary_loss(model) > 0
     vf.untreat_(model)
     assert torch.equal(output(), plain)
+
+
+def test_a_config_whose_backbone_is_fetched_by_default_is_refused() -> None:
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    from vitfocus.treatments.safe_arguments import transformers_config
+
+    class Fetching(transformers.ViTConfig):
+        use_timm_backbone = True
+
+    assert transformers_config(transformers.ViTConfig, {"hidden_size": 24}, "a folder").hidden_size == 24
+    with pytest.raises(vf.VitfocusError, match="backbone is fetched"):
+        transformers_config(Fetching, {"hidden_size": 24}, "a folder")

@@ -239,5 +239,7 @@ def test_what_is_no_register_is_refused() -> None:
     smooth = timm.create_model("vit_tiny_patch16_224", **TINY)
     with pytest.raises(vf.VitfocusError, match="nothing to move"):
         vf.find_registers(smooth, torch.randn(2, 3, 64, 64))
+    with pytest.raises(vf.VitfocusError, match="nothing to move"):
+        vf.find_registers(smooth, [])
     with pytest.raises(vf.VitfocusError, match="no layer 7"):
         vf.find_registers(smooth, torch.randn(2, 3, 64, 64), layer=7)

@@ -19,7 +19,7 @@ import vitfocus as vf
 from vitfocus import treatments
 from vitfocus.cli import main
 from vitfocus.report.model_card import make_card
-from vitfocus.report.sections.models import block_diagram
+from vitfocus.report.models import block_diagram
 from vitfocus.treatments.base import TREATMENTS, Treatment, all_treatments, keywords
 from vitfocus.treatments.cost import count_cost
 from vitfocus.treatments.spec import parse_treatments
@@ -99,7 +99,11 @@ def test_every_treatment_says_what_it_is() -> None:
     assert [kind.name for kind in all_treatments()] == ["cb", "tap", "adl", "se", "uniform", "extra", *newer]
     assert set(keywords()) == {*TREATMENTS, "cbs"}
     for kind in all_treatments():
-        assert getattr(vf, kind.__name__) is kind and kind.__name__ in treatments.__all__ and kind.__name__ in dir(vf)
+        assert (
+            getattr(vf, kind.__name__) is kind
+            and getattr(treatments, kind.__name__) is kind
+            and kind.__name__ in dir(vf)
+        )
         assert kind.label and kind.about and not kind.about.endswith(".") and 0 <= kind.colour <= 6
         for spec in kind.columns.values():
             assert isinstance(parse_treatments(spec)[0], kind)

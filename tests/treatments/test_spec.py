@@ -88,6 +88,8 @@ def test_short_forms() -> None:
         ("adl(rows=0)", "rows of at least 1"),
         ("adl(weight=-0.5)", "weight of at least 0, not -0.5"),
         ("se(reduction=0)", "reduction of at least 1"),
+        ("tap(branches=10000000)", "branches of at most 64"),
+        ("registers(count=1000000000)", "count of at most 10,000"),
         ("cb(variant)", "key=value"),
         ("cb(layers=upper, layers=[0])", "gives layers twice, as upper and as (0,)"),
         ("cbs(variant=gate)", "cbs is short for cb(variant=scaled)"),

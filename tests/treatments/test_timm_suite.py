@@ -13,6 +13,7 @@ from torch import nn
 from torchvision.models.feature_extraction import create_feature_extractor, get_graph_node_names
 
 import vitfocus as vf
+from vitfocus.treatments.surgery import columns
 
 ALL = "cbs+tap+adl(variant=paper,threshold=1.0)"
 QUICK = ("vit", "vit_registers", "deit_distilled", "beit", "eva02", "swin", "pvt_v2", "pit", "mixer", "fan")
@@ -86,6 +87,18 @@ def test_tracing(family: str) -> None:
     joined(tuple(graph(images).values())).mean().backward()
     trained = {name for name, parameter in graph.named_parameters() if parameter.grad is not None}
     assert any("dilation_predictor" in name or "context_mlp" in name for name in trained)
+
+
+@pytest.mark.parametrize("spec", columns().values())
+def test_every_treatment_is_traced_or_refused(spec: str) -> None:
+    model, images = build("vit")
+    vf.treat_(model, spec).eval()
+    if spec.startswith(("gate", "sigma")):
+        with pytest.raises(vf.VitfocusError, match=r"torch\.fx cannot trace .*: use torch\.export"):
+            traced(model)
+        return
+    with torch.no_grad():
+        torch.testing.assert_close(*(one(images) for one in (torch.fx.symbolic_trace(model), model)), atol=1e-5, rtol=0)
 
 
 def test_torchscript_is_refused_in_a_sentence() -> None:

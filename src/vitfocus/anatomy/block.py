@@ -1,8 +1,7 @@
 """The records that describe every family of vision transformers, and how they are built from a plan of names.
 
 Treatments and readings do not depend on the family: they ask a `Block` for its ports, its grid and its kind of
-attention. Families differ by the records that `timm.py`, `transformers.py`, `torchvision.py` and `vitfocus_models.py`
-fill.
+attention. Families differ by the records that `timm.py`, `transformers.py` and `torchvision.py` fill.
 
 A `Plan` names places as "path<" (the input of the module at that path), "path>" (its output) or "path()" (the input of
 that method), with the layout of the tokens if it is not that of the block: "drop_path1< BHWC".

@@ -103,7 +103,7 @@ def grey_normalising(stem: nn.Module, mean: Values, std: Values) -> tuple[Values
 
 
 _IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-_LIBRARIES = ("timm", "transformers", "torchvision", "vitfocus_models")
+_LIBRARIES = ("timm", "transformers", "torchvision")
 _FAMILIES: dict[str, Family] = {}
 
 
@@ -182,7 +182,7 @@ def family_of(module: nn.Module) -> Family | None:
     """The family a module itself belongs to, by its class or a class it derives from."""
     for cls in type(module).__mro__:
         library = cls.__module__.partition(".")[0]
-        library = "vitfocus_models" if library == "vitfocus" else library
+        library = "timm" if library == "vitfocus" else library
         if library in _LIBRARIES:
             importlib.import_module(f"vitfocus.anatomy.{library}")
         if family := _FAMILIES.get(_full_name(cls)):

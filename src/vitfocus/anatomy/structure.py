@@ -2,10 +2,10 @@
 
 Every softmax attention that the pass shows becomes a block. The sum behind it is the shortcut, the norm before it opens
 its branch, and two linear maps around an activation before the next sum are the MLP. A place becomes a port only if the
-trace proves it: every way from the attention to the sum leads through it, the shortcut does not, and its shape covers
+trace proves it: every path from the attention to the sum goes through it, the shortcut does not, and its shape covers
 the block's tokens. How many of these checks passed is the confidence of the result.
 
-What was found is kept on the model as plain names and numbers, so copies of the model have it and it is found once.
+What was found is kept on the model as plain names and numbers, so that copies of the model have it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from vitfocus.anatomy.trace import (
 from vitfocus.core.errors import VitfocusError
 
 _KEPT = "_vitfocus_structure"
-_MOST_NUMBERS = 500_000_000  # of a copy in memory
+_MOST_NUMBERS = 500_000_000  # parameters of a model that is copied to the CPU
 
 PortNames = tuple[str, str, Layout, int]
 #: Gives the inputs on which a module may run, likeliest first.
@@ -161,9 +161,11 @@ class _Finder:
         )
 
     def _first_of_each_module(self) -> list[Core]:
+        """Of each module the attention of its first call; of several in one call the largest, which is also read."""
         found: dict[str, Core] = {}
         for core in self.trace.cores:
-            found.setdefault(core.call.name, core)
+            first = found.setdefault(core.call.name, core)
+            found[core.call.name] = core if core.call is first.call and core.numbers > first.numbers else first
         return list(found.values()) or self._without_softmax()
 
     def _without_softmax(self) -> list[Core]:
@@ -181,7 +183,7 @@ class _Finder:
             following = self.cores[index + 1].call.start if index + 1 < len(self.cores) else len(self.trace.ops)
             part = self._part(core, following)
             if part.facts["attention_kind"] == "linear" and not (part.passed["shortcut"] and part.passed["mlp"]):
-                continue  # only called attention
+                continue  # attention in name only
             host, rule = part.modules["host"] or "", part.facts["grid_rule"]
             count = hosts.get(host, 0)
             hosts[host] = count + 1

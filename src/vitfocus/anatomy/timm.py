@@ -1,4 +1,4 @@
-"""The families of timm, one small function each."""
+"""The families of timm, and of `vitfocus.models`, which timm builds too: one small function each."""
 
 from __future__ import annotations
 
@@ -348,6 +348,57 @@ def _volo(model: Any) -> Anatomy:
     return trunk.anatomy(model, _stem(model))
 
 
+#: FAN, RVT, PVT v1 and LocalViT, which `vitfocus.models` registers with timm.
+FAN = Plan(mlp_places=("mlp<", "mlp.mlp_v.fc2<", "mlp>"))
+RVT_CONV = Plan(mlp_places=("mlp<", "mlp.fc2< BCHW", "mlp>"))
+
+
+def _fan(model: Any) -> Anatomy:
+    stem, trunk = model.patch_embed, Trunk(pair(model.img_size))
+    patch = getattr(stem, "patch_size", 0)
+    rule = GridRule(((3, 2, 1),) * stem.halvings if hasattr(stem, "halvings") else ((patch, patch, 0),))
+    for index, host in enumerate(model.blocks):
+        trunk.add(host, FAN, f"blocks.{index}", rule)
+    _add_class_blocks(trunk, model.cls_attn_blocks, "cls_attn_blocks", rule)
+    return trunk.anatomy(model, stem)
+
+
+def _rvt(model: Any) -> Anatomy:
+    rule, trunk = GridRule(((7, 2, 2), (3, 2, 1), (4, 4, 0))), Trunk(pair(model.img_size))
+    for stage, transformer in enumerate(model.transformers):
+        rule = rule.then((3, 2, 1)) if stage else rule
+        for index, host in enumerate(transformer.blocks):
+            plan = RVT_CONV if isinstance(host.mlp.fc2, nn.Conv2d) else PRE_NORM
+            trunk.add(host, plan, f"transformers.{stage}.blocks.{index}", rule, stage)
+    return trunk.anatomy(model, model.patch_embed)
+
+
+def _pvt(model: Any) -> Anatomy:
+    rule, trunk = GridRule(()), Trunk(pair(model.img_size))
+    for stage in range(model.num_stages):
+        rule = rule.then(conv_step(getattr(model, f"patch_embed{stage + 1}").proj))
+        last = stage == model.num_stages - 1
+        for index, host in enumerate(getattr(model, f"block{stage + 1}")):
+            reduction = getattr(host.attn, "sr", None)
+            keys = rule.then(conv_step(reduction)) if reduction is not None else rule
+            plan = PRE_NORM if keys is rule else Plan(kind="reduced")
+            tokens = {"prefix_tokens": int(last), "class_token": last}
+            trunk.add(host, plan, f"block{stage + 1}.{index}", rule, stage, key_rule=keys, **tokens)
+    return trunk.anatomy(model, model.patch_embed1)
+
+
+def _localvit(model: Any) -> Anatomy:
+    rule, trunk = GridRule((conv_step(model.patch_embed.proj),)), Trunk(pair(model.img_size))
+    # The locality feed-forward sees the patch tokens as an image; the class token passes it by.
+    plan = Plan(mlp="conv")
+    for index, host in enumerate(model.blocks):
+        last = max(i for i, layer in enumerate(host.conv.conv) if isinstance(layer, nn.Conv2d))
+        places = ("conv.conv< BCHW", f"conv.conv.{last}< BCHW", "conv.conv> BCHW")
+        plan = replace(plan, mlp_places=places)
+        trunk.add(host, plan, f"blocks.{index}", rule, prefix_tokens=1, class_token=True)
+    return trunk.anatomy(model, model.patch_embed)
+
+
 def _register_all() -> None:
     vit, plain_vit = partial(_columnar, plans=VIT), partial(_columnar, plans=VIT, takes_tokens=True)
     swin, swin_v2 = partial(_swin, plan=SWIN), partial(_swin, plan=SWIN_V2)
@@ -377,6 +428,13 @@ def _register_all() -> None:
     ):
         module = names.split(".")[0]
         register(Family(module, "timm", (f"timm.models.{names}",), dissect, example, options))
+    for names, dissect, example in (
+        ("fan.FAN", _fan, "fan_tiny_8_p4_hybrid"),
+        ("rvt.RVT", _rvt, "rvt_tiny"),
+        ("pvt.PVT", _pvt, "pvt_tiny"),
+        ("localvit.LocalViT", _localvit, "localvit_tiny"),
+    ):
+        register(Family(names.split(".")[0], "vitfocus", (f"vitfocus.models.{names}",), dissect, example))
 
 
 _register_all()

@@ -42,7 +42,6 @@ class Call:
     end: int = -1
     source: int | None = None
     result: int | None = None
-    in_tuple: bool = False
 
     @property
     def chain(self) -> list[Call]:
@@ -61,6 +60,11 @@ class Core:
     query: int | None = None
     key: int | None = None
 
+    @property
+    def numbers(self) -> int:
+        """How many numbers one map has."""
+        return math.prod(self.logits[-2:])
+
 
 @dataclass(eq=False)
 class Trace:
@@ -77,7 +81,7 @@ class Trace:
     grids: set[tuple[int, ...]] = field(default_factory=set)
 
     def after(self, start: int, stop: int, without: int | None = None) -> set[int]:
-        """The nodes up to `stop` that depend on node `start`, by ways that avoid the node `without`."""
+        """The nodes up to `stop` that depend on node `start`, along paths that avoid the node `without`."""
         found = {start}
         for node in range(start + 1, stop + 1):
             if node != without and not found.isdisjoint(self.parents[node]):
@@ -113,8 +117,10 @@ class Trace:
         return None, None
 
     def in_order(self, node: int) -> bool:
-        """Whether tokens lie row by row: on the way from the image, none or as many reorderings as were undone.
+        """Whether tokens are in row-major order: between the image and here, every reordering was undone.
 
+        Tokens chosen by an index, as in masked autoencoders, may lie anywhere, and tokens that come behind the
+        patches would be taken for patches.
         Cutting windows and joining them again exchanges axes of a tensor with five or more of them, and leaves the
         number of channels as it was.
         """
@@ -122,6 +128,8 @@ class Trace:
         crossed = False
         while self.parents[node]:
             shape, op = self.shapes[node], self.ops[node]
+            if op in ("gather", "index_select", "take_along_dim"):
+                return False
             if len(shape) >= 5 and op in ("permute", "transpose", "swapaxes", "movedim"):
                 crossed = True
             if len(shape) <= 4:
@@ -131,7 +139,10 @@ class Trace:
             made = [parent for parent in self.parents[node] if self.ops[parent] != "leaf"]
             if not made:
                 break
+            last = self.parents[node][-1]
             node = min(made) if op in SUMS else max(made, key=lambda one: (math.prod(self.shapes[one]), -one))
+            if op in ("cat", "concat") and len(shape) == 3 and node != last and shape[1] > self.shapes[node][1]:
+                return False
         return reordered % 2 == 0
 
     def mlp_behind(self, total: int, following: int) -> tuple[int | None, list[Call]]:
@@ -334,7 +345,6 @@ class Tracer(TorchFunctionMode):
         if not self.stack:
             return None
         call = self.stack[-1]
-        call.in_tuple = isinstance(output, tuple)
         if isinstance(output, Tensor):
             output = output.detach()
         elif type(output) in (tuple, list):

@@ -201,6 +201,11 @@ _IMAGES = {"pixel_values", "pixel_values_videos", "grid_thw"}
 _DEPTHS = re.compile(r"(num_|n_|encoder_|decoder_)(hidden_|encoder_|decoder_)?layers?|depth|num_blocks")
 
 
+def takes_images(cls: Any) -> bool:
+    """Whether a class of transformers is a model of images or videos, by the arguments of its forward."""
+    return not _IMAGES.isdisjoint(inspect.signature(cls.forward).parameters)
+
+
 def vision_types() -> dict[str, Any]:
     """The model types of transformers whose model takes images or videos."""
     import transformers
@@ -215,10 +220,10 @@ def vision_types() -> dict[str, Any]:
         for name in dict.fromkeys(names[kind]):
             try:
                 cls = getattr(transformers, name)
-                takes = set(inspect.signature(cls.forward).parameters)
+                takes = takes_images(cls)
             except (AttributeError, ImportError, ValueError):  # another library is missing
                 continue
-            if _IMAGES & takes:
+            if takes:
                 found[kind] = cls
                 break
     return found

@@ -24,9 +24,9 @@ from torch.overrides import TorchFunctionMode
 from vitfocus.anatomy import Anatomy, Block, unwrap
 from vitfocus.anatomy.block import Size, heads_of
 from vitfocus.anatomy.inputs import PLACES
-from vitfocus.attention.images import TEXT, ImageBatch, PatchesInOrder, normalised, with_text
+from vitfocus.attention.batches import TEXT, ImageBatch, PatchesInOrder, normalised, with_text
 from vitfocus.core.arguments import require_values
-from vitfocus.core.errors import VitfocusError, nearest, warn
+from vitfocus.core.errors import VitfocusError, nearest, reason, warn
 from vitfocus.core.modules import eval_mode
 from vitfocus.kernels.attention import Observation, attention_with_normalisers, join_heads, matched
 from vitfocus.kernels.backends import chosen, exporting, outside_autocast
@@ -383,6 +383,8 @@ def _explain(error: Exception, pixels: Tensor, model: nn.Module, body: Anatomy) 
     name, size = type(unwrap(model)).__name__, (int(pixels.shape[-2]), int(pixels.shape[-1]))
     if f"{pixels.shape[1]} channels instead" in str(error):  # torch's message about the stem
         raise VitfocusError(f"{name} does not take images of {pixels.shape[1]} channels: {error}.") from error
+    if not isinstance(error, VitfocusError) and pixels.ndim > 4:  # which only models for videos take
+        raise VitfocusError(f"{name} does not take a batch of shape {tuple(pixels.shape)}: {reason(error)}.") from error
     if isinstance(error, VitfocusError) or size == body.build_size or "out of memory" in str(error):
         return
     if not all(body.build_size):

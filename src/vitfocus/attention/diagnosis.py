@@ -17,18 +17,18 @@ from torch import Tensor, nn
 
 from vitfocus.anatomy import Block, anatomy
 from vitfocus.anatomy.block import Size
+from vitfocus.attention.batches import Batches, ImageBatch, Images, paired, text_length, with_text, without_padding
 from vitfocus.attention.capture import can_be_read, model_name, pick_blocks, reading
 from vitfocus.attention.findings import SECOND, Finding, Situation, default_thresholds, explain, uniform_note
-from vitfocus.attention.images import Batches, ImageBatch, Images, paired, text_length, with_text, without_padding
-from vitfocus.attention.layer import LayerReadings, NormReadings, geometry_of, layer_rows
+from vitfocus.attention.layer_readings import LayerReadings, NormReadings, geometry_of, layer_rows
 from vitfocus.attention.plots import plot, png
 from vitfocus.attention.readings import READINGS, LayerRow, cell, columns, context_scale, figures
 from vitfocus.core.arguments import checked
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import write_bytes
-from vitfocus.core.modules import carried, inserted, insertion_sentence, is_trained
+from vitfocus.core.modules import inserted, insertion_sentence, is_trained, treatment_specs
 from vitfocus.core.records import Count, convert, read_json
-from vitfocus.core.tables import Table, bullet, counted, html_points
+from vitfocus.core.tables import Table, bullet, counted, html_list
 from vitfocus.data.shapes.dataset import shapes_named
 from vitfocus.kernels.attention import Observation
 
@@ -186,7 +186,7 @@ class Diagnosis:
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
-        return self.table()._repr_html_() + html_points([(one.read, one.explanation) for one in self.explained])
+        return self.table()._repr_html_() + html_list([(one.read, one.explanation) for one in self.explained])
 
 
 @dataclass(frozen=True, repr=False)
@@ -212,8 +212,7 @@ class DiagnosisComparison:
         """How the mean over the layers changes, one sentence per number."""
         sentences = []
         for key, what in _compared().items():
-            means = [_mean(diagnosis, key) for diagnosis in (self.first, self.second)]
-            before, after = means
+            before, after = (_mean(diagnosis, key) for diagnosis in (self.first, self.second))
             if before is None or after is None:
                 continue
             low, high = (format(value, READINGS[key].format) for value in (before, after))
@@ -252,7 +251,7 @@ class DiagnosisComparison:
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
-        return self.table()._repr_html_() + html_points(self.findings)
+        return self.table()._repr_html_() + html_list(self.findings)
 
 
 def _mean(diagnosis: Diagnosis, key: str) -> float | None:
@@ -337,7 +336,7 @@ def diagnose(
     described = None if against is None else corruption or SECOND
     stability = {block.depth: torch.cat(found).tolist() for block in blocks if (found := reader.stability[block.name])}
     name, late = name or model_name(model), "+".join(inserted(model))
-    facts = " + ".join(carried(model)), is_trained(model), len(body)
+    facts = " + ".join(treatment_specs(model)), is_trained(model), len(body)
     return Diagnosis(rows, name, count, session.size, described, stability, late, places, given.taken_as, *facts)
 
 

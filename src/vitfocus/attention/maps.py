@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from vitfocus.anatomy import Block, anatomy
 from vitfocus.anatomy.block import Size
+from vitfocus.attention.batches import Batches, Images
 from vitfocus.attention.capture import WITHOUT_TOKEN_MAP, can_be_read, pick_blocks, reading
-from vitfocus.attention.images import Batches, Images
 from vitfocus.core.arguments import checked
 from vitfocus.core.errors import VitfocusError
 from vitfocus.kernels.attention import Observation
@@ -119,9 +119,9 @@ class _Collector:
 
 def _announce(first: int, block: Block, left: Sequence[Block], size: Size, limit: int, queries: object) -> None:
     """Say how much memory all the maps will take, from the first one's size and the grids of the others."""
-    own = _entries(block, size, queries)
+    entries = _entries(block, size, queries)
     others = [_entries(other, size, queries) for other in left]
-    total = first + sum(round(first * (other / own if own and other else 1)) for other in others)
+    total = first + sum(round(first * (other / entries if entries and other else 1)) for other in others)
     if total > limit:
         raise VitfocusError(f"These maps take {_bytes(total)}, more than limit={_bytes(limit)}: {_ADVICE}")
     if total > WARN_BYTES:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from vitfocus.anatomy import Block, anatomy
+from vitfocus.attention.batches import Batches, Images, normalised
 from vitfocus.attention.capture import Models, named_models, pick_blocks
 from vitfocus.attention.curves import Diagnoses, reading_curves, series
-from vitfocus.attention.images import Batches, Images, normalised
 from vitfocus.attention.maps import attention_maps, enlarged, normalise_together, on_grid, rollout
 from vitfocus.attention.readings import charts, figures
 from vitfocus.core.errors import VitfocusError, nearest

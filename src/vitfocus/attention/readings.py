@@ -105,7 +105,8 @@ class Reading:
         per: what the total is divided by, a key of `LayerReadings.counts`, or nothing; absent if the count is 0.
         finish: applied to the mean and the number of heads.
         rows: a function of attention rows (..., T, K) to (..., T), averaged over images, heads and rows.
-        norms: a function of the norms (B, N) of patch tokens at the block's output to (B,), averaged over images.
+        norms: a function of the norms (B, N) of patch tokens at the block's output, and of which of them are
+            outliers (`high_norm`), to (B,), averaged over images.
         scale: a function of the scaling weights λ (float64) that Context Broadcasting added to the block.
         thresholds: when it deserves a sentence.
         chart: how it is drawn by depth.
@@ -119,7 +120,7 @@ class Reading:
     per: str = "rows"
     finish: Callable[[float, int], float] | None = None
     rows: Callable[[Tensor], Tensor] | None = None
-    norms: Callable[[Tensor], Tensor] | None = None
+    norms: Callable[[Tensor, Tensor], Tensor] | None = None
     scale: Callable[[Tensor], float | None] | None = None
     thresholds: tuple[Threshold, ...] = ()
     chart: Chart | None = None
@@ -329,7 +330,7 @@ READINGS: dict[str, Reading] = {
             "high norm",
             ".2%",
             label="the share of high-norm patch tokens",
-            norms=lambda norms: high_norm(norms).float().mean(dim=1),
+            norms=lambda norms, outliers: outliers.float().mean(dim=1),
             thresholds=(
                 Threshold(
                     "high_norm", 0.005, "{} of the patch tokens have a norm far above the others of their image."
@@ -349,7 +350,7 @@ READINGS: dict[str, Reading] = {
         ),
         Reading(
             "norm_ratio",
-            norms=lambda norms: norms.amax(dim=1) / norms.median(dim=1).values.clamp_min(1e-12),
+            norms=lambda norms, outliers: norms.amax(dim=1) / norms.median(dim=1).values.clamp_min(1e-12),
         ),
         Reading(
             "scaling_mean",

@@ -21,7 +21,7 @@ from typing import NoReturn
 from vitfocus.cli.common import refuse_empty, refuse_unused
 from vitfocus.core import __version__
 from vitfocus.core.errors import VitfocusError, VitfocusWarning, nearest, reason
-from vitfocus.core.files import write_place
+from vitfocus.core.files import writable_path
 from vitfocus.core.tables import listing
 
 #: The commands, grouped by purpose.
@@ -135,7 +135,7 @@ def _run(words: list[str]) -> int:
     refuse_unused(parser, args)
     refuse_empty(parser, args)
     if out := getattr(args, "out", None):  # before any slow work; a report is a file, or goes into a folder
-        write_place(out, folder=command != "report" or Path(out).is_dir())
+        writable_path(out, folder=command != "report" or Path(out).is_dir())
     return int(module.run(args) or 0)
 
 

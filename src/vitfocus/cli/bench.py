@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure and print the table."""
     size = parse_size(args.size)
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # silence the profiler that measures memory
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the profiler that measures memory prints otherwise
 
     import torch
 

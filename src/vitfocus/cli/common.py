@@ -1,4 +1,4 @@
-"""What several commands share: options, labels, opening a named model, and finishing a run with its report."""
+"""Shared by several commands: options, labels of models, opening a model by name, and the report of a run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vitfocus.core.arguments import OnlyWith
 from vitfocus.core.errors import VitfocusError
@@ -22,7 +22,7 @@ WITH_EXPLORER = OnlyWith(lambda args: args.explore, "is for the attention explor
 
 
 def positive(text: str) -> int:
-    """The `type` of an option that counts something."""
+    """Parse a positive integer, as the `type` of an option."""
     try:
         number = int(text)
     except ValueError:
@@ -54,19 +54,20 @@ def add_weights(parser: argparse.ArgumentParser) -> None:
 
 def add_budget(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """Declare --budget, the size of the explorer's maps."""
-    budget = parser.add_argument(
+    add_option(
+        parser,
+        WITH_EXPLORER,
         "--budget",
         type=float,
         default=64.0,
         metavar="MB",
-        help="with --explore: the most megabytes of maps, in the page and in the folder beside it (default: 64)",
+        help="with --explore: maximum size of all maps, in the page and in the folder beside it (default: 64)",
     )
-    only_with(budget, WITH_EXPLORER)
 
 
-def only_with(action: argparse.Action, condition: OnlyWith) -> None:
-    """Declare that an option has an effect only under a condition on the parsed arguments."""
-    action.condition = condition  # type: ignore[attr-defined]
+def add_option(parser: argparse._ActionsContainer, condition: OnlyWith, flag: str, **options: Any) -> None:
+    """Declare an option that has an effect only under a condition on the parsed arguments."""
+    parser.add_argument(flag, **options).condition = condition  # type: ignore[attr-defined]
 
 
 def refuse_unused(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -81,7 +82,7 @@ def refuse_unused(parser: argparse.ArgumentParser, args: argparse.Namespace) -> 
 
 
 def refuse_empty(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Refuse empty text, such as that of an unset shell variable: it must not count as absent. A title may be empty."""
+    """Refuse empty text, which an unset shell variable may cause; only a title may be empty."""
     for action in parser._actions:
         given = getattr(args, action.dest, None)
         if given == action.default or action.dest == "title":
@@ -94,7 +95,7 @@ def refuse_empty(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
 def open_named_model(
     name: str, weights: str | None = None, treat: str | None = None, *, pretrained: bool = False, quiet: bool = False
 ) -> nn.Module:
-    """Open a model by name or folder, in eval mode; unless `quiet`, say so when its weights are random.
+    """Open a model by name or folder, in eval mode; unless `quiet`, print a note if its weights are random.
 
     `pretrained` has no effect on a folder, which contains its weights.
     """
@@ -106,14 +107,14 @@ def open_named_model(
     fetched = {"pretrained": True} if pretrained and not saved else {}
     model = open_model(name, weights=weights, treat=treat, **fetched)
     if weights is None and not (pretrained or quiet or saved):
-        say(f"Neither --weights nor --pretrained is given: {name} has random weights and is untrained.")
+        say(f"{name} has random weights: give --weights FILE or --pretrained for trained ones.")
     return model
 
 
 def label_models(args: argparse.Namespace, treat: str | None = None) -> dict[str, tuple[str, str | None]]:
-    """The models of a command line by label: (name, file of weights).
+    """The models of a command line as (name, file of weights), by label.
 
-    --weights is given once, or once per model, with 'none' for a model without.
+    --weights is given once, or once per model, with 'none' for a model without weights.
 
     >>> args = argparse.Namespace(model=["a", "b", "b"], weights=["none", "w", "v"], pretrained=False)
     >>> label_models(args)
@@ -163,5 +164,5 @@ def finish_run(folder: str | Path, models: Mapping[str, nn.Module] | None = None
 
 
 def say(text: str) -> None:
-    """Print a line on stderr, beside the result."""
+    """Print a line on stderr; stdout is for results."""
     print(text, file=sys.stderr, flush=True)

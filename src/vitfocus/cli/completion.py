@@ -13,7 +13,7 @@ import shtab
 
 SHELLS = ("bash", "zsh", "fish", "tcsh")
 
-#: What the user types for an argument with one of these metavars is, or may be, a path.
+#: Arguments with these metavars may be paths.
 _PATHS = frozenset({"DIR", "FILE", "RUN", "MODEL", "[NAME=]DIR", "auto|PATH", "TEXT"})
 
 
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def build_full_parser(shell: str) -> argparse.ArgumentParser:
-    """One parser with every command as a subparser, whose arguments know the names or paths that fit them."""
+    """One parser with every command as a subparser, whose arguments have their valid names as choices."""
     from vitfocus.cli import COMMANDS, add_command
 
     parser = argparse.ArgumentParser(prog="vitfocus")
@@ -66,7 +66,7 @@ def build_full_parser(shell: str) -> argparse.ArgumentParser:
 
 
 def known_names() -> dict[str, list[str]]:
-    """The registered names that fit an argument, by the argument's name.
+    """The valid names of an argument, by the argument's name.
 
     >>> known_names()["treat"]
     ['adl', 'cb', 'cbs', 'extra', 'gate', 'qknorm', 'registers', 'se', 'sigma', 'tap', 'ttr', 'uniform']

@@ -69,7 +69,7 @@ def _run(args: argparse.Namespace) -> int:
     from vitfocus.report.runs import write_data_source
     from vitfocus.robustness import evaluate
     from vitfocus.train import train
-    from vitfocus.train.attention_log import by_layer
+    from vitfocus.train.log import by_layer
     from vitfocus.treatments.spec import parse_treatments
 
     if not parse_treatments(args.treat):
@@ -97,7 +97,7 @@ def _run(args: argparse.Namespace) -> int:
     written = report(
         *(args.out / name for name in (*models, "evaluation")),
         out=args.out / "report.html",
-        title="Three tiny vision transformers: plain, treated, and trained with too high a learning rate",
+        title="Three tiny vision transformers: plain, treated, and trained with a learning rate that is too high",
         about=f"Three tiny ViTs, trained for {args.epochs:g} epochs on the built-in data set Shapes: plain, with a "
         f"learning rate of {RATE:g}; treated, the same with {args.treat}; and high-rate, plain with a learning rate of "
         f"{HIGH_RATE:g}, which is too high. {' '.join(collapses)} All were measured on the same {args.images:,} images "
@@ -125,7 +125,7 @@ def arms(treat: str = TREATMENTS) -> dict[str, tuple[str, float]]:
 
 
 def recipe_changes(spec: str, rate: float, epochs: float = EPOCHS, seed: int = 0) -> list[str]:
-    """How a training differs from the recipe `shapes`.
+    """The overrides of the recipe `shapes` for one model.
 
     >>> recipe_changes("vit_tiny_patch16_224", 1e-2)[1:]
     ['optimiser.lr=0.01', 'schedule.epochs=2', 'schedule.warmup_epochs=0.5', 'engine.seed=0']
@@ -135,13 +135,14 @@ def recipe_changes(spec: str, rate: float, epochs: float = EPOCHS, seed: int = 0
 
 
 def _collapses(diagnoses: Mapping[str, Diagnosis]) -> list[str]:
-    """Sentences about models whose attention has collapsed, and about the others."""
-    from vitfocus.train.attention_log import by_layer, describe_collapse
+    """Which models have collapsed attention, and which do not."""
+    from vitfocus.train.log import by_layer, describe_collapse
 
-    told = {name: describe_collapse(by_layer(one)) for name, one in diagnoses.items()}
-    sound = " and ".join(name for name, text in told.items() if not text)
-    collapsed = [f"In {name}, {text[:1].lower()}{text[1:]}" for name, text in told.items() if text]
-    return [*collapsed, *([f"Attention has not collapsed in {sound}."] if sound else [])]
+    found = {name: describe_collapse(by_layer(one)) for name, one in diagnoses.items()}
+    healthy = [name for name, text in found.items() if not text]
+    listed = " and ".join(filter(None, [", ".join(healthy[:-1]), *healthy[-1:]]))
+    collapsed = [f"In {name}, {text[:1].lower()}{text[1:]}" for name, text in found.items() if text]
+    return [*collapsed, *([f"Attention has not collapsed in {listed}."] if healthy else [])]
 
 
 def _differences(written: WrittenReport) -> list[str]:
@@ -160,10 +161,7 @@ def _facts(
     ]
     for row in written.rows:
         if row.headline:
-            shown = {}
-            for name, value in row.values.items():
-                low, high = value.interval or (value.number, value.number)
-                shown[name] = f"{value.number:.1f} [{low:.1f}, {high:.1f}]"
+            shown = {name: value.text(".1f") for name, value in row.values.items()}
             where = " at the end of training" if "training" in row.test else ""
             facts.append({"what": f"{row.measure}{where} ({row.unit})", **shown})
     for key, what in READINGS.items():

@@ -16,10 +16,10 @@ from vitfocus.cli.common import (
     WITH_EXPLORER,
     add_budget,
     add_device,
+    add_option,
     add_weights,
     finish_run,
     label_models,
-    only_with,
     open_named_model,
     positive,
     say,
@@ -69,23 +69,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", metavar="DIR", help="folder for diagnosis.json, the table, the figures and report.html"
     )
-    accuracy = parser.add_argument(
-        "--accuracy",
-        action="store_true",
-        help="with --out: also measure the accuracy, for --images with one folder per class",
-    )
-    saved = OnlyWith(lambda args: bool(args.out), "adds to the report, which needs a folder: add --out DIR")
-    only_with(accuracy, saved)
-    explore = parser.add_argument(
-        "--explore",
-        action="store_true",
-        help="with --out: add the interactive attention explorer to the report",
-    )
-    only_with(explore, saved)
-    explored = parser.add_argument(
-        "--explore-images", metavar="DIR", help="with --explore: folder of the explorer's images (default: --images)"
-    )
-    only_with(explored, WITH_EXPLORER)
+    with_out = OnlyWith(lambda args: bool(args.out), "adds to the report, which needs a folder: add --out DIR")
+    accuracy = "with --out: also measure the accuracy, for --images with one folder per class"
+    add_option(parser, with_out, "--accuracy", action="store_true", help=accuracy)
+    explore = "with --out: add the interactive attention explorer to the report"
+    add_option(parser, with_out, "--explore", action="store_true", help=explore)
+    explored = "with --explore: folder of the explorer's images (default: --images)"
+    add_option(parser, WITH_EXPLORER, "--explore-images", metavar="DIR", help=explored)
     add_budget(parser)
 
 
@@ -99,15 +89,16 @@ class _Request:
     out: str | None
 
     def described(self, args: argparse.Namespace, files: list[Path] | None) -> dict[str, Any]:
-        """What the diagnosis depends on, as plain data: an equal one need not be made again."""
-        held = Path(self.model)
-        read = [Path(self.weights)] if self.weights else sorted(held.rglob("*.safetensors")) if held.is_dir() else []
+        """Everything the diagnosis depends on, as plain data: if it is unchanged, the saved diagnosis is reused."""
+        folder = Path(self.model)
+        saved = sorted(folder.rglob("*.safetensors")) if folder.is_dir() else []
+        read = [Path(self.weights)] if self.weights else saved
         given = {name: getattr(args, name) for name in _SETTINGS}
         images: Any = args.limit if files is None else [_stamp(file) for file in files]
         return given | {"model": self.model, "weights": [_stamp(f) for f in read], "of": images, "made": __version__}
 
 
-#: The options that a diagnosis depends on; the images are compared file by file.
+#: The options that a diagnosis depends on, besides the images.
 _SETTINGS = ("pretrained", "against", "treat", "seed", "accuracy", "explore", "explore_images", "budget")
 _REQUEST = "request.json"
 
@@ -119,7 +110,7 @@ def _stamp(file: Path) -> list[Any]:
 
 def run(args: argparse.Namespace) -> int:
     """Diagnose, print the table, and save everything if --out is given."""
-    drawn = _drawn(args)
+    drawn = _count_shapes(args)
     args.limit = args.limit or drawn or _IMAGES
     files = None if drawn else image_files(Path(args.images), args.limit)  # before any slow import
     if args.explore_images:
@@ -136,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
             diagnosis = _diagnose(args, requests[0], files)
         print(diagnosis.to_json() if args.json else diagnosis)
         return 0
-    from vitfocus.report.gallery import means_table
+    from vitfocus.report.attention import means_table
 
     with _locked(args.out):
         found = _diagnose_many(args, requests, files)
@@ -147,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _locked(out: str | None) -> AbstractContextManager[None]:
-    """Keep other processes out of the folder, if there is one."""
+    """Lock the folder, if one is given."""
     return lock_folder(out) if out else nullcontext()
 
 
@@ -155,31 +146,31 @@ def _requests(args: argparse.Namespace) -> list[_Request]:
     """One request per model; several models have a folder each in --out."""
     requests = []
     for label, (model, file) in label_models(args, args.treat).items():
-        own = re.sub(r"[^\w.+=(),-]+", "_", label) if len(args.model) > 1 else ""
-        requests.append(_Request(model, file, label, str(Path(args.out, own)) if args.out else None))
+        subfolder = re.sub(r"[^\w.+=(),-]+", "_", label) if len(args.model) > 1 else ""
+        requests.append(_Request(model, file, label, str(Path(args.out, subfolder)) if args.out else None))
     return requests
 
 
 def _diagnose_many(args: argparse.Namespace, requests: list[_Request], files: list[Path] | None) -> list[Diagnosis]:
-    """The diagnoses of several models; those in --out that are finished are read, and one that fails is passed over."""
+    """Diagnose several models; finished diagnoses in --out are reused, and models that fail are skipped."""
     from vitfocus.attention.diagnosis import Diagnosis
 
     found = []
     for number, request in enumerate(requests):
         wanted = request.described(args, files)
-        kept = Path(request.out) / _REQUEST if request.out else None
+        file = Path(request.out) / _REQUEST if request.out else None
         say(f"{request.label} ({number + 1} of {len(requests)})")
         try:
             with _locked(request.out):
-                if kept is not None and kept.is_file() and read_json(kept, dict[str, Any]) == wanted:
-                    found.append(Diagnosis.load(kept.parent))
+                if file is not None and file.is_file() and read_json(file, dict[str, Any]) == wanted:
+                    found.append(Diagnosis.load(file.parent))
                     say(f"Already in {request.out}.")
                     continue
-                if kept is not None:
-                    kept.unlink(missing_ok=True)
+                if file is not None:
+                    file.unlink(missing_ok=True)
                 found.append(_diagnose(args, request, files))
-                if kept is not None:
-                    write_json(kept, wanted, indent=1)
+                if file is not None:
+                    write_json(file, wanted, indent=1)
         except VitfocusError as error:
             say(f"{request.label}: {error}")
     if args.out and found:
@@ -188,7 +179,7 @@ def _diagnose_many(args: argparse.Namespace, requests: list[_Request], files: li
 
 
 def _diagnose(args: argparse.Namespace, request: _Request, files: list[Path] | None) -> Diagnosis:
-    """Diagnose one model, and save everything if it has a folder."""
+    """Diagnose one model; save the diagnosis and its report if a folder is given."""
     from vitfocus.anatomy import anatomy
     from vitfocus.attention.diagnosis import diagnose
     from vitfocus.core.environment import usable_device
@@ -205,13 +196,13 @@ def _diagnose(args: argparse.Namespace, request: _Request, files: list[Path] | N
         count, batches = asked
     elif files is None:
         count = args.limit
-        say(f"Using {count} images of the built-in data set Shapes, {_by(body.build_size)}.")
+        say(f"Using {count} images of the built-in data set Shapes, {_format_size(body.build_size)}.")
         batches = _shapes(count, args.batch_size, body)
     else:
         count = len(files)
         batches = _photographs(files, args.batch_size, body)
     digest = hashlib.sha256()
-    watched = _watched(batches, count, digest)
+    watched = _with_progress(batches, count, digest)
     diagnosis = diagnose(model, watched, args.against, seed=args.seed, name=request.label)
     if request.out:
         written = diagnosis.save(request.out)
@@ -238,8 +229,8 @@ def _evaluate(args: argparse.Namespace, request: _Request, model: nn.Module) -> 
         say(f"The accuracy was not measured: {error}")
 
 
-def _drawn(args: argparse.Namespace) -> int:
-    """The number of images of Shapes, 0 for image files."""
+def _count_shapes(args: argparse.Namespace) -> int:
+    """The number of images to draw from Shapes; 0 if --images names files."""
     if args.images is None:
         return args.limit or _IMAGES
     if not args.images.startswith("shapes"):  # the import below is slow
@@ -251,22 +242,15 @@ def _drawn(args: argparse.Namespace) -> int:
 
 
 def image_files(folder: Path, limit: int) -> list[Path]:
-    """At most `limit` of the image files below a folder, sorted and evenly spaced."""
-    from vitfocus.data.image_files import IMAGE_SUFFIXES, files_below
+    """At most `limit` of the image files in a folder and its subfolders, sorted and evenly spaced."""
+    from vitfocus.data.image_files import as_images
 
-    if folder.is_file() and folder.suffix.lower() in IMAGE_SUFFIXES:
-        return [folder]
-    if not folder.is_dir():
-        raise VitfocusError(f"There is no folder {folder}; --images expects a folder of images.")
-    found = sorted(files_below(folder))
-    if not found:
-        kinds = ", ".join(sorted(suffix.lstrip(".") for suffix in IMAGE_SUFFIXES))
-        raise VitfocusError(f"{folder} and its subfolders contain no image ({kinds}).")
+    found = as_images(folder) or []
     return [found[index] for index in evenly_spaced(len(found), limit)]
 
 
 def _photographs(files: list[Path], batch_size: int, body: Anatomy) -> Iterator[Tensor]:
-    from vitfocus.attention.images import Batches
+    from vitfocus.attention.batches import Batches
 
     return (batch.pixels for batch in Batches(list(files), body, batch_size))
 
@@ -311,7 +295,7 @@ def _questions(args: argparse.Namespace, body: Anatomy) -> tuple[int, Iterator[A
         say(f"Using the questions of the split {splits[0]}.")
     else:
         asked = shapes_questions("val", args.limit, min(body.build_size))
-        say(f"No --images given: using questions about the built-in data set Shapes, {_by(body.build_size)}.")
+        say(f"No --images given: using questions about the built-in data set Shapes, {_format_size(body.build_size)}.")
     batches = diagnosis_batches(asked, preprocessing_of(body.root), args.limit, args.batch_size)
     return min(args.limit, len(asked)), batches
 
@@ -323,8 +307,8 @@ def _shapes(count: int, batch_size: int, body: Anatomy) -> Iterator[Tensor]:
         yield shapes_batch(range(start, min(start + batch_size, count)), split="val", size=body.build_size)[0]
 
 
-def _watched(batches: Iterator[Any], count: int, digest: Any) -> Iterator[Any]:
-    """Pass the batches on, show progress, and add each to a digest; a batch is a tensor, or a dict with questions."""
+def _with_progress(batches: Iterator[Any], count: int, digest: Any) -> Iterator[Any]:
+    """Yield the batches (tensors, or dicts with questions), show progress, and add each to a digest."""
     with Progress("Reading images", count, announcement=f"Reading {counted(count, 'image')}.") as progress:
         for batch in batches:
             pixels, questions = (batch["pixel_values"], batch["question"]) if isinstance(batch, dict) else (batch, ())
@@ -334,5 +318,5 @@ def _watched(batches: Iterator[Any], count: int, digest: Any) -> Iterator[Any]:
             progress.advance(len(pixels))
 
 
-def _by(size: tuple[int, int]) -> str:
+def _format_size(size: tuple[int, int]) -> str:
     return f"{size[0]}x{size[1]}"

@@ -13,7 +13,6 @@ from vitfocus.cli.common import (
     add_weights,
     finish_run,
     label_models,
-    only_with,
     open_named_model,
     positive,
     say,
@@ -86,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     comparing = OnlyWith(lambda args: bool(args.compare), "is for --compare RUN_A RUN_B: add that")
     for declared in parser._actions:
         if declared.dest not in ("help", "compare", "seed"):
-            only_with(declared, comparing if declared.dest == "force" else evaluating)
+            declared.condition = comparing if declared.dest == "force" else evaluating  # type: ignore[attr-defined]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -117,18 +116,16 @@ def _evaluate(args: argparse.Namespace) -> int:
 
     drawn_size = _fill_in_from_run(args) if args.model else None
     if args.suite == "list":
-        suites = {
-            name: {"about": suite.description, "options": [option.name for option in suite.option_list]}
-            for name, suite in SUITES.items()
-        }
         about = {name: suite.description for name, suite in SUITES.items()}
+        options = {name: [option.name for option in suite.option_list] for name, suite in SUITES.items()}
+        suites = {name: {"about": about[name], "options": options[name]} for name in SUITES}
         print(json.dumps(suites, indent=2) if args.json else listing(about))
         return 0
     for flag, value in (("MODEL", args.model), ("--suite", args.suite), ("--data", args.data)):
         if not value:
             raise VitfocusError(f"{flag} is missing: vitfocus evaluate MODEL --suite NAME --data DIR.")
-    options = {name: getattr(args, name) for name in switches() if getattr(args, name) is not None}
-    suite, _ = find_suite(args.suite, options)
+    given = {name: getattr(args, name) for name in switches() if getattr(args, name) is not None}
+    suite, _ = find_suite(args.suite, given)
     data: Any = args.data
     length = shapes_named(args.data, args.limit or 2000)
     if length is None and not Path(args.data).is_dir():
@@ -143,9 +140,10 @@ def _evaluate(args: argparse.Namespace) -> int:
         for label, (name, file) in label_models(args, args.treat).items()
     }
     if length is not None and suite.task == "classify" and drawn_size:  # as the run was trained
-        own = (32, 32) if suite.small_images else input_spec(next(iter(models.values()))).size
+        needed = (32, 32) if suite.small_images else input_spec(next(iter(models.values()))).size
         drawn = image_size(drawn_size)
-        data = Shapes("val", length=length, size=drawn, transform=None if drawn == own else partial(_enlarged, own))
+        resize = None if drawn == needed else partial(_enlarge, needed)
+        data = Shapes("val", length=length, size=drawn, transform=resize)
     scores = evaluate(
         models,
         args.suite,
@@ -158,7 +156,7 @@ def _evaluate(args: argparse.Namespace) -> int:
         resume=args.resume,
         workers=args.workers,
         precision=args.precision,
-        **options,
+        **given,
     )
     if is_main_process():
         print(json.dumps(scores.to_dict(), indent=2) if args.json else scores, flush=True)
@@ -167,15 +165,15 @@ def _evaluate(args: argparse.Namespace) -> int:
     return 0
 
 
-def _enlarged(size: tuple[int, int], image: Tensor) -> Tensor:
-    """A small image, resized as during training with `enlarge`: floats in [0, 1], (3, height, width)."""
+def _enlarge(size: tuple[int, int], image: Tensor) -> Tensor:
+    """Resize a small image as training with `data.enlarge` does: floats in [0, 1], (3, height, width)."""
     from torch.nn.functional import interpolate
 
     return interpolate(image[None].float() / 255, size=size, mode="bicubic", antialias=True)[0].clamp(0, 1)
 
 
 def _fill_in_from_run(args: argparse.Namespace) -> int | None:
-    """Fill in what a run's folder says: the suite of the model's task, and the data of its recipe.
+    """Fill in missing arguments from a run's folder: the suite of the model's task, and the data of its recipe.
 
     Returns:
         The size of the images that the run was trained on, if the data come from its recipe.
@@ -206,7 +204,7 @@ def _fill_in_from_run(args: argparse.Namespace) -> int | None:
 
 
 def _class_folders(recipe: Path, data: Data) -> str:
-    """The class folders that a classifier was validated on; an error for other kinds of data."""
+    """The folder of classes that a classifier was validated on; other kinds of data are an error."""
     root = Path(data.root)
     arrays = data.source in ("shards", "arrays", "fashion-mnist")
     if arrays or (data.source.startswith("cifar") and not (root / "train").is_dir()):

@@ -1,10 +1,9 @@
 """`vitfocus models`: list the model families and the treatments that each accepts, found by applying them.
 
-With `--all`, every attention model of timm, torchvision and transformers is tried by its name. It is built on the meta
-device, which occupies no memory, and dissected and treated there. To read it, it is built again in memory if it is
-small enough, and `diagnose` must return finite numbers from maps of the shape that the anatomy says; of a larger one
-only the shapes are compared. A model that its library cannot build from its defaults counts as not dissected, unless
-its code has no attention.
+With `--all`, every attention model of timm, torchvision and transformers is tried. Each is built on the meta device,
+which takes no memory, and dissected and treated there. A model that is small enough is then built in memory, and
+`diagnose` must return finite numbers from maps of the expected shape; for larger models only the shapes are compared. A
+model that its library cannot build with default arguments counts as not dissected, unless its code has no attention.
 """
 
 from __future__ import annotations
@@ -42,21 +41,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "pattern",
         nargs="?",
-        help="only families whose library, name or model names contain this (or match it: swin*); or a model as for "
-        "the other commands, such as the folder of a saved one",
+        help="only families whose library, name or model names contain this text or match this pattern (swin*); or a "
+        "model, such as the folder of a saved one",
     )
     parser.add_argument("--names", action="store_true", help="list the model names of these families")
     parser.add_argument(
         "--all",
         action="store_true",
-        help="try every attention model of timm, torchvision and transformers by its name, and print which are "
-        "dissected, by record or by structure, and of which attention was read (takes half an hour); the pattern is a "
-        "library",
+        help="try every attention model of timm, torchvision and transformers (half an hour), and print which are "
+        "dissected, by record or by structure, and whose attention can be read; the pattern is then a library",
     )
 
 
 def _matches(pattern: str, text: str) -> bool:
-    """Whether a text contains the pattern or, if the pattern has wildcards, matches it as a whole."""
+    """Whether a text contains the pattern, or matches it if it has wildcards."""
     return fnmatchcase(text, pattern) if set(pattern) & set("*?[") else pattern in text
 
 
@@ -135,13 +133,13 @@ def _run_all(args: argparse.Namespace) -> int:
     return 0
 
 
-#: The papers' treatments, which are tried.
+#: The treatments that are tried: those of the papers.
 TRIED = ("cb", "cbs", "tap", "adl")
 
 #: Models with more parameters are not built in memory.
 MOST_PARAMETERS = 100_000_000
 
-#: Words in the names of classes that attend; gates of channels and pixels in convolutional networks do not.
+#: Class names of attention modules; the gates of convolutional networks have similar names but do not attend.
 _ATTENTION = re.compile(r"[Aa]ttention|Attn|[MS]HSA|SHMA|MLA\b")
 _GATES = ("SplitAttn", "SelectiveKernelAttn", "BatNonLocalAttn", "BilinearAttnTransform", "SpatialAttention")
 
@@ -157,7 +155,7 @@ class Named(NamedTuple):
 
 
 def every_model(library: str = "") -> Iterator[Named]:
-    """Every name of the libraries: timm's and torchvision's models, and transformers' types that take images or videos.
+    """All models of timm and torchvision, and transformers' model types that take images or videos.
 
     A type of transformers is built from its default configuration, with two layers per stack where that works.
     """
@@ -184,7 +182,7 @@ def every_model(library: str = "") -> Iterator[Named]:
 
 
 def _build_type(cls: Any) -> nn.Module:
-    """A model of transformers with two layers per stack, or all if attention begins later."""
+    """A model of transformers with two layers per stack, or with all if those have no attention."""
     from vitfocus.anatomy.transformers import build_small
 
     model = build_small(cls)
@@ -192,7 +190,7 @@ def _build_type(cls: Any) -> nn.Module:
 
 
 def has_attention(model: nn.Module) -> bool:
-    """Whether a model contains a module of attention, by the names of the classes."""
+    """Whether a model contains an attention module, by class name."""
     return any(_ATTENTION.search(name) for m in model.modules() if (name := type(m).__name__) not in _GATES)
 
 
@@ -227,7 +225,7 @@ def row_of(named: Named, specs: Sequence[str] = TRIED, most: int = MOST_PARAMETE
 
 
 def _read(named: Named, model: nn.Module, most: int) -> dict[str, Any]:
-    """Whether and how the attention of a model was read, and what was wrong."""
+    """Whether and how the attention of a model can be read, and the problem if not."""
     from vitfocus.anatomy import anatomy
 
     read: dict[str, Any] = {"read_as": "shapes"}
@@ -241,7 +239,7 @@ def _read(named: Named, model: nn.Module, most: int) -> dict[str, Any]:
 
 
 def _in_memory(named: Named, model: nn.Module, root: nn.Module, most: int) -> nn.Module | None:
-    """The model with numbers, or only the tower that is read; None if both are too large."""
+    """The model in memory, or only the tower that is read; None if both are too large."""
     import torch
 
     config: Any = getattr(root, "config", None)
@@ -253,7 +251,7 @@ def _in_memory(named: Named, model: nn.Module, root: nn.Module, most: int) -> nn
 
 
 def _wrong_shapes(model: nn.Module) -> str:
-    """The first map whose shape is not the one that the anatomy says; empty if there is none."""
+    """A message about the first map whose shape differs from the anatomy's; empty if there is none."""
     import torch
 
     from vitfocus.anatomy import anatomy
@@ -285,7 +283,7 @@ def _wrong_shapes(model: nn.Module) -> str:
 
 
 def _wrong_numbers(model: nn.Module) -> str:
-    """What is wrong with the diagnosis of a model in memory; empty if nothing is."""
+    """A message about the first reading that is missing or not finite; empty if there is none."""
     import torch
 
     from vitfocus.anatomy import anatomy
@@ -308,28 +306,28 @@ def _wrong_numbers(model: nn.Module) -> str:
 
 
 def _first_that_runs(function: Callable[[Any], Any], choices: Iterable[Any]) -> Any:
-    """The function's result for the first choice that it takes, or what it raised for the first."""
+    """The result for the first choice that does not raise; if all do, the first exception is raised."""
     error: Exception | None = None
     for one in choices:
         try:
             return function(one)
         except Exception as problem:
             error = error or problem
-    raise error or VitfocusError("No input is known that the model takes.")
+    raise error or VitfocusError("No example input is known for this model.")
 
 
 def fractions(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """For each library: how many attention models there are, and the shares that are dissected and can be read.
+    """For each library: the number of attention models, and the shares that are dissected and can be read.
 
     A model is dissected if its blocks were found and those that compute softmax attention were read.
     """
-    counted: dict[str, dict[str, float]] = {}
+    shares: dict[str, dict[str, float]] = {}
     for library in dict.fromkeys(row["library"] for row in rows):
-        own = [row for row in rows if row["library"] == library]
-        dissected = [row for row in own if row["found_by"] and (row["reading"] or "read_as" not in row)]
-        counted[library] = {
-            "models": len(own),
-            "dissected": round(len(dissected) / len(own), 4),
-            "read": round(sum(row["reading"] for row in own) / len(own), 4),
+        listed = [row for row in rows if row["library"] == library]
+        dissected = [row for row in listed if row["found_by"] and (row["reading"] or "read_as" not in row)]
+        shares[library] = {
+            "models": len(listed),
+            "dissected": round(len(dissected) / len(listed), 4),
+            "read": round(sum(row["reading"] for row in listed) / len(listed), 4),
         }
-    return counted
+    return shares

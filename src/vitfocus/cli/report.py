@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vitfocus.cli.common import WITH_EXPLORER, add_budget, only_with, positive, say
+from vitfocus.cli.common import WITH_EXPLORER, add_budget, add_option, positive, say
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.tables import counted
 
@@ -43,19 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     explorer.add_argument(
         "--explore", action="store_true", help="load the trained models and add the interactive attention explorer"
     )
-    explored = [
-        explorer.add_argument(
-            "--images", metavar="DIR", help="folder of images to explore (default: the run's validation data)"
-        ),
-        explorer.add_argument("--limit", type=positive, metavar="N", help=f"use at most N images (default: {_IMAGES})"),
-        explorer.add_argument(
-            "--against",
-            metavar="NAME/SEVERITY",
-            help=f"corruption shown beside the clean images, or 'none' (default: {_CORRUPTION})",
-        ),
-    ]
-    for action in explored:
-        only_with(action, WITH_EXPLORER)
+    images = "folder of images to explore (default: the run's validation data)"
+    add_option(explorer, WITH_EXPLORER, "--images", metavar="DIR", help=images)
+    limit = f"use at most N images (default: {_IMAGES})"
+    add_option(explorer, WITH_EXPLORER, "--limit", type=positive, metavar="N", help=limit)
+    against = f"corruption shown beside the clean images, or 'none' (default: {_CORRUPTION})"
+    add_option(explorer, WITH_EXPLORER, "--against", metavar="NAME/SEVERITY", help=against)
     add_budget(explorer)
 
 

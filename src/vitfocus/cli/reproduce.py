@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from vitfocus.cli.common import only_with, positive, say
+from vitfocus.cli.common import add_option, positive, say
 from vitfocus.core.arguments import OnlyWith, parse_digits
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.tables import bullet, terminal_width
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--list",
         action="store_true",
-        help="list every table and figure, or the one named, and how its protocol compares",
+        help="list every table and figure, or the one named, and how its protocol compares with the paper's",
     )
     parser.add_argument("--scale", default="smoke", help="smoke, cifar100 or imagenet (default: smoke)")
     parser.add_argument(
@@ -38,15 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out", default="runs/reproduce", metavar="DIR", help="folder for runs and results (default: %(default)s)"
     )
     parser.add_argument(
-        "--rows", type=_numbers, default=[], metavar="N,N", help="only these rows, counted from 1, such as 1,3"
+        "--rows", type=_numbers, default=[], metavar="N,N", help="only these rows, numbered from 1, such as 1,3"
     )
-    images = parser.add_argument(
-        "--images", type=positive, metavar="N", help="evaluate and diagnose trained models on at most N images"
-    )
-    only_with(
-        images,
-        OnlyWith(lambda args: not args.count, "has no effect with --count, which evaluates nothing: leave --count out"),
-    )
+    trained = OnlyWith(lambda args: not args.count, "has no effect with --count, which evaluates nothing: drop --count")
+    images = "evaluate and diagnose trained models on at most N images"
+    add_option(parser, trained, "--images", type=positive, metavar="N", help=images)
     parser.add_argument(
         "--weights",
         action="append",
@@ -67,33 +63,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SUITE.NAME=VALUE",
         help="option of an evaluation suite, such as fgsm.eps=2 or cityscapes-c.types=all; may be repeated",
     )
-    calibrate = parser.add_argument(
-        "--calibrate",
-        action="store_true",
-        help="measure rows of --weights or --pretrained with each candidate of values that the paper does not state",
+    alone = OnlyWith(
+        lambda args: not (args.count or args.plan or args.train or args.submit),
+        "cannot be combined with --count, --plan, --train or --submit",
     )
-    alone = "goes with none of --count, --plan, --train and --submit"
-    only_with(calibrate, OnlyWith(lambda args: not (args.count or args.plan or args.train or args.submit), alone))
+    calibrate = "measure rows of --weights or --pretrained with each candidate of values that the paper does not state"
+    add_option(parser, alone, "--calibrate", action="store_true", help=calibrate)
     parser.add_argument(
         "--plan", action="store_true", help="print the runs and measurements as commands with their dependencies"
     )
     parser.add_argument("--train", metavar="RUN", help="only train this run of the plan, and those it depends on")
-    submit = parser.add_argument(
+    add_option(
+        parser,
+        OnlyWith(lambda args: not (args.count or args.train), "cannot be combined with --count or --train"),
         "--submit",
         nargs="?",
         const="slurm",
         choices=CLUSTERS,
-        help="hand the plan to Slurm, or run it on this machine, through submitit; pre-empted jobs are requeued",
+        help="submit the plan to Slurm, or run it on this machine, with submitit; pre-empted jobs are requeued",
     )
-    only_with(submit, OnlyWith(lambda args: not (args.count or args.train), "goes with neither --count nor --train"))
-    slurm = parser.add_argument(
+    add_option(
+        parser,
+        OnlyWith(lambda args: bool(args.submit), "is for --submit: add it"),
         "--slurm",
         action="append",
         default=[],
         metavar="KEY=VALUE",
         help="parameter of submitit for --submit, such as gpus_per_node=8, timeout_min=1440 or slurm_partition=gpu",
     )
-    only_with(slurm, OnlyWith(lambda args: bool(args.submit), "is for --submit: add it"))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -105,7 +102,8 @@ def run(args: argparse.Namespace) -> int:
     if args.list or args.item is None:
         return _list(args.json, args.item)
     from vitfocus.core.environment import is_main_process
-    from vitfocus.reproduce.run import Stopped, plan_item, reproduce, train_planned
+    from vitfocus.reproduce.plan import plan_item
+    from vitfocus.reproduce.run import Stopped, reproduce, train_planned
 
     chosen = {name: getattr(args, name) for name in ("data", "out", "overrides", "rows", "weights", "pretrained")}
     if args.plan or args.submit:
@@ -127,11 +125,9 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         found = [outcome.to_dict() for outcome in outcomes]
         print(json.dumps(found[0] if len(found) == 1 else found, indent=1, ensure_ascii=False))
-        return 0
-    for outcome in outcomes:
-        print(outcome)
-        for figure in outcome.figures:
-            print(f"figure: {figure}")
+    else:
+        for outcome in outcomes:
+            print(outcome, *(f"figure: {figure}" for figure in outcome.figures), sep="\n")
     return 0
 
 
@@ -149,17 +145,16 @@ def _plan(args: argparse.Namespace, chosen: dict[str, Any]) -> int:
         ids = {name: job.job_id for name, job in found.items()}
     if args.json:
         print(json.dumps([{**job.to_dict(), "id": ids.get(job.name)} for job in jobs], indent=1, ensure_ascii=False))
-        return 0
-    for number, job in enumerate(jobs if args.submit else (), 1):
-        state = f"submitted as {ids[job.name]}" if job.name in ids else "done before"
-        print(f"{number}  {job.name}: {state}")
-    if not args.submit:
+    elif args.submit:
+        for number, job in enumerate(jobs, 1):
+            print(f"{number}  {job.name}: {f'submitted as {ids[job.name]}' if job.name in ids else 'already done'}")
+    else:
         print(job_script(jobs))
     return 0
 
 
 def _calibrate(args: argparse.Namespace, chosen: dict[str, Any]) -> int:
-    """Print what each candidate of an unstated value gives."""
+    """Measure with each candidate of a value that the paper does not state, and print the results."""
     from vitfocus.core.environment import is_main_process
     from vitfocus.reproduce.run import calibrate, calibration_text
 
@@ -189,20 +184,13 @@ _KINDS = {"exact": "exactly the paper's:", "assumed": "assumed, not stated:", "d
 
 
 def _list(as_json: bool, name: str | None = None) -> int:
-    """Print the items, or one, each with what is exactly the paper's protocol, what is assumed, and what differs."""
+    """Print the items, or one of them, with the parts of the protocol that are exact, assumed, or different."""
     named = [] if name is None else [name, *load_item(name).parts]
     items = [load_item(one) for one in item_names() if not named or one in named]
     if as_json:
-        listed = [
-            {
-                "item": item.name,
-                "paper": item.paper,
-                "title": item.title,
-                "data": item.data,
-                "rows": [row.label for row in item.rows],
-                "parts": list(item.parts),
-                "protocol": item.protocol,
-            }
+        listed: list[dict[str, Any]] = [
+            {"item": item.name, "paper": item.paper, "title": item.title, "data": item.data}
+            | {"rows": [row.label for row in item.rows], "parts": list(item.parts), "protocol": item.protocol}
             for item in items
         ]
         print(json.dumps({"items": listed, "scales": SCALES}, indent=1, ensure_ascii=False))

@@ -1,4 +1,4 @@
-"""`vitfocus serve`: a local page that shows where one or two models look in any image."""
+"""`vitfocus serve`: a local page that shows where one or two models look in an image."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _HOST = "127.0.0.1"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("model", nargs="+", metavar="MODEL", help="one model or two, as for vitfocus diagnose")
+    parser.add_argument("model", nargs="+", metavar="MODEL", help="one or two models, as for vitfocus diagnose")
     add_weights(parser)
     parser.add_argument("--treat", metavar="SPEC", help="show MODEL beside itself with these treatments inserted")
     parser.add_argument("--images", metavar="DIR", help="folder of pictures to start with (default: built-in Shapes)")
@@ -36,9 +36,9 @@ def run(args: argparse.Namespace) -> int:
     from vitfocus.cli.diagnose import image_files
 
     if len(args.model) > 2:
-        raise VitfocusError(f"vitfocus serve shows one model or two, not {len(args.model)}.")
+        raise VitfocusError(f"vitfocus serve shows one or two models, not {len(args.model)}.")
     if args.treat and len(args.model) > 1:
-        raise VitfocusError("--treat shows one model plain and treated: give one MODEL.")
+        raise VitfocusError("--treat shows one model with and without treatments: give one MODEL.")
     if not 0 <= args.port < 65536:
         raise VitfocusError(f"--port is {args.port}; expected 1 to 65535, or 0 for a free one.")
     if any(importlib.util.find_spec(name) is None for name in ("starlette", "uvicorn")):
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     if args.treat:
         shown += [(label, name, file, args.treat) for label, (name, file) in label_models(args, args.treat).items()]
     files = image_files(Path(args.images), args.limit) if args.images else []  # before any slow import
-    place = _bind(args.port)
+    bound = _bind(args.port)
 
     import uvicorn
 
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     token = secrets.token_urlsafe(16)
     pictures = {file.name: open_image(file, PIXELS) for file in files}
     app = create_app(models, pictures, against=args.against, token=token)
-    address = f"http://{_HOST}:{place.getsockname()[1]}/?token={token}"
+    address = f"http://{_HOST}:{bound.getsockname()[1]}/?token={token}"
     print(json.dumps({"url": address}) if args.json else f"{address}\nStop with Ctrl-C.", flush=True)
     if not args.no_browser:
         webbrowser.open(address)
@@ -71,19 +71,19 @@ def run(args: argparse.Namespace) -> int:
         app, log_level="warning", access_log=False, server_header=False, lifespan="off", limit_concurrency=64
     )
     try:
-        uvicorn.Server(settings).run(sockets=[place])
+        uvicorn.Server(settings).run(sockets=[bound])
     except KeyboardInterrupt:
         say("Stopped.")
     return 0
 
 
 def _bind(port: int) -> socket.socket:
-    """Take the port, before any slow work."""
+    """Bind the port, before any slow work."""
     place = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         place.bind((_HOST, port))
-        place.listen()  # so that a browser which is opened first waits for the answer
+        place.listen()  # a browser that is opened early then waits
     except OSError as error:
         place.close()
         raise VitfocusError(f"Port {port} of {_HOST} cannot be used: {error.strerror}; try another --port.") from None

@@ -1,3 +1,3 @@
-"""The basics that every package uses: errors, files, records, tables, progress, devices, processes."""
+"""Basics that all packages use: errors, files, records, tables, progress, devices, processes."""
 
 __version__ = "0.1.0"

@@ -27,7 +27,7 @@ from typing import Any, TypeVar, get_type_hints
 from vitfocus.core.errors import VitfocusError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-_WORDS: dict[Any, str] = {
+_TYPE_NAMES: dict[Any, str] = {
     str: "text",
     bool: "True or False",
     int: "a whole number",
@@ -38,7 +38,7 @@ _WORDS: dict[Any, str] = {
 
 
 def checked(function: Function) -> Function:
-    """Refuse arguments of another type than declared, in one sentence.
+    """Raise a `VitfocusError` for arguments whose type differs from the annotation.
 
     >>> @checked
     ... def repeat(text: str, times: int = 2) -> str:
@@ -53,35 +53,37 @@ def checked(function: Function) -> Function:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if not kinds:
-            kinds.update({name: _declared(function, one.annotation) for name, one in signature.parameters.items()})
+            kinds.update(
+                {name: _declared_types(function, one.annotation) for name, one in signature.parameters.items()}
+            )
         for name, value in signature.bind(*args, **kwargs).arguments.items():
             several = signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL
             for one in value if several else (value,):
-                _require(f"{function.__name__}: {name}", one, kinds[name])
+                _check_type(f"{function.__name__}: {name}", one, kinds[name])
         return function(*args, **kwargs)
 
     return typing.cast(Function, call)
 
 
-def _require(name: str, value: Any, kinds: list[Any] | None) -> None:
+def _check_type(name: str, value: Any, kinds: list[Any] | None) -> None:
     if kinds is None:
         return
     path = Path in kinds and isinstance(value, str | os.PathLike)
     if (path and not _is_path(value)) or not any(_is_a(value, kind) for kind in kinds):
-        expected = " or ".join(dict.fromkeys(map(_described, kinds)))
-        raise VitfocusError(f"{name} is {_shown(value)}; expected {expected}.")
+        expected = " or ".join(dict.fromkeys(map(_type_name, kinds)))
+        raise VitfocusError(f"{name} is {_format_value(value)}; expected {expected}.")
 
 
 def _is_path(value: str | os.PathLike[str]) -> bool:
-    """Whether a path can be the name of a file: not empty, without NUL, and of characters that have an encoding."""
+    """Whether a path can name a file: not empty, no NUL, and only characters that can be encoded."""
     try:
         return b"\0" not in (name := os.fsencode(value)) and bool(name)
     except (UnicodeEncodeError, TypeError):
         return False
 
 
-def _declared(function: Callable[..., Any], annotation: Any) -> list[Any] | None:
-    """The types that an annotation names; None for `Any`, and if its names are imported for type checkers only."""
+def _declared_types(function: Callable[..., Any], annotation: Any) -> list[Any] | None:
+    """The types in an annotation; None for `Any`, and for names that are imported for type checkers only."""
     try:
         kind = eval(annotation, function.__globals__) if isinstance(annotation, str) else annotation
     except NameError:
@@ -128,16 +130,16 @@ def _is_number(read: Callable[[Any], Any], value: Any) -> bool:
     return True
 
 
-def _described(kind: Any) -> str:
+def _type_name(kind: Any) -> str:
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if origin in (Sequence, list, Iterable):
-        return f"a list of {' or '.join(map(_described, _members(inner[0])))}"
+        return f"a list of {' or '.join(map(_type_name, _members(inner[0])))}"
     if origin is not None:
         return "a mapping" if issubclass(origin, Mapping) else f"a {origin.__qualname__}"
-    return _WORDS.get(kind) or f"a {kind.__module__.partition('.')[0]}.{kind.__qualname__}"
+    return _TYPE_NAMES.get(kind) or f"a {kind.__module__.partition('.')[0]}.{kind.__qualname__}"
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     """A value in a message; tensors and arrays by their type."""
     if value is None or isinstance(value, str | bytes | bool | int | float | list | tuple | dict):
         return reprlib.repr(value)
@@ -145,7 +147,7 @@ def _shown(value: Any) -> str:
 
 
 def check_int(name: str, value: Any, low: int | None = None, high: int | None = None) -> int:
-    """A whole number of any library as a Python int, from `low` to `high`.
+    """Convert an integer of any library to int, and check that it is between `low` and `high`.
 
     >>> import numpy as np
     >>> check_int("limit", np.int64(3), low=1)
@@ -165,7 +167,7 @@ def check_int(name: str, value: Any, low: int | None = None, high: int | None = 
 
 
 def parse_digits(text: str) -> int | None:
-    """A text of at most 18 plain digits as a number; None for anything else, such as "²", "-1" and "1_0".
+    """Parse at most 18 plain digits; None for anything else, such as "²", "-1" and "1_0".
 
     >>> parse_digits("0042"), parse_digits("²"), parse_digits("9" * 5000)
     (42, None, None)
@@ -174,7 +176,7 @@ def parse_digits(text: str) -> int | None:
 
 
 def check_number(name: str, value: Any, expected: str) -> float:
-    """A finite number that is not negative, as a float.
+    """Convert a finite, non-negative number to float; `expected` ends the error message.
 
     >>> check_number("eps", "a", "distances in 1/255, such as 4")
     Traceback (most recent call last):
@@ -189,22 +191,27 @@ def check_number(name: str, value: Any, expected: str) -> float:
     return number
 
 
-def require_values(name: str, tensor: Any) -> None:
-    """Refuse a tensor without readable values: on the meta device, sparse or quantised.
+def require_values(name: str, tensor: Any, pixels: bool = False) -> None:
+    """Refuse a tensor without readable values: on the meta device, sparse, nested or quantised.
+
+    Pixels are calculated with, which torch does not do with floats of 8 bits.
 
     >>> import torch
     >>> require_values("images", torch.zeros(2, device="meta"))
     Traceback (most recent call last):
     vitfocus.core.errors.VitfocusError: images is a meta tensor; expected a dense tensor with values.
     """
-    kind = str(tensor.layout).removeprefix("torch.")
+    kind = str(tensor.layout).removeprefix("torch.").lstrip("_")
     found = "meta" if tensor.is_meta else "quantised" if tensor.is_quantized else "" if kind == "strided" else kind
+    found = "nested" if tensor.is_nested else found
+    if pixels and tensor.is_floating_point() and tensor.element_size() == 1:
+        found = str(tensor.dtype).removeprefix("torch.")
     if found:
         raise VitfocusError(f"{name} is a {found} tensor; expected a dense tensor with values.")
 
 
 def as_list(name: str, value: Any, empty: bool = False) -> list[Any]:
-    """One value or several as a list without duplicates; an empty one is refused unless `empty` is set.
+    """Convert one value or several to a list without duplicates; an empty list is an error unless `empty` is set.
 
     >>> import numpy as np
     >>> as_list("corruptions", "fog"), as_list("severities", np.array([1, 3, 3]))
@@ -224,9 +231,9 @@ class OnlyWith:
     """When an option has an effect.
 
     Args:
-        condition: called with the record that holds the option (a recipe, a treatment, parsed arguments).
-        otherwise: the message after the option's name if the condition is False, ending with what to set instead.
-        zero_counts: whether 0, False and "" are refused as well; usually they turn an option off, which is harmless.
+        condition: Called with the record that has the option (a recipe, a treatment, parsed arguments).
+        otherwise: The message after the option's name if the condition is False; it ends with what to set instead.
+        zero_counts: Whether 0, False and "" are refused as well; usually they just turn the option off.
     """
 
     condition: Callable[[Any], bool]
@@ -234,7 +241,7 @@ class OnlyWith:
     zero_counts: bool = False
 
     def refusal(self, name: str, record: Any) -> str:
-        """One sentence on why the option has no effect in this record, or "" if it has one.
+        """Why the option has no effect in this record, in one sentence; "" if it has an effect.
 
         >>> OnlyWith(lambda record: False, "is for images that are cropped: set crop=pad").refusal("padding", None)
         'padding is for images that are cropped: set crop=pad, or leave padding out.'
@@ -251,16 +258,14 @@ def only_with(option: str, *values: Any, zero_counts: bool = False) -> OnlyWith:
     """
     choices = " or ".join(f"{option}={value}" for value in values)
     read = attrgetter(option)
-    return OnlyWith(
-        lambda record: read(record) in values, f"only has an effect with {choices}: set that", zero_counts=zero_counts
-    )
+    return OnlyWith(lambda record: read(record) in values, f"only has an effect with {choices}: set that", zero_counts)
 
 
 def conditions(record: Any) -> dict[str, OnlyWith]:
     """The conditions in the annotations of a class or function, by name."""
     hints = get_type_hints(record, include_extras=True)
-    notes = {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
-    return {name: note for name, some in notes.items() for note in some if isinstance(note, OnlyWith)}
+    found = ((name, extra) for name, hint in hints.items() for extra in getattr(hint, "__metadata__", ()))
+    return {name: extra for name, extra in found if isinstance(extra, OnlyWith)}
 
 
 def refuse_unused(given: Iterable[str], declared: Mapping[str, OnlyWith], record: Any) -> None:

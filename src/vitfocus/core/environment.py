@@ -1,4 +1,4 @@
-"""Where code runs: devices and their names, one process or several, and the versions of the libraries."""
+"""The environment of a run: devices and their names, processes, and versions of libraries."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import FolderInUse, lock_folder
 from vitfocus.core.tables import counted
 
-#: The libraries that pixels and logits pass through.
+#: The libraries that results depend on.
 _LIBRARIES = ("vitfocus", "torch", "torchvision", "timm", "numpy", "pillow")
 
 
@@ -48,25 +48,27 @@ def usable_device(name: str | torch.device | None = None) -> torch.device:
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError):
-        raise VitfocusError(f"There is no device {str(name)!r} here: expected {_present()}.") from None
+        raise VitfocusError(f"There is no device {str(name)!r} here: expected {_available_devices()}.") from None
     if device.type == "meta":
-        raise VitfocusError(f"The device 'meta' holds no numbers: expected {_present()}.")
+        raise VitfocusError(f"The device 'meta' holds no numbers: expected {_available_devices()}.")
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, ImportError) as error:
         # Only torch's first sentence says why; the rest is advice for torch developers.
         reason = str(error).strip().partition("\n")[0].partition(". ")[0].rstrip(".")
-        raise VitfocusError(f"There is no device {str(name)!r} here ({reason}): expected {_present()}.") from None
+        raise VitfocusError(
+            f"There is no device {str(name)!r} here ({reason}): expected {_available_devices()}."
+        ) from None
     return device
 
 
 def float64_capable(values: Tensor) -> Tensor:
-    """The values on a device that has double precision: unchanged on the CPU and CUDA, else (MPS) copied to the CPU."""
+    """The values on a device with double precision: copied to the CPU unless they are on the CPU or CUDA."""
     return values if values.device.type in ("cpu", "cuda") else values.cpu()
 
 
 def device_name(device: torch.device, *, threads: bool = True) -> str:
-    """The model name of a GPU or processor, the latter followed by torch's number of `threads`."""
+    """The model name of a GPU or CPU; with `threads`, the CPU's is followed by the number of torch's threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     name = _processor() or platform.processor() or platform.machine() or device.type
@@ -74,7 +76,7 @@ def device_name(device: torch.device, *, threads: bool = True) -> str:
 
 
 def versions(*more: str) -> dict[str, str]:
-    """The versions of the libraries that results depend on, and of `more` distributions ("python" is one of them).
+    """The versions of the libraries that results depend on, and of `more` distributions (or "python").
 
     Example:
         >>> sorted(versions("python"))
@@ -86,8 +88,8 @@ def versions(*more: str) -> dict[str, str]:
     }
 
 
-def _present() -> str:
-    """The devices of this machine, as a phrase."""
+def _available_devices() -> str:
+    """The devices of this machine, for messages."""
     found = ["cpu"]
     if torch.accelerator.is_available():
         kind = torch.accelerator.current_accelerator()
@@ -129,7 +131,7 @@ class Processes:
 
         return list(gather_object([content]))
 
-    def agree(self, content: Content) -> Content:
+    def broadcast(self, content: Content) -> Content:
         """The first process's content, on every process."""
         if self.world == 1:
             return content
@@ -139,12 +141,12 @@ class Processes:
 
     @contextmanager
     def lock(self, folder: str | Path, wait: bool = False) -> Iterator[None]:
-        """Keep other runs out of a folder: the first process holds the lock, and all fail where it is refused.
+        """Lock a folder for this run: the first process holds the lock, and all raise if another run has it.
 
-        With `wait`, they wait until the process that holds it is done, and say so.
+        With `wait`, they print a message and wait for the other run to end.
         """
         with ExitStack() as stack:
-            said = False
+            announced = False
             while True:
                 problem, busy = "", False
                 if self.first:
@@ -152,14 +154,14 @@ class Processes:
                         stack.enter_context(lock_folder(folder))
                     except VitfocusError as error:
                         problem, busy = str(error), isinstance(error, FolderInUse)
-                problem, busy = self.agree((problem, busy))
+                problem, busy = self.broadcast((problem, busy))
                 if not problem:
                     break
                 if not (busy and wait):
                     raise VitfocusError(problem)
-                if self.first and not said:
+                if self.first and not announced:
                     print(f"vitfocus: {problem.rpartition(': wait')[0]}; waiting for it.", file=sys.stderr, flush=True)
-                said = True
+                announced = True
                 time.sleep(2.0)
             yield
 
@@ -179,5 +181,5 @@ def join_processes(device: str | torch.device | None = None) -> Processes:
 
 
 def is_main_process() -> bool:
-    """Whether this process prints and writes files; known from the launcher's environment, before any has joined."""
+    """Whether this process prints and writes files, by the launcher's environment variables."""
     return int(os.environ.get("RANK", "0")) == 0

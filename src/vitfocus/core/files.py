@@ -25,24 +25,26 @@ if sys.platform != "win32":
 
 _KINDS = {stat.S_IFREG: "a file", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
 
-#: What numpy and zipfile raise for arrays and archives that were cut off or changed.
+#: What numpy and zipfile raise for arrays and archives that were cut off or changed, or whose members are no arrays.
 DAMAGED = (
     *(OSError, ValueError, EOFError, KeyError, MemoryError, NotImplementedError, RuntimeError),
+    *(AttributeError, TypeError),
     *(zipfile.BadZipFile, zlib.error),
 )
-#: The lock file of a run folder that is in use; it may stay behind where a run was killed.
+#: The lock file of a run folder in use; it may remain after a run was killed.
 LOCK = ".lock"
 _TEMPORARY = ".vitfocus-"  # begins the names of files that are being written
 _locks: set[int] = set()  # descriptors of the locks that this process holds
+_roots: list[Path] = []  # the folders that are locked, without resolving links
 
 
-def write_place(target: str | Path, folder: bool = False) -> Path:
-    """The path to write a file (or a folder) to: a new one, or a regular file (a folder) that exists.
+def writable_path(target: str | Path, folder: bool = False) -> Path:
+    """Check that a file (or a folder) can be written to a path: it is new, or a regular file (a folder).
 
-    Anything else, such as a device or a FIFO, is refused. A link to a file is followed within its own folder only, so
-    that a run folder of unknown origin cannot overwrite files elsewhere.
+    Anything else, such as a device or a FIFO, is refused. A link to a file is followed within its own folder only, and
+    one to a folder within the folder that is locked, so that a run folder of unknown origin changes nothing elsewhere.
 
-    >>> write_place("/dev/null")
+    >>> writable_path("/dev/null")
     Traceback (most recent call last):
     vitfocus.core.errors.VitfocusError: /dev/null is a device; expected a regular file or a new path.
     """
@@ -58,19 +60,44 @@ def write_place(target: str | Path, folder: bool = False) -> Path:
         for place in (target, target.parent):
             if place.is_symlink() and not place.exists():
                 raise VitfocusError(f"{place} is a link to a path that does not exist; {expected}.") from None
-        return target
+        return _inside(target)
+    except OSError as error:  # such as a name that is too long, or links in a circle
+        raise VitfocusError(f"{target} cannot be written: {error.strerror}; {expected}.") from None
     if kind != (stat.S_IFDIR if folder else stat.S_IFREG):
         raise VitfocusError(f"{target} is {_KINDS.get(kind, 'a device')}; {expected}.")
     if folder or not target.is_symlink():
-        return target
+        return _inside(target)
     real = target.resolve()
     if not real.is_relative_to(target.parent.resolve()):
         raise VitfocusError(f"{target} is a link out of its folder; {expected}, such as {real} itself.")
     return real
 
 
+def _inside(target: Path) -> Path:
+    """The target, unless it is below a folder that is locked and a link in that folder leads out of it."""
+    place = target.absolute()
+    for root in _roots:
+        if place.is_relative_to(root) and not place.resolve().is_relative_to(root.resolve()):
+            raise VitfocusError(f"{target} is behind a link out of {root}; expected a place in that folder.")
+    return target
+
+
+def is_file(path: str | Path) -> bool:
+    """Whether there is such a file; False for any text that cannot be the name of one, for which `Path` may raise."""
+    return os.path.isfile(path)  # noqa: PTH113
+
+
+def is_folder(path: str | Path) -> bool:
+    """The same for a folder.
+
+    >>> is_folder("x" * 300), is_folder("a\\0b"), is_file("\\ud800")
+    (False, False, False)
+    """
+    return os.path.isdir(path)  # noqa: PTH112
+
+
 def open_file(path: str | Path) -> BufferedReader:
-    """Open a regular file to read it; anything else, such as a FIFO, on which reading would block, is an `OSError`.
+    """Open a regular file for reading; anything else is an `OSError`, since reading a FIFO would block.
 
     >>> open_file("/dev/zero")
     Traceback (most recent call last):
@@ -93,7 +120,7 @@ def atomic_path(target: str | Path, sync: bool = True) -> Iterator[Path]:
     >>> [file.name for file in folder.iterdir()], (folder / "a.txt").read_text()
     (['a.txt'], 'whole')
     """
-    target = write_place(target)
+    target = writable_path(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         # A long name is shortened to leave room for the random part.
@@ -118,7 +145,7 @@ def atomic_path(target: str | Path, sync: bool = True) -> Iterator[Path]:
 
 
 def _remove_stale(folder: Path) -> None:
-    """Remove temporary files of `atomic_path` in a folder that a killed process left; those in use stay."""
+    """Remove temporary files of `atomic_path` that a killed process left behind; files in use are kept."""
     with suppress(OSError):
         for path in folder.glob(f"{_TEMPORARY}*"):
             if stat.S_ISREG(path.lstat().st_mode):
@@ -133,7 +160,7 @@ def writable_folder(folder: str | Path) -> Path:
     >>> writable_folder(Path(tempfile.mkdtemp()) / "runs" / "a").is_dir()
     True
     """
-    folder = write_place(folder, folder=True)
+    folder = writable_path(folder, folder=True)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -148,11 +175,10 @@ class FolderInUse(VitfocusError):
 
 @contextmanager
 def lock_folder(folder: str | Path) -> Iterator[None]:
-    """Create the folder if it is missing, and keep other processes out of it; the lock ends with this process.
+    """Lock a folder, which is created if it is missing; the lock ends with the context or with this process.
 
-    What a killed process was writing there is removed.
-
-    A folder that is read-only needs no lock. On a file system without locks there is a warning.
+    Temporary files that a killed process left there are removed. A read-only folder is not locked. On a file system
+    without locks, a warning is issued.
 
     >>> folder = Path(tempfile.mkdtemp())
     >>> with lock_folder(folder), lock_folder(folder):
@@ -160,9 +186,7 @@ def lock_folder(folder: str | Path) -> Iterator[None]:
     Traceback (most recent call last):
     vitfocus.core.files.FolderInUse: ... is in use by process ...
     """
-    folder = Path(folder)
-    if folder.exists() and not folder.is_dir():
-        raise VitfocusError(f"{folder} is a file; a run is kept in a folder.")
+    folder = writable_path(folder, folder=True)
     try:
         new = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
@@ -172,8 +196,11 @@ def lock_folder(folder: str | Path) -> Iterator[None]:
     try:
         if lock is not None:
             _remove_stale(folder)
+        _roots.append(folder.absolute())
         yield
     finally:
+        if folder.absolute() in _roots:
+            _roots.remove(folder.absolute())
         if lock in _locks:  # not in a forked process
             with suppress(OSError):
                 (folder / LOCK).unlink()
@@ -220,7 +247,7 @@ def _take_lock(folder: Path) -> int | None:
 
 
 def _leave_locks() -> None:
-    """Release locks in a forked process, such as a worker of a loader, which must not outlive the owner."""
+    """Release the locks in a forked process, such as a data loader's worker: only the parent owns them."""
     while _locks:
         os.close(_locks.pop())
 
@@ -236,7 +263,7 @@ def write_text(target: str | Path, text: str) -> None:
 
 
 def write_bytes(target: str | Path, content: bytes, sync: bool = True) -> None:
-    """Write a binary file atomically; without `sync` it may be lost, but not torn, if the machine crashes."""
+    """Write a binary file atomically; without `sync`, a crash of the machine may lose it, but never tears it."""
     with atomic_path(target, sync) as path:
         path.write_bytes(content)
 
@@ -256,14 +283,14 @@ class Appender:
         self._pending: list[bytes] = []
 
     def add(self, piece: bytes) -> None:
-        """Append a piece after those that are still pending."""
+        """Append a piece, after any pending ones."""
         self._pending.append(piece)
         self.catch_up()
 
     def catch_up(self) -> None:
-        """Try to append what is pending."""
+        """Try to write the pending pieces."""
         with suppress(OSError):
-            path = write_place(self.path)
+            path = writable_path(self.path)
             size = path.stat().st_size if path.exists() else 0
             try:
                 with path.open("ab") as file:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from vitfocus.core.errors import VitfocusError
 
@@ -123,7 +124,7 @@ def unnest_checkpoint(checkpoint: Mapping[str, Any], names: Collection[str]) -> 
 
 
 def separate_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous tensors of which none shares memory with another or is part of a larger one, as safetensors requires.
+    """Copy tensors where needed so that each is contiguous and owns its storage, as safetensors requires.
 
     Example:
         >>> shared = torch.zeros(4)
@@ -143,10 +144,11 @@ def separate_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class SharedBatchNorm2d(nn.BatchNorm2d):
-    """Batch normalisation over the images of all processes, on any device; one process alone has `nn.BatchNorm2d`.
+    """Batch normalisation over the images of all processes, on any device.
 
     Statistics and gradients are those of the whole batch, so a run does not depend on the number of processes. A custom
-    operator adds the sums, so that a compiled model stays one graph.
+    operator adds the sums, so that a compiled model stays one graph. One process alone has `nn.BatchNorm2d`, but for a
+    channel with a single value (batch size 1, 1 × 1 map), which is normalised by the running statistics.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -156,6 +158,9 @@ class SharedBatchNorm2d(nn.BatchNorm2d):
             return F.batch_norm(x, *statistics, self.training, self.momentum or 0.0, self.eps)
         several = torch.distributed.is_available() and torch.distributed.is_initialized()
         if not (self.training and several and torch.distributed.get_world_size() > 1):
+            if self.training and x.numel() == x.shape[1]:
+                statistics = (self.running_mean, self.running_var, self.weight, self.bias)
+                return F.batch_norm(x, *statistics, False, 0.0, self.eps)
             return super().forward(x)
         assert self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None
         values = x if x.dtype == torch.float64 else x.float()
@@ -175,9 +180,16 @@ class SharedBatchNorm2d(nn.BatchNorm2d):
         return (centred * scale[:, None, None] + self.bias[:, None, None]).to(x.dtype)
 
 
+def share_batch_norms(model: nn.Module) -> None:
+    """Turn a model's `nn.BatchNorm2d` into `SharedBatchNorm2d`, in place; subclasses stay as they are."""
+    for module in model.modules():
+        if type(module) is nn.BatchNorm2d and module.affine and module.track_running_stats:
+            module.__class__ = SharedBatchNorm2d
+
+
 @torch.library.custom_op("vitfocus::sum_over_processes", mutates_args=())
 def sum_over_processes(values: Tensor) -> Tensor:
-    """The sum of every process's values, on every process; so are the gradients."""
+    """Sum the values of all processes, on every process; gradients are summed as well."""
     total = values.clone()
     torch.distributed.all_reduce(total)
     return total
@@ -196,8 +208,25 @@ def _sum_gradients(_: Any, gradient: Tensor) -> Tensor:
 sum_over_processes.register_autograd(_sum_gradients)
 
 
+class SkipInitialisation(TorchFunctionMode):
+    """Skips the initialisation of weights, which takes most of the time on the meta device and has no effect there.
+
+    Example:
+        >>> with torch.device("meta"), SkipInitialisation():
+        ...     nn.Linear(2, 3).weight.shape
+        torch.Size([3, 2])
+    """
+
+    _SKIPPED = frozenset({"uniform_", "normal_", "fill_", "zero_", "erfinv_", "clamp_", "mul_", "add_", "sub_", "div_"})
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if args and getattr(func, "__name__", "") in self._SKIPPED:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
 def is_trained(model: nn.Module) -> bool:
-    """Whether a model's weights differ from an initialisation; False on the meta device, which holds no values.
+    """Whether a model's weights differ from an initialisation; False on the meta device, which has no values.
 
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
     >>> is_trained(model)
@@ -210,9 +239,9 @@ def is_trained(model: nn.Module) -> bool:
 
 
 def mark_inserted(model: nn.Module, specs: Sequence[str]) -> None:
-    """Mark a model as given these treatments after its weights were last trained; without specs, remove the mark.
+    """Mark these treatments as inserted after the weights were last trained; without specs, remove the mark.
 
-    Treatments that the model is already marked with stay on the mark.
+    Earlier marks of the model are kept.
     """
     model = unwrap(model)
     known = [spec for spec in inserted(model) if spec not in specs] if specs else []
@@ -228,13 +257,13 @@ def inserted(model: nn.Module) -> tuple[str, ...]:
     return tuple(spec for module, mark in marked if mark.holds(module) for spec in mark.specs)
 
 
-def carried(model: nn.Module) -> tuple[str, ...]:
+def treatment_specs(model: nn.Module) -> tuple[str, ...]:
     """The specs of a model's treatments, in order."""
     return tuple(str(one.treatment) for m in unwrap(model).modules() for one in m.__dict__.get(TREATED, ()))
 
 
 def insertion_sentence(specs: str, model: str = "") -> str:
-    """The sentence that goes with numbers measured on such a model; empty if there are no such treatments.
+    """The sentence shown beside numbers of a model with such treatments; empty if there are none.
 
     >>> insertion_sentence("cbs")
     'cbs was inserted after the weights were last trained: this measures an insertion, not a method; train it first.'
@@ -249,7 +278,7 @@ def insertion_sentence(specs: str, model: str = "") -> str:
 
 
 def insertions_sentence(sentences: Mapping[str, str]) -> str:
-    """The same for several models, given by name, in one sentence.
+    """One sentence for several models, from the sentence of each by name.
 
     >>> insertions_sentence({"a": "cbs was inserted into a.", "b": "tap was inserted into b."})
     'a and b carry treatments that were inserted after their weights were last trained: this measures insertions, not \

@@ -68,7 +68,7 @@ class Progress:
         self._bar.start()
 
     def advance(self, steps: int = 1, note: str = "") -> None:
-        """Count some more steps; the `note` says which, or how they went."""
+        """Count some more steps; the `note` is shown beside the bar."""
         self.update(self.done + steps, note)
 
     def update(self, done: int, note: str = "") -> None:
@@ -81,10 +81,10 @@ class Progress:
         now = time.monotonic()
         if self.show and (now - self._printed >= self.every or finished):
             self._printed = now
-            self.say(f"{self.title}: {self._amount(now)}{self._note and f' ({self._note})'}")
+            self.say(f"{self.title}: {self._done_text(now)}{self._note and f' ({self._note})'}")
 
     def say(self, text: str) -> None:
-        """Print a line that stays."""
+        """Print a line above the bar."""
         if self._bar is not None:
             self._bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
         elif self.show:
@@ -105,21 +105,21 @@ class Progress:
     ) -> None:
         self.close()
 
-    def _amount(self, now: float) -> str:
-        """How much is done and how long the rest will take."""
+    def _done_text(self, now: float) -> str:
+        """The number of steps done, and the time left."""
         if self.total is None:
             return f"{self.done:,}"
         taken = self.done - self._first
         amount = f"{self.done:,} of {self.total:,}"
         if taken <= 0 or self.done >= self.total:
             return amount
-        return f"{amount}, {_clock((now - self._began) * (self.total - self.done) / taken)} left"
+        return f"{amount}, {_format_time((now - self._began) * (self.total - self.done) / taken)} left"
 
 
-def _clock(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     """Seconds as hours, minutes and seconds.
 
-    >>> _clock(3725)
+    >>> _format_time(3725)
     '1:02:05'
     """
     minutes, rest = divmod(round(max(seconds, 0)), 60)

@@ -28,20 +28,20 @@ FINITE = sys.float_info.max
 
 Record = TypeVar("Record")
 
-_INNER = "inside: "  # begins what an `OpenDict` finds, to which the place is still to be added
-_MOST_BYTES = 256 * 2**20
-#: The largest file of annotations that data sets come with.
-MOST_ANNOTATIONS = 4 * 2**30
-_MOST_DIGITS = 20  # of an integer: those of an unsigned one of 64 bits
-_MOST_LEVELS = 64
-_MOST_KEYS = 1000  # of an object in which the wrong key is searched for
+_INNER = "inside: "  # prefix of messages of an `OpenDict`, to which the location is added
+_MAX_BYTES = 256 * 2**20
+#: The largest annotation file of a data set.
+MAX_ANNOTATION_BYTES = 4 * 2**30
+_MAX_DIGITS = 20  # of an integer, as in an unsigned 64-bit one
+_MAX_LEVELS = 64
+_MAX_KEYS = 1000  # of an object that are tried to find the invalid one
 
 
 class OpenDict(dict[str, Any]):
-    """A dict of which some keys have a known type; the others are kept as they are.
+    """A dict in which some keys have a known type; other keys are kept unchanged.
 
-    Subclasses set `fields`, a struct of the known keys. With `numbers`, all other keys must hold numbers, or a pair of
-    them under NAME_interval, as tables of metrics do.
+    Subclasses set `fields`, a struct of the known keys. With `numbers`, all other values must be numbers, or a pair of
+    numbers under NAME_interval, as in tables of metrics.
 
     Example:
         >>> class Named(msgspec.Struct):
@@ -60,7 +60,7 @@ class OpenDict(dict[str, Any]):
 
     @classmethod
     def checked(cls, value: Any) -> Self:
-        """The value as such a dict, or a `ValueError`, to which `convert` adds the place."""
+        """Validate a value; raises a `ValueError`, to which `convert` adds the location."""
         if not isinstance(value, dict):
             raise ValueError(f"{_INNER}It is {reprlib.repr(value)}; expected a table of keys and values.")
         known = cls.fields.__struct_encode_fields__
@@ -72,13 +72,13 @@ class OpenDict(dict[str, Any]):
             parts.append(({key: one for key, one in rest.items() if key not in pairs}, dict[str, float]))
         for part, kind in parts:
             try:
-                msgspec.convert(part, kind, str_keys=True, dec_hook=_custom)
+                msgspec.convert(part, kind, str_keys=True, dec_hook=_decode_custom)
             except msgspec.ValidationError as error:
-                raise ValueError(f"{_INNER}{_sentence(str(error), part, kind)}") from None
+                raise ValueError(f"{_INNER}{_user_message(str(error), part, kind)}") from None
         return cls(value)
 
 
-def _custom(kind: type[Any], value: Any) -> Any:
+def _decode_custom(kind: type[Any], value: Any) -> Any:
     """Convert to types that msgspec does not know."""
     if issubclass(kind, OpenDict):
         return kind.checked(value)
@@ -92,7 +92,7 @@ def read_json(
     writer: str = "vitfocus",
     hint: str = "",
     missing: str = "",
-    most_bytes: int = _MOST_BYTES,
+    max_bytes: int = _MAX_BYTES,
 ) -> Record:
     """Read a JSON file as a record.
 
@@ -100,14 +100,14 @@ def read_json(
         path: The file.
         kind: A struct, or any type that msgspec converts to, such as `dict[str, Any]`.
         writer: The command that writes such files, for the error message.
-        hint: What to do about a wrong file, which ends the error message.
+        hint: How to fix a wrong file; it ends the error message.
         missing: The message if there is no such file.
-        most_bytes: The largest file that is read.
+        max_bytes: The largest file that is read.
 
     Raises:
         VitfocusError: The file is missing, unreadable, not JSON, too large, too deeply nested, or not of that type.
     """
-    text = read_text(path, hint=hint, missing=missing, most_bytes=most_bytes)
+    text = read_text(path, hint=hint, missing=missing, max_bytes=max_bytes)
     return convert(parse_json(text, path, hint=hint), kind, path, writer=writer, hint=hint)
 
 
@@ -116,14 +116,14 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     return parse_toml(read_text(path), path)
 
 
-def read_text(path: str | Path, *, hint: str = "", missing: str = "", most_bytes: int = _MOST_BYTES) -> str:
+def read_text(path: str | Path, *, hint: str = "", missing: str = "", max_bytes: int = _MAX_BYTES) -> str:
     """Read a regular file as UTF-8 text; arguments and errors are those of `read_json`."""
     path = Path(path)
     try:
         with open_file(path) as file:
-            content = file.read(most_bytes + 1)
-        if len(content) > most_bytes:
-            raise VitfocusError(f"{path} is too large; expected at most {most_bytes:,} bytes.")
+            content = file.read(max_bytes + 1)
+        if len(content) > max_bytes:
+            raise VitfocusError(f"{path} is too large; expected at most {max_bytes:,} bytes.")
         return content.decode("utf-8-sig")
     except FileNotFoundError:
         raise VitfocusError(f"There is no {path}{missing and f': {missing}'}.") from None
@@ -138,8 +138,8 @@ def parse_json(text: str, source: str | Path, *, hint: str = "") -> Any:
 
     Args:
         text: The JSON.
-        source: What it was read from, for the error message.
-        hint: What to do about it, which ends the error message.
+        source: The file it was read from, for the error message.
+        hint: How to fix the file; it ends the error message.
 
     Example:
         >>> parse_json('{"a": [1, 2.5]}', "a.json")
@@ -151,14 +151,14 @@ def parse_json(text: str, source: str | Path, *, hint: str = "") -> Any:
     try:
         content = json.loads(text, parse_int=_integer)
         level = [content]
-        for _ in range(_MOST_LEVELS + 1):
+        for _ in range(_MAX_LEVELS + 1):
             inner = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list))
             level = [one for some in inner for one in some if isinstance(one, dict | list)]
             if not level:
                 return content
         raise RecursionError
     except RecursionError:
-        said = f"it is nested more than {_MOST_LEVELS} levels deep"
+        said = f"it is nested more than {_MAX_LEVELS} levels deep"
     except ValueError as error:
         said = str(error).rstrip(".")
     raise VitfocusError(f"{source} cannot be read: {said}{hint and f'; {hint}'}.")
@@ -185,14 +185,14 @@ def parse_toml(text: str, source: str | Path) -> dict[str, Any]:
 def convert(
     content: Any, kind: type[Record], source: str | Path = "", *, writer: str = "vitfocus", hint: str = ""
 ) -> Record:
-    """Turn plain values, as TOML or JSON hold them, into a record.
+    """Convert plain values, as read from TOML or JSON, to a record.
 
     Args:
         content: dicts, lists, strings and numbers.
         kind: The type of the record, usually an `msgspec.Struct`.
-        source: The file they were read from; "" if the message need not name it.
+        source: The file they were read from, for the error message; "" for none.
         writer: The command that writes such files.
-        hint: What to do about a wrong file.
+        hint: How to fix a wrong file.
 
     Raises:
         VitfocusError: Something does not fit; the message names the key, its value and what was expected.
@@ -214,9 +214,9 @@ def convert(
 [1].batch is []; expected a whole number.
     """
     try:
-        return msgspec.convert(content, kind, str_keys=True, dec_hook=_custom)
+        return msgspec.convert(content, kind, str_keys=True, dec_hook=_decode_custom)
     except msgspec.ValidationError as error:
-        said = _sentence(str(error), content, kind)
+        said = _user_message(str(error), content, kind)
     except UnicodeEncodeError as error:
         said = f"It has {error.object[error.start]!r}, which is not a character."
     if not source:
@@ -232,17 +232,17 @@ def write_json(path: str | Path, content: Any, *, indent: int | None = 2) -> Non
 
 
 def _integer(digits: str) -> int:
-    if len(digits.lstrip("-")) > _MOST_DIGITS:
+    if len(digits.lstrip("-")) > _MAX_DIGITS:
         raise ValueError(f"a whole number has {len(digits):,} digits")
     return int(digits)
 
 
-def _sentence(message: str, content: Any, kind: Any) -> str:
+def _user_message(message: str, content: Any, kind: Any) -> str:
     """A message of msgspec, such as "Expected `int` >= 1 - at `$.data.batch`", as a sentence for users."""
     said, _, where = message.partition(" - at ")
     path = re.search(r"\$([^`]*)", where)
     steps = re.findall(r"\.([^.\[\]]+)|\[(\d+)\]|\[(\.\.\.)\]", path[1]) if path else []
-    keys = _located(content, kind, steps)
+    keys = _find_keys(content, kind, steps)
     value, expected = _follow(content, inspect.type_info(kind), keys)
     place = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys).removeprefix(".")
     if said.startswith(_INNER):  # of an `OpenDict` at that place
@@ -263,14 +263,14 @@ def _sentence(message: str, content: Any, kind: Any) -> str:
     return f"{place or 'It'} is {reprlib.repr(value)}; expected {describe(expected)}."
 
 
-def _located(content: Any, kind: Any, steps: list[tuple[str, str, str]]) -> list[Any]:
-    """The keys that lead to the fault; msgspec leaves out those of mappings ("[...]"), which are found by trying."""
+def _find_keys(content: Any, kind: Any, steps: list[tuple[str, str, str]]) -> list[Any]:
+    """The keys that lead to the invalid value; msgspec omits keys of mappings ("[...]"), which are found by trying."""
     keys: list[Any] = []
     at = content
     for key, index, mapping in steps:
         step: Any = int(index) if index else key
         if mapping:
-            step = next((one for one in list(at)[:_MOST_KEYS] if _wrong(content, kind, [*keys, one])), None)
+            step = next((one for one in list(at)[:_MAX_KEYS] if _is_invalid(content, kind, [*keys, one])), None)
             if step is None:
                 break
         keys.append(step)
@@ -278,22 +278,22 @@ def _located(content: Any, kind: Any, steps: list[tuple[str, str, str]]) -> list
     return keys
 
 
-def _wrong(content: Any, kind: Any, keys: list[Any]) -> bool:
-    """Whether the content is still wrong if the mapping at the end of the keys keeps that key alone."""
+def _is_invalid(content: Any, kind: Any, keys: list[Any]) -> bool:
+    """Whether the content is still invalid if the mapping at the end of the path has only that key."""
     try:
-        msgspec.convert(_narrowed(content, keys), kind, str_keys=True, dec_hook=_custom)
+        msgspec.convert(_keep_only(content, keys), kind, str_keys=True, dec_hook=_decode_custom)
     except msgspec.ValidationError:
         return True
     return False
 
 
-def _narrowed(content: Any, keys: list[Any]) -> Any:
+def _keep_only(content: Any, keys: list[Any]) -> Any:
     key, *rest = keys
     if not rest:
         return {key: content[key]}
     if isinstance(content, list):
-        return [_narrowed(one, rest) if place == key else one for place, one in enumerate(content)]
-    return {**content, key: _narrowed(content[key], rest)}
+        return [_keep_only(one, rest) if place == key else one for place, one in enumerate(content)]
+    return {**content, key: _keep_only(content[key], rest)}
 
 
 def _follow(value: Any, kind: inspect.Type, keys: list[Any]) -> tuple[Any, inspect.Type]:

@@ -1,7 +1,7 @@
 """A registry of lazily imported objects, and the connection to timm, transformers and peft.
 
-A lower package looks up by name what a higher package registers, so that imports keep to one direction. The target is
-text and is imported on first use; this module imports nothing heavy.
+A lower package looks up by name what a higher package registers, so that imports go in one direction. A target is text
+and is imported on first use; this module imports nothing heavy.
 
 `connect` registers vitfocus with timm, transformers and peft when they are imported, so that they can open what
 vitfocus saved, or say what is missing.
@@ -35,7 +35,7 @@ class LazyRegistry(Mapping[str, Any]):
         self._targets: dict[str, str] = {}
 
     def register(self, name: str, target: str) -> None:
-        """Make an object known by a name; `target` is "module:attribute"."""
+        """Register an object by name; `target` is "module:attribute"."""
         self._targets[name] = target
 
     def __getitem__(self, name: str) -> Any:
@@ -75,7 +75,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """The spec that the other finders have, whose loader then calls the function."""
+        """The spec from the other finders, with a loader that calls the function after the import."""
         if fullname != self.name:
             return None
         sys.meta_path.remove(self)
@@ -102,7 +102,7 @@ def _after_import(name: str, then: Callable[[Any], None]) -> None:
 
 
 def connect() -> None:
-    """Let timm, transformers and peft find vitfocus, now or when they are imported."""
+    """Register vitfocus with timm, transformers and peft, now or when they are imported."""
     _after_import("timm.models", _connect_timm)
     _after_import("transformers.configuration_utils", _connect_configs)
     _after_import("transformers.modeling_utils", _connect_models)
@@ -160,7 +160,7 @@ def _connect_models(modeling: Any) -> None:
 def nested_configs(config: Any) -> list[Any]:
     """A config of transformers and those of the model's parts."""
     parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", ())]
-    return [config, *(part for part in parts if hasattr(part, "model_type"))]
+    return [config, *(one for part in parts if hasattr(part, "model_type") for one in nested_configs(part))]
 
 
 def _connect_peft(peft: Any) -> None:

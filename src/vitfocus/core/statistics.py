@@ -39,7 +39,7 @@ def wilson_interval(share: float, count: int) -> tuple[float, float]:
 
 
 def evenly_spaced(count: int, limit: int | None) -> Sequence[int]:
-    """At most `limit` of `count` indices, evenly spaced, so that sorted classes keep their shares.
+    """At most `limit` of `count` indices, evenly spaced, so that the shares of sorted classes are kept.
 
     Example:
         >>> evenly_spaced(10, 4), evenly_spaced(3, None)
@@ -110,7 +110,7 @@ class PairedDifference(NamedTuple):
 
 
 def paired_difference(first: npt.ArrayLike, second: npt.ArrayLike, seed: int = 0) -> PairedDifference:
-    """How much the second model's mean exceeds the first's on the same images, resampling images in pairs.
+    """The difference of two models' means on the same images, with an interval from resampled pairs.
 
     >>> paired_difference([0.0, 0.0, 1.0], [1.0, 1.0, 1.0]).mean
     0.6666666666666666

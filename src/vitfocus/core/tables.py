@@ -1,4 +1,4 @@
-"""Tables that look good in a terminal and stay plain when piped."""
+"""Tables and lists for terminals, which are plain text when piped."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _PROSE = 88
 
 @dataclass(frozen=True)
 class Table:
-    """Cells of text under headings. `print` shows it in colour on a terminal and plain elsewhere; rich renders it too.
+    """A table of text. `print` shows it in colour on a terminal and plain elsewhere; rich renders it too.
 
-    On a terminal that is too narrow, the columns continue below, with the first column repeated. Elsewhere lines are as
-    long as they need to be.
+    If the terminal is too narrow, the columns continue below, with the first column repeated. Elsewhere lines are not
+    limited.
 
     >>> print(Table("Two layers", ["layer", "entropy"], [["0", "4.51"], ["1", "4.32"]]))
     Two layers
@@ -76,9 +76,9 @@ class Table:
         return f'<div style="overflow-x:auto">{table}{note}</div>'
 
     def text(self, *, styled: bool = False, width: int | None = None) -> str:
-        """The table as lines, `styled` with terminal escapes or plain, for files; at most `width` columns if given.
+        """The table as text, `styled` with terminal escapes or plain; at most `width` columns if given.
 
-        Title and caption are not squeezed to the width of a narrow table.
+        Title and caption may be wider than the table.
         """
         from rich.console import Console
         from rich.text import Text
@@ -96,7 +96,7 @@ class Table:
         )
         parts = [replace(self, title="", caption="")]
         while width and len(parts[-1].columns) > 2 and console.measure(parts[-1].__rich__()).maximum > width:
-            parts[-1:] = parts[-1]._broken(lambda table: console.measure(table.__rich__()).maximum <= width)
+            parts[-1:] = parts[-1]._split_columns(lambda table: console.measure(table.__rich__()).maximum <= width)
         prose = max(_PROSE, *(console.measure(part.__rich__()).maximum for part in parts))
         prose = min(prose, width or prose)
         for line in textwrap.wrap(self.title, width or _WIDTH, break_long_words=False):
@@ -108,7 +108,7 @@ class Table:
         lines = [line.rstrip() for line in buffer.getvalue().splitlines()]
         return "\n".join(line for line in lines if line)
 
-    def _broken(self, fits: Callable[[Table], bool]) -> list[Table]:
+    def _split_columns(self, fits: Callable[[Table], bool]) -> list[Table]:
         """The first columns, as many as fit, and the rest under the first column; at least two columns each."""
 
         def only(keep: Sequence[int]) -> Table:
@@ -140,10 +140,10 @@ def bullet(text: str, width: int | None = None) -> str:
     return "\n".join(wrapped)
 
 
-def html_points(sentences: Iterable[str | tuple[str, str]]) -> str:
-    """A list as HTML, with commands in backticks; the first of a pair is prominent. All of it is escaped.
+def html_list(sentences: Iterable[str | tuple[str, str]]) -> str:
+    """An HTML list of sentences, escaped, with backticks as code; the first of a pair is bold.
 
-    >>> html_points(["run `a <b>`", ("Look:", "here")])
+    >>> html_list(["run `a <b>`", ("Look:", "here")])
     '<ul><li>run <code>a &lt;b&gt;</code></li><li><b>Look:</b> here</li></ul>'
     """
     pairs = [("", one) if isinstance(one, str) else one for one in sentences]
@@ -164,8 +164,7 @@ def listing(items: Mapping[str, str], indent: str = "", width: int | None = None
     lines = []
     for name, text in items.items():
         start = f"{indent}{name:<{left}}"
-        room = max((columns or _WIDTH) - len(start), 20)
-        wrapped = textwrap.wrap(text, room, break_long_words=False) or [""]
+        wrapped = textwrap.wrap(text, max((columns or _WIDTH) - len(start), 20), break_long_words=False) or [""]
         lines += [start + wrapped[0], *(" " * len(start) + line for line in wrapped[1:])]
     return "\n".join(line.rstrip() for line in lines)
 

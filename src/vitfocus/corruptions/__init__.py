@@ -1,7 +1,7 @@
 """The nineteen corruptions of ImageNet-C, CIFAR-C and their any-size form, batched, seeded, on CPU and GPU.
 
-This package knows nothing of models or suites. `apply.py` holds the public call, `base.py` the published constants
-and the random draws, and one file per family the corruptions themselves.
+This package does not depend on models or suites. `apply.py` has the public function, `base.py` the published constants
+and the random draws, and one file per family the corruptions.
 """
 
 from vitfocus.corruptions.apply import corrupt, fingerprint, parse

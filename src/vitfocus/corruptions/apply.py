@@ -130,7 +130,7 @@ def corrupt(
 
 
 def _corrupt_any(images: Any, change: Callable[..., Tensor], ids: Any) -> Any:
-    """Images that are not a tensor, changed and returned as they came."""
+    """Corrupt images that are not a tensor, and return them in the form in which they were given."""
     if isinstance(images, str) and (count := shapes_named(images, SHAPES)) is not None:
         return change(shapes_batch(range(count), split="val")[0], ids=ids)
     pictures = as_images(images)
@@ -149,7 +149,7 @@ def _corrupt_any(images: Any, change: Callable[..., Tensor], ids: Any) -> Any:
         if single:
             return changed[0]
         return np.stack(changed) if isinstance(images, np.ndarray) else changed
-    if isinstance(images, Dataset) and not isinstance(images, Iterable):  # torch's have a length, and no iterator
+    if isinstance(images, Dataset) and not isinstance(images, Iterable):  # with a length, but without an iterator
         items: Any = images
         images = map(items.__getitem__, range(len(items)))
     if isinstance(images, bytes | Mapping) or not isinstance(images, Iterable):
@@ -168,7 +168,7 @@ def _same_type(picture: Any, pixels: Tensor) -> Any:
 
 
 def _corrupt_batches(loader: Iterable[Any], change: Callable[..., Tensor], ids: Any) -> Iterator[Any]:
-    """The batches of a loader, or items of a data set, their images changed: the whole, or the first of a tuple."""
+    """Corrupt the batches of a loader, or the items of a data set: the whole item, or the first entry of a tuple."""
     names, done = None if ids is None else iter(ids), 0
     for item in loader:
         pair = isinstance(item, list | tuple) and not all(map(is_image, item))
@@ -186,10 +186,10 @@ def fingerprint(
     frost: str | os.PathLike[str] | None = None,
     names: Sequence[str] = (*CORRUPTIONS, *EXTRA_CORRUPTIONS),
 ) -> dict[str, Any]:
-    """The facts that the output of these corruptions depends on, to publish with a number.
+    """The settings and versions that the output of these corruptions depends on, to report with a result.
 
-    The JPEG codec and the frost overlays are among them where `names` include the corruptions that use them.
-    `comparable` is False where frost is drawn because the published overlays are missing.
+    The JPEG codec and the frost overlays are included if `names` contains the corruptions that use them. `comparable`
+    is False if frost is drawn because the published overlays are missing.
 
     Example:
         >>> fingerprint("cifar")["flavour"], "jpeg" in fingerprint(names=["fog"])
@@ -222,7 +222,7 @@ def _check_severity(severity: int) -> int:
 
 def _as_bytes(images: Tensor) -> Tensor:
     """The images as a (B, 3, H, W) uint8 batch; anything else is refused."""
-    require_values("images", images)
+    require_values("images", images, pixels=True)
     if images.dim() not in (3, 4) or images.shape[-3] != 3 or 0 in images.shape[-2:]:
         raise VitfocusError(f"Images have shape {tuple(images.shape)}; expected (B, 3, H, W) or (3, H, W), RGB.")
     batch = images if images.dim() == 4 else images[None]

@@ -1,4 +1,4 @@
-"""What every corruption takes and returns: published constants (severities 1 to 5), random draws, 8-bit images.
+"""Shared by all corruptions: published constants (severities 1 to 5), random draws, conversion to 8 bits.
 
 Every random number is a hash of (seed, corruption, severity, image id, stream, position): a counter-based generator in
 plain torch integer arithmetic. A draw does not depend on batch size, order, device or the number of processes, and no
@@ -169,7 +169,7 @@ def stable_hash(text: str) -> int:
     """
     try:
         content = text.encode(errors="surrogateescape")
-    except UnicodeEncodeError:  # a surrogate that stands for no byte of a file's name
+    except UnicodeEncodeError:  # a surrogate that does not encode a byte of a file name
         content = text.encode(errors="surrogatepass")
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") >> 1
 
@@ -191,7 +191,7 @@ def as_ids(ids: Tensor | Iterable[int | str] | None, count: int, device: torch.d
 class Draws:
     """The random numbers of a batch of images under one (seed, corruption, severity).
 
-    Streams keep independent draws of one corruption apart: two calls with the same stream and count give the same
+    Independent draws of one corruption use different streams: two calls with the same stream and count return the same
     numbers.
 
     >>> both = Draws(0, "fog", 3, torch.tensor([7, 9])).uniform((4,))
@@ -210,7 +210,7 @@ class Draws:
 
     @functools.cached_property
     def keys(self) -> Tensor:
-        """One 64-bit key per image, computed when first needed, since half of the corruptions draw nothing."""
+        """One 64-bit key per image, computed on first use, since half of the corruptions are deterministic."""
         return _splitmix(self.ids ^ self.base)
 
     def bits(self, count: int, stream: int = 0) -> Tensor:
@@ -242,7 +242,7 @@ class Draws:
         return ((bits * (high - low)) >> 31) + low
 
 
-_SLACK = 1e-9  # a value this close below an integer is that integer, whatever the order of summation was
+_SLACK = 1e-9  # a value this close below an integer is that integer, up to the order of summation
 
 
 def to_uint8(values: Tensor, slack: float = _SLACK) -> Tensor:

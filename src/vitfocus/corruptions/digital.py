@@ -1,12 +1,11 @@
 """Digital corruptions: brightness, saturation, contrast, pixelation, the elastic transform and JPEG.
 
-Each function takes uint8 images (B, 3, H, W), its setting and its draws, and returns uint8 images. The arithmetic of
-the first four follows the reference in float64 and in its order, so the results are equal to it pixel for pixel.
+Each function takes uint8 images (B, 3, H, W), its setting and its draws, and returns uint8 images. The first four use
+float64 and the order of operations of the reference, so they equal it pixel for pixel.
 
-JPEG is the host's libjpeg through torchvision, and the same arithmetic in tensors for other devices: colour conversion,
-4:2:0 subsampling, integer cosine transform and quantisation, both ways, in libjpeg's own integer arithmetic ("islow"
-transform, "fancy" upsampling), so that a GPU returns what libjpeg returns, bit for bit. nvJPEG always
-encodes 4:4:4, which is another corruption than the reference's, so it is not used.
+JPEG uses libjpeg through torchvision on the CPU. On other devices, colour conversion, 4:2:0 subsampling, cosine
+transform, quantisation and their inverses run on tensors in libjpeg's integer arithmetic ("islow" transform, "fancy"
+upsampling), with the same result bit for bit. nvJPEG is not used: it always encodes 4:4:4, unlike the reference.
 """
 
 from __future__ import annotations
@@ -138,7 +137,8 @@ def _sample(x: Tensor, right: Tensor, down: Tensor, corners: bool) -> Tensor:
 def _affine(x: Tensor, jitter: float, draws: Draws, right: Tensor, down: Tensor) -> Tensor:
     """Warp so that three points of a centred square move by up to `jitter` pixels each way.
 
-    The reference lists the points as (row, column) and OpenCV reads (x, y): kept, it only shows on rectangles.
+    The reference lists the points as (row, column) and OpenCV reads (x, y), which only matters for rectangles; it is
+    kept.
     """
     height, width = x.shape[-2:]
     first, second, reach = float(height // 2), float(width // 2), float(max(min(height, width) // 3, 1))
@@ -216,9 +216,9 @@ def jpeg_compression(x: Tensor, setting: Setting, draws: Draws) -> Tensor:
     """Encode and decode (B, 3, H, W) uint8 images at a quality."""
     if x.device.type != "cpu":
         return jpeg_in_tensors(x, setting.constants)
-    from torchvision.io import ImageReadMode, decode_jpeg, encode_jpeg  # imported late: it takes a second
+    from torchvision.io import ImageReadMode, decode_jpeg, encode_jpeg  # here, because it takes a second
 
-    pixels = torch.stack(x.unbind(1), dim=-1)  # libjpeg's own layout, for the whole batch at once
+    pixels = torch.stack(x.unbind(1), dim=-1)  # libjpeg's layout, for the whole batch at once
     result = torch.empty_like(x, memory_format=torch.contiguous_format)
 
     def code(index: int) -> None:
@@ -278,7 +278,7 @@ def _smooth_double(x: Tensor) -> Tensor:
 
 
 def jpeg_in_tensors(x: Tensor, quality: int) -> Tensor:
-    """JPEG's losses at a quality, on the tensor's own device: (B, 3, H, W) uint8."""
+    """The lossy steps of JPEG at a quality, on the device of the tensor: (B, 3, H, W) uint8."""
     height, width = x.shape[-2:]
     cosines, luminance, chrominance = _tables(quality, x.device)
     red, green, blue = x.int().unbind(1)

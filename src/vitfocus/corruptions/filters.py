@@ -1,10 +1,10 @@
 """The linear filters the corruptions share, with the boundary rules and the arithmetic of SciPy, OpenCV and Pillow.
 
-Images are (..., H, W). A separable filter is two small matrices, one per axis, in which any boundary rule is exact and
-any width costs the same; matrices are built once per (size, parameters, device).
+Images are (..., H, W). A separable filter is two small matrices, one per axis, which represent any boundary rule
+exactly and cost the same for any width; matrices are built once per (size, parameters, device).
 
-The reference truncates float64 results to 8 bits, so deterministic filters work in float64 too: it makes them equal
-to the reference pixel for pixel, and keeps them out of reach of TF32.
+The reference truncates float64 results to 8 bits, so deterministic filters use float64 as well: they equal the
+reference pixel for pixel, and TF32 does not affect them.
 """
 
 from __future__ import annotations
@@ -97,13 +97,19 @@ def _spectrum(kernel: tuple[tuple[float, ...], ...], size: tuple[int, int], devi
     return torch.fft.rfft2(taps, s=size).to(device)
 
 
-def correlate(x: Tensor, kernel: tuple[tuple[float, ...], ...], mode: str = "mirror") -> Tensor:
-    """Correlation with a wide, odd, non-separable kernel through the FFT, float64."""
+def _mirrored(x: Tensor, down: int, right: int) -> Tensor:
+    """Pad (..., H, W) by `down` rows and `right` columns on each side, mirrored."""
+    for axis, reach in ((-2, down), (-1, right)):
+        size = x.shape[axis]
+        x = x.index_select(axis, fold(torch.arange(-reach, size + reach, device=x.device), size, "mirror"))
+    return x
+
+
+def correlate(x: Tensor, kernel: tuple[tuple[float, ...], ...]) -> Tensor:
+    """Correlation with a wide, odd, non-separable kernel through the FFT, mirrored at the border, float64."""
     height, width = x.shape[-2:]
     down, right = len(kernel) // 2, len(kernel[0]) // 2
-    rows = fold(torch.arange(-down, height + down, device=x.device), height, mode)
-    columns = fold(torch.arange(-right, width + right, device=x.device), width, mode)
-    padded = x.index_select(-2, rows).index_select(-1, columns).double()
+    padded = _mirrored(x, down, right).double()
     size = (_fast_length(height + 2 * down), _fast_length(width + 2 * right))
     spectrum = torch.fft.rfft2(padded, s=size).mul_(_spectrum(kernel, size, x.device))
     result = torch.fft.irfft2(spectrum, s=size)
@@ -113,9 +119,7 @@ def correlate(x: Tensor, kernel: tuple[tuple[float, ...], ...], mode: str = "mir
 def correlate3(x: Tensor, kernel: Sequence[Sequence[float]]) -> Tensor:
     """Correlation with a 3x3 kernel, mirrored at the border as in OpenCV; exact on whole numbers."""
     height, width = x.shape[-2:]
-    rows = fold(torch.arange(-1, height + 1, device=x.device), height, "mirror")
-    columns = fold(torch.arange(-1, width + 1, device=x.device), width, "mirror")
-    padded = x.index_select(-2, rows).index_select(-1, columns)
+    padded = _mirrored(x, 1, 1)
     total = torch.zeros_like(x)
     for i, row in enumerate(kernel):
         for j, weight in enumerate(row):

@@ -55,7 +55,8 @@ def _poisson_tables(photons: int, device: torch.device) -> tuple[Tensor, Tensor]
 def shot_noise(x: Tensor, setting: Setting, draws: Draws) -> Tensor:
     """Count photons: Poisson(value x photons) / photons, by exact inversion.
 
-    A binary search over the value's own cumulative law, in integers, so that every device finds the same count.
+    A binary search in the cumulative distribution of the value, in integers, so that the count is the same on every
+    device.
     """
     photons = setting.constants
     table, values = _poisson_tables(photons, x.device)
@@ -80,8 +81,8 @@ def gaussian_blur(x: Tensor, setting: Setting, draws: Draws) -> Tensor:
 def disk(radius: float, alias_sigma: float) -> tuple[tuple[float, ...], ...]:
     """The antialiased disk of the reference, in float32 as there, so that its sum differs from 1 by the same amount.
 
-    A radius that touches the edge of its grid (8 and 10) gains up to 1 % there, by the mirrored border of the
-    antialiasing blur: a quirk that brightens, and is kept.
+    A radius that reaches the edge of its grid (8 and 10) adds up to 1 % to the sum, through the mirrored border of the
+    antialiasing blur, which brightens the image; it is kept.
     """
     reach = 8 if radius <= 8 else int(radius)
     line = np.arange(-reach, reach + 1)
@@ -135,9 +136,9 @@ def _glass_sources(height: int, width: int, reach: int, draws: Draws, stream: in
 
     The reference scans from the bottom right and "swaps" each pixel with a neighbour at an offset in [-reach, reach-1];
     because the two sides are views of one array, the swap only copies: pixel <- neighbour. A neighbour later in raster
-    order has been overwritten before and hands on what it received, an earlier one still holds its old value. So
-    the pixels form chains that run forward in raster order until they meet an unvisited pixel, and doubling the
-    jumps resolves all chains at once. A chain goes on with a probability below 1/2: 64 links, 2**6, are never reached.
+    order was overwritten before and passes on the value it received; an earlier one still has its old value. So the
+    pixels form chains that run forward in raster order until they reach an unvisited pixel, and pointer doubling
+    resolves all chains at once. A chain continues with a probability below 1/2, so 2**6 links are never reached.
     """
     device = draws.ids.device
     index = torch.arange(height * width, device=device).view(height, width)

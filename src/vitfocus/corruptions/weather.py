@@ -39,7 +39,7 @@ _STEPS = ((10_000, ((0, 1), (1, 0))), (14_000, ((1, 1), (1, -1))), (21_969, ((1,
 
 
 def snow(x: Tensor, setting: Setting, draws: Draws) -> Tensor:
-    """Whiten the image and add two layers of streaked flakes, the second being the first turned by 180 degrees."""
+    """Whiten the image and add two layers of streaked flakes; the second is the first, rotated by 180 degrees."""
     mean, spread, zoom, threshold, radius, sigma, keep = setting.constants
     height, width = x.shape[-2:]
     layer = draws.normal((1, height, width), stream=0).mul_(spread).add_(mean)
@@ -150,8 +150,8 @@ def canny(x: Tensor, low: int, high: int) -> Tensor:
 def distance(edge: Tensor) -> Tensor:
     """Chamfer distance to the nearest edge, at most 20 pixels, in 1/10,000 pixel: int32 (B, H, W).
 
-    The chamfer norm is a cheapest walk of axial, diagonal and knight's moves. Their order is free, so each direction is
-    relaxed on its own, by strides that double; such a walk never leaves the rectangle between its ends.
+    The chamfer distance is the cheapest path of axial, diagonal and knight's moves. Their order does not matter, so
+    each direction is relaxed separately, with doubling strides; such a path stays in the rectangle between its ends.
     """
     far = torch.full_like(edge, _FARTHEST, dtype=torch.int32).masked_fill_(edge, 0)
     for cost, directions in _STEPS:
@@ -223,7 +223,7 @@ class FrostSheets:
 
 
 def locate_frost(folder: str | os.PathLike[str] | None = None) -> str:
-    """The folder of the overlays: the one named, else $VITFOCUS_FROST, else imagecorruptions' own, else "drawn"."""
+    """The folder of the overlays: `folder`, $VITFOCUS_FROST, or that of imagecorruptions; "drawn" if there is none."""
     named = folder if folder is not None else os.environ.get(FROST_VARIABLE) or None
     if named is not None:
         if not isinstance(named, str | os.PathLike):
@@ -288,9 +288,9 @@ def _draw_frost(number: int) -> Tensor:
 
 
 def _fit_frost(overlay: Tensor, flavour: str, height: int, width: int) -> Tensor:
-    """Scale an overlay as the flavour does: to a fifth for CIFAR, to cover the image and 10 % more for any size.
+    """Scale an overlay for a flavour: to a fifth for CIFAR, to 10 % more than the image for any size.
 
-    ImageNet's are used as they are, and enlarged only for images they do not cover.
+    For ImageNet it is enlarged only if it does not cover the image.
     """
     image = overlay[None].float()
     tall, wide = overlay.shape[-2:]

@@ -1,1 +1,1 @@
-"""The data sets: Shapes, which is embedded, and readers for what lies on disk."""
+"""The data sets: Shapes, which is built in, and readers of data sets on disk."""

@@ -29,7 +29,7 @@ IMAGE_SUFFIXES = frozenset(
 #: What Pillow raises for a file that is not an image, is truncated, or would not fit into memory.
 UNREADABLE = (UnidentifiedImageError, Image.DecompressionBombError, OSError, RuntimeError, SyntaxError, ValueError)
 
-#: The formats that are decoded, whatever a file is called. Pillow has many more, of which EPS runs Ghostscript.
+#: The formats that are decoded, for any file name. Pillow has many more, and its EPS reader runs Ghostscript.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
 
 #: Usual names of the folders or files of a split.
@@ -315,7 +315,7 @@ class Preprocessing:
         resize: Pixels of the shorter side; a (height, width) is covered by the resized image; None keeps the size.
         crop: The (height, width) cut out of the centre; None keeps all of it.
         interpolation: "bilinear" or "bicubic".
-        keep: An image of this (height, width) is taken as it is.
+        keep: An image of this (height, width) is not resized.
 
     Example:
         >>> Preprocessing(resize=256, crop=(224, 224)).apply(Image.new("RGB", (500, 375))).shape
@@ -367,7 +367,7 @@ def evaluation_preprocessing(
         size: The (height, width) of the model's input.
         interpolation: "bilinear" or "bicubic".
         crop_pct: The share of the resized image that is kept (default: 0.875).
-        keep: Whether an image of that size is taken as it is.
+        keep: Whether an image of that size is not resized.
 
     Example:
         >>> evaluation_preprocessing((224, 224), "bicubic").to_dict()

@@ -1,7 +1,7 @@
 """The architectures that timm lacks, registered with timm: FAN, RVT, PVT v1 and LocalViT.
 
 After `import vitfocus.models`, `timm.create_model("fan_tiny_12_p16_224")` works, and any other size can be built from
-the classes. Modules carry the published tensor names, so `load_published` fills them from the authors' checkpoints.
+the classes. Modules have the published tensor names, so `load_published` loads the authors' checkpoints.
 """
 
 from vitfocus.models.base import Loaded, checkpoint_filter_fn, load_published

@@ -136,6 +136,7 @@ class Backbone(nn.Module, ABC):
 
     pool_types: tuple[str, ...] = ("token", "avg", "")
     feature_info: list[dict[str, Any]]
+    blocks: nn.ModuleList
     norm: nn.Module
     head: nn.Module
 
@@ -174,15 +175,38 @@ class Backbone(nn.Module, ABC):
             return checkpoint(block, *args)
         return block(*args)
 
+    def _run_stack(
+        self,
+        x: Tensor,
+        grid: Grid,
+        take: Collection[int],
+        norm: bool,
+        last: int | None,
+        prefix: int = 0,
+        first: int = 0,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Run `self.blocks` on one grid, the first being feature `first`; maps leave out the `prefix` tokens."""
+        maps = []
+        for index, block in enumerate(self.blocks, start=first):
+            if last is not None and index > last:
+                break
+            x = self._call(block, x, grid)
+            if index in take:
+                maps.append(to_map((self.norm(x) if norm else x)[:, prefix:], grid))
+        return x, maps
+
     def _set_pool(self, global_pool: str) -> None:
         if global_pool not in self.pool_types:
             raise VitfocusError(f"No global_pool {global_pool!r}: {nearest(global_pool, map(repr, self.pool_types))}")
         self.global_pool = global_pool
 
+    def _new_head(self) -> nn.Module:
+        return nn.Linear(self.num_features, self.num_classes) if self.num_classes > 0 else nn.Identity()
+
     def _add_classifier(self) -> None:
         """Add the final norm and the classifier, and initialise all linear layers."""
         self.norm = nn.LayerNorm(self.num_features, eps=1e-6)
-        self.head = nn.Linear(self.num_features, self.num_classes) if self.num_classes > 0 else nn.Identity()
+        self.head = self._new_head()
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 trunc_normal_(module.weight, std=0.02)
@@ -203,8 +227,7 @@ class Backbone(nn.Module, ABC):
         if global_pool is not None:
             self._set_pool(global_pool)
         self.num_classes = num_classes
-        self.head = nn.Linear(self.num_features, num_classes) if num_classes > 0 else nn.Identity()
-        self.head.to(**get_device_dtype(self)).train(self.training)
+        self.head = self._new_head().to(**get_device_dtype(self)).train(self.training)
 
     def forward_intermediates(
         self,
@@ -244,9 +267,9 @@ class Backbone(nn.Module, ABC):
             self.reset_classifier(0, "")
         return take
 
-    @abstractmethod
     def _prune(self, last: int, prune_head: bool) -> None:
         """Remove the modules after feature `last`."""
+        self.blocks = self.blocks[: last + 1]
 
     def forward_features(self, x: Tensor) -> Tensor:
         """Images, B, C, H, W → normalised tokens, B, 1 + N, C, the class token first (RVT: the map B, C, H, W)."""

@@ -62,9 +62,9 @@ class FanConvStem(nn.Module):
 
 
 class SampleLayerNorm2d(nn.LayerNorm):
-    """LayerNorm over the channels of B, C, H, W that divides by the *sample* variance, of C - 1 degrees of freedom.
+    """LayerNorm over the channels of B, C, H, W that divides by the *sample* variance, with C - 1 degrees of freedom.
 
-    So do all norms of the published hybrids' stem after its first, and their weights were trained with it. With
+    All norms of the published hybrids' stem but the first do so, and their weights were trained with it. With
     r = C / (C - 1): (x - μ) / √(r·v + ε) = r^(-1/2) · (x - μ) / √(v + ε/r), which is the ordinary norm, rescaled.
     """
 
@@ -213,17 +213,17 @@ class FAN(Backbone):
     Images B, C, H, W → tokens B, N, C (stride `patch_size`) + Fourier position encoding → `depth` blocks → a class
     token and `cls_attn_layers` class-attention blocks → LayerNorm → logits B, num_classes. Any image size works.
 
-    As in the published code, and unlike what one might expect: the only activation of the channel MLP is
-    the one between its two depthwise convolutions; the drop-path rate is constant over depth and the class-attention
-    blocks have none; a class-attention block doubles the patch tokens it passes on (its LayerNorm undoes it); the norms
-    of the hybrid's stem after its first divide by the sample variance. Different from it: grids need not be square,
-    attention runs in `scaled_dot_product_attention`, and other strides than 16 can be built.
+    As in the published code: the only activation of the channel MLP is between its two depthwise convolutions; the
+    drop-path rate is constant over depth and the class-attention blocks have none; a class-attention block doubles the
+    patch tokens that it passes on (its LayerNorm undoes it); the norms of the hybrid's stem after its first divide by
+    the sample variance. Unlike the published code: grids need not be square, attention runs in
+    `scaled_dot_product_attention`, and strides other than 16 are possible.
 
     The authors state 7.3 / 28.0 / 54.0 / 80.5 M parameters for the ViT sizes and 7.4 / 26.3 / 50.4 / 76.8 M for the
-    hybrids; the published shapes count to 7.320 / 28.345 / 54.350 / 80.574 and 7.467 / 26.118 / 50.475 / 76.855 M.
+    hybrids; the published shapes have 7.320 / 28.345 / 54.350 / 80.574 and 7.467 / 26.118 / 50.475 / 76.855 M.
 
-    Licence: the published code is under NVIDIA's non-commercial source licence. This one was written without it and is
-    under the licence of vitfocus; published weights that you load keep the terms they came with.
+    Licence: the published code is under NVIDIA's non-commercial source licence. This implementation was written without
+    it and is under the licence of vitfocus; published weights that you load keep their own terms.
 
     >>> model = FAN(img_size=32, patch_size=16, embed_dim=16, depth=1, num_heads=2, num_classes=5).eval()
     >>> model(torch.zeros(1, 3, 32, 48)).shape
@@ -290,7 +290,7 @@ class FAN(Backbone):
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
-        """Return the names of parameters that are not to be decayed, the gates' temperatures among them."""
+        """Return the names of parameters without weight decay, including the temperatures of the gates."""
         return {"cls_token"} | {f"blocks.{i}.mlp.temperature" for i in range(len(self.blocks))}
 
     @torch.jit.ignore
@@ -315,13 +315,8 @@ class FAN(Backbone):
         x, grid = self.patch_embed(x, stem_maps) if self.stem_features else self.patch_embed(x)
         maps = [stem_map for i, stem_map in enumerate(stem_maps) if i in take]
         x = self.pos_drop(x + to_tokens(self.pos_embed(1, grid[0], grid[1])))
-        for i, block in enumerate(self.blocks, start=self.stem_features):
-            if last is not None and i > last:
-                break
-            x = self._call(block, x, grid)
-            if i in take:
-                maps.append(to_map(self.norm(x) if norm else x, grid))
-        return x, maps
+        x, more = self._run_stack(x, grid, take, norm, last, first=self.stem_features)
+        return x, maps + more
 
     def _finalize(self, x: Tensor) -> Tensor:
         x = torch.cat((self.cls_token.expand(x.shape[0], -1, -1), x), dim=1)
@@ -330,7 +325,7 @@ class FAN(Backbone):
         return self.norm(x)
 
     def _prune(self, last: int, prune_head: bool) -> None:
-        self.blocks = self.blocks[: max(last + 1 - self.stem_features, 0)]
+        super()._prune(max(last - self.stem_features, -1), prune_head)
         if prune_head:
             self.cls_attn_blocks = nn.ModuleList()
             self.register_parameter("cls_token", None)

@@ -44,9 +44,9 @@ class SqueezeExcite(nn.Module):
 
 
 class LocalFeedForward(nn.Module):
-    """x + conv(x) on a B, C, H, W map: 1×1, depthwise 3×3 and 1×1 convolutions with BatchNorm in place of an MLP.
+    """x + conv(x) on a B, C, H, W map: 1×1, depthwise 3×3 and 1×1 convolutions with BatchNorm instead of an MLP.
 
-    The shortcut lies inside, as published: what an MLP branch would return is the output of `self.conv`.
+    The shortcut is part of it, as published: what an MLP would return is the output of `self.conv`.
     """
 
     def __init__(self, dim: int, hidden: int, se_reduction: int | None, act_layer: type[nn.Module]) -> None:
@@ -102,11 +102,11 @@ class LocalViT(Backbone):
     blocks → LayerNorm → logits B, num_classes from the class token. `se_reduction` None or 0 leaves the
     squeeze-and-excitation out.
 
-    As in the published code: there is no norm2 and no drop path around the convolutions, their shortcut lies inside,
-    and the tiny model has 4 heads, the small one 8 (DeiT: 3 and 6); so the last block's convolutions, which the class
-    token never sees, get no gradient from a classifier on it. Different from it: position embeddings are resampled for
-    any image size, rectangles included. The authors state 5.7 M parameters for the tiny model, 9.4 M with
-    `se_reduction` 4, and 22.4 M for the small one; the shapes count to 5.909, 9.376 and 22.433 M.
+    As in the published code, there is no norm2 and no drop path around the convolutions, which have their own shortcut;
+    the tiny model has 4 heads and the small one 8 (DeiT: 3 and 6). The class token never sees the convolutions of the
+    last block, so they get no gradient from a classifier on it. Unlike the published code, position embeddings are
+    resampled for any image size, rectangles included. The authors state 5.7 M parameters for the tiny model, 9.4 M with
+    `se_reduction` 4, and 22.4 M for the small one; the published shapes have 5.909, 9.376 and 22.433 M.
 
     >>> model = LocalViT(32, 16, embed_dim=16, depth=1, num_heads=2, mlp_ratio=2, se_reduction=8, num_classes=5).eval()
     >>> model(torch.zeros(1, 3, 32, 48)).shape
@@ -174,17 +174,7 @@ class LocalViT(Backbone):
         x, grid = self.patch_embed(x)
         x = torch.cat((self.cls_token.expand(x.shape[0], -1, -1), x), dim=1)
         x = self.pos_drop(x + resample_abs_pos_embed(self.pos_embed, list(grid), list(self.grid_size), 1))
-        maps: list[Tensor] = []
-        for i, block in enumerate(self.blocks):
-            if last is not None and i > last:
-                break
-            x = self._call(block, x, grid)
-            if i in take:
-                maps.append(to_map((self.norm(x) if norm else x)[:, 1:], grid))
-        return x, maps
-
-    def _prune(self, last: int, prune_head: bool) -> None:
-        self.blocks = self.blocks[: last + 1]
+        return self._run_stack(x, grid, take, norm, last, prefix=1)
 
 
 _TINY: dict[str, Any] = {"embed_dim": 192, "num_heads": 4, "se_reduction": 192}

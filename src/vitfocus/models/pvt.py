@@ -31,13 +31,13 @@ __all__ = ["PVT"]
 class PVT(Backbone):
     """Pyramid Vision Transformer v1, https://arxiv.org/abs/2102.12122.
 
-    Images B, C, H, W → stages of blocks on tokens B, N, C: stride `patch_size` in the first, halved again before each
-    further one, a learned position embedding in each. The last stage carries a class token in front, whose LayerNorm-ed
-    value gives the logits B, num_classes. `feature_info` has one entry per stage.
+    Images B, C, H, W → stages of blocks on tokens B, N, C: the first has stride `patch_size`, each further one halves
+    the grid, and each has a learned position embedding. The last stage has a class token in front, from whose
+    normalised value the logits B, num_classes are computed. `feature_info` has one entry per stage.
 
-    Different from the published code: position embeddings are resampled (bilinearly, as there) for any image size,
-    rectangles included; attention runs in `scaled_dot_product_attention`; the number of stages is free. The authors'
-    13.2 / 24.5 / 44.2 / 61.4 M parameters are the counts of these shapes at 224 pixels.
+    Unlike the published code: position embeddings are resampled (bilinearly, as there) for any image size, rectangles
+    included; attention runs in `scaled_dot_product_attention`; any number of stages is possible. With 224 pixels the
+    models have the 13.2 / 24.5 / 44.2 / 61.4 M parameters that the authors state.
 
     Licence: the published code is Apache-2.0; this implementation is new and under the licence of vitfocus.
 
@@ -70,7 +70,7 @@ class PVT(Backbone):
             raise VitfocusError("PVT needs embed_dims, num_heads, mlp_ratios, depths and sr_ratios of one length.")
         if sr_ratios[-1] != 1:
             raise VitfocusError(
-                f"The last stage holds the class token, so its sr_ratio must be 1, but {sr_ratios[-1]} was given."
+                f"The last stage has the class token, so its sr_ratio must be 1, but {sr_ratios[-1]} was given."
             )
         super().__init__(img_size, num_classes, in_chans, global_pool, embed_dims[-1], drop_rate, pos_drop_rate)
         self.depths = tuple(depths)
@@ -103,7 +103,7 @@ class PVT(Backbone):
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
-        """Return the names of parameters that are not to be decayed; position embeddings are, as published."""
+        """Return the names of parameters without weight decay; position embeddings have it, as published."""
         return {"cls_token"}
 
     @torch.jit.ignore

@@ -1,6 +1,6 @@
 """RVT: Robust Vision Transformer (Mao et al., *Towards Robust Vision Transformer*, CVPR 2022).
 
-https://arxiv.org/abs/2105.07926. Written from the paper and the published tensor names; the authors' code carries no
+https://arxiv.org/abs/2105.07926. Written from the paper and the published tensor names; the authors' code has no
 licence and was neither copied nor read.
 """
 
@@ -61,9 +61,9 @@ class RvtConvStem(nn.Module):
 class PositionAwareAttention(nn.Module):
     """Self-attention whose logits are multiplied by sigmoid(W_p) where a `mask_grid` is given (PAAS).
 
-    softmax(QKᵀ/√d ⊙ sigmoid(W_p)) V, with W_p (`att_mask`) one value per head, query and key. A product before the
-    softmax is no additive mask, so `scaled_dot_product_attention` cannot express it: masked blocks compute the
-    B, H, N, N logits, and only the others take the fused path. On another grid, W_p is interpolated.
+    softmax(QKᵀ/√d ⊙ sigmoid(W_p)) V, where W_p (`att_mask`) has one value per head, query and key. The product is not
+    an additive mask, so `scaled_dot_product_attention` cannot compute it: masked blocks compute the B, H, N, N logits,
+    and only the others use the fused kernel. On another grid, W_p is interpolated.
     """
 
     def __init__(
@@ -157,11 +157,11 @@ class RVT(Backbone):
     embedding. `forward_features` returns the last map, B, C, H, W, not yet normalised.
 
     As in the published code: the MLP is convolutional except at width 768 (RVT-B), where it is the plain one; the first
-    `masked_blocks` blocks of stage 0 scale their logits by sigmoid(W_p). Set `conv_mlp` to decide the MLP yourself (the
-    TAP & ADL release uses the convolutional one at every width). Different from it: W_p is sized by `img_size` (there
-    14×14 tokens only) and interpolated at other sizes, with one warning; it starts from a truncated normal as in
-    TAP & ADL (there uninitialised memory); grids need not be square. The published definition of RVT-B* masks 5 blocks,
-    88.529 M parameters; the papers' 91.8 M are those of 12 masked blocks.
+    `masked_blocks` blocks of stage 0 scale their logits by sigmoid(W_p). `conv_mlp` chooses the MLP explicitly (the
+    TAP & ADL release uses the convolutional one at every width). Unlike the published code: W_p has the size of
+    `img_size` (there 14×14 tokens only) and is interpolated at other sizes, with a warning; it starts from a truncated
+    normal as in TAP & ADL (there from uninitialised memory); grids need not be square. The published definition of
+    RVT-B* masks 5 blocks and has 88.529 M parameters; the 91.8 M in the papers are those of 12 masked blocks.
 
     Licence: the authors' repository has none. This code was written without it and is under the licence of vitfocus.
 
@@ -234,7 +234,7 @@ class RVT(Backbone):
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
-        """Return the names of parameters that are not to be decayed: none besides biases and norms."""
+        """Return the names of parameters without weight decay: none besides biases and norms."""
         return set()
 
     @torch.jit.ignore
@@ -259,7 +259,7 @@ class RVT(Backbone):
         if self.masked_blocks and not torch.compiler.is_compiling() and not self._warned and grid != self.grid_size:
             self._warned = True
             warnings.warn(
-                f"This RVT's position masks were made for {self.grid_size[0]}×{self.grid_size[1]} tokens and are inter"
+                f"The position masks of this RVT are for {self.grid_size[0]}×{self.grid_size[1]} tokens and are inter"
                 f"polated to {grid[0]}×{grid[1]}: build it with the img_size that you use, or expect to fine-tune.",
                 stacklevel=2,
             )
@@ -291,7 +291,7 @@ class RVT(Backbone):
         stage.blocks = stage.blocks[: last + 1 - (ends[kept] - self.depths[kept])]
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Average the map of `forward_features`, normalise and classify; without pooling, each token by itself."""
+        """Average the map of `forward_features`, normalise and classify; without pooling, classify each token."""
         x = self.head_drop(self.norm(x.mean(dim=(2, 3)) if self.global_pool else to_tokens(x)))
         return x if pre_logits else self.head(x)
 

@@ -1,4 +1,4 @@
-"""The charts of a report as SVG text: lines over depth or epochs, dots with intervals, and heat maps.
+"""The charts of a report as SVG: lines over depth or epochs, dots with intervals, and heat maps.
 
 Colours are classes of `static/page.css` (`c0` … `c6` for models, `ink`, `quiet`, `grid`), so that figures follow the
 page's light or dark theme. Saving a figure writes the light colours into it.
@@ -20,7 +20,7 @@ Scale = Callable[[float], float]
 
 
 def element(tag: str, content: str = "", **attributes: Any) -> str:
-    """One element; underscores in names become hyphens, `kind` becomes class, numbers are shortened.
+    """One SVG element; underscores in names become hyphens, `kind` becomes class, numbers are rounded.
 
     >>> element("line", x1=1.0, y2=2.3456, kind="grid", stroke_width=2)
     '<line x1="1" y2="2.35" class="grid" stroke-width="2"/>'
@@ -33,13 +33,13 @@ def element(tag: str, content: str = "", **attributes: Any) -> str:
     return f"<{tag}{written}>{content}</{tag}>" if content else f"<{tag}{written}/>"
 
 
-def text(x: float, y: float, words: str, anchor: str = "start", kind: str = "ink", **more: Any) -> str:
+def text(x: float, y: float, content: str, anchor: str = "start", kind: str = "ink", **more: Any) -> str:
     """A line of text, escaped."""
-    return element("text", escape(words), x=x, y=y, text_anchor=anchor, kind=kind, **more)
+    return element("text", escape(content), x=x, y=y, text_anchor=anchor, kind=kind, **more)
 
 
 def drawing(width: float, height: float, parts: Sequence[str], title: str, enlarged: float = 1.35) -> str:
-    """The whole figure, at most `enlarged` times as large as given; screen readers announce the title."""
+    """A whole figure, shown at most `enlarged` times its size; screen readers announce the title."""
     head = element("title", escape(title))
     return element(
         "svg",
@@ -152,22 +152,20 @@ def line_chart(
     low_x, high_x = (min(xs), max(xs)) if xs else (0.0, 1.0)
     pad_x = 0.3 if whole_x else 0.0
     low, high = (y_range[0] if y_range[0] is not None else min(ys)), y_range[1] if y_range[1] is not None else max(ys)
-    room = 0.06 * ((high - low) or abs(high) or 1.0)
-    low, high = low - (room if y_range[0] is None else 0), high + (room if y_range[1] is None else 0)
+    pad_y = 0.06 * ((high - low) or abs(high) or 1.0)
+    low, high = low - (pad_y if y_range[0] is None else 0), high + (pad_y if y_range[1] is None else 0)
 
     legend, top = _legend(lines, references)
     x = scale(low_x - pad_x, high_x + pad_x, LEFT, WIDTH - RIGHT)
     y = scale(low, high, HEIGHT - BOTTOM, top)
     parts = [text(LEFT, 14, title, kind="ink strong"), *legend]
-    parts += [*_axes(x, y, (low_x, high_x), (low, high), whole_x, top, x_label, y_label)]
+    parts += _axes(x, y, (low_x, high_x), (low, high), whole_x, top, x_label, y_label)
     for reference in references:
         places = [(x(a), y(b)) for a, b in reference.points]
         if reference.level is not None:
             places = [(LEFT, y(reference.level)), (WIDTH - RIGHT, y(reference.level))]
-        parts.append(_band(reference.band, x, y, "known") if reference.band else _reference_line(places))
-    for line in lines:
-        if line.band:
-            parts.append(_band(line.band, x, y, f"band c{line.colour}"))
+        parts.append(area(reference.band, x, y, "known") if reference.band else _reference_line(places))
+    parts += [area(line.band, x, y, f"band c{line.colour}") for line in lines if line.band]
     for line in lines:
         places = [(x(a), y(b)) for a, b in line.points]
         parts.append(element("path", d=path(places), kind=f"line c{line.colour}{' dashed' if line.dashed else ''}"))
@@ -178,7 +176,8 @@ def line_chart(
     return drawing(WIDTH, HEIGHT, parts, title)
 
 
-def _band(band: Band, x: Scale, y: Scale, kind: str) -> str:
+def area(band: Band, x: Scale, y: Scale, kind: str) -> str:
+    """The area between the lower and upper ends of a band."""
     around = [(x(a), y(b)) for a, b, _ in band] + [(x(a), y(c)) for a, _, c in reversed(band)]
     return element("path", d=path(around, closed=True), kind=kind)
 
@@ -247,16 +246,16 @@ def dot_chart(
     numbers = [value.number for _, values in rows for value in values.values()] + ([] if level is None else [level])
     numbers += [end for _, values in rows for value in values.values() for end in value.interval or ()]
     low, high = min(numbers), max(numbers)
-    room = 0.05 * ((high - low) or 1.0)
+    pad = 0.05 * ((high - low) or 1.0)
     longest = max(len(name) for name, _ in rows)
     left = min(200.0, 16 + 7.0 * longest)
     shown = [name for name in colours if any(name in values for _, values in rows)]
     legend, top = _legend([Line(name, (), colours[name]) for name in shown], ())
     pitch = DOT_ROW * max(1, len(shown)) * 0.75 + 10
     bottom = top + pitch * len(rows) + 4
-    x = scale(low - room, high + room, left, WIDTH - 14)
+    x = scale(low - pad, high + pad, left, WIDTH - 14)
     parts = [text(left, 14, title, kind="ink strong"), *legend]
-    for tick in ticks(low - room, high + room):
+    for tick in ticks(low - pad, high + pad):
         parts.append(element("line", x1=x(tick), x2=x(tick), y1=top, y2=bottom, kind="grid"))
         parts.append(text(x(tick), bottom + 15, label(tick), "middle", "quiet"))
     if level is not None:
@@ -268,7 +267,7 @@ def dot_chart(
             if model not in values:
                 continue
             value, y = values[model], middle + (place - (len(shown) - 1) / 2) * DOT_ROW * 0.7
-            marks = element("title", _hint(model, value))
+            marks = element("title", escape(f"{model}: {value.text()}"))
             if value.interval is not None:
                 ends = [x(end) for end in value.interval]
                 marks += element("line", x1=ends[0], x2=ends[1], y1=y, y2=y, kind=f"whisker c{colours[model]}")
@@ -276,13 +275,6 @@ def dot_chart(
             parts.append(element("g", marks))
     parts.append(text((left + WIDTH) / 2, bottom + 34, axis, "middle"))
     return drawing(WIDTH, bottom + 40, parts, title)
-
-
-def _hint(model: str, value: Estimate) -> str:
-    shown = f"{model}: {value.number:.2f}"
-    if value.interval is not None:
-        shown += f" [{value.interval[0]:.2f}, {value.interval[1]:.2f}]"
-    return escape(shown)
 
 
 def heat_map(
@@ -312,8 +304,7 @@ def heat_map(
                 continue
             value = cells[row, column]
             fill = colour(value, limits, signed)
-            rgb = "rgb({},{},{})".format(*fill)
-            parts.append(element("rect", x=x, y=y, width=CELL_WIDTH - 1, height=CELL_HEIGHT - 1, fill=rgb))
+            parts.append(element("rect", x=x, y=y, width=CELL_WIDTH - 1, height=CELL_HEIGHT - 1, fill=_rgb(fill)))
             shown = f"{value:+z.1f}".replace("-", "−") if signed else f"{value:z.1f}"
             middle = x + CELL_WIDTH / 2 - 0.5
             parts.append(element("text", shown, x=middle, y=y + 13.5, text_anchor="middle", fill=ink_on(*fill)))
@@ -335,6 +326,10 @@ def colour(value: float, limits: tuple[float, float], signed: bool) -> tuple[int
     return red, green, blue
 
 
+def _rgb(fill: tuple[int, int, int]) -> str:
+    return "rgb({},{},{})".format(*fill)
+
+
 def ink_on(red: int, green: int, blue: int) -> str:
     """White or near-black, whichever has more contrast with the colour (by WCAG's relative luminance).
 
@@ -350,14 +345,14 @@ def ink_on(red: int, green: int, blue: int) -> str:
     return "#fff" if 1.05 / light > light / (linear(0x11) + 0.05) else "#111"
 
 
-def place_map(title: str, places: Sequence[Sequence[float]]) -> str:
-    """A grid of shares between 0 and 1, drawn as the image they belong to; the darkest is the greatest."""
-    rows, columns, top = len(places), max(map(len, places)), max(max(row) for row in places)
+def grid_map(title: str, shares: Sequence[Sequence[float]]) -> str:
+    """Shares of images by patch, (rows, columns), drawn like the image; the darkest is the greatest."""
+    rows, columns, top = len(shares), max(map(len, shares)), max(max(row) for row in shares)
     side = min(18.0, 250.0 / max(rows, columns))
     parts = [text(8, 14, short(title, 50), kind="ink strong")]
-    for i, row in enumerate(places):
+    for i, row in enumerate(shares):
         for j, value in enumerate(row):
-            fill = "rgb({},{},{})".format(*colour(value, (0.0, top or 1.0), False))
+            fill = _rgb(colour(value, (0.0, top or 1.0), False))
             hint = element("title", f"row {i}, column {j}: {100 * value:.3g} %")
             parts.append(element("rect", hint, x=8 + side * j, y=24 + side * i, width=side, height=side, fill=fill))
     parts.append(text(8, 40 + side * rows, f"darkest: {100 * top:.3g} % of the images", kind="quiet"))

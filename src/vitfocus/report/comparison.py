@@ -1,13 +1,12 @@
 """Comparison of models: every metric of every evaluation, with confidence intervals and differences.
 
-Only models evaluated by the same protocol on the same images are compared; image by image where the results of single
-images were saved.
+Only models that were evaluated with the same protocol on the same images are compared. Comparisons are paired if the
+results of single images were saved.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,12 +24,12 @@ from vitfocus.robustness.run_folder import FREE, Columns, differences
 
 Interval = tuple[float, float]
 
-#: The metrics that single conditions of a suite are shown by.
+#: The metrics shown for single conditions of a suite.
 CONDITION_METRICS = ("top1", "miou", "accuracy", "flip_probability")
-#: The metrics that a summary uses, in order of preference: one under corruption, one on clean data.
+#: The metrics of a summary, in order of preference: one under corruption, one on clean data.
 CORRUPTED_METRICS = ("mce", "mean_error", "miou_corrupted", "mfr")
 CLEAN_METRICS = ("top1", "miou", "box_ap", "accuracy")
-#: What a row of metrics.jsonl holds besides metrics.
+#: Keys of metrics.jsonl that are not metrics.
 _NOT_METRICS = frozenset({"kind", "step", "epoch", "loss"})
 
 
@@ -41,14 +40,21 @@ class Estimate:
     number: float
     interval: Interval | None = None
 
+    def text(self, form: str = "z.2f") -> str:
+        """The number and its interval in brackets.
+
+        >>> Estimate(81.25, (80.0, 82.5)).text("z.1f"), Estimate(-0.0).text("+z.1f")
+        ('81.2 [80.0, 82.5]', '+0.0')
+        """
+        ends = f" [{self.interval[0]:{form}}, {self.interval[1]:{form}}]" if self.interval is not None else ""
+        return f"{self.number:{form}}{ends}"
+
 
 @dataclass(frozen=True)
-class Difference:
-    """A model's number minus the first model's, its 95 % interval if known, and whether images were paired."""
+class Difference(Estimate):
+    """A model's number minus the first model's; `paired` if both were measured on the same images, image by image."""
 
-    number: float
-    interval: Interval | None
-    paired: bool
+    paired: bool = False
 
     @property
     def significant(self) -> bool:
@@ -66,7 +72,7 @@ class Difference:
 class MetricRow:
     """One metric of one evaluation, by model; `differences` are to the first model that has it.
 
-    `key` is the metric's in `METRICS`. `not_judged` maps models to the reason why their difference gets no judgement.
+    `key` is the metric's key in `METRICS`. `not_judged` says why the difference of a model is not judged.
     """
 
     test: str
@@ -92,7 +98,7 @@ class MetricRow:
         return "better" if (difference.number > 0) == self.higher_is_better else "worse"
 
     def sentences(self) -> Iterator[str]:
-        """Each difference in a sentence."""
+        """One sentence per difference."""
         for name, difference in self.differences.items():
             where = f"in {self.measure} ({self.test})"
             if judgement := self.judgement(name):
@@ -109,14 +115,14 @@ class MetricRow:
 
 @dataclass(frozen=True)
 class SharedTest:
-    """A suite under one protocol, and the scores of every model evaluated by it."""
+    """A suite with one protocol, and the scores of every model that was evaluated with it."""
 
     name: str
     scores: dict[str, Scores]
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """The protocol, which all of the scores share."""
+        """The protocol that all scores share."""
         return next(iter(self.scores.values())).fingerprint
 
     @property
@@ -126,7 +132,7 @@ class SharedTest:
 
 
 def find_tests(models: Sequence[ReportModel]) -> list[SharedTest]:
-    """The evaluations, grouped by protocol; one suite under two protocols makes two tests."""
+    """The evaluations, grouped by protocol; a suite that was run with two protocols gives two tests."""
     found: list[SharedTest] = []
     for model in models:
         for scores in model.scores:
@@ -136,14 +142,13 @@ def find_tests(models: Sequence[ReportModel]) -> list[SharedTest]:
                     break
             else:
                 found.append(SharedTest(scores.suite, {model.name: scores}))
-    counts = Counter(test.name for test in found)
-    numbers: Counter[str] = Counter()
-    named = []
-    for test in found:
-        numbers[test.name] += 1
-        suffix = f", protocol {numbers[test.name]}" if counts[test.name] > 1 else ""
-        named.append(SharedTest(test.name + suffix, test.scores))
-    return named
+    suites = [test.name for test in found]
+    return [
+        replace(test, name=f"{test.name}, protocol {suites[: index + 1].count(test.name)}")
+        if suites.count(test.name) > 1
+        else test
+        for index, test in enumerate(found)
+    ]
 
 
 def compare_models(models: Sequence[ReportModel], tests: Sequence[SharedTest]) -> list[MetricRow]:
@@ -231,7 +236,7 @@ def _row(
         number = values[name].number - values[first].number
         one, two = by_image[first], by_image[name]
         if one is None or two is None or len(one) != len(two):
-            compared[name] = Difference(number, None, False)
+            compared[name] = Difference(number)
         else:
             found = paired_difference(one, two)
             compared[name] = Difference(number, (100 * found.low, 100 * found.high), True)
@@ -298,7 +303,7 @@ def _training_rows(models: Sequence[ReportModel]) -> Iterator[MetricRow]:
 def _training_row(test: str, key: str, values: dict[str, Estimate]) -> MetricRow:
     first = next(iter(values))
     compared = {
-        name: Difference(values[name].number - values[first].number, _newcombe(values[first], values[name]), False)
+        name: Difference(values[name].number - values[first].number, _newcombe(values[first], values[name]))
         for name in list(values)[1:]
     }
     metric = METRICS.get(key, Metric(key, key, rank="detail"))

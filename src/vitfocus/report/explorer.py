@@ -1,8 +1,8 @@
-"""The attention explorer: point at a patch of a photograph and see what its token attends to.
+"""The attention explorer: point at a patch of an image and see what its token attends to.
 
 Its data are a few images, clean and corrupted, with the maps of every layer and head. The maps are in chunks, one per
-image and layer. A page holds those of the first images itself and loads the others from a folder beside it when they
-are shown. A page on disk may load scripts but not other files, so a chunk is a script that calls one function.
+image and layer. A page contains the chunks of the first images, and loads others from a folder beside it when they
+are shown. A page on disk may load scripts but no other files, so a chunk is a script that calls one function.
 """
 
 from __future__ import annotations
@@ -103,6 +103,14 @@ def explorer_data(
 
     Raises:
         VitfocusError: If the images are not uint8, or no layer of a model attends to the whole image.
+
+    Example:
+        >>> import timm
+        >>> from vitfocus.data.shapes.dataset import shapes_batch
+        >>> model = timm.create_model("vit_tiny_patch16_224", depth=2, img_size=64)
+        >>> data = explorer_data({"tiny": model}, shapes_batch(range(2), size=64)[0], "fog/3")
+        >>> len(data["images"]), [layer["heads"] for layer in data["models"][0]["layers"]]
+        (2, [3, 3])
     """
     if images.dtype != torch.uint8 or images.ndim != 4 or not len(images):
         raise VitfocusError(
@@ -167,7 +175,7 @@ class _Packed:
 
 @dataclass(frozen=True, repr=False)
 class Explorer:
-    """An attention explorer: a notebook shows it in the cell. `path` is the page that was written, if any."""
+    """An attention explorer, which notebooks display. `path` is the page that was written, if any."""
 
     data: Data
     title: str
@@ -190,7 +198,7 @@ class Explorer:
         return page.html()
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the page in a frame that can reach nothing outside."""
+        """The page in a sandboxed frame, for notebooks."""
         return (
             f'<iframe sandbox="allow-scripts" title="{escape(self.title, quote=True)}" style="width:100%;height:46rem;'
             f'border:0" srcdoc="{escape(self.html(), quote=True)}"></iframe>'
@@ -252,24 +260,24 @@ def add_explorer(page: Page, data: Data, target: Path | None = None) -> None:
         target: The file that the page will be written to: maps that are too large for a page are then loaded from
             files beside it. None puts all of them into the page.
     """
-    inside: dict[str, list[View]] = {}
+    inline: dict[str, list[View]] = {}
     files: dict[str, str] = {}
-    room = INLINE if target is not None else float("inf")
+    budget = INLINE if target is not None else float("inf")
     for key in _by_image(data):
         views = data["chunks"][key]
         source = views if isinstance(views, Path) else None
         if isinstance(views, Path):
             views = read_chunk(views, key)
-        room -= sum(len(view["d"]) for view in views)
-        if room >= 0 or target is None:
-            inside[key] = views
+        budget -= sum(len(view["d"]) for view in views)
+        if budget >= 0 or target is None:
+            inline[key] = views
         elif source is not None and source.absolute().is_relative_to(target.absolute().parent):
             files[key] = quote(source.absolute().relative_to(target.absolute().parent).as_posix())
         else:
             folder = f"{target.stem}-data"
             files[key] = quote(f"{folder}/{key}.js")
             page.beside[f"{folder}/{key}.js"] = chunk_text(key, views)
-    page.data = {**data, "chunks": inside, "files": files}
+    page.data = {**data, "chunks": inline, "files": files}
 
 
 def _by_image(data: Data) -> Iterator[str]:
@@ -280,7 +288,7 @@ def _by_image(data: Data) -> Iterator[str]:
 
 
 def chunk_key(views: Sequence[View], layer: int = 0) -> str:
-    """The name of a chunk: a digest of what is in it, and of the layer, since untrained layers may have equal maps."""
+    """The name of a chunk: a digest of its content and of the layer, since untrained layers may have equal maps."""
     return hashlib.sha256(f"{layer} {json.dumps(views)}".encode()).hexdigest()[:16]
 
 
@@ -331,19 +339,19 @@ def load_explorer(models: Sequence[ReportModel]) -> Data | None:
             data["chunks"] = {key: folder / CHUNKS / f"{key}.js" for key in _by_image(data)}
             if len(data["models"]) == 1:
                 data["models"][0]["name"] = model.name
-            joined = data if joined is None else _joined(joined, data)
+            joined = data if joined is None else _join(joined, data)
     return joined
 
 
-def _joined(one: Data, two: Data) -> Data:
-    """The models of both, with the images that both have."""
+def _join(one: Data, two: Data) -> Data:
+    """Join the models of both, with the images that both have."""
     names = ", ".join(model["name"] for model in two["models"])
     before = one
     count = min(len(one["images"]), len(two["images"]))
     one, two = _take_images(one, count), _take_images(two, count)
     same = [image["views"] for image in one["images"]] == [image["views"] for image in two["images"]]
     if not same or one["against"] != two["against"]:
-        note = f"{names} was explored on other images, so it is not shown here."
+        note = f"{names} was explored with different images, so it is not shown here."
         return {**before, "notes": [*before["notes"], note]}
     known = {model["name"] for model in one["models"]}
     new = [model for model in two["models"] if model["name"] not in known]
@@ -355,15 +363,15 @@ def _joined(one: Data, two: Data) -> Data:
     return _with_image_note({**joined, "asked": min(one["asked"], two["asked"])})
 
 
-_SHOWN = "Shown here:"
+_IMAGE_NOTE = "Shown here:"
 
 
 def _with_image_note(data: Data) -> Data:
     """The data with one note on how many of the images are shown, replacing any earlier one."""
     shown, asked = len(data["images"]), data["asked"]
-    notes = [note for note in data["notes"] if not note.startswith(_SHOWN)]
+    notes = [note for note in data["notes"] if not note.startswith(_IMAGE_NOTE)]
     if shown < asked:
-        notes.append(f"{_SHOWN} {shown} of {asked} images; a larger --budget has room for more.")
+        notes.append(f"{_IMAGE_NOTE} {shown} of {asked} images; a larger --budget shows more.")
     return {**data, "notes": notes}
 
 

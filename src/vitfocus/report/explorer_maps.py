@@ -1,7 +1,7 @@
-"""What the explorer and the live page show of a model: its maps, readings and predictions for one image.
+"""The data of the explorer and the live page: maps, readings and predictions of a model for one image.
 
-`Reader` runs a model and keeps the observed attention of every layer, in memory linear in the number of tokens; a map
-is computed and packed when it is asked for (`Reader.layer`): in 64 levels, by columns, compressed. Large maps are made
+`Reader` runs a model and keeps the observed attention of every layer, in memory linear in the number of tokens. A map
+is computed when it is requested (`Reader.pack`), and stored in 64 levels, by columns, compressed. Large maps are made
 coarser.
 """
 
@@ -22,9 +22,9 @@ from torch.nn import functional as F
 
 from vitfocus.anatomy import Block, anatomy, unwrap
 from vitfocus.anatomy.block import Size
+from vitfocus.attention.batches import ImageBatch
 from vitfocus.attention.capture import WITHOUT_TOKEN_MAP, can_be_read, reading
-from vitfocus.attention.images import ImageBatch
-from vitfocus.attention.layer import geometry_of, rows_by_head
+from vitfocus.attention.layer_readings import geometry_of, rows_by_head
 from vitfocus.attention.readings import READINGS, cell, high_norm
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.modules import logits_of
@@ -41,8 +41,8 @@ SHOWN = (
     "entropy", "entropy_bound", "entropy_cls", "distance", "overfocus", "effective_tokens", "head_similarity",
     "diversity_official", "stability", "high_norm",
 )  # fmt: skip
-#: How many classes are listed.
-_BEST = 5
+#: The number of predicted classes that are listed.
+_TOP_CLASSES = 5
 
 
 class View(TypedDict):
@@ -92,7 +92,7 @@ class Look:
 
 
 class Reader:
-    """A model and its layers that can be explored; the others are kept by kind of attention."""
+    """A model and the layers that can be explored; `others` are the depths of the remaining ones, by kind."""
 
     def __init__(self, name: str, model: nn.Module) -> None:
         self.name, self.model = name, model
@@ -115,7 +115,7 @@ class Reader:
             )
 
     def look(self, image: Tensor) -> Look:
-        """Run the model on one uint8 image (3, H, W), resized to the model's size if it does not take another."""
+        """Run the model on one uint8 image (3, H, W), which is resized if the model requires its own size."""
         batch = image[None]
         if not any(self.size):
             self.size = (int(batch.shape[-2]), int(batch.shape[-1]))
@@ -153,7 +153,7 @@ class Reader:
         return Look(seen, marks, shares, session.size, self._predict(output))
 
     def _keep_placed(self, seen: dict[str, Observation], size: Size) -> None:
-        """Drop layers whose tokens fit no grid."""
+        """Drop layers whose tokens do not form a grid."""
         placed = [block for block in self.blocks if grids_of(block, size, seen[block.name].shape) is not None]
         if not placed:
             raise VitfocusError(f"No layer of {self.name} has its tokens on a grid, so there is nothing to explore.")
@@ -173,14 +173,14 @@ class Reader:
             return []
         if self._classes is None:
             self._classes = class_names(self.model, logits.shape[1])
-        shares, places = logits[0].float().softmax(dim=0).topk(min(_BEST, logits.shape[1]))
+        shares, places = logits[0].float().softmax(dim=0).topk(min(_TOP_CLASSES, logits.shape[1]))
         return [
             (self._classes[place], float(f"{share:.4g}"))
             for share, place in zip(shares.tolist(), places.tolist(), strict=True)
         ]
 
     def layers(self, entries: int = ENTRIES) -> list[Layer]:
-        """What the front end must know of each layer, after the first `look`."""
+        """What the front end needs to know about each layer; available after the first `look`."""
         return [self._layer(block, entries) for block in self.blocks]
 
     def _layer(self, block: Block, entries: int) -> Layer:

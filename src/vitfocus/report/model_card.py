@@ -1,7 +1,7 @@
-"""Model cards (`card.json`): what a model is made of, where its treatments are, and what it costs.
+"""Model cards (`card.json`): the blocks of a model, where its treatments are, and its cost.
 
-A card is written when a run ends and its model is in memory, so that a report needs no model. Multiply-adds are
-counted; time and memory are measured, and left out if the model needs more than images or does not fit into memory.
+A card is written when a run ends and its model is in memory, so that a report does not load models. Multiply-adds are
+counted. Time and memory are measured, unless the model needs more than images or does not fit into memory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Times(msgspec.Struct):
 
 
 class MeasuredCost(msgspec.Struct):
-    """What a step takes, and on which hardware."""
+    """Time and memory of a step, and the hardware."""
 
     device: str
     torch: str
@@ -70,7 +70,7 @@ class BlockCard(msgspec.Struct):
 
 
 class Card(msgspec.Struct, omit_defaults=True):
-    """What a report says about a model itself."""
+    """Facts about a model for reports."""
 
     treatments: list[str]
     digest: str | None = None
@@ -89,12 +89,12 @@ class Cards(msgspec.Struct):
     models: dict[str, Card]
 
 
-#: At most this many timed steps, and no new one after this many seconds.
+#: The maximum number of timed steps, and the seconds after which no further one starts.
 _REPEATS, _SECONDS = 7, 2.0
 
 
 def make_card(model: nn.Module, timed: bool = True) -> Card:
-    """Everything a report says about a model itself, as plain data.
+    """Make the card of a model; `timed` also measures its time and memory.
 
     >>> import vitfocus as vf
     >>> card = make_card(vf.create_model("vit_tiny_patch16_224+cb(layers=upper)", depth=2, img_size=32), timed=False)
@@ -188,7 +188,7 @@ def measure_cost(model: nn.Module, batch: int = 8) -> MeasuredCost | None:
 
 
 def _batch_size(device: torch.device, multiply_adds: int | None) -> int:
-    """Large enough for a meaningful time, small enough to finish quickly."""
+    """Large enough for a meaningful time, but small enough to be quick."""
     if device.type == "cuda":
         return 32
     return 8 if (multiply_adds or 0) < 20_000_000_000 else 1

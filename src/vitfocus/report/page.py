@@ -1,6 +1,6 @@
 """One self-contained HTML page of text, tables and figures; every string is escaped.
 
-It opens from disk and loads nothing. Style and script are the files in `static/`, written into the page.
+It can be opened from disk and loads no other files: the style sheets and scripts in `static/` are written into it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from vitfocus.core.files import write_text
-from vitfocus.core.tables import html_points
+from vitfocus.core.tables import html_list
 
 #: The browser refuses to fetch anything, except the page's own maps from a folder beside it.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'{files}; img-src data: blob:"
@@ -24,22 +24,22 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 
 @dataclass(frozen=True)
 class Cell:
-    """What a cell of a table shows, and the value written to the CSV file instead."""
+    """The text of a table cell, and the value that the CSV file has instead."""
 
     shown: str
     value: Any = None
 
 
 @dataclass(frozen=True)
-class Drawn(Cell):
-    """A cell with a figure (SVG text) above what it shows."""
+class ChartCell(Cell):
+    """A cell with a figure (SVG text) above its text."""
 
     svg: str = ""
 
 
 @dataclass(frozen=True)
-class Linked:
-    """A cell that names something, says a little about it, and links to pages as (words, address)."""
+class LinkCell:
+    """A cell with a name, a short description, and links as (text, address)."""
 
     name: str
     about: str = ""
@@ -95,7 +95,7 @@ class Page:
         """A list of sentences, with commands in backticks; the first of a pair is prominent."""
         pairs = [("", minus(one)) if isinstance(one, str) else (minus(one[0]), minus(one[1])) for one in sentences]
         if pairs:
-            self._add(html_points(pairs))
+            self._add(html_list(pairs))
 
     def table(
         self,
@@ -106,10 +106,15 @@ class Page:
         saved: Sequence[Sequence[Any]] | None = None,
         sortable: bool = False,
     ) -> None:
-        """A table that can be saved as CSV under that name; None is an empty cell; `folded` collapses it at first.
+        """A table that can be saved as CSV; None is an empty cell, and columns of empty cells are left out.
 
-        Empty columns are left out. `saved` are the rows of the CSV file, headings first, if it holds more than the
-        table shows. The rows of a `sortable` table can be sorted by each of its columns.
+        Args:
+            name: Name of the table and of the CSV file.
+            headings: One per column.
+            rows: Numbers, text, and the cells above.
+            folded: Collapse the table at first.
+            saved: The lines of the CSV file, headings first, if it has more than the table shows.
+            sortable: Let readers sort the rows by any column.
         """
         filled = [i for i in range(len(headings)) if not i or any(row[i] is not None for row in rows)]
         headings, rows = [headings[i] for i in filled], [[row[i] for i in filled] for row in rows]
@@ -129,16 +134,14 @@ class Page:
             f'<div class="block">{sorting}<div class="wide{kinds}" tabindex="0" role="region" '
             f'aria-label="{escape(name, quote=True)}">'
             f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
-            f'<button type="button" class="save" data-save="csv" data-name="{_file(name)}"{content}>'
-            f"Save table as CSV</button></div>"
+            f"{_save_button('csv', 'table', name, content)}</div>"
         )
         self._add(f"<details><summary>{escape(name)}</summary>{table}</details>" if folded else table)
 
     def figures(self, *drawn: tuple[str, str, str], size: str = "") -> None:
-        """Figures as (name, SVG text, caption), side by side if they fit; `size` is small or single."""
-        if not drawn:
-            return
-        self._add(f'<div class="{f"figures {size}".strip()}">{"".join(_figure(*one) for one in drawn)}</div>')
+        """Figures as (name, SVG text, caption), side by side if they fit; `size` is "", "small" or "single"."""
+        if drawn:
+            self._add(f'<div class="{f"figures {size}".strip()}">{"".join(_figure(*one) for one in drawn)}</div>')
 
     def html(self) -> str:
         """The whole page."""
@@ -171,7 +174,7 @@ class Page:
         )
 
     def write(self, path: str | Path) -> Path:
-        """Write the page, and the files beside it first, each atomically."""
+        """Write the page, after the files that it loads, each atomically."""
         place = Path(path).parent
         for name, content in self.beside.items():
             write_text(place / name, content)
@@ -181,7 +184,7 @@ class Page:
 
 
 def remove_other_chunks(folder: Path, kept: Collection[str]) -> None:
-    """Remove the chunks of an earlier explorer from the folder of a page's chunks."""
+    """Remove chunks of an earlier explorer, which are not among those `kept`, from a folder."""
     for file in folder.glob("*.js") if folder.is_dir() and not folder.is_symlink() else ():
         if re.fullmatch("[0-9a-f]{16}", file.stem) and file.stem not in kept:
             file.unlink()
@@ -189,16 +192,19 @@ def remove_other_chunks(folder: Path, kept: Collection[str]) -> None:
 
 def _figure(name: str, svg: str, caption: str) -> str:
     shown = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
-    return (
-        f'<figure class="block"><div class="wide">{svg}</div>{shown}'
-        f'<button type="button" class="save" data-save="svg" data-name="{_file(name)}">'
-        f"Save figure as SVG</button></figure>"
-    )
+    return f'<figure class="block"><div class="wide">{svg}</div>{shown}{_save_button("svg", "figure", name)}</figure>'
+
+
+def _save_button(kind: str, what: str, name: str, content: str = "") -> str:
+    """A button that saves a figure as SVG, or a table as CSV; the file is named with letters, digits and hyphens."""
+    file = "-".join("".join(c if c.isalnum() else " " for c in name.lower()).split()) or "figure"
+    attributes = f'class="save" data-save="{kind}" data-name="{file}"{content}'
+    return f'<button type="button" {attributes}>Save {what} as {kind.upper()}</button>'
 
 
 _NUMBER = ' class="n"'
 _SORT = '<button type="button" class="sort">{}</button>'
-#: On a phone, tables of at most this many columns have one number below the other; wider ones are scrolled.
+#: On a phone, the cells of a row are stacked in tables of at most this many columns; wider tables scroll.
 _STACKED = 8
 
 
@@ -208,8 +214,8 @@ def _cell(cell: Any, numeric: bool, heading: str) -> str:
         return "<td></td>"
     if isinstance(cell, Cell):
         value = "" if cell.value is None else f' data-value="{escape(str(cell.value), quote=True)}"'
-        return f"<td{kind}{value}>{cell.svg if isinstance(cell, Drawn) else ''}{escape(minus(cell.shown))}</td>"
-    if isinstance(cell, Linked):
+        return f"<td{kind}{value}>{cell.svg if isinstance(cell, ChartCell) else ''}{escape(minus(cell.shown))}</td>"
+    if isinstance(cell, LinkCell):
         links = " ".join(f'<a href="{escape(where, quote=True)}">{escape(words)}</a>' for words, where in cell.links)
         return (
             f'<td{kind} data-value="{escape(cell.name, quote=True)}"><b>{_breakable(cell.name)}</b>'
@@ -226,8 +232,3 @@ def _breakable(text: str) -> str:
 def minus(text: str) -> str:
     """Replace hyphens before digits by minus signs, and keep percent signs with their numbers."""
     return re.sub(r"(?<=\d) (?=%)", "\u00a0", re.sub(r"(?<![\w.])-(?=\d)", "−", text))
-
-
-def _file(name: str) -> str:
-    """A file name of letters, digits and hyphens."""
-    return "-".join("".join(c if c.isalnum() else " " for c in name.lower()).split()) or "figure"

@@ -1,8 +1,8 @@
-"""Run folders: find what train, evaluate and diagnose wrote, and collect it model by model.
+"""Run folders: read what train, evaluate and diagnose wrote, and group it by model.
 
-A model is identified by the digest of its weights and by its treatments (some add no weights), so that a training run,
-an evaluation in a second folder and a diagnosis in a third become one column of the report. Files without a digest are
-matched by the folder they are in, or by the model's name.
+A model is identified by the digest of its weights and by its treatments (some add no weights). A training run, an
+evaluation in a second folder and a diagnosis in a third therefore become one column of the report. Files without a
+digest are matched by their folder, or by the model's name.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from vitfocus.core.environment import default_device
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import write_text
 from vitfocus.core.records import Count, OpenDict, convert, parse_json, read_json, read_text, read_toml, write_json
+from vitfocus.core.tables import unique_label
 from vitfocus.report.model_card import CARD, Card, Cards, make_card, read_cards
 from vitfocus.robustness.pixel_model import tensors_digest
 from vitfocus.robustness.results import Scores, load_scores
 from vitfocus.robustness.run_folder import RESULTS
-from vitfocus.train.metrics import TrainingResults
+from vitfocus.train.log import TrainingResults
 from vitfocus.treatments.hub import SavedConfig
 
 DIAGNOSIS, METRICS, RECIPE, DATA = "diagnosis.json", "metrics.jsonl", "config.toml", "data.json"
 WEIGHTS = "model.safetensors"
 
-#: Folders inside a run that hold weights and unfinished work, never another run.
-_NEVER_RUNS = frozenset({"model", "best", "checkpoints", "parts", "tensorboard"})
+#: Subfolders of a run with weights and unfinished work, which are not searched.
+_SKIPPED_FOLDERS = frozenset({"model", "best", "checkpoints", "parts", "tensorboard"})
 _MAX_DEPTH = 4
 
 
@@ -89,8 +90,8 @@ class Training:
 
 
 @dataclass(frozen=True)
-class RunContents:
-    """What one folder holds: any of a training, scores and a diagnosis, and the cards of the models in it.
+class RunFolder:
+    """The contents of one folder: a training, scores and a diagnosis, if any, and the cards of its models.
 
     `data` says which images a diagnosis was made on, if known. `parent` is the training run that contains the folder.
     """
@@ -113,7 +114,7 @@ class Identity(NamedTuple):
 
 @dataclass
 class ReportModel:
-    """One model and everything the run folders say about it.
+    """One model and its results from all run folders.
 
     `scores` hold this model alone; `data` has one entry per diagnosis.
     """
@@ -136,7 +137,7 @@ class ReportModel:
 
     @property
     def treatments(self) -> list[str] | None:
-        """The specs of its treatments; None if no file says."""
+        """The specs of its treatments; None if they are not known."""
         if self.card is not None:
             return list(self.card.treatments)
         if self.training is not None and self.training.spec:
@@ -173,8 +174,8 @@ def write_data_source(folder: str | Path, source: str, digest: str) -> None:
     write_text(Path(folder) / DATA, json.dumps({"source": source, "digest": digest}, indent=1) + "\n")
 
 
-def find_runs(folder: str | Path) -> list[RunContents]:
-    """Everything readable in a folder and its subfolders.
+def find_runs(folder: str | Path) -> list[RunFolder]:
+    """The runs in a folder and its subfolders.
 
     Raises:
         VitfocusError: If there is no such folder, or nothing in it to report on.
@@ -187,25 +188,23 @@ def find_runs(folder: str | Path) -> list[RunContents]:
     found = list(_walk(folder, None, _MAX_DEPTH))
     if not found:
         unfinished = (folder / "protocol.json").is_file() or (folder / "checkpoints").is_dir()
-        hint = (
-            "its run has not measured anything yet" if unfinished else f"expected {RESULTS}, {METRICS} or {DIAGNOSIS}"
-        )
+        hint = "its run has no results yet" if unfinished else f"expected {RESULTS}, {METRICS} or {DIAGNOSIS}"
         raise VitfocusError(f"{folder} holds nothing to report on: {hint}.")
     return found
 
 
-def _walk(folder: Path, parent: Path | None, depth: int) -> Iterator[RunContents]:
+def _walk(folder: Path, parent: Path | None, depth: int) -> Iterator[RunFolder]:
     found = _read(folder, parent)
     if found is not None:
         yield found
         parent = folder if found.training is not None else parent
     if depth:
-        for inner in sorted(path for path in folder.iterdir() if path.is_dir() and path.name not in _NEVER_RUNS):
+        for inner in sorted(path for path in folder.iterdir() if path.is_dir() and path.name not in _SKIPPED_FOLDERS):
             if not inner.name.startswith("."):
                 yield from _walk(inner, parent, depth - 1)
 
 
-def _read(folder: Path, parent: Path | None) -> RunContents | None:
+def _read(folder: Path, parent: Path | None) -> RunFolder | None:
     results = read_json(folder / RESULTS, dict[str, Any]) if (folder / RESULTS).is_file() else {}
     scores = load_scores(folder) if not results.keys().isdisjoint(("suite", "models", "fingerprint")) else None
     if scores is None:
@@ -221,7 +220,7 @@ def _read(folder: Path, parent: Path | None) -> RunContents | None:
     data = DiagnosedData()
     if (folder / DATA).is_file():
         data = read_json(folder / DATA, DiagnosedData, writer="vitfocus diagnose")
-    return RunContents(folder, training, scores, diagnosis, read_cards(folder), data, parent)
+    return RunFolder(folder, training, scores, diagnosis, read_cards(folder), data, parent)
 
 
 def _read_recipe(folder: Path) -> dict[str, Any]:
@@ -245,7 +244,7 @@ def collect_models(runs: Iterable[str | Path], make_cards: bool = True) -> list[
 
     With `make_cards`, a trained model that has no card yet is loaded and described, and its card is saved.
     """
-    found: dict[Path, tuple[int, RunContents]] = {}
+    found: dict[Path, tuple[int, RunFolder]] = {}
     for place, run in enumerate(dict.fromkeys(Path(run) for run in runs)):
         for one in find_runs(run):
             folder = one.folder.resolve()
@@ -266,7 +265,7 @@ def collect_models(runs: Iterable[str | Path], make_cards: bool = True) -> list[
     return models
 
 
-def _assign(found: RunContents, models: list[ReportModel]) -> None:
+def _assign(found: RunFolder, models: list[ReportModel]) -> None:
     """Add a folder's contents to the models they belong to, creating models as needed."""
     if found.training is not None:
         name = found.folder.resolve().name or str(found.folder)
@@ -292,7 +291,7 @@ def _assign(found: RunContents, models: list[ReportModel]) -> None:
         _add_folder(model, found, found.diagnosis.model)
 
 
-def _add_folder(model: ReportModel, found: RunContents, name: str) -> None:
+def _add_folder(model: ReportModel, found: RunFolder, name: str) -> None:
     card = found.cards.get(name)
     if model.card is None and card is not None and model.identity in (None, _card_identity(card)):
         model.card = card
@@ -301,34 +300,36 @@ def _add_folder(model: ReportModel, found: RunContents, name: str) -> None:
 
 
 def _matching_model(
-    name: str, identity: Identity | None, found: RunContents, models: list[ReportModel], alone: bool
+    name: str, identity: Identity | None, found: RunFolder, models: list[ReportModel], alone: bool
 ) -> ReportModel:
     """The model that results under this name and identity belong to; a new one if there is none."""
+    trained = [(model, model.training.folder) for model in models if model.training is not None]
     if identity is not None:
         for model in models:
             if model.identity == identity:
                 return model
-        for model in models:
-            if model.training is not None and saved_identity(model.training.folder / "best") == identity:
+        for model, folder in trained:
+            if saved_identity(folder / "best") == identity:
                 models.append(ReportModel(f"{model.name} (best)", identity))
                 return models[-1]
     elif alone and found.parent is not None:
-        for model in models:
-            if model.training is not None and model.training.folder == found.parent:
+        for model, folder in trained:
+            if folder == found.parent:
                 return model
     for model in models:
         if model.name == name and (identity is None or model.identity is None):
-            if found.diagnosis is not None and model.training is None and _diagnosed_alike(model, found.diagnosis):
-                continue  # two equivalent diagnoses under one name are of two models
+            settings = [setting_of(one) for one in model.diagnoses if model.training is None]
+            if found.diagnosis is not None and setting_of(found.diagnosis) in settings:
+                continue  # two diagnoses with one name and one setting are of two models
             model.identity = model.identity or identity
             return model
     models.append(ReportModel(name, identity))
     return models[-1]
 
 
-def _diagnosed_alike(model: ReportModel, diagnosis: Diagnosis) -> bool:
-    setting = (diagnosis.images, diagnosis.size, diagnosis.against)
-    return any((one.images, one.size, one.against) == setting for one in model.diagnoses)
+def setting_of(diagnosis: Diagnosis) -> tuple[int, tuple[int, int], str | None]:
+    """What must agree for two diagnoses to be compared: the number of images, their size, and the corruption."""
+    return diagnosis.images, diagnosis.size, diagnosis.against
 
 
 def saved_identity(folder: Path) -> Identity | None:
@@ -364,21 +365,18 @@ def _make_missing_card(model: ReportModel) -> None:
 
 
 def _make_names_unique(models: Sequence[ReportModel]) -> None:
-    """Where names clash, add the folder; where those clash too, add a number."""
+    """Add the folder to names that several models have, and a number if they are still not unique."""
     counts = Counter(model.name for model in models)
     for model in models:
         if counts[model.name] > 1:
             folder = model.folders[0].resolve()
             model.name = f"{model.name} ({(folder.parent if folder.name == model.name else folder).name})"
-    seen: Counter[str] = Counter()
-    for model in models:
-        seen[model.name] += 1
-        if seen[model.name] > 1:
-            model.name = f"{model.name} #{seen[model.name]}"
+    for index, model in enumerate(models):
+        model.name = unique_label(model.name, [one.name for one in models[:index]])
 
 
 def _shorten_names(models: Sequence[ReportModel]) -> None:
-    """If all models are one architecture with different treatments, the treatments are enough of a name."""
+    """If all models have the same architecture, name them by their treatments."""
     if len(models) > 1 and len({model.name.partition("+")[0] for model in models}) == 1:
         for model in models:
             base, plus, treatments = model.name.partition("+")

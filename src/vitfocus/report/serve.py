@@ -1,8 +1,8 @@
-"""The live page: the explorer's front end on a picture that is given to it, for models that are in memory.
+"""The live page: the explorer for any image, computed by models in memory.
 
-`create_app` is a Starlette application. `vitfocus serve` binds it to 127.0.0.1; its address carries a token, requests
-must name this host (a page elsewhere could otherwise reach it by DNS rebinding), and no other origin is allowed in.
-Requests carry their whole state, so any number of tabs can be open.
+`create_app` returns a Starlette application. `vitfocus serve` binds it to 127.0.0.1. Its address contains a token,
+requests must name this host (otherwise another page could reach it by DNS rebinding), and no other origin is allowed.
+Requests contain their whole state, so any number of tabs can be open.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from vitfocus.attention.batches import prepared
 from vitfocus.attention.capture import Models, named_models
-from vitfocus.attention.images import prepared
 from vitfocus.core.arguments import checked
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.modules import inserted, insertion_sentence
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-#: The largest picture that is taken: bytes of its file, and pixels.
+#: The largest image that is accepted: bytes of its file, and pixels.
 BYTES, PIXELS = 20_000_000, 40_000_000
-#: How many pictures, and what the models saw of them, are kept.
+#: The number of images that are kept, and of forward passes per model.
 _PICTURES, _LOOKS = 64, 32
-#: Maps of up to this many entries are sent as they are.
+#: Maps with more entries are made coarser.
 _ENTRIES = 1_200_000
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -50,7 +50,7 @@ _HEADERS = {
 
 
 class Live:
-    """Models in memory, the pictures that were given, and what the models saw last. Calls must not overlap."""
+    """Models in memory, uploaded images, and the latest forward passes. Calls must not overlap."""
 
     def __init__(self, models: Mapping[str, nn.Module]) -> None:
         self.readers = [Reader(name, model) for name, model in models.items()]
@@ -59,7 +59,7 @@ class Live:
         self._secret = secrets.token_bytes(16)
 
     def add(self, picture: Image.Image) -> str:
-        """Keep a picture as every model takes it; return its id."""
+        """Store an image, preprocessed for every model, and return its id."""
         pixels = [prepared([picture], reader.body)[0] for reader in self.readers]
         digest = hashlib.sha256(b"".join(one.numpy().tobytes() for one in pixels)).hexdigest()[:32]
         name = hmac.new(self._secret, digest.encode(), "sha256").hexdigest()[:32]  # nobody can guess it
@@ -88,7 +88,7 @@ class Live:
 
     def _picture(self, name: str) -> tuple[str, list[Tensor]]:
         if name not in self._pictures:
-            raise VitfocusError("This picture is no longer kept: give it again.")
+            raise VitfocusError("This image is no longer stored: upload it again.")
         self._pictures.move_to_end(name)
         return self._pictures[name]
 
@@ -134,8 +134,8 @@ def create_app(
         models: One model, or one or two models by name, shown side by side.
         pictures: Pictures to start with, by name. Default: three of the built-in data set Shapes.
         against: Corruption to start with.
-        token: What the page's address must carry as `?token=`; None lets everybody in.
-        hosts: The names under which the page may be asked for; "*" for any.
+        token: The value of `?token=` that the page's address must have; None for public access.
+        hosts: The host names under which the page may be requested; "*" for any.
         title: Title of the page.
 
     Returns:
@@ -162,7 +162,7 @@ def create_app(
     live = Live(named)
     starting = dict(pictures) if pictures else _shapes(live)
     first = [live.described(live.add(picture), name) for name, picture in starting.items()]
-    live.look(first[0]["id"], "")  # after which the layers are known
+    live.look(first[0]["id"], "")  # the layers are known after this
     handlers = _Handlers(live, token, first, against, title or " and ".join(named))
     return Starlette(
         routes=[
@@ -180,11 +180,11 @@ NEEDED = "The live page needs starlette and uvicorn, which are not installed: pi
 
 
 class _Handlers:
-    """The answers to requests."""
+    """The request handlers."""
 
     def __init__(self, live: Live, token: str | None, pictures: list[Any], against: str, title: str) -> None:
         self.live, self.token = live, token
-        self.queue = asyncio.Lock()  # one request computes at a time; those given up meanwhile are dropped
+        self.queue = asyncio.Lock()  # one request computes at a time; cancelled ones are dropped
         page = Page(title, "Runs on this machine: pictures are not sent anywhere else." if token else "")
         name, severity = parse(against)
         notes = [note for reader in live.readers for note in reader.notes()]
@@ -224,13 +224,13 @@ class _Handlers:
         return HTMLResponse(self.html, headers=_HEADERS | frames)
 
     async def pictures(self, request: Request) -> Response:
-        """Take a picture, the body of the request."""
+        """Upload an image, the body of the request."""
         self._require_token(request.headers.get("x-token"))
         content = bytearray()
         async for part in request.stream():
             content += part
             if len(content) > BYTES:
-                raise VitfocusError(f"The picture has more than {BYTES / 1e6:g} MB.")
+                raise VitfocusError(f"The image has more than {BYTES / 1e6:g} MB.")
         name = request.query_params.get("name", "picture")[:100]
 
         def add() -> dict[str, Any]:
@@ -239,7 +239,7 @@ class _Handlers:
         return await self._answer(request, add)
 
     async def look(self, request: Request) -> Response:
-        """What the models see in a picture: photographs and predictions."""
+        """The image as each model sees it, and the predictions."""
         picture, against = self._asked(request)
         return await self._answer(
             request,
@@ -256,7 +256,7 @@ class _Handlers:
         return await self._answer(request, lambda: self.live.maps(picture, against, model, layer))
 
     def _asked(self, request: Request) -> tuple[str, str]:
-        """The picture and the corruption that a request is about."""
+        """The image and the corruption of a request."""
         self._require_token(request.headers.get("x-token"))
         return request.query_params.get("picture", ""), request.query_params.get("against", "")
 
@@ -270,7 +270,7 @@ class _Handlers:
             return JSONResponse(await run_in_threadpool(compute), headers=_HEADERS)
 
     async def refuse(self, request: Request, error: Exception) -> Response:
-        """What was wrong with a request, in one sentence."""
+        """Return an error as one sentence."""
         from starlette.responses import JSONResponse
 
         return JSONResponse({"error": str(error)}, 400, headers=_HEADERS)

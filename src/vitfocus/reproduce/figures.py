@@ -28,8 +28,8 @@ from vitfocus.core.statistics import evenly_spaced
 from vitfocus.corruptions import corrupt
 from vitfocus.data.segmentation.dataset import MaskFiles, acdc
 from vitfocus.reproduce.items import MEASURES
+from vitfocus.reproduce.plan import centre_of, diagnosis_of, model_of, training_metrics, validation_images
 from vitfocus.reproduce.results import ItemResult, RowResult, softmax_surface
-from vitfocus.reproduce.runs import centre_of, diagnosis_of, model_of, training_metrics, validation_images
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -21,7 +21,7 @@ from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.metrics import METRICS
 from vitfocus.core.records import convert, parse_toml
 
-#: What each scale means.
+#: Descriptions of the scales.
 SCALES = {
     "smoke": "tiny models on the embedded Shapes, on a CPU, about a minute per row",
     "cifar100": "the papers' architectures on CIFAR-100 at 32 pixels, on a GPU",
@@ -83,7 +83,7 @@ class Item(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def facts(self) -> list[Fact]:
-        """What protocols.toml says that holds for this item."""
+        """The statements of protocols.toml that apply to this item."""
         return [fact for fact in protocol_facts() if fact.holds_for(self)]
 
     @property
@@ -96,7 +96,7 @@ class Item(Struct, frozen=True, forbid_unknown_fields=True):
         return {kind: [*getattr(self, kind), *self.stated(kind)] for kind in ("exact", "assumed", "differs")}
 
     def stated(self, kind: str, scale: str = "imagenet", given: Collection[str] = ()) -> list[str]:
-        """The shared facts of a kind; at another scale those about training do not hold, nor do options `given`."""
+        """The shared statements of a kind, without those about training at other scales and about options `given`."""
         facts = [fact for fact in self.facts if (scale == "imagenet" or not fact.models) and fact.option not in given]
         return [
             f"{text[:-1]} (--option {fact.option})." if kind == "assumed" and fact.option else text
@@ -113,7 +113,7 @@ class Item(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Fact(Struct, frozen=True, forbid_unknown_fields=True):
-    """A statement about the protocols of all items that it holds for; see protocols.toml."""
+    """A statement about the protocols of all items that match; see protocols.toml."""
 
     models: tuple[str, ...] = ()
     treats: str = ""  # a pattern of the rows' treatments
@@ -125,7 +125,7 @@ class Fact(Struct, frozen=True, forbid_unknown_fields=True):
     tried: tuple[Any, ...] = ()
 
     def holds_for(self, item: Item) -> bool:
-        """Whether the item has such a row, and such a measure."""
+        """Whether the item has a matching row and a matching measure."""
 
         def one_of(name: str, patterns: tuple[str, ...]) -> bool:
             return not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)

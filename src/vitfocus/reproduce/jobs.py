@@ -1,7 +1,7 @@
-"""An item as independent commands: listed with their dependencies (`--plan`), or handed to a cluster (`--submit`).
+"""An item as independent commands: printed with their dependencies (`--plan`), or submitted to a cluster (`--submit`).
 
-A job trains one run, or measures one row; the last prints the whole table. Commands can be repeated: what is finished
-is not done again, and two processes that want the same run do not train it twice.
+A job trains one run or measures one row; the last job prints the whole table. Commands can be repeated: finished work
+is reused, and two processes that need the same run do not train it twice.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from vitfocus.core.errors import VitfocusError, reason
 from vitfocus.core.tables import ranges
 
 CLUSTERS = ("slurm", "local")
-#: How often a command that was killed is started again in the same job.
+#: How often a killed command is restarted within the same job.
 _RESTARTS = 3
 
 
 @dataclass(frozen=True)
 class Job:
-    """One command; `after` names the jobs that must be finished before it. A `done` one has nothing left to do."""
+    """One command. It runs after the jobs named in `after`; if `done`, it has been run before."""
 
     name: str
     arguments: tuple[str, ...]
@@ -55,7 +55,7 @@ def plan_jobs(name: str, scale: str, arguments: Sequence[str], **options: Any) -
         arguments: The command line of every job after the item's name: the scale, data, folder and changed values.
         **options: What `reproduce` takes: data, out, overrides, rows, weights, pretrained.
     """
-    from vitfocus.reproduce.run import plan_item  # a job imports this module, and needs no torch
+    from vitfocus.reproduce.plan import plan_item  # imports torch, which a job does not need
 
     words = ("reproduce", name, *arguments)
     planned = plan_item(name, scale, **options)
@@ -79,7 +79,7 @@ def plan_jobs(name: str, scale: str, arguments: Sequence[str], **options: Any) -
 
 
 def job_script(jobs: Sequence[Job]) -> str:
-    """The jobs as a script of the shell, numbered, with the numbers of those that they wait for.
+    """The jobs as a shell script, numbered, with the numbers of the jobs that each waits for.
 
     >>> print(job_script([Job("a", ("train", "x")), Job("b", ("report", "runs/x"), after=("a",))]))
     # 1: a
@@ -112,7 +112,7 @@ class Command:
         for _ in range(_RESTARTS):
             if code >= 0:
                 break
-            print(f"{shlex.join(self.words)} was killed by signal {-code}; it is started again.", file=sys.stderr)
+            print(f"{shlex.join(self.words)} was killed by signal {-code}; restarting it.", file=sys.stderr)
             code = self._run()
         if code:
             raise VitfocusError(f"{shlex.join(self.words)} ended with {code}.")
@@ -135,16 +135,19 @@ class Command:
 
 
 def submit(jobs: Sequence[Job], folder: Path, cluster: str = "slurm", options: Mapping[str, Any] | None = None) -> Any:
-    """Hand the jobs that are not done to a cluster.
+    """Submit the jobs that are not done to a cluster.
 
     Args:
-        jobs: In an order in which each comes after those that it waits for.
-        folder: Where submitit keeps its files and the jobs' output, in a new folder inside.
-        cluster: "slurm", or "local": one after the other on this machine, until all are done.
+        jobs: Each after the jobs that it waits for.
+        folder: A new folder for submitit's files and the jobs' output is created in here.
+        cluster: "slurm", or "local" to run the jobs one after the other on this machine.
         options: submitit's parameters, such as {"gpus_per_node": 8, "timeout_min": 1440, "slurm_partition": "gpu"}.
 
     Returns:
-        The submitted jobs of submitit by the jobs' names.
+        The jobs of submitit, by name.
+
+    Raises:
+        VitfocusError: If submitit is not installed, or the jobs cannot be submitted.
     """
     try:
         import submitit

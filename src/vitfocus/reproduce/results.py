@@ -1,7 +1,7 @@
-"""The results of an item: each number of the paper beside ours, as a table and as plain data.
+"""The results of an item: the paper's numbers beside ours, as a table and as plain data.
 
-Our numbers come from a run's results, its training curve, a diagnosis, or an evaluation of its model; parameters and
-FLOPs are counted without a run. Diagnoses and evaluations are saved in the run's folder and not repeated.
+Our numbers come from a run's results, its training curve, a diagnosis, or an evaluation of its model. Parameters and
+FLOPs are counted without a run. Diagnoses and evaluations are saved in the run's folder and reused.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.func import jacrev, vmap
-from torch.overrides import TorchFunctionMode
 
 from vitfocus.attention.diagnosis import Diagnosis
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import write_text
+from vitfocus.core.modules import SkipInitialisation
 from vitfocus.core.statistics import wilson_interval
 from vitfocus.core.tables import Table, counted
 from vitfocus.data.segmentation.dataset import has_acdc_test
 from vitfocus.data.vqa.dataset import splits_in
 from vitfocus.reproduce.items import MEASURES, Item, Measure, Printed, SuiteMetric, TableRow
-from vitfocus.reproduce.runs import (
+from vitfocus.reproduce.plan import (
     CLASSES,
     SEVERITY,
     DataFolders,
@@ -246,8 +246,8 @@ def value_text(name: str, value: Measurement | None) -> str:
 
 
 @dataclass(frozen=True)
-class Measuring:
-    """How rows are measured: the data, the most images of evaluations and diagnoses, and options by suite."""
+class MeasureSettings:
+    """How rows are measured: the data, the maximum number of images, and options by suite."""
 
     folders: DataFolders | None
     limit: int | None = None
@@ -255,16 +255,18 @@ class Measuring:
 
     @property
     def severity(self) -> int:
-        """Of the noise under which attention is compared."""
+        """Severity of the noise in diagnoses."""
         return int(self.options.get("diagnosis", {}).get("severity", SEVERITY))
 
 
-def measure(name: str, run: PlannedRun, results: Mapping[str, Any], how: Measuring) -> Measurement | NotMeasured:
-    """A number of a run's model."""
+def measure(
+    name: str, run: PlannedRun, results: Mapping[str, Any], settings: MeasureSettings
+) -> Measurement | NotMeasured:
+    """Measure a run's model."""
     column = MEASURES[name]
     if column.source == "result" and run.weights:
         assert run.recipe is not None
-        return _from_suite(column, SuiteMetric(TASK_SUITES[run.recipe.task], (column.key,)), run, how)
+        return _from_suite(column, SuiteMetric(TASK_SUITES[run.recipe.task], (column.key,)), run, settings)
     if column.source == "result":
         return _from_results(column, results)
     if column.source == "curve" and run.weights:
@@ -272,12 +274,12 @@ def measure(name: str, run: PlannedRun, results: Mapping[str, Any], how: Measuri
     if column.source == "curve":
         return _from_curve(column, training_metrics(run))
     if column.source == "diagnosis":
-        return _from_diagnosis(column, diagnosis_of(run, how.limit, how.severity))
+        return _from_diagnosis(column, diagnosis_of(run, settings.limit, settings.severity))
     if column.source == "suite":
         suite = column.suites.get(run.scale)
         if suite is None:
             return NotMeasured(f"{column.title} has no counterpart at the scale {run.scale}")
-        return _from_suite(column, suite, run, how)
+        return _from_suite(column, suite, run, settings)
     raise AssertionError(f"{name} is not measured on a run")
 
 
@@ -306,20 +308,8 @@ def _count(kind: str, spec: str, arguments: str, size: int) -> int:
 @functools.lru_cache(maxsize=4)  # parameters and FLOPs are counted one after the other
 def _build(spec: str, arguments: str) -> Any:
     """The model on the meta device, where nothing is computed."""
-    with torch.device("meta"), _SkipInitialisation():
+    with torch.device("meta"), SkipInitialisation():
         return create_model(spec, **json.loads(arguments))
-
-
-_INITIALISATION = ("normal_", "uniform_", "erfinv_", "clamp_", "mul_", "add_")
-
-
-class _SkipInitialisation(TorchFunctionMode):
-    """Leaves out the initialisation of weights, which on the meta device has no effect but takes most of the time."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if args and getattr(function, "__name__", "") in _INITIALISATION:
-            return args[0]
-        return function(*args, **(kwargs or {}))
 
 
 def image_size(run: PlannedRun) -> int:
@@ -363,34 +353,38 @@ def _from_results(measure: Measure, results: Mapping[str, Any]) -> Measurement |
 
 
 def _from_diagnosis(measure: Measure, diagnosis: Diagnosis) -> Measurement | NotMeasured:
-    key, _, how = measure.key.partition("@")
+    key, _, statistic = measure.key.partition("@")
     values = [row[key] for row in diagnosis.rows if key in row]
     if not values:
         return NotMeasured(f"no layer has {measure.title}")
     half = len(values) // 2
-    if how == "rise" and not half:
+    if statistic == "rise" and not half:
         return NotMeasured("there is only one layer")
     number = {
         "": lambda: fmean(values),
         "pairs": lambda: fmean(row[key] / (_placed_tokens(row) - 1) for row in diagnosis.rows if key in row),
         "last": lambda: values[-1],
         "rise": lambda: fmean(values[half:]) - fmean(values[:half]),
-    }[how]()
+    }[statistic]()
     return Measurement(measure.scale * number, images=diagnosis.images)
 
 
 def _placed_tokens(row: Mapping[str, Any]) -> int:
-    """The tokens of a layer that have a place in the image: all but a class token."""
+    """The number of patch tokens of a layer."""
     return round(math.exp(row["entropy_bound"])) - ("entropy_cls" in row)
 
 
-def _from_suite(measure: Measure, suite: SuiteMetric, run: PlannedRun, how: Measuring) -> Measurement | NotMeasured:
-    folder = how.folders.find(suite.data) if suite.data and how.folders else None
+def _from_suite(
+    measure: Measure, suite: SuiteMetric, run: PlannedRun, settings: MeasureSettings
+) -> Measurement | NotMeasured:
+    folder = settings.folders.find(suite.data) if suite.data and settings.folders else None
     if suite.data and folder is None and not suite.generated:
         return NotMeasured(f"{measure.title} needs its images: --data {suite.data}=DIR")
-    scores = _scores(suite, run, folder, how)
+    scores = _scores(suite, run, folder, settings)
     found: Any = next(iter(scores.models.values()))
-    single = {key: f"{value[0]:g}" for key, value in _options(suite, folder, how).items() if key in ("eps", "sizes")}
+    single = {
+        key: f"{value[0]:g}" for key, value in _options(suite, folder, settings).items() if key in ("eps", "sizes")
+    }
     path = [step.format(**single) for step in suite.path]
     for step in path:
         if not isinstance(found, Mapping) or step not in found:
@@ -404,47 +398,51 @@ def _from_suite(measure: Measure, suite: SuiteMetric, run: PlannedRun, how: Meas
     return Measurement(float(found), interval, title, scores.notes, scores.images)
 
 
-def submissions(measures: Sequence[str], run: PlannedRun, how: Measuring) -> list[str]:
-    """Write predictions for splits whose labels are withheld, if their images are available; returns where they are."""
+def submissions(measures: Sequence[str], run: PlannedRun, settings: MeasureSettings) -> list[str]:
+    """Write predictions for test splits without public labels, if their images are available.
+
+    Returns:
+        Sentences that say where the files are.
+    """
     found = []
     data = run.recipe.data if run.recipe is not None else None
     if "vqa" in measures and data is not None and data.source == "vqav2":
         if "test-dev2015" in splits_in(data.root):
             suite = SuiteMetric("answers", (), options={"split": "test-dev2015"})
-            file = _folder(suite, run, None, how) / "answers.json"
-            _scores(suite, run, None, how)
+            file = _folder(suite, run, None, settings) / "answers.json"
+            _scores(suite, run, None, settings)
             found.append(f"Answers of {run.row.label} to test-dev2015, for the evaluation server: {file}.")
         else:
             found.append("Answers for the evaluation server: put the questions and images of test-dev2015 into --data.")
-    folder = how.folders.find("acdc") if how.folders else None
+    folder = settings.folders.find("acdc") if settings.folders else None
     if "acdc" in measures and folder is not None and has_acdc_test(folder):
         place = run.folder / "submissions" / "acdc-test"
         suite = SuiteMetric("acdc", (), "acdc", options={"split": "test", "submission": str(place)})
-        _scores(suite, run, folder, how)
+        _scores(suite, run, folder, settings)
         found.append(f"Predictions of {run.row.label} on ACDC test, for its server: {place}.")
     return found
 
 
-def _options(suite: SuiteMetric, folder: Path | None, how: Measuring) -> dict[str, Any]:
-    given = {**suite.options, **how.options.get(suite.suite, {})}
+def _options(suite: SuiteMetric, folder: Path | None, settings: MeasureSettings) -> dict[str, Any]:
+    given = {**suite.options, **settings.options.get(suite.suite, {})}
     return given | ({suite.folder_option: str(folder)} if suite.folder_option and folder else {})
 
 
-def _limit(suite: SuiteMetric, how: Measuring) -> int | None:
-    return min(suite.limit or how.limit or 0, how.limit or suite.limit or 0) or None
+def _limit(suite: SuiteMetric, settings: MeasureSettings) -> int | None:
+    return min(suite.limit or settings.limit or 0, settings.limit or suite.limit or 0) or None
 
 
-def _folder(suite: SuiteMetric, run: PlannedRun, folder: Path | None, how: Measuring) -> Path:
-    """Where an evaluation is kept: named by all that determines it."""
-    content = [suite.suite, _options(suite, folder, how), _limit(suite, how), str(folder or "")]
+def _folder(suite: SuiteMetric, run: PlannedRun, folder: Path | None, settings: MeasureSettings) -> Path:
+    """The folder of an evaluation, named by a digest of its settings."""
+    content = [suite.suite, _options(suite, folder, settings), _limit(suite, settings), str(folder or "")]
     described = json.dumps(content, sort_keys=True)
     return run.folder / "evaluations" / f"{suite.suite}-{hashlib.sha256(described.encode()).hexdigest()[:8]}"
 
 
-def _scores(suite: SuiteMetric, run: PlannedRun, folder: Path | None, how: Measuring) -> Scores:
-    images = _limit(suite, how)
-    options = _options(suite, folder, how)
-    out = _folder(suite, run, folder, how)
+def _scores(suite: SuiteMetric, run: PlannedRun, folder: Path | None, settings: MeasureSettings) -> Scores:
+    images = _limit(suite, settings)
+    options = _options(suite, folder, settings)
+    out = _folder(suite, run, folder, settings)
     if (out / "results.json").is_file():
         return load_scores(out)
     data = folder if folder is not None and not suite.folder_option else validation_data(run)

@@ -16,12 +16,22 @@ from vitfocus.core.environment import Processes, is_main_process, join_processes
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.tables import Table
 from vitfocus.reproduce.figures import draw
-from vitfocus.reproduce.items import MEASURES, SCALES, Item, TableRow, load_item
+from vitfocus.reproduce.items import MEASURES, Item, TableRow
+from vitfocus.reproduce.plan import (
+    SEVERITY,
+    DataFolders,
+    PlannedItem,
+    PlannedRun,
+    needs_training,
+    plan_item,
+    plan_row,
+    why_not_pretrained,
+)
 from vitfocus.reproduce.results import (
     COMPUTED,
     ItemResult,
     Measurement,
-    Measuring,
+    MeasureSettings,
     NotMeasured,
     RowResult,
     count,
@@ -30,18 +40,7 @@ from vitfocus.reproduce.results import (
     submissions,
     value_text,
 )
-from vitfocus.reproduce.runs import (
-    PRETRAINED,
-    SEVERITY,
-    DataFolders,
-    PlannedRun,
-    plan_row,
-    why_not_pretrained,
-    with_weights,
-)
-from vitfocus.robustness.suites import SUITES
-from vitfocus.robustness.suites.options import Option
-from vitfocus.train.recipe import full_key, why_unused
+from vitfocus.robustness.suites import SUITES, Option
 from vitfocus.train.run import train
 
 _FINGERPRINT = ("data_sha256", "model_sha256", "versions", "device", "precision")
@@ -88,6 +87,12 @@ def reproduce(
     Raises:
         VitfocusError: If there is no such item, scale or row, or data are missing.
         Stopped: If a signal ended a run early.
+
+    Example:
+        >>> result = reproduce("cb/table5", "imagenet", rows=[1], count_only=True)[0]
+        >>> row = result.rows[0]
+        >>> row.row.label, round(row.values["parameters"].number, 1), row.row.paper["parameters"]
+        ('ViT-Ti', 5.7, 5.7)
     """
     changed = suite_options(options)
     planned = plan_item(name, scale, data, out, overrides, rows, count_only, weights, pretrained)
@@ -95,15 +100,15 @@ def reproduce(
     outcomes = []
     for one in planned:
         item = one.item
-        limit = images if trains(item) else None
-        how = Measuring(one.folders, images, changed)
+        limit = images if needs_training(item) else None
+        settings = MeasureSettings(one.folders, images, changed)
         outcome = ItemResult(
-            item, scale, one.folders, changed=(*overrides, *options), limit=limit, severity=how.severity
+            item, scale, one.folders, changed=(*overrides, *options), limit=limit, severity=settings.severity
         )
         for number, row in enumerate(one.rows, 1):
             _say(f"{item.name} at {scale} scale, row {number} of {len(one.rows)}: {row.label}")
-            outcome.rows.append(_run_row(one, row, outcome, how))
-        if count_only and trains(item) and any(row.model for row in one.rows):
+            outcome.rows.append(_run_row(one, row, outcome, settings))
+        if count_only and needs_training(item) and any(row.model for row in one.rows):
             outcome.missing.append("A dash marks what --count leaves out: nothing was trained, measured or drawn.")
         if not count_only and is_main_process():
             where = Path(out) / scale / "items" / item.name.replace("/", "-")
@@ -112,64 +117,6 @@ def reproduce(
                 outcome.save(where)
         outcomes.append(outcome)
     return outcomes
-
-
-@dataclass(frozen=True)
-class PlannedItem:
-    """An item with the rows to run and every row's run; without `folders`, nothing is trained or measured."""
-
-    item: Item
-    rows: list[TableRow]
-    folders: DataFolders | None
-    runs: dict[str, PlannedRun | None]
-    pretrained: bool = False
-
-    @property
-    def trained(self) -> list[PlannedRun]:
-        """The runs to train, each after those that it depends on; rows that share a run have it once."""
-        if self.folders is None or self.pretrained:
-            return []
-        lasts = [run for row in self.rows if (run := self.runs[row.label]) and run.recipe and not run.weights]
-        return list({run.digest: run for last in lasts for run in last.chain()}.values())
-
-
-def plan_item(
-    name: str,
-    scale: str = "smoke",
-    data: Sequence[str | Path] | str | Path = (),
-    out: str | Path = "runs/reproduce",
-    overrides: Sequence[str] = (),
-    rows: Sequence[int] = (),
-    count_only: bool = False,
-    weights: Sequence[str] = (),
-    pretrained: bool = False,
-) -> list[PlannedItem]:
-    """Resolve an item, or each of its parts, before anything is trained; the arguments are those of `reproduce`."""
-    if scale not in SCALES:
-        raise VitfocusError(f"There is no scale {scale!r}: {nearest(scale, SCALES)}")
-    item = load_item(name)
-    if scale == "smoke" and data:
-        others = " or ".join(f"--scale {other}" for other in SCALES if other != scale)
-        raise VitfocusError(f"The smoke scale draws its own images and reads no --data: leave it out, or use {others}.")
-    if pretrained and scale != "imagenet":
-        raise VitfocusError("--pretrained measures the libraries' ImageNet-1k weights: use --scale imagenet.")
-    folders = DataFolders.read([data] if isinstance(data, str | Path) else data)
-    picked = [(one, _picked(one, rows)) for one in ([load_item(part) for part in item.parts] or [item])]
-    planned = []
-    for one, chosen in picked:
-        needed = None if count_only or not trains(one) else folders
-        # Every row is planned before the first is trained, so that missing data are reported at once. Untreated rows
-        # that others are compared with are included, picked or not, to count what a treatment adds.
-        baselines = [row for row in map(one.baseline, chosen) if row is not None and row not in chosen]
-        runs = {
-            row.label: plan_row(one, row, scale, None if row in baselines else needed, Path(out) / scale, overrides)
-            for row in (*chosen, *baselines)
-        }
-        if needed is not None:
-            runs |= given_weights(one, runs, weights, pretrained)
-        planned.append(PlannedItem(one, chosen, needed, runs, pretrained))
-    _refuse_unused(overrides, [run for one in planned for run in one.runs.values() if run is not None])
-    return planned
 
 
 _SEVERITY = Option("severity", int, False, SEVERITY, "a severity of the noise, 1 to 5")
@@ -228,7 +175,7 @@ class Trial:
 
     @property
     def off(self) -> float | None:
-        """How far our number is from the paper's; None without one."""
+        """Our number minus the paper's; None if either is missing."""
         printed = self.paper[0] if isinstance(self.paper, tuple) else self.paper
         return self.ours.number - printed if isinstance(self.ours, Measurement) and printed is not None else None
 
@@ -243,7 +190,7 @@ class Trial:
 def calibrate(
     name: str, scale: str = "imagenet", *, images: int | None = None, options: Sequence[str] = (), **more: Any
 ) -> list[Trial]:
-    """Measure rows whose weights are known with each candidate of what the paper does not state.
+    """Measure rows with given weights, using each candidate of the values that the paper does not state.
 
     Args:
         name: The item.
@@ -262,12 +209,10 @@ def calibrate(
     planned = plan_item(name, scale, **more)
     facts = {fact.option: fact for one in planned for fact in one.item.facts if fact.option}
     if not facts:
-        raise VitfocusError(f"{name} has no value to calibrate: every evaluation of it is stated or has no option.")
+        raise VitfocusError(f"{name} has no value to calibrate: the paper states all options of its evaluations.")
     known = [(one, row, run) for one in planned for row in one.rows if (run := one.runs[row.label]) and run.weights]
     if not known:
-        raise VitfocusError(
-            "--calibrate measures rows whose weights are known: give --weights ROW=FILE or --pretrained."
-        )
+        raise VitfocusError("--calibrate measures rows with given weights: give --weights ROW=FILE or --pretrained.")
     rest = {suite: {k: v for k, v in some.items() if f"{suite}.{k}" not in facts} for suite, some in given.items()}
     _refuse_unmeasured(rest, planned)
     trials = []
@@ -280,9 +225,9 @@ def calibrate(
                 for value in asked if isinstance(asked, tuple) else (asked,):
                     _say(f"{one.item.name}, {row.label}: {option}={value}")
                     tried = {**rest.get(suite, {}), key: (value,) if several else value}
-                    how = Measuring(one.folders, images, rest | {suite: tried})
+                    settings = MeasureSettings(one.folders, images, rest | {suite: tried})
                     with _measuring(run):
-                        found = measure(measured, run, {}, how)
+                        found = measure(measured, run, {}, settings)
                     trials.append(Trial(row.label, measured, option, value, found, row.paper.get(measured)))
     return trials
 
@@ -300,7 +245,11 @@ def calibration_text(trials: Sequence[Trial]) -> str:
         if not close:
             continue
         best = min(close, key=lambda one: abs(one.off or 0.0))
-        says = "whose interval holds the paper's number" if best.agrees else "which is not the paper's number either"
+        says = (
+            "and the paper's number is in its interval"
+            if best.agrees
+            else "but the paper's number is not in its interval"
+        )
         advice.append(
             f"- {best.row}, {MEASURES[best.measure].title}: --option {best.option}={best.value} is closest, {says}."
         )
@@ -316,52 +265,7 @@ def train_planned(run: str, planned: Sequence[PlannedItem]) -> None:
     train_run(known[run])
 
 
-def given_weights(
-    item: Item, runs: Mapping[str, PlannedRun | None], weights: Sequence[str], pretrained: bool
-) -> dict[str, PlannedRun | None]:
-    """The runs of rows that are measured with given weights, or with their library's."""
-    found: dict[str, PlannedRun | None] = {}
-    for text in weights:
-        row = next((r for n, r in enumerate(item.rows, 1) if text.startswith((f"{n}=", f"{r.label}="))), None)
-        if row is None or row.label not in runs:
-            labels = ", ".join(f"{n} ({r.label})" for n, r in enumerate(item.rows, 1) if r.label in runs)
-            raise VitfocusError(
-                f"--weights {text} names no row of {item.name}: write ROW=FILE with ROW one of {labels}."
-            )
-        run = runs[row.label]
-        if run is None or run.recipe is None:
-            raise VitfocusError(f"{row.label} of {item.name} is not measured, so it takes no weights.")
-        file = text.removeprefix(f"{row.label}=").removeprefix(f"{item.rows.index(row) + 1}=")
-        found[row.label] = with_weights(run, file)
-    if pretrained:
-        for label, run in runs.items():
-            if run is not None and run.recipe is not None and label not in found and not why_not_pretrained(run):
-                found[label] = with_weights(run, PRETRAINED)
-    return found
-
-
-def _refuse_unused(overrides: Sequence[str], runs: Sequence[PlannedRun]) -> None:
-    """Refuse an override that has no effect on any run; it may have none on some of them."""
-    planned = [run.recipe for first in runs for run in (first, *first.before) if run.recipe is not None]
-    for key in (text.partition("=")[0].strip() for text in overrides):
-        whys = [why_unused(recipe, full_key(key, recipe.task)) for recipe in planned if key != "task"]
-        if whys and all(whys):
-            raise VitfocusError(whys[0])
-
-
-def trains(item: Item) -> bool:
-    """Whether an item needs trained models: it has figures, or measures more than can be counted."""
-    return bool(item.figures) or any(MEASURES[name].source not in ("counted", "computed") for name in item.measures)
-
-
-def _picked(item: Item, rows: Sequence[int]) -> list[TableRow]:
-    for number in rows:
-        if not 1 <= number <= len(item.rows):
-            raise VitfocusError(f"{item.name} has rows 1 to {len(item.rows)}, not {number}.")
-    return [row for number, row in enumerate(item.rows, 1) if not rows or number in rows]
-
-
-def _run_row(planned: PlannedItem, row: TableRow, outcome: ItemResult, how: Measuring) -> RowResult:
+def _run_row(planned: PlannedItem, row: TableRow, outcome: ItemResult, settings: MeasureSettings) -> RowResult:
     """Train a row and measure it; without data folders, only count it."""
     runs = planned.runs
     run = runs[row.label]
@@ -374,25 +278,25 @@ def _run_row(planned: PlannedItem, row: TableRow, outcome: ItemResult, how: Meas
     results: dict[str, Any] = {}
     if planned.pretrained and run.recipe is not None and not run.weights:
         outcome.missing.append(f"{row.label} was neither trained nor measured: {why_not_pretrained(run)}.")
-        how = replace(how, folders=None)
-    if run.recipe is not None and how.folders is not None and not run.weights:
+        settings = replace(settings, folders=None)
+    if run.recipe is not None and settings.folders is not None and not run.weights:
         results = train_run(run)
     counts = results.get("train_images"), results.get("val_images")
     found = RowResult(row, outcome.scale, run, counts if None not in counts else None)  # type: ignore[arg-type]
-    found.measured = bool(results) or (bool(run.weights) and how.folders is not None)
+    found.measured = bool(results) or (bool(run.weights) and settings.folders is not None)
     found.fingerprint = {key: results[key] for key in _FINGERPRINT if key in results}
     with _measuring(run) if found.measured else nullcontext():
-        _measure_row(planned, found, results, outcome, how)
+        _measure_row(planned, found, results, outcome, settings)
     return found
 
 
 def _measuring(run: PlannedRun) -> AbstractContextManager[None]:
-    """Wait while another process measures the model of the run; its results are then read, not measured again."""
+    """Wait until no other process measures this run's model; results that it saved are reused."""
     return join_processes().lock(run.folder / "evaluations", wait=True)
 
 
 def _measure_row(
-    planned: PlannedItem, found: RowResult, results: dict[str, Any], outcome: ItemResult, how: Measuring
+    planned: PlannedItem, found: RowResult, results: dict[str, Any], outcome: ItemResult, settings: MeasureSettings
 ) -> None:
     item, runs, row, run = planned.item, planned.runs, found.row, found.run
     assert run is not None
@@ -400,13 +304,13 @@ def _measure_row(
         value: Measurement | NotMeasured
         if MEASURES[name].source == "counted":
             plain = item.baseline(row)
-            value = count(name, *counted_on(item, row, run, runs.get(plain.label) if plain else None, how.folders))
-        elif how.folders is None:
+            value = count(name, *counted_on(item, row, run, runs.get(plain.label) if plain else None, settings.folders))
+        elif settings.folders is None:
             continue
         elif run.recipe is None:
             value = NotMeasured(f"{row.label} is only counted at the scale {run.scale}, not trained")
         else:
-            value = measure(name, run, results, how)
+            value = measure(name, run, results, settings)
         if isinstance(value, NotMeasured):
             if name in row.paper or (MEASURES[name].source != "counted" and run.recipe is not None):
                 outcome.missing.append(f"Not measured: {value.why}.")
@@ -414,7 +318,7 @@ def _measure_row(
             found.values[name] = value
             outcome.missing += [note for note in value.notes if "generated" in note]
     if found.measured:
-        outcome.missing += submissions(item.measures, run, how)
+        outcome.missing += submissions(item.measures, run, settings)
 
 
 def counted_on(
@@ -430,7 +334,7 @@ def counted_on(
 
 
 def train_run(run: PlannedRun) -> dict[str, Any]:
-    """Train a run, resume it, or read its results, after those that it depends on; another process's is waited for."""
+    """Train a run after those that it depends on, resume it, or read its results; waits for other processes."""
     for first in run.before:
         train_run(first)
     assert run.recipe is not None

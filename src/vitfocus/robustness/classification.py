@@ -1,6 +1,6 @@
-"""Evaluation of classifiers: opening images with labels of any kind, and the outcome of each image.
+"""Evaluation of classifiers: images with labels from any source, and the outcome of each image.
 
-Functions that open data return `Images` with their part of the protocol and their notes; they have no side effects.
+Functions that open data have no side effects: they return `Images` with their part of the protocol and their notes.
 """
 
 from __future__ import annotations
@@ -31,17 +31,13 @@ from vitfocus.data.image_files import (
     list_classes,
     out_of_range,
 )
-from vitfocus.robustness.engine import Condition, EvaluationArguments, EvaluationPlan, Group, Outcome, Reduced
-from vitfocus.robustness.metrics import Summary
-from vitfocus.robustness.pixel_model import PixelModel
-from vitfocus.robustness.run_folder import Columns
-from vitfocus.robustness.sources import (
+from vitfocus.robustness.batches import (
     EvaluationBatch,
     ImageFiles,
     ImageSamples,
     ItemSource,
+    LoaderSource,
     Source,
-    StreamSource,
     check_readable,
     collate_images,
     digest_of,
@@ -49,7 +45,11 @@ from vitfocus.robustness.sources import (
     one_size,
     require_one_number,
 )
-from vitfocus.robustness.suites.options import DataForm
+from vitfocus.robustness.engine import Condition, EvaluationArguments, EvaluationPlan, Group, Outcome, Reduced
+from vitfocus.robustness.metrics import Summary
+from vitfocus.robustness.pixel_model import PixelModel
+from vitfocus.robustness.run_folder import Columns
+from vitfocus.robustness.suites import DataForm
 
 Labels = tuple[dict[str, int], tuple[str, ...]]  # class folder -> class, and notes
 Summarise = Callable[[Mapping[str, Columns], int], Summary]
@@ -65,21 +65,19 @@ class Images:
 
 
 def num_classes(arguments: EvaluationArguments, *expected: int) -> int:
-    """The number of classes, which all models share, as they share the size of images; must be one of `expected`."""
+    """The number of classes, one of `expected`; all models must have the same number, and the same image size."""
     counts = {model.name: model.classes(arguments.device) for model in arguments.models}
     sizes = {model.name: model.size for model in arguments.models}
     for what, found in (("classes", counts), ("image sizes", sizes)):
         if len(set(found.values())) > 1:
             listed = ", ".join(f"{name}: {value}" for name, value in found.items())
             raise VitfocusError(
-                f"Models in one pass see the same images, but differ in {what} ({listed}): evaluate them apart."
+                f"Models in one pass see the same images, but differ in {what} ({listed}): evaluate them separately."
             )
     classes = next(iter(counts.values()))
     if expected and classes not in expected:
         listed = " or ".join(f"{number:,}" for number in expected)
-        raise VitfocusError(
-            f"The suite {arguments.suite.name} is for models of {listed} classes, and this one has {classes}."
-        )
+        raise VitfocusError(f"The suite {arguments.suite.name} is for models of {listed} classes, not {classes}.")
     return classes
 
 
@@ -97,17 +95,16 @@ def classification_plan(
     def reduce(outcomes: Mapping[str, Columns], seed: int) -> Reduced:
         return Reduced(summarise(outcomes, seed), outcomes)
 
-    unique = tuple(dict.fromkeys(notes))
     prepare = partial(prepare_batch, arguments, classes)
-    return EvaluationPlan(tuple(groups), protocol, reduce, unique, prepare, resize)
+    return EvaluationPlan(tuple(groups), protocol, reduce, tuple(dict.fromkeys(notes)), prepare, resize)
 
 
 def classify(
     model: PixelModel, images: Tensor, batch: EvaluationBatch, classes: tuple[int, ...] | None = None
 ) -> Outcome:
-    """Top-1, top-5, confidence and prediction of each image; other logits than those of `classes` are masked.
+    """Top-1, top-5, confidence and prediction of each image; logits that are not of `classes` are masked.
 
-    Labels are (B,), or (B, K) if any of several is right (padded with -1); with `classes` they are indices into it.
+    Labels are (B,), or (B, K) if any of K is correct (padded with -1); with `classes` they are indices into it.
     """
     logits = model(images)
     if classes is not None:
@@ -131,8 +128,8 @@ CLEAN = Condition("clean", classify)
 
 
 def prepare_batch(arguments: EvaluationArguments, classes: int, batch: EvaluationBatch) -> EvaluationBatch:
-    """The batch in pixels; refuses values out of range, and labels that the model does not know."""
-    require_values("images", batch.images)
+    """The batch in pixels; refuses values out of range, and labels that the model does not have."""
+    require_values("images", batch.images, pixels=True)
     if arguments.normalised:
         batch = replace(batch, images=_unnormalised(batch.images, arguments.models[0]))
     images, labels = batch.images, batch.labels
@@ -140,18 +137,18 @@ def prepare_batch(arguments: EvaluationArguments, classes: int, batch: Evaluatio
         if not images.is_floating_point():
             raise VitfocusError(f"Images have dtype {images.dtype}; expected uint8, or floats in [0, 1].")
         low, high = (float(value) for value in images.aminmax())
-        if wrong := out_of_range(low, high, "evaluate itself normalises; say normalised=True if they are normalised"):
+        if wrong := out_of_range(low, high, "evaluate normalises them itself; set normalised=True if they already are"):
             raise VitfocusError(wrong)
     if labels.numel() and (int(labels.max()) >= classes or (labels.ndim == 1 and int(labels.min()) < 0)):
         raise VitfocusError(
             f"The data has the label {int(labels.max() if labels.max() >= classes else labels.min())}, "
-            f"but the model knows the classes 0 to {classes - 1}."
+            f"but the model has the classes 0 to {classes - 1}."
         )
     return batch
 
 
 def _unnormalised(images: Tensor, model: PixelModel) -> Tensor:
-    """Normalised images as floats in [0, 1]: the mean and std of the model are undone."""
+    """Normalised images as floats in [0, 1]: the normalisation of the model is undone."""
     if not images.is_floating_point():
         raise VitfocusError(f"normalised=True is for float tensors, but the images are {images.dtype}.")
     mean, std = (torch.tensor(values, device=images.device).view(-1, 1, 1) for values in (model.mean, model.std))
@@ -175,13 +172,13 @@ def open_images(
 ) -> Images:
     """Images from a folder of class folders, a data set, or batches.
 
-    `labels` returns the class of every folder. Without `crop`, images are resized but not cropped, for suites that move
-    them first. `size` is the size of the images (default: that of the models).
+    `labels` returns the class of every folder. Without `crop`, images are resized but not cropped, for suites that
+    transform them first. `size` is the size of the images (default: that of the models).
     """
     data = arguments.data
     size = size or arguments.models[0].size
     if arguments.normalised and len({(model.mean, model.std) for model in arguments.models}) > 1:
-        raise VitfocusError("The models differ in mean and std, so normalised images suit only one: give pixels.")
+        raise VitfocusError("The models differ in mean and std, so normalised images fit only one: pass pixels.")
     if arguments.folder is not None:
         folders = list_classes(validation_folder(arguments.folder))
         known, notes = labels(folders) if labels is not None else folder_labels(arguments, folders, classes)
@@ -194,7 +191,7 @@ def open_images(
     if isinstance(data, DataLoader) or (isinstance(data, Iterable) and not isinstance(data, Tensor | Mapping)):
         arguments.refuse_unused(DataForm(resized=False))
         how = "the loader's own" + ", normalised" * arguments.normalised
-        return Images(StreamSource(data, arguments.limit), {"preprocessing": how})
+        return Images(LoaderSource(data, arguments.limit), {"preprocessing": how})
     raise VitfocusError(
         f"The data is a {type(data).__name__}; expected images with labels: a folder with one folder per class, "
         "(images, labels), a Dataset of (image, label), or batches of (images, labels), images in uint8 or in [0, 1]."
@@ -219,7 +216,7 @@ def open_files(
     kept = sum(found == preprocessing.keep for found in sizes.values())
     if kept:
         amount = "The images" if kept == len(sizes) else f"{kept:,} of {len(sizes):,} images"
-        notes += (f"{amount} already measure {size[0]}x{size[1]} and were taken as they are.",)
+        notes += (f"{amount} have {size[0]}x{size[1]} pixels and were not resized.",)
     names = [entry.name for entry in entries]
     source = ItemSource(
         ImageSamples(ImageFiles(folders.root, names, labels), preprocessing, names),
@@ -239,20 +236,20 @@ def _open_dataset(
     data = arguments.data
     notes: tuple[str, ...] = ()
     if not len(data):
-        raise VitfocusError("The data set holds no images.")
+        raise VitfocusError("The data set has no images.")
     sample, label = image_and_label(data[0], "Item 0 of the data")
     require_one_number(label, "Item 0 of the data")
     names = getattr(data, "classes", None)  # as Shapes and torchvision's data sets have them
     if isinstance(names, list | tuple) and len(names) != classes:
-        notes += (f"The data has {len(names):,} classes, but the model tells {classes:,} apart.",)
+        notes += (f"The data has {len(names):,} classes, but the model {classes:,}.",)
     preprocessing = None
     if is_image(sample):
         if arguments.normalised:
-            raise VitfocusError("normalised=True is for tensors, and these are pictures: leave it out.")
+            raise VitfocusError("normalised=True is for tensors, and these are images: leave it out.")
         preprocessing, more = _preprocessing(arguments, interpolation, crop, size)
         notes += more
         if preprocessing.keep:
-            notes += (f"Pictures that already measure {size[0]}x{size[1]} were taken as they are, others resized.",)
+            notes += (f"Images of {size[0]}x{size[1]} pixels were not resized, others were.",)
     else:
         arguments.refuse_unused(DataForm(resized=False))
     source = ItemSource(
@@ -280,7 +277,7 @@ def _preprocessing(
         arguments.refuse_unused(DataForm(resized=False))
         return Preprocessing(None, None), ()
     if options.resize is not None and not options.resize:
-        return Preprocessing(None, None), ("The images were taken as they are (resize=False).",)
+        return Preprocessing(None, None), ("The images were not resized (resize=False).",)
     chosen = interpolation if options.interpolation is None else options.interpolation
     known = {model.name: model.interpolation for model in arguments.models}
     if chosen is None and len(set(known.values())) > 1:
@@ -298,10 +295,10 @@ def folder_labels(arguments: EvaluationArguments, folders: ClassFolders, classes
     index = getattr(arguments.options, "index", None)
     if index is not None:
         labels = folder_indices(folders, index)
-        strange = next((name for name, place in labels.items() if not 0 <= place < classes), None)
-        if strange is not None:
+        unknown = next((name for name, label in labels.items() if not 0 <= label < classes), None)
+        if unknown is not None:
             raise VitfocusError(
-                f"The index file {index} maps {strange} to {labels[strange]}, but the model knows the classes "
+                f"The index file {index} maps {unknown} to {labels[unknown]}, but the model has the classes "
                 f"0 to {classes - 1}."
             )
     elif classes == 1000 and (len(folders.classes) != 1000 or folders.classes[0] in set(wordnet_ids())):
@@ -312,11 +309,11 @@ def folder_labels(arguments: EvaluationArguments, folders: ClassFolders, classes
         )
     else:
         note = (
-            "Class folders are numbers, taken in the order of their text (0, 1, 10, 11...), as torchvision's "
-            "ImageFolder does; name an index to say otherwise."
+            "Class folders are numbers, sorted as text (0, 1, 10, 11...), as in torchvision's ImageFolder; an index "
+            "file can give another order."
         )
         numbered = all(name.isdigit() for name in folders.classes) and classes > 10
-        return {name: place for place, name in enumerate(folders.classes)}, (note,) * numbered
+        return {name: label for label, name in enumerate(folders.classes)}, (note,) * numbered
     if len(labels) < classes:
         whose = "ImageNet's" if classes == 1000 else "the model's"
         return labels, (f"{len(labels)} of {whose} {classes:,} classes are present in the data.",)
@@ -340,21 +337,21 @@ def image_decoder() -> str:
 
 @functools.cache
 def wordnet_ids(name: str = "imagenet") -> tuple[str, ...]:
-    """The WordNet ids of ImageNet's 1,000 classes in order, or of -A's and -R's 200, from timm's own lists."""
+    """The WordNet ids of ImageNet's 1,000 classes in order, or of the 200 of -A and -R, from timm's lists."""
     text = importlib.resources.files("timm.data._info").joinpath(f"{name}_synsets.txt").read_text("utf-8")
     return tuple(text.split())
 
 
 def folder_indices(folders: ClassFolders, index: str | os.PathLike[str] | None = None) -> dict[str, int]:
-    """The class of every folder: by any name that an index file maps, or without one by WordNet id, as ImageNet's."""
-    known = read_index(index) if index is not None else {wnid: place for place, wnid in enumerate(wordnet_ids())}
-    strange = [name for name in folders.classes if name not in known]
-    if strange:
-        listed = ", ".join(strange[:3]) + ("..." if len(strange) > 3 else "")
-        whose = "ImageNet" if index is None else "the index file"
+    """The class of every folder: by an index file, or by ImageNet's WordNet ids."""
+    known = read_index(index) if index is not None else {wnid: label for label, wnid in enumerate(wordnet_ids())}
+    unknown = [name for name in folders.classes if name not in known]
+    if unknown:
+        listed = ", ".join(unknown[:3]) + ("..." if len(unknown) > 3 else "")
+        what = "ImageNet" if index is None else "the index file"
         raise VitfocusError(
-            f"{folders.root} holds folders that {whose} does not know: {listed} "
-            f"({len(strange)} of {len(folders.classes)}); expected names such as {next(iter(known), 'none')}."
+            f"{folders.root} holds folders that are not in {what}: {listed} "
+            f"({len(unknown)} of {len(folders.classes)}); expected names such as {next(iter(known), 'none')}."
         )
     return {name: known[name] for name in folders.classes}
 
@@ -363,11 +360,11 @@ def read_index(path: str | os.PathLike[str]) -> dict[str, int]:
     """A json of {"0": ["n01440764", "tench"], ...}, {"n01440764": 0, ...} or ["n01440764", ...] as folder -> class."""
     content: Any = read_json(Path(path), list[str] | dict[str, str | Count | list[str]])  # type: ignore[arg-type]
     if isinstance(content, list):
-        return {name: place for place, name in enumerate(content)}
+        return {name: label for label, name in enumerate(content)}
     if all(isinstance(value, int) for value in content.values()):
         return content
     try:
-        return {str(v[0] if isinstance(v, list) else v): int(place) for place, v in content.items()}
+        return {str(v[0] if isinstance(v, list) else v): int(label) for label, v in content.items()}
     except (ValueError, IndexError):
         raise VitfocusError(
             f"The index file {path} maps neither folders to numbers nor numbers to folders: expected entries such "

@@ -23,18 +23,17 @@ from vitfocus.core.arguments import conditions, refuse_unused
 from vitfocus.core.environment import Processes
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.progress import Progress
+from vitfocus.robustness.batches import EvaluationBatch, Source, checksums, digest_of
 from vitfocus.robustness.metrics import Summary
 from vitfocus.robustness.pixel_model import PixelModel
 from vitfocus.robustness.results import Samples
 from vitfocus.robustness.run_folder import Columns, RunFolder
-from vitfocus.robustness.sources import EvaluationBatch, Source, checksums, digest_of
-from vitfocus.robustness.suites import Suite
-from vitfocus.robustness.suites.options import DataForm
+from vitfocus.robustness.suites import DataForm, Suite
 
 Outcome = dict[str, Tensor | list[str]]  # one entry per image
 
 SAVE_EVERY = 20.0
-"""Seconds of work that a crash may cost."""
+"""Seconds between two saves, which is the work that a crash may cost."""
 
 
 @dataclass(frozen=True)
@@ -71,13 +70,12 @@ class EvaluationArguments:
         return self.folder
 
     def refuse_unused(self, form: DataForm) -> None:
-        """Refuse options that have no effect on such data; "val" and "shapes" are harmless, since Shapes is both."""
+        """Refuse options that have no effect on such data, unless they have their default, False, "val" or "shapes"."""
         declared = conditions(type(self.options))
-        passed = {name: (getattr(type(self.options), name), "val", "shapes") for name in declared}  # the default, too
+        harmless = {name: (getattr(type(self.options), name), "val", "shapes") for name in declared}
         values = {name: getattr(self.options, name) for name in declared}
-        given = [name for name, value in values.items() if value is not False and value not in passed[name]]
-        if given:
-            refuse_unused(given, declared, form)
+        given = [name for name, value in values.items() if value is not False and value not in harmless[name]]
+        refuse_unused(given, declared, form)
 
     @property
     def reading(self) -> dict[str, Any]:
@@ -172,7 +170,7 @@ def run_plan(
     saved: dict[str, Columns] = {}
     if folder is not None and processes.first:
         saved = {group.name: _merge(folder.read_parts(group.name)) for group in plan.groups}
-    saved = processes.agree(saved)
+    saved = processes.broadcast(saved)
     done = sum(len(saved[g.name]["positions"]) * len(g.conditions) for g in plan.groups if saved.get(g.name))
     outcomes: Samples = {}
     digests: dict[str, str] = {}
@@ -265,7 +263,7 @@ def _run_group(
     columns = _merge([saved, *everything] if saved else everything)
     expected, found = group.source.count, columns["positions"].tolist() if columns else []
     if not found:
-        raise VitfocusError("The data holds no images, so there is nothing to measure.")
+        raise VitfocusError("The data has no images, so there is nothing to measure.")
     if found != list(range(len(found) if expected is None else expected)):
         raise RuntimeError(f"{group.name}: {len(found)} images were measured, but there are {expected}.")
     return columns
@@ -287,7 +285,7 @@ def _merge(parts: list[Columns]) -> Columns:
     return {name: values[first] for name, values in columns.items()}
 
 
-_OTHER_DATA = "The data is not what this run began with ({}), so it cannot be resumed: name another folder."
+_OTHER_DATA = "The data differ from those that this run began with ({}), so it cannot be resumed: use another folder."
 
 
 def _all_known(item: Mapping[str, Tensor], known: Mapping[int, int]) -> bool:
@@ -300,13 +298,13 @@ def _all_known(item: Mapping[str, Tensor], known: Mapping[int, int]) -> bool:
 
 
 def _refuse_nan(part: Columns, group: Group, models: Sequence[PixelModel]) -> None:
-    """Refuse outputs with NaN: they contain no prediction, but would count as a wrong one."""
+    """Refuse outputs with NaN, which would count as wrong predictions."""
     for key, values in part.items():
         if values.dtype.kind == "f" and np.isnan(values).any():
             place, _, _ = key.partition("|")
             condition, model = (int(number) for number in place.split("."))
             image = int(part["positions"][np.isnan(values).reshape(len(values), -1).any(1)][0])
             raise VitfocusError(
-                f"{models[model].name} gave NaN for image {image} ({group.conditions[condition].name}): it cannot be "
-                "scored."
+                f"{models[model].name} returned NaN for image {image} ({group.conditions[condition].name}): it cannot "
+                "be scored."
             )

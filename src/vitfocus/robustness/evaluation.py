@@ -1,4 +1,4 @@
-"""`evaluate`: the scores of models on a suite, with intervals and a fingerprint of how they were measured."""
+"""`evaluate`: the scores of models on a suite, with intervals and a fingerprint of the protocol."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.files import write_text
 from vitfocus.core.modules import eval_mode
 from vitfocus.data.shapes.dataset import Shapes, shapes_named
+from vitfocus.robustness.batches import digest_of, labelled_images
 from vitfocus.robustness.engine import EvaluationArguments, EvaluationPlan, read_digests, run_plan
 from vitfocus.robustness.pixel_model import PRECISIONS, PixelModel, named_models
 from vitfocus.robustness.results import Scores, flatten, load_scores
 from vitfocus.robustness.run_folder import RunFolder, claim_folder
-from vitfocus.robustness.sources import digest_of, labelled_images
 from vitfocus.robustness.suites import find_suite
 
 #: The number of scenes of "shapes" without a number.
@@ -54,25 +54,25 @@ def evaluate(
         suite: The suite's name; `vitfocus evaluate --suite list` prints all.
         data: A folder (the suite's published layout, or class folders of images), "shapes" or "shapes:N", (images,
             labels), a Dataset or list of (image, label), or batches of (images, labels). Images are paths, PIL images,
-            arrays (H, W, 3), or tensors (3, H, W) in uint8 or floats in [0, 1]; the model's mean and std are applied
-            here, after any corruption.
+            arrays (H, W, 3), or tensors (3, H, W) in uint8 or floats in [0, 1]; `evaluate` applies the mean and std of
+            the model, after any corruption.
         device: Where to run; a GPU if there is one.
-        batch_size: Images at a time; the default depends on the suite and the device.
-        limit: At most this many images, evenly spread.
-        seed: The seed of all draws.
-        out: A folder for the run: `results.json`, every image's outcome and, while it runs, the parts that are done.
+        batch_size: Images per batch; the default depends on the suite and the device.
+        limit: At most this many images, evenly spaced.
+        seed: Seed of all random draws.
+        out: A folder for the run: `results.json`, the outcome of every image and, during the run, partial results.
         resume: Measure only what is missing in `out`, with any batch size and number of processes.
-        workers: Processes that read images.
+        workers: Number of worker processes that read images.
         precision: "float32", "bfloat16" or "float16".
         progress: Whether to show progress on stderr.
-        normalised: The images are tensors that the model's normalisation was applied to; it is undone first.
-        options: The suite's own options.
+        normalised: Whether the images are tensors that were already normalised for the model, which is undone first.
+        options: Options of the suite.
 
     Returns:
         The scores of every model; see `Scores`.
 
     Raises:
-        VitfocusError: If the suite, an option, the data, a model or the folder `out` does not fit; it says why.
+        VitfocusError: If the suite, an option, the data, a model or the folder `out` is not valid.
 
     Example:
         >>> import timm
@@ -86,14 +86,14 @@ def evaluate(
     if precision not in PRECISIONS:
         raise VitfocusError(f"There is no precision {precision!r}: {nearest(str(precision), PRECISIONS)}")
     if resume and out is None:
-        raise VitfocusError("There is nothing to resume without a run's folder: name it with the option out.")
+        raise VitfocusError("Resuming needs the folder of the run: name it with the option out.")
     processes = join_processes(device)
     limit = None if limit is None else check_int("limit", limit, low=1)
     modules = named_models(model)
     models = tuple(PixelModel(name, module, precision, chosen.small_images) for name, module in modules.items())
     if normalised and (chosen.task != "classify" or isinstance(data, str | os.PathLike)):
         raise VitfocusError("normalised=True is for classifiers and data given as tensors: leave it out.")
-    if chosen.task == "classify":  # suites of other tasks read and generate their data themselves
+    if chosen.task == "classify":  # suites of other tasks open their data themselves
         length = shapes_named(data, limit or _SHAPES) if isinstance(data, str) else None
         size = (32, 32) if chosen.small_images else models[0].size
         data = (labelled_images(data) or data) if length is None else Shapes("val", length=length, size=size)
@@ -103,7 +103,7 @@ def evaluate(
     numbers = (batch_size, limit, check_int("seed", seed, low=0), check_int("workers", workers, low=0))
     shown = progress and processes.first
     arguments = EvaluationArguments(chosen, typed_options, models, data, processes, *numbers, shown, out, normalised)
-    # attacks need gradients, even where the caller is in inference mode
+    # Attacks need gradients, even if the caller is in inference mode.
     with torch.inference_mode(False), eval_mode(*modules.values(), device=processes.device):
         module, _, function = chosen.plan.partition(":")
         plan: EvaluationPlan = getattr(importlib.import_module(f"vitfocus.robustness.suites.{module}"), function)(
@@ -120,13 +120,13 @@ def evaluate(
 def _measure(
     arguments: EvaluationArguments, plan: EvaluationPlan, fingerprint: dict[str, Any], folder: RunFolder | None
 ) -> Scores:
-    """Run the plan, or read what a finished run found; write the results."""
+    """Run the plan and write the results, or read those of a finished run."""
     processes = arguments.processes
     size = arguments.batch_size or plan.batch_sizes[processes.device.type == "cuda"]
-    if folder is not None and processes.agree(folder.finished):
+    if folder is not None and processes.broadcast(folder.finished):
         stored = load_scores(folder.folder)
         if _combined(read_digests(plan, processes, size)) != stored.fingerprint.get("data", {}).get("digest"):
-            raise VitfocusError(f"{folder.folder} holds a finished run on other data: name another folder.")
+            raise VitfocusError(f"{folder.folder} holds a finished run on other data: choose another folder.")
         return stored
     models = [model.resizing() for model in arguments.models] if plan.resize else arguments.models
     title = f"{arguments.suite.name}, {', '.join(model.name for model in models)}"
@@ -168,5 +168,5 @@ def _fingerprint(arguments: EvaluationArguments, plan: EvaluationPlan, precision
 
 
 def _combined(digests: Mapping[str, str | None]) -> str:
-    """One digest of the data of all groups, as far as it is known."""
+    """One digest of the data of all groups."""
     return digest_of(f"{name} {digest}" for name, digest in digests.items())

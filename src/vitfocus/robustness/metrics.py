@@ -1,11 +1,11 @@
-"""The metrics: corruption errors, flip rates and calibration, and the summaries of per-image outcomes that quote them.
+"""The metrics: corruption errors, flip rates and calibration, and summaries of per-image outcomes.
 
 Errors, accuracies and probabilities are fractions in [0, 1]; mCE, mFR and summaries are in percent. Intervals in
 summaries are bootstrap 95 % intervals over images.
 
-mCE and mFR divide by AlexNet's published errors. Errors by severity: hendrycks/robustness issue 10 (the authors' own
-table). Flip probabilities: the authors' sheet linked in issue 49, as transcribed in clovaai/assembled-cnn. AlexNet's
-top-5 distances were not found in any published file, so none is used unless the user supplies some.
+mCE and mFR divide by AlexNet's published errors. Errors by severity: hendrycks/robustness issue 10 (a table by the
+authors). Flip probabilities: the authors' sheet linked in issue 49, as transcribed in clovaai/assembled-cnn. We found
+no published top-5 distances of AlexNet, so none are used unless the user supplies them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ ALEXNET_ERRORS: dict[str, tuple[float, ...]] = {
     "spatter": (0.47196, 0.62194, 0.75052, 0.84132, 0.90182),
     "saturate": (0.59342, 0.65514, 0.51174, 0.70834, 0.82260),
 }
-"""Top-1 error at severities 1 to 5; the first fifteen make mCE, the last four are the extra ones."""
+"""Top-1 error at severities 1 to 5; mCE uses the first fifteen, and the last four are the extra corruptions."""
 
 ALEXNET_CLEAN_ERROR = 0.43478
 """1 - 56.522 %, the top-1 accuracy of torchvision's AlexNet_Weights.IMAGENET1K_V1, the weights ImageNet-C used."""
@@ -130,14 +130,14 @@ def flip_share(ranking: Tensor, noise: bool, stride: int = 1) -> Tensor:
 def top5_distance(ranking: Tensor, noise: bool, stride: int = 1) -> Tensor:
     """The mean distance of compared frames' top-5 lists: (videos,), from rankings (videos, frames, 5).
 
-    The reference's rule: a class at place i of the earlier frame's five and at place j of the later frame, anything
-    below fifth place counting as 6, costs |i - min(j, 6)|; the five costs are added.
+    As in the reference: a class at rank i of the earlier frame's five and at rank j of the later frame costs
+    |i - min(j, 6)|; the five costs are added.
     """
     first, second = _pairs(ranking[..., :5], noise, stride)
-    same = first.unsqueeze(-1) == second.unsqueeze(-2)  # (videos, pairs, place before, place after)
-    places = torch.arange(1, first.shape[-1] + 1, device=ranking.device)
-    later = torch.where(same.any(-1), (same * places).sum(-1), 6)
-    return (later - places).abs().sum(-1).double().mean(1)
+    same = first.unsqueeze(-1) == second.unsqueeze(-2)  # (videos, pairs, rank before, rank after)
+    ranks = torch.arange(1, first.shape[-1] + 1, device=ranking.device)
+    later = torch.where(same.any(-1), (same * ranks).sum(-1), 6)
+    return (later - ranks).abs().sum(-1).double().mean(1)
 
 
 def _pairs(ranking: Tensor, noise: bool, stride: int) -> tuple[Tensor, Tensor]:
@@ -168,7 +168,7 @@ def accuracy(columns: Columns, seed: int = 0, headline: bool = False) -> Summary
 
 
 def condition_summary(outcomes: Mapping[str, Columns], seed: int) -> Summary:
-    """Conditions that stand beside each other; a single one is the headline itself."""
+    """The numbers of each condition; those of a single condition are the headline too."""
     each = {name: accuracy(columns, seed, headline=len(outcomes) <= 8) for name, columns in outcomes.items()}
     if len(each) == 1:
         return {**next(iter(each.values())), "cells": each}
@@ -204,10 +204,9 @@ def corruption_summary(outcomes: Mapping[str, Columns], seed: int, alexnet: bool
 
 
 def mce_shares(outcomes: Mapping[str, Columns], relative: bool | None = False) -> Array:
-    """Each image's own contribution to mCE (None: to the plain mean error), whose mean over images is the score.
+    """The contribution of each image to mCE (None: to the mean error), whose mean over images is the score.
 
-    Where the clean images are not as many as the corrupted, no image has a clean one of its own, and the clean error
-    counts as it is.
+    If there are not as many clean images as corrupted ones, they cannot be paired, and the mean clean error is used.
     """
     total = np.zeros(len(outcomes[f"{CORRUPTIONS[0]}/1"]["top1"]))
     clean: Any = 0.0

@@ -1,4 +1,4 @@
-"""A model that takes pixels, 8-bit or in [0, 1]: its normalisation is inside, so suites need not know it."""
+"""A model that takes pixels, 8-bit or in [0, 1]: the normalisation is part of it, so suites need not know it."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": t
 class PixelModel:
     """A classifier behind its normalisation: `model(images)` is the logits in float32, (B, classes).
 
-    `size` is the (height, width) the model was built for; `resize` makes it scale smaller or larger images to that.
+    `size` is the (height, width) the model was built for; with `resize`, images of another size are scaled to it.
     """
 
     def __init__(self, name: str, model: nn.Module, precision: str = "float32", resize: bool = False) -> None:
-        if isinstance(model, nn.parallel.DistributedDataParallel):  # which would wait for peers at every batch
+        if isinstance(model, nn.parallel.DistributedDataParallel):  # which synchronises with its peers at every batch
             model = model.module
         self.name, self.model, self.precision, self.resize = name, model, precision, resize
         inner = unwrap(model)
@@ -74,14 +74,14 @@ class PixelModel:
             channels = f"{values.shape[1]} channel{'s' * (values.shape[1] != 1)}"
             raise VitfocusError(f"The images have {channels}, but {self.name} takes {len(self.mean)}.")
         if values.device not in self._constants:
-            with torch.inference_mode(False):  # they outlive this call, and attacks differentiate through them
+            with torch.inference_mode(False):  # they are kept, and attacks differentiate through them
                 mean, std = (torch.tensor(v, device=values.device).view(1, -1, 1, 1) for v in (self.mean, self.std))
             self._constants[values.device] = (mean, std)
         return self._constants[values.device]
 
     def classes(self, device: torch.device) -> int:
-        """How many classes there are, found by one black image."""
-        if getattr(unwrap(self.model), "num_classes", None) == 0:  # it gives features, which would pass for logits
+        """The number of classes, from the output for one black image."""
+        if getattr(unwrap(self.model), "num_classes", None) == 0:  # it returns features, which look like logits
             raise VitfocusError(f"{self.name} has no classifier (num_classes=0), so there is no accuracy to measure.")
         height, width = self.size
         try:
@@ -94,9 +94,9 @@ class PixelModel:
                 f"{self.name} does not take images of {height}x{width} pixels: {_first_line(error)}"
             ) from error
         if logits.ndim != 2:
-            more = "; a segmenter is measured by --suite segmentation" if logits.ndim == 4 else ""
+            more = "; for a segmenter use --suite segmentation" if logits.ndim == 4 else ""
             raise VitfocusError(
-                f"{self.name} gives {tuple(logits.shape)} for one image; expected one row of logits{more}."
+                f"{self.name} returns {tuple(logits.shape)} for one image; expected one row of logits{more}."
             )
         return logits.shape[1]
 
@@ -113,12 +113,12 @@ def _first_line(error: Exception) -> str:
 
 
 def weights_digest(model: nn.Module) -> str:
-    """A SHA-256 of every tensor of the state dict, by name, shortened."""
+    """The `tensors_digest` of a model."""
     return tensors_digest(unwrap(model).state_dict())
 
 
 def tensors_digest(tensors: Mapping[str, Any]) -> str:
-    """The same of a state dict that was read from a file."""
+    """A shortened SHA-256 of a state dict without the record of treatments."""
     state = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         if isinstance(tensor, Tensor) and not name.endswith(STATE_KEY):
@@ -128,7 +128,7 @@ def tensors_digest(tensors: Mapping[str, Any]) -> str:
 
 
 def named_models(model: nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module]) -> dict[str, nn.Module]:
-    """Models by name: as the mapping has them, or after their architecture and treatments."""
+    """Models by name: as in the mapping, or named by their architecture and treatments."""
     if isinstance(model, nn.Module):
         models: list[tuple[str, nn.Module]] = [(_name(model), model)]
     elif isinstance(model, Mapping):
@@ -136,7 +136,7 @@ def named_models(model: nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module
     else:
         models = [(_name(one), one) for one in model] if isinstance(model, list | tuple) else []
     if not models or not all(isinstance(one, nn.Module) for _, one in models):
-        raise VitfocusError("evaluate wants a model, a list of models, or a dict of them by name.")
+        raise VitfocusError("evaluate takes a model, a list of models, or a dict of models by name.")
     result: dict[str, nn.Module] = {}
     for name, one in models:
         for weight, value in one.named_parameters():

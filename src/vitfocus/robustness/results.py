@@ -115,7 +115,7 @@ class Scores:
         if key in self.models:
             return self.models[key]
         if len(self.models) > 1:
-            raise VitfocusError(f"There are {len(self.models)} models here; first pick one: {', '.join(self.models)}.")
+            raise VitfocusError(f"There are {len(self.models)} models; first select one: {', '.join(self.models)}.")
         summary = next(iter(self.models.values()))
         for place in (summary, summary["cells"], summary.get("corruptions", {})):
             if key in place:
@@ -136,25 +136,24 @@ class Scores:
 
     def table(self) -> Table:
         """A table to print: conditions by row and models by column, the headline numbers below."""
-        names = list(self.models)
-        heading, cells = _by_condition(self.models[names[0]])
-        columns = [_by_condition(self.models[name])[1] for name in names]
-        rows = [[name, *(column.get(name, "–") for column in columns)] for name in cells]
+        summaries = list(self.models.values())
+        columns = [_by_condition(summary)[1] for summary in summaries]
+        rows = [[name, *(column.get(name, "–") for column in columns)] for name in columns[0]]
         for key, metric in METRICS.items():
-            if any(key in self.models[m] for m in names):
-                of_clean = "corruptions" in self.models[names[0]] and key in ("top1", "top5", "error", "ece")
-                rows.append(["clean " * of_clean + metric.short, *(_with_interval(self.models[m], key) for m in names)])
+            if any(key in summary for summary in summaries):
+                of_clean = "corruptions" in summaries[0] and key in ("top1", "top5", "error", "ece")
+                rows.append(["clean " * of_clean + metric.short, *(_with_interval(one, key) for one in summaries)])
         how = ", with bootstrap 95 % intervals" if self.samples else ""
         caption = f"In percent{how}. " + " ".join(filter(None, (*self.notes, insertions_sentence(self.insertions))))
         title = f"{self.suite}: {counted(self.images, 'image')}"
-        return Table(title, [heading, *names], rows, caption)
+        return Table(title, [_by_condition(summaries[0])[0], *self.models], rows, caption)
 
     def __repr__(self) -> str:
-        said = []
+        headlines = []
         for name, summary in self.models.items():
             main = [f" {METRICS[key].short} {summary[key]:.1f}" for key in METRICS if key in summary][:1]
-            said.append("".join([name, *main]))
-        return f"<Scores on {self.suite}: {counted(self.images, 'image')}, {', '.join(said)}>"
+            headlines.append("".join([name, *main]))
+        return f"<Scores on {self.suite}: {counted(self.images, 'image')}, {', '.join(headlines)}>"
 
     def __str__(self) -> str:
         return str(self.table())
@@ -168,18 +167,18 @@ class Scores:
         return compare(self.only(first), self.only(second))
 
     def only(self, model: str) -> Scores:
-        """The scores of one model; if its outcomes per image are missing, there is a note instead."""
+        """The scores of one model, with a note if its outcomes per image are missing."""
         if model not in self.models:
             raise VitfocusError(f"There is no model {model!r} in these scores: {nearest(model, self.models)}")
         fingerprint = {**self.fingerprint, "models": {model: self.fingerprint.get("models", {}).get(model, {})}}
-        held = dict.fromkeys(name for columns in self.samples.values() for name in columns)
         samples, notes = {}, self.notes
         if all(model in columns for columns in self.samples.values()):
             samples = {condition: {model: columns[model]} for condition, columns in self.samples.items()}
         else:
+            others = dict.fromkeys(name for columns in self.samples.values() for name in columns)
             notes += (
-                f"{SAMPLES} does not hold every outcome of {model} (it knows {', '.join(held)}), so {model} is not "
-                "compared image by image.",
+                f"{SAMPLES} lacks outcomes of {model} (it has {', '.join(others)}), so {model} is not compared image "
+                "by image.",
             )
         return Scores(self.suite, self.images, {model: self.models[model]}, notes, fingerprint, samples)
 
@@ -217,8 +216,8 @@ def load_scores(folder: str | Path) -> Scores:
         try:
             with open_file(folder / SAMPLES) as file, np.load(file) as stored:
                 columns = {name: stored[name] for name in stored.files}
-                if strange := [name for name, held in columns.items() if np.asarray(held).dtype.kind not in "biuf"]:
-                    raise ValueError(f"{strange[0][:100]!r} does not hold numbers")
+                if wrong := [name for name, values in columns.items() if values.dtype.kind not in "biuf"]:
+                    raise ValueError(f"{wrong[0][:100]!r} does not hold numbers")
                 samples = unflatten(columns)
         except DAMAGED as error:
             raise VitfocusError(f"{folder / SAMPLES} cannot be read: {error}.") from None
@@ -228,10 +227,11 @@ def load_scores(folder: str | Path) -> Scores:
 
 @dataclass(frozen=True, repr=False)
 class Comparison:
-    """`rows`: condition, both numbers in percent, second minus first with its paired 95 % interval, McNemar's p.
+    """The differences between two models on the same images, in percent.
 
+    `rows` has, per condition, both numbers, second minus first with its paired 95 % interval, and McNemar's p.
     `differing` lists where the protocols differ, which is empty unless the comparison was forced; `insertions` has a
-    sentence for each of the two whose treatments were inserted after its weights were last trained.
+    sentence for each model whose treatments were inserted after its weights were last trained.
     """
 
     suite: str
@@ -247,7 +247,7 @@ class Comparison:
 
     def table(self) -> Table:
         """A table to print."""
-        cells = [
+        rows = [
             [
                 row["name"],
                 f"{row['first']:.2f}",
@@ -263,7 +263,7 @@ class Comparison:
         forced = f"Forced: the protocols differ in {'; '.join(self.differing)}." if self.differing else ""
         caption = " ".join(filter(None, (how, forced, insertions_sentence(self.insertions))))
         columns = ["condition", self.first, self.second, "difference", "p"]
-        return Table(f"{self.suite}: {self.second} against {self.first}", columns, cells, caption)
+        return Table(f"{self.suite}: {self.second} against {self.first}", columns, rows, caption)
 
     def __repr__(self) -> str:
         return f"<Comparison on {self.suite}: {self.second} against {self.first}, {counted(len(self.rows), 'row')}>"
@@ -303,39 +303,37 @@ def compare(first: Scores | str | Path, second: Scores | str | Path, force: bool
     one, two = (scores if isinstance(scores, Scores) else load_scores(scores) for scores in (first, second))
     for models in (one.models, two.models):
         if len(models) != 1:
-            raise VitfocusError(f"A run of {len(models)} models: pick one with .only(name): {', '.join(models)}.")
+            raise VitfocusError(f"A run has {len(models)} models: select one with .only(name): {', '.join(models)}.")
     differing = differences(one.fingerprint, two.fingerprint, FREE)
     if differing and not force:
         raise VitfocusError(
-            "These runs were not made by the same protocol, so their numbers do not compare (the option force "
-            f"compares them anyway); they differ in {'; '.join(differing)}."
+            "These runs used different protocols, so their numbers are not comparable (the option force compares them "
+            f"anyway); they differ in {'; '.join(differing)}."
         )
     names = [next(iter(scores.models)) for scores in (one, two)]
-    cells = [
-        {condition: columns[name] for condition, columns in s.samples.items() if name in columns}
-        for s, name in zip((one, two), names, strict=True)
-    ]
-    for known, name in zip(cells, names, strict=True):
-        if not known:
-            raise VitfocusError(f"There are no outcomes of single images of {name} to compare: evaluate it anew.")
-    shared = [condition for condition in cells[0] if condition in cells[1]]
+    outcomes = []
+    for scores, name in zip((one, two), names, strict=True):
+        outcomes.append({c: columns[name] for c, columns in scores.samples.items() if name in columns})
+        if not outcomes[-1]:
+            raise VitfocusError(f"The run of {name} has no outcomes of single images to compare: evaluate it again.")
+    shared = [condition for condition in outcomes[0] if condition in outcomes[1]]
     if not shared:
         raise VitfocusError("These runs have no condition in common, so there is nothing to compare.")
-    rows = [_row(condition, cells[0][condition], cells[1][condition], seed) for condition in shared]
+    rows = [_row(condition, outcomes[0][condition], outcomes[1][condition], seed) for condition in shared]
     complete = all(f"{c}/{s}" in shared for c in CORRUPTIONS for s in range(1, 6))
     if complete and "mce" in one.models[names[0]] and all("p_value" in row for row in rows):
-        rows.append(_scored("mCE", mce_shares(cells[0]), mce_shares(cells[1]), seed))
-    said = [scores.insertions.get(name) for scores, name in zip((one, two), names, strict=True)]
+        rows.append(_scored("mCE", mce_shares(outcomes[0]), mce_shares(outcomes[1]), seed))
+    sentences = [scores.insertions.get(name) for scores, name in zip((one, two), names, strict=True)]
     if names[0] == names[1]:
         names = [f"{names[0]} (first)", f"{names[1]} (second)"]
-    insertions = {name: sentence for name, sentence in zip(names, said, strict=True) if sentence}
+    insertions = {name: sentence for name, sentence in zip(names, sentences, strict=True) if sentence}
     return Comparison(one.suite, names[0], names[1], rows, tuple(differing), insertions)
 
 
 def _row(condition: str, first: Columns, second: Columns, seed: int) -> dict[str, Any]:
     kind = next((kind for kind in ("top1", "flip", "accuracy") if kind in first and kind in second), None)
     if kind is None:
-        raise VitfocusError(f"The runs have no outcomes of {condition} in common: evaluate both models anew.")
+        raise VitfocusError(f"The runs have no outcomes of {condition} in common: evaluate both models again.")
     row = _scored(condition, first[kind], second[kind], seed)
     if kind != "top1":
         return row
@@ -375,21 +373,21 @@ def unflatten(columns: Columns) -> Samples:
 
 
 def _by_condition(summary: Summary) -> tuple[str, dict[str, str]]:
-    """The table of one model: what its cells are, and the cells by condition, corruption or class."""
-    cells = summary["cells"]
+    """The table of one model: its heading, and the text of each condition, corruption or class."""
+    conditions = summary["cells"]
     if "corruptions" in summary:
         rows = summary["corruptions"]
         texts = {name: f"{row['error']:.1f}" for name, row in rows.items()}
         relative = {name: f"{texts[name]} ({row['ce']:.1f})" for name, row in rows.items() if "ce" in row}
         return "error (CE) by corruption" if relative else "error", texts | relative
-    if len(cells) < 2:
+    if len(conditions) < 2:
         classes = summary.get("classes", {})
         return "IoU by class" * bool(classes), {n: "–" if v is None else f"{v:.2f}" for n, v in classes.items()}
-    if any("flip_probability" in row for row in cells.values()):
-        texts = {name: f"{row['flip_probability']:.2f} ({row['top5_distance']:.2f})" for name, row in cells.items()}
+    if any("flip_probability" in row for row in conditions.values()):
+        texts = {n: f"{row['flip_probability']:.2f} ({row['top5_distance']:.2f})" for n, row in conditions.items()}
         return "flip probability (top-5 distance)", texts
-    key = next((key for key in ("miou", "accuracy") if any(key in row for row in cells.values())), "top1")
-    return METRICS[key].short, {name: _with_interval(row, key) for name, row in cells.items()}
+    key = next((key for key in ("miou", "accuracy") if any(key in row for row in conditions.values())), "top1")
+    return METRICS[key].short, {name: _with_interval(row, key) for name, row in conditions.items()}
 
 
 def _with_interval(summary: Summary, key: str) -> str:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from vitfocus.core.environment import Processes
 from vitfocus.core.errors import VitfocusError
-from vitfocus.core.files import DAMAGED, atomic_path, open_file, write_text
+from vitfocus.core.files import DAMAGED, atomic_path, open_file, writable_path, write_text
 from vitfocus.core.records import read_json
 
 Columns = dict[str, npt.NDArray[Any]]  # one entry per image, in order of position
@@ -43,28 +43,29 @@ class RunFolder:
     def begin(self, fingerprint: dict[str, Any], resume: bool) -> None:
         """Claim the folder for a new run, or check that it contains a part of the same run."""
         known = self.folder / PROTOCOL
+        writable_path(self.folder / PARTS, folder=True)
         if known.is_file():
             if not resume:
                 raise VitfocusError(
-                    f"{self.folder} already holds a run: resume it with the option resume, or name another folder."
+                    f"{self.folder} already holds a run: resume it with the option resume, or choose another folder."
                 )
             changed = differences(read_json(known, dict[str, Any]), fingerprint)
             if changed:
                 raise VitfocusError(
-                    f"{self.folder} holds another run, which cannot be resumed; these differ: {'; '.join(changed)}."
+                    f"{self.folder} holds another run, which cannot be resumed; it differs in {'; '.join(changed)}."
                 )
-            if self.finished:  # and perhaps killed before its parts were dropped
+            if self.finished:  # and perhaps killed before its parts were removed
                 shutil.rmtree(self.folder / PARTS, ignore_errors=True)
             return
         if (self.folder / RESULTS).exists() or (self.folder / PARTS).exists():
-            raise VitfocusError(f"{self.folder} holds files of a run but no {PROTOCOL}; name another folder.")
+            raise VitfocusError(f"{self.folder} holds files of a run but no {PROTOCOL}; choose another folder.")
         try:
             write_text(known, json.dumps(fingerprint, indent=2) + "\n")
         except OSError as error:
-            raise VitfocusError(f"The run cannot be kept in {self.folder}: {error.strerror or error}.") from None
+            raise VitfocusError(f"The run cannot be written to {self.folder}: {error.strerror or error}.") from None
 
     def release(self) -> None:
-        """Release the folder if nothing was measured, so that a run that failed at once can be repeated."""
+        """Release the folder if nothing was measured, so that a run that failed early can be repeated."""
         if not self.finished and not (self.folder / PARTS).exists():
             (self.folder / PROTOCOL).unlink(missing_ok=True)
 
@@ -117,7 +118,7 @@ def claim_folder(
             folder.begin(fingerprint, resume)
         except VitfocusError as error:
             problem = str(error)
-    problem = processes.agree(problem)
+    problem = processes.broadcast(problem)
     if problem is not None:
         raise VitfocusError(problem)
     try:

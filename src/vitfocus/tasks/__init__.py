@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 TASKS = LazyRegistry()
 
 for _name, _task in {
-    "classify": "classification.task:ClassificationTask",
+    "classify": "classification:ClassificationTask",
     "segment": "segmentation.task:SegmentationTask",
     "detect": "detection.task:DetectionTask",
     "answer": "vqa.task:AnswerTask",

@@ -18,12 +18,13 @@ from torch.utils.data import Dataset
 
 from vitfocus.anatomy import anatomy, input_spec
 from vitfocus.core.errors import VitfocusError, reason
+from vitfocus.core.files import is_folder
 from vitfocus.core.modules import eval_mode, inserted
 from vitfocus.data.image_files import Normalise
 from vitfocus.data.loader import BatchPartition, BatchReader, SampleBatches, SampleOrder
 from vitfocus.treatments import AttentionDiversification, auxiliary_loss
-from vitfocus.treatments.arguments import file_arguments
-from vitfocus.treatments.origin import split_library
+from vitfocus.treatments.builder import split_library
+from vitfocus.treatments.safe_arguments import file_arguments
 from vitfocus.treatments.save_load import create_model, load
 from vitfocus.treatments.spec import is_record, recorded_treatments, split_spec
 from vitfocus.treatments.surgery import applied
@@ -54,6 +55,15 @@ class RunContext:
 DATA_KEYS = frozenset(
     {"source", "root", "train_split", "val_split", "train_length", "val_length", "size", "batch", "workers", "broken"}
 )
+
+
+#: Keys of the shared sections that segmentation and detection read.
+DENSE_TASK_KEYS: Mapping[str, frozenset[str]] = {
+    "augment": frozenset({"flip"}),
+    "loss": frozenset({"adl_warmup_epochs"}),
+    "distill": frozenset(),
+    "data": DATA_KEYS | {"repeats"},
+}
 
 
 class Task(ABC):
@@ -215,13 +225,6 @@ _OTHER_TASKS: dict[str, frozenset[str]] = {name: frozenset() for name in ("segme
 HEADS = ("head", "head_dist", "fc", "classifier", "heads", "cls_classifier", "distillation_classifier")
 
 
-def over_several_gpus(recipe: Recipe) -> bool:
-    """Whether several processes train on GPUs, the only case in which SyncBatchNorm works."""
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    on_gpus = recipe.engine.device != "cpu" and torch.cuda.is_available()
-    return on_gpus and distributed and torch.distributed.get_world_size() > 1
-
-
 def build_model(recipe: Recipe, arguments: dict[str, Any]) -> nn.Module:
     """The model of a recipe with these arguments, initialised from the seed, and from `model.weights` if given.
 
@@ -277,7 +280,7 @@ def start_from(model: nn.Module, source: str) -> None:
         place = Path(source).parts
         first = f"train it first (vitfocus train {place[1]}), or " if place[::2] == ("runs", "model") else ""
         raise VitfocusError(f"There is no {source} to start from: {first}name other weights with model.weights=PATH.")
-    if Path(source).is_dir():
+    if is_folder(source):
         saved = load(Path(source))
         tensors = saved.state_dict()
         known = [str(treatment) for treatment in applied(saved) if str(treatment) not in inserted(saved)]
@@ -286,7 +289,7 @@ def start_from(model: nn.Module, source: str) -> None:
     for key in ("state_dict_ema", "state_dict", "model_ema", "model"):
         if isinstance(tensors.get(key), dict):
             tensors = tensors[key]
-    if not Path(source).is_dir():
+    if not is_folder(source):
         known = [str(treatment) for treatment in recorded_treatments(tensors, source)]
     tensors = {name: tensor for name, tensor in tensors.items() if not is_record(name)}
     current = model.state_dict()

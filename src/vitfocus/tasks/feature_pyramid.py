@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from vitfocus.core.errors import VitfocusError
-from vitfocus.treatments.origin import Origin
+from vitfocus.treatments.builder import Origin
 
 LEVELS = 4
 _EFFORT = {4.0: 2, 2.0: 1, 1.0: 0, 0.5: 1}  # stride of a map divided by the wanted stride, and the cost of resampling

@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 
 from vitfocus.core.arguments import parse_digits
 from vitfocus.core.errors import VitfocusError
-from vitfocus.core.files import digest, write_place
+from vitfocus.core.files import digest, writable_path
 from vitfocus.core.modules import separate_tensors
 from vitfocus.core.records import Count, read_json
 
@@ -112,7 +112,7 @@ class Checkpoints:
                     _verify(folder)
                     undamaged += 1
             elif folder != written:
-                shutil.rmtree(folder, ignore_errors=True)
+                _remove(folder)
 
     def newest(self, say: Callable[[str], None] = print) -> Checkpoint | None:
         """The newest checkpoint that can be read; those that cannot are reported."""
@@ -167,11 +167,11 @@ def _sums(folder: Path) -> bytes:
 
 def replace_folder(final: Path, write: Callable[[Path], Any]) -> None:
     """Replace the folder `final` atomically by one that `write` fills; on failure `final` is unchanged."""
-    if write_place(final, folder=True).is_symlink():
+    if writable_path(final, folder=True).is_symlink():
         raise VitfocusError(f"{final} is a link, which would be replaced; expected a folder or a new path.")
     temporary, old = (final.with_name(f".{final.name}.{mark}") for mark in ("new", "old"))
     for stale in (temporary, old):
-        shutil.rmtree(stale, ignore_errors=True)
+        _remove(stale)
     temporary.mkdir(parents=True)
     try:
         write(temporary)
@@ -183,10 +183,18 @@ def replace_folder(final: Path, write: Callable[[Path], Any]) -> None:
         temporary.rename(final)
         _sync(final.parent)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        _remove(temporary)
         if old.exists() and not final.exists():
             old.rename(final)
-        shutil.rmtree(old, ignore_errors=True)
+        _remove(old)
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder, or whatever else has its name, such as a link, but not what that leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _write(folder: Path, checkpoint: Checkpoint) -> None:
@@ -204,7 +212,7 @@ def _sync(path: Path) -> None:
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The model's full state dict on the CPU (on the first process; the others take part and get nothing)."""
+    """The model's full state dict on the CPU (on the first process; all processes must call this)."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     tensors: dict[str, Any] = get_model_state_dict(model, options=options)
     return tensors

@@ -245,9 +245,9 @@ def freeze_parameters(model: nn.Module, what: str, heads: Collection[str]) -> li
     return [norm for norm in _batch_norms(model) if not any(p.requires_grad for p in norm.parameters())]
 
 
-def has_trained_batch_norm(model: nn.Module, frozen: Sequence[nn.Module] = ()) -> bool:
-    """Whether some batch normalisation of the model is trained, so that images of a batch depend on each other."""
-    return any(not any(norm is one for one in frozen) for norm in _batch_norms(model))
+def trained_batch_norms(model: nn.Module, frozen: Sequence[nn.Module] = ()) -> list[nn.Module]:
+    """The batch normalisations that are trained, by which images of a batch depend on each other."""
+    return [norm for norm in _batch_norms(model) if not any(norm is one for one in frozen)]
 
 
 def _batch_norms(model: nn.Module) -> list[nn.Module]:

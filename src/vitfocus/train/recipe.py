@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from vitfocus.core.errors import VitfocusError, nearest
+from vitfocus.core.files import is_file, is_folder
 from vitfocus.core.records import convert, parse_toml, read_text
 from vitfocus.recipes import CONDITIONS, KEYS, SECTIONS, Recipe, changed, is_changeable, value_of
 from vitfocus.tasks import TASKS, find_task
@@ -157,12 +158,12 @@ def refuse_downloads(
 
     This does not apply to shipped recipes.
     """
-    teacher = "" if Path(recipe.distill.teacher).is_dir() else recipe.distill.teacher
+    teacher = "" if is_folder(recipe.distill.teacher) else recipe.distill.teacher
     library, name = _base(recipe.model.spec)
     reader = recipe.data.source.startswith("timm:")
     asked = {
         "model.spec": _is_remote(library, name),
-        "model.pretrained": recipe.model.pretrained and not (library == "transformers" and Path(name).is_dir()),
+        "model.pretrained": recipe.model.pretrained and not (library == "transformers" and is_folder(name)),
         "distill.teacher": _is_remote(*_base(teacher)),
         "distill.pretrained": recipe.distill.pretrained and bool(teacher),
         "data.source": reader,
@@ -181,7 +182,7 @@ def refuse_downloads(
 
 def _base(spec: str) -> tuple[str, str]:
     """The library and the model's name in a spec."""
-    from vitfocus.treatments.origin import split_library
+    from vitfocus.treatments.builder import split_library
     from vitfocus.treatments.spec import split_spec
 
     return split_library(split_spec(spec)[0]) if spec.strip() else ("", "")
@@ -189,9 +190,9 @@ def _base(spec: str) -> tuple[str, str]:
 
 def _is_remote(library: str, name: str) -> bool:
     """Whether a name is downloaded: neither a library's own model nor a folder that transformers reads."""
-    from vitfocus.treatments.arguments import is_elsewhere
+    from vitfocus.treatments.safe_arguments import is_elsewhere
 
-    return bool(name) and not (library == "transformers" and Path(name).is_dir()) and is_elsewhere(library, name)
+    return bool(name) and not (library == "transformers" and is_folder(name)) and is_elsewhere(library, name)
 
 
 def _resolve(source: str, seen: tuple[str, ...]) -> dict[str, Any]:
@@ -203,7 +204,7 @@ def _resolve(source: str, seen: tuple[str, ...]) -> dict[str, Any]:
     if base is None:
         return tree
     local = Path(source).parent / str(base)
-    below = _resolve(str(local) if source.endswith(".toml") and local.is_file() else str(base), (*seen, source))
+    below = _resolve(str(local) if source.endswith(".toml") and is_file(local) else str(base), (*seen, source))
     below.pop("about", None)
     merged = _merge(below, tree)
     _resolve_lengths({f"{name}.{key}" for name, part in tree.items() if isinstance(part, dict) for key in part}, merged)
@@ -230,21 +231,14 @@ def _resolve_lengths(given: Set[str], tree: dict[str, Any]) -> None:
 def _text(source: str) -> str:
     if source.endswith(".toml"):
         return read_text(source, missing="expected a recipe")
-    if Path(source, "config.toml").is_file():
+    if is_file(Path(source, "config.toml")):
         raise VitfocusError(f"{source} is a run's folder, and its recipe is {source}/config.toml.")
     folder = resources.files("vitfocus") / "recipes"
     shipped = {file.name for file in folder.iterdir()}
     if f"{source}.toml" not in shipped:  # a path such as "/tmp/x" would leave the folder
-        there = f"; for the file, write {source}.toml" if _is_file(f"{source}.toml") else ""
+        there = f"; for the file, write {source}.toml" if is_file(f"{source}.toml") else ""
         raise VitfocusError(f"There is no recipe {source!r}{there}: {nearest(source, shipped_recipes())}")
     return (folder / f"{source}.toml").read_text(encoding="utf-8")
-
-
-def _is_file(path: str) -> bool:
-    try:
-        return Path(path).is_file()
-    except (OSError, ValueError):  # a name that is too long, or has NUL
-        return False
 
 
 def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from vitfocus.core.arguments import checked
 from vitfocus.core.environment import Processes, device_name, usable_device, versions
 from vitfocus.core.errors import VitfocusError, VitfocusWarning
 from vitfocus.core.files import write_text
-from vitfocus.core.modules import mark_inserted
+from vitfocus.core.modules import SharedBatchNorm2d, mark_inserted, share_batch_norms
 from vitfocus.core.progress import Progress
 from vitfocus.core.records import convert, parse_json, parse_toml, read_json, read_text
 from vitfocus.data.loader import BatchPartition
@@ -29,8 +29,8 @@ from vitfocus.tasks import find_task
 from vitfocus.tasks.base import RunContext, Task
 from vitfocus.train.checkpoint import Checkpoint, Checkpoints, model_tensors, read_checkpoint, replace_folder
 from vitfocus.train.compile import compile_blocks, compile_mode
-from vitfocus.train.metrics import ExperimentTracker, Metrics, TrainingResults, require_tracker
-from vitfocus.train.optimiser import TrainingSchedule, create_optimiser, freeze_parameters, has_trained_batch_norm
+from vitfocus.train.log import ExperimentTracker, Metrics, TrainingResults, require_tracker
+from vitfocus.train.optimiser import TrainingSchedule, create_optimiser, freeze_parameters, trained_batch_norms
 from vitfocus.train.recipe import build_recipe, difference, load_recipe, refuse_unused_keys
 from vitfocus.train.trainer import StopRequest, Trainer
 from vitfocus.treatments.hub import SavedConfig
@@ -214,6 +214,8 @@ def _assemble(
     model: Any = _build(task, quiet=checkpoint is not None)
     heads = task.head_names(model)
     frozen_norms = freeze_parameters(model, recipe.optimiser.train, heads)
+    if accelerator.num_processes > 1:
+        share_batch_norms(model)
     compiled = compile_mode(recipe, device.type == "cuda")
     fsdp = getattr(accelerator, "is_fsdp2", False) or str(accelerator.distributed_type).endswith("FSDP")
     if fsdp and recipe.engine.ema:
@@ -235,10 +237,17 @@ def _assemble(
         f"{recipe.name}: {recipe.model.spec}, {task.train_images} training and {task.val_images} validation images, "
         f"{schedule.steps} steps of {data.batch} on {device_name(device)}."
     )
-    if recipe.engine.accumulate > 1 and checkpoint is None and has_trained_batch_norm(model, frozen_norms):
+    norms = trained_batch_norms(model, frozen_norms) if checkpoint is None else []
+    if recipe.engine.accumulate > 1 and norms:
         progress.say(
             f"Batch normalisation uses the statistics of each of the {recipe.engine.accumulate} accumulated parts, not "
             "of the whole batch, so the run differs a little from one with accumulate=1."
+        )
+    apart = [type(norm).__name__ for norm in norms if not isinstance(norm, SharedBatchNorm2d)]
+    if accelerator.num_processes > 1 and apart:
+        progress.say(
+            f"{apart[0]} uses the statistics of each of the {accelerator.num_processes} processes, not of the whole "
+            "batch, so the run differs a little from one with a single process."
         )
     step = checkpoint.state.step if checkpoint else 0
     metrics = Metrics(folder, step, recipe.engine.tensorboard) if accelerator.is_main_process else None

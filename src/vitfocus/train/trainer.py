@@ -27,7 +27,6 @@ from vitfocus.data.classification.batches import ResidentBatches
 from vitfocus.data.loader import STEP, seed_for
 from vitfocus.recipes import Recipe
 from vitfocus.tasks.base import Task
-from vitfocus.train.attention_log import AttentionLog
 from vitfocus.train.checkpoint import (
     Checkpoint,
     Checkpoints,
@@ -38,7 +37,7 @@ from vitfocus.train.checkpoint import (
     restore,
 )
 from vitfocus.train.compile import CapturedStep, can_capture
-from vitfocus.train.metrics import Metrics, row_text
+from vitfocus.train.log import AttentionLog, Metrics, row_text
 from vitfocus.train.optimiser import TrainingSchedule, set_learning_rate
 
 Batch = TypeVar("Batch")

@@ -7,7 +7,6 @@ during the forward pass, which may use fused attention and does not change. The 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -21,7 +20,7 @@ from vitfocus.kernels.attention import Observation
 from vitfocus.kernels.backends import outside_autocast
 from vitfocus.kernels.diversity.op import diversity
 from vitfocus.kernels.diversity.reference import row_similarity
-from vitfocus.treatments.base import Layers, Treatment, choose_blocks, layers_option, option
+from vitfocus.treatments.base import Layers, Treatment, choose_blocks, layers_option, number_option, option
 from vitfocus.treatments.operations import (
     AddHook,
     ForwardContext,
@@ -47,8 +46,7 @@ class AttentionDiversification(Treatment):
         weight: λ, the factor of the loss.
         tokens: "patch" excludes prefix tokens from rows and columns.
         rows: An integer k takes a random subset of k query rows, drawn again for every forward pass.
-        layers: "all", "upper" (the upper half), "upper:K" (the last K blocks), "inner" (not the blocks that feed a
-            feature pyramid), a list of block numbers, or several of these joined by "&".
+        layers: The blocks, chosen as for `ContextBroadcasting`.
 
     Example:
         >>> str(AttentionDiversification(weight=0.5, rows=256))
@@ -62,20 +60,11 @@ class AttentionDiversification(Treatment):
 
     variant: str = option("official", "official", "paper")
     heads: str = option("mean", "mean", "each")
-    threshold: float = 2.0
-    weight: float = 1.0
+    threshold: float = number_option(2.0, 0.0)
+    weight: float = number_option(1.0, 0.0)
     tokens: str = option("all", "all", "patch")
-    rows: int | None = None
+    rows: int | None = number_option(None, 1)
     layers: Layers = layers_option("upper")
-
-    def check(self) -> None:
-        """Positive rows, and a threshold and a weight that are not negative."""
-        if not isinstance(self.threshold, int | float) or not 0 <= self.threshold < math.inf:
-            raise VitfocusError(f"adl needs a finite threshold of at least 0, not {self.threshold!r}.")
-        if not isinstance(self.weight, int | float) or not 0 <= self.weight < math.inf:
-            raise VitfocusError(f"adl needs a finite weight of at least 0, not {self.weight!r}.")
-        if self.rows is not None and (not isinstance(self.rows, int) or self.rows < 1):
-            raise VitfocusError(f"adl needs rows of at least 1 or None, not {self.rows!r}.")
 
     def preserving(self) -> AttentionDiversification:
         """A loss: the forward pass does not change."""

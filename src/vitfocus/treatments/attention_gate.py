@@ -34,8 +34,7 @@ class AttentionGate(Treatment):
         per: One gate per "head" or one per "channel".
         init: "open" starts with every gate open, which keeps the output of trained weights; by default gates start half
             open and their weights small and random.
-        layers: "all", "upper" (the upper half), "upper:K" (the last K blocks), "inner" (not the blocks that feed a
-            feature pyramid), a list of block numbers, or several of these joined by "&".
+        layers: The blocks, chosen as for `ContextBroadcasting`.
 
     Example:
         >>> str(AttentionGate(per="channel", init="open"))

@@ -8,12 +8,12 @@ of the class. The function that inserts it is declared with `surgery.handles`.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from vitfocus.anatomy import Block
-from vitfocus.core import arguments
 from vitfocus.core.errors import VitfocusError, nearest
 
 #: Every treatment by its keyword. A class registers itself when it is defined.
@@ -30,12 +30,13 @@ def option(default: Any, *choices: Any) -> Any:
     return dataclasses.field(default=default, metadata={"choices": choices} if choices else {})
 
 
-def layers_option(*names: str) -> Any:
-    """A dataclass field that selects blocks, read by `choose_blocks`.
+def number_option(default: Any, least: int | float, most: float = math.inf) -> Any:
+    """A dataclass field of numbers from `least` to `most`, whole ones if `least` is; None too if it is the default."""
+    return dataclasses.field(default=default, metadata={"least": least, "most": most})
 
-    Its values are "all", "inner", one of the names ("upper:K" too for "upper"), a list of block numbers, or several of
-    these joined by "&", which selects the blocks that are in all of them.
-    """
+
+def layers_option(*names: str) -> Any:
+    """A dataclass field that selects blocks: "all", "inner", one of the names, or what else `choose_blocks` takes."""
     return dataclasses.field(default="all", metadata={"layers": ("all", "inner", *names)})
 
 
@@ -83,9 +84,20 @@ class Treatment:
             if choices and not (isinstance(value, str) and value in choices):
                 hint = nearest(str(value), map(str, choices))
                 raise VitfocusError(f"{self.name} has no {field.name}={value}: {hint}")
+            least = field.metadata.get("least")
+            if least is not None and not (value is field.default is None or _is_number(value, least)):
+                raise VitfocusError(f"{self.name} needs {field.name} of at least {least:g}, not {value!r}.")
+            if (most := field.metadata.get("most", math.inf)) < math.inf and value > most:
+                raise VitfocusError(f"{self.name} needs {field.name} of at most {most:,}, not {value!r}.")
             if "layers" in field.metadata:
                 object.__setattr__(self, field.name, _check_layers(self.name, value, field.metadata["layers"]))
         self.check()
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The options that are not at their defaults."""
+        values = {field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)}
+        return {name: value for name, (value, default) in values.items() if value != default}
 
     def check(self) -> None:
         """Further conditions on the options; raises `VitfocusError`."""
@@ -111,12 +123,7 @@ class Treatment:
         return 0
 
     def __str__(self) -> str:
-        given = {
-            field.name: value
-            for field in dataclasses.fields(self)
-            if (value := getattr(self, field.name)) != field.default
-        }
-        keyword = self.name
+        keyword, given = self.name, self.given
         for alias, preset in self.aliases.items():
             if preset.items() <= given.items():
                 keyword, given = alias, {key: value for key, value in given.items() if key not in preset}
@@ -136,21 +143,12 @@ def keywords() -> dict[str, tuple[type[Treatment], Mapping[str, Any]]]:
     return names | {alias: (kind, preset) for kind in all_treatments() for alias, preset in kind.aliases.items()}
 
 
-def refuse_unused(config: Treatment) -> None:
-    """Refuse an option that has no effect with the values of the others (`only_with`); its default is accepted."""
-    given = [field.name for field in dataclasses.fields(config) if getattr(config, field.name) != field.default]
-    try:
-        arguments.refuse_unused(given, arguments.conditions(type(config)), config)
-    except VitfocusError as error:
-        raise VitfocusError(f"{config}: {error}") from None
-
-
 def choose_blocks(layers: Layers, blocks: Sequence[Block]) -> list[Block]:
     """The blocks that a `layers` option selects out of those that can be treated, counted through all stages.
 
     "upper" is the upper half of the depth and "upper:K" the last K; "shallow" is the first 30 % and "deep" the rest.
-    "inner" leaves out the blocks that feed a pyramid, as Context Broadcasting's authors do in a detector. Sets joined
-    by "&" select the blocks that are in all of them.
+    "inner" leaves out the blocks that feed a pyramid, as Context Broadcasting's authors do in a detector. A list has
+    block numbers. Sets joined by "&" select the blocks that are in all of them.
     """
     if not isinstance(layers, str):
         return _listed(layers, blocks)
@@ -222,6 +220,11 @@ def _check_layers(treatment: str, value: Any, names: tuple[str, ...]) -> str | t
 
 def _indices(text: str) -> tuple[int, ...]:
     return tuple(map(int, text[1:-1].split(",")))
+
+
+def _is_number(value: Any, least: int | float) -> bool:
+    kinds = (int,) if isinstance(least, int) else (int, float)
+    return isinstance(value, kinds) and not isinstance(value, bool) and least <= value < math.inf
 
 
 def _show(value: Any) -> str:

@@ -252,18 +252,14 @@ def _synchronize(device: torch.device) -> None:
 
 def memory(step: Step) -> int:
     """Bytes that a step needs: what stays between steps, and the peak of what it allocates on top of that."""
-    return step.held() + _peak(step, step.images.device)
-
-
-def _peak(step: Step, device: torch.device) -> int:
-    """The peak of the bytes that a step allocates on top of what was allocated before."""
+    device, held = step.images.device, step.held()
     if device.type == "cuda":
         _synchronize(device)
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         step()
         _synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
+        return held + torch.cuda.max_memory_allocated(device) - before
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would warn about missing GPUs
     from torch.profiler import ProfilerActivity, profile
 
@@ -272,4 +268,4 @@ def _peak(step: Step, device: torch.device) -> int:
         step()
     events: Any = seen.profiler.kineto_results.events()
     changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
-    return max(accumulate((change for _, change in changes), initial=0))
+    return held + max(accumulate((change for _, change in changes), initial=0))

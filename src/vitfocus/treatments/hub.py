@@ -3,7 +3,7 @@
 A treated model needs this package, so its folder names `NEEDS_VITFOCUS` where timm looks for an architecture and
 transformers for a model type: without `import vitfocus` both refuse it by that name, and with it (`core/registry.py`
 connects them) both build the model and insert the treatments before they load weights. Files are untrusted: names and
-arguments pass the checks of `arguments.py`, and weights come from the folder alone.
+arguments pass the checks of `safe_arguments.py`, and weights come from the folder alone.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from vitfocus.core.errors import VitfocusError
 from vitfocus.core.metrics import METRICS
 from vitfocus.core.records import Count, read_json, write_json
 from vitfocus.core.registry import NEEDS_VITFOCUS, TYPE_KEY, nested_configs
-from vitfocus.treatments.arguments import file_arguments, require_named
 from vitfocus.treatments.base import Treatment
+from vitfocus.treatments.safe_arguments import file_arguments, require_named
 from vitfocus.treatments.spec import STATE_KEY, parse_treatments, recorded_treatments, split_spec, write_spec
-from vitfocus.treatments.surgery import applied, insert_all, surgeons
+from vitfocus.treatments.surgery import applied, insert_all, surgeons, treated_roots, untreat_
 
 _HUB = re.compile(r"hf[-_]hub:(.+)", re.DOTALL)
 _PIPELINES = {
@@ -229,12 +229,17 @@ def treat_built(model: Any) -> None:
         for key in SavedConfig.__struct_fields__:
             config.__dict__.pop(key, None)
     text = next((text for one in nested_configs(config) if isinstance(text := one.__dict__.get(STATE_KEY), str)), "")
-    if text and not applied(model):
-        try:
-            insert_all(model, parse_treatments(text))
-        except VitfocusError:
-            if type(model).__name__ in (config.architectures or ()):
-                raise  # otherwise it is a part of the model that has the transformer
+    if not text:
+        return
+    parts = treated_roots(model)
+    untreat_(model)  # a part that was built before may be dissected in another way than the whole model
+    try:
+        insert_all(model, parse_treatments(text))
+    except VitfocusError:
+        for part in parts:
+            insert_all(part, parse_treatments(text))
+        if not parts and type(model).__name__ in (config.architectures or ()):
+            raise  # otherwise it is a part of the model that has the transformer
 
 
 def inference_treatments(model: nn.Module) -> str:

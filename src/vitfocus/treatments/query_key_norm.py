@@ -24,8 +24,7 @@ class QueryKeyNorm(Treatment):
     """Normalised queries and keys (`qknorm`), for training.
 
     Args:
-        layers: "all", "upper" (the upper half), "upper:K" (the last K blocks), "inner" (not the blocks that feed a
-            feature pyramid), a list of block numbers, or several of these joined by "&".
+        layers: The blocks, chosen as for `ContextBroadcasting`.
 
     Example:
         >>> str(QueryKeyNorm(layers="upper"))

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from vitfocus.anatomy import Anatomy
 from vitfocus.anatomy.block import ADDED_TOKENS
 from vitfocus.core.errors import VitfocusError
-from vitfocus.treatments.base import Treatment
+from vitfocus.treatments.base import Treatment, number_option
 from vitfocus.treatments.operations import (
     AddHook,
     InputHook,
@@ -51,16 +51,11 @@ class Registers(Treatment):
     label: ClassVar[str] = "reg"
     about: ClassVar[str] = "Learned register tokens attend beside the patches and are left out of the output"
 
-    count: int = 4
-
-    def check(self) -> None:
-        """At least one."""
-        if not isinstance(self.count, int) or self.count < 1:
-            raise VitfocusError(f"registers needs a count of at least 1, not {self.count!r}.")
+    count: int = number_option(4, 1, 10_000)
 
 
 class AddedTokens(StatefulModule):
-    """Base class of the module in the first block that returns the added tokens."""
+    """The module in the first block that returns the added tokens: zeros, unless a subclass says otherwise."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -69,7 +64,7 @@ class AddedTokens(StatefulModule):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """The added tokens (B, count, C) of a batch (B, N, C)."""
-        raise NotImplementedError
+        return tokens.new_zeros(tokens.shape[0], self.count, tokens.shape[-1])
 
     def reset(self) -> None:
         """Drop the tokens of the last forward pass."""

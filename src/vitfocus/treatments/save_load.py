@@ -20,12 +20,21 @@ from vitfocus.anatomy import input_spec, remember_normalising, unwrap
 from vitfocus.core import __version__
 from vitfocus.core.arguments import checked, require_values
 from vitfocus.core.errors import VitfocusError, nearest
-from vitfocus.core.files import atomic_path, digest, write_text
+from vitfocus.core.files import atomic_path, digest, is_file, is_folder, write_text
 from vitfocus.core.modules import inserted, mark_inserted, separate_tensors
 from vitfocus.core.records import convert, read_json, write_json
 from vitfocus.data.vqa.dataset import FILE as TOKENIZER_FILE
 from vitfocus.data.vqa.dataset import QuestionTokenizer, attach_tokenizer, tokenizer_of
-from vitfocus.treatments.arguments import file_arguments, is_elsewhere, require_named
+from vitfocus.treatments.builder import (
+    Origin,
+    full_name,
+    library_errors,
+    origin_of,
+    remember,
+    require_same_shapes,
+    split_library,
+    warn_about_ignored_pixels,
+)
 from vitfocus.treatments.hub import (
     PixelSettings,
     SavedConfig,
@@ -38,16 +47,7 @@ from vitfocus.treatments.hub import (
     timm_fields,
     transformers_fields,
 )
-from vitfocus.treatments.origin import (
-    Origin,
-    full_name,
-    library_errors,
-    origin_of,
-    remember,
-    require_same_shapes,
-    split_library,
-    warn_about_ignored_pixels,
-)
+from vitfocus.treatments.safe_arguments import file_arguments, is_elsewhere, require_named
 from vitfocus.treatments.spec import is_record, parse_treatments, recorded_treatments, split_spec, write_spec
 from vitfocus.treatments.surgery import added_names, applied, insert_all, treat_, untreat_, untreated
 from vitfocus.treatments.weights import copy_into, full_state, load_weights, read_weights, require_names
@@ -83,7 +83,7 @@ def create_model(spec: str, pretrained: bool = False, **arguments: Any) -> nn.Mo
     base, treatments = split_spec(spec)
     library, name = split_library(base)
     model = Origin(library, name, arguments).build(pretrained)
-    if library == "transformers" and Path(name).is_dir():
+    if library == "transformers" and is_folder(name):
         _attach_tokenizer(model, Path(name))
     warn_about_ignored_pixels(model)
     return treat_(model, *treatments) if treatments else model
@@ -329,7 +329,7 @@ def open_model(name: str, weights: str | Path | None = None, treat: str | None =
     if treat is not None and not parse_treatments(treat):
         raise VitfocusError(f"treat={treat!r} names no treatment: write one, such as cb, or leave it out.")
     folder = _download(hub_name(name) or "") if is_pushed(name) else Path(name)
-    if folder.is_dir():
+    if is_folder(folder):
         if not (folder / "config.json").is_file() and (folder / "model" / "config.json").is_file():
             folder = folder / "model"  # a run's folder
         config = _read_json(folder / "config.json")
@@ -347,7 +347,7 @@ def open_model(name: str, weights: str | Path | None = None, treat: str | None =
             raise VitfocusError(f"{folder / 'config.json'} is not a configuration of vitfocus, transformers or timm.")
     else:
         base, _, rest = name.partition("+")
-        if base and any(Path(base, inner, "config.json").is_file() for inner in ("", "model")):
+        if base and any(is_file(Path(base, inner, "config.json")) for inner in ("", "model")):
             raise VitfocusError(
                 f"{base} is a folder, which cannot be followed by treatments: add them with --treat {rest}."
             )

@@ -36,10 +36,8 @@ class SigmaReparam(Treatment):
 
     Args:
         site: The linear layers of "both" halves of a block, of the "attention" or of the "mlp".
-        init: By default γ starts at 1, as in the paper; "spectral" starts it at σ(W), which keeps the output of trained
-            weights.
-        layers: "all", "upper" (the upper half), "upper:K" (the last K blocks), "inner" (not the blocks that feed a
-            feature pyramid), a list of block numbers, or several of these joined by "&".
+        init: γ starts at 1, as in the paper; "spectral" starts it at σ(W), so that trained weights keep their output.
+        layers: The blocks, chosen as for `ContextBroadcasting`.
 
     Example:
         >>> str(SigmaReparam(site="attention"))
@@ -107,41 +105,6 @@ class SpectralScale(nn.Module):
             self.right.copy_(F.normalize(weight.mT @ left, dim=0))
 
 
-class SpectralLinear(nn.Linear):
-    """The new class of a linear layer: its stored weight is unchanged, and it reads the scaled one."""
-
-    @property
-    def weight(self) -> Tensor:  # type: ignore[override]
-        """Ŵ."""
-        return _scaled(self)
-
-
-class SpectralOutput(NonDynamicallyQuantizableLinear):
-    """The same for the output projection of an `nn.MultiheadAttention`."""
-
-    @property
-    def weight(self) -> Tensor:  # type: ignore[override]
-        """Ŵ."""
-        return _scaled(self)
-
-
-class SpectralMultihead(nn.MultiheadAttention):
-    """The same for the joint projection of an `nn.MultiheadAttention`."""
-
-    @property
-    def in_proj_weight(self) -> Tensor:  # type: ignore[override]
-        """Ŵ."""
-        return _scaled(self)
-
-
-#: The new class of each layer.
-_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
-    nn.Linear: SpectralLinear,
-    NonDynamicallyQuantizableLinear: SpectralOutput,
-    nn.MultiheadAttention: SpectralMultihead,
-}
-
-
 def stored_weight(module: nn.Module) -> Tensor:
     """The matrix of a layer as it is stored, rescaled or not."""
     weight: Any = module._parameters["in_proj_weight" if isinstance(module, nn.MultiheadAttention) else "weight"]
@@ -149,9 +112,32 @@ def stored_weight(module: nn.Module) -> Tensor:
 
 
 def _scaled(module: nn.Module) -> Tensor:
+    """Ŵ."""
     weight = stored_weight(module)
     scale: Tensor = module.__dict__[_SCALE](weight)
+    if isinstance(scale, torch.fx.Proxy):  # whose graph would read the rescaled weight as the stored one
+        raise VitfocusError("torch.fx cannot trace layers that rescale their weight: use torch.export.")
     return weight * scale.to(weight.dtype)
+
+
+class SpectralLinear(nn.Linear):
+    """The new class of a linear layer: its stored weight is unchanged, and the weight it reads is the scaled one."""
+
+    weight = property(_scaled)
+
+
+class SpectralMultihead(nn.MultiheadAttention):
+    """The same for the joint projection of an `nn.MultiheadAttention`."""
+
+    in_proj_weight = property(_scaled)
+
+
+#: The new class of each layer.
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: SpectralLinear,
+    NonDynamicallyQuantizableLinear: SpectralLinear,
+    nn.MultiheadAttention: SpectralMultihead,
+}
 
 
 @dataclass(eq=False)
@@ -173,68 +159,53 @@ class Rescale:
         del self.module.__dict__[_SCALE]
 
 
-class PowerStep:
-    """A pre-hook of a block: one step of power iteration for each of its matrices, in training."""
+class BlockScales(nn.ModuleDict):
+    """The inserted module: the scales of the layers of a block, by name."""
 
-    def __init__(self, rescaled: list[Rescale]) -> None:
-        self.rescaled = rescaled
+    def __init__(self, layers: Mapping[str, nn.Module], spectral: bool) -> None:
+        super().__init__()
+        self.rescaled: list[Rescale] = []
+        for name, module in layers.items():
+            scale = self[name.replace(".", "_")] = SpectralScale(stored_weight(module).detach(), spectral)
+            self.rescaled.append(Rescale(module, scale, type(module)))
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def step(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """A pre-hook of the block: in training, one step of power iteration for each matrix."""
         if module.training and not grad_is_recomputed() and not only_reading():
             for one in self.rescaled:
                 one.scale.step(stored_weight(one.module))
 
-
-class RestartAfterPlain:
-    """Hooks of loading a state dict: after a plain checkpoint, the scales are initialised again."""
-
-    def __init__(self, rescaled: list[Rescale]) -> None:
-        self.rescaled, self.plain = rescaled, False
-
-    def before(self, module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
-        """Note whether the state dict has scales."""
-        self.plain = not any(name.startswith(prefix) for name in state)
-
-    def after(self, module: nn.Module, incompatible: Any) -> None:
-        """Initialise the scales; the weights of the block were loaded before, since added modules are its last ones."""
-        for one in self.rescaled if self.plain else ():
-            one.scale.start(stored_weight(one.module))
+    def _load_from_state_dict(self, state: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        """After a plain checkpoint, start again: added modules are a block's last, so its weights are loaded by now."""
+        if not any(name.startswith(prefix) for name in state):
+            for one in self.rescaled:
+                one.scale.start(stored_weight(one.module))
+        super()._load_from_state_dict(state, prefix, *rest)
 
 
 @handles(SigmaReparam)
 def insert_scales(config: SigmaReparam, anatomy: Anatomy, surgeon: Surgeon) -> None:
     """Rescale the linear layers of every chosen block."""
-    layers = {block.name: dict(_linear_layers(block, config.site)) for block in anatomy.trunk}
-    able = [block for block in anatomy.trunk if layers[block.name]]
-    if not able:
+    layers = {block: found for block in anatomy.trunk if (found := dict(_linear_layers(block, config.site)))}
+    if not layers:
         raise VitfocusError(f"{config} rescales linear layers, and {type(anatomy.root).__name__} has none there.")
-    for block in choose_blocks(config.layers, able):
-        scales = nn.ModuleDict()
-        rescaled = []
-        for name, module in layers[block.name].items():
-            scale = SpectralScale(stored_weight(module).detach(), config.init == "spectral")
-            scales[name.replace(".", "_")] = scale
-            rescaled.append(Rescale(module, scale, type(module)))
+    for block in choose_blocks(config.layers, list(layers)):
+        scales = BlockScales(layers[block], config.init == "spectral")
         surgeon.add(block, "attention", "spectral_scales", scales)
-        restart = RestartAfterPlain(rescaled)
-        scales.register_load_state_dict_pre_hook(restart.before)
-        scales.register_load_state_dict_post_hook(restart.after)
-        for made in rescaled:
-            surgeon.do(made)
-        surgeon.do(AddHook(block.host, "input", PowerStep(rescaled)))
+        for one in scales.rescaled:
+            surgeon.do(one)
+        surgeon.do(AddHook(block.host, "input", scales.step))
 
 
 def _linear_layers(block: Block, site: str) -> Iterator[tuple[str, nn.Module]]:
     """The layers of the attention and MLP of a block that have a matrix, by name, without those of treatments."""
     names = {id(module): name for name, module in block.host.named_modules()}
-    parts: list[nn.Module | None] = []
     for half, part in (("attention", block.attention), ("mlp", block.mlp)):
-        if site in ("both", half):
-            parts += [part, *(port.module for place, port in block.ports.items() if place.startswith(f"{half}."))]
-    for part in parts:
-        for module in _untreated_modules(part) if part is not None else ():
-            if type(module) in _CLASSES and stored_weight(module) is not None:
-                yield names[id(module)], module
+        ends = [port.module for place, port in block.ports.items() if place.startswith(f"{half}.")]
+        for outer in (part, *ends) if site in ("both", half) else ():
+            for module in _untreated_modules(outer) if outer is not None else ():
+                if type(module) in _CLASSES and stored_weight(module) is not None:
+                    yield names[id(module)], module
 
 
 def _untreated_modules(module: nn.Module) -> Iterator[nn.Module]:

@@ -12,6 +12,7 @@ integers unchanged.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
@@ -88,10 +89,8 @@ def _value(text: str) -> Any:
     if text == "None":
         return None
     for kind in (int, float):
-        try:
+        with contextlib.suppress(ValueError):
             return kind(text)
-        except ValueError:
-            continue
     return text.strip("'\"")
 
 

@@ -18,11 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from vitfocus.anatomy import Anatomy, Family, anatomy, build_example, unwrap
 from vitfocus.attention.capture import can_be_read
-from vitfocus.core.arguments import checked
+from vitfocus.core.arguments import checked, conditions, refuse_unused
 from vitfocus.core.errors import VitfocusError, warn
 from vitfocus.core.modules import MARK, is_trained, mark_inserted
 from vitfocus.core.modules import TREATED as _RECORD
-from vitfocus.treatments.base import Treatment, all_treatments, refuse_unused
+from vitfocus.treatments.base import Treatment, all_treatments
 from vitfocus.treatments.operations import SetModule, Surgeon
 from vitfocus.treatments.spec import is_record, parse_treatments, recorded_treatments, write_record
 
@@ -83,7 +83,7 @@ def insert_all(model: nn.Module, configs: Sequence[Treatment]) -> None:
         return
     inside = unwrap(model)
     root = _anatomy_for(inside, configs[0]).root
-    treated_before = bool(_treated_roots(inside))
+    treated_before = bool(treated_roots(inside))
     done: list[Surgeon] = []
     try:
         for config in sorted(configs, key=lambda c: not c.structural):
@@ -91,7 +91,10 @@ def insert_all(model: nn.Module, configs: Sequence[Treatment]) -> None:
                 raise VitfocusError(f"{config} rebuilds blocks, so it must be applied before any other treatment.")
             surgeon = Surgeon(config)
             done.append(surgeon)
-            refuse_unused(config)
+            try:
+                refuse_unused(config.given, conditions(type(config)), config)
+            except VitfocusError as error:
+                raise VitfocusError(f"{config}: {error}") from None
             if type(config) not in _HANDLERS:
                 raise VitfocusError(f"{type(config).__name__} has no handler: declare one with @handles.")
             _HANDLERS[type(config)](config, _anatomy_for(inside, config), surgeon)
@@ -162,10 +165,8 @@ def untreat_(model: Model) -> Model:
         []
     """
     _refuse_while_paused(model)
-    for root in _treated_roots(model):
-        for surgeon in _in_undo_order(root.__dict__.pop(_RECORD)):
-            surgeon.undo()
-        write_record(root, (), model)
+    for root in treated_roots(model):
+        _undo(root, model)
     mark_inserted(model, ())
     _forget_compiled_code()
     return model
@@ -189,12 +190,9 @@ def untreated(model: nn.Module) -> Iterator[nn.Module]:
         ...     print(any("context" in name for name in model.state_dict()))
         False
     """
-    roots = [(root, root.__dict__.pop(_RECORD), root.__dict__.pop(MARK, None)) for root in _treated_roots(model)]
-    for root, record, _ in roots:
+    roots = [(root, _undo(root, model), root.__dict__.pop(MARK, None)) for root in treated_roots(model)]
+    for root, *_ in roots:
         root.__dict__[_PAUSED] = True
-        write_record(root, (), model)
-        for surgeon in _in_undo_order(record):
-            surgeon.undo()
     _forget_compiled_code()
     try:
         yield model
@@ -229,7 +227,7 @@ def applied(model: nn.Module) -> list[Treatment]:
 
 def surgeons(model: nn.Module) -> list[Surgeon]:
     """The surgeons that inserted a model's treatments, in the order of the treatments."""
-    return [surgeon for root in _treated_roots(model) for surgeon in root.__dict__[_RECORD]]
+    return [surgeon for root in treated_roots(model) for surgeon in root.__dict__[_RECORD]]
 
 
 def added_names(model: nn.Module, by: Surgeon | None = None) -> set[str]:
@@ -257,13 +255,23 @@ def _treatments_in(given: Treatment | str | Mapping[str, Any]) -> list[Treatment
     return parse_treatments(given) if isinstance(given, str) else [given]
 
 
+def _undo(root: nn.Module, model: nn.Module) -> list[Surgeon]:
+    """Remove the treatments of a transformer in a model; returns the surgeons that inserted them."""
+    record: list[Surgeon] = root.__dict__.pop(_RECORD)
+    for surgeon in _in_undo_order(record):
+        surgeon.undo()
+    write_record(root, (), model)
+    return record
+
+
 def _in_undo_order(record: list[Surgeon]) -> list[Surgeon]:
     """Last first; structural treatments were inserted before the others and are removed after them."""
     latest = list(reversed(record))
     return sorted(latest, key=lambda surgeon: surgeon.treatment.structural)
 
 
-def _treated_roots(model: nn.Module) -> list[nn.Module]:
+def treated_roots(model: nn.Module) -> list[nn.Module]:
+    """The transformers in a model that have treatments."""
     return [module for module in unwrap(model).modules() if _RECORD in module.__dict__]
 
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from vitfocus.anatomy import Anatomy, Block
 from vitfocus.anatomy import anatomy as anatomy_of
-from vitfocus.attention.capture import reading
-from vitfocus.attention.images import Batches, Images
+from vitfocus.attention.batches import Batches, Images
+from vitfocus.attention.capture import pick_blocks, reading
 from vitfocus.attention.readings import high_norm
 from vitfocus.core.errors import VitfocusError
 from vitfocus.treatments.base import Treatment
@@ -74,14 +74,6 @@ class TestTimeRegisters(Treatment):
         return 2
 
 
-class ZeroToken(AddedTokens):
-    """The added token, initially zero."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """(B, 1, C)."""
-        return tokens.new_zeros(len(tokens), self.count, tokens.shape[-1])
-
-
 class MoveNeurons(nn.Module):
     """Moves some channels (neurons) of the MLP from the patches to the token at `index`.
 
@@ -111,14 +103,12 @@ class MoveNeurons(nn.Module):
 @handles(TestTimeRegisters)
 def insert_register(config: TestTimeRegisters, anatomy: Anatomy, surgeon: Surgeon) -> None:
     """Add the token, and move the neurons of every MLP that has some."""
-    by_depth: dict[int, list[int]] = defaultdict(list)
-    for depth, neuron in config.neurons:
-        by_depth[depth].append(neuron)
+    by_depth = {depth: [neuron for at, neuron in config.neurons if at == depth] for depth, _ in config.neurons}
     blocks = {block.depth: block for block in _movable(anatomy)}
     for depth, neurons in by_depth.items():
         if depth not in blocks or max(neurons) >= blocks[depth].ports["mlp.mid"].width:
             raise VitfocusError(f"Block {depth} has no neuron {max(neurons)}: use find_registers on this model.")
-    add_tokens(ZeroToken(1), "test_time_register", anatomy, surgeon)
+    add_tokens(AddedTokens(1), "test_time_register", anatomy, surgeon)
     for depth, neurons in by_depth.items():
         block, port = blocks[depth], blocks[depth].ports["mlp.mid"]
         move = MoveNeurons(neurons, port.width, block.prefix_tokens, block.prefix_tokens + 1)
@@ -168,8 +158,7 @@ def find_registers(
     blocks = {block.depth: block for block in _movable(body)}
     if not blocks:
         raise VitfocusError(f"{type(body.root).__name__} has no MLP whose neurons can be moved.")
-    if layer is not None and layer not in range(-len(body), len(body)):
-        raise VitfocusError(f"There is no layer {layer}: the model has {len(body)}, 0 to {len(body) - 1}.")
+    wanted = None if layer is None else pick_blocks(body, layer)[0].depth
     batches = list(Batches(images, body, batch_size))
     outliers: dict[int, list[Tensor]] = defaultdict(list)
 
@@ -180,9 +169,10 @@ def find_registers(
     with reading(model, body, [], lambda *_: None, norms=find_outliers) as session:
         for batch in batches:
             session.run(batch)
-    depth = _first_layer(outliers) if layer is None else layer % len(body)
-    masks = outliers.get(depth, [])
-    if not any(bool(mask.any()) for mask in masks):
+    counts = {depth: sum(int(mask.sum()) for mask in masks) for depth, masks in outliers.items()}
+    most = max(counts.values(), default=0)
+    depth = next((one for one, count in counts.items() if 2 * count >= most), 0) if wanted is None else wanted
+    if not counts.get(depth):
         of = f"of block {depth}" if layer is not None else "of any block"
         raise VitfocusError(
             f"No patch token at the output {of} has a norm far above the others, so there is nothing to move: "
@@ -195,16 +185,10 @@ def find_registers(
                 module = block.ports["mlp.mid"].module
                 stack.callback(module.register_forward_pre_hook(partial(activations.add, index)).remove)
         session = stack.enter_context(reading(model, body, [], lambda *_: None))
-        for batch, mask in zip(batches, masks, strict=True):
+        for batch, mask in zip(batches, outliers[depth], strict=True):
             activations.mask = mask
             session.run(batch)
     return TestTimeRegisters(activations.largest(neurons))
-
-
-def _first_layer(outliers: Mapping[int, Sequence[Tensor]]) -> int:
-    """The first block with at least half as many outliers as the block with the most."""
-    counts = {depth: sum(int(mask.sum()) for mask in masks) for depth, masks in outliers.items()}
-    return min(depth for depth, count in counts.items() if 2 * count >= max(counts.values()))
 
 
 class _Activations:
@@ -212,15 +196,14 @@ class _Activations:
 
     def __init__(self) -> None:
         self.mask = torch.empty(0)
-        self.sums: dict[int, Tensor] = {}
+        self.sums: dict[int, Any] = defaultdict(int)
 
     def add(self, depth: int, module: nn.Module, args: tuple[Any, ...]) -> None:
         """A pre-hook of the second layer of an MLP, whose input is (B, N, neurons)."""
         patches = args[0][:, args[0].shape[1] - self.mask.shape[1] :].abs().float()
         at = self.mask.to(patches).unsqueeze(-1)
         mean = (patches * at).sum(dim=1) / at.sum(dim=1).clamp_min(1)  # an image without outliers adds nothing
-        total = mean.sum(dim=0)
-        self.sums[depth] = self.sums[depth] + total if depth in self.sums else total
+        self.sums[depth] = self.sums[depth] + mean.sum(dim=0)
 
     def largest(self, count: int) -> list[tuple[int, int]]:
         """The neurons with the largest sums, in descending order."""

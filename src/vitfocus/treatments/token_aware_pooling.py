@@ -28,7 +28,7 @@ from vitfocus.kernels.pooling.op import (
     predict_hidden,
 )
 from vitfocus.kernels.pooling.reference import box_mean, dilated_mean, mix_poolings
-from vitfocus.treatments.base import Layers, Treatment, choose_blocks, layers_option, option
+from vitfocus.treatments.base import Layers, Treatment, choose_blocks, layers_option, number_option, option
 from vitfocus.treatments.operations import ForwardContext, Surgeon, track_image_size
 from vitfocus.treatments.surgery import handles
 
@@ -67,14 +67,9 @@ class TokenAwarePooling(Treatment):
     about: ClassVar[str] = "Token-aware Average Pooling averages each token's neighbourhood before attention"
 
     mode: str = option("dilation", "dilation", "kernel", "average3", "average5", "conv3", "conv5")
-    branches: Annotated[int, only_with("mode", *_MIXING)] = 4
+    branches: Annotated[int, only_with("mode", *_MIXING)] = number_option(4, 1, 64)
     layers: Layers = layers_option("shallow", "deep")
     init: Annotated[str, only_with("mode", *_LEARNED)] = option("default", "default", "near_identity")
-
-    def check(self) -> None:
-        """At least one branch."""
-        if not isinstance(self.branches, int) or self.branches < 1:
-            raise VitfocusError(f"tap needs branches of at least 1, not {self.branches!r}.")
 
     def preserving(self) -> TokenAwarePooling:
         """Near-identity weights, of the method itself where the mode has none; a single branch is the token itself."""

@@ -78,8 +78,8 @@ class FolderImages:
         numbers = {name: label for label, name in enumerate(listed.classes)}
         self.samples = [(entry.name, numbers[entry.folder], entry.size) for entry in listed.entries]
         if classes is not None and list(classes) != list(listed.classes):
-            odd = sorted(set(listed.classes) ^ set(classes))[:3]
-            raise VitfocusError(f"{folder} has other classes than the training images: {', '.join(odd)}.")
+            differing = sorted(set(listed.classes) ^ set(classes))[:3]
+            raise VitfocusError(f"{folder} has other classes than the training images: {', '.join(differing)}.")
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -221,7 +221,7 @@ def array_images(path: Path, size: int) -> ArrayImages:
     """
     try:
         with open_file(path) as file, np.load(file, allow_pickle=False) as stored:
-            images, labels = stored["images"], stored["labels"]
+            images, labels = np.asarray(stored["images"]), np.asarray(stored["labels"])
             classes = [str(name) for name in stored["classes"]] if "classes" in stored.files else []
     except DAMAGED as error:
         raise VitfocusError(

@@ -114,8 +114,9 @@ def find_shards(root: str, split: str, given: str = "") -> list[Path]:
         except (
             NotImplementedError,
             OSError,
+            RecursionError,
             ValueError,
-        ) as error:  # of `glob`, or too many
+        ) as error:  # raised by `glob`, or too many shards
             raise VitfocusError(f"data.{split}_split is {pattern!r}, which no shard can match: {error}") from None
         if found := [path for path in found if path.is_file()]:
             return found
@@ -129,17 +130,17 @@ def expand_braces(pattern: str) -> list[str]:
     ['train-08.tar', 'train-09.tar', 'train-10.tar']
     >>> expand_braces("train-{0..99999999999}.tar")
     Traceback (most recent call last):
-    vitfocus.core.errors.VitfocusError: 'train-{0..99999999999}.tar' stands for more than 100,000 shards.
+    vitfocus.core.errors.VitfocusError: 'train-{0..99999999999}.tar' expands to more than 100,000 shards.
     """
     head, brace, rest = pattern.partition("{")
-    span, closing, tail = rest.partition("}")
+    span, closed, tail = rest.partition("}")
     ends = re.fullmatch(r"([0-9]{1,18})\.\.([0-9]{1,18})", span)
-    if not (brace and closing and ends):
+    if not (brace and closed and ends):
         return [pattern]
     numbers = range(int(ends[1]), int(ends[2]) + 1)
     after = expand_braces(tail)
     if len(numbers) * len(after) > _MOST_SHARDS:
-        raise VitfocusError(f"{pattern!r} stands for more than {_MOST_SHARDS:,} shards.")
+        raise VitfocusError(f"{pattern!r} expands to more than {_MOST_SHARDS:,} shards.")
     return [f"{head}{number:0{len(ends[1])}d}{rest}" for number in numbers for rest in after]
 
 
@@ -153,13 +154,13 @@ class ShardIndex(msgspec.Struct):
 def _index(shard: Path) -> list[tuple[str, tuple[int, int], tuple[int, int], str]]:
     """Key, offsets of image and label, and kind of label of each sample; cached beside the shard until it changes."""
     cache, state = shard.with_suffix(".index.json"), shard.stat()
-    file = [state.st_size, state.st_mtime_ns]
+    version = [state.st_size, state.st_mtime_ns]
     try:
-        kept = read_json(cache, ShardIndex)
-        ends = (start + size for _, *places, _ in kept.samples for start, size in places)
-        if kept.file == file and max(ends, default=0) <= state.st_size:
-            return kept.samples
-    except VitfocusError:  # missing or damaged: it is made again
+        cached = read_json(cache, ShardIndex)
+        ends = (start + size for _, *places, _ in cached.samples for start, size in places)
+        if cached.file == version and max(ends, default=0) <= state.st_size:
+            return cached.samples
+    except VitfocusError:  # missing or damaged: it is built again
         pass
     samples: dict[str, dict[str, tuple[int, int]]] = {}
     end = 0
@@ -170,15 +171,15 @@ def _index(shard: Path) -> list[tuple[str, tuple[int, int], tuple[int, int], str
                 folder, _, name = member.name.rpartition("/")
                 stem, _, extension = name.partition(".")
                 if end > state.st_size:
-                    raise VitfocusError(f"{shard} is truncated: {member.name!r} ends behind it.")
+                    raise VitfocusError(f"{shard} is truncated: {member.name!r} ends after the end of the file.")
                 if member.isfile() and stem:
                     parts = samples.setdefault(f"{folder}/{stem}".lstrip("/"), {})
                     parts[extension.lower()] = (member.offset_data, member.size)
     except (tarfile.TarError, OSError, ValueError) as error:
         raise VitfocusError(f"{shard} cannot be read as a shard, an uncompressed tar file: {error}.") from None
-    with shard.open("rb") as stream:  # tarfile does not notice a truncated file; an archive ends with a block of zeros
-        stream.seek(end)
-        if stream.read(512) != bytes(512):
+    with shard.open("rb") as file:  # tarfile does not notice a truncated file; an archive ends with a block of zeros
+        file.seek(end)
+        if file.read(512) != bytes(512):
             raise VitfocusError(f"{shard} is truncated: the end marker of the archive is missing.")
     rows = []
     for key, parts in samples.items():
@@ -188,7 +189,7 @@ def _index(shard: Path) -> list[tuple[str, tuple[int, int], tuple[int, int], str
             raise VitfocusError(f"{shard}:{key} lacks an image or a label (.cls or .json): it has {', '.join(parts)}.")
         rows.append((key, image, parts[label], label))
     with contextlib.suppress(OSError):  # read-only folder: the index is built again next time
-        write_json(cache, ShardIndex(file, rows), indent=None)
+        write_json(cache, ShardIndex(version, rows), indent=None)
     return rows
 
 

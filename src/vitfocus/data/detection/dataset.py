@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from vitfocus.core.errors import VitfocusError, nearest
-from vitfocus.core.records import FINITE, MOST_ANNOTATIONS, read_json
+from vitfocus.core.records import FINITE, MAX_ANNOTATION_BYTES, read_json
 from vitfocus.data.image_files import read_rgb, to_tensor
 from vitfocus.data.loader import SampleDataset
 from vitfocus.data.shapes.dataset import CLASSES, VERSION, draw_all, instances
@@ -73,8 +73,8 @@ def open_detections(
         return ShapesDetections(split, length or _SHAPES_LENGTHS[split], data.size)
     found = CocoDetections(data.root, split, given, keep_empty, length)
     if classes is not None and list(classes) != found.classes:
-        odd = sorted(set(found.classes) ^ set(classes))[:3] or ["the same names in another order"]
-        raise VitfocusError(f"{found.file} has other classes than the training set: {', '.join(odd)}.")
+        differing = sorted(set(found.classes) ^ set(classes))[:3] or ["the same names in another order"]
+        raise VitfocusError(f"{found.file} has other classes than the training set: {', '.join(differing)}.")
     return found
 
 
@@ -117,8 +117,8 @@ class CocoAnnotation(msgspec.Struct):
     iscrowd: int = 0
 
     @property
-    def teaches(self) -> bool:
-        """Whether it is a single object with a box: what a detector learns from."""
+    def is_target(self) -> bool:
+        """Whether a detector is trained on it: a single object with a box of at least one pixel."""
         return not self.iscrowd and min(self.bbox[2:]) >= 1
 
 
@@ -135,7 +135,7 @@ class CocoDetections:
 
     def __init__(self, root: str | Path, split: str, given: str = "", keep_empty: bool = True, length: int = 0) -> None:
         self.file, self.folder = find_coco(Path(root), split, given)
-        content = read_json(self.file, CocoInstances, writer="COCO", most_bytes=MOST_ANNOTATIONS)
+        content = read_json(self.file, CocoInstances, writer="COCO", max_bytes=MAX_ANNOTATION_BYTES)
         self._categories = sorted(content.categories, key=lambda category: category.id)
         self.classes = [category.name for category in self._categories]
         self.category_ids = [category.id for category in self._categories]
@@ -151,18 +151,18 @@ class CocoDetections:
                     unlisted = f"the {what} {number}, which is not in its list"
                     raise VitfocusError(f"Annotation {one.id} in {self.file} is about {unlisted}.")
             of_image[one.image_id].append(one)
-        images = [one for one in content.images if keep_empty or any(each.teaches for each in of_image[one.id])]
+        images = [one for one in content.images if keep_empty or any(each.is_target for each in of_image[one.id])]
         self.images = images[:length] if length else images
         self.annotations = {image.id: of_image[image.id] for image in self.images}
         if not self.images:
             raise VitfocusError(f"{self.file} lists no image{'' if keep_empty else ' with an object'}.")
-        there = {entry.name for entry in os.scandir(self.folder)}
-        absent = [image.file_name for image in self.images if image.file_name not in there]
-        absent = [name for name in absent if "/" not in name or not (self.folder / name).is_file()]
-        if absent:
+        present = {entry.name for entry in os.scandir(self.folder)}
+        missing = [image.file_name for image in self.images if image.file_name not in present]
+        missing = [name for name in missing if "/" not in name or not (self.folder / name).is_file()]
+        if missing:
             raise VitfocusError(
-                f"{len(absent)} of the {len(self.images)} images that {self.file} lists are missing from "
-                f"{self.folder}, the first of them {absent[0]}."
+                f"{len(missing)} of the {len(self.images)} images that {self.file} lists are missing from "
+                f"{self.folder}; the first is {missing[0]}."
             )
 
     def __len__(self) -> int:
@@ -180,7 +180,7 @@ class CocoDetections:
     def read(self, index: int) -> tuple[Tensor, Target]:
         pixels = self.image(index)
         height, width = pixels.shape[1:]
-        objects = [one for one in self.annotations[self.images[index].id] if one.teaches]
+        objects = [one for one in self.annotations[self.images[index].id] if one.is_target]
         boxes = torch.tensor([one.bbox for one in objects], dtype=torch.float32).reshape(-1, 4)
         boxes[:, 2:] += boxes[:, :2]
         boxes[:, 0::2].clamp_(0, width)
@@ -260,13 +260,10 @@ def find_coco(root: Path, split: str, given: str = "") -> tuple[Path, Path]:
     """The annotations and the image folder of a split: the given name, or the latest year that exists."""
     if not root.is_dir():
         raise VitfocusError(f"There is no data folder {str(root)!r}: set data.root to COCO's.")
-    notes = root / "annotations"
-    if given:
-        name, file = given, notes / f"instances_{given}.json"
-    else:
-        files = sorted(notes.glob(f"instances_{split}*.json"))
-        file = files[-1] if files else notes / f"instances_{split}2017.json"
-        name = file.stem.removeprefix("instances_")
+    annotations = root / "annotations"
+    files = [] if given else sorted(annotations.glob(f"instances_{split}*.json"))
+    file = files[-1] if files else annotations / f"instances_{given or f'{split}2017'}.json"
+    name = file.stem.removeprefix("instances_")
     folders = [folder for folder in (root / name, root / "images" / name) if folder.is_dir()]
     missing = [f"the annotations {file}"] * (not file.is_file()) + [f"the images {root / name}"] * (not folders)
     if missing:

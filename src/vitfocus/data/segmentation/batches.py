@@ -98,12 +98,12 @@ def _whole(short_side: int, sample: tuple[Image.Image, Mask], seed: int) -> tupl
     return to_tensor(image), torch.from_numpy(np.ascontiguousarray(mask))
 
 
-def stack_by_size(items: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-    """Batches of images and masks, one per size."""
-    groups: dict[tuple[Any, ...], list[tuple[Tensor, Tensor]]] = {}
-    for image, mask in items:
-        groups.setdefault((image.shape, mask.shape), []).append((image, mask))
-    return list(map(stack_masks, groups.values()))
+def stack_by_size(items: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[list[int], Tensor, Tensor]]:
+    """Batches of images and masks, one per size, each with the indices of its items."""
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for row, (image, mask) in enumerate(items):
+        groups.setdefault((image.shape, mask.shape), []).append(row)
+    return [(rows, *stack_masks([items[row] for row in rows])) for rows in groups.values()]
 
 
 def stack_masks(items: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

@@ -185,12 +185,12 @@ def _require_folder(root: Path, what: str, *folders: Path) -> Path:
     if not root.is_dir():
         raise VitfocusError(f"There is no data folder {str(root)!r}: set data.root to the folder of the images.")
     wanted = " or ".join(str(folder.relative_to(root)) for folder in folders)
-    there = ", ".join(sorted(path.name for path in root.iterdir())[:8]) or "nothing"
-    raise VitfocusError(f"{what} keeps its files in {wanted}, but {root} has only: {there}.")
+    present = ", ".join(sorted(path.name for path in root.iterdir())[:8]) or "nothing"
+    raise VitfocusError(f"{what} has its files in {wanted}, but {root} has only: {present}.")
 
 
 def _pairs_by_stem(images: Path, masks: Path) -> list[Pair]:
-    """Pair files of the same name in both folders, whatever their extensions."""
+    """Pair files of the same name in both folders; their extensions may differ."""
     known = {path.relative_to(masks).with_suffix(""): path for path in files_below(masks)}
     files = sorted(files_below(images))
     if not files:
@@ -200,8 +200,8 @@ def _pairs_by_stem(images: Path, masks: Path) -> list[Pair]:
 
 def _require_masks(pairs: Iterable[Pair]) -> list[Pair]:
     found = list(pairs)
-    if lone := [image for image, mask in found if mask is None or not mask.is_file()]:
-        raise VitfocusError(f"{len(lone)} of {len(found)} images have no mask; the first is {lone[0]}.")
+    if unpaired := [image for image, mask in found if mask is None or not mask.is_file()]:
+        raise VitfocusError(f"{len(unpaired)} of {len(found)} images have no mask; the first is {unpaired[0]}.")
     return found
 
 
@@ -345,45 +345,43 @@ class ShapesMasks:
 def stored_corruptions(
     folder: str | Path, clean: SegmentationDataset | None, names: Sequence[str]
 ) -> dict[tuple[str, int], MaskFiles]:
-    """Sets of pictures by (corruption, severity), each with the masks of the clean pictures of the same names.
+    """Stored images by (corruption, severity), each with the mask of the clean image of the same name.
 
-    Both "gaussian_noise/3/..." and "gaussian_noise_3/..." are understood, wherever they stand in a path.
+    Both "gaussian_noise/3/..." and "gaussian_noise_3/..." are recognised, anywhere in a path.
     """
     root = Path(folder).expanduser()
     if not root.is_dir():
-        raise VitfocusError(f"There is no folder {root} of corrupted pictures.")
+        raise VitfocusError(f"There is no folder {root} of corrupted images.")
     if not isinstance(clean, MaskFiles):
-        raise VitfocusError("Stored corruptions need the folder of the clean pictures, whose masks they share.")
-    masks = {picture.stem: mask for picture, mask in clean.pairs}
-    found: dict[tuple[str, int], list[Pair]] = {}
-    for picture in sorted(root.rglob("*")):
-        if picture.stem in masks and (found_in := _corruption_in(picture.relative_to(root).parts[:-1], names)):
-            found.setdefault(found_in, []).append((picture, masks[picture.stem]))
+        raise VitfocusError("Stored corruptions need the folder of the clean images, whose masks they share.")
+    order = {image.stem: index for index, (image, _) in enumerate(clean.pairs)}
+    found: dict[tuple[str, int], list[Path]] = {}
+    for image in root.rglob("*"):
+        if image.stem in order and (corruption := _corruption_in(image.relative_to(root).parts[:-1], names)):
+            found.setdefault(corruption, []).append(image)
     if not found:
         raise VitfocusError(
-            f"{root} holds no corrupted copies of the clean pictures: expected paths such as "
+            f"{root} has no corrupted copies of the clean images: expected paths such as "
             f"gaussian_noise/3/.../{clean.pairs[0][0].name}."
         )
-    for (name, severity), pairs in found.items():
-        if len(pairs) != len(masks):
-            raise VitfocusError(f"{root} has {len(pairs)} pictures of {name} at severity {severity}, not {len(masks)}.")
-    order = {picture.stem: place for place, (picture, _) in enumerate(clean.pairs)}
-    return {
-        key: MaskFiles(
-            Path(root.anchor),
-            Layout(sorted(pairs, key=lambda pair: order[pair[0].stem]), clean.classes, clean.table),
-        )
-        for key, pairs in found.items()
-    }
+    layouts = {}
+    for (name, severity), images in sorted(found.items()):
+        if len(images) != len(order):
+            raise VitfocusError(f"{root} has {len(images)} images of {name} at severity {severity}, not {len(order)}.")
+        pairs = [
+            (image, clean.pairs[order[image.stem]][1]) for image in sorted(images, key=lambda one: order[one.stem])
+        ]
+        layouts[name, severity] = MaskFiles(Path(root.anchor), Layout(pairs, clean.classes, clean.table))
+    return layouts
 
 
 def _corruption_in(parts: tuple[str, ...], names: Sequence[str]) -> tuple[str, int] | None:
-    for place, part in enumerate(parts):
+    for index, part in enumerate(parts):
         for name in names:
             if not part.startswith(name):
                 continue
             rest = part.removeprefix(name).lstrip("_-")
-            around = [rest] if rest else [*parts[place + 1 :], *parts[:place]]
+            around = [rest] if rest else [*parts[index + 1 :], *parts[:index]]
             numbers = [text.removeprefix("severity").lstrip("_-") for text in around]
             if found := [int(number) for number in numbers if number in ("1", "2", "3", "4", "5")]:
                 return name, found[0]

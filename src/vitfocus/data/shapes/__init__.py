@@ -1,1 +1,1 @@
-"""Shapes, the embedded data set."""
+"""Shapes, the built-in data set."""

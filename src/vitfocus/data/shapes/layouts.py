@@ -101,15 +101,13 @@ def write_layout(
 
 def _claim(root: Path, manifest: bytes) -> None:
     """Refuse a folder with other content, and write the manifest."""
-    noted = root / MANIFEST
-    if noted.is_file():
-        if noted.read_bytes() != manifest:
-            raise VitfocusError(
-                f"{root} holds other Shapes ({noted.read_text()}): choose another folder, or remove it."
-            )
+    file = root / MANIFEST
+    if file.is_file():
+        if file.read_bytes() != manifest:
+            raise VitfocusError(f"{root} holds other Shapes ({file.read_text()}): choose another folder, or remove it.")
     elif root.exists() and (not root.is_dir() or any(not path.name.startswith(".") for path in root.iterdir())):
         raise VitfocusError(f"{root} holds something other than Shapes: choose a new or empty folder.")
-    _write(noted, manifest)
+    _write(file, manifest)
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -185,26 +183,21 @@ def _coco_annotations(scene: DrawnScene) -> Iterator[dict[str, Any]]:
     crowd_shape, size = small.most_common(1)[0] if small else ("", 0)
     crowd = scene.item % CROWD_EVERY == 0 and size >= CROWD
     in_crowd = (classes - 1 == CLASSES.index(crowd_shape)) & crowd if crowd_shape else np.zeros(len(classes), bool)
-    for number, mask, box, hidden in zip(classes, masks, boxes, in_crowd, strict=True):
-        if not hidden:
-            yield _coco_annotation(int(number) - 1, mask, box, polygons(mask), 0)
+    rows = zip(classes - 1, masks, boxes, in_crowd, strict=True)
+    annotated: list[Any] = [(shape, mask, box, polygons(mask), 0) for shape, mask, box, hidden in rows if not hidden]
     if in_crowd.any():
         mask = masks[in_crowd].any(axis=0)
         box = np.concatenate([boxes[in_crowd, :2].min(axis=0), boxes[in_crowd, 2:].max(axis=0)])
-        yield _coco_annotation(CLASSES.index(crowd_shape), mask, box, run_lengths(mask), 1)
-
-
-def _coco_annotation(
-    shape_class: int, mask: npt.NDArray[np.bool_], box: npt.NDArray[np.int64], outline: Any, crowd: int
-) -> dict[str, Any]:
-    x0, y0, x1, y1 = box.tolist()
-    return {
-        "category_id": _category(shape_class),
-        "segmentation": outline,
-        "area": int(mask.sum()),
-        "bbox": [x0, y0, x1 - x0, y1 - y0],
-        "iscrowd": crowd,
-    }
+        annotated.append((CLASSES.index(crowd_shape), mask, box, run_lengths(mask), 1))
+    for shape, mask, box, outline, is_crowd in annotated:
+        x0, y0, x1, y1 = box.tolist()
+        yield {
+            "category_id": _category(int(shape)),
+            "segmentation": outline,
+            "area": int(mask.sum()),
+            "bbox": [x0, y0, x1 - x0, y1 - y0],
+            "iscrowd": is_crowd,
+        }
 
 
 def _vqav2(split: str, scenes: Iterator[DrawnScene]) -> Files:

@@ -22,7 +22,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from vitfocus.core.errors import VitfocusError, nearest
-from vitfocus.core.records import MOST_ANNOTATIONS, read_json
+from vitfocus.core.records import MAX_ANNOTATION_BYTES, read_json
 from vitfocus.data.image_files import read_rgb
 from vitfocus.data.shapes.dataset import ask, drawn_scenes
 from vitfocus.data.shapes.layouts import QUESTIONS_PER_IMAGE
@@ -72,13 +72,21 @@ class QuestionTokenizer:
 
     @classmethod
     def read(cls, folder: str | Path, longest: int = 40) -> QuestionTokenizer | None:
-        """Read tokenizer.json, or BERT's older vocab.txt, from a model's folder; None if it has neither."""
-        folder = Path(folder)
+        """Read tokenizer.json, or BERT's older vocab.txt, from a model's folder or the hub; None if it has neither."""
+        path = Path(folder)
+        if not path.is_dir():
+            from transformers import AutoTokenizer
+
+            try:
+                found: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+                return cls(found.backend_tokenizer, longest)
+            except (OSError, ValueError, AttributeError):
+                return None
         try:
-            if (folder / FILE).is_file():
-                return cls(_library().Tokenizer.from_file(str(folder / FILE)), longest)
-            if (folder / "vocab.txt").is_file():
-                return cls(_library().BertWordPieceTokenizer.from_file(str(folder / "vocab.txt")), longest)
+            if (path / FILE).is_file():
+                return cls(_library().Tokenizer.from_file(str(path / FILE)), longest)
+            if (path / "vocab.txt").is_file():
+                return cls(_library().BertWordPieceTokenizer.from_file(str(path / "vocab.txt")), longest)
         except VitfocusError:
             raise
         except Exception as error:  # the library raises plain Exception
@@ -120,12 +128,12 @@ def padded(rows: Sequence[Sequence[int]], padding: int) -> dict[str, Tensor]:
 
 
 def attach_tokenizer(model: nn.Module, tokenizer: QuestionTokenizer) -> None:
-    """Make a model carry its tokenizer."""
+    """Store the tokenizer of a model in it."""
     model.__dict__[_KEY] = tokenizer
 
 
 def tokenizer_of(model: nn.Module) -> QuestionTokenizer | None:
-    """The tokenizer that a model carries, if it has one."""
+    """The tokenizer of a model, if it has one."""
     found: QuestionTokenizer | None = model.__dict__.get(_KEY)
     return found
 
@@ -307,7 +315,7 @@ class _Annotations(msgspec.Struct):
 
 
 def _read_split(root: Path, split: str, annotated: bool, first: int) -> tuple[list[Question], list[Path]]:
-    options: dict[str, Any] = {"writer": "VQAv2", "most_bytes": MOST_ANNOTATIONS}
+    options: dict[str, Any] = {"writer": "VQAv2", "max_bytes": MAX_ANNOTATION_BYTES}
     asked = read_json(_find_json(root, split, "questions"), _Questions, **options).questions
     answered: dict[int, _AnnotationRecord] = {}
     file = _find_json(root, split, "annotations", needed=annotated)
@@ -353,12 +361,10 @@ def _find_images(root: Path, split: str, numbers: Sequence[int]) -> list[Path]:
     folder = next((root / beside / name for beside in _IMAGE_FOLDERS if (root / beside / name).is_dir()), None)
     if folder is None:
         raise VitfocusError(f"{root} lacks the COCO images of {split}: there is no folder {name} or images/{name}.")
-    there = {file.name for file in folder.iterdir()}
-    usual = {number: f"COCO_{name}_{number:012d}.jpg" for number in numbers}
-    names = {number: (file, f"{number:012d}.jpg", f"{number}.jpg") for number, file in usual.items()}
-    found = {number: next((one for one in some if one in there), None) for number, some in names.items()}
-    if lost := [usual[number] for number, file in found.items() if file is None]:
-        raise VitfocusError(
-            f"{folder} lacks {len(lost)} of the {len(numbers)} images that the questions are about, such as {lost[0]}."
-        )
-    return [folder / file for file in found.values() if file is not None]
+    present = {file.name for file in folder.iterdir()}
+    names = [(f"COCO_{name}_{number:012d}.jpg", f"{number:012d}.jpg", f"{number}.jpg") for number in numbers]
+    files = [next((folder / one for one in some if one in present), None) for some in names]
+    if missing := [usual for (usual, *_), file in zip(names, files, strict=True) if file is None]:
+        what = f"{len(missing)} of the {len(numbers)} images that the questions are about"
+        raise VitfocusError(f"{folder} lacks {what}, such as {missing[0]}.")
+    return [file for file in files if file is not None]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,16 @@ from vitfocus.corruptions import CORRUPTIONS, EXTRA_CORRUPTIONS, corrupt, finger
 from vitfocus.corruptions.base import Draws, Setting
 from vitfocus.corruptions.digital import jpeg_compression
 from vitfocus.data.image_files import Preprocessing, list_classes
+from vitfocus.robustness.batches import (
+    EvaluationBatch,
+    ImageFiles,
+    ImageSamples,
+    ItemSource,
+    check_readable,
+    collate_images,
+    digest_of,
+    one_size,
+)
 from vitfocus.robustness.classification import (
     CLEAN,
     classification_plan,
@@ -32,17 +43,7 @@ from vitfocus.robustness.classification import (
 )
 from vitfocus.robustness.engine import Condition, EvaluationArguments, EvaluationPlan, Group
 from vitfocus.robustness.metrics import corruption_summary
-from vitfocus.robustness.sources import (
-    EvaluationBatch,
-    ImageFiles,
-    ImageSamples,
-    ItemSource,
-    check_readable,
-    collate_images,
-    digest_of,
-    one_size,
-)
-from vitfocus.robustness.suites.options import DataForm
+from vitfocus.robustness.suites import DataForm
 
 ALL_CORRUPTIONS = (*CORRUPTIONS, *EXTRA_CORRUPTIONS)
 SEVERITIES = (1, 2, 3, 4, 5)
@@ -51,7 +52,7 @@ _INCOMPLETE = "Not all 15 corruptions at all 5 severities were measured, so ther
 
 
 def chosen_corruptions(given: Sequence[str] | None, severities: Sequence[int] | None) -> tuple[list[str], list[int]]:
-    """The corruptions and severities asked for, checked."""
+    """The requested corruptions and severities, checked."""
     names = as_list("corruptions", CORRUPTIONS if given is None else given)
     for name in names:
         if name not in ALL_CORRUPTIONS:
@@ -61,7 +62,7 @@ def chosen_corruptions(given: Sequence[str] | None, severities: Sequence[int] | 
 
 
 def _chosen(arguments: EvaluationArguments) -> tuple[list[str], list[int], list[str]]:
-    """The fifteen at five severities, the extra four as well, or some by name; and a note where some are missing."""
+    """The corruptions and severities of the options, and a note if they are not the whole suite."""
     options = arguments.options
     names, severities = chosen_corruptions(options.corruptions, options.severities)
     if options.extra:
@@ -81,7 +82,7 @@ def imagenet_c(arguments: EvaluationArguments) -> EvaluationPlan:
     arguments.refuse_unused(DataForm())
     notes = []
     if classes != 1000:
-        notes.append("AlexNet's errors are ImageNet's: on other data, CE and mCE serve to compare models only.")
+        notes.append("AlexNet's errors are on ImageNet: on other data, CE and mCE only serve to compare models.")
     return _generated(arguments, classes, "imagenet", "bilinear", notes)
 
 
@@ -120,13 +121,15 @@ def _generated(
     images = open_images(arguments, classes, interpolation)
     made = fingerprint(flavour, frost, names if quality is None else [*names, "jpeg_compression"])
     protocol = {**images.protocol, "mode": "generated", "seed": seed, "corruptions": made}
-    first = "Corruptions were generated on the fly from clean images, with vitfocus's own implementation."
+    first = "Corruptions were generated on the fly from clean images, with the implementation of vitfocus."
     notes = [first, *notes, *incomplete, *images.notes]
     if quality is not None:
         protocol["jpeg_quality"] = quality
-        notes.append(f"Every corrupted image went through JPEG at quality {quality}, as the published files did (85).")
+        notes.append(f"Corrupted images were compressed as JPEG with quality {quality} (the published files: 85).")
     if "frost" in names and not made["comparable"]:
-        notes.append("Frost overlays were drawn for want of the published ones: frost and mCE are not comparable.")
+        notes.append(
+            "Frost overlays were drawn, since the published ones are missing: frost and mCE are not comparable."
+        )
     group = Group("generated", images.source, tuple(conditions))
     summarise = partial(corruption_summary, alexnet=flavour == "imagenet")
     return classification_plan(arguments, [group], classes, protocol, summarise, notes)
@@ -159,7 +162,7 @@ def _published(arguments: EvaluationArguments, classes: int, folders: dict[str, 
     counts: dict[str, int] = {}
     labels: dict[str, int] = {}
     notes = ["ImageNet-C's published files were read, without any resizing.", *incomplete]
-    lists: dict[tuple[str, ...], list[int]] = {}  # 75 folders hold the same names: one list of them, not 75
+    lists: dict[tuple[str, ...], list[int]] = {}  # so that 75 folders with the same files share one list of names
     with Progress("Listing the files", len(names) * len(severities), show=arguments.progress) as progress:
         for name in names:
             for severity in severities:
@@ -195,11 +198,11 @@ def _published(arguments: EvaluationArguments, classes: int, folders: dict[str, 
     protocol: dict[str, Any] = {"mode": "published", "decoder": image_decoder()}
     protocol["preprocessing"] = Preprocessing(None, size).to_dict()
     if size != (model_size := arguments.models[0].size):
-        notes.append(f"The files measure {size[0]}x{size[1]}; the model scales them to its own size (bicubic).")
+        notes.append(f"The files have {size[0]}x{size[1]} pixels; they are scaled to the size of the model (bicubic).")
         protocol["scaled_to"] = list(model_size)
     if clean_data := arguments.options.clean_data:
         notes.append(f"The clean error, for the relative mCE, is measured on {clean_data}.")
-        # As the generator took them, whatever the model's size: to 256 pixels, bilinear, cropped to 224.
+        # Preprocessed as for the published files, for any size of model: 256 pixels, bilinear, cropped to 224.
         clean = open_images(replace(arguments, data=clean_data), classes, "bilinear", size=size)
         protocol["clean"] = clean.protocol
         notes += clean.notes
@@ -210,29 +213,28 @@ def _published(arguments: EvaluationArguments, classes: int, folders: dict[str, 
             )
         groups.insert(0, Group("clean", clean.source, (CLEAN,)))
     else:
-        notes.append("The published files hold no clean images, so there is no relative mCE: name them as clean_data.")
+        notes.append("The published files have no clean images, so there is no relative mCE: name them as clean_data.")
     resize = size != model_size
     return classification_plan(arguments, groups, classes, protocol, corruption_summary, notes, resize)
 
 
+@dataclass(frozen=True)
 class SeverityImages:
     """Images of one severity in a published array, (N, 32, 32, 3) uint8, with their labels."""
 
-    def __init__(self, path: Path, start: int, labels: Sequence[int]) -> None:
-        self.path, self.start, self.labels = path, start, labels
-        self._array: Any = None
-
-    def __len__(self) -> int:
-        return len(self.labels)
+    path: Path
+    start: int
+    labels: Sequence[int]
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        if self._array is None:  # opened in the worker that reads it
-            self._array = np.load(self.path, mmap_mode="r")
-        pixels = np.array(self._array[self.start + index])
-        return torch.from_numpy(pixels).permute(2, 0, 1), int(self.labels[index])
+        pixels = np.array(_open_array(self.path)[self.start + index])
+        return torch.from_numpy(pixels).permute(2, 0, 1), self.labels[index]
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_array": None}
+
+@functools.lru_cache(maxsize=len(ALL_CORRUPTIONS))
+def _open_array(path: Path) -> Any:
+    """A published array, opened once in each worker that reads it."""
+    return np.load(path, mmap_mode="r")
 
 
 def _arrays(arguments: EvaluationArguments, classes: int, root: Path, notes: list[str]) -> EvaluationPlan:

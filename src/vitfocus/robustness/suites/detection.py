@@ -1,4 +1,4 @@
-"""Detection and instance segmentation on COCO's layout, scored as COCO scores: average precision of boxes and masks."""
+"""Detection and instance segmentation on COCO's layout: the average precision of boxes and masks."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from vitfocus.data.detection.dataset import CocoDetections, DetectionDataset, Sh
 from vitfocus.data.image_files import Normalise
 from vitfocus.data.loader import Samples
 from vitfocus.data.shapes.dataset import shapes_named
+from vitfocus.robustness.batches import Collated, EvaluationBatch, ItemSource
 from vitfocus.robustness.engine import Condition, EvaluationArguments, EvaluationPlan, Group, Outcome, Reduced
 from vitfocus.robustness.pixel_model import PixelModel
 from vitfocus.robustness.run_folder import Columns
-from vitfocus.robustness.sources import Collated, EvaluationBatch, ItemSource
-from vitfocus.robustness.suites.options import DataForm
+from vitfocus.robustness.suites import DataForm
 from vitfocus.tasks.detection.evaluation import DetectionWriter, coco_results, coco_scores
 from vitfocus.treatments.save_load import task_of
 
-_SHAPES = 1000  # pictures, unless the data names a number
+_SHAPES = 1000  # scenes of "shapes" without a number
 
 
 def detection(arguments: EvaluationArguments) -> EvaluationPlan:
-    """COCO's average precisions, in percent; nothing is drawn at random, so the seed does not matter.
+    """COCO's average precision, in percent; nothing is random, so the seed has no effect.
 
-    The data is a folder in COCO's layout, of which `split` ("val2017") is taken, the word "shapes", or a set such as
-    `CocoDetections`. With `out`, everything that was found is written there as the official server takes it; `pictures`
-    is a folder for drawings of what was found.
+    The data is a folder in COCO's layout, with `split` ("val2017"), the word "shapes", or a data set such as
+    `CocoDetections`. With `out`, all detections are written there in the format of COCO's server; `pictures` is a
+    folder for images with the detections.
     """
-    mask_tools()  # says what to install where it is missing
+    mask_tools()  # raises an error if an extra is missing
     options = arguments.options
     arguments.refuse_unused(DataForm(drawn=shapes_named(arguments.data, 1) is not None))
     images = open_detections(arguments.data, options.split, arguments.models[0].model)
@@ -53,14 +53,14 @@ def detection(arguments: EvaluationArguments) -> EvaluationPlan:
         (Group("detection", source, (condition,)),),
         {"split": options.split},
         partial(_reduce, images, pick),
-        ("COCO's average precision; crowds do not count.",),
+        ("COCO's average precision; crowds are ignored.",),
         batch_sizes=(4, 4),
         libraries=("faster_coco_eval",),
     )
 
 
 def open_detections(data: Any, split: str, model: nn.Module) -> DetectionDataset:
-    """A folder in COCO's layout, Shapes at the size that the model takes, or a set as it is."""
+    """A folder in COCO's layout, Shapes at the size of the model, or a data set as it is."""
     if (length := shapes_named(data, _SHAPES)) is not None:
         sides: Any = getattr(getattr(model, "transform", None), "min_size", (64,))
         return ShapesDetections("val", length, int(sides[-1]))
@@ -73,21 +73,21 @@ def open_detections(data: Any, split: str, model: nn.Module) -> DetectionDataset
 
 
 def _check_classes(name: str, model: nn.Module, images: DetectionDataset) -> None:
-    """Refuse a model whose labels are not the data's."""
-    if not hasattr(model, "roi_heads"):
-        raise VitfocusError(f"{name} is a {type(model).__name__}, and detection measures detectors (maskrcnn:NAME).")
-    known = task_of(model).get("classes")
-    if known and list(known) != list(images.classes):
-        odd = sorted(set(known) ^ set(images.classes))[:3]
-        raise VitfocusError(f"{name} was trained on other classes than the data's: {', '.join(odd)}.")
-    predictor: Any = model.roi_heads
-    count = predictor.box_predictor.cls_score.out_features - 1
+    """Refuse a model whose classes are not those of the data."""
+    heads: Any = getattr(model, "roi_heads", None)
+    if heads is None:
+        raise VitfocusError(f"{name} is a {type(model).__name__}, but detection evaluates detectors (maskrcnn:NAME).")
+    trained = task_of(model).get("classes")
+    if trained and list(trained) != list(images.classes):
+        differing = sorted(set(trained) ^ set(images.classes))[:3]
+        raise VitfocusError(f"{name} was trained on other classes than the data has: {', '.join(differing)}.")
+    count = heads.box_predictor.cls_score.out_features - 1
     if count != len(images.classes):
-        raise VitfocusError(f"{name} knows {count} classes, and the data has {len(images.classes)}.")
+        raise VitfocusError(f"{name} has {count} classes, and the data has {len(images.classes)}.")
 
 
 def _collate(images: list[Tensor]) -> list[Collated]:
-    """Images of different sizes stay apart."""
+    """Images may have different sizes, so they are not stacked."""
     return [Collated(range(len(images)), images, None)]
 
 
@@ -97,18 +97,18 @@ def _detect(
     normalise: Mapping[str, Normalise],
     writers: Mapping[str, DetectionWriter],
     model: PixelModel,
-    pictures: list[Tensor],
+    pixels: list[Tensor],
     batch: EvaluationBatch,
 ) -> Outcome:
-    """Everything that was found on each picture, as COCO's results have it, in json."""
+    """The detections on each image in the format of COCO's results, as JSON."""
     with model.autocast(batch.positions.device):
-        findings = model.model([normalise[model.name](picture) for picture in pictures])
+        predictions = model.model([normalise[model.name](image) for image in pixels])
     lines = []
-    for position, picture, finding in zip(batch.positions.tolist(), pictures, findings, strict=True):
+    for position, image, prediction in zip(batch.positions.tolist(), pixels, predictions, strict=True):
         index = pick[position]
-        lines.append(json.dumps(coco_results([finding], [images.image_id(index)], images.category_ids)))
+        lines.append(json.dumps(coco_results([prediction], [images.image_id(index)], images.category_ids)))
         if model.name in writers:
-            writers[model.name](index, picture, finding)
+            writers[model.name](index, image, prediction)
     return {"detections": lines}
 
 

@@ -70,18 +70,18 @@ def imagenet_sketch(arguments: EvaluationArguments) -> EvaluationPlan:
 
 
 def subset_of_classes(arguments: EvaluationArguments) -> EvaluationPlan:
-    """ImageNet-A and -R: 200 class folders; only the logits of those 200 classes take part."""
+    """ImageNet-A and -R: 200 class folders; only the logits of those 200 classes are used."""
     suite = arguments.suite.name
     short = suite.replace("-", "_")
     names = wordnet_ids(short)
     classes = num_classes(arguments, 200, 1000)
     chosen: tuple[int, ...] | None = None
-    notes = [f"The model has 200 classes, taken to be {suite}'s in sorted order: none is masked."]
+    notes = [f"The 200 classes of the model are taken as those of {suite}, in sorted order: none is masked."]
     if classes == 1000:
         chosen = tuple(map(int, _timm_file(f"{short}_indices.txt").split()))
-        notes = [f"Only the logits of {suite}'s 200 classes take part; the other 800 are masked."]
+        notes = [f"Only the logits of {suite}'s 200 classes are used; the other 800 are masked."]
     if arguments.folder is None:
-        notes.append("Labels are taken as places among the 200 classes, sorted by WordNet id.")
+        notes.append("Labels are taken as indices of the 200 classes, sorted by WordNet id.")
     images = open_images(arguments, classes, labels=partial(_subset_labels, suite, names))
     condition = Condition(suite, partial(classify, classes=chosen))
     notes += _subset_note(arguments, images)
@@ -90,17 +90,17 @@ def subset_of_classes(arguments: EvaluationArguments) -> EvaluationPlan:
 
 
 def _subset_labels(suite: str, names: Sequence[str], folders: ClassFolders) -> Labels:
-    """Places among the 200 classes."""
-    places = {name: place for place, name in enumerate(names)}
-    strange = [name for name in folders.classes if name not in places]
-    if strange:
+    """The index of each folder in the 200 classes."""
+    known = {name: label for label, name in enumerate(names)}
+    unknown = [name for name in folders.classes if name not in known]
+    if unknown:
         raise VitfocusError(
-            f"{folders.root} holds the folder {strange[0]}, which is none of {suite}'s 200 classes: "
-            "is it another data set?"
+            f"{folders.root} holds the folder {unknown[0]}, which is not one of {suite}'s 200 classes: is it another "
+            "data set?"
         )
     fewer = len(folders.classes) < len(names)
     notes = (f"{len(folders.classes)} of the 200 classes are present in the data.",) if fewer else ()
-    return {name: places[name] for name in folders.classes}, notes
+    return {name: known[name] for name in folders.classes}, notes
 
 
 def imagenet_v2(arguments: EvaluationArguments) -> EvaluationPlan:
@@ -120,13 +120,13 @@ def imagenet_v2(arguments: EvaluationArguments) -> EvaluationPlan:
         found = {named: root}
     elif len(found) < len(V2_SETS):
         absent = ", ".join(name for name in V2_SETS if name not in found)
-        notes.append(f"Not all three sets are there: {absent} is missing.")
+        notes.append(f"Not all three sets were found: {absent} is missing.")
     conditions: dict[Condition, Images] = {}
     for name, folder in found.items():
         folders = list_classes(folder)
-        strange = [c for c in folders.classes if (number := parse_digits(c)) is None or number > 999]
-        if strange:
-            raise VitfocusError(f"{folder} holds the folder {strange[0]}; ImageNet-V2's are numbered 0 to 999.")
+        unknown = [c for c in folders.classes if (number := parse_digits(c)) is None or number > 999]
+        if unknown:
+            raise VitfocusError(f"{folder} holds the folder {unknown[0]}; ImageNet-V2's are numbered 0 to 999.")
         labels = [int(entry.folder) for entry in folders.entries]
         conditions[Condition(name, classify)] = open_files(arguments, folders, labels)
     notes += _subset_note(arguments, next(iter(conditions.values())))
@@ -134,7 +134,7 @@ def imagenet_v2(arguments: EvaluationArguments) -> EvaluationPlan:
 
 
 def imagenet_real(arguments: EvaluationArguments) -> EvaluationPlan:
-    """ImageNet's validation set with ReaL's labels: any of an image's is right; images without one do not count."""
+    """ImageNet's validation set with ReaL's labels: any label of an image is correct; images without are left out."""
     classes = num_classes(arguments, 1000)
     root = validation_folder(
         arguments.require_folder("ImageNet's validation photographs, ILSVRC2012_val_*.JPEG, in class folders or not")
@@ -146,11 +146,11 @@ def imagenet_real(arguments: EvaluationArguments) -> EvaluationPlan:
     labelled = [(entry, labels) for entry, labels in labelled if labels]
     if not labelled:
         raise VitfocusError(f"None of the {len(files)} images in {root} has a ReaL label.")
-    notes = [f"ReaL gives {len(files) - len(labelled)} of {len(files)} images no label: they do not count."]
+    notes = [f"{len(files) - len(labelled)} of {len(files)} images have no label in ReaL and are left out."]
     most = max(len(labels) for _, labels in labelled)
-    filled = [labels + [-1] * (most - len(labels)) for _, labels in labelled]
+    padded = [labels + [-1] * (most - len(labels)) for _, labels in labelled]
     entries = tuple(entry for entry, _ in labelled)
-    images = open_files(arguments, ClassFolders(root, (), entries), filled)
+    images = open_files(arguments, ClassFolders(root, (), entries), padded)
     condition = Condition("imagenet-real", classify)
     return _plan(arguments, classes, {condition: images}, notes, {"labels": "ReaL"})
 
@@ -184,4 +184,4 @@ def _subset_note(arguments: EvaluationArguments, images: Images) -> list[str]:
     whole = _PUBLISHED[suite]
     if count is None or count == whole:
         return []
-    return [f"{count:,} of {suite}'s {whole:,} images: a subset, not comparable with the whole."]
+    return [f"{count:,} of {suite}'s {whole:,} images: a subset, not comparable with the whole set."]

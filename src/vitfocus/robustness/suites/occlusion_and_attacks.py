@@ -1,4 +1,4 @@
-"""Images with parts hidden (occlusion), or changed against the model in pixel space (FGSM, PGD, AutoAttack)."""
+"""Images with hidden parts (occlusion) and adversarial images in pixel space (FGSM, PGD, AutoAttack)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch.nn import functional as F
 from vitfocus.core.arguments import as_list, check_int, check_number
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.corruptions.base import Draws
+from vitfocus.robustness.batches import EvaluationBatch
 from vitfocus.robustness.classification import CLEAN, classification_plan, classify, num_classes, open_images
 from vitfocus.robustness.engine import Condition, EvaluationArguments, EvaluationPlan, Group
 from vitfocus.robustness.metrics import condition_summary
 from vitfocus.robustness.pixel_model import PixelModel
-from vitfocus.robustness.sources import EvaluationBatch
 
 GRID = 14
 FILLS = ("black", "mean")
@@ -46,32 +46,31 @@ def occlusion(arguments: EvaluationArguments) -> EvaluationPlan:
     if named not in FILLS:
         raise VitfocusError(f"There is no fill {named!r}: {nearest(str(named), FILLS)}")
     if named == "mean" and len(means) > 1:
-        raise VitfocusError("fill=mean hides with the model's mean, and these models have different ones: use black.")
+        raise VitfocusError("fill=mean uses the mean of the model, but these models have different means: use black.")
     fill = tuple(round(255 * value) for value in next(iter(means))) if named == "mean" else (0,)
-    conditions = [Condition(f"centre/{side}", classify, partial(_centre, side, fill)) for side in centres]
-    conditions += [Condition(f"drop/{count}", classify, partial(_drop, count, fill, arguments.seed)) for count in drops]
     protocol = {"sizes": centres, "drops": drops, "grid": GRID, "fill": f"{named}, before normalisation: {list(fill)}"}
+
+    def hide_centre(side: int, batch: EvaluationBatch) -> Tensor:
+        return occlude_centre(batch.images, side, fill=fill)
+
+    def drop(count: int, batch: EvaluationBatch) -> Tensor:
+        return drop_patches(batch.images, count, batch.ids, arguments.seed, fill=fill)
+
+    conditions = [Condition(f"centre/{side}", classify, partial(hide_centre, side)) for side in centres]
+    conditions += [Condition(f"drop/{count}", classify, partial(drop, count)) for count in drops]
     return _plan(arguments, conditions, protocol)
 
 
-def _centre(side: int, fill: Sequence[int], batch: EvaluationBatch) -> Tensor:
-    return occlude_centre(batch.images, side, fill=fill)
-
-
-def _drop(count: int, fill: Sequence[int], seed: int, batch: EvaluationBatch) -> Tensor:
-    return drop_patches(batch.images, count, batch.ids, seed, fill=fill)
-
-
-def _filling(images: Tensor, fill: Sequence[int]) -> Tensor:
-    """Levels of 255 as the images hold them: (1, 1, 1) or (C, 1, 1)."""
+def _fill_values(images: Tensor, fill: Sequence[int]) -> Tensor:
+    """8-bit levels in the range of the images: (1, 1, 1) or (C, 1, 1)."""
     levels = torch.tensor(fill, device=images.device).view(-1, 1, 1)
     return levels.to(images.dtype) if images.dtype == torch.uint8 else levels.to(images.dtype) / 255
 
 
 def occlude_centre(images: Tensor, side: int, base: int = 224, fill: Sequence[int] = (0,)) -> Tensor:
-    """Hide the central square of `side` pixels, measured on an image of `base`: (B, C, H, W), uint8 or in [0, 1].
+    """Hide the central square of `side` pixels, for an image of `base` pixels: (B, C, H, W), uint8 or in [0, 1].
 
-    `fill` is one level of 255, or one per channel.
+    `fill` is an 8-bit level, or one per channel.
 
     >>> images = occlude_centre(torch.ones(1, 1, 8, 8), side=4, base=8)
     >>> int(images.sum()), float(images[0, 0, 2, 2]), float(images[0, 0, 1, 2])
@@ -81,7 +80,7 @@ def occlude_centre(images: Tensor, side: int, base: int = 224, fill: Sequence[in
     tall, wide = round(side * height / base), round(side * width / base)
     top, left = (height - tall) // 2, (width - wide) // 2
     hidden = images.clone()
-    hidden[..., top : top + tall, left : left + wide] = _filling(images, fill)
+    hidden[..., top : top + tall, left : left + wide] = _fill_values(images, fill)
     return hidden
 
 
@@ -96,7 +95,7 @@ def drop_patches(images: Tensor, count: int, ids: Tensor, seed: int = 0, fill: S
     keep = (draws.argsort(dim=1).argsort(dim=1) >= count).view(-1, 1, GRID, GRID)
     rows = torch.arange(images.shape[-2], device=images.device) * GRID // images.shape[-2]
     columns = torch.arange(images.shape[-1], device=images.device) * GRID // images.shape[-1]
-    return torch.where(keep[:, :, rows][:, :, :, columns], images, _filling(images, fill))
+    return torch.where(keep[:, :, rows][:, :, :, columns], images, _fill_values(images, fill))
 
 
 def attack(arguments: EvaluationArguments) -> EvaluationPlan:
@@ -121,7 +120,7 @@ def attack(arguments: EvaluationArguments) -> EvaluationPlan:
         Condition(f"{suite}/{eps:g}", classify, attack=partial(_attacked, suite, eps, settings, arguments.seed))
         for eps in epsilons
     ]
-    note = f"Epsilon is in 1/255, {options.norm}, between images in [0, 1]; normalisation is part of the model."
+    note = f"Epsilon is in 1/255, {options.norm}, for images in [0, 1]; normalisation is part of the model."
     return _plan(arguments, conditions, {"eps": epsilons, **settings}, note)
 
 
@@ -140,7 +139,7 @@ NORMS = ("linf", "l2")
 
 
 def fgsm(model: Classifier, images: Tensor, labels: Tensor, eps: float, norm: str = "linf") -> Tensor:
-    """One step of the whole length up the loss: images in [0, 1], (B, 3, H, W), `eps` in 1/255.
+    """One step of length `eps`, in 1/255, along the gradient of the loss: images in [0, 1], (B, 3, H, W).
 
     >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 3))
     >>> images = torch.full((2, 3, 2, 2), 0.5)
@@ -163,10 +162,10 @@ def pgd(
     ids: Tensor | None = None,
     random_start: bool = True,
 ) -> Tensor:
-    """Several steps up the loss, each projected back into the ball of radius `eps` and into [0, 1].
+    """Several steps along the gradient of the loss, each projected back into the ball of radius `eps` and into [0, 1].
 
-    `eps` and `step_size` are in 1/255; the step is 2.5 eps / steps unless given. The start is drawn in the ball from
-    (`seed`, the image's id) and nothing else.
+    `eps` and `step_size` are in 1/255; the step size is 2.5 eps / steps by default. The random start depends on `seed`
+    and the id of the image only.
     """
     clean = _as_float(images)
     radius = eps / 255
@@ -209,8 +208,8 @@ def _as_float(images: Tensor) -> Tensor:
 
 
 def _gradient(model: Classifier, images: Tensor, labels: Tensor) -> Tensor:
-    """The gradient of the loss of each image; the losses are summed, so that no image depends on the batch."""
-    with torch.inference_mode(False), torch.enable_grad():  # copies: a caller's inference tensors take no gradient
+    """The gradient of the loss of each image; the losses are summed, so that no image depends on its batch."""
+    with torch.inference_mode(False), torch.enable_grad():  # copies, since inference tensors have no gradients
         leaf = images.detach().clone().requires_grad_(True)
         loss = F.cross_entropy(model(leaf).float(), labels.clone(), reduction="sum")
         return torch.autograd.grad(loss, leaf)[0]

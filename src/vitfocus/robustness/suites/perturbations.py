@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,12 +27,12 @@ from vitfocus.corruptions.digital import brightness
 from vitfocus.corruptions.filters import clipped_zoom, streak
 from vitfocus.corruptions.noise_and_blur import gaussian_noise, shot_noise
 from vitfocus.data.image_files import list_classes
+from vitfocus.robustness.batches import EvaluationBatch, ImageSamples, ItemSource, collate_images, digest_of
 from vitfocus.robustness.classification import classification_plan, num_classes, open_images, top_classes
 from vitfocus.robustness.engine import Condition, EvaluationArguments, EvaluationPlan, Group, Outcome
 from vitfocus.robustness.metrics import ALEXNET_FLIPS, flip_share, perturbation_summary, top5_distance
 from vitfocus.robustness.pixel_model import PixelModel
-from vitfocus.robustness.sources import EvaluationBatch, ImageSamples, ItemSource, collate_images, digest_of
-from vitfocus.robustness.suites.options import DataForm
+from vitfocus.robustness.suites import DataForm
 
 _VIDEOS = frozenset({".mp4", ".avi", ".mkv"})
 _FRAMES_AT_ONCE = 128
@@ -54,7 +55,7 @@ def imagenet_p(arguments: EvaluationArguments) -> EvaluationPlan:
     build = _from_videos if published else _generated
     groups, protocol, notes = build(arguments, classes, names, difficulty)
     if reference is None:
-        notes.append("Top-5 distances are not divided by AlexNet's, which are in no published file we found.")
+        notes.append("Top-5 distances are not divided by AlexNet's, which we did not find in any published file.")
     if difficulty != 1:
         notes.append("AlexNet's flip probabilities are published for difficulty 1 only, so there is no mFR.")
     summarise = partial(perturbation_summary, difficulty=difficulty, t5d=reference)
@@ -63,7 +64,7 @@ def imagenet_p(arguments: EvaluationArguments) -> EvaluationPlan:
 
 
 def flips(noise: bool, stride: int, model: PixelModel, sequence: Tensor, batch: EvaluationBatch) -> Outcome:
-    """How often a model's answer changes along a sequence of frames per image, (B, frames, 3, H, W)."""
+    """How often the prediction changes along a sequence of frames per image, (B, frames, 3, H, W)."""
     logits = [model(part) for part in sequence.flatten(0, 1).split(_FRAMES_AT_ONCE)]
     ranking = torch.cat([top_classes(part, 5) for part in logits]).view(*sequence.shape[:2], -1)
     broken = torch.cat([part.isnan().any(1) for part in logits]).view(*sequence.shape[:2]).any(1)
@@ -131,7 +132,7 @@ def _generated(arguments: EvaluationArguments, classes: int, names: list[str], d
     protocol = {**images.protocol, "mode": "generated", "seed": arguments.seed, "sequences": VERSION}
     notes = ["Sequences were generated on the fly, without the published videos' H.264 compression.", *images.notes]
     if not arguments.options.resize:
-        notes.append("Where a picture that was not resized ends with the crop, what moves in is black.")
+        notes.append("If an image was not resized and has no pixels outside the crop, black pixels move in.")
     size = arguments.models[0].size
     conditions = [
         Condition(name, _score(name, difficulty), partial(_frames, name, size, difficulty, arguments.seed))
@@ -145,7 +146,7 @@ def _frames(name: str, crop: tuple[int, int], difficulty: int, seed: int, batch:
 
 
 def require_decoder() -> str:
-    """The name of the decoder that is installed, or how to get one."""
+    """The name of an installed decoder; the error says how to install one."""
     for name in ("av", "cv2"):
         if importlib.util.find_spec(name) is not None:
             return name
@@ -155,10 +156,10 @@ def require_decoder() -> str:
 def read_video(path: str | Path) -> Tensor:
     """All frames of a video, RGB: uint8 (frames, 3, height, width)."""
     path = str(path)
-    pictures = (_with_av if require_decoder() == "av" else _with_opencv)(path)
-    if not pictures:
+    arrays = (_with_av if require_decoder() == "av" else _with_opencv)(path)
+    if not arrays:
         raise VitfocusError(f"{path} cannot be read as a video: fetch it again or remove it.")
-    return torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).contiguous()
+    return torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2).contiguous()
 
 
 def _with_av(path: str) -> list[np.ndarray]:
@@ -174,24 +175,20 @@ def _with_av(path: str) -> list[np.ndarray]:
 def _with_opencv(path: str) -> list[np.ndarray]:
     import cv2
 
-    capture, pictures = cv2.VideoCapture(path), []
-    while True:
-        more, frame = capture.read()
-        if not more:
-            break
-        pictures.append(cv2.cvtColor(frame, cv2.COLOR_BGR2RGB))
+    capture, frames = cv2.VideoCapture(path), []
+    while (read := capture.read())[0]:
+        frames.append(cv2.cvtColor(read[1], cv2.COLOR_BGR2RGB))
     capture.release()
-    return pictures
+    return frames
 
 
+@dataclass(frozen=True)
 class VideoFiles:
     """Videos as (frames, 0): a sequence needs no label."""
 
-    def __init__(self, root: Path, names: Sequence[str], frames: int) -> None:
-        self.root, self.names, self.frames = root, names, frames
-
-    def __len__(self) -> int:
-        return len(self.names)
+    root: Path
+    names: Sequence[str]
+    frames: int
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         path = self.root / self.names[index]
@@ -202,7 +199,7 @@ class VideoFiles:
 
 
 VERSION = 1
-"""Raised whenever any frame changes."""
+"""Incremented whenever any frame changes."""
 
 PERTURBATIONS: tuple[str, ...] = tuple(ALEXNET_FLIPS)
 NOISE = {"gaussian_noise": (0.03, 0.05, 0.08), "shot_noise": (300, 120, 60)}  # by difficulty 1 to 3
@@ -229,7 +226,7 @@ def frames(
     seed: int = 0,
     ids: Tensor | None = None,
 ) -> Tensor:
-    """The sequence of one perturbation for every picture: uint8 (B, 3, H, W) to uint8 (B, frames, 3, *crop).
+    """The sequence of one perturbation for every image: uint8 (B, 3, H, W) to uint8 (B, frames, 3, *crop).
 
     `sizes` (B, 2) are the heights and widths of padded images; random draws depend on (seed, id).
 
@@ -272,19 +269,19 @@ def _offsets(sizes: Tensor, crop: Crop) -> Tensor:
 
 
 def _centre(images: Tensor, sizes: Tensor, crop: Crop) -> Tensor:
-    """The central crop of every picture, exactly."""
+    """The central crop of every image, without resampling."""
     start = _offsets(sizes, crop)
     rows = start[:, :1] + torch.arange(crop[0], device=images.device)
     columns = start[:, 1:] + torch.arange(crop[1], device=images.device)
     if int(start.min()) < 0:
-        raise VitfocusError(f"A picture is smaller than the crop of {crop[0]}x{crop[1]} pixels.")
+        raise VitfocusError(f"An image is smaller than the crop of {crop[0]}x{crop[1]} pixels.")
     index = (rows[:, :, None] * images.shape[-1] + columns[:, None, :]).flatten(1)
     picked = images.flatten(2).gather(2, index[:, None].expand(-1, images.shape[1], -1))
     return picked.view(len(images), images.shape[1], *crop)
 
 
 def _noisy(images: Tensor, name: str, difficulty: int, seed: int, ids: Tensor) -> list[Tensor]:
-    """The clean picture, then thirty independent draws."""
+    """The clean image, then thirty independent draws."""
     effect = gaussian_noise if name == "gaussian_noise" else shot_noise
     setting = Setting(NOISE[name][difficulty - 1], "imagenet")
     label = f"sequence {name} {difficulty}"
@@ -331,7 +328,7 @@ def _zoom_blur(images: Tensor, sizes: Tensor, crop: Crop) -> list[Tensor]:
 
 
 def _about_centre(matrix: Tensor, sizes: Tensor) -> Tensor:
-    """A 2x2 map from output to input about each picture's middle, as homogeneous (B, 3, 3) in pixel edges."""
+    """A 2x2 map from output to input about the centre of each image, as homogeneous (B, 3, 3) in pixel edges."""
     middle = sizes.flip(1).double() / 2
     result = torch.eye(3, dtype=torch.float64, device=sizes.device).repeat(len(sizes), 1, 1)
     result[:, :2, :2] = matrix.to(sizes.device)

@@ -1,6 +1,6 @@
 """Segmentation suites: clean images, the noise of Table 9 of the CB paper, Cityscapes-C, and the weather of ACDC.
 
-Every condition is scored by mIoU, mAcc and aAcc, from the counts of right, true and predicted pixels per class and
+Every condition is scored by mIoU, mAcc and aAcc, from the numbers of correct, true and predicted pixels per class and
 image. Random noise is repeated with other seeds and reported as the mean and 95 % interval of the repeats; a blur is
 deterministic and runs once.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 
 from vitfocus.anatomy import unwrap
 from vitfocus.anatomy.registry import family_of
@@ -27,7 +27,7 @@ from vitfocus.corruptions import fingerprint
 from vitfocus.corruptions.base import Draws, Setting, as_ids, to_uint8
 from vitfocus.corruptions.filters import gaussian
 from vitfocus.corruptions.noise_and_blur import shot_noise
-from vitfocus.data.segmentation.batches import whole_images
+from vitfocus.data.segmentation.batches import stack_by_size, whole_images
 from vitfocus.data.segmentation.dataset import (
     CONDITIONS,
     LAYOUTS,
@@ -40,13 +40,13 @@ from vitfocus.data.segmentation.dataset import (
 from vitfocus.data.segmentation.dataset import acdc as acdc_layout
 from vitfocus.data.shapes.dataset import shapes_named
 from vitfocus.recipes import Data
+from vitfocus.robustness.batches import Collated, EvaluationBatch, ItemSource, LoaderSource, Source
 from vitfocus.robustness.engine import Condition, EvaluationArguments, EvaluationPlan, Group, Outcome, Reduced
 from vitfocus.robustness.metrics import Summary
 from vitfocus.robustness.pixel_model import PixelModel
 from vitfocus.robustness.run_folder import Columns
-from vitfocus.robustness.sources import Collated, EvaluationBatch, ItemSource, Source, StreamSource
+from vitfocus.robustness.suites import DataForm
 from vitfocus.robustness.suites.corruptions import ALL_CORRUPTIONS, chosen_corruptions, corrupted
-from vitfocus.robustness.suites.options import DataForm
 from vitfocus.tasks.segmentation.evaluation import (
     InferenceSettings,
     class_counts,
@@ -63,7 +63,10 @@ Collected = Mapping[str, Columns]  # one model's outcomes by condition
 
 @dataclass(frozen=True)
 class MaskedImages:
-    """A source of images with masks, how they are tested, and what is known of them; `paths` are by position."""
+    """A source of images with masks, the inference settings, and what is known about the images.
+
+    `paths` are those of the images by position, if they are files.
+    """
 
     source: Source
     test: InferenceSettings
@@ -98,7 +101,7 @@ def noise(arguments: EvaluationArguments) -> EvaluationPlan:
             if repeat == 0 or not name.startswith("blur"):
                 change = partial(_noisy, name, arguments.seed + repeat, photons)
                 conditions.append(_condition(arguments, images, _repeat(name, repeat), change))
-    note = f"Random noises: mean and 95 % interval of {repeats} repeats; clean and blur draw nothing and ran once."
+    note = f"Random noise: mean and 95 % interval of {repeats} repeats; clean and blur are deterministic and ran once."
     group = Group("noise", images.source, tuple(conditions))
     reduce = partial(_reduce_noise, images.classes, repeats)
     return _plan(arguments, images, [group], reduce, [note], {"repeats": repeats, "photons": photons})
@@ -125,7 +128,7 @@ def corruptions(arguments: EvaluationArguments) -> EvaluationPlan:
                 conditions.append(_condition(arguments, images, f"{name}/{severity}", change))
         groups = [Group("generated", images.source, tuple(conditions))]
         how: dict[str, Any] = {"corruptions": fingerprint("any", options.frost, list(chosen))}
-        note = "Corruptions were generated here, by the any-size flavour."
+        note = 'Corruptions were generated on the fly, with the flavour "any".'
     else:
         groups = [Group("clean", images.source, tuple(conditions))]
         for name, stored in _stored(stored_in, images, chosen).items():
@@ -135,7 +138,7 @@ def corruptions(arguments: EvaluationArguments) -> EvaluationPlan:
     how["severities"] = {name: list(severities) for name, severities in chosen.items()}
     protocol = {_PAPER: "the paper's", _ALL: "the package imagecorruptions'"}
     whole = next((whose for types, whose in protocol.items() if chosen == severities_by_type(types)), "a selection")
-    notes = [note, f"Corruptions: {whole}, {counted(len(chosen), 'type')}, the mean of each over its severities first."]
+    notes = [note, f"Corruptions: {whole}, {counted(len(chosen), 'type')}; each is the mean over its severities."]
     return _plan(arguments, images, groups, partial(_reduce_corruptions, images.classes, chosen), notes, how)
 
 
@@ -178,7 +181,7 @@ def severities_by_type(
 
 
 def acdc(arguments: EvaluationArguments) -> EvaluationPlan:
-    """ACDC's four conditions, each and together. The masks of its test split are on its server alone."""
+    """ACDC's four conditions, separately and together. The masks of its test split are not published."""
     split = arguments.options.split or "val"
     opened = {name: open_images(arguments, name) for name in CONDITIONS}
     groups = [
@@ -187,7 +190,7 @@ def acdc(arguments: EvaluationArguments) -> EvaluationPlan:
     ]
     first = opened[CONDITIONS[0]]
     reduce = partial(_reduce_acdc, first.classes)
-    notes = ["Together: one set of counts over all four conditions."]
+    notes = ["All conditions together: from the pixel counts of all four."]
     if split == "val":
         notes.append("Split: val. The paper reports test: --split test --submission DIR writes files for the server.")
     plan = _plan(arguments, first, groups, reduce, notes, {"conditions": list(CONDITIONS), "split": split})
@@ -208,7 +211,7 @@ def _plan(
 
 
 def _inference_settings(arguments: EvaluationArguments) -> InferenceSettings:
-    """How images are tested: by the options, and otherwise as the first model was trained to be tested."""
+    """The inference settings in the options, and otherwise those that the first model was trained with."""
     for model in arguments.models:
         _refuse_other_tasks(model, arguments.suite.name)
     arguments.refuse_unused(DataForm(drawn=shapes_named(arguments.data, 1) is not None))
@@ -221,20 +224,20 @@ def _inference_settings(arguments: EvaluationArguments) -> InferenceSettings:
 
 
 def _refuse_other_tasks(model: PixelModel, suite: str) -> None:
-    """Refuse what is not a segmenter: a model trained for another task, or a bare transformer, which classifies."""
+    """Refuse a model that was trained for another task, and a plain transformer, which is a classifier."""
     task = task_of(model.model).get("task", "segment")
     inner = unwrap(model.model)
     # A user's class may derive from a transformer and segment.
     bare = family_of(inner) is not None and type(inner).__module__.partition(".")[0] in ("timm", "torchvision")
     if task != "segment" or bare:
         kind = f"a {type(inner).__name__}" if bare else f"a model of the task {task}"
-        raise VitfocusError(f"{model.name} is {kind}, and {suite} measures segmenters (upernet:NAME, segformer:NAME).")
+        raise VitfocusError(f"{model.name} is {kind}, but {suite} evaluates segmenters (upernet:NAME, segformer:NAME).")
 
 
 def open_images(arguments: EvaluationArguments, weather: str = "") -> MaskedImages:
     """Images with masks from a folder, Shapes, a data set, or batches; `weather` is a condition of ACDC.
 
-    The layout of a folder is `source`, or guessed by its names, or that of the model's training data, or plain masks.
+    The layout of a folder is `source`, or guessed from its names, or that of the model's training data, or "masks".
     """
     data, options, suite = arguments.data, arguments.options, arguments.suite.name
     card = task_of(arguments.models[0].model)
@@ -260,7 +263,7 @@ def open_images(arguments: EvaluationArguments, weather: str = "") -> MaskedImag
 def _file_source(
     arguments: EvaluationArguments, masks: SegmentationDataset, test: InferenceSettings, layout: str = ""
 ) -> MaskedImages:
-    """A numbered data set; the id of an image, for random draws, is its path below the root, or its number."""
+    """The images of a data set; the id of an image, for random draws, is its path below the root, or its index."""
     pick = evenly_spaced(len(masks), arguments.limit)
     paths = [image.relative_to(masks.root) for image, _ in masks.pairs] if isinstance(masks, MaskFiles) else []
     ids = [path.as_posix() for path in paths] or range(len(masks))
@@ -276,17 +279,17 @@ def _given_source(arguments: EvaluationArguments) -> Source:
     if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
         pick = evenly_spaced(len(data), arguments.limit)  # type: ignore[arg-type]
         return ItemSource(_DatasetItems(data, read), pick, _collate_by_size, **arguments.reading)
-    if not isinstance(data, Iterable | DataLoader):
+    if not isinstance(data, Iterable):
         raise VitfocusError(
             f"{arguments.suite.name} takes a folder of images with masks, a data set or batches of (image, mask), "
             f"not a {type(data).__name__}."
         )
-    return StreamSource(data, arguments.limit, read)
+    return LoaderSource(data, arguments.limit, read)
 
 
 @dataclass(frozen=True)
 class _DatasetItems:
-    """A user's data set, item by item."""
+    """The items of a user's data set, checked."""
 
     data: Any
     read: Any
@@ -307,26 +310,20 @@ def _checked_pair(suite: str, pair: Any) -> tuple[Tensor, Tensor]:
 
 def _collate_by_size(items: list[tuple[Tensor, Tensor]]) -> list[Collated]:
     """One batch for each size of images and masks."""
-    groups: dict[tuple[Any, ...], list[int]] = {}
-    for row, (image, mask) in enumerate(items):
-        groups.setdefault((image.shape, mask.shape), []).append(row)
-    return [
-        Collated(rows, torch.stack([items[row][0] for row in rows]), torch.stack([items[row][1] for row in rows]))
-        for rows in groups.values()
-    ]
+    return [Collated(*part) for part in stack_by_size(items)]
 
 
 def _condition(
     arguments: EvaluationArguments, images: MaskedImages, name: str, change: Any = None, write: bool = False
 ) -> Condition:
-    """A condition; with `write`, the predictions of the first model are drawn or written for a server, if asked for."""
+    """A condition; with `write`, predictions of the first model are written as images or for a server, if requested."""
     options, layout, paths = arguments.options, images.layout, images.paths
     overlays, submission = (options.pictures, options.submission) if write else (None, None)
     if submission is not None and layout not in ("cityscapes", "acdc"):
         raise VitfocusError("--submission is for Cityscapes and ACDC, whose servers take files of class numbers.")
     if submission is None and isinstance(images.masks, MaskFiles) and images.masks.withheld:
         what = "name a folder with --submission to write predictions for the server" if write else "use --split val"
-        raise VitfocusError(f"The masks of this split are withheld, so there is nothing to score: {what}.")
+        raise VitfocusError(f"The masks of this split are withheld, so nothing can be scored: {what}.")
 
     def write_prediction(position: int, image: Tensor, found: Tensor, mask: Tensor, classes: int) -> None:
         if overlays is not None:
@@ -347,7 +344,7 @@ def _segment(
     images: Tensor,
     batch: EvaluationBatch,
 ) -> Outcome:
-    """The pixels per class of each image: right, true and predicted, (B, 3, classes)."""
+    """The numbers of correct, true and predicted pixels per class of each image, (B, 3, classes)."""
     masks = batch.labels
     scores = predict(model, images, test, masks.shape[-2:])
     guess, classes = scores.argmax(1), scores.shape[1]
@@ -384,7 +381,7 @@ def mean_iou(counts: Tensor) -> float:
 
 
 def _by_class(counts: Tensor, names: Sequence[str]) -> Summary:
-    """mIoU, mAcc and aAcc with every class's IoU; classes without a name are numbered. Nothing if there is no truth."""
+    """mIoU, mAcc, aAcc and the IoU of every class; classes without a name are numbered. Empty without true masks."""
     if not counts[1].any():
         return {"cells": {}}
     scores = _percent(counts)
@@ -394,15 +391,15 @@ def _by_class(counts: Tensor, names: Sequence[str]) -> Summary:
 
 
 def _reduce_noise(names: Sequence[str], repeats: int, outcomes: Collected, seed: int) -> Reduced:
-    cells: dict[str, Summary] = {}
+    each: dict[str, Summary] = {}
     for name in ("clean", *NOISES):
-        listed = [one for repeat in range(repeats) if (one := _repeat(name, repeat)) in outcomes]
-        values = [mean_iou(_counts(outcomes, one)) for one in listed]
-        cells[name] = {"miou": values[0]}
+        repeated = [condition for repeat in range(repeats) if (condition := _repeat(name, repeat)) in outcomes]
+        values = [mean_iou(_counts(outcomes, condition)) for condition in repeated]
+        each[name] = {"miou": values[0]}
         if len(values) > 1:
             mean, half = repeat_interval(values)
-            cells[name] = {"miou": mean, "miou_interval": [mean - half, mean + half], "repeats": values}
-    return Reduced({**_by_class(_counts(outcomes, "clean"), names), "cells": cells})
+            each[name] = {"miou": mean, "miou_interval": [mean - half, mean + half], "repeats": values}
+    return Reduced({**_by_class(_counts(outcomes, "clean"), names), "cells": each})
 
 
 def _repeat(name: str, repeat: int) -> str:
@@ -413,19 +410,19 @@ def _reduce_corruptions(
     classes: Sequence[str], chosen: Mapping[str, Sequence[int]], outcomes: Collected, seed: int
 ) -> Reduced:
     clean_counts = _counts(outcomes, "clean")
-    cells: dict[str, Summary] = {"clean": _percent(clean_counts)}
+    each: dict[str, Summary] = {"clean": _percent(clean_counts)}
     for name, severities in chosen.items():
         by_severity = {str(s): mean_iou(_counts(outcomes, f"{name}/{s}")) for s in severities}
-        cells[name] = {"miou": sum(by_severity.values()) / len(by_severity), "severities": by_severity}
-    mean = sum(cells[name]["miou"] for name in chosen) / len(chosen)
-    return Reduced({**_by_class(clean_counts, classes), "miou_corrupted": mean, "cells": cells})
+        each[name] = {"miou": sum(by_severity.values()) / len(by_severity), "severities": by_severity}
+    mean = sum(each[name]["miou"] for name in chosen) / len(chosen)
+    return Reduced({**_by_class(clean_counts, classes), "miou_corrupted": mean, "cells": each})
 
 
 def _reduce_acdc(names: Sequence[str], outcomes: Collected, seed: int) -> Reduced:
-    each = {name: _counts(outcomes, name) for name in outcomes}
-    total = torch.stack(list(each.values())).sum(0)
-    cells = {name: _percent(counts) for name, counts in (*each.items(), ("all", total))}
-    return Reduced({**_by_class(total, names), "cells": cells if total[1].any() else {}})
+    counts = {name: _counts(outcomes, name) for name in outcomes}
+    total = torch.stack(list(counts.values())).sum(0)
+    each = {name: _percent(some) for name, some in (*counts.items(), ("all", total))}
+    return Reduced({**_by_class(total, names), "cells": each if total[1].any() else {}})
 
 
 NOISES = ("shot", "gaussian/5", "gaussian/10", "blur/1", "blur/2")
@@ -438,10 +435,10 @@ def add_noise(
     ids: Tensor | Sequence[int | str] | None = None,
     photons: int = 255,
 ) -> Tensor:
-    """Noisy copies of uint8 images (B, 3, H, W): one of `NOISES`; draws belong to (seed, id).
+    """Noisy copies of uint8 images (B, 3, H, W), by one of `NOISES`; random draws depend on (seed, id).
 
-    "shot" counts the photons of every value, of which white has `photons`: 255 is the Poisson law of the grey level
-    itself. "gaussian/S" adds normal noise of S levels, rounded; "blur/S" is a Gaussian blur of S pixels.
+    "shot" is Poisson noise where white has `photons` photons, so 255 is Poisson noise of the grey level itself.
+    "gaussian/S" adds normal noise of S levels, rounded; "blur/S" is a Gaussian blur of S pixels.
 
     >>> images = torch.full((1, 3, 16, 16), 100, dtype=torch.uint8)
     >>> bool((add_noise(images, "blur/2") == images).all()), bool((add_noise(images, "shot") == images).all())
@@ -468,7 +465,7 @@ def _stored(folder: str, images: MaskedImages, chosen: Mapping[str, Sequence[int
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise VitfocusError(
-            f"{folder} holds no images of {', '.join(missing[:3])}{more}; name those it has with --corruptions and "
+            f"{folder} has no images of {', '.join(missing[:3])}{more}; name those it has with --corruptions and "
             "--severities."
         )
     return {f"{name}/{severity}": stored[name, severity] for name, severity in wanted}

@@ -1,4 +1,4 @@
-"""Visual question answering on VQAv2's layout, scored by the official accuracy over ten people's answers."""
+"""Visual question answering on VQAv2's layout, scored by the official accuracy over ten annotators' answers."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ from vitfocus.data.vqa.dataset import (
     shapes_questions,
     splits_in,
 )
+from vitfocus.robustness.batches import Collated, EvaluationBatch, ItemSource
 from vitfocus.robustness.engine import Condition, EvaluationArguments, EvaluationPlan, Group, Outcome, Reduced
 from vitfocus.robustness.metrics import Summary, percent
 from vitfocus.robustness.pixel_model import PixelModel
 from vitfocus.robustness.run_folder import Columns
-from vitfocus.robustness.sources import Collated, EvaluationBatch, ItemSource
-from vitfocus.robustness.suites.options import DataForm
+from vitfocus.robustness.suites import DataForm
 from vitfocus.tasks.vqa.evaluation import Answerer, language_baselines, soft_accuracy
 from vitfocus.treatments.save_load import task_of
 
 
 def answers(arguments: EvaluationArguments) -> EvaluationPlan:
-    """The official accuracy, in percent, in all and by answer type.
+    """The official accuracy, in percent, overall and by answer type.
 
-    The data is a folder in VQAv2's layout, of which `split` ("val2014", or several joined by "+") is taken, the word
-    "shapes", a `VqaDataset`, or a data set of (picture, {"question", "answers"}). With `out`, the answers are written
-    there as the official server takes them; of a split whose answers are withheld that is the only result.
+    The data is a folder in VQAv2's layout, with `split` ("val2014", or several joined by "+"), the word "shapes", a
+    `VqaDataset`, or a data set of (image, {"question", "answers"}). With `out`, the answers are written there in the
+    format of the official server; for a split whose answers are withheld that is the only result.
     """
     split = arguments.options.split
     arguments.refuse_unused(DataForm(drawn=shapes_named(arguments.data, 1) is not None))
     asked = open_questions(arguments.data, split, _image_size(arguments.models[0].model))
     if not asked.annotated and arguments.out is None:
         raise VitfocusError(
-            f"The answers of {split or 'these questions'} are withheld, so there is nothing to score: name a folder "
-            "with the option out to keep what the model answers."
+            f"The answers of {split or 'these questions'} are withheld, so nothing can be scored: name a folder with "
+            "the option out to write the answers of the model."
         )
     answerers = {model.name: Answerer(model.model, _image_size(model.model)) for model in arguments.models}
     samples = QuestionItems(asked, {name: (one.tokenizer, one.preprocessing) for name, one in answerers.items()})
@@ -61,7 +61,10 @@ def answers(arguments: EvaluationArguments) -> EvaluationPlan:
     note = f"The answers of {asked.title} are withheld, so nothing is scored; answers.json is for its server."
     if baselines is not None:
         constant = baselines["constant_answer"]
-        note = f"VQAv2's official accuracy on {asked.title}. Without looking: always {constant!r}, or by question type."
+        note = (
+            f"VQAv2's official accuracy on {asked.title}. Baselines without images: always {constant!r}, or the best "
+        )
+        note += "answer per question type."
     return EvaluationPlan(
         (Group("answers", source, (Condition("all", partial(_answer, answerers)),)),),
         {"split": asked.title, "limit": arguments.limit},
@@ -72,7 +75,7 @@ def answers(arguments: EvaluationArguments) -> EvaluationPlan:
 
 
 class QuestionItems:
-    """Questions with their pictures, prepared for each of several models by name; a picture is decoded once."""
+    """Questions with their images, preprocessed for each model by name; an image is decoded once."""
 
     def __init__(self, asked: VqaDataset, readers: Mapping[str, tuple[QuestionTokenizer, VqaPreprocessing]]) -> None:
         self.asked, self.readers = asked, readers
@@ -85,7 +88,7 @@ class QuestionItems:
         return question.text, {prepare: prepare.resize(image) for _, prepare in self.readers.values()}
 
     def collate(self, items: list[tuple[str, dict[VqaPreprocessing, Tensor]]]) -> list[Collated]:
-        """The inputs of each model: words, pictures padded to the largest, and masks."""
+        """The inputs of each model: tokens, images padded to the largest, and masks."""
         texts = [text for text, _ in items]
         inputs = {
             name: tokenizer(texts) | pad_images([resized[prepare] for _, resized in items])
@@ -95,7 +98,7 @@ class QuestionItems:
 
 
 def open_questions(data: Any, split: str = "", size: int = 32) -> VqaDataset:
-    """A folder in VQAv2's layout, the embedded Shapes drawn at that size, or a set as it is."""
+    """A folder in VQAv2's layout, Shapes at this size, or a data set as it is."""
     if isinstance(data, VqaDataset):
         return data
     if (length := shapes_named(data, 1000)) is not None:
@@ -110,22 +113,22 @@ def open_questions(data: Any, split: str = "", size: int = 32) -> VqaDataset:
 
 
 def _from_dataset(data: Any) -> VqaDataset:
-    """A data set of (picture, {"question", "answers"}), such as `Shapes(task="answer")`; pictures uint8 (3, H, W)."""
-    pictures, questions = [], []
+    """A data set of (image, {"question", "answers"}), such as `Shapes(task="answer")`; images are uint8 (3, H, W)."""
+    images, questions = [], []
     for number in range(len(data)):
-        picture, target = data[number]
+        image, target = data[number]
         if not isinstance(target, Mapping) or not {"question", "answers"} <= set(target):
-            raise VitfocusError("answers takes items of (picture, dict with 'question' and 'answers').")
+            raise VitfocusError("answers takes items of (image, dict with 'question' and 'answers').")
         kind = str(target.get("answer_type", ""))
-        pictures.append(picture)
+        images.append(image)
         questions.append(Question(number, number, target["question"], tuple(target["answers"]), answer_type=kind))
-    if len({tuple(getattr(picture, "shape", ())) for picture in pictures}) != 1:
-        raise VitfocusError("answers takes a data set whose pictures are uint8 tensors (3, H, W) of one size.")
-    return VqaDataset(questions, torch.stack(pictures), "the given questions")
+    if len({tuple(getattr(image, "shape", ())) for image in images}) != 1:
+        raise VitfocusError("answers takes a data set whose images are uint8 tensors (3, H, W) of one size.")
+    return VqaDataset(questions, torch.stack(images), "the given questions")
 
 
 def _image_size(model: nn.Module) -> int:
-    """The shorter side of the pictures that a model was trained on, or else built for."""
+    """The shorter side of the images that a model was trained on, or was built for."""
     return int(task_of(model).get("size") or min(input_spec(model).size))
 
 
@@ -135,9 +138,9 @@ def _answer(
     inputs: Mapping[str, dict[str, Tensor]],
     batch: EvaluationBatch,
 ) -> Outcome:
-    """The answer to each question, in json."""
+    """The answer to each question, as JSON."""
     answerer, device = answerers[model.name], batch.positions.device
-    with model.autocast(device), seeded(0):  # ViLT shuffles patches: a batch has its answers whenever it comes
+    with model.autocast(device), seeded(0):  # ViLT shuffles patches, and the answers must not depend on the order
         logits = model.model(**answerer.preprocessing.normalise(inputs[model.name], device)).logits
     return {"answer": [json.dumps(answerer.answers[number]) for number in logits.argmax(1).tolist()]}
 

@@ -122,13 +122,11 @@ def mask_rcnn(
     """
     if num_classes < 1:
         raise VitfocusError(f"A detector needs at least one class of objects, not num_classes={num_classes}.")
-    own = {key: value for key, value in options.items() if key.startswith(("rpn_", "box_"))}
-    for key in own:
+    detector = {key: options.pop(key) for key in list(options) if key.startswith(("rpn_", "box_"))}
+    for key in detector:
         if key not in _OPTIONS:
             raise VitfocusError(f"torchvision's MaskRCNN has no option {key!r}: {nearest(key, _OPTIONS)}")
-    features = PyramidFeatures(
-        backbone, pretrained, indices, **{key: value for key, value in options.items() if key not in own}
-    )
+    features = PyramidFeatures(backbone, pretrained, indices, **options)
     strides = (*features.strides, 2 * features.strides[-1])
     boxes, masks = (_pooler(size, features.strides) for size in (7, 14))
     return VisionMaskRCNN(
@@ -149,7 +147,7 @@ def mask_rcnn(
         mask_roi_pool=masks,
         mask_head=MaskRCNNHeads(channels, (channels,) * mask_layers, 1),
         mask_predictor=MaskRCNNPredictor(channels, channels, num_classes + 1),
-        **own,
+        **detector,
     )
 
 

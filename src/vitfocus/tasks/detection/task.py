@@ -14,9 +14,9 @@ from vitfocus.core.modules import eval_mode
 from vitfocus.data.detection.batches import DetectionAugment, DetectionBatch, collate
 from vitfocus.data.detection.dataset import DetectionDataset, mask_tools, open_detections
 from vitfocus.data.loader import Samples, first_images, strided_batches
-from vitfocus.tasks.base import DATA_KEYS, RunContext, Task, build_model, over_several_gpus
+from vitfocus.tasks.base import DENSE_TASK_KEYS, RunContext, Task, build_model
 from vitfocus.tasks.detection.evaluation import coco_results, coco_scores
-from vitfocus.treatments.origin import split_library
+from vitfocus.treatments.builder import split_library
 from vitfocus.treatments.spec import split_spec
 
 if TYPE_CHECKING:
@@ -31,12 +31,7 @@ class DetectionTask(Task):
     name: ClassVar[str] = "detect"
     best: ClassVar[str] = "box_ap"
     compiles: ClassVar[bool] = False  # the number of proposals varies
-    reads: ClassVar[Mapping[str, frozenset[str]]] = {
-        "augment": frozenset({"flip"}),
-        "loss": frozenset({"adl_warmup_epochs"}),
-        "distill": frozenset(),
-        "data": DATA_KEYS | {"repeats"},
-    }
+    reads: ClassVar[Mapping[str, frozenset[str]]] = DENSE_TASK_KEYS
 
     train: DetectionDataset
     val: DetectionDataset
@@ -57,12 +52,9 @@ class DetectionTask(Task):
         self.classes = list(self.train.classes)
 
     def build_model(self) -> nn.Module:
-        """The recipe's detector; over several GPUs its pyramid has SyncBatchNorm."""
+        """The recipe's detector."""
         model: Any = build_model(self.recipe, self.arguments())
         self.dry_run(model, self.recipe.data.size, lambda image: model(list(image)))
-        if over_several_gpus(self.recipe):
-            features = model.backbone.features
-            features.resample = nn.SyncBatchNorm.convert_sync_batchnorm(features.resample)
         return model
 
     def arguments(self) -> dict[str, Any]:
@@ -94,18 +86,17 @@ class DetectionTask(Task):
         from accelerate.utils import broadcast_object_list, gather_object
 
         model = unwrap(model)  # DDP's forward pass would wait for processes with fewer batches
-        found = []
+        detections = []
+        samples, keys = Samples(self.val, read=self.val.image), strided_batches(len(self.val), self.context.partition)
         with eval_mode(model):
-            for indices, images in self.validation_batches(
-                Samples(self.val, read=self.val.image), strided_batches(len(self.val), self.context.partition)
-            ):
+            for indices, images in self.validation_batches(samples, keys):
                 with accelerator.autocast():
                     predictions = model([self.normalise(image) for image in images])
                 ids = [self.val.image_id(index) for index in indices]
-                found += coco_results(predictions, ids, self.val.category_ids)
+                detections += coco_results(predictions, ids, self.val.category_ids)
         if accelerator.num_processes > 1:
-            found = gather_object(found)
-        scores = [coco_scores(self.val.truth(), found) if accelerator.is_main_process else None]
+            detections = gather_object(detections)
+        scores = [coco_scores(self.val.truth(), detections) if accelerator.is_main_process else None]
         if accelerator.num_processes > 1:
             broadcast_object_list(scores)
         assert scores[0] is not None

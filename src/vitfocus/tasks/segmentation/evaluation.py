@@ -46,8 +46,8 @@ def class_counts(truth: Tensor, guess: Tensor, classes: int, ignore: int = IGNOR
     truth, guess = truth[counted].long(), guess[counted].long()
     if len(truth) and not 0 <= int(truth.min()) <= int(truth.max()) < classes:
         raise VitfocusError(f"A mask has the class {int(truth.max())}, but the model has {classes} classes.")
-    cells = (rows * classes + truth) * classes + guess
-    confusion = torch.bincount(cells, minlength=len(counted) * classes**2).view(-1, classes, classes)
+    bins = (rows * classes + truth) * classes + guess
+    confusion = torch.bincount(bins, minlength=len(counted) * classes**2).view(-1, classes, classes)
     return torch.stack([confusion.diagonal(dim1=1, dim2=2), confusion.sum(2), confusion.sum(1)], 1)
 
 
@@ -214,8 +214,10 @@ def overlay(image: Tensor, classes: Tensor, count: int, source: str = "", streng
 
 
 def write_submission(folder: str | Path, file: str, guess: Tensor, source: str) -> Path:
-    """Write a prediction (H, W) as the servers take it: one 8-bit PNG of the image's name, for Cityscapes with its own
-    class numbers (labelIds), for ACDC with those of training (labelTrainIds)."""
+    """Write a prediction (H, W) for a benchmark's server: an 8-bit PNG with the name of the image.
+
+    Cityscapes takes its class ids (labelIds), ACDC those of training (labelTrainIds).
+    """
     numbers = guess.cpu().numpy().astype(np.uint8)
     if source == "cityscapes":
         numbers = np.array(CITYSCAPES_IDS, np.uint8)[numbers]

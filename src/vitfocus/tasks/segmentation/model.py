@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitfocus.core.errors import VitfocusError, nearest
-from vitfocus.core.modules import eval_mode
+from vitfocus.core.modules import SharedBatchNorm2d, eval_mode
 from vitfocus.tasks.feature_pyramid import PyramidFeatures, no_decay_names
 
 _POOLS = (1, 2, 3, 6)
@@ -106,17 +106,8 @@ class ConvNorm(nn.Sequential):
 
     def __init__(self, inputs: int, outputs: int, kernel: int = 1) -> None:
         super().__init__(
-            nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, bias=False), SafeBatchNorm(outputs), nn.ReLU()
+            nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, bias=False), SharedBatchNorm2d(outputs), nn.ReLU()
         )
-
-
-class SafeBatchNorm(nn.BatchNorm2d):
-    """Batch normalisation that uses running statistics if a channel has a single value (batch size 1, 1 × 1 map)."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training and x.numel() == x.shape[1]:
-            return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
-        return super().forward(x)
 
 
 class FCNHead(nn.Sequential):
@@ -146,8 +137,8 @@ class UperDecoder(nn.Module):
         ]
         levels = [layer(one) for layer, one in zip(self.lateral, maps[:-1], strict=True)]
         levels.append(self.bottleneck(torch.cat([last, *pools], 1)))
-        for place in range(len(levels) - 1, 0, -1):
-            levels[place - 1] = levels[place - 1] + _resize_to(levels[place], levels[place - 1])
+        for level in range(len(levels) - 1, 0, -1):
+            levels[level - 1] = levels[level - 1] + _resize_to(levels[level], levels[level - 1])
         smooth = [layer(one) for layer, one in zip(self.smooth, levels[:-1], strict=True)]
         joined = [_resize_to(one, smooth[0]) for one in (*smooth, levels[-1])]
         logits: Tensor = self.classify(self.fuse(torch.cat(joined, 1)))
@@ -226,8 +217,8 @@ def build_smp(name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Modu
             f"{name!r} is not DECODER:TIMM_MODEL, such as unet:pvt_v2_b1: {nearest(decoder.partition(':')[0], known)}"
         )
     head = take_head_arguments(arguments, indices=None)
-    own = set(inspect.signature(known[decoder]).parameters) & set(arguments)
-    options = {key: arguments.pop(key) for key in sorted(own)}
+    parameters = inspect.signature(known[decoder]).parameters
+    options = {key: arguments.pop(key) for key in sorted(arguments) if key in parameters}
     features = PyramidFeatures(backbone, pretrained, head["indices"], **arguments)
     if features.strides != _STRIDES:
         given = ", ".join(map(str, features.strides))

@@ -24,9 +24,9 @@ from vitfocus.data.segmentation.batches import (
     whole_images,
 )
 from vitfocus.data.segmentation.dataset import IGNORE, SegmentationDataset, open_masks
-from vitfocus.tasks.base import DATA_KEYS, RunContext, Task, build_model, model_arguments, over_several_gpus
+from vitfocus.tasks.base import DENSE_TASK_KEYS, RunContext, Task, build_model, model_arguments
 from vitfocus.tasks.segmentation.evaluation import InferenceSettings, class_counts, predict, scores_of
-from vitfocus.treatments.origin import split_library
+from vitfocus.treatments.builder import split_library
 from vitfocus.treatments.spec import split_spec
 
 if TYPE_CHECKING:
@@ -38,12 +38,7 @@ class SegmentationTask(Task):
 
     name: ClassVar[str] = "segment"
     best: ClassVar[str] = "miou"
-    reads: ClassVar[Mapping[str, frozenset[str]]] = {
-        "augment": frozenset({"flip"}),
-        "distill": frozenset(),
-        "loss": frozenset({"adl_warmup_epochs"}),
-        "data": DATA_KEYS | {"repeats"},
-    }
+    reads: ClassVar[Mapping[str, frozenset[str]]] = DENSE_TASK_KEYS
 
     train: SegmentationDataset
     val: SegmentationDataset
@@ -69,18 +64,14 @@ class SegmentationTask(Task):
         self.classes = (names + [f"class {number}" for number in range(len(names), count)])[:count]
 
     def build_model(self) -> nn.Module:
-        """The recipe's segmenter; over several GPUs its heads have SyncBatchNorm."""
+        """The recipe's segmenter."""
         model = build_model(self.recipe, self.arguments())
         if split_library(split_spec(self.recipe.model.spec)[0])[0] not in COMPOSED_MODELS:
             raise VitfocusError(
-                f"{self.recipe.model.spec} gives one label per image, not one per pixel: put a head on it, "
-                f"such as upernet:{self.recipe.model.spec}."
+                f"{self.recipe.model.spec} predicts one label per image, not one per pixel: add a head, such as "
+                f"upernet:{self.recipe.model.spec}."
             )
         self.dry_run(model, self.recipe.data.size, model)
-        if over_several_gpus(self.recipe):
-            for part in ("decoder", "auxiliary"):
-                if isinstance(head := getattr(model, part, None), nn.Module):
-                    setattr(model, part, nn.SyncBatchNorm.convert_sync_batchnorm(head))
         return model
 
     def arguments(self) -> dict[str, Any]:
@@ -129,7 +120,7 @@ class SegmentationTask(Task):
         indices = strided_batches(len(self.val), self.context.partition)
         with eval_mode(model):
             for _, parts in self.validation_batches(samples, indices, stack_by_size):
-                for images, masks in parts:
+                for _, images, masks in parts:
                     with accelerator.autocast():
                         scores = predict(model, self.normalise(images), settings, masks.shape[-2:])
                     counts += class_counts(masks.to(device), scores.argmax(1), count).sum(0)

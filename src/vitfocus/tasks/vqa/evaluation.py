@@ -190,7 +190,7 @@ class Answerer:
     """Answers questions about images.
 
     Args:
-        model: A `ViltForQuestionAnswering` that carries its tokenizer and its answers.
+        model: A `ViltForQuestionAnswering` with its tokenizer and its answers.
         size: Short side of the images; by default that of the model.
 
     Raises:

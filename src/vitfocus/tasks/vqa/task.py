@@ -7,7 +7,6 @@ questions, and the answers are the most frequent ones of the training annotation
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -15,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitfocus.core.errors import VitfocusError
+from vitfocus.core.files import is_folder
 from vitfocus.core.modules import eval_mode
 from vitfocus.data.loader import equal_batches
 from vitfocus.data.vqa.batches import QuestionBatch, QuestionSamples, diagnosis_batches, fitted_size
@@ -26,6 +26,7 @@ from vitfocus.data.vqa.dataset import (
     open_questions,
     tokenizer_of,
 )
+from vitfocus.recipes import changed
 from vitfocus.tasks.base import DATA_KEYS, RunContext, Task, build_model
 from vitfocus.tasks.vqa.evaluation import (
     answers_in,
@@ -36,7 +37,7 @@ from vitfocus.tasks.vqa.evaluation import (
     preprocessing_of,
     soft_targets,
 )
-from vitfocus.treatments.origin import split_library
+from vitfocus.treatments.builder import split_library
 from vitfocus.treatments.save_load import load
 from vitfocus.treatments.spec import split_spec
 
@@ -74,27 +75,27 @@ class AnswerTask(Task):
                 "transformers:ViltForQuestionAnswering, or to transformers:FOLDER_OR_NAME of a checkpoint."
             )
         tokenizer, answers, vocabulary = self._from_checkpoint()
-        self.unread = ["words"] * bool(tokenizer or vocabulary) + ["answers", "least"] * (answers is not None)
-        self.words_from = "the checkpoint" if tokenizer else "the training questions"
+        self.unused = ["words"] * bool(tokenizer or vocabulary) + ["answers", "least"] * (answers is not None)
+        self.trained_tokenizer = tokenizer is None
         self.tokenizer = tokenizer or QuestionTokenizer.train(
             (question.text for question in self.train.questions), vocabulary or section.words, section.longest
         )
         if answers is None:
-            known = [self.train, self.val] if recipe.data.holdout else [self.train]  # held-out images are of training
-            agreed = (question.agreed for part in known for question in part.questions)
+            parts = [self.train, self.val] if recipe.data.holdout else [self.train]  # held-out images are of training
+            agreed = (question.agreed for part in parts for question in part.questions)
             answers = frequent_answers(agreed, section.answers, section.least)
         self.classes = answers
         self.numbers = {answer: number for number, answer in enumerate(answers)}
-        self.without_looking = language_baselines(self.val.questions)
+        self.baselines = language_baselines(self.val.questions)
 
     def build_model(self) -> nn.Module:
-        """The model, which carries its tokenizer."""
+        """The model, with its tokenizer."""
         model = build_model(self.recipe, self.arguments())
         if type(model).__name__ != "ViltForQuestionAnswering":
             raise VitfocusError(f"task=answer trains a ViltForQuestionAnswering, but this is a {type(model).__name__}.")
         attach_tokenizer(model, self.tokenizer)
-        wanted, token = preprocessing_of(model, self.recipe.data.size), torch.zeros(1, 1, dtype=torch.int64)
-        side = fitted_size(wanted.size, wanted.size, wanted.size, wanted.patch)[0]
+        prepare, token = preprocessing_of(model, self.recipe.data.size), torch.zeros(1, 1, dtype=torch.int64)
+        side = fitted_size(prepare.size, prepare.size, prepare.size, prepare.patch)[0]
         self.dry_run(model, side, lambda image: model(input_ids=token, pixel_values=image))
         return model
 
@@ -120,16 +121,15 @@ class AnswerTask(Task):
         samples = QuestionSamples(self.train, tokenizer, preprocessing, recipe.augment.randaugment, recipe.engine.seed)
         self.val_samples = QuestionSamples(self.val, tokenizer, preprocessing)
         self.batches = self.sample_batches(samples, samples.collate, self._finish)
-        for key in self.unread:
-            if (value := getattr(recipe.answer, key)) != getattr(type(recipe.answer)(), key):
-                context.say(f"The checkpoint has its own, so answer.{key}={value} is not used.")
-        if self.words_from == "the training questions" and recipe.model.pretrained:
+        for key, value in changed(recipe.answer).items():
+            if key in self.unused:
+                context.say(f"answer.{key}={value} is not used, since the checkpoint determines it.")
+        if self.trained_tokenizer and recipe.model.pretrained:
             context.say(f"{self.checkpoint} has no tokenizer: one is trained on the training questions.")
 
     def terms(self, model: nn.Module, batch: QuestionBatch, epoch: float) -> list[Tensor]:
         """Binary cross-entropy with the soft targets, summed over answers as in ViLT, and attention diversification."""
-        logits: Tensor = model(**batch.inputs).logits
-        return [_loss(logits, batch.targets), *self.diversity_terms(epoch)]
+        return [_loss(model(**batch.inputs).logits, batch.targets), *self.diversity_terms(epoch)]
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, accelerator: Accelerator) -> dict[str, float]:
@@ -155,16 +155,15 @@ class AnswerTask(Task):
         return {name: total / count for name, (total, count) in zip(names, summed, strict=True) if count}
 
     def sample_images(self, count: int) -> list[dict[str, Any]]:
-        """A few validation questions with their images."""
         return list(diagnosis_batches(self.val, self.preprocessing, count // 4, count // 4))
 
     def headline(self, scores: Mapping[str, float]) -> str:
-        """The accuracy, and those of answers without looking at the image."""
-        blind = self.without_looking
+        """The accuracy, and those of two baselines that do not see the image."""
+        baselines = self.baselines
         return (
-            f"accuracy on {self.val.title} {100 * scores['accuracy']:.2f} % (always {blind['constant_answer']!r}: "
-            f"{100 * blind['constant_accuracy']:.2f} %, the best answer to each type of question: "
-            f"{100 * blind['question_type_accuracy']:.2f} %)"
+            f"accuracy on {self.val.title} {100 * scores['accuracy']:.2f} % (always {baselines['constant_answer']!r}: "
+            f"{100 * baselines['constant_accuracy']:.2f} %, the best answer to each type of question: "
+            f"{100 * baselines['question_type_accuracy']:.2f} %)"
         )
 
     def card(self) -> dict[str, Any]:
@@ -172,31 +171,31 @@ class AnswerTask(Task):
         return {"task": self.name, "size": self.recipe.data.size}
 
     def facts(self) -> dict[str, Any]:
-        """Sizes of the vocabularies, the share of questions they can answer, and accuracies without looking."""
-        reached = sum(normalise_answer(question.agreed) in self.numbers for question in self.train.questions)
+        """Sizes of the vocabularies, the share of questions that they can answer, and the baselines."""
+        covered = sum(normalise_answer(question.agreed) in self.numbers for question in self.train.questions)
         return {
             "splits": {"train": self.train.title, "val": self.val.title},
             "answers": len(self.classes),
-            "answers_cover": reached / len(self.train),
+            "answers_cover": covered / len(self.train),
             "word_pieces": len(self.tokenizer),
-            "words_from": self.words_from,
-            "without_looking": self.without_looking,
+            "words_from": "the training questions" if self.trained_tokenizer else "the checkpoint",
+            "without_looking": self.baselines,
             "preprocessing": {name: getattr(self.preprocessing, name) for name in ("size", "mean", "std")},
         }
 
     def _from_checkpoint(self) -> tuple[QuestionTokenizer | None, list[str] | None, int]:
         """Tokenizer and answers of the weights that the run starts from, and the size of that model's vocabulary."""
         source, longest = self.recipe.model.weights, self.recipe.answer.longest
-        if source and Path(source).is_dir():
+        if source and is_folder(source):
             model: Any = load(source)
             return tokenizer_of(model), answers_in(getattr(model, "config", None)), 0
-        if self.checkpoint.isidentifier() and not Path(self.checkpoint).is_dir():
+        if self.checkpoint.isidentifier() and not is_folder(self.checkpoint):
             return None, None, 0
-        from vitfocus.treatments.arguments import checkpoint_config
+        from vitfocus.treatments.safe_arguments import checkpoint_config
 
         config: Any = checkpoint_config(self.checkpoint)
         limit = min(longest, int(getattr(config, "max_position_embeddings", longest)))
-        return checkpoint_tokenizer(self.checkpoint, limit), answers_in(config), int(getattr(config, "vocab_size", 0))
+        return QuestionTokenizer.read(self.checkpoint, limit), answers_in(config), int(getattr(config, "vocab_size", 0))
 
     def _targets(self, questions: Sequence[Question]) -> Tensor:
         targets = torch.zeros(len(questions), len(self.classes))
@@ -209,20 +208,6 @@ class AnswerTask(Task):
         batch.inputs = self.preprocessing.normalise(batch.inputs, self.context.device)
         batch.targets = self._targets(batch.questions).to(self.context.device, non_blocking=True)
         return batch
-
-
-def checkpoint_tokenizer(name: str, longest: int) -> QuestionTokenizer | None:
-    """The tokenizer of a checkpoint, from its folder or from the hub; None if it has none."""
-    if Path(name).is_dir():
-        return QuestionTokenizer.read(name, longest)
-    from transformers import AutoTokenizer
-
-    try:
-        return QuestionTokenizer(
-            AutoTokenizer.from_pretrained(name, trust_remote_code=False).backend_tokenizer, longest
-        )
-    except (OSError, ValueError, AttributeError):
-        return None
 
 
 def _loss(logits: Tensor, targets: Tensor | None) -> Tensor:

@@ -16,9 +16,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from torch import nn
 
-from vitfocus.core.errors import VitfocusError, nearest
+from vitfocus.core.errors import VitfocusError, nearest, reason
+from vitfocus.core.files import is_file, is_folder
+from vitfocus.core.records import read_json
+from vitfocus.core.registry import nested_configs
 from vitfocus.treatments.spec import STATE_KEY, parse_treatments
 
 #: The arguments of composed models' heads; all others are those of the backbone.
@@ -29,7 +33,7 @@ _HEAD_ARGUMENTS = {
 #: Names that no file may set although classes have them: locations, other models, and whatever loads something.
 _FORBIDDEN = {
     *("args", "kwargs", "cfg", "cfgs", "device", "dtype", "backbone", "hybrid_backbone", "stem_backbone", "auto_map"),
-    *("weights", "weights_backbone", "encoder_name", "encoder_weights", "quantization_config"),
+    *("weights", "weights_backbone", "encoder_name", "encoder_weights", "quantization_config", "transformers_weights"),
     *("use_pretrained_backbone", "use_timm_backbone", "backbone_kwargs"),
 }
 #: A flash attention that is not installed is replaced by a kernel from the hub, so no file may ask for one.
@@ -125,26 +129,50 @@ def transformers_config(config_class: Any, fields: Mapping[str, Any], where: str
     """
     _require_plain(fields, where)
     config = config_class.from_dict(_fields(config_class, fields, where))
-    if parse_treatments(spec := str(fields.get(STATE_KEY) or "")):  # which are inserted when the model is built
-        setattr(config, STATE_KEY, spec)
+    for part in nested_configs(config):  # defaults too
+        _refuse_timm(type(part), where)
+        if getattr(part, "use_pretrained_backbone", False) or getattr(part, "use_timm_backbone", False):
+            raise VitfocusError(f"{where} holds a {type(part).__name__} whose backbone is fetched by its name.")
     return config
 
 
 def checkpoint_config(name: str) -> Any:
     """The transformers config of a checkpoint, given by its folder or its name on the hub."""
     transformers = import_transformers()
+    local = is_folder(name)
+    if local:
+        read_json(Path(name, "config.json"), dict[str, Any], writer="transformers")  # within its limits
     try:
-        local = Path(name).is_dir()
         if local and Path(name, "adapter_config.json").exists():  # it names another model, perhaps on the hub
             raise ValueError("it holds an adapter: merge it into its base model first, and save that")
         fields, _ = transformers.PretrainedConfig.get_config_dict(name, local_files_only=local)
         kind = fields.get("model_type")
-        if kind not in transformers.CONFIG_MAPPING:
+        if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
             raise ValueError(f"its config.json names {kind!r}, which is not a model type of transformers")
         return transformers_config(transformers.CONFIG_MAPPING[kind], fields, name)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise VitfocusError(f"transformers finds no model {name!r}: {reason}") from None
+    except VitfocusError:
+        raise
+    except Exception as error:  # whatever the library raises for unexpected values
+        raise VitfocusError(f"transformers finds no model {name!r}: {reason(error)}.") from None
+
+
+class _WeightIndex(msgspec.Struct):
+    """The index of weights in several files, as transformers writes it."""
+
+    weight_map: dict[str, str]
+
+
+def require_own_weights(folder: Path) -> None:
+    """Refuse weights in several files if their index names anything but files of the folder: "../x", say, or a FIFO."""
+    for weights in ("model.safetensors", "pytorch_model.bin"):  # in the order of transformers
+        index = folder / f"{weights}.index.json"
+        if (folder / weights).is_file():
+            return
+        if index.is_file():
+            for part in set(read_json(index, _WeightIndex, writer="transformers").weight_map.values()):
+                if Path(part).name != part or not is_file(folder / part):
+                    raise VitfocusError(f"{index} names {part!r}; expected a file of weights in the same folder.")
+            return
 
 
 def import_transformers() -> Any:
@@ -160,13 +188,14 @@ def _fields(config_class: Any, given: Mapping[str, Any], where: str) -> dict[str
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    if config_class.__module__.rpartition(".")[2] in ("configuration_timm_wrapper", "configuration_timm_backbone"):
-        raise VitfocusError(f"{where} holds a {config_class.__name__}, which fetches what it names: open it with timm.")
+    _refuse_timm(config_class, where)
     require_sizes(given, where)
-    known, kept = _config_names(config_class) | {"attn_implementation"}, {}
+    known, kept = _config_names(config_class) | {"attn_implementation"}, dict[str, Any]()
     for key, value in given.items():
         if "attn_implementation" in key and not isinstance(value, bool):  # also that of a part, such as vision_config
             _require_attention(value, where)
+        if key == STATE_KEY and parse_treatments(str(value)):  # which are inserted when the model is built
+            kept[key] = str(value)
         if key in _FORBIDDEN - {"dtype"} or key not in known:
             continue
         if key == "dtype" and not (isinstance(value, str) and re.fullmatch(r"b?float\d+", value)):
@@ -184,10 +213,15 @@ def _fields(config_class: Any, given: Mapping[str, Any], where: str) -> dict[str
     return kept
 
 
+def _refuse_timm(config_class: Any, where: str) -> None:
+    if config_class.__module__.rpartition(".")[2] in ("configuration_timm_wrapper", "configuration_timm_backbone"):
+        raise VitfocusError(f"{where} holds a {config_class.__name__}, which fetches what it names: open it with timm.")
+
+
 def _known_names(library: str, name: str) -> set[str]:
     if library == "transformers":
         found = _transformers_class(name)
-        if found is None and Path(name).is_dir():
+        if found is None and is_folder(name):
             return _config_names(type(checkpoint_config(name))) | {"ignore_mismatched_sizes"}
         return _config_names(found.config_class) if found is not None else set(_BASE_FIELDS)
     if library == "torchvision":
@@ -250,17 +284,12 @@ def _parameters(one: type) -> Iterable[str]:
 
 def _transformers_class(name: str) -> Any:
     transformers = import_transformers()
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
-
-    from vitfocus.anatomy import families
+    from vitfocus.anatomy.transformers import takes_images
 
     found = getattr(transformers, name, None) if name.isidentifier() else None
-    if not (inspect.isclass(found) and issubclass(found, transformers.PreTrainedModel)):
+    if not (inspect.isclass(found) and issubclass(found, transformers.PreTrainedModel) and takes_images(found)):
         return None
-    ours = {str(one.classes[0]).split(".")[2] for one in families() if one.library == "transformers"}
-    vision = ours | {name.replace("-", "_") for name in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES}
-    package = found.__module__.split(".")
-    return found if package[:2] == ["transformers", "models"] and package[2] in vision - {"timm_wrapper"} else None
+    return found if found.__module__.startswith("transformers.models.") else None
 
 
 def _require_attention(value: Any, where: str) -> None:

@@ -1,4 +1,4 @@
-"""Scores and robustness: every metric with its interval and differences, heat maps of corruptions by severity."""
+"""Scores and robustness: every metric with intervals and differences, and heat maps of corruptions by severity."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from vitfocus.corruptions import CORRUPTIONS
 from vitfocus.report.charts import Line, dot_chart, heat_map, line_chart, short
 from vitfocus.report.comparison import (
     CONDITION_METRICS,
-    Difference,
     Estimate,
     MetricRow,
     SharedTest,
@@ -28,7 +27,7 @@ _SAVED = ("value", "low", "high", "difference", "difference low", "difference hi
 
 
 def add_scores(page: Page, models: Sequence[ReportModel], rows: Sequence[MetricRow]) -> None:
-    """The differences that the summary does not state, then the table and how to read it."""
+    """The differences that the summary does not mention, and the table of all metrics."""
     if not rows:
         return
     page.section("Scores")
@@ -53,15 +52,8 @@ def add_scores(page: Page, models: Sequence[ReportModel], rows: Sequence[MetricR
 
 def _line(row: MetricRow, names: Sequence[str], others: Sequence[str]) -> list[Any]:
     arrow = "↑" if row.higher_is_better else "↓"
-    values = [Cell(_text(row.values[name])) if name in row.values else None for name in names]
+    values = [Cell(row.values[name].text()) if name in row.values else None for name in names]
     return [row.test, f"{row.measure} ({row.unit}) {arrow}", *values, *(_difference(row, name) for name in others)]
-
-
-def _text(value: Estimate | Difference, sign: str = "") -> str:
-    text = f"{value.number:{sign}z.2f}"
-    if value.interval is not None:
-        text += f" [{value.interval[0]:{sign}z.2f}, {value.interval[1]:{sign}z.2f}]"
-    return text
 
 
 def _difference(row: MetricRow, name: str) -> Cell | None:
@@ -69,8 +61,8 @@ def _difference(row: MetricRow, name: str) -> Cell | None:
     if difference is None:
         return None
     unpaired = "unpaired" if difference.interval is not None and not difference.paired else ""
-    notes = ", ".join(filter(None, (row.judgement(name), unpaired)))
-    return Cell(f"{_text(difference, '+')} {notes}".rstrip())
+    remarks = ", ".join(filter(None, (row.judgement(name), unpaired)))
+    return Cell(f"{difference.text('+z.2f')} {remarks}".rstrip())
 
 
 def _csv_lines(row: MetricRow) -> list[list[Any]]:

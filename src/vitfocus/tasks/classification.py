@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from vitfocus.anatomy import anatomy, input_spec, unwrap
 from vitfocus.core.errors import VitfocusError, reason
+from vitfocus.core.files import is_folder
 from vitfocus.core.modules import eval_mode, logits_of
 from vitfocus.data.classification.augmentation import (
     Augmenter,
@@ -51,7 +52,7 @@ class Teacher(nn.Module):
 
     def __init__(self, section: Distill, classes: int, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
         super().__init__()
-        saved = Path(section.teacher).is_dir()
+        saved = is_folder(section.teacher)
         if not saved and not section.pretrained and not section.weights:
             raise VitfocusError(
                 f"The teacher {section.teacher} has no weights: set distill.weights to a file, "

@@ -15,7 +15,7 @@ from helpers.train_tools import tiny
 
 from vitfocus.core.errors import VitfocusError
 from vitfocus.train import load_recipe, train
-from vitfocus.train.metrics import ExperimentTracker, Metrics
+from vitfocus.train.log import ExperimentTracker, Metrics
 
 Event = tuple[int, str, float]
 

@@ -1,4 +1,4 @@
-"""Provenance: the models, the data they were trained and measured on, and the fingerprints of each protocol."""
+"""Provenance: the models, the data of trainings and measurements, and the fingerprint of each protocol."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from vitfocus.report.comparison import SharedTest
 from vitfocus.report.page import Cell, Page
-from vitfocus.report.runs import ReportModel, short_path
+from vitfocus.report.runs import ReportModel, setting_of, short_path
 from vitfocus.robustness.run_folder import FREE, differences
 
 
@@ -56,7 +56,7 @@ def _model(model: ReportModel) -> list[Any]:
 
 
 def _architecture(model: ReportModel) -> str | None:
-    """The model's name without its treatments, if a file or the name tells."""
+    """The model's name without its treatments, if it is known."""
     spec = model.training.spec if model.training is not None else model.full_name
     return spec.partition("+")[0] or None
 
@@ -69,12 +69,11 @@ def _test(test: SharedTest) -> list[Any]:
 
 
 def _diagnosed(models: Sequence[ReportModel]) -> list[list[Any]]:
-    """One line per set of images that attention was read on."""
+    """One line per set of images that was diagnosed."""
     groups: dict[tuple[Any, ...], list[str]] = {}
     for model in models:
         for diagnosis, data in zip(model.diagnoses, model.data, strict=True):
-            asked = (diagnosis.images, diagnosis.size, diagnosis.against, data.source, data.digest)
-            groups.setdefault(asked, []).append(model.name)
+            groups.setdefault((*setting_of(diagnosis), data.source, data.digest), []).append(model.name)
     lines: list[list[Any]] = []
     for (images, size, against, source, digest), names in groups.items():
         what = f"attention, at {size[0]}×{size[1]} pixels" + (f", clean and under {against}" if against else "")

@@ -1,4 +1,4 @@
-"""The models: their blocks with the treatments in place, their cost, and the curves of their training."""
+"""The models: a diagram of blocks and treatments, the cost, and the training curves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PART, SLOT = 26.0, 15.0
 
 
 class _LayoutRow(NamedTuple):
-    """A part of a block, or a slot between two parts, and the places of treatments in it."""
+    """A row of the diagram: a part of a block, or a slot between two parts, and the places of treatments in it."""
 
     name: str
     places: tuple[str, ...]
@@ -114,7 +114,7 @@ def _badge(treatment: str, x: float, y: float, width: float, index: int) -> str:
 
 
 def add_cost(page: Page, models: Sequence[ReportModel]) -> None:
-    """A table of what is known, one column per model; what was measured under other conditions has rows of its own."""
+    """A table of costs, one column per model, with separate rows for different conditions of measurement."""
     rows: list[list[Any]] = []
     letters: dict[str, str] = {}
     for costs_of in (_counts, _measured, _training_costs):
@@ -144,7 +144,7 @@ def add_cost(page: Page, models: Sequence[ReportModel]) -> None:
 
 
 _COUNTED = "counted"
-#: By label and conditions of the measurement: what the table shows, and the number.
+#: The text in the table and the number, by label and conditions of measurement.
 Costs = dict[tuple[str, str], tuple[str, float]]
 
 
@@ -178,7 +178,7 @@ def _measured(model: ReportModel) -> Costs:
 
 
 def _training_costs(model: ReportModel) -> Costs:
-    """What the training run recorded."""
+    """Times and memory that the training run recorded."""
     results = model.training.results if model.training is not None else {}
     if model.training is None or not all(results.get(key) for key in ("steps", "seconds", "device")):
         return {}
@@ -212,8 +212,8 @@ _LOSSES = {
     ("attention", "entropy_share"): ("Entropy during training", "entropy, share of its maximum (mean over layers)"),
     ("attention", "overfocus"): ("Overfocus during training", "attention of the top 5 % of tokens (mean over layers)"),
 }
-#: At most this many metrics are drawn; a detector logs a dozen.
-_MOST = 6
+#: The maximum number of metrics that are drawn; a detector logs a dozen.
+_MAX_METRICS = 6
 _NOT_METRICS = frozenset({"step", "epoch", "loss", "kind", "top5"})
 _POINTS = 240
 
@@ -265,7 +265,7 @@ def _curves(trained: Sequence[ReportModel]) -> list[tuple[str, str, float, str, 
                 logged.setdefault(key, []).append(float(value))
     order = [*(key for key in METRICS if key in logged), *(key for key in logged if key not in METRICS)]
     curves = []
-    for key in order[:_MOST]:
+    for key in order[:_MAX_METRICS]:
         share = all(0 <= value <= 1 for value in logged[key])
         title = METRICS[key].title if key in METRICS else key
         axis = f"{title} on validation data{' (%)' if share else ''}"

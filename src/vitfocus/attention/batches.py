@@ -94,7 +94,7 @@ class Batches:
             raise VitfocusError(f"batch_size is at least 1, not {self.batch_size}.")
         for batch in _batches(self.images, self.batch_size, self.body):
             pixels = batch.pixels
-            require_values("A batch", pixels)
+            require_values("A batch", pixels, pixels=True)
             if _is_prepared(batch):
                 self.taken_as = "as given"
                 yield batch
@@ -157,7 +157,7 @@ def _batches(images: Images, size: int | None, body: Anatomy) -> Iterator[ImageB
             raise VitfocusError(f"An array of {images.dtype} is not a set of images: {_EXPECTED}")
         images = torch.from_numpy(images)
     if isinstance(images, Tensor) and images.ndim in (3, 4, 5):
-        require_values("images", images)
+        require_values("images", images, pixels=True)
         whole = images if images.ndim > 3 else images[None]
         for piece in whole.split(min(size or len(whole), max(len(whole), 1))):
             yield ImageBatch(piece)
@@ -207,13 +207,10 @@ def prepared(pictures: Iterable[Any], body: Anatomy) -> Tensor:
 def _batch(item: Any, body: Anatomy) -> ImageBatch:
     if isinstance(item, Mapping):
         main = next((key for key in ("pixel_values", *_OTHERS) if isinstance(item.get(key), Tensor)), None)
-        if main is not None and main != "pixel_values":
-            rest = {k: v for k, v in item.items() if isinstance(v, Tensor) and k not in (main, "labels")}
-            return ImageBatch(item[main], rest, name=main)
         if main is None:
             raise VitfocusError(f"A batch with the keys {', '.join(map(str, item))} holds no images: {_EXPECTED}")
-        extras = {k: v for k, v in item.items() if isinstance(v, Tensor) and k not in ("pixel_values", "labels")}
-        return ImageBatch(item["pixel_values"], extras, _questions(item))
+        extras = {k: v for k, v in item.items() if isinstance(v, Tensor) and k not in (main, "labels")}
+        return ImageBatch(item[main], extras, _questions(item), main)
     asked = None
     if isinstance(item, list | tuple) and item and as_images(item) is None:
         asked = next((_questions(other) for other in item[1:] if isinstance(other, Mapping)), None)
@@ -319,11 +316,8 @@ def _statistics(body: Anatomy, like: Tensor) -> tuple[Tensor, Tensor]:
     if like.shape[1] != len(body.mean):
         channels = f"{like.shape[1]} channel{'s' * (like.shape[1] != 1)}"
         raise VitfocusError(f"The images have {channels}, but the model takes {len(body.mean)}.")
-    as_tensor: Sequence[Tensor] = [
-        torch.tensor(values, dtype=torch.float32, device=like.device).view(1, -1, 1, 1)
-        for values in (body.mean, body.std)
-    ]
-    return as_tensor[0], as_tensor[1]
+    mean, std = torch.tensor([body.mean, body.std], dtype=torch.float32, device=like.device)[..., None, None]
+    return mean, std
 
 
 #: What a model calls its text.
@@ -334,8 +328,8 @@ def with_text(batch: ImageBatch, model: nn.Module, body: Anatomy) -> ImageBatch:
     """The batch with its questions tokenized, for a model that reads text; an empty question if there is none."""
     if body.text is None or "input_ids" in batch.extras or "inputs_embeds" in batch.extras:
         return batch
-    words = tokenizer_of(unwrap(model))
-    if words is None:
+    tokenizer = tokenizer_of(unwrap(model))
+    if tokenizer is None:
         raise VitfocusError(
             f"{type(unwrap(model)).__name__} reads a text with every image: pass dicts with 'pixel_values' and "
             "'input_ids', as its Hugging Face processor makes them, or load it from a folder with its tokenizer.json, "
@@ -344,7 +338,7 @@ def with_text(batch: ImageBatch, model: nn.Module, body: Anatomy) -> ImageBatch:
     questions = batch.questions or [""] * len(batch.pixels)
     if len(questions) != len(batch.pixels):
         raise VitfocusError(f"A batch has {len(batch.pixels)} images and {len(questions)} questions: one for each.")
-    return replace(batch, extras=batch.extras | words(questions))
+    return replace(batch, extras=batch.extras | tokenizer(questions))
 
 
 def text_length(batch: ImageBatch) -> int:

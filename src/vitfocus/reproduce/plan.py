@@ -1,6 +1,6 @@
-"""The run of a row at a scale: its resolved recipe, its folder (named by the recipe's digest), its model and its data.
+"""The plan of an item at a scale: for each row its recipe, its run folder, its model and its data.
 
-Two rows with the same recipe share one run, whichever tables they are in.
+A run folder is named by the digest of the recipe, so rows of different tables with the same recipe share one run.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from vitfocus.data.image_files import evaluation_preprocessing, find_split
 from vitfocus.data.segmentation.dataset import open_masks
 from vitfocus.recipes import SECTIONS, Distill, Recipe, changed, is_changeable
 from vitfocus.report.runs import read_metrics
-from vitfocus.reproduce.items import MEASURES, SCALES, Item, ModelSetup, TableRow, model_setups
+from vitfocus.reproduce.items import MEASURES, SCALES, Item, ModelSetup, TableRow, load_item, model_setups
 from vitfocus.tasks import find_task
 from vitfocus.tasks.base import model_arguments
-from vitfocus.train.recipe import apply_overrides, load_recipe
-from vitfocus.treatments.origin import split_library
+from vitfocus.train.recipe import apply_overrides, full_key, load_recipe, why_unused
+from vitfocus.treatments.builder import split_library
 from vitfocus.treatments.save_load import create_model, load, remember_task
 from vitfocus.treatments.spec import is_record, split_spec
 from vitfocus.treatments.weights import load_weights, treatment_differences
 
-#: Of the Gaussian noise under which attention is compared, unless --option diagnosis.severity says it.
+#: Severity of the Gaussian noise in diagnoses, unless --option diagnosis.severity is given.
 SEVERITY = 3
-#: Number of images that a diagnosis reads unless --images says it; at ImageNet scale all, as in the papers.
+#: Number of images of a diagnosis, unless --images is given; all at ImageNet scale, as in the papers.
 DIAGNOSED = {"smoke": 64, "cifar100": 256, "imagenet": None}
 PRETRAINED = "pretrained"
 
-#: Classes of each data source, for recipes that do not say.
+#: Number of classes of each data source.
 CLASSES = {"shapes": 10, "folder": 1000, "cifar100": 100, "ade20k": 150, "cityscapes": 19, "coco": 80, "vqav2": 3129}
 #: Data sets by a recipe's source: their usual name, and the folder's name below --data.
 DATA_SETS = {
@@ -98,8 +98,8 @@ class DataFolders:
                 root = path
         return cls(root, named)
 
-    def find(self, name: str, own: bool = False) -> Path | None:
-        """A data set's folder, or None; with `own`, the root itself may be the data set."""
+    def find(self, name: str, allow_root: bool = False) -> Path | None:
+        """A data set's folder, or None; with `allow_root`, the root itself may be the data set."""
         if name in self.named:
             return self.named[name]
         if self.root is None:
@@ -107,14 +107,15 @@ class DataFolders:
         if (self.root / name).is_dir():
             return self.root / name
         collection = any((self.root / folder).is_dir() for _, folder in DATA_SETS.values() if folder)
-        return self.root if own and not collection else None
+        return self.root if allow_root and not collection else None
 
 
 @dataclass(frozen=True)
 class PlannedRun:
     """A row at a scale, ready to be trained; `recipe` is None if the model is only counted.
 
-    With `weights` it is not trained but measured with these: a file, a saved folder, or "pretrained", the library's.
+    With `weights` it is measured with these instead of being trained: a file, a saved folder, or "pretrained" for the
+    weights of the library.
     """
 
     row: TableRow
@@ -142,7 +143,7 @@ def with_treatment(spec: str, treat: str) -> str:
 
 
 def setup_of(item: Item, model: str, scale: str) -> ModelSetup:
-    """How a model is built at a scale; refuses scales that it does not have."""
+    """How a model is built at a scale; an error if it is not defined at that scale."""
     if scale not in SCALES:
         raise VitfocusError(f"There is no scale {scale!r}: {nearest(scale, SCALES)}")
     known = model_setups()[model]
@@ -155,7 +156,7 @@ def setup_of(item: Item, model: str, scale: str) -> ModelSetup:
 def plan_row(
     item: Item, row: TableRow, scale: str, folders: DataFolders | None, out: Path, overrides: Sequence[str] = ()
 ) -> PlannedRun | None:
-    """The run of a row; None if the scale has none, as for models that are only counted at ImageNet scale.
+    """The run of a row; None for models that are only counted, at ImageNet scale.
 
     Without `folders` no data are needed: the model is counted, not trained.
     """
@@ -183,7 +184,7 @@ def _plan(
     source = load_recipe(base).data.source
     title, name = DATA_SETS.get(source, (source, source))
     if name and folders is not None:
-        folder = folders.find(name, own=True)
+        folder = folders.find(name, allow_root=True)
         if folder is None:
             raise VitfocusError(
                 f"{item.name} at the scale {scale} trains on {title}: give its folder with --data {name}=DIR, "
@@ -235,7 +236,7 @@ def why_not_pretrained(run: PlannedRun) -> str:
     """Why a row cannot be measured with the weights of its library, or ""."""
     library, name = split_library(split_spec(run.spec)[0])
     if run.row.treat:
-        return f"nobody publishes weights of {run.spec} in a library: give them with --weights"
+        return f"no library has weights of {run.spec}: give them with --weights"
     if run.recipe is None or run.recipe.task != "classify" or library != "timm":
         return f"no library has trained weights of {run.spec} for this task: give them with --weights"
     import timm
@@ -291,16 +292,118 @@ def recipe_digest(recipe: Recipe, *before: str) -> str:
 
 
 def describe_data(run: PlannedRun, images: tuple[int, int] | None = None) -> str:
-    """Scale and data in a few words: "smoke: Shapes, 32 px, 12,000 + 2,000 images, 4 epochs"."""
+    """Scale and data, such as "smoke: Shapes, 32 px, 12,000 + 2,000 images, 4 epochs"."""
     assert run.recipe is not None
     data, schedule = run.recipe.data, run.recipe.schedule
     parts = [DATA_SETS.get(data.source, (data.source,))[0], f"{data.size} px"]
     if images:
         parts.append(f"{images[0]:,} + {images[1]:,} images")
-    steps = getattr(schedule, "steps", 0)
-    trained = f"{steps:,} steps" if steps else counted(schedule.epochs, "epoch", "g")
+    trained = f"{schedule.steps:,} steps" if schedule.steps else counted(schedule.epochs, "epoch", "g")
     parts.append(f"not trained here, weights {Path(run.weights).name}" if run.weights else trained)
     return f"{run.scale}: {', '.join(parts)}"
+
+
+@dataclass(frozen=True)
+class PlannedItem:
+    """An item with the rows to run and every row's run; without `folders`, nothing is trained or measured."""
+
+    item: Item
+    rows: list[TableRow]
+    folders: DataFolders | None
+    runs: dict[str, PlannedRun | None]
+    pretrained: bool = False
+
+    @property
+    def trained(self) -> list[PlannedRun]:
+        """The runs to train, each after those that it depends on; rows that share a run have it once."""
+        if self.folders is None or self.pretrained:
+            return []
+        lasts = [run for row in self.rows if (run := self.runs[row.label]) and run.recipe and not run.weights]
+        return list({run.digest: run for last in lasts for run in last.chain()}.values())
+
+
+def plan_item(
+    name: str,
+    scale: str = "smoke",
+    data: Sequence[str | Path] | str | Path = (),
+    out: str | Path = "runs/reproduce",
+    overrides: Sequence[str] = (),
+    rows: Sequence[int] = (),
+    count_only: bool = False,
+    weights: Sequence[str] = (),
+    pretrained: bool = False,
+) -> list[PlannedItem]:
+    """Resolve an item, or each of its parts, before anything is trained; the arguments are those of `reproduce`."""
+    if scale not in SCALES:
+        raise VitfocusError(f"There is no scale {scale!r}: {nearest(scale, SCALES)}")
+    item = load_item(name)
+    if scale == "smoke" and data:
+        others = " or ".join(f"--scale {other}" for other in SCALES if other != scale)
+        raise VitfocusError(f"The smoke scale draws its own images and reads no --data: leave it out, or use {others}.")
+    if pretrained and scale != "imagenet":
+        raise VitfocusError("--pretrained measures the libraries' ImageNet-1k weights: use --scale imagenet.")
+    folders = DataFolders.read([data] if isinstance(data, str | Path) else data)
+    picked = [(one, _picked(one, rows)) for one in ([load_item(part) for part in item.parts] or [item])]
+    planned = []
+    for one, chosen in picked:
+        needed = None if count_only or not needs_training(one) else folders
+        # Every row is planned before the first is trained, so that missing data are reported at once. Untreated rows
+        # that others are compared with are included, picked or not, to count what a treatment adds.
+        baselines = [row for row in map(one.baseline, chosen) if row is not None and row not in chosen]
+        runs = {
+            row.label: plan_row(one, row, scale, None if row in baselines else needed, Path(out) / scale, overrides)
+            for row in (*chosen, *baselines)
+        }
+        if needed is not None:
+            runs |= given_weights(one, runs, weights, pretrained)
+        planned.append(PlannedItem(one, chosen, needed, runs, pretrained))
+    _refuse_unused(overrides, [run for one in planned for run in one.runs.values() if run is not None])
+    return planned
+
+
+def given_weights(
+    item: Item, runs: Mapping[str, PlannedRun | None], weights: Sequence[str], pretrained: bool
+) -> dict[str, PlannedRun | None]:
+    """The runs of rows that are measured with given weights, or with their library's."""
+    found: dict[str, PlannedRun | None] = {}
+    for text in weights:
+        row = next((r for n, r in enumerate(item.rows, 1) if text.startswith((f"{n}=", f"{r.label}="))), None)
+        if row is None or row.label not in runs:
+            labels = ", ".join(f"{n} ({r.label})" for n, r in enumerate(item.rows, 1) if r.label in runs)
+            raise VitfocusError(
+                f"--weights {text} names no row of {item.name}: write ROW=FILE with ROW one of {labels}."
+            )
+        run = runs[row.label]
+        if run is None or run.recipe is None:
+            raise VitfocusError(f"{row.label} of {item.name} is not measured: leave its --weights out.")
+        file = text.removeprefix(f"{row.label}=").removeprefix(f"{item.rows.index(row) + 1}=")
+        found[row.label] = with_weights(run, file)
+    if pretrained:
+        for label, run in runs.items():
+            if run is not None and run.recipe is not None and label not in found and not why_not_pretrained(run):
+                found[label] = with_weights(run, PRETRAINED)
+    return found
+
+
+def _refuse_unused(overrides: Sequence[str], runs: Sequence[PlannedRun]) -> None:
+    """Refuse an override that has no effect on any run."""
+    planned = [run.recipe for first in runs for run in (first, *first.before) if run.recipe is not None]
+    for key in (text.partition("=")[0].strip() for text in overrides):
+        whys = [why_unused(recipe, full_key(key, recipe.task)) for recipe in planned if key != "task"]
+        if whys and all(whys):
+            raise VitfocusError(whys[0])
+
+
+def needs_training(item: Item) -> bool:
+    """Whether an item needs trained models: it has figures, or measures more than can be counted."""
+    return bool(item.figures) or any(MEASURES[name].source not in ("counted", "computed") for name in item.measures)
+
+
+def _picked(item: Item, rows: Sequence[int]) -> list[TableRow]:
+    for number in rows:
+        if not 1 <= number <= len(item.rows):
+            raise VitfocusError(f"{item.name} has rows 1 to {len(item.rows)}, not {number}.")
+    return [row for number, row in enumerate(item.rows, 1) if not rows or number in rows]
 
 
 def training_metrics(run: PlannedRun) -> list[dict[str, Any]]:
@@ -323,7 +426,7 @@ def diagnosis_of(run: PlannedRun, limit: int | None = None, severity: int = SEVE
 
 
 def model_of(run: PlannedRun) -> nn.Module:
-    """The trained model, or the row with the weights it was given, on a GPU if there is one."""
+    """The trained model, or the model with the given weights, on a GPU if there is one."""
     return (_given_model(run) if run.weights else load(run.folder / "model")).to(default_device())
 
 

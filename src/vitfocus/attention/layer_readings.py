@@ -197,12 +197,12 @@ class NormReadings:
         """Add the norms (B, rows, columns) at the output of a block."""
         norms = norms[: len(norms) // self.pairs]
         flat, depth = norms.flatten(1), block.depth
+        outliers = high_norm(flat)
         self.images[depth] += len(norms)
         for key, reading in READINGS.items():
             if reading.norms is not None:
-                added = reading.norms(flat).sum()
-                self.sums[depth, key] = self.sums[depth, key] + added if (depth, key) in self.sums else added
-        found, before = high_norm(flat).sum(dim=0).view(norms.shape[1:]), self.outliers.get(depth)
+                self.sums[depth, key] = self.sums.get((depth, key), 0.0) + reading.norms(flat, outliers).sum()
+        found, before = outliers.sum(dim=0).view(norms.shape[1:]), self.outliers.get(depth)
         if before is None or before.shape == found.shape:  # images of another size have another grid
             self.outliers[depth] = found if before is None else before + found
 

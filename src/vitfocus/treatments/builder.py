@@ -17,19 +17,21 @@ from typing import Any
 import msgspec
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from vitfocus.anatomy import anatomy
 from vitfocus.core.errors import VitfocusError, nearest, reason, warn
+from vitfocus.core.files import is_folder
+from vitfocus.core.modules import SkipInitialisation
 from vitfocus.core.registry import COMPOSED_MODELS
-from vitfocus.treatments.arguments import (
+from vitfocus.treatments.hub import build_timm_checkpoint, hub_name
+from vitfocus.treatments.safe_arguments import (
     checkpoint_config,
     import_transformers,
+    require_own_weights,
     require_sizes,
     transformers_class,
     transformers_config,
 )
-from vitfocus.treatments.hub import build_timm_checkpoint, hub_name
 
 _KEY = "_vitfocus_origin"
 _LIBRARIES = ("timm", "torchvision", "transformers")
@@ -86,7 +88,10 @@ def library_errors(problem: str) -> Iterator[None]:
     except (VitfocusError, OSError, ImportError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        raise VitfocusError(f"{problem}: {reason(error)}.") from None
+        said = reason(error)
+        if "weights only" in said.lower().replace("_", " "):  # the errors of the unpickler advise to run the code
+            said = "its weights hold more than tensors and plain values, and nothing was loaded"
+        raise VitfocusError(f"{problem}: {said}.") from None
 
 
 def remember(model: nn.Module, origin: Origin) -> None:
@@ -111,10 +116,12 @@ def origin_of(model: nn.Module) -> Origin:
             remember(model, origin)
             return origin
     origin_library = type(model).__module__.partition(".")[0]
-    if origin_library == "segmentation_models_pytorch":
+    if library not in ("timm", "torchvision"):
+        how = "its save_pretrained" if hasattr(model, "save_pretrained") else "torch.save(model.state_dict(), file)"
+        other = ", or create it as 'smp:DECODER:NAME'" if origin_library == "segmentation_models_pytorch" else ""
         raise VitfocusError(
-            f"vitfocus does not build a {type(model).__name__} of {origin_library}: save it with its save_pretrained "
-            "and restore it with vitfocus.load_weights(model, file, treat=True), or create it as 'smp:DECODER:NAME'."
+            f"vitfocus does not build a {type(model).__name__} of {origin_library}: save it with {how} and restore it "
+            f"with vitfocus.load_weights(model, file, treat=True){other}."
         )
     raise VitfocusError(
         f"How this {type(model).__name__} was built cannot be determined: pass base=... (its name) and "
@@ -204,25 +211,28 @@ def _build_transformers(name: str, pretrained: bool, arguments: dict[str, Any]) 
         if not (inspect.isclass(config_class) and issubclass(config_class, model_class.config_class)):
             raise VitfocusError(f"{name} takes a {model_class.config_class.__name__}, not {arguments['config_class']}.")
         return model_class(transformers_config(config_class, arguments["config"], f"the config of {name}"))
-    found: Any = getattr(transformers, name, None) if name.isidentifier() and not Path(name).is_dir() else None
+    found: Any = getattr(transformers, name, None) if name.isidentifier() and not is_folder(name) else None
     if hasattr(found, "config_class"):
         if pretrained:
             raise VitfocusError(f"{name} is a class of transformers and has no weights: name a folder or a checkpoint.")
         return found(found.config_class(**arguments))
-    if name.isidentifier() and name[0].isupper() and not Path(name).is_dir():
+    if name.isidentifier() and name[0].isupper() and not is_folder(name):
         classes = [one for one in dir(transformers) if "For" in one or one.endswith("Model")]
         raise VitfocusError(f"transformers has no model class {name!r}: {nearest(name, classes)}")
     config = checkpoint_config(name)
     arguments = {key: value for key, value in arguments.items() if key != "trust_remote_code"}
     config, rest = type(config).from_dict(config.to_dict(), return_unused_kwargs=True, **arguments)
     answers = config.model_type == "vilt"
-    loader = (
+    loader: Any = (
         transformers.AutoModelForVisualQuestionAnswering if answers else transformers.AutoModelForImageClassification
     )
+    if not answers and type(config) not in loader._model_mapping:
+        loader = transformers_class((config.architectures or [""])[0])
     if pretrained:
-        local = Path(name).is_dir()
+        if local := is_folder(name):
+            require_own_weights(Path(name))
         return loader.from_pretrained(name, config=config, local_files_only=local, trust_remote_code=False, **rest)
-    return loader.from_config(config, trust_remote_code=False)
+    return loader.from_config(config, trust_remote_code=False) if hasattr(loader, "from_config") else loader(config)
 
 
 def _guess_transformers(model: Any, known: Origin | None = None) -> list[Origin]:
@@ -325,19 +335,8 @@ def _depths(model: Any) -> tuple[int, ...]:
     return tuple(len(stage.blocks) for stage in stages) if all(hasattr(stage, "blocks") for stage in stages) else ()
 
 
-class _SkipInitialisation(TorchFunctionMode):
-    """Skips in-place arithmetic, by which weights are initialised; on the meta device they have no values anyway."""
-
-    _SKIPPED = frozenset({"uniform_", "normal_", "fill_", "zero_", "erfinv_", "clamp_", "mul_", "add_", "sub_", "div_"})
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in self._SKIPPED and args:
-            return args[0]
-        return func(*args, **(kwargs or {}))
-
-
 def _build_on_meta(origin: Origin) -> nn.Module | None:
-    with warnings.catch_warnings(), torch.device("meta"), _SkipInitialisation():
+    with warnings.catch_warnings(), torch.device("meta"), SkipInitialisation():
         warnings.simplefilter("ignore")
         try:
             return origin.build()

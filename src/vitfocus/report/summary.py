@@ -1,4 +1,4 @@
-"""The first screen of a report: the result in a few sentences, the figures that show it, and what to do next."""
+"""The first screen of a report: the result in a few sentences, the main figures, and the next steps."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from vitfocus.attention.readings import Chart, charts
 from vitfocus.core.metrics import METRICS
 from vitfocus.core.modules import insertion_sentence, insertions_sentence
 from vitfocus.core.tables import counted
+from vitfocus.report.attention import group_diagnoses, reading_chart
 from vitfocus.report.charts import dot_chart
 from vitfocus.report.comparison import Estimate, MetricRow, SharedTest, key_rows
+from vitfocus.report.models import training_charts
 from vitfocus.report.page import Page
 from vitfocus.report.runs import ReportModel, short_path
-from vitfocus.report.sections.attention import group_diagnoses, reading_chart
-from vitfocus.report.sections.models import training_charts
-from vitfocus.report.sections.scores import difference_chart, severity_chart
+from vitfocus.report.scores import difference_chart, severity_chart
 
 #: The readings of attention in the summary, and at most this many figures.
 _READINGS = ("stability", "overfocus", "entropy")
@@ -92,7 +92,7 @@ def _findings(models: Sequence[ReportModel]) -> Iterator[str]:
 def _attention(models: Sequence[ReportModel]) -> str:
     """The means over the layers of the main readings, and which models attend nearly uniformly."""
     parts, note = [], ""
-    for diagnoses in list(group_diagnoses(models).values())[:1]:
+    for diagnoses in group_diagnoses(models)[:1]:
         for key, reading in _summary_charts(diagnoses).items():
             means = []
             for name, diagnosis in diagnoses.items():
@@ -124,7 +124,7 @@ def _figures(
                 f"{test.name}, mean over the corruptions; 1 is the mildest severity.",
             )
             break
-    for diagnoses in list(group_diagnoses(models).values())[:1]:
+    for diagnoses in group_diagnoses(models)[:1]:
         for key, reading in _summary_charts(diagnoses).items():
             chart = reading_chart(key, diagnoses, colours)
             yield f"{reading.title} by depth, summary", chart, reading.meaning.partition(". ")[0].rstrip(".") + "."

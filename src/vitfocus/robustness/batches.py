@@ -1,7 +1,7 @@
-"""Sources of batches. Every image has a position, by which processes and resumed runs divide the work.
+"""The batches of an evaluation. Every image has a position, by which processes and resumed runs divide the work.
 
-A source divides its positions into fixed batches, which processes take in turn, leaving out those that are done. So
-every image is measured once, whatever the batch size and the number of processes.
+A source divides its positions into fixed batches, which are distributed over the processes, without those that are
+done. So every image is measured once, for any batch size and any number of processes.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
+from vitfocus.core.arguments import require_values
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.statistics import evenly_spaced
 from vitfocus.corruptions.base import as_ids
@@ -39,9 +39,9 @@ from vitfocus.data.loader import Broken
 class EvaluationBatch:
     """A batch of images with labels; every field has one entry per image.
 
-    `images` is what a model is shown, (B, ...) or any nest of lists and dicts of tensors that the suite's own scoring
-    understands; `labels` (B, ...) holds class numbers or masks; `ids` (B,) name the random draws; `positions` (B,)
-    count the images of the source from 0; `sizes` (B, 2) holds heights and widths where images were padded.
+    `images` is the input of a model, (B, ...) or any nest of lists and dicts of tensors that the suite can score;
+    `labels` (B, ...) holds class numbers or masks; `ids` (B,) determine the random draws; `positions` (B,) count the
+    images of the source from 0; `sizes` (B, 2) holds heights and widths if images were padded.
     """
 
     images: Any
@@ -66,7 +66,7 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 class Source(Protocol):
-    """Images by position. `count` and `digest`, which identifies the data, may be None until they have been read."""
+    """Images by position. `count`, and `digest`, which identifies the data, may be None until the data are read."""
 
     count: int | None
     digest: str | None
@@ -79,7 +79,7 @@ class Source(Protocol):
 
 
 class Collated(NamedTuple):
-    """Some items of a span as the fields of a batch; `rows` are their places in the span."""
+    """Some items of a span as the fields of a batch; `rows` are their indices in the span."""
 
     rows: Sequence[int]
     images: Any
@@ -94,10 +94,10 @@ class ItemSource:
     """Images that are read by index.
 
     Args:
-        samples: `samples[index]` is an item or `Broken`; a `VitfocusError` says what is wrong with it.
+        samples: `samples[index]` is an item or `Broken`, or raises a `VitfocusError`.
         pick: The indices that are evaluated.
         collate: Makes one or several batches of the items of a span.
-        ids: Names of all samples, for random draws; their indices by default.
+        ids: Names of all samples, which determine their random draws; their indices by default.
         digest: Identifies the data, if that is known without reading them.
         uniform: Refuse images of different sizes.
         size: The size that `uniform` images must have; that of the first by default.
@@ -127,16 +127,14 @@ class ItemSource:
     def batches(
         self, batch_size: int, done: frozenset[int] = frozenset(), rank: int = 0, world: int = 1
     ) -> Iterator[EvaluationBatch]:
-        """Yield this process's batches; workers read ahead across them."""
+        """Yield the batches of this process; workers read ahead."""
         count = len(self.pick)
         spans = [range(start, min(start + batch_size, count)) for start in range(0, count, batch_size)]
         spans = [span for span in spans if not done.issuperset(span)][rank::world]
         reader = _SpanReader(self._samples, self._collate, [[self.pick[at] for at in span] for span in spans])
-        workers = min(self._workers, len(spans))
-        generator = torch.Generator()  # leaves the global one unchanged
-        loader: Iterable[Any] = DataLoader(
-            reader, batch_size=None, num_workers=workers, pin_memory=self._pin, generator=generator
-        )
+        options: dict[str, Any] = {"num_workers": min(self._workers, len(spans)), "pin_memory": self._pin}
+        generator = torch.Generator()  # so that the global one is not advanced
+        loader: Iterable[Any] = DataLoader(reader, batch_size=None, generator=generator, **options)
         expected = self._size
         for span, parts in zip(spans, loader, strict=True):
             if isinstance(parts, str):
@@ -153,7 +151,7 @@ class ItemSource:
 
 @dataclass(frozen=True)
 class _SpanReader(Dataset[Any]):
-    """Reads spans of samples as batches; an error is returned as text, since workers wrap their exceptions."""
+    """Reads spans of samples as batches; an error is returned as text, since DataLoader wraps exceptions of workers."""
 
     samples: Any
     collate: Collate
@@ -175,22 +173,25 @@ class _SpanReader(Dataset[Any]):
 
 
 def labelled_images(data: Any) -> Dataset[Any] | None:
-    """A data set from (images, labels) or from a list of (image, label); None for other things.
+    """A data set from (images, labels) or from a list of (image, label); None for anything else.
 
-    Images are a tensor (B, 3, H, W), or single pictures in any form that `as_images` takes.
+    Images are a tensor (B, 3, H, W), or single images in any form that `as_images` takes.
     """
     if not isinstance(data, list | tuple) or not len(data):
         return None
     if len(data) == 2 and not isinstance(data[0], tuple | Mapping) and not isinstance(data[1], str):
         images, labels = data
+        for name, given in (("images", images), ("labels", labels)):
+            if isinstance(given, Tensor):
+                require_values(name, given)
         if isinstance(images, Tensor) and images.ndim == 3:
             images = images[None]
-        pictures = images if isinstance(images, Tensor) and images.ndim == 4 else as_images(images)
+        singles = images if isinstance(images, Tensor) and images.ndim == 4 else as_images(images)
         listed = isinstance(labels, list | tuple) or getattr(labels, "ndim", 0) > 0
-        if pictures is not None and listed:
-            if len(pictures) != len(labels):
-                raise VitfocusError(f"The data has {len(pictures)} images but {len(labels)} labels.")
-            data = list(zip(pictures, labels, strict=True))
+        if singles is not None and listed:
+            if len(singles) != len(labels):
+                raise VitfocusError(f"The data has {len(singles)} images but {len(labels)} labels.")
+            data = list(zip(singles, labels, strict=True))
     first = data[0]
     pair = isinstance(first, tuple | list) and len(first) == 2
     single = pair and (is_image(first[0]) or (isinstance(first[0], Tensor) and first[0].ndim == 3))
@@ -198,7 +199,7 @@ def labelled_images(data: Any) -> Dataset[Any] | None:
 
 
 class ImageSamples:
-    """(picture or tensor, label) of any items, as (tensor, class numbers, name), prepared in the worker that reads."""
+    """Items (image, label) as (tensor, class numbers, name), preprocessed in the worker that reads them."""
 
     def __init__(
         self, items: Any, preprocessing: Preprocessing | None = None, names: Sequence[str] | None = None
@@ -206,7 +207,7 @@ class ImageSamples:
         self.items, self.preprocessing, self.names = items, preprocessing, names
 
     def name(self, index: int) -> str:
-        """What to call an item in a message: its file, or its index."""
+        """The name of an item in messages: its file, or its index."""
         return f"item {index}" if self.names is None else self.names[index]
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor, str]:
@@ -216,12 +217,12 @@ class ImageSamples:
             image = (self.preprocessing or Preprocessing(None, None)).apply(open_image(image))
         if not isinstance(image, Tensor) or image.ndim < 3:
             kind = f"tensor of shape {tuple(image.shape)}" if isinstance(image, Tensor) else type(image).__name__
-            raise VitfocusError(f"{what} is a {kind}; expected a picture or a tensor (3, H, W).")
+            raise VitfocusError(f"{what} is a {kind}; expected an image or a tensor (3, H, W).")
         return image, class_numbers(label, what), self.name(index)
 
 
 def collate_images(items: list[tuple[Tensor, Tensor, str]], pad: bool = False) -> list[Collated]:
-    """Stack images and labels; images of several sizes are refused, or padded with black at the right and below."""
+    """Stack images and labels; images of several sizes are refused, or padded with black on the right and bottom."""
     images = [image for image, _, _ in items]
     if len({label.shape for _, label, _ in items}) > 1:
         raise VitfocusError("Labels of one batch differ in shape; expected one class number per image.")
@@ -241,14 +242,14 @@ def collate_images(items: list[tuple[Tensor, Tensor, str]], pad: bool = False) -
     return [Collated(rows, torch.stack(padded), labels, sizes)]
 
 
-_PICTURES, _LABELS = ("image", "images", "pixel_values", "img"), ("label", "labels")
-_PAIR = "expected (picture, label), or a dict with image and label"
+_IMAGES, _LABELS = ("image", "images", "pixel_values", "img"), ("label", "labels")
+_PAIR = "expected (image, label), or a dict with image and label"
 
 
 def image_and_label(item: Any, what: str, expected: str = _PAIR) -> tuple[Any, Any]:
-    """The first two of a tuple, or those entries of a dict that are named so."""
+    """The first two entries of a tuple, or the entries of a dict with one of the usual names."""
     if isinstance(item, Mapping):
-        pair = [next((item[key] for key in keys if key in item), None) for keys in (_PICTURES, _LABELS)]
+        pair = [next((item[key] for key in keys if key in item), None) for keys in (_IMAGES, _LABELS)]
         if not any(part is None for part in pair):
             return pair[0], pair[1]
         found = f"a dict of {', '.join(map(str, item)) or 'nothing'}"
@@ -263,7 +264,7 @@ _EXPECTED = "expected batches of (images, labels), images uint8 or floats in [0,
 
 
 def images_and_labels(item: Any) -> tuple[Tensor, Tensor]:
-    """One batch of a user's loader as tensors: images (B, 3, H, W) and class numbers (B,)."""
+    """A batch of a loader as tensors: images (B, 3, H, W) and class numbers (B,)."""
     images, labels = image_and_label(item, "A batch of the data", _EXPECTED)
     if not isinstance(images, Tensor) or images.ndim != 4 or not isinstance(labels, Tensor | list | tuple):
         raise VitfocusError(f"A batch holds no usable images or labels; {_EXPECTED}.")
@@ -275,8 +276,8 @@ def images_and_labels(item: Any) -> tuple[Tensor, Tensor]:
     return images, numbers.reshape(-1)
 
 
-class StreamSource:
-    """Batches as a DataLoader or another iterable yields them; `read` turns one into images and labels."""
+class LoaderSource:
+    """Batches of a DataLoader or another iterable; `read` turns one into images and labels."""
 
     def __init__(
         self,
@@ -284,7 +285,7 @@ class StreamSource:
         limit: int | None = None,
         read: Callable[[Any], tuple[Tensor, Tensor]] = images_and_labels,
     ) -> None:
-        self._stream, self._limit, self._read = batches, limit, read
+        self._loader, self._limit, self._read = batches, limit, read
         dataset: Any = getattr(batches, "dataset", None)
         sized = hasattr(dataset, "__len__") and not getattr(batches, "drop_last", False)
         self.count: int | None = len(dataset) if sized else None
@@ -295,11 +296,11 @@ class StreamSource:
     def batches(
         self, batch_size: int, done: frozenset[int] = frozenset(), rank: int = 0, world: int = 1
     ) -> Iterator[EvaluationBatch]:
-        """Yield this process's batches as they come; the iterable decides their size."""
+        """Yield the batches of this process, of the size that the iterable gives them."""
         seen = 0
-        if getattr(self._stream, "ndim", 1) == 0:  # an array of NumPy without axes has no items
-            raise VitfocusError(f"data is {self._stream!r}; expected batches of images and labels.")
-        for number, item in enumerate(self._stream):
+        if getattr(self._loader, "ndim", 1) == 0:  # a NumPy array without axes cannot be iterated over
+            raise VitfocusError(f"data is {self._loader!r}; expected batches of images and labels.")
+        for number, item in enumerate(self._loader):
             images, labels = self._read(item)
             if self._limit is not None:
                 images, labels = images[: self._limit - seen], labels[: self._limit - seen]
@@ -318,7 +319,7 @@ _ONE_NUMBER = "expected one class number per image (of one-hot rows: labels.argm
 
 
 def require_one_number(label: Any, what: str) -> None:
-    """Refuse a row of numbers, such as a one-hot label, which would pass for several right answers."""
+    """Refuse a row of numbers, such as a one-hot label, which would look like several correct labels."""
     size = tuple(getattr(label, "shape", ())) or ((len(label),) if isinstance(label, list | tuple) else ())
     if math.prod(size) != 1:
         raise VitfocusError(f"{what} has a label of shape {size}; {_ONE_NUMBER}.")
@@ -362,12 +363,12 @@ def checksums(batch: EvaluationBatch) -> Tensor:
 
 
 def check_readable(root: Path, entries: Sequence[Entry]) -> dict[str, tuple[int, int]]:
-    """Heights and widths by the headers of all images, of up to 100,000; the first that is no image is refused."""
+    """Heights and widths from the headers of up to 100,000 images; the first file that is not an image is refused."""
 
     def look(entry: Entry) -> tuple[int, int] | str:
         try:
-            with image_file(root / entry.name) as picture:
-                return picture.height, picture.width
+            with image_file(root / entry.name) as image:
+                return image.height, image.width
         except UNREADABLE as error:
             return unreadable(root / entry.name, error)
 
@@ -382,7 +383,7 @@ def check_readable(root: Path, entries: Sequence[Entry]) -> dict[str, tuple[int,
 
 
 def one_size(sizes: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
-    """The size that all images share; the first of another is named."""
+    """The size that all images share; the error names the first image of another size."""
     expected = next(iter(sizes.values()))
     for name, found in sizes.items():
         if found != expected:
@@ -390,27 +391,26 @@ def one_size(sizes: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
     return expected
 
 
+@dataclass(frozen=True)
 class ImageFiles:
-    """Files as (picture, label), read when asked for."""
+    """Paths with labels."""
 
-    def __init__(self, root: Path, names: Sequence[str], labels: Sequence[Any]) -> None:
-        self.root, self.names, self.labels = str(root), names, labels
+    root: Path
+    names: Sequence[str]
+    labels: Sequence[Any]
 
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def __getitem__(self, index: int) -> tuple[Image.Image, Any]:
-        return open_image(Path(self.root, self.names[index])), self.labels[index]
+    def __getitem__(self, index: int) -> tuple[Path, Any]:
+        return self.root / self.names[index], self.labels[index]
 
 
 def other_size(name: str, found: Sequence[int], expected: Sequence[int]) -> str:
-    """The sentence about images that cannot share a batch: padding them would change them."""
-    measures, others = (f"{height}x{width}" for height, width in (found, expected))
-    return f"The images differ in size: {name} measures {measures}, others {others}; bring them to one size first."
+    """The error message for images of different sizes, which cannot share a batch."""
+    size, others = (f"{height}x{width}" for height, width in (found, expected))
+    return f"The images differ in size: {name} has {size} pixels, others {others}; resize them to one size first."
 
 
 def digest_of(lines: Iterable[str]) -> str:
-    """A SHA-256 of some lines of text, shortened."""
+    """A shortened SHA-256 of lines of text."""
     state = hashlib.sha256()
     for line in lines:
         state.update(line.encode(errors="surrogateescape") + b"\n")
