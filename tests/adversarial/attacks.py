@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from adversarial import files, folders, places, runs, words
 from adversarial.harness import Tally
@@ -43,3 +46,16 @@ def share(name: str, tries: int) -> int:
     True
     """
     return max(1, round(_SHARES[name] * tries / 20_000))
+
+
+def attack(name: str, tries: int, folder: Path) -> dict[str, Any]:
+    """How many attempts of a category were made, and what failed."""
+    tally = Tally(seed=0)
+    ATTACKS[name](tally, tries, folder)
+    return {"tried": tally.tried[name], "failed": tally.failed[name]}
+
+
+def report_attack(name: str, tries: int, folder: Path) -> None:
+    """`attack` in a process of its own, which prints the result."""
+    os.chdir(folder)
+    print(json.dumps(attack(name, tries, folder), default=str))

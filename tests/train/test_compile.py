@@ -2,51 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from helpers.train_tools import rows, tiny
-from torch._dynamo.utils import counters
+from helpers.compiled_blocks import count_compilations, train_tiny
+from helpers.processes import start
+from helpers.train_tools import rows
 
 import vitfocus as vf
 from vitfocus.train.compile import compile_blocks
-from vitfocus.train.run import train
 
 TREATED = "deit_tiny_patch16_224+cb(layers=upper)+tap(branches=2)+adl(layers=all,threshold=0.5)"
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The compiler's front half, which decides what is compiled and how often; its code generator takes minutes."""
-    torch._dynamo.reset()
-    counters.clear()
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    config = torch._dynamo.config
-    with config.patch(
-        recompile_limit=config.recompile_limit, accumulated_recompile_limit=config.accumulated_recompile_limit
-    ):
-        yield
-
-
-def test_alike_blocks_are_compiled_once_and_others_each() -> None:
-    images = torch.randn(2, 3, 16, 16)
-    for spec, depth, drop_path, expected in (
-        ("deit_tiny_patch16_224", 9, 0.0, 1),
+@pytest.mark.parametrize(
+    ("spec", "depth", "drop_path", "expected"),
+    [
+        ("deit_tiny_patch16_224", 9, 0.0, 1),  # beyond the usual limit of 8 versions
         (TREATED, 3, 0.0, 2),  # with Context Broadcasting, and without
         ("deit_tiny_patch16_224", 9, 0.1, 2),  # without stochastic depth, and with some rate of it
-    ):
-        torch._dynamo.reset()
-        counters.clear()
-        size = {"img_size": 16, "patch_size": 4, "embed_dim": 24, "depth": depth, "num_heads": 2}
-        model = vf.create_model(spec, **size, drop_path_rate=drop_path)
-        names = list(model.state_dict())
-        assert compile_blocks(model) == depth and list(model.state_dict()) == names
-        model.train()(images).sum().backward()
-        assert counters["frames"] == {"total": expected, "ok": expected}  # beyond the usual limit of 8 as well
-        assert not counters["graph_break"]
+    ],
+    ids=["plain", "treated", "stochastic depth"],
+)
+def test_alike_blocks_are_compiled_once_and_others_each(spec: str, depth: int, drop_path: float, expected: int) -> None:
+    counted = start(count_compilations, spec, depth, drop_path).results()
+    assert counted["frames"] == {"total": expected, "ok": expected}
+    assert counted["blocks"] == depth and not counted["graph_breaks"] and not counted["renamed"]
 
 
 def test_stochastic_depth_with_its_rate_in_a_tensor_is_timms() -> None:
@@ -62,19 +44,16 @@ def test_stochastic_depth_with_its_rate_in_a_tensor_is_timms() -> None:
 
 
 def test_a_run_compiled_by_blocks_goes_as_an_uncompiled_one(tmp_path: Path) -> None:
-    losses = {}
-    for how in ("no", "blocks"):
-        recipe = tiny(
-            f"spec={TREATED}",
-            "model.arguments={patch_size=4,embed_dim=24,depth=3,num_heads=2}",
-            f"compile={how}",
-            "evaluate_every=0",
-        )
-        results = train(recipe, tmp_path / how)
-        assert results["compiled"] == (how == "blocks")
-        losses[how] = [(row["loss"], row["adl"]) for row in rows(tmp_path / how)]
-        if how == "blocks":  # two kinds of blocks and the augmentation for training, nothing more for the evaluation
-            assert counters["frames"]["total"] == counters["frames"]["ok"] == 3
+    size = "model.arguments={patch_size=4,embed_dim=24,depth=3,num_heads=2}"
+    started = {
+        how: start(train_tiny, (f"spec={TREATED}", size, f"compile={how}", "evaluate_every=0"), tmp_path / how)
+        for how in ("no", "blocks")
+    }
+    counted = {how: process.results() for how, process in started.items()}
+    assert not counted["no"]["compiled"] and counted["blocks"]["compiled"]
+    # Two kinds of blocks and the augmentation for training, nothing more for the evaluation.
+    assert counted["blocks"]["frames"] == {"total": 3, "ok": 3}
+    losses = {how: [(row["loss"], row["adl"]) for row in rows(tmp_path / how)] for how in started}
     assert all(adl > 0.1 for _, adl in losses["no"])
     torch.testing.assert_close(torch.tensor(losses["blocks"]), torch.tensor(losses["no"]), rtol=1e-4, atol=1e-4)
     models = [vf.load(tmp_path / how / "model").state_dict() for how in ("no", "blocks")]

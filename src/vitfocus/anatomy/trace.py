@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from vitfocus.anatomy.block import GridRule, Size
-from vitfocus.core.modules import eval_mode
+from vitfocus.core.modules import eval_mode, running_eagerly
 
 SUMS = ("add", "__add__", "__iadd__", "add_", "__radd__", "addcmul", "sum")
 SEARCH_DISTANCE = 1500  # nodes behind an attention among which its sum is looked for
@@ -397,7 +397,7 @@ def trace_forward(root: nn.Module, inputs: Mapping[str, Any] | tuple[Any, ...]) 
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(eval_mode(root))
         stack.enter_context(torch.no_grad())
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(running_eagerly())
         stack.enter_context(tracer.watching(root))
         root(**inputs) if isinstance(inputs, Mapping) else root(*inputs)
     return tracer.trace

@@ -27,7 +27,7 @@ from vitfocus.anatomy.inputs import PLACES
 from vitfocus.attention.batches import TEXT, ImageBatch, PatchesInOrder, normalised, with_text
 from vitfocus.core.arguments import require_values
 from vitfocus.core.errors import VitfocusError, nearest, reason, warn
-from vitfocus.core.modules import eval_mode
+from vitfocus.core.modules import eval_mode, running_eagerly
 from vitfocus.kernels.attention import Observation, attention_with_normalisers, join_heads, matched
 from vitfocus.kernels.backends import chosen, exporting, outside_autocast
 
@@ -263,7 +263,7 @@ def observing(blocks: Sequence[Block], sink: Callable[[Block, Observation], None
                 config._attn_implementation = "sdpa"
         # A TransformerEncoderLayer's fast path does not call its attention.
         torch.backends.mha.set_fastpath_enabled(fast and not skipped)
-        with torch.compiler.set_stance("force_eager"):
+        with running_eagerly():
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)

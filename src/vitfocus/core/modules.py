@@ -8,8 +8,9 @@ with a few values of every parameter: if one of them has changed, the model was 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
 import torch
@@ -45,6 +46,30 @@ def refuse_script() -> Any:
     raise VitfocusError(
         "A treated model cannot be compiled by TorchScript, which is deprecated: use torch.compile or torch.export."
     )
+
+
+_eager_lock, _eager_users, _eager_stance = Lock(), 0, ExitStack()
+
+
+@contextmanager
+def running_eagerly() -> Iterator[None]:
+    """Within the context, compiled models run eagerly.
+
+    The state belongs to the process: if two of torch's own contexts overlap without being nested, as they do in threads,
+    compiled models stay eager for good.
+    """
+    global _eager_users
+    with _eager_lock:
+        _eager_users += 1
+        if _eager_users == 1:
+            _eager_stance.enter_context(torch.compiler.set_stance("force_eager"))
+    try:
+        yield
+    finally:
+        with _eager_lock:
+            _eager_users -= 1
+            if not _eager_users:
+                _eager_stance.close()
 
 
 @contextmanager

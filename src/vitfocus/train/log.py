@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import torch
 from torch import nn
 
 from vitfocus.anatomy import anatomy
 from vitfocus.attention.diagnosis import Diagnosis, diagnose
 from vitfocus.core.errors import VitfocusError, reason
 from vitfocus.core.files import Appender, writable_path, write_text
+from vitfocus.core.modules import running_eagerly
 from vitfocus.core.records import Count, OpenDict, parse_json, read_json
 from vitfocus.core.tables import ranges
 
@@ -259,7 +259,7 @@ class AttentionLog:
             self.readable = self.images is not None
         if not self.readable:
             return None
-        with torch.compiler.set_stance("force_eager"):
+        with running_eagerly():
             return {"kind": "attention", "step": step, "epoch": epoch, **by_layer(diagnose(model, self.images))}
 
     def sentence(self, row: dict[str, Any], rate: float) -> str:

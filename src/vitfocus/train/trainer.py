@@ -22,6 +22,7 @@ from timm.utils import ModelEmaV3
 from torch import nn
 
 from vitfocus.core.errors import VitfocusError
+from vitfocus.core.modules import running_eagerly
 from vitfocus.core.progress import Progress
 from vitfocus.data.classification.batches import ResidentBatches
 from vitfocus.data.loader import STEP, seed_for
@@ -347,7 +348,7 @@ class Trainer:
         engine = self.recipe.engine
         # The model is compiled again for evaluation, which takes longer than a single evaluation without compiling.
         once = not (engine.evaluate_every or engine.evaluate_steps) and self.accelerator.num_processes == 1
-        with torch.compiler.set_stance("force_eager") if once else nullcontext():
+        with running_eagerly() if once else nullcontext():
             scores = self.task.evaluate(self.unwrapped if once else self.model, self.accelerator)
         if self.ema is None:
             return scores
