@@ -55,8 +55,8 @@ _eager_lock, _eager_users, _eager_stance = Lock(), 0, ExitStack()
 def running_eagerly() -> Iterator[None]:
     """Within the context, compiled models run eagerly.
 
-    The state belongs to the process: if two of torch's own contexts overlap without being nested, as they do in threads,
-    compiled models stay eager for good.
+    The state belongs to the process: if two of torch's own contexts overlap without being nested, as they do in
+    threads, compiled models stay eager for good.
     """
     global _eager_users
     with _eager_lock:
