@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 import vitfocus as vf
 from vitfocus.cli import main
-from vitfocus.core.environment import usable_device
+from vitfocus.core.environment import usable_device, versions
 from vitfocus.robustness.batches import EvaluationBatch
 from vitfocus.robustness.engine import Condition
 from vitfocus.robustness.suites.perturbations import flips, frames
@@ -114,3 +114,15 @@ def test_losses_of_a_model_on_several_devices_meet_on_the_first() -> None:
         for number, meter in enumerate(model):
             meter.loss = torch.ones((), device=f"cuda:{number}")  # type: ignore[assignment]
         assert vf.auxiliary_loss(model).device == torch.device("cuda:0")
+
+
+def test_versions_without_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run from a source folder, without an installation, must not fail at its end for want of a version number."""
+    import importlib.metadata
+
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    found = versions("accelerate", "python")
+    assert found["vitfocus"] == vf.__version__ and found["torch"] == found["accelerate"] == "unknown"

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from vitfocus.core import __version__
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import FolderInUse, lock_folder
 from vitfocus.core.tables import counted
@@ -82,10 +83,16 @@ def versions(*more: str) -> dict[str, str]:
         >>> sorted(versions("python"))
         ['numpy', 'pillow', 'python', 'timm', 'torch', 'torchvision', 'vitfocus']
     """
-    return {
-        name: platform.python_version() if name == "python" else importlib.metadata.version(name)
-        for name in (*_LIBRARIES, *more)
-    }
+    known = {"python": platform.python_version(), "vitfocus": __version__}
+    return {name: known.get(name) or _version(name) for name in (*_LIBRARIES, *more)}
+
+
+def _version(name: str) -> str:
+    """The version of a distribution, or "unknown" for one imported from a folder without its metadata."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
 
 
 def _available_devices() -> str:
