@@ -27,12 +27,12 @@ from vitfocus.robustness.classification import (
     classification_plan,
     classify,
     num_classes,
-    open_images,
+    open_labelled_images,
     wordnet_ids,
 )
 from vitfocus.robustness.engine import Condition, EvaluationArguments, EvaluationPlan, Group
 from vitfocus.robustness.metrics import condition_summary
-from vitfocus.robustness.suites import ClassFolderOptions, NoOptions, Option, Suite, switches
+from vitfocus.robustness.suites import ClassFolderOptions, Option, Suite, SuiteOptions, switches
 
 QUIET: dict[str, Any] = {"progress": False, "device": "cpu"}
 MOST_FILES = 29
@@ -279,14 +279,14 @@ def test_a_record_is_all_that_a_new_suite_needs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     @dataclasses.dataclass(frozen=True)
-    class Options(NoOptions):
+    class Options(SuiteOptions):
         margin: int = dataclasses.field(default=3, metadata={"help": "pixels", "negate": False})
 
     def plan(arguments: EvaluationArguments) -> EvaluationPlan:
         def change(batch: EvaluationBatch) -> torch.Tensor:
             return batch.images.roll(arguments.options.margin, -1)
 
-        images = open_images(arguments, num_classes(arguments))
+        images = open_labelled_images(arguments, num_classes(arguments))
         group = Group("shifted", images.source, (CLEAN, Condition("shifted", classify, change)))
         return classification_plan(arguments, [group], 10, {}, condition_summary, ["Shifted."])
 

@@ -118,7 +118,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Reduced:
+class ModelResults:
     """The results of one model: its summary, outcomes per image to keep, and JSON files for the folder of the run."""
 
     summary: Summary
@@ -137,7 +137,7 @@ class EvaluationPlan:
 
     groups: tuple[Group, ...]
     protocol: Mapping[str, Any]
-    reduce: Callable[[Mapping[str, Columns], int], Reduced]
+    reduce: Callable[[Mapping[str, Columns], int], ModelResults]
     notes: tuple[str, ...] = ()
     prepare: Callable[[EvaluationBatch], EvaluationBatch] = lambda batch: batch
     resize: bool = False
