@@ -83,7 +83,7 @@ def test_pictures_without_an_object_are_kept_for_evaluation_and_dropped_for_trai
             lambda c: c["annotations"][0].update(segmentation=[[1, 2, 3, "4", 5, 6]]),
             r"segmentation\[0\]\[3\] is '4'; expected a number",
         ),
-        (lambda c: c["annotations"][0].update(image_id=7_777_777), "about the image 7777777"),
+        (lambda c: c["annotations"][0].update(image_id=7_777_777), "refers to the image 7777777"),
         (lambda c: c["annotations"][0].update(category_id=999), "category 999"),
         (lambda c: c["annotations"][0].update(segmentation=[]), r"segmentation is \[\]"),
         (lambda c: c["images"][0].pop("height"), "lacks the key 'height'"),

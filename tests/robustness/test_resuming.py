@@ -1,4 +1,4 @@
-"""Detection and answers: interrupted runs that go on, and processes that take turns, end with the same numbers."""
+"""Detection and answers: interrupted runs that are resumed, and several processes, give the same numbers."""
 
 from __future__ import annotations
 

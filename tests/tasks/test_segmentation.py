@@ -329,12 +329,12 @@ def test_the_papers_cityscapes_c(tmp_path: Path) -> None:
     noises = ("gaussian_noise", "shot_noise", "speckle_noise", "impulse_noise")
     others = ("gaussian_blur", "motion_blur", "glass_blur", "defocus_blur", "contrast", "jpeg_compression", "saturate")
     others += ("brightness", "snow", "fog", "frost", "spatter")
-    cells = [(name, severity) for name in noises for severity in (1, 2, 3)]
-    cells += [(name, severity) for name in others for severity in (1, 2, 3, 4, 5)]
+    conditions = [(name, severity) for name in noises for severity in (1, 2, 3)]
+    conditions += [(name, severity) for name in others for severity in (1, 2, 3, 4, 5)]
     for town in ("aachen", "bochum"):
         file = f"{town}/{town}_000000_000019"
         write_pair(root / f"clean/{file}_leftImg8bit.png", root / f"gtFine/val/{file}_gtFine_labelTrainIds.png", 3)
-        for name, severity in cells:
+        for name, severity in conditions:
             copy = root / name / str(severity) / f"{file}_leftImg8bit.png"
             copy.parent.mkdir(parents=True)
             Image.fromarray(draw.integers(0, 256, (32, 48, 3), dtype=np.uint8)).save(copy)

@@ -26,6 +26,13 @@ class Metric:
         return "↑" if self.higher_is_better else "↓"
 
 
+#: The fifteen corruptions of ImageNet-C, over which mCE is a mean, in their order; and its four validation corruptions.
+CORRUPTIONS = (
+    *("gaussian_noise", "shot_noise", "impulse_noise", "defocus_blur", "glass_blur", "motion_blur", "zoom_blur"),
+    *("snow", "frost", "fog", "brightness", "contrast", "elastic_transform", "pixelate", "jpeg_compression"),
+)
+EXTRA_CORRUPTIONS = ("speckle_noise", "gaussian_blur", "spatter", "saturate")
+
 _ALEXNET = "% of AlexNet's"
 
 #: Every metric by its key, in the order of tables. Values are in percent unless the title or unit says otherwise.

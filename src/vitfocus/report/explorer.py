@@ -157,8 +157,8 @@ def explorer_data(
     for m, reader in enumerate(readers):
         keys = zip(*(list(image[m].chunks) for image in packed), strict=True)
         layers = [{**layer, "chunks": list(of)} for layer, of in zip(reader.layers(entries), keys, strict=True)]
-        found = {"layers": layers, "predictions": [image[m].predictions for image in packed]}
-        data["models"].append({"name": reader.name, "blocks": len(reader.body), **found})
+        one = {"name": reader.name, "blocks": len(reader.body), "layers": layers}
+        data["models"].append({**one, "predictions": [image[m].predictions for image in packed]})
     return _with_image_note(data)
 
 

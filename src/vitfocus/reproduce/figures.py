@@ -163,11 +163,11 @@ def _softmax(_: ItemResult, __: int | None) -> Figure:
     return figure
 
 
-def _pictures(result: ItemResult, count: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """Validation images of the item's data, uint8 (count, 3, H, W), clean and noisy."""
+def _clean_and_noisy(result: ItemResult) -> tuple[torch.Tensor, torch.Tensor]:
+    """A validation image of the item's data, uint8 (1, 3, H, W), and a noisy copy."""
     run = _trained(result)[0].run
     assert run is not None
-    clean = validation_images(run, count)
+    clean = validation_images(run, 1)
     return clean, corrupt(clean, "gaussian_noise", severity=result.severity, flavour="any")
 
 
@@ -181,13 +181,13 @@ def _last(models: dict[str, Any]) -> int:
 
 
 def _maps(result: ItemResult, _: int | None) -> Figure:
-    clean, noisy = _pictures(result)
+    clean, noisy = _clean_and_noisy(result)
     models = _models(result)
     return map_matrices(models, {"clean": clean, "Gaussian noise": noisy}, _last(models))
 
 
 def _head_maps(result: ItemResult, _: int | None) -> Figure:
-    clean, _noisy = _pictures(result)
+    clean, _noisy = _clean_and_noisy(result)
     models = _models(result)
     return _stacked([head_maps(model, clean, _last(models)) for model in models.values()], list(models))
 
@@ -197,7 +197,7 @@ def _head_overlays(result: ItemResult, _: int | None) -> Figure:
 
     For all heads and models alike, attention below 2/K is cut, and one min-max scale is used.
     """
-    clean, _noisy = _pictures(result)
+    clean, _noisy = _clean_and_noisy(result)
     models = _models(result)
     found: list[list[torch.Tensor]] = []
     for model in models.values():

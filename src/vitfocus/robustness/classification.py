@@ -26,10 +26,11 @@ from vitfocus.core.statistics import evenly_spaced
 from vitfocus.data.image_files import (
     ClassFolders,
     Preprocessing,
+    digest_of,
     evaluation_preprocessing,
     is_image,
     list_classes,
-    out_of_range,
+    require_pixels,
 )
 from vitfocus.robustness.batches import (
     EvaluationBatch,
@@ -40,7 +41,6 @@ from vitfocus.robustness.batches import (
     Source,
     check_readable,
     collate_images,
-    digest_of,
     image_and_label,
     one_size,
     require_one_number,
@@ -139,13 +139,8 @@ def prepare_batch(arguments: EvaluationArguments, classes: int, batch: Evaluatio
     require_values("images", batch.images, pixels=True)
     if arguments.normalised:
         batch = replace(batch, images=_unnormalised(batch.images, arguments.models[0]))
-    images, labels = batch.images, batch.labels
-    if images.dtype != torch.uint8:
-        if not images.is_floating_point():
-            raise VitfocusError(f"Images have dtype {images.dtype}; expected uint8, or floats in [0, 1].")
-        low, high = (float(value) for value in images.aminmax())
-        if wrong := out_of_range(low, high, "evaluate normalises them itself; set normalised=True if they already are"):
-            raise VitfocusError(wrong)
+    labels = batch.labels
+    require_pixels(batch.images, "evaluate normalises them itself; set normalised=True if they already are")
     if labels.numel() and (int(labels.max()) >= classes or (labels.ndim == 1 and int(labels.min()) < 0)):
         raise VitfocusError(
             f"The data has the label {int(labels.max() if labels.max() >= classes else labels.min())}, "

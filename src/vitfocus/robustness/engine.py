@@ -23,7 +23,8 @@ from vitfocus.core.arguments import conditions, refuse_unused
 from vitfocus.core.environment import Processes
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.progress import Progress
-from vitfocus.robustness.batches import EvaluationBatch, Source, checksums, digest_of
+from vitfocus.data.image_files import digest_of
+from vitfocus.robustness.batches import EvaluationBatch, Source, checksums
 from vitfocus.robustness.metrics import Summary
 from vitfocus.robustness.pixel_model import PixelModel
 from vitfocus.robustness.results import Samples

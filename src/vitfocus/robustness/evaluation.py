@@ -17,8 +17,9 @@ from vitfocus.core.environment import device_name, join_processes, versions
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.files import write_text
 from vitfocus.core.modules import eval_mode
+from vitfocus.data.image_files import digest_of
 from vitfocus.data.shapes.dataset import Shapes, shapes_named
-from vitfocus.robustness.batches import digest_of, labelled_images
+from vitfocus.robustness.batches import labelled_images
 from vitfocus.robustness.engine import EvaluationArguments, EvaluationPlan, read_digests, run_plan
 from vitfocus.robustness.pixel_model import PRECISIONS, PixelModel, models_by_name
 from vitfocus.robustness.results import Scores, flatten, load_scores

@@ -149,7 +149,7 @@ class CocoDetections:
             for what, number, known in (("image", one.image_id, of_image), ("category", one.category_id, self._labels)):
                 if number not in known:
                     unlisted = f"the {what} {number}, which is not in its list"
-                    raise VitfocusError(f"Annotation {one.id} in {self.file} is about {unlisted}.")
+                    raise VitfocusError(f"Annotation {one.id} in {self.file} refers to {unlisted}.")
             of_image[one.image_id].append(one)
         images = [one for one in content.images if keep_empty or any(each.is_target for each in of_image[one.id])]
         self.images = images[:length] if length else images

@@ -91,7 +91,7 @@ def _count(objects: Sequence[SceneObject], draws: _Draws) -> ShapesQuestion:
 
 
 def _named(objects: Sequence[SceneObject], draws: _Draws, key: str) -> tuple[SceneObject, str]:
-    """An object and its shape or colour (`key`), by which it can be told; "" for the main object, told by its size."""
+    """An object, and its shape or colour (`key`) if that identifies it; "" for the main object, the largest."""
     counts = Counter(getattr(one, key) for one in objects)
     one = draws.pick([one for one in objects if one.main or counts[getattr(one, key)] == 1])
     alone = not one.main or (counts[getattr(one, key)] == 1 and draws.chance(0.7))

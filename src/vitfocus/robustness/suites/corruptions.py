@@ -21,13 +21,12 @@ from vitfocus.core.statistics import evenly_spaced
 from vitfocus.corruptions import CORRUPTIONS, EXTRA_CORRUPTIONS, corrupt, fingerprint
 from vitfocus.corruptions.base import Draws, Setting
 from vitfocus.corruptions.digital import jpeg_compression
-from vitfocus.data.image_files import Preprocessing, list_classes
+from vitfocus.data.image_files import Preprocessing, digest_of, list_classes
 from vitfocus.robustness.batches import (
     EvaluationBatch,
     ImageFiles,
     ImageSamples,
     check_readable,
-    digest_of,
     one_size,
 )
 from vitfocus.robustness.classification import (

@@ -26,8 +26,8 @@ from vitfocus.corruptions.base import Draws, Setting, to_uint8
 from vitfocus.corruptions.digital import brightness
 from vitfocus.corruptions.filters import clipped_zoom, streak
 from vitfocus.corruptions.noise_and_blur import gaussian_noise, shot_noise
-from vitfocus.data.image_files import list_classes
-from vitfocus.robustness.batches import EvaluationBatch, ImageSamples, ItemSource, collate_images, digest_of
+from vitfocus.data.image_files import digest_of, list_classes
+from vitfocus.robustness.batches import EvaluationBatch, ImageSamples, ItemSource, collate_images
 from vitfocus.robustness.classification import (
     classification_plan,
     num_classes,
