@@ -175,6 +175,17 @@ def test_a_backbone_alone_starts_a_segmenter(tmp_path: Path) -> None:
         start_from(model, str(tmp_path / "other.safetensors"))
 
 
+def test_a_checkpoint_of_a_wrapped_model_starts_one_with_other_classes(tmp_path: Path) -> None:
+    arguments = {key: SMALL[key] for key in ("patch_size", "embed_dim", "depth", "num_heads")}
+    donor, model = (vf.create_model("vit_tiny_patch16_224", num_classes=n, img_size=32, **arguments) for n in (3, 5))
+    before = model.head.weight.clone()
+    torch.save(
+        {"state_dict": {f"module.{name}": value for name, value in donor.state_dict().items()}}, tmp_path / "a.pt"
+    )
+    start_from(model, str(tmp_path / "a.pt"))
+    assert torch.equal(model.pos_embed, donor.pos_embed) and torch.equal(model.head.weight, before)
+
+
 def test_a_treated_run_resumes_bit_for_bit_is_saved_and_evaluated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

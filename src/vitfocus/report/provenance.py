@@ -44,19 +44,14 @@ _TRAINING_FACTS = frozenset(
 def _model(model: ReportModel) -> list[Any]:
     treatments = model.treatments
     shown = None if treatments is None else " + ".join(treatments) or "none"
+    spec = model.training.spec if model.training is not None else model.full_name
     return [
         model.name,
-        _architecture(model),
+        spec.partition("+")[0] or None,
         shown,
         _short(model.identity and model.identity.digest),
         ", ".join(short_path(folder) for folder in model.folders),
     ]
-
-
-def _architecture(model: ReportModel) -> str | None:
-    """The model's name without its treatments, if it is known."""
-    spec = model.training.spec if model.training is not None else model.full_name
-    return spec.partition("+")[0] or None
 
 
 def _test(test: SharedTest) -> list[Any]:

@@ -39,16 +39,17 @@ Drawing = Callable[[ItemResult, int | None], "Figure"]
 
 def draw(result: ItemResult, folder: Path, images: int | None = None) -> list[Path]:
     """Draw the item's figures into the folder; a figure that cannot be drawn becomes a note."""
-    files = []
+    files, trained = [], _trained(result)
+    where = trained[0].where if trained else "computed"
     for kind in result.item.figures:
-        if not _trained(result) and kind != "softmax":
+        if not trained and kind != "softmax":
             continue
         try:
             figure = FIGURES[kind](result, images)
         except VitfocusError as error:
             result.missing.append(f"The figure {kind} was not drawn: {error}")
             continue
-        figure.suptitle(f"{result.item.paper}, {_where(result)}", fontsize="small", color="0.35")
+        figure.suptitle(f"{result.item.paper}, {where}", fontsize="small", color="0.35")
         suffix = "png" if kind in _PHOTOGRAPHS else "svg"
         buffer = io.BytesIO()
         figure.savefig(buffer, format=suffix)
@@ -59,11 +60,6 @@ def draw(result: ItemResult, folder: Path, images: int | None = None) -> list[Pa
 
 def _trained(result: ItemResult) -> list[RowResult]:
     return [one for one in result.rows if one.run is not None and one.measured]
-
-
-def _where(result: ItemResult) -> str:
-    rows = _trained(result)
-    return rows[0].where if rows else "computed"
 
 
 def _by_depth(kind: str) -> Drawing:

@@ -28,7 +28,7 @@ from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.records import FINITE, MAX_ANNOTATION_BYTES, read_json
 from vitfocus.data.image_files import read_rgb, to_tensor
 from vitfocus.data.loader import SampleDataset
-from vitfocus.data.shapes.dataset import CLASSES, VERSION, draw_all, instances
+from vitfocus.data.shapes.dataset import CLASSES, VERSION, detection_target, draw_all
 from vitfocus.recipes import Data
 
 Target = dict[str, Tensor]
@@ -227,9 +227,7 @@ class ShapesDetections:
         return torch.from_numpy(self.images[index])
 
     def read(self, index: int) -> tuple[Tensor, Target]:
-        labels, masks, boxes = instances(self.shape_class[index], self.owner[index])
-        target = {"boxes": torch.from_numpy(boxes).float(), "labels": torch.from_numpy(labels)}
-        return self.image(index), {**target, "masks": torch.from_numpy(masks.astype(np.uint8))}
+        return self.image(index), detection_target(self.shape_class[index], self.owner[index])
 
     def image_id(self, index: int) -> int:
         return index + 1
