@@ -334,8 +334,12 @@ def image_decoder() -> str:
 @functools.cache
 def wordnet_ids(name: str = "imagenet") -> tuple[str, ...]:
     """The WordNet ids of ImageNet's 1,000 classes in order, or of the 200 of -A and -R, from timm's lists."""
-    text = importlib.resources.files("timm.data._info").joinpath(f"{name}_synsets.txt").read_text("utf-8")
-    return tuple(text.split())
+    return tuple(timm_file(f"{name}_synsets.txt").split())
+
+
+def timm_file(name: str) -> str:
+    """The text of a file about ImageNet that timm contains."""
+    return importlib.resources.files("timm.data._info").joinpath(name).read_text("utf-8")
 
 
 def folder_indices(folders: ClassFolders, index: str | os.PathLike[str] | None = None) -> dict[str, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.resources
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,6 +24,7 @@ from vitfocus.robustness.classification import (
     num_classes,
     open_files,
     open_labelled_images,
+    timm_file,
     validation_folder,
     wordnet_ids,
 )
@@ -78,7 +78,7 @@ def subset_of_classes(arguments: EvaluationArguments) -> EvaluationPlan:
     chosen: tuple[int, ...] | None = None
     notes = [f"The 200 classes of the model are taken as those of {suite}, in sorted order: none is masked."]
     if classes == 1000:
-        chosen = tuple(map(int, _timm_file(f"{short}_indices.txt").split()))
+        chosen = tuple(map(int, timm_file(f"{short}_indices.txt").split()))
         notes = [f"Only the logits of {suite}'s 200 classes are used; the other 800 are masked."]
     if arguments.folder is None:
         notes.append("Labels are taken as indices of the 200 classes, sorted by WordNet id.")
@@ -158,15 +158,11 @@ def imagenet_real(arguments: EvaluationArguments) -> EvaluationPlan:
 def read_real(path: str | Path | None) -> Sequence[list[int]]:
     """ReaL's 50,000 lists of labels: from a file (the published real.json), or as timm ships them."""
     if path is None:
-        return json.loads(_timm_file("imagenet_real_labels.json"))
+        return json.loads(timm_file("imagenet_real_labels.json"))
     content = read_json(path, list[list[Annotated[int, msgspec.Meta(ge=0, le=999)]]], writer="the authors of ReaL")
     if len(content) != _VALIDATION:
         raise VitfocusError(f"The label file {path} holds {len(content)} entries; ReaL has {_VALIDATION:,}.")
     return content
-
-
-def _timm_file(name: str) -> str:
-    return importlib.resources.files("timm.data._info").joinpath(name).read_text("utf-8")
 
 
 def _number(root: Path, entry: Entry) -> int:
