@@ -163,7 +163,7 @@ def test_a_flip_is_undone_by_another_and_mirrors_the_masks() -> None:
     assert torch.equal(twice[0], image) and torch.equal(twice[1]["boxes"], target["boxes"])
 
 
-def test_a_step_is_the_same_however_it_is_divided_and_wherever_it_starts() -> None:
+def test_a_step_does_not_depend_on_its_division_or_on_the_first_step() -> None:
     images = ShapesDetections("train", 10, 32)
     samples = Samples(images, DetectionAugment((32, 96), 96), seed=3)
 

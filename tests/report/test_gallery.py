@@ -102,7 +102,7 @@ def test_accuracy_is_that_of_evaluate(
     assert main(words) == 2 and "--out" in capsys.readouterr().err
 
 
-def test_many_diagnoses_are_a_gallery_unless_told_otherwise(tmp_path: Path) -> None:
+def test_many_diagnoses_make_a_gallery_by_default(tmp_path: Path) -> None:
     markup = '<img src=x onerror="alert(1)">'
     for index in range(3):
         diagnosis = vf.diagnose(build("vit", seed=index)[0], IMAGES, name=f"{index} {markup}")

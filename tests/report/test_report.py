@@ -289,7 +289,7 @@ def test_samples_under_another_name_leave_the_numbers(copied: Callable[..., Path
 
 
 @pytest.mark.parametrize("size", [64, 112])
-def test_attention_to_all_alike_lies_on_the_dashed_line(size: int) -> None:
+def test_uniform_attention_lies_on_the_dashed_line(size: int) -> None:
     """5 % of few tokens are no whole number of them: uniform attention must not seem to lie below the line."""
     model = vf.create_model("vit_tiny_patch16_224", depth=2, img_size=size, embed_dim=48, num_heads=3, num_classes=5)
     for name, weight in model.named_parameters():

@@ -124,7 +124,7 @@ def test_generated_imagenet_c_equals_its_own_images_written_and_read(tmp_path: P
     assert generated["clean"] == published["clean"] and "mce" not in generated.models["blobs"]
 
 
-def test_the_whole_of_imagenet_c_on_the_fly_with_several_models(tmp_path: Path) -> None:
+def test_complete_generated_imagenet_c_with_several_models(tmp_path: Path) -> None:
     first, second = Blobs(1000, seed=0), Blobs(1000, seed=1)
     root, _, _ = write_imagenet(tmp_path / "val", first, count=4)
     first.calls = 0

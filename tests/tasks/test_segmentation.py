@@ -397,7 +397,7 @@ def test_predictions_for_the_servers(tmp_path: Path) -> None:
         vf.evaluate(small(classes=11), "segmentation", "shapes", limit=1, submission="no", progress=False)
 
 
-def test_training_crops_move_picture_and_mask_alike(tmp_path: Path) -> None:
+def test_training_crops_change_image_and_mask_together(tmp_path: Path) -> None:
     """A picture whose colour says its class stays so, whatever scale, crop and mirror image do."""
     draw = np.random.default_rng(0)
     mask = np.kron(draw.integers(0, 4, (4, 6)), np.ones((16, 16), int)).astype(np.uint8)
@@ -460,7 +460,7 @@ def test_weights_of_a_saved_segmenter_start_another(tmp_path: Path) -> None:
     assert torch.equal(other.decoder.fuse[0].weight, weights["decoder.fuse.0.weight"])
 
 
-def test_a_backbone_that_is_no_transformer_trains_saves_and_is_evaluated_on_its_own_data(
+def test_a_convolutional_backbone_trains_saves_and_is_evaluated_on_its_own_data(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = load_recipe("shapes_segment", [*TINY, "spec=smp:unet:resnet10t", "model.arguments={}", "val_length=5"])

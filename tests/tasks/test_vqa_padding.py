@@ -80,7 +80,7 @@ def test_padded_texts_and_pictures_answer_like_unpadded_ones(tokens: str, varian
 
 
 @pytest.mark.parametrize("form", ["", ",variant=paper,heads=each"])
-def test_padding_enters_no_diversification_loss(form: str) -> None:
+def test_padding_is_excluded_from_the_diversification_loss(form: str) -> None:
     model, parts = tiny_vilt(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0), singles()
     vf.treat_(model, f"adl(threshold=1.0{form})").train()
     losses = []
@@ -142,7 +142,7 @@ def test_each_kind_of_token_may_have_its_own_scale(specs: tuple[str, str], tmp_p
             vf.load_weights(other, model.state_dict())
 
 
-def test_a_diagnosis_reads_no_padding() -> None:
+def test_a_diagnosis_excludes_padding() -> None:
     model, parts = tiny_vilt(), singles()
     whole = vf.diagnose(model, together(parts)).rows
     single = [vf.diagnose(model, part).rows for part in parts]

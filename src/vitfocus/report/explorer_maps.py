@@ -236,13 +236,13 @@ def class_names(model: nn.Module, count: int) -> list[str]:
     >>> class_names(timm.create_model("vit_tiny_patch16_224", depth=1), 1000)[281]
     'tabby'
     """
-    told: Sequence[Any] = task_of(model).get("classes") or []
+    names: Sequence[Any] = task_of(model).get("classes") or []
     labels: Any = getattr(getattr(unwrap(model), "config", None), "id2label", None)
-    if len(told) != count and isinstance(labels, dict) and len(labels) == count:
-        told = [labels.get(index, labels.get(str(index), f"class {index}")) for index in range(count)]
-        told = [] if str(told[0]).upper() == "LABEL_0" else told
-    if len(told) == count:
-        return [str(name).replace("_", " ") for name in told]
+    if len(names) != count and isinstance(labels, dict) and len(labels) == count:
+        names = [labels.get(index, labels.get(str(index), f"class {index}")) for index in range(count)]
+        names = [] if str(names[0]).upper() == "LABEL_0" else names
+    if len(names) == count:
+        return [str(name).replace("_", " ") for name in names]
     if count == 1000:
         from timm.data import ImageNetInfo
 
