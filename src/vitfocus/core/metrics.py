@@ -20,11 +20,6 @@ class Metric:
     higher_is_better: bool = True
     rank: Literal["headline", "detail", "context"] = "headline"
 
-    @property
-    def arrow(self) -> str:
-        """Points to where better is."""
-        return "↑" if self.higher_is_better else "↓"
-
 
 #: The fifteen corruptions of ImageNet-C, over which mCE is a mean, in their order; and its four validation corruptions.
 CORRUPTIONS = (
