@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.tiny import vilt_config
 from torch import Tensor
 
 import vitfocus as vf
@@ -21,18 +22,7 @@ LENGTHS = (3, 6, 4, 1)
 
 def tiny_vilt(**more: Any) -> Any:
     torch.manual_seed(0)
-    config = transformers.ViltConfig(
-        vocab_size=50,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-        image_size=32,
-        patch_size=8,
-        max_position_embeddings=12,
-        num_labels=5,
-        **more,
-    )
+    config = vilt_config(vocab_size=50, max_position_embeddings=12, num_labels=5, **more)
     model = transformers.ViltForQuestionAnswering(config).eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
