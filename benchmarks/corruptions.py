@@ -4,9 +4,9 @@
     python benchmarks/corruptions.py --device cuda --batch 256
     python benchmarks/corruptions.py --reference make_imagenet_c.py --reference-python other/bin/python
 
-A reference is any Python file whose functions are named as the corruptions and take (PIL image, severity): the
-published generator, made to import. It is timed in its own interpreter, on the same image, one image at a time, which
-is the only way it runs. Nothing is printed that was not measured.
+A reference is a Python file whose functions have the names of the corruptions and take (PIL image, severity), such as
+the published generator in a form that can be imported. It is timed in its own interpreter, on the same image, one image
+at a time, because it has no batches. Only measured numbers are printed.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""What reading attention costs: `diagnose` beside the plain forward, the materialised form and `output_attentions`.
+"""The cost of `diagnose`, compared with a plain forward pass, with stored maps and with `output_attentions`.
 
-DeiT-Ti on the CPU, the same weights everywhere, N = 197, 1025 and 4097 tokens; all readings but stability. Writes
-`results/diagnose_cost.json`. Target: at N = 197 and 1025, at most 3x the plain forward's time and 1.3x its peak memory,
-and memory that grows linearly from N = 1025 to 4097.
+DeiT-Ti on the CPU with the same weights everywhere, N = 197, 1025 and 4097 tokens, all readings but stability. Writes
+`results/diagnose_cost.json`. Target: at N = 197 and 1025, at most 3x the time of the plain forward pass and 1.3x its
+peak memory, and memory that grows linearly from N = 1025 to 4097.
 
-- `forward`: the plain model, fused attention.
+- `forward`: the plain model with fused attention.
 - `diagnose`: `vitfocus.diagnose`.
-- `materialised`: every map stored (`attention_maps`), then the readings' definitions on it.
-- `output_attentions`: transformers' ViT with eager attention and `output_attentions=True`; no reading is computed.
+- `materialised`: stores every map (`attention_maps`) and computes the readings from the maps by definition.
+- `output_attentions`: transformers' ViT with eager attention and `output_attentions=True`; computes no readings.
 
-Time is measured in one process a size, the four taking turns: the least wall-clock and the least CPU time of the turns.
-Memory is measured in one process a size and kind: `tensors` is the greatest sum of bytes that torch's allocator had
-handed out at a time, weights included; `process` is the process's peak resident memory, libraries included.
+Times come from one process per size, in which the four alternate; the minimum wall-clock and CPU times are reported.
+Memory comes from one process per size and kind: `tensors` is the peak of torch's allocator, including weights;
+`process` is the peak resident memory of the process, including libraries.
 
     python benchmarks/diagnose_cost.py [--turns 5] [--threads 1 2] [--note "what else ran"]
 """

@@ -1,11 +1,10 @@
-"""The diversification loss on the CPU: in chunks, against the naive form that makes whole maps. Forward and backward.
+"""The diversification loss on the CPU, forward and backward: the chunked form against one that stores whole maps.
 
     python benchmarks/diversity_cpu.py [--turns 7] [--note "what else ran"]
 
-DeiT-S's heads (6 of 64 channels), float32, one thread. The two take turns; a time is the least CPU time of the turns,
-for other work on the machine only ever adds. Memory is the greatest sum of bytes that torch's allocator had handed out
-at a time, queries and keys not counted. The results must agree, or nothing is written. Writes
-benchmarks/results/diversity-cpu.json.
+DeiT-S's heads (6 heads of 64 channels), float32, one thread. The two forms alternate, and the minimum CPU time is
+reported, because other work on the machine only adds time. Memory is the peak of torch's allocator without queries and
+keys. The results must agree, otherwise nothing is written. Writes benchmarks/results/diversity-cpu.json.
 """
 
 from __future__ import annotations

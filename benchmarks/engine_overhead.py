@@ -1,10 +1,10 @@
-"""What the engine costs a step on the CPU, over a loop written by hand on the same model, images and optimiser.
+"""The overhead of the training engine per step on the CPU, compared with a hand-written loop.
 
     OMP_NUM_THREADS=1 python benchmarks/engine_overhead.py
 
-Both take the same steps in turns, a few at a time, so that other work on the machine meets both alike; the medians of
-the processor time (not the clock's) are compared. The engine logs and counts as it does in a run. The readings of
-attention that it logs at every evaluation are timed on their own and given as a share of an epoch of training steps.
+Both use the same model, images and optimiser, and alternate every few steps, so that other work on the machine affects
+both equally. The medians of CPU time are compared. The engine logs as it does in a run. The attention readings that it
+logs at every evaluation are timed separately and reported as a share of the training steps of an epoch.
 """
 
 from __future__ import annotations

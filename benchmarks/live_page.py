@@ -1,7 +1,7 @@
-"""How soon the live page follows: `vitfocus serve` with DeiT-Ti, from the event in Chromium to the drawn picture.
+"""The latency of the live page: `vitfocus serve` with DeiT-Ti, from an event in Chromium to the drawn picture.
 
-Targets on two CPU cores: a change of token, layer or head within 150 ms, a new picture or severity within 1 s. Writes
-`results/live-page-cpu.json`: median and 90th percentile in milliseconds, all that the browser does included.
+Targets on two CPU cores: 150 ms for a change of token, layer or head, 1 s for a new picture or severity. Writes
+`results/live-page-cpu.json`: median and 90th percentile in milliseconds, including all work of the browser.
 
     python benchmarks/live_page.py --weights deit_tiny_patch16_224.safetensors --images DIR [--note "what else ran"]
 """

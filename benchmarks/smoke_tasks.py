@@ -1,10 +1,10 @@
-"""What the tasks' smoke recipes reach on the embedded data, and the processor time they take: each whole, as shipped.
+"""The scores of the tasks' smoke recipes on the built-in data, and the CPU time of each complete run.
 
     python benchmarks/smoke_tasks.py                       # all four, about eight minutes
     python benchmarks/smoke_tasks.py shapes_detect
 
-Each is one `vitfocus train RECIPE` in a process of its own with one thread, for threads that wait for each other also
-take the processor's time, and add in another order. Results go to benchmarks/results/smoke-tasks-cpu.json.
+Each run is one `vitfocus train RECIPE` in a separate process with one thread: threads that wait for each other use CPU
+time too, and change the order of summation. Results go to benchmarks/results/smoke-tasks-cpu.json.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What the treatments cost on a CPU: a training step of the demo's model, treated, as a multiple of the plain model's.
+"""The cost of the treatments on a CPU: a training step of the demo's model with each, relative to the plain model's.
 
     python benchmarks/step_cost_cpu.py [--rounds 40] [--note "what else ran"]
 
 The model, batch and optimiser are those of the recipe `shapes`, with images of the data set, float32, one thread. The
 diversification loss is active (`_activity.py`); its value and the share of entries above the threshold are printed.
-Models take turns in one process, step by step; a ratio is the median over rounds of CPU times that follow each other.
-`plain-again` shows what a difference of nothing looks like. Writes benchmarks/results/step-cost-cpu.json.
+Models alternate step by step in one process; a ratio is the median over rounds of consecutive CPU times. `plain-again`
+is a second plain model and shows the noise. Writes benchmarks/results/step-cost-cpu.json.
 """
 
 from __future__ import annotations

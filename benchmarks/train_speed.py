@@ -4,15 +4,16 @@
     python benchmarks/train_speed.py --tiny              # a few steps of a tiny model on the CPU, to see that it runs
     python benchmarks/train_speed.py --recipes deit_s deit_s_cb deit_b fan_b_hybrid_tap_adl    # for docs/cluster.md
 
-* `synthetic`: the same compiled model, loss and optimiser stepping on one fixed batch: the ceiling.
-* `engine`: the cifar100 recipe as it is, resident, with every augmentation, logging included.
+* `synthetic`: the same compiled model, loss and optimiser on one fixed batch: the upper limit.
+* `engine`: the cifar100 recipe unchanged, with images on the device, every augmentation and logging.
 * `timm`: the loop of timm's train.py, made of timm's loader (worker processes, prefetcher), RandAugment, erasing,
   mixup, optimiser and autocast, on the same images, model and precision.
 
-With `--recipes`, one GPU's eighth of each recipe's batch is stepped on (synthetic), and the hours of the whole recipe
-on 8 such GPUs are extrapolated from it, without what loading and communication cost.
+With `--recipes`, a synthetic step on one GPU takes an eighth of each recipe's batch, and the hours of the whole recipe
+on 8 such GPUs are extrapolated from it, without the cost of loading and communication.
 
-The images are drawn (Shapes), 50,000 as in CIFAR: nothing is downloaded, and speed does not depend on what they show.
+The 50,000 images, as many as in CIFAR, are drawn (Shapes): nothing is downloaded, and speed does not depend on their
+content.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The shape of the project: which room may import which, what `import vitfocus` may touch, how long a file may be."""
+"""The structure of the project: which package imports which, what `import vitfocus` loads, how long files are."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "vitfocus"
 
-#: A room may import rooms of a lower rank. ARCHITECTURE.md explains the order.
+#: A package may import packages of a lower rank. ARCHITECTURE.md explains the order.
 RANK = {
     "cli": 10,
     "reproduce": 9,
@@ -36,7 +36,7 @@ RANK = {
 
 
 def imports(path: Path) -> list[str]:
-    """The vitfocus rooms a file imports, also inside functions."""
+    """The packages of vitfocus that a file imports, also inside functions."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
@@ -60,12 +60,12 @@ def imports(path: Path) -> list[str]:
 def test_imports_go_one_way() -> None:
     wrong = []
     for path in sorted(SOURCE.rglob("*.py")):
-        room = path.relative_to(SOURCE).parts[0].removesuffix(".py")
-        if room in ("__init__", "__main__"):
+        package = path.relative_to(SOURCE).parts[0].removesuffix(".py")
+        if package in ("__init__", "__main__"):
             continue
-        assert room in RANK, f"{room} is a new room: give it a rank here and a line in ARCHITECTURE.md"
+        assert package in RANK, f"{package} is a new package: give it a rank here and a line in ARCHITECTURE.md"
         for other in imports(path):
-            if other != room and RANK[other] >= RANK[room]:
+            if other != package and RANK[other] >= RANK[package]:
                 wrong.append(f"{path.relative_to(SOURCE)} imports vitfocus.{other}")
     assert not wrong, "\n".join(wrong)
 

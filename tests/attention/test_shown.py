@@ -80,7 +80,7 @@ def test_high_norm_tokens_are_counted_in_the_explorer() -> None:
 
     model, images = build("vit", seed=3)
     reader = Reader("vit", model)
-    look = reader.look((images[0] * 0 + 128).byte())
+    look = reader.observe((images[0] * 0 + 128).byte())
     view = reader.pack(reader.blocks[1], [look])[0]
     patches = 16
     share = len(view.get("k", [])) / patches

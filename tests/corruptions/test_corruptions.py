@@ -100,7 +100,7 @@ def test_random_corruptions_have_the_reference_statistics(shared: Path, name: st
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_an_image_is_corrupted_alike_in_any_batch_order_and_process(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_corruption_does_not_depend_on_batch_order_and_process(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     images, ids = picture(48, 40, count=5), torch.tensor([3, 11, 5, 2**40, 8])
     together = corrupt(images, name, 4, seed=1, ids=ids)
     turned = torch.tensor([4, 2, 0, 3, 1])
@@ -329,7 +329,7 @@ def test_an_installed_imagecorruptions_is_found_but_not_imported(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("name", ALL)
-def test_the_gpu_draws_and_corrupts_alike(name: str) -> None:
+def test_the_gpu_gives_the_same_draws_and_corruptions(name: str) -> None:
     images = picture(224, 224, count=4)
     for severity in range(1, 6):
         here = corrupt(images, name, severity).int()

@@ -274,7 +274,7 @@ def test_batches_do_not_depend_on_workers_processes_or_where_one_begins(tmp_path
     assert torch.equal(torch.cat([one.make(*one.inputs(7)).images for one in resident]), alone.images)
 
 
-def test_the_strongest_posterizing_is_black_and_no_error() -> None:
+def test_the_strongest_posterize_gives_black_without_an_error() -> None:
     """timm asks for 0 bits at magnitude 10, which Pillow 13 refuses."""
     transform: Any = train_transform(Data(size=32), Augment(crop="none", flip=0.0, randaugment="rand-m10-n1-p1-inc1"))
     operations = next(step for step in transform.transforms if hasattr(step, "ops")).ops
@@ -315,7 +315,7 @@ def test_broken_images_are_named_and_counted_or_fatal(tmp_path: Path, capfd: pyt
         assert capfd.readouterr().err.count(f"Skipped an unreadable image: {bad}") == 1
 
 
-def test_a_run_with_workers_is_stopped_and_goes_on_as_if_it_had_not(tmp_path: Path) -> None:
+def test_a_run_with_workers_that_was_stopped_resumes_with_the_same_numbers(tmp_path: Path) -> None:
     """SIGTERM reaches the worker processes as well, as a scheduler sends it; timm's transforms draw the same again."""
     root = write_shards(tmp_path / "data")
     data = ["source=shards", f"root={root}", "size=32", "train_length=0", "val_length=0", "batch=8", "workers=2"]
@@ -385,7 +385,7 @@ def test_a_label_in_a_shard_is_a_whole_number(kind: str, label: str, tmp_path: P
     assert str(read_or_broken(images, 1)).startswith(f"{shard}:bad (has the label ")
 
 
-def test_a_label_that_no_class_has_names_its_sample(tmp_path: Path) -> None:
+def test_an_error_about_an_unknown_label_names_the_sample(tmp_path: Path) -> None:
     """In training and in validation, where the data set does not list its classes."""
     data = Data(source="shards", root=str(write_shards(tmp_path)), size=32, workers=0)
     images, partition = open_images(data, "val"), BatchPartition(4)

@@ -83,7 +83,7 @@ def test_pictures_without_an_object_are_kept_for_evaluation_and_dropped_for_trai
             lambda c: c["annotations"][0].update(segmentation=[[1, 2, 3, "4", 5, 6]]),
             r"segmentation\[0\]\[3\] is '4'; expected a number",
         ),
-        (lambda c: c["annotations"][0].update(image_id=7_777_777), "about the image 7777777"),
+        (lambda c: c["annotations"][0].update(image_id=7_777_777), "refers to the image 7777777"),
         (lambda c: c["annotations"][0].update(category_id=999), "category 999"),
         (lambda c: c["annotations"][0].update(segmentation=[]), r"segmentation is \[\]"),
         (lambda c: c["images"][0].pop("height"), "lacks the key 'height'"),
@@ -163,7 +163,7 @@ def test_a_flip_is_undone_by_another_and_mirrors_the_masks() -> None:
     assert torch.equal(twice[0], image) and torch.equal(twice[1]["boxes"], target["boxes"])
 
 
-def test_a_step_is_the_same_however_it_is_divided_and_wherever_it_starts() -> None:
+def test_a_step_does_not_depend_on_its_division_or_on_the_first_step() -> None:
     images = ShapesDetections("train", 10, 32)
     samples = Samples(images, DetectionAugment((32, 96), 96), seed=3)
 

@@ -54,7 +54,7 @@ def test_the_centre_of_a_long_picture_is_the_one_of_the_whole(interpolation: str
     assert Preprocessing(36, (32, 32), interpolation).apply(long).shape == (3, 32, 32)
 
 
-def test_a_line_of_pixels_is_prepared_in_no_time() -> None:
+def test_an_image_of_one_row_is_preprocessed_quickly() -> None:
     line = Image.fromarray(np.zeros((1, 400_000, 3), np.uint8))  # resized as a whole: 79 GB
     assert Preprocessing(256, (224, 224)).apply(line).shape == (3, 224, 224)
 

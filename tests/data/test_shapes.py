@@ -247,7 +247,7 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["precious"]
 
 
-def test_an_interrupted_write_leaves_no_half_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_write_leaves_no_partial_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full_disk(path: Path, content: bytes) -> int:
         with path.open("wb") as file:
             file.write(content[:10])
@@ -409,14 +409,14 @@ def test_every_task_draws_as_many_scenes_as_are_asked_for() -> None:
     from torch import nn
 
     from vitfocus.robustness import evaluate
-    from vitfocus.robustness.suites.detection import open_detections
-    from vitfocus.robustness.suites.vqa import open_questions
+    from vitfocus.robustness.suites.detection import open_evaluation_images
+    from vitfocus.robustness.suites.vqa import open_evaluation_questions
 
-    first = open_detections("shapes:3", "", nn.Identity())
-    assert len(first) == 3 and torch.equal(first.image(2), open_detections("shapes:9", "", nn.Identity()).image(2))
+    first, more = (open_evaluation_images(f"shapes:{count}", "", nn.Identity()) for count in (3, 9))
+    assert len(first) == 3 and torch.equal(first.image(2), more.image(2))
     segmenter = nn.Conv2d(3, 11, 1)
     assert evaluate(segmenter, "segmentation", "shapes:4", device="cpu", progress=False).images == 4
-    asked, more = (open_questions(f"shapes:{count}").questions for count in (3, 9))
+    asked, more = (open_evaluation_questions(f"shapes:{count}").questions for count in (3, 9))
     assert 0 < len(asked) < len(more) and list(more[: len(asked)]) == list(asked)
     with pytest.raises(VitfocusError, match="shapes:300"):
-        open_detections("shapes:many", "", nn.Identity())
+        open_evaluation_images("shapes:many", "", nn.Identity())

@@ -95,3 +95,11 @@ def shake(model: nn.Module) -> None:
             buffer.normal_(std=0.1)
         elif name.endswith("running_var"):
             buffer.uniform_(0.5, 1.5)
+
+
+def vilt_config(**more: Any) -> Any:
+    """The configuration of a tiny ViLT of transformers."""
+    from transformers import ViltConfig
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    return ViltConfig(**({"image_size": 32, "patch_size": 8, **sizes} | more))

@@ -231,7 +231,7 @@ def test_other_sizes_and_rectangles(case: str) -> None:
 
 @each
 @pytest.mark.parametrize("size", [(32, 32), (45, 71), (64, 48)])
-def test_token_grid_is_told_from_the_image_size(case: str, size: tuple[int, int]) -> None:
+def test_the_token_grid_follows_from_the_image_size(case: str, size: tuple[int, int]) -> None:
     model = build(case)
     told = getattr(model, "patch_embed1" if case == "pvt" else "patch_embed").dynamic_feat_size(size)
     with torch.no_grad(), warnings.catch_warnings():
@@ -251,7 +251,7 @@ def test_position_masks_warn_once_at_another_size() -> None:
         model(images(48, 64))
 
 
-def test_pair_map_resizes_queries_and_keys_alike() -> None:
+def test_pair_map_resizes_queries_and_keys_in_the_same_way() -> None:
     """The map of a product over queries and keys is the product of their resized maps."""
     query, key = torch.rand(2, 3, 4), torch.rand(2, 3, 4)
     resized = resize_pair_map(query.flatten(1)[:, :, None] * key.flatten(1)[:, None], (3, 4), (5, 2))

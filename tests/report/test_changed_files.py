@@ -135,7 +135,7 @@ def test_the_command_says_which_file_is_wrong(
     assert told.startswith(f"vitfocus: {folder / name}") and said in told and told.count("\n") == 1
 
 
-def test_a_run_goes_on_from_no_recipe_or_results_that_were_spoilt(runs: Path, tmp_path: Path) -> None:
+def test_a_run_with_a_damaged_recipe_or_results_is_not_resumed(runs: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(runs / "run", folder)
     recipe, results = tiny("epochs=0.4", "warmup_epochs=0.1"), (folder / "results.json").read_text()

@@ -161,12 +161,12 @@ def test_large_maps_are_made_coarser_without_losing_attention(monkeypatch: pytes
 
 def test_two_explorations_are_joined_where_they_show_the_same_images(tmp_path: Path) -> None:
     images = pictures((64, 64), 3)
-    subjects = []
+    models = []
     for index, shown in enumerate((images, images[:2], images.flip(-1))):
         folder = tmp_path / str(index)
         write_explorer(folder, explorer_data(build("vit", seed=index)[0], shown))
-        subjects.append(ReportModel(f"model {index}", folders=[folder]))
-    joined = load_explorer(subjects)
+        models.append(ReportModel(f"model {index}", folders=[folder]))
+    joined = load_explorer(models)
     assert joined is not None
     assert [model["name"] for model in joined["models"]] == ["model 0", "model 1"] and len(joined["images"]) == 2
     assert joined["notes"] == [

@@ -102,12 +102,12 @@ def test_accuracy_is_that_of_evaluate(
     assert main(words) == 2 and "--out" in capsys.readouterr().err
 
 
-def test_many_diagnoses_are_a_gallery_unless_told_otherwise(tmp_path: Path) -> None:
-    hostile = '<img src=x onerror="alert(1)">'
+def test_many_diagnoses_make_a_gallery_by_default(tmp_path: Path) -> None:
+    markup = '<img src=x onerror="alert(1)">'
     for index in range(3):
-        diagnosis = vf.diagnose(build("vit", seed=index)[0], IMAGES, name=f"{index} {hostile}")
+        diagnosis = vf.diagnose(build("vit", seed=index)[0], IMAGES, name=f"{index} {markup}")
         diagnosis.save(tmp_path / f"run {index}")
-    page = vf.report(tmp_path, title=hostile).path.read_text()
+    page = vf.report(tmp_path, title=markup).path.read_text()
     assert GALLERY in page and "<img src=x" not in page and page.count("&lt;img src=x") > 6
     assert GALLERY not in vf.report(tmp_path, gallery=False).path.read_text()
     two = vf.report(tmp_path / "run 0", tmp_path / "run 1", out=tmp_path / "two.html")

@@ -142,7 +142,7 @@ def test_an_upload_is_shown_as_the_models_see_it(visit: Any, models: dict[str, t
     assert strongest(page, "0.0") == expected(models["plain"], pixels, 0, 1 + 2 * 4 + 2)  # the address keeps it all
 
 
-def test_bad_files_are_told_and_the_page_goes_on(visit: Any) -> None:
+def test_bad_files_are_reported_and_the_page_stays_usable(visit: Any) -> None:
     page = visit()
     for content in (b"not an image", picture(1)["buffer"][:100]):
         page.locator("#file").set_input_files({"name": "bad.png", "mimeType": "image/png", "buffer": content})
@@ -200,7 +200,7 @@ def test_two_tabs_do_not_disturb_each_other(visit: Any, models: dict[str, torch.
 
 
 @pytest.mark.slow
-def test_a_killed_server_is_told_and_ctrl_c_ends_it(visit: Any, tmp_path: Path) -> None:
+def test_a_killed_server_is_reported_and_ctrl_c_ends_it(visit: Any, tmp_path: Path) -> None:
     vf.save(build("vit")[0], tmp_path / "model")
     command = [
         sys.executable,

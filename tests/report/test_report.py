@@ -144,8 +144,8 @@ def test_models_are_known_by_their_weights(runs: Path) -> None:
     """The evaluation calls them first and second, and lies elsewhere; a diagnosis lies inside its run."""
     plain, treated = collect_models([runs / "plain", runs / "scores", runs / "a-treated"])
     assert (plain.name, treated.name) == ("plain", "a-treated")
-    for subject in (plain, treated):
-        assert len(subject.scores) == len(subject.diagnoses) == 1 and subject.training is not None
+    for model in (plain, treated):
+        assert len(model.scores) == len(model.diagnoses) == 1 and model.training is not None
     assert treated.card is not None
     diversified = TreatedPlace("adl", "adl", "attention.map")
     assert [block.treated for block in treated.card.blocks] == [
@@ -158,19 +158,19 @@ def test_a_treatment_without_weights_makes_another_model(runs: Path, tmp_path: P
     """Context Broadcasting adds no tensor: the weights are the same, the model is not."""
     models = {"plain": vf.load(runs / "plain" / "model"), "cb": vf.treat_(vf.load(runs / "plain" / "model"), "cb")}
     vf.evaluate(models, "clean", Shapes("val", length=4, size=16), out=tmp_path / "scores", progress=False)
-    subjects = collect_models([tmp_path / "scores", runs / "plain"])
-    assert [(one.name, one.treatments, one.training is not None) for one in subjects] == [
+    models = collect_models([tmp_path / "scores", runs / "plain"])
+    assert [(one.name, one.treatments, one.training is not None) for one in models] == [
         ("plain", [], True),
         ("cb", ["cb"], False),
     ]
-    first, second = (one.identity for one in subjects)
+    first, second = (one.identity for one in models)
     assert first is not None and second is not None and first.digest == second.digest
 
 
 def test_two_diagnoses_of_one_name_are_two_models(copied: Callable[..., Path]) -> None:
     folder = copied("plain", "a-treated")
-    subjects = collect_models([folder / "plain" / "attention", folder / "a-treated" / "attention"])
-    assert len(subjects) == 2 and len({subject.name for subject in subjects}) == 2
+    models = collect_models([folder / "plain" / "attention", folder / "a-treated" / "attention"])
+    assert len(models) == 2 and len({model.name for model in models}) == 2
 
 
 def test_what_was_not_measured_is_absent(runs: Path, tmp_path: Path) -> None:
@@ -249,8 +249,8 @@ def test_clear_differences_are_called_by_name(tmp_path: Path) -> None:
     samples = {f"clean|{name}|{key}": hits for name, found in columns.items() for key, hits in found.items()}
     np.savez(tmp_path / "samples.npz", **samples)
     written = vf.report(tmp_path)
-    verdicts = {row.measure: row.judgement("two") for row in written.rows}
-    assert verdicts == {"top-1 accuracy": "better", "top-5 accuracy": "worse"}
+    judgements = {row.measure: row.judgement("two") for row in written.rows}
+    assert judgements == {"top-1 accuracy": "better", "top-5 accuracy": "worse"}
     html = written.path.read_text("utf-8")
     sentences = re.findall(r"<(?:li|p[^>]*)>(.*?)</(?:li|p)>", html)
     assert any(s.startswith("two is better than one in top-1 accuracy (clean): ") for s in sentences)
@@ -265,12 +265,12 @@ def test_clear_differences_are_called_by_name(tmp_path: Path) -> None:
     assert {row.judgement("two") for row in vf.report(tmp_path).rows} == {""}
 
 
-@pytest.mark.parametrize(("mce", "verdict"), [(80.0, ""), (60.0, "better")])
-def test_a_lower_relative_error_is_no_gain_where_the_error_rose(mce: float, verdict: str) -> None:
+@pytest.mark.parametrize(("mce", "judgement"), [(80.0, ""), (60.0, "better")])
+def test_a_lower_relative_error_is_no_gain_where_the_error_rose(mce: float, judgement: str) -> None:
     found = {"one": {"relative_mce": 90.0, "mce": 70.0}, "two": {"relative_mce": 85.0, "mce": mce}}
     values = {name: Estimate(summary["relative_mce"]) for name, summary in found.items()}
     row = MetricRow("imagenet-c", "relative mCE", "%", False, values, {"two": Difference(-5.0, (-6.0, -4.0), True)})
-    assert replace(row, not_judged=_contradicted_by_mce(row, found)).judgement("two") == verdict
+    assert replace(row, not_judged=_contradicted_by_mce(row, found)).judgement("two") == judgement
 
 
 def test_samples_under_another_name_leave_the_numbers(copied: Callable[..., Path]) -> None:
@@ -289,7 +289,7 @@ def test_samples_under_another_name_leave_the_numbers(copied: Callable[..., Path
 
 
 @pytest.mark.parametrize("size", [64, 112])
-def test_attention_to_all_alike_lies_on_the_dashed_line(size: int) -> None:
+def test_uniform_attention_lies_on_the_dashed_line(size: int) -> None:
     """5 % of few tokens are no whole number of them: uniform attention must not seem to lie below the line."""
     model = vf.create_model("vit_tiny_patch16_224", depth=2, img_size=size, embed_dim=48, num_heads=3, num_classes=5)
     for name, weight in model.named_parameters():

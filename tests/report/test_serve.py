@@ -168,7 +168,9 @@ def test_odd_questions_are_refused(client: Any, path: str, asked: dict[str, str]
     assert answer.status_code == 400 and said in answer.json()["error"]
 
 
-def test_pictures_are_forgotten_and_nobody_can_guess_them(models: dict[str, torch.nn.Module], monkeypatch: Any) -> None:
+def test_old_pictures_are_dropped_and_ids_cannot_be_guessed(
+    models: dict[str, torch.nn.Module], monkeypatch: Any
+) -> None:
     monkeypatch.setattr(serve, "_PICTURES", 3)
     one, two = (serve.Live(models) for _ in range(2))
     content = Image.open(io.BytesIO(picture()))

@@ -15,7 +15,6 @@ import pytest
 
 from vitfocus.cli import main
 from vitfocus.core.errors import VitfocusError
-from vitfocus.corruptions import CORRUPTIONS
 from vitfocus.recipes import Recipe, value_of
 from vitfocus.reproduce import SCALES, Item, TableRow, item_names, items, load_item
 from vitfocus.reproduce.figures import FIGURES
@@ -189,12 +188,12 @@ def test_rows_stand_on_what_is_trained_before_them(tmp_path: Path) -> None:
     item = load_item("cb/tableS1")
     student = plan(item, item.rows[0], "smoke", tmp_path)
     teacher = plan(load_item("cb/table5"), load_item("cb/table5").rows[6], "smoke", tmp_path)
-    assert student and teacher and [run.folder for run in student.before] == [teacher.folder]
+    assert student and teacher and [run.folder for run in student.prerequisites] == [teacher.folder]
     assert student.recipe and student.recipe.distill.teacher == str(teacher.folder / "model")
     item = load_item("cb/table7")
     detector = plan(item, item.rows[1], "imagenet", tmp_path)
     backbone = plan(load_item("cb/table2"), load_item("cb/table2").rows[2], "imagenet", tmp_path)
-    assert detector and backbone and detector.before[0].folder == backbone.folder
+    assert detector and backbone and detector.prerequisites[0].folder == backbone.folder
     assert detector.recipe and detector.recipe.model.weights == str(backbone.folder / "model")
 
 
@@ -202,7 +201,6 @@ def test_items_are_listed_without_torch() -> None:
     """Which a job of a cluster imports too, before it starts its command."""
     code = "import sys, vitfocus.reproduce.jobs, vitfocus.cli.reproduce; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
-    assert items.CORRUPTIONS == CORRUPTIONS
 
 
 def test_the_list_and_the_count_need_no_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -313,7 +311,7 @@ OURS = {"camvid", "fashion-mnist", "finetune", "shapes"}
 def test_recipes_and_items_are_the_same_experiment(tmp_path: Path) -> None:
     """Each recipe of the papers is what `reproduce` trains for some row, apart from where data and weights lie."""
     planned = [run for item, row in rows() if (run := plan(item, row, "imagenet", tmp_path)) and run.recipe]
-    every = {run.digest: run for first in planned for run in (first, *first.before)}
+    every = {run.digest: run for first in planned for run in (first, *first.prerequisites)}
     of_spec: dict[str, list[PlannedRun]] = {}
     for run in every.values():
         of_spec.setdefault(run.spec, []).append(run)
@@ -324,7 +322,7 @@ def test_recipes_and_items_are_the_same_experiment(tmp_path: Path) -> None:
         apart = {run.digest: experiment_differences(recipe, run) for run in of_spec.get(recipe.model.spec, [])}
         same = [every[digest] for digest, differences in apart.items() if not differences]
         assert same, f"{name} is not the run of any row: {apart or f'no row has {recipe.model.spec}'}"
-        starts = {run.recipe.model.weights and run.before[0].digest for run in same if run.recipe}
+        starts = {run.recipe.model.weights and run.prerequisites[0].digest for run in same if run.recipe}
         expected = {""}
         if recipe.model.weights:  # such as "runs/deit_ti_cb/model": the run of that recipe
             start = load_recipe(Path(recipe.model.weights).parts[1])

@@ -91,7 +91,7 @@ def test_a_distilled_row_trains_its_teacher_first(tmp_path: Path) -> None:
     outcome = reproduce("cb/tableS1", out=tmp_path, overrides=TINY, images=2, rows=[1])[0]
     run = outcome.rows[0].run
     assert run is not None and 0 <= outcome.rows[0].values["top1"].number <= 100
-    assert (run.before[0].folder / "model" / "model.safetensors").is_file()
+    assert (run.prerequisites[0].folder / "model" / "model.safetensors").is_file()
     losses = list(map(json.loads, (run.folder / "metrics.jsonl").read_text().splitlines()))
     assert any("distill" in key for row in losses for key in row), losses[0]
 

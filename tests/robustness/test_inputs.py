@@ -331,7 +331,7 @@ def test_labels_are_one_class_number_an_image() -> None:
         assert evaluate(model, "clean", TensorDataset(images, same), **QUIET)["top1"] == plain
 
 
-def test_a_batch_of_another_size_is_refused_wherever_it_comes() -> None:
+def test_a_batch_of_another_size_is_refused_at_any_position() -> None:
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=1, num_classes=10)
     (small, labels), (large, _) = tensors(), tensors(size=40)
     refused("does not take images of 40x40", model, "clean", [(small, labels), (large, labels)])
@@ -350,7 +350,7 @@ def test_a_finished_run_is_not_written_over_and_a_damaged_one_is_named(tmp_path:
     assert (tmp_path / "run" / "results.json").read_bytes() == before
 
 
-def test_no_option_is_passed_over_in_silence(tmp_path: Path) -> None:
+def test_options_without_effect_are_refused(tmp_path: Path) -> None:
     images, labels = tensors()
     for option in ({"crop_pct": 0.5}, {"crop_pct": 0}, {"interpolation": "bilinear"}, {"resize": True}):
         for data in ([(images, labels)], TensorDataset(images, labels)):

@@ -1,4 +1,4 @@
-"""Detection and answers: interrupted runs that go on, and processes that take turns, end with the same numbers."""
+"""Detection and answers: interrupted runs that are resumed, and several processes, give the same numbers."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def layout(suite: str, folder: Path, size: tuple[int, int] = (32, 40)) -> Path:
 
 
 @pytest.mark.parametrize("suite", MODELS)
-def test_an_interrupted_run_goes_on_where_it_was(suite: str, tmp_path: Path) -> None:
+def test_an_interrupted_run_resumes(suite: str, tmp_path: Path) -> None:
     data, other = layout(suite, tmp_path / "data"), layout(suite, tmp_path / "other", (40, 32))
     counting = Calls(suite)
     whole = counting.run(data, tmp_path / "whole")
@@ -145,7 +145,7 @@ def test_another_batch_size_measures_only_what_is_missing(suite: str, tmp_path: 
         assert said[:6] == expected[:6] and len(said) == len(expected)
 
 
-def test_a_run_that_fails_at_once_leaves_its_folder_free(tmp_path: Path) -> None:
+def test_a_run_that_fails_early_releases_its_folder(tmp_path: Path) -> None:
     with pytest.raises(vf.VitfocusError, match="has 3 classes"):
         vf.evaluate(detector(0, 3), "detection", "shapes:2", out=tmp_path, progress=False)
     with pytest.raises(vf.VitfocusError, match="does not name the answers"):
@@ -180,7 +180,7 @@ calls.run(work / "detection", work / "killed")
 """
 
 
-def test_two_processes_take_turns_and_one_alone_goes_on_when_they_were_killed(tmp_path: Path) -> None:
+def test_two_processes_share_the_work_and_one_resumes_after_both_were_killed(tmp_path: Path) -> None:
     for suite in MODELS:
         layout(suite, tmp_path / suite)
     script = tmp_path / "script.py"

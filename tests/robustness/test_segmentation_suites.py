@@ -119,7 +119,7 @@ class Interrupted(Segmenter):
         return super().forward(images)
 
 
-def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_an_interrupted_run_resumes(tmp_path: Path) -> None:
     data = Shapes("val", length=12, size=32, task="segment")
     images = torch.stack([torch.as_tensor(data[i][0]) for i in range(12)])
     masks = torch.stack([torch.as_tensor(data[i][1]) for i in range(12)])

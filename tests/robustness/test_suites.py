@@ -27,12 +27,12 @@ from vitfocus.robustness.classification import (
     classification_plan,
     classify,
     num_classes,
-    open_images,
+    open_labelled_images,
     wordnet_ids,
 )
 from vitfocus.robustness.engine import Condition, EvaluationArguments, EvaluationPlan, Group
 from vitfocus.robustness.metrics import condition_summary
-from vitfocus.robustness.suites import ClassFolderOptions, NoOptions, Option, Suite, switches
+from vitfocus.robustness.suites import ClassFolderOptions, Option, Suite, SuiteOptions, switches
 
 QUIET: dict[str, Any] = {"progress": False, "device": "cpu"}
 MOST_FILES = 29
@@ -124,7 +124,7 @@ def test_generated_imagenet_c_equals_its_own_images_written_and_read(tmp_path: P
     assert generated["clean"] == published["clean"] and "mce" not in generated.models["blobs"]
 
 
-def test_the_whole_of_imagenet_c_on_the_fly_with_several_models(tmp_path: Path) -> None:
+def test_complete_generated_imagenet_c_with_several_models(tmp_path: Path) -> None:
     first, second = Blobs(1000, seed=0), Blobs(1000, seed=1)
     root, _, _ = write_imagenet(tmp_path / "val", first, count=4)
     first.calls = 0
@@ -279,14 +279,14 @@ def test_a_record_is_all_that_a_new_suite_needs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     @dataclasses.dataclass(frozen=True)
-    class Options(NoOptions):
+    class Options(SuiteOptions):
         margin: int = dataclasses.field(default=3, metadata={"help": "pixels", "negate": False})
 
     def plan(arguments: EvaluationArguments) -> EvaluationPlan:
         def change(batch: EvaluationBatch) -> torch.Tensor:
             return batch.images.roll(arguments.options.margin, -1)
 
-        images = open_images(arguments, num_classes(arguments))
+        images = open_labelled_images(arguments, num_classes(arguments))
         group = Group("shifted", images.source, (CLEAN, Condition("shifted", classify, change)))
         return classification_plan(arguments, [group], 10, {}, condition_summary, ["Shifted."])
 

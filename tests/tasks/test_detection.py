@@ -221,7 +221,7 @@ def test_a_backbone_without_features_is_refused(monkeypatch: pytest.MonkeyPatch)
         vf.create_model("maskrcnn:convit_tiny")
 
 
-def test_a_treated_run_resumes_bit_for_bit_and_its_model_is_scored_alike(tmp_path: Path) -> None:
+def test_a_treated_run_resumes_bit_for_bit_and_its_model_gets_the_same_scores(tmp_path: Path) -> None:
     spec = "spec=maskrcnn:vit_tiny_patch16_224+cbs(layers=inner)+tap+adl(threshold=0.5)"
     recipe = tiny(spec, "optimiser.weight_decay=0.05")
     results = train(recipe, tmp_path / "whole")

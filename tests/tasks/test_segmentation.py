@@ -175,6 +175,17 @@ def test_a_backbone_alone_starts_a_segmenter(tmp_path: Path) -> None:
         start_from(model, str(tmp_path / "other.safetensors"))
 
 
+def test_a_checkpoint_of_a_wrapped_model_starts_one_with_other_classes(tmp_path: Path) -> None:
+    arguments = {key: SMALL[key] for key in ("patch_size", "embed_dim", "depth", "num_heads")}
+    donor, model = (vf.create_model("vit_tiny_patch16_224", num_classes=n, img_size=32, **arguments) for n in (3, 5))
+    before = model.head.weight.clone()
+    torch.save(
+        {"state_dict": {f"module.{name}": value for name, value in donor.state_dict().items()}}, tmp_path / "a.pt"
+    )
+    start_from(model, str(tmp_path / "a.pt"))
+    assert torch.equal(model.pos_embed, donor.pos_embed) and torch.equal(model.head.weight, before)
+
+
 def test_a_treated_run_resumes_bit_for_bit_is_saved_and_evaluated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -329,12 +340,12 @@ def test_the_papers_cityscapes_c(tmp_path: Path) -> None:
     noises = ("gaussian_noise", "shot_noise", "speckle_noise", "impulse_noise")
     others = ("gaussian_blur", "motion_blur", "glass_blur", "defocus_blur", "contrast", "jpeg_compression", "saturate")
     others += ("brightness", "snow", "fog", "frost", "spatter")
-    cells = [(name, severity) for name in noises for severity in (1, 2, 3)]
-    cells += [(name, severity) for name in others for severity in (1, 2, 3, 4, 5)]
+    conditions = [(name, severity) for name in noises for severity in (1, 2, 3)]
+    conditions += [(name, severity) for name in others for severity in (1, 2, 3, 4, 5)]
     for town in ("aachen", "bochum"):
         file = f"{town}/{town}_000000_000019"
         write_pair(root / f"clean/{file}_leftImg8bit.png", root / f"gtFine/val/{file}_gtFine_labelTrainIds.png", 3)
-        for name, severity in cells:
+        for name, severity in conditions:
             copy = root / name / str(severity) / f"{file}_leftImg8bit.png"
             copy.parent.mkdir(parents=True)
             Image.fromarray(draw.integers(0, 256, (32, 48, 3), dtype=np.uint8)).save(copy)
@@ -386,7 +397,7 @@ def test_predictions_for_the_servers(tmp_path: Path) -> None:
         vf.evaluate(small(classes=11), "segmentation", "shapes", limit=1, submission="no", progress=False)
 
 
-def test_training_crops_move_picture_and_mask_alike(tmp_path: Path) -> None:
+def test_training_crops_change_image_and_mask_together(tmp_path: Path) -> None:
     """A picture whose colour says its class stays so, whatever scale, crop and mirror image do."""
     draw = np.random.default_rng(0)
     mask = np.kron(draw.integers(0, 4, (4, 6)), np.ones((16, 16), int)).astype(np.uint8)
@@ -449,7 +460,7 @@ def test_weights_of_a_saved_segmenter_start_another(tmp_path: Path) -> None:
     assert torch.equal(other.decoder.fuse[0].weight, weights["decoder.fuse.0.weight"])
 
 
-def test_a_backbone_that_is_no_transformer_trains_saves_and_is_evaluated_on_its_own_data(
+def test_a_convolutional_backbone_trains_saves_and_is_evaluated_on_its_own_data(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = load_recipe("shapes_segment", [*TINY, "spec=smp:unet:resnet10t", "model.arguments={}", "val_length=5"])

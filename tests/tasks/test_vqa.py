@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.tiny import vilt_config
 from msgspec.structs import replace
 from PIL import Image
 
@@ -290,14 +291,8 @@ def test_a_checkpoint_brings_its_words_and_answers(
     vqav2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = QuestionTokenizer.train(["is there a star", "how many are there"], size=120)
-    config = transformers.ViltConfig(
+    config = vilt_config(
         vocab_size=len(words),
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-        image_size=32,
-        patch_size=8,
         max_position_embeddings=20,
         id2label={0: "no", 1: "yes", 2: "blue"},
         label2id={"no": 0, "yes": 1, "blue": 2},

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.tiny import vilt_config
 from torch import Tensor
 
 import vitfocus as vf
@@ -21,18 +22,7 @@ LENGTHS = (3, 6, 4, 1)
 
 def tiny_vilt(**more: Any) -> Any:
     torch.manual_seed(0)
-    config = transformers.ViltConfig(
-        vocab_size=50,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-        image_size=32,
-        patch_size=8,
-        max_position_embeddings=12,
-        num_labels=5,
-        **more,
-    )
+    config = vilt_config(vocab_size=50, max_position_embeddings=12, num_labels=5, **more)
     model = transformers.ViltForQuestionAnswering(config).eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
@@ -80,7 +70,7 @@ def test_padded_texts_and_pictures_answer_like_unpadded_ones(tokens: str, varian
 
 
 @pytest.mark.parametrize("form", ["", ",variant=paper,heads=each"])
-def test_padding_enters_no_diversification_loss(form: str) -> None:
+def test_padding_is_excluded_from_the_diversification_loss(form: str) -> None:
     model, parts = tiny_vilt(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0), singles()
     vf.treat_(model, f"adl(threshold=1.0{form})").train()
     losses = []
@@ -142,7 +132,7 @@ def test_each_kind_of_token_may_have_its_own_scale(specs: tuple[str, str], tmp_p
             vf.load_weights(other, model.state_dict())
 
 
-def test_a_diagnosis_reads_no_padding() -> None:
+def test_a_diagnosis_excludes_padding() -> None:
     model, parts = tiny_vilt(), singles()
     whole = vf.diagnose(model, together(parts)).rows
     single = [vf.diagnose(model, part).rows for part in parts]

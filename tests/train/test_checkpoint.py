@@ -132,7 +132,7 @@ def test_a_checkpoint_of_an_earlier_version_is_refused_with_what_to_do(tmp_path:
 
 
 @pytest.mark.parametrize("mark", ["new", "old"])
-def test_what_lies_where_a_folder_is_written_is_removed_but_not_what_it_leads_to(mark: str, tmp_path: Path) -> None:
+def test_a_link_in_place_of_a_folder_is_removed_but_not_its_target(mark: str, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "kept").touch()
     final, place = tmp_path / "model", tmp_path / f".model.{mark}"

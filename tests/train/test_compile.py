@@ -25,7 +25,9 @@ TREATED = "deit_tiny_patch16_224+cb(layers=upper)+tap(branches=2)+adl(layers=all
     ],
     ids=["plain", "treated", "stochastic depth"],
 )
-def test_alike_blocks_are_compiled_once_and_others_each(spec: str, depth: int, drop_path: float, expected: int) -> None:
+def test_equal_blocks_are_compiled_once_and_others_separately(
+    spec: str, depth: int, drop_path: float, expected: int
+) -> None:
     counted = start(count_compilations, spec, depth, drop_path).results()
     assert counted["frames"] == {"total": expected, "ok": expected}
     assert counted["blocks"] == depth and not counted["graph_breaks"] and not counted["renamed"]

@@ -124,7 +124,7 @@ def test_each_row_reaches_both_once(tmp_path: Path, disk: Disk, late: Collection
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_disk_that_is_full_at_first_loses_no_row(tmp_path: Path, disk: Disk) -> None:
+def test_rows_are_kept_while_the_disk_is_full(tmp_path: Path, disk: Disk) -> None:
     pytest.importorskip("tensorboard")
     disk.full = "events"
     metrics = Metrics(tmp_path, 0, tensorboard=True)
@@ -135,7 +135,7 @@ def test_a_disk_that_is_full_at_first_loses_no_row(tmp_path: Path, disk: Disk) -
 
 
 @pytest.mark.parametrize("step", [0, 4])
-def test_a_run_that_goes_on_shows_no_row_twice(tmp_path: Path, step: int) -> None:
+def test_a_resumed_run_writes_no_row_twice(tmp_path: Path, step: int) -> None:
     """It died after step 5; rows up to the checkpoint's step stay, the others are written again."""
     pytest.importorskip("tensorboard")
     first = Metrics(tmp_path, 0, tensorboard=True)

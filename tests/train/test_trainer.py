@@ -301,7 +301,7 @@ def test_a_checkpoint_holds_all_that_an_optimiser_remembers(name: str, tmp_path:
 
 
 @pytest.mark.parametrize("name", ["adahessian", "adafactorbv"])
-def test_optimisers_that_cannot_be_carried_out_are_refused_at_once(name: str, tmp_path: Path) -> None:
+def test_unusable_optimisers_are_refused_before_training(name: str, tmp_path: Path) -> None:
     with pytest.raises(VitfocusError, match=f"The optimiser {name} cannot train here"):
         train(tiny(f"optimiser.name={name}"), tmp_path)
     with pytest.raises(VitfocusError, match=r"optimiser\.betas is not an argument of this optimiser"):
@@ -335,7 +335,7 @@ def test_the_head_of_any_library_is_found(
     assert {name for name in after if not torch.equal(after[name], before[name])} == {f"{head}weight", f"{head}bias"}
 
 
-def test_what_is_no_classifier_is_refused(tmp_path: Path) -> None:
+def test_models_that_are_not_classifiers_are_refused(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     arguments = "{image_size=16,patch_size=8,num_hidden_layers=1,num_attention_heads=2,hidden_size=16}"
     with pytest.raises(VitfocusError, match="a classifier is expected"):

@@ -20,11 +20,13 @@ class Metric:
     higher_is_better: bool = True
     rank: Literal["headline", "detail", "context"] = "headline"
 
-    @property
-    def arrow(self) -> str:
-        """Points to where better is."""
-        return "↑" if self.higher_is_better else "↓"
 
+#: The fifteen corruptions of ImageNet-C, over which mCE is a mean, in their order; and its four validation corruptions.
+CORRUPTIONS = (
+    *("gaussian_noise", "shot_noise", "impulse_noise", "defocus_blur", "glass_blur", "motion_blur", "zoom_blur"),
+    *("snow", "frost", "fog", "brightness", "contrast", "elastic_transform", "pixelate", "jpeg_compression"),
+)
+EXTRA_CORRUPTIONS = ("speckle_noise", "gaussian_blur", "spatter", "saturate")
 
 _ALEXNET = "% of AlexNet's"
 

@@ -4,7 +4,8 @@ This package does not depend on models or suites. `apply.py` has the public func
 and the random draws, and one file per family the corruptions.
 """
 
+from vitfocus.core.metrics import CORRUPTIONS, EXTRA_CORRUPTIONS
 from vitfocus.corruptions.apply import corrupt, fingerprint, parse
-from vitfocus.corruptions.base import CORRUPTIONS, EXTRA_CORRUPTIONS, FLAVOURS
+from vitfocus.corruptions.base import FLAVOURS
 
 __all__ = ["CORRUPTIONS", "EXTRA_CORRUPTIONS", "FLAVOURS", "corrupt", "fingerprint", "parse"]

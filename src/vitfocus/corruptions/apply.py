@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from vitfocus.core.arguments import check_int, parse_digits, require_values
+from vitfocus.core.arguments import check_int, parse_digits
 from vitfocus.core.errors import VitfocusError, nearest
+from vitfocus.core.metrics import CORRUPTIONS, EXTRA_CORRUPTIONS
 from vitfocus.corruptions import digital, noise_and_blur, weather
-from vitfocus.corruptions.base import CONSTANTS, CORRUPTIONS, EXTRA_CORRUPTIONS, FLAVOURS, Draws, Setting, as_ids
-from vitfocus.data.image_files import as_images, is_image, open_image, out_of_range, to_image, to_tensor
+from vitfocus.corruptions.base import CONSTANTS, FLAVOURS, Draws, Setting, as_ids
+from vitfocus.data.image_files import as_images, is_image, open_image, require_pixels, to_image, to_tensor
 from vitfocus.data.shapes.dataset import shapes_batch, shapes_named
 
 VERSION = 1
@@ -222,17 +223,11 @@ def _check_severity(severity: int) -> int:
 
 def _as_bytes(images: Tensor) -> Tensor:
     """The images as a (B, 3, H, W) uint8 batch; anything else is refused."""
-    require_values("images", images, pixels=True)
+    # Reading values from a GPU would synchronise with it, so there they are only clipped.
+    require_pixels(images, "corrupt first, then normalise", check_range=images.device.type == "cpu")
     if images.dim() not in (3, 4) or images.shape[-3] != 3 or 0 in images.shape[-2:]:
         raise VitfocusError(f"Images have shape {tuple(images.shape)}; expected (B, 3, H, W) or (3, H, W), RGB.")
     batch = images if images.dim() == 4 else images[None]
     if images.dtype == torch.uint8:
         return batch
-    if not images.is_floating_point():
-        raise VitfocusError(f"Images have dtype {images.dtype}; expected uint8, or floats in [0, 1].")
-    # Reading values from a GPU would synchronise with it, so there they are only clipped.
-    if images.device.type == "cpu" and images.numel():
-        low, high = (float(v) for v in images.aminmax())
-        if wrong := out_of_range(low, high, "corrupt first, then normalise"):
-            raise VitfocusError(wrong)
     return batch.detach().float().mul(255).round_().clamp_(0, 255).to(torch.uint8)

@@ -20,15 +20,6 @@ from torch import Tensor
 from vitfocus.core.arguments import check_int
 from vitfocus.core.errors import VitfocusError
 
-CORRUPTIONS: tuple[str, ...] = (
-    *("gaussian_noise", "shot_noise", "impulse_noise", "defocus_blur", "glass_blur", "motion_blur", "zoom_blur"),
-    *("snow", "frost", "fog", "brightness", "contrast", "elastic_transform", "pixelate", "jpeg_compression"),
-)
-"""The fifteen test corruptions, in the order of ImageNet-C."""
-
-EXTRA_CORRUPTIONS: tuple[str, ...] = ("speckle_noise", "gaussian_blur", "spatter", "saturate")
-"""The four validation corruptions."""
-
 FLAVOURS: tuple[str, ...] = ("imagenet", "cifar", "any")
 
 _IMAGENET: dict[str, tuple[Any, ...]] = {

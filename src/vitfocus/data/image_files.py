@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from torch import Tensor
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as T
 
-from vitfocus.core.arguments import check_number
+from vitfocus.core.arguments import check_number, require_values
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import open_file
 
@@ -140,6 +140,19 @@ def out_of_range(low: float, high: float, advice: str) -> str:
     return f"Float images lie in [{low:.3g}, {high:.3g}]; expected [0, 1]: {advice}."
 
 
+def require_pixels(images: Tensor, advice: str, check_range: bool = True) -> None:
+    """Refuse a tensor that does not hold pixels, which are uint8, or floats in [0, 1]; `advice` is for other floats."""
+    require_values("images", images, pixels=True)
+    if images.dtype == torch.uint8:
+        return
+    if not images.is_floating_point():
+        raise VitfocusError(f"Images have dtype {images.dtype}; expected uint8, or floats in [0, 1].")
+    if check_range and images.numel():
+        low, high = (float(value) for value in images.aminmax())
+        if wrong := out_of_range(low, high, advice):
+            raise VitfocusError(wrong)
+
+
 def _bytes(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Convert an array (H, W) or (H, W, C) to 8 bits."""
     array = array[..., 0] if array.ndim == 3 and array.shape[-1] == 1 else array
@@ -228,6 +241,14 @@ class Normalise:
         return (pixels.to(self.device, non_blocking=True).float() - self.mean) / self.std
 
 
+def digest_of(lines: Iterable[str], length: int = 32) -> str:
+    """The SHA-256 of lines of text, which may contain file names of any bytes, shortened to `length` digits."""
+    state = hashlib.sha256()
+    for line in lines:
+        state.update(line.encode(errors="surrogateescape") + b"\n")
+    return state.hexdigest()[:length]
+
+
 class Entry(NamedTuple):
     """A file in a class folder: its path below the root, the class folder, its size in bytes."""
 
@@ -246,8 +267,7 @@ class ClassFolders:
 
     def digest(self) -> str:
         """A hash of names and sizes, which identifies the data without reading it."""
-        listing = "".join(f"{entry.name} {entry.size}\n" for entry in self.entries)
-        return hashlib.sha256(listing.encode(errors="surrogateescape")).hexdigest()[:32]
+        return digest_of(f"{entry.name} {entry.size}" for entry in self.entries)
 
 
 def list_classes(root: Path, suffixes: frozenset[str] = IMAGE_SUFFIXES, complete: bool = True) -> ClassFolders:
@@ -335,14 +355,14 @@ class Preprocessing:
         """The image as uint8 (3, height, width)."""
         picture = to_rgb(picture)
         if self.keep == (picture.height, picture.width):
-            return T.pil_to_tensor(picture)
+            return to_tensor(picture)
         if self.resize is not None:
             resized = self._resized(picture.height, picture.width)
             mode = InterpolationMode(self.interpolation)
             if self.crop is not None:
-                return T.pil_to_tensor(cut_centre(picture, resized, self.crop, mode))
+                return to_tensor(cut_centre(picture, resized, self.crop, mode))
             picture = T.resize(picture, list(resized), mode)
-        tensor = T.pil_to_tensor(picture)
+        tensor = to_tensor(picture)
         return tensor if self.crop is None else T.center_crop(tensor, list(self.crop))
 
     def to_dict(self) -> dict[str, Any]:

@@ -32,6 +32,11 @@ def to_tokens(x: Tensor) -> Tensor:
     return x.flatten(2).transpose(1, 2)
 
 
+def tokens_and_grid(x: Tensor) -> tuple[Tensor, Grid]:
+    """B, C, H, W → (B, H·W, C), grid."""
+    return to_tokens(x), (x.shape[2], x.shape[3])
+
+
 def to_map(x: Tensor, grid: Grid) -> Tensor:
     """B, H·W, C → B, C, H, W."""
     return x.transpose(1, 2).reshape(x.shape[0], x.shape[2], grid[0], grid[1])
@@ -61,8 +66,8 @@ class PatchEmbed(nn.Module):
         return img_size[0] // self.patch_size[0], img_size[1] // self.patch_size[1]
 
     def forward(self, x: Tensor) -> tuple[Tensor, Grid]:
-        x = self.proj(x)
-        return self.norm(to_tokens(x)), (x.shape[2], x.shape[3])
+        x, grid = tokens_and_grid(self.proj(x))
+        return self.norm(x), grid
 
 
 class ReducedAttention(nn.Module):
@@ -109,7 +114,7 @@ class TokenMlp(Mlp):
         return super().forward(x)
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """A pre-norm transformer block of an attention and an MLP, both called with the token grid."""
 
     def __init__(self, dim: int, attn: nn.Module, mlp: nn.Module, drop_path: float) -> None:
@@ -207,11 +212,7 @@ class Backbone(nn.Module, ABC):
         """Add the final norm and the classifier, and initialise all linear layers."""
         self.norm = nn.LayerNorm(self.num_features, eps=1e-6)
         self.head = self._new_head()
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                trunc_normal_(module.weight, std=0.02)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
+        initialise(self, nn.Linear)
 
     @torch.jit.ignore
     def set_grad_checkpointing(self, enable: bool = True) -> None:
@@ -285,6 +286,15 @@ class Backbone(nn.Module, ABC):
     def forward(self, x: Tensor) -> Tensor:
         """Images, B, C, H, W → logits, B, num_classes."""
         return self.forward_head(self.forward_features(x))
+
+
+def initialise(model: nn.Module, kind: type[nn.Linear] | type[nn.Conv2d]) -> None:
+    """Initialise all layers of a kind: weights from a truncated normal distribution, biases with zeros."""
+    for module in model.modules():
+        if isinstance(module, kind):
+            trunc_normal_(module.weight, std=0.02)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
 
 
 def register_variants(

@@ -20,14 +20,16 @@ from torch import Tensor, nn
 from vitfocus.core.errors import VitfocusError
 from vitfocus.models.base import (
     Backbone,
-    Block,
     Grid,
     ReducedAttention,
     Size,
+    TransformerBlock,
     head_width,
+    initialise,
     register_variants,
     to_map,
     to_tokens,
+    tokens_and_grid,
 )
 
 __all__ = ["FAN"]
@@ -57,8 +59,7 @@ class FanConvStem(nn.Module):
         return -(-img_size[0] // 2**self.halvings), -(-img_size[1] // 2**self.halvings)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Grid]:
-        x = self.proj(x)
-        return to_tokens(x), (x.shape[2], x.shape[3])
+        return tokens_and_grid(self.proj(x))
 
 
 class SampleLayerNorm2d(nn.LayerNorm):
@@ -87,11 +88,7 @@ class ConvNeXtStem(nn.Module):
             ConvNeXtStage(dims[max(i - 1, 0)], dims[i], stride=2 if i else 1, depth=depth, **options)
             for i, depth in enumerate(depths)
         )
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                trunc_normal_(module.weight, std=0.02)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
+        initialise(self, nn.Conv2d)
 
 
 class HybridStem(nn.Module):
@@ -120,8 +117,7 @@ class HybridStem(nn.Module):
             x = stage(x)
             if maps is not None:
                 maps.append(x)
-        x = self.proj(x)
-        return to_tokens(x), (x.shape[2], x.shape[3])
+        return tokens_and_grid(self.proj(x))
 
 
 class DepthwisePair(nn.Module):
@@ -181,7 +177,7 @@ class ChannelProcessing(nn.Module):
         return gate.reshape(x.shape[0], 1, -1) * self.norm_v(self.mlp_v(x, grid))
 
 
-class FANBlock(Block):
+class FANBlock(TransformerBlock):
     """Token mixing, then channel processing, both pre-norm with a per-channel scale; no prefix tokens."""
 
     def __init__(

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from vitfocus.core.errors import VitfocusError
 from vitfocus.models.base import (
     Backbone,
-    Block,
     PatchEmbed,
     ReducedAttention,
     Size,
     TokenMlp,
+    TransformerBlock,
     fit_position,
     register_variants,
     to_map,
@@ -85,7 +85,7 @@ class PVT(Backbone):
             position = nn.Parameter(torch.zeros(1, prefix_tokens + size[0] * size[1], dim))
             trunc_normal_(position, std=0.02)
             blocks = [
-                Block(
+                TransformerBlock(
                     dim,
                     ReducedAttention(dim, num_heads[i], qkv_bias, attn_drop_rate, proj_drop_rate, sr_ratios[i]),
                     TokenMlp(dim, int(dim * mlp_ratios[i]), drop=proj_drop_rate),

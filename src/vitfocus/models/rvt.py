@@ -20,15 +20,16 @@ from torch import Tensor, nn
 from vitfocus.core.errors import VitfocusError
 from vitfocus.models.base import (
     Backbone,
-    Block,
     Grid,
     Size,
     TokenMlp,
+    TransformerBlock,
     head_width,
     register_variants,
     resize_pair_map,
     to_map,
     to_tokens,
+    tokens_and_grid,
 )
 
 __all__ = ["RVT"]
@@ -39,13 +40,13 @@ _PLAIN_MLP_WIDTH = 768
 class RvtConvStem(nn.Module):
     """7×7 stride 2, BatchNorm, 3×3 max-pool stride 2, 4×4 stride 4: B, C, H, W → (B, N, D), grid at stride 16."""
 
-    def __init__(self, in_chans: int, embed_dim: int, width: int = 32) -> None:
+    def __init__(self, in_chans: int, embed_dim: int) -> None:
         super().__init__()
         self.proj = nn.Sequential(
-            nn.Conv2d(in_chans, width, 7, stride=2, padding=2),
-            nn.BatchNorm2d(width),
+            nn.Conv2d(in_chans, 32, 7, stride=2, padding=2),
+            nn.BatchNorm2d(32),
             nn.MaxPool2d(3, stride=2, padding=1),
-            nn.Conv2d(width, embed_dim, 4, stride=4),
+            nn.Conv2d(32, embed_dim, 4, stride=4),
         )
 
     def dynamic_feat_size(self, img_size: Grid) -> Grid:
@@ -54,8 +55,7 @@ class RvtConvStem(nn.Module):
         return height, width
 
     def forward(self, x: Tensor) -> tuple[Tensor, Grid]:
-        x = self.proj(x)
-        return to_tokens(x), (x.shape[2], x.shape[3])
+        return tokens_and_grid(self.proj(x))
 
 
 class PositionAwareAttention(nn.Module):
@@ -127,7 +127,7 @@ class RvtConvMlp(nn.Module):
 class Stage(nn.Module):
     """The blocks of one resolution."""
 
-    def __init__(self, blocks: list[Block]) -> None:
+    def __init__(self, blocks: list[TransformerBlock]) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
 
@@ -145,8 +145,7 @@ class Pool(nn.Module):
 
     def forward(self, x: Tensor, grid: Grid) -> tuple[Tensor, Grid]:
         """Halve the grid, B, N, C → (B, N/4, D), grid."""
-        x = self.conv(to_map(x, grid))
-        return to_tokens(x), (x.shape[2], x.shape[3])
+        return tokens_and_grid(self.conv(to_map(x, grid)))
 
 
 class RVT(Backbone):
@@ -214,7 +213,7 @@ class RVT(Backbone):
             mlp = RvtConvMlp if (width != _PLAIN_MLP_WIDTH if conv_mlp is None else conv_mlp) else TokenMlp
             masks = [self.grid_size if stage == 0 and i < masked_blocks else None for i in range(depths[stage])]
             blocks = [
-                Block(
+                TransformerBlock(
                     width,
                     PositionAwareAttention(width, heads[stage], *attention_options, mask),
                     mlp(width, int(width * mlp_ratio), drop=proj_drop_rate),

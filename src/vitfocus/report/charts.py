@@ -346,7 +346,7 @@ def ink_on(red: int, green: int, blue: int) -> str:
 
 
 def grid_map(title: str, shares: Sequence[Sequence[float]]) -> str:
-    """Shares of images by patch, (rows, columns), drawn like the image; the darkest is the greatest."""
+    """Shares of images by patch, (rows, columns), drawn like the image; darker is more."""
     rows, columns, top = len(shares), max(map(len, shares)), max(max(row) for row in shares)
     side = min(18.0, 250.0 / max(rows, columns))
     parts = [text(8, 14, short(title, 50), kind="ink strong")]

@@ -20,7 +20,7 @@ from vitfocus.corruptions import CORRUPTIONS
 from vitfocus.report.runs import ReportModel
 from vitfocus.robustness.metrics import ALEXNET_FLIPS, mce_shares
 from vitfocus.robustness.results import Scores
-from vitfocus.robustness.run_folder import FREE, Columns, differences
+from vitfocus.robustness.run_folder import MAY_DIFFER, Columns, differences
 
 Interval = tuple[float, float]
 
@@ -49,6 +49,16 @@ class Estimate:
         ends = f" [{self.interval[0]:{form}}, {self.interval[1]:{form}}]" if self.interval is not None else ""
         return f"{self.number:{form}}{ends}"
 
+    def sentence(self, unit: str, sign: str = "") -> str:
+        """The number with its unit and interval, for a sentence; the sign "+" is for differences.
+
+        >>> Estimate(81.25, (80.0, 82.5)).sentence("%")
+        '81.2 %, 95 % interval 80.0 to 82.5'
+        """
+        form = f"{sign}z.1f"
+        ends = f", 95 % interval {self.interval[0]:{form}} to {self.interval[1]:{form}}" if self.interval else ""
+        return f"{self.number:{form}} {unit}{ends}"
+
 
 @dataclass(frozen=True)
 class Difference(Estimate):
@@ -60,12 +70,6 @@ class Difference(Estimate):
     def significant(self) -> bool:
         """Whether the interval excludes zero."""
         return self.interval is not None and (self.interval[0] > 0 or self.interval[1] < 0)
-
-    def __str__(self) -> str:
-        text = f"{self.number:+z.1f} points"
-        if self.interval is not None:
-            text += f", 95 % interval {self.interval[0]:+z.1f} to {self.interval[1]:+z.1f}"
-        return text
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,7 @@ class MetricRow:
             else:
                 said = f"No significant difference between {name} and {self.first} {where}"
             numbers = f"{self.values[name].number:z.1f} against {self.values[self.first].number:z.1f} {self.unit}"
-            yield f"{said}: {numbers} ({difference})."
+            yield f"{said}: {numbers} ({difference.sentence('points', '+')})."
 
 
 @dataclass(frozen=True)
@@ -137,7 +141,7 @@ def find_tests(models: Sequence[ReportModel]) -> list[SharedTest]:
     for model in models:
         for scores in model.scores:
             for test in found:
-                if model.name not in test.scores and not differences(test.fingerprint, scores.fingerprint, FREE):
+                if model.name not in test.scores and not differences(test.fingerprint, scores.fingerprint, MAY_DIFFER):
                     test.scores[model.name] = scores
                     break
             else:

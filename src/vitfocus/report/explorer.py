@@ -127,14 +127,14 @@ def explorer_data(
         against = f"{corruption}/{severity}"
         conditions.append(corrupt(pictures, corruption, severity, seed=seed, ids=chosen))
     readers = [Reader(name, model) for name, model in named_models(models).items()]
-    packed: list[list[_Packed]] = []  # by image and model
+    packed: list[list[_PackedImage]] = []  # by image and model
     entries, size = ENTRIES, 0
     for index in range(len(pictures)):
         views = [batch[index] for batch in conditions]
-        found = [_Packed(reader, views, entries) for reader in readers]
+        found = [_PackedImage(reader, views, entries) for reader in readers]
         while not packed and sum(one.size for one in found) > 1e6 * budget and entries > 16:
             entries //= 4
-            found = [_Packed(reader, views, entries) for reader in readers]
+            found = [_PackedImage(reader, views, entries) for reader in readers]
         size += sum(one.size for one in found)
         if packed and size > 1e6 * budget:
             break
@@ -157,19 +157,19 @@ def explorer_data(
     for m, reader in enumerate(readers):
         keys = zip(*(list(image[m].chunks) for image in packed), strict=True)
         layers = [{**layer, "chunks": list(of)} for layer, of in zip(reader.layers(entries), keys, strict=True)]
-        best = [image[m].best for image in packed]
-        data["models"].append({"name": reader.name, "blocks": len(reader.body), "layers": layers, "predictions": best})
+        one = {"name": reader.name, "blocks": len(reader.body), "layers": layers}
+        data["models"].append({**one, "predictions": [image[m].predictions for image in packed]})
     return _with_image_note(data)
 
 
-class _Packed:
+class _PackedImage:
     """One image as one model sees it: a chunk per layer, the likeliest classes of each view, and the size in bytes."""
 
     def __init__(self, reader: Reader, views: Sequence[Tensor], entries: int) -> None:
-        looks = [reader.look(view) for view in views]
-        made = [reader.pack(block, looks, entries) for block in reader.blocks]
+        observed = [reader.observe(view) for view in views]
+        made = [reader.pack(block, observed, entries) for block in reader.blocks]
         self.chunks = {chunk_key(one, number): one for number, one in enumerate(made)}
-        self.best = [look.best for look in looks]
+        self.predictions = [one.prediction for one in observed]
         self.size = sum(len(view["d"]) for one in made for view in one)
 
 
@@ -276,7 +276,7 @@ def add_explorer(page: Page, data: Data, target: Path | None = None) -> None:
         else:
             folder = f"{target.stem}-data"
             files[key] = quote(f"{folder}/{key}.js")
-            page.beside[f"{folder}/{key}.js"] = chunk_text(key, views)
+            page.extra_files[f"{folder}/{key}.js"] = chunk_text(key, views)
     page.data = {**data, "chunks": inline, "files": files}
 
 
@@ -335,7 +335,9 @@ def load_explorer(models: Sequence[ReportModel]) -> Data | None:
                 continue
             data: Data = {**read_json(folder / EXPLORER, ExplorerData, hint="remove it, or write it again")}
             if any(len(layer["chunks"]) != len(data["images"]) for one in data["models"] for layer in one["layers"]):
-                raise VitfocusError(f"{folder / EXPLORER} has not one chunk per image: remove it, or write it again.")
+                raise VitfocusError(
+                    f"{folder / EXPLORER} does not have one chunk per image: remove it, or write it again."
+                )
             data["chunks"] = {key: folder / CHUNKS / f"{key}.js" for key in _by_image(data)}
             if len(data["models"]) == 1:
                 data["models"][0]["name"] = model.name

@@ -16,7 +16,6 @@ from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -30,6 +29,7 @@ from vitfocus.core.errors import VitfocusError
 from vitfocus.core.modules import logits_of
 from vitfocus.core.records import Count
 from vitfocus.core.tables import ranges
+from vitfocus.data.image_files import to_image
 from vitfocus.kernels.attention import Observation
 from vitfocus.treatments.save_load import task_of
 
@@ -79,16 +79,17 @@ Prediction = list[tuple[str, float]]
 
 
 @dataclass(frozen=True)
-class Look:
-    """One image as a model saw it: by layer the observed attention, the high-norm tokens and their share of all; and
-    the likeliest classes. `size` is that of the image at the stem.
+class ObservedImage:
+    """What a model did with one image: by layer the attention, the places of high-norm tokens and their share of all.
+
+    `size` is that of the image at the stem.
     """
 
-    seen: dict[str, Observation]
-    marks: dict[str, list[tuple[float, float]]]
-    shares: dict[str, float]
+    attention: dict[str, Observation]
+    high_norm: dict[str, list[tuple[float, float]]]
+    high_norm_shares: dict[str, float]
     size: Size
-    best: Prediction
+    prediction: Prediction
 
 
 class Reader:
@@ -114,7 +115,7 @@ class Reader:
                 f"is nothing to explore."
             )
 
-    def look(self, image: Tensor) -> Look:
+    def observe(self, image: Tensor) -> ObservedImage:
         """Run the model on one uint8 image (3, H, W), which is resized if the model requires its own size."""
         batch = image[None]
         if not any(self.size):
@@ -130,27 +131,27 @@ class Reader:
             batch = resized.round().clamp(0, 255).to(torch.uint8)
         return self._run(batch)
 
-    def _run(self, batch: Tensor) -> Look:
+    def _run(self, batch: Tensor) -> ObservedImage:
         seen: dict[str, Observation] = {}
-        marks: dict[str, list[tuple[float, float]]] = {}
+        places: dict[str, list[tuple[float, float]]] = {}
         shares: dict[str, float] = {}
 
         def keep(block: Block, one: Observation, _: Size) -> None:
             seen[block.name] = one
 
-        def mark(block: Block, norms: Tensor) -> None:
+        def keep_norms(block: Block, norms: Tensor) -> None:
             _, rows, columns = norms.shape
             found = high_norm(norms.flatten(1))[0].nonzero().flatten().tolist()
             shares[block.name] = len(found) / (rows * columns)
-            marks[block.name] = [
+            places[block.name] = [
                 (round((place % columns + 0.5) / columns, 4), round((place // columns + 0.5) / rows, 4))
                 for place in found
             ]
 
-        with reading(self.model, self.body, self.blocks, keep, norms=mark, outputs=self.blocks) as session:
+        with reading(self.model, self.body, self.blocks, keep, norms=keep_norms, outputs=self.blocks) as session:
             output = session.run(ImageBatch(batch))
         self._keep_placed(seen, session.size)
-        return Look(seen, marks, shares, session.size, self._predict(output))
+        return ObservedImage(seen, places, shares, session.size, self._predict(output))
 
     def _keep_placed(self, seen: dict[str, Observation], size: Size) -> None:
         """Drop layers whose tokens do not form a grid."""
@@ -180,7 +181,7 @@ class Reader:
         ]
 
     def layers(self, entries: int = ENTRIES) -> list[Layer]:
-        """What the front end needs to know about each layer; available after the first `look`."""
+        """What the front end needs to know about each layer; available after the first `observe`."""
         return [self._layer(block, entries) for block in self.blocks]
 
     def _layer(self, block: Block, entries: int) -> Layer:
@@ -190,25 +191,28 @@ class Reader:
             "heads": self.heads[block.name], "queries": queries, "keys": keys, "group": group,
         }  # fmt: skip
 
-    def pack(self, block: Block, looks: Sequence[Look], entries: int = ENTRIES, effort: int = 6) -> list[View]:
+    def pack(
+        self, block: Block, observed: Sequence[ObservedImage], entries: int = ENTRIES, effort: int = 6
+    ) -> list[View]:
         """One layer's maps and readings for each view of an image, the clean one first."""
         return [
-            self._view(block, look, looks[0] if index else None, entries, effort) for index, look in enumerate(looks)
+            self._view(block, one, observed[0] if index else None, entries, effort)
+            for index, one in enumerate(observed)
         ]
 
-    def _view(self, block: Block, look: Look, clean: Look | None, entries: int, effort: int) -> View:
-        seen = look.seen[block.name]
-        other = clean.seen[block.name] if clean is not None else None
-        rows = rows_by_head(seen, other, geometry_of(block, seen, look.size), block.mixes_tokens_by_attention)
-        if block.name in look.shares:  # of the block's output, which its heads share
-            rows[0]["high_norm"] = look.shares[block.name]
-        levels, tops = encode(block, look.size, seen.attention()[0].float().cpu(), entries)
+    def _view(self, block: Block, image: ObservedImage, clean: ObservedImage | None, entries: int, effort: int) -> View:
+        seen = image.attention[block.name]
+        other = clean.attention[block.name] if clean is not None else None
+        rows = rows_by_head(seen, other, geometry_of(block, seen, image.size), block.mixes_tokens_by_attention)
+        if block.name in image.high_norm_shares:  # of the block's output, which its heads share
+            rows[0]["high_norm"] = image.high_norm_shares[block.name]
+        levels, tops = encode(block, image.size, seen.attention()[0].float().cpu(), entries)
         view: View = {
             "d": base64.b64encode(zlib.compress(levels, effort)).decode(),
             "m": tops,
             "r": [{key: cell(row, key) for key in SHOWN if key in row} for row in rows],
         }
-        return {**view, "k": marks} if (marks := look.marks.get(block.name)) else view
+        return {**view, "k": places} if (places := image.high_norm.get(block.name)) else view
 
     def notes(self) -> list[str]:
         """Which layers cannot be explored, and why."""
@@ -232,13 +236,13 @@ def class_names(model: nn.Module, count: int) -> list[str]:
     >>> class_names(timm.create_model("vit_tiny_patch16_224", depth=1), 1000)[281]
     'tabby'
     """
-    told: Sequence[Any] = task_of(model).get("classes") or []
+    names: Sequence[Any] = task_of(model).get("classes") or []
     labels: Any = getattr(getattr(unwrap(model), "config", None), "id2label", None)
-    if len(told) != count and isinstance(labels, dict) and len(labels) == count:
-        told = [labels.get(index, labels.get(str(index), f"class {index}")) for index in range(count)]
-        told = [] if str(told[0]).upper() == "LABEL_0" else told
-    if len(told) == count:
-        return [str(name).replace("_", " ") for name in told]
+    if len(names) != count and isinstance(labels, dict) and len(labels) == count:
+        names = [labels.get(index, labels.get(str(index), f"class {index}")) for index in range(count)]
+        names = [] if str(names[0]).upper() == "LABEL_0" else names
+    if len(names) == count:
+        return [str(name).replace("_", " ") for name in names]
     if count == 1000:
         from timm.data import ImageNetInfo
 
@@ -321,7 +325,7 @@ def _merge(maps: Tensor, dim: int, grid: tuple[int, int], prefix: int, group: in
 
 def data_url(image: Tensor, most: int = 448) -> str:
     """An image as a data URL: PNG if it is tiny, else JPEG."""
-    picture = Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())
+    picture = to_image(image)
     picture.thumbnail((most, most))
     buffer = io.BytesIO()
     small = max(picture.size) <= 64

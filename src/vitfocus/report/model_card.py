@@ -195,7 +195,7 @@ def _batch_size(device: torch.device, multiply_adds: int | None) -> int:
 
 
 def _images(model: nn.Module, batch: int) -> Tensor:
-    """Noise of the model's own size, from a generator of its own so that the global one is not advanced."""
+    """Noise of the model's own size, from a separate generator so that the global one is not advanced."""
     weight = next(p for p in model.parameters() if p.is_floating_point())
     body = anatomy(model)
     noise = torch.randn(batch, len(body.mean), *body.build_size, generator=torch.Generator().manual_seed(0))

@@ -68,7 +68,7 @@ class Page:
         self.headings: list[str] = []
         self._section = ""  # written before the next part
         self.data: Any = None  # of the explorer
-        self.beside: dict[str, str] = {}  # files that the page loads when they are needed
+        self.extra_files: dict[str, str] = {}  # files that the page loads when they are needed
 
     def section(self, heading: str) -> Page:
         """Start a section."""
@@ -176,10 +176,10 @@ class Page:
     def write(self, path: str | Path) -> Path:
         """Write the page, after the files that it loads, each atomically."""
         place = Path(path).parent
-        for name, content in self.beside.items():
+        for name, content in self.extra_files.items():
             write_text(place / name, content)
         write_text(path, self.html())
-        remove_other_chunks(place / f"{Path(path).stem}-data", {Path(name).stem for name in self.beside})
+        remove_other_chunks(place / f"{Path(path).stem}-data", {Path(name).stem for name in self.extra_files})
         return Path(path)
 
 

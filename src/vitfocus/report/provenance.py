@@ -8,7 +8,7 @@ from typing import Any
 from vitfocus.report.comparison import SharedTest
 from vitfocus.report.page import Cell, Page
 from vitfocus.report.runs import ReportModel, setting_of, short_path
-from vitfocus.robustness.run_folder import FREE, differences
+from vitfocus.robustness.run_folder import MAY_DIFFER, differences, flat_settings
 
 
 def add_provenance(page: Page, models: Sequence[ReportModel], tests: Sequence[SharedTest]) -> None:
@@ -28,13 +28,11 @@ def add_provenance(page: Page, models: Sequence[ReportModel], tests: Sequence[Sh
     for sentence in _protocol_differences(tests):
         page.text(sentence, quiet=True)
     for test in tests:
-        shared = {key: value for key, value in test.fingerprint.items() if key not in FREE}
-        page.table(f"fingerprint of {test.name}", ["setting", "value"], list(flat(shared)), folded=True)
+        _add_settings(page, f"fingerprint of {test.name}", test.fingerprint, MAY_DIFFER)
     for model in models:
         if model.training is not None and model.training.results:
             kept = {k: v for k, v in model.training.results.items() if k in _TRAINING_FACTS}
-            name = f"fingerprint of the training of {model.name}"
-            page.table(name, ["setting", "value"], list(flat(kept)), folded=True)
+            _add_settings(page, f"fingerprint of the training of {model.name}", kept)
 
 
 _TRAINING_FACTS = frozenset(
@@ -46,19 +44,14 @@ _TRAINING_FACTS = frozenset(
 def _model(model: ReportModel) -> list[Any]:
     treatments = model.treatments
     shown = None if treatments is None else " + ".join(treatments) or "none"
+    spec = model.training.spec if model.training is not None else model.full_name
     return [
         model.name,
-        _architecture(model),
+        spec.partition("+")[0] or None,
         shown,
         _short(model.identity and model.identity.digest),
         ", ".join(short_path(folder) for folder in model.folders),
     ]
-
-
-def _architecture(model: ReportModel) -> str | None:
-    """The model's name without its treatments, if it is known."""
-    spec = model.training.spec if model.training is not None else model.full_name
-    return spec.partition("+")[0] or None
 
 
 def _test(test: SharedTest) -> list[Any]:
@@ -111,24 +104,21 @@ def _protocol_differences(tests: Sequence[SharedTest]) -> list[str]:
             suites = [next(iter(test.scores.values())).suite for test in (one, two)]
             if suites[0] == suites[1]:
                 what = (
-                    "; ".join(differences(one.fingerprint, two.fingerprint, FREE))
+                    "; ".join(differences(one.fingerprint, two.fingerprint, MAY_DIFFER))
                     or "nothing; they are of the same model"
                 )
                 sentences.append(f"{one.name} and {two.name} are not compared with each other; they differ in: {what}.")
     return sentences
 
 
-def flat(content: Mapping[str, Any], prefix: str = "") -> list[list[str]]:
-    """Nested settings as rows of (dotted name, value)."""
-    rows: list[list[str]] = []
-    for key, value in content.items():
-        if isinstance(value, Mapping):
-            rows += flat(value, f"{prefix}{key}.")
-        elif isinstance(value, list | tuple):
-            rows.append([f"{prefix}{key}", ", ".join(map(str, value))])
-        elif value is not None:
-            rows.append([f"{prefix}{key}", str(value)])
-    return rows
+def _add_settings(page: Page, name: str, settings: Mapping[str, Any], ignored: Sequence[str] = ()) -> None:
+    """A folded table of nested settings, by dotted name."""
+    rows = [
+        [key, ", ".join(map(str, value)) if isinstance(value, list) else str(value)]
+        for key, value in flat_settings(settings, ignored)
+        if value is not None
+    ]
+    page.table(name, ["setting", "value"], rows, folded=True)
 
 
 def _short(digest: Any) -> str | None:

@@ -90,7 +90,7 @@ class Training:
 
 
 @dataclass(frozen=True)
-class RunFolder:
+class RunResults:
     """The contents of one folder: a training, scores and a diagnosis, if any, and the cards of its models.
 
     `data` says which images a diagnosis was made on, if known. `parent` is the training run that contains the folder.
@@ -174,7 +174,7 @@ def write_data_source(folder: str | Path, source: str, digest: str) -> None:
     write_text(Path(folder) / DATA, json.dumps({"source": source, "digest": digest}, indent=1) + "\n")
 
 
-def find_runs(folder: str | Path) -> list[RunFolder]:
+def find_runs(folder: str | Path) -> list[RunResults]:
     """The runs in a folder and its subfolders.
 
     Raises:
@@ -193,7 +193,7 @@ def find_runs(folder: str | Path) -> list[RunFolder]:
     return found
 
 
-def _walk(folder: Path, parent: Path | None, depth: int) -> Iterator[RunFolder]:
+def _walk(folder: Path, parent: Path | None, depth: int) -> Iterator[RunResults]:
     found = _read(folder, parent)
     if found is not None:
         yield found
@@ -204,7 +204,7 @@ def _walk(folder: Path, parent: Path | None, depth: int) -> Iterator[RunFolder]:
                 yield from _walk(inner, parent, depth - 1)
 
 
-def _read(folder: Path, parent: Path | None) -> RunFolder | None:
+def _read(folder: Path, parent: Path | None) -> RunResults | None:
     results = read_json(folder / RESULTS, dict[str, Any]) if (folder / RESULTS).is_file() else {}
     scores = load_scores(folder) if not results.keys().isdisjoint(("suite", "models", "fingerprint")) else None
     if scores is None:
@@ -220,7 +220,7 @@ def _read(folder: Path, parent: Path | None) -> RunFolder | None:
     data = DiagnosedData()
     if (folder / DATA).is_file():
         data = read_json(folder / DATA, DiagnosedData, writer="vitfocus diagnose")
-    return RunFolder(folder, training, scores, diagnosis, read_cards(folder), data, parent)
+    return RunResults(folder, training, scores, diagnosis, read_cards(folder), data, parent)
 
 
 def _read_recipe(folder: Path) -> dict[str, Any]:
@@ -244,7 +244,7 @@ def collect_models(runs: Iterable[str | Path], make_cards: bool = True) -> list[
 
     With `make_cards`, a trained model that has no card yet is loaded and described, and its card is saved.
     """
-    found: dict[Path, tuple[int, RunFolder]] = {}
+    found: dict[Path, tuple[int, RunResults]] = {}
     for place, run in enumerate(dict.fromkeys(Path(run) for run in runs)):
         for one in find_runs(run):
             folder = one.folder.resolve()
@@ -265,7 +265,7 @@ def collect_models(runs: Iterable[str | Path], make_cards: bool = True) -> list[
     return models
 
 
-def _assign(found: RunFolder, models: list[ReportModel]) -> None:
+def _assign(found: RunResults, models: list[ReportModel]) -> None:
     """Add a folder's contents to the models they belong to, creating models as needed."""
     if found.training is not None:
         name = found.folder.resolve().name or str(found.folder)
@@ -291,7 +291,7 @@ def _assign(found: RunFolder, models: list[ReportModel]) -> None:
         _add_folder(model, found, found.diagnosis.model)
 
 
-def _add_folder(model: ReportModel, found: RunFolder, name: str) -> None:
+def _add_folder(model: ReportModel, found: RunResults, name: str) -> None:
     card = found.cards.get(name)
     if model.card is None and card is not None and model.identity in (None, _card_identity(card)):
         model.card = card
@@ -300,7 +300,7 @@ def _add_folder(model: ReportModel, found: RunFolder, name: str) -> None:
 
 
 def _matching_model(
-    name: str, identity: Identity | None, found: RunFolder, models: list[ReportModel], alone: bool
+    name: str, identity: Identity | None, found: RunResults, models: list[ReportModel], alone: bool
 ) -> ReportModel:
     """The model that results under this name and identity belong to; a new one if there is none."""
     trained = [(model, model.training.folder) for model in models if model.training is not None]

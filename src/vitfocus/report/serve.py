@@ -27,7 +27,7 @@ from vitfocus.core.errors import VitfocusError
 from vitfocus.core.modules import inserted, insertion_sentence
 from vitfocus.corruptions import CORRUPTIONS, EXTRA_CORRUPTIONS, corrupt, parse
 from vitfocus.data.image_files import open_image, to_image
-from vitfocus.report.explorer_maps import LEVELS, Look, Reader, View, data_url, headings
+from vitfocus.report.explorer_maps import LEVELS, ObservedImage, Reader, View, data_url, headings
 from vitfocus.report.page import Page
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 #: The largest image that is accepted: bytes of its file, and pixels.
 BYTES, PIXELS = 20_000_000, 40_000_000
 #: The number of images that are kept, and of forward passes per model.
-_PICTURES, _LOOKS = 64, 32
+_PICTURES, _FORWARD_PASSES = 64, 32
 #: Maps with more entries are made coarser.
 _ENTRIES = 1_200_000
 _HEADERS = {
@@ -55,7 +55,7 @@ class Live:
     def __init__(self, models: Mapping[str, nn.Module]) -> None:
         self.readers = [Reader(name, model) for name, model in models.items()]
         self._pictures: OrderedDict[str, tuple[str, list[Tensor]]] = OrderedDict()
-        self._looks: OrderedDict[tuple[str, str, int], tuple[Tensor, Look]] = OrderedDict()
+        self._observed: OrderedDict[tuple[str, str, int], tuple[Tensor, ObservedImage]] = OrderedDict()
         self._secret = secrets.token_bytes(16)
 
     def add(self, picture: Image.Image) -> str:
@@ -74,7 +74,7 @@ class Live:
         """For each model, the picture as it sees it and the likeliest classes, clean and, unless empty, corrupted."""
         found = [self._views(picture, against, model) for model in range(len(self.readers))]
         return [
-            {"views": [data_url(pixels) for pixels, _ in views], "best": [look.best for _, look in views]}
+            {"views": [data_url(pixels) for pixels, _ in views], "best": [one.prediction for _, one in views]}
             for views in found
         ]
 
@@ -83,8 +83,8 @@ class Live:
         if not 0 <= model < len(self.readers) or not 0 <= layer < len(self.readers[model].blocks):
             raise VitfocusError(f"There is no layer {layer} of model {model}.")
         reader = self.readers[model]
-        looks = [look for _, look in self._views(picture, against, model)]
-        return reader.pack(reader.blocks[layer], looks, _ENTRIES, effort=1)
+        observed = [one for _, one in self._views(picture, against, model)]
+        return reader.pack(reader.blocks[layer], observed, _ENTRIES, effort=1)
 
     def _picture(self, name: str) -> tuple[str, list[Tensor]]:
         if name not in self._pictures:
@@ -92,7 +92,7 @@ class Live:
         self._pictures.move_to_end(name)
         return self._pictures[name]
 
-    def _views(self, picture: str, against: str, model: int) -> list[tuple[Tensor, Look]]:
+    def _views(self, picture: str, against: str, model: int) -> list[tuple[Tensor, ObservedImage]]:
         digest, pixels = self._picture(picture)
         views = [self._seen(picture, "", model, lambda: pixels[model])]
         if against:
@@ -102,13 +102,14 @@ class Live:
             )
         return views
 
-    def _seen(self, picture: str, against: str, model: int, make: Callable[[], Tensor]) -> tuple[Tensor, Look]:
+    def _seen(self, picture: str, against: str, model: int, make: Callable[[], Tensor]) -> tuple[Tensor, ObservedImage]:
         key = (picture, against, model)
-        if key not in self._looks:
+        if key not in self._observed:
             image = make()
-            _remember(self._looks, key, (image, self.readers[model].look(image)), _LOOKS * len(self.readers))
-        self._looks.move_to_end(key)
-        return self._looks[key]
+            found = image, self.readers[model].observe(image)
+            _remember(self._observed, key, found, _FORWARD_PASSES * len(self.readers))
+        self._observed.move_to_end(key)
+        return self._observed[key]
 
 
 def _remember(kept: OrderedDict[Any, Any], key: Any, value: Any, most: int) -> None:

@@ -68,16 +68,9 @@ def _result(models: Sequence[ReportModel], rows: Sequence[MetricRow]) -> Iterato
     for model in models:
         known = [(row, row.values[model.name]) for row in main if model.name in row.values]
         known = known or [(row, row.values[model.name]) for row in rows if model.name in row.values][:1]
-        parts = [f"{row.measure} {_estimate(value, row.unit)} ({row.test})" for row, value in known]
+        parts = [f"{row.measure} {value.sentence(row.unit)} ({row.test})" for row, value in known]
         if parts:
             yield f"{model.name}: {'; '.join(parts)}."
-
-
-def _estimate(value: Estimate, unit: str) -> str:
-    text = f"{value.number:z.1f} {unit}"
-    if value.interval is not None:
-        text += f", 95 % interval {value.interval[0]:z.1f} to {value.interval[1]:z.1f}"
-    return text
 
 
 def _findings(models: Sequence[ReportModel]) -> Iterator[str]:

@@ -39,16 +39,17 @@ Drawing = Callable[[ItemResult, int | None], "Figure"]
 
 def draw(result: ItemResult, folder: Path, images: int | None = None) -> list[Path]:
     """Draw the item's figures into the folder; a figure that cannot be drawn becomes a note."""
-    files = []
+    files, trained = [], _trained(result)
+    where = trained[0].where if trained else "computed"
     for kind in result.item.figures:
-        if not _trained(result) and kind != "softmax":
+        if not trained and kind != "softmax":
             continue
         try:
             figure = FIGURES[kind](result, images)
         except VitfocusError as error:
             result.missing.append(f"The figure {kind} was not drawn: {error}")
             continue
-        figure.suptitle(f"{result.item.paper}, {_where(result)}", fontsize="small", color="0.35")
+        figure.suptitle(f"{result.item.paper}, {where}", fontsize="small", color="0.35")
         suffix = "png" if kind in _PHOTOGRAPHS else "svg"
         buffer = io.BytesIO()
         figure.savefig(buffer, format=suffix)
@@ -59,11 +60,6 @@ def draw(result: ItemResult, folder: Path, images: int | None = None) -> list[Pa
 
 def _trained(result: ItemResult) -> list[RowResult]:
     return [one for one in result.rows if one.run is not None and one.measured]
-
-
-def _where(result: ItemResult) -> str:
-    rows = _trained(result)
-    return rows[0].where if rows else "computed"
 
 
 def _by_depth(kind: str) -> Drawing:
@@ -163,11 +159,11 @@ def _softmax(_: ItemResult, __: int | None) -> Figure:
     return figure
 
 
-def _pictures(result: ItemResult, count: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """Validation images of the item's data, uint8 (count, 3, H, W), clean and noisy."""
+def _clean_and_noisy(result: ItemResult) -> tuple[torch.Tensor, torch.Tensor]:
+    """A validation image of the item's data, uint8 (1, 3, H, W), and a noisy copy."""
     run = _trained(result)[0].run
     assert run is not None
-    clean = validation_images(run, count)
+    clean = validation_images(run, 1)
     return clean, corrupt(clean, "gaussian_noise", severity=result.severity, flavour="any")
 
 
@@ -181,13 +177,13 @@ def _last(models: dict[str, Any]) -> int:
 
 
 def _maps(result: ItemResult, _: int | None) -> Figure:
-    clean, noisy = _pictures(result)
+    clean, noisy = _clean_and_noisy(result)
     models = _models(result)
     return map_matrices(models, {"clean": clean, "Gaussian noise": noisy}, _last(models))
 
 
 def _head_maps(result: ItemResult, _: int | None) -> Figure:
-    clean, _noisy = _pictures(result)
+    clean, _noisy = _clean_and_noisy(result)
     models = _models(result)
     return _stacked([head_maps(model, clean, _last(models)) for model in models.values()], list(models))
 
@@ -197,7 +193,7 @@ def _head_overlays(result: ItemResult, _: int | None) -> Figure:
 
     For all heads and models alike, attention below 2/K is cut, and one min-max scale is used.
     """
-    clean, _noisy = _pictures(result)
+    clean, _noisy = _clean_and_noisy(result)
     models = _models(result)
     found: list[list[torch.Tensor]] = []
     for model in models.values():

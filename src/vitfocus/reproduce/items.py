@@ -18,7 +18,7 @@ from typing import Any
 from msgspec import Struct
 
 from vitfocus.core.errors import VitfocusError, nearest
-from vitfocus.core.metrics import METRICS
+from vitfocus.core.metrics import CORRUPTIONS, METRICS
 from vitfocus.core.records import convert, parse_toml
 
 #: Descriptions of the scales.
@@ -31,12 +31,6 @@ PAPERS = {
     "cb": "Scratching Visual Transformer's Back with Uniform Attention (Hyeon-Woo et al., ICCV 2023)",
     "tap": "Robustifying Token Attention for Vision Transformers (Guo et al., ICCV 2023)",
 }
-
-#: The corruptions of ImageNet-C as `vitfocus.corruptions` names them; this module imports no torch.
-CORRUPTIONS = (
-    *("gaussian_noise", "shot_noise", "impulse_noise", "defocus_blur", "glass_blur", "motion_blur", "zoom_blur"),
-    *("snow", "frost", "fog", "brightness", "contrast", "elastic_transform", "pixelate", "jpeg_compression"),
-)
 
 #: A number as printed in the paper, alone or with its interval, or a word.
 Printed = float | int | str | tuple[float, float]

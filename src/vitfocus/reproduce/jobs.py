@@ -57,24 +57,24 @@ def plan_jobs(name: str, scale: str, arguments: Sequence[str], **options: Any) -
     """
     from vitfocus.reproduce.plan import plan_item  # imports torch, which a job does not need
 
-    words = ("reproduce", name, *arguments)
+    shared = ("reproduce", name, *arguments)
     planned = plan_item(name, scale, **options)
     jobs: dict[str, Job] = {}
     for run in [run for one in planned for run in one.trained]:
         done = (run.folder / "results.json").is_file() and (run.folder / "model" / "config.json").is_file()
-        after = tuple(first.folder.name for first in run.before)
-        jobs[run.folder.name] = Job(run.folder.name, (*words, "--train", run.folder.name), after, done)
+        after = tuple(first.folder.name for first in run.prerequisites)
+        jobs[run.folder.name] = Job(run.folder.name, (*shared, "--train", run.folder.name), after, done)
     rows = []
     for one in planned:
         for number, row in enumerate(one.item.rows, 1):
             measured = one.runs.get(row.label)
             if row not in one.rows or measured is None or measured.recipe is None or one.folders is None:
                 continue
-            part = words if one.item.name == name else (words[0], one.item.name, *words[2:])
+            part = shared if one.item.name == name else (shared[0], one.item.name, *shared[2:])
             after = (measured.folder.name,) if measured.folder.name in jobs else ()
             rows.append(Job(f"{one.item.name} row {number}", (*part, "--rows", str(number)), after))
     picked = options.get("rows") or ()
-    last = (*words, "--rows", ",".join(map(str, picked))) if picked else words
+    last = (*shared, "--rows", ",".join(map(str, picked))) if picked else shared
     return [*jobs.values(), *rows, Job(f"{name} table", last, tuple(job.name for job in rows))]
 
 
@@ -102,8 +102,8 @@ class Command:
     was killed is started again, and resumes.
     """
 
-    def __init__(self, words: Sequence[str]) -> None:
-        self.words = list(words)
+    def __init__(self, command: Sequence[str]) -> None:
+        self.command = list(command)
         self.pid = 0
 
     def __call__(self) -> None:
@@ -112,13 +112,13 @@ class Command:
         for _ in range(_RESTARTS):
             if code >= 0:
                 break
-            print(f"{shlex.join(self.words)} was killed by signal {-code}; restarting it.", file=sys.stderr)
+            print(f"{shlex.join(self.command)} was killed by signal {-code}; restarting it.", file=sys.stderr)
             code = self._run()
         if code:
-            raise VitfocusError(f"{shlex.join(self.words)} ended with {code}.")
+            raise VitfocusError(f"{shlex.join(self.command)} ended with {code}.")
 
     def _run(self) -> int:
-        process = subprocess.Popen(self.words, start_new_session=True)  # the job's signals are for the job alone
+        process = subprocess.Popen(self.command, start_new_session=True)  # the job's signals are for the job alone
         self.pid = process.pid
         while (code := process.poll()) is None:
             time.sleep(0.2)
@@ -131,7 +131,7 @@ class Command:
         with suppress(ProcessLookupError, ChildProcessError):
             os.kill(self.pid, signal.SIGTERM)
             os.waitpid(self.pid, 0)
-        return DelayedSubmission(Command(self.words))
+        return DelayedSubmission(Command(self.command))
 
 
 def submit(jobs: Sequence[Job], folder: Path, cluster: str = "slurm", options: Mapping[str, Any] | None = None) -> Any:

@@ -29,7 +29,7 @@ from vitfocus.core.files import write_text
 from vitfocus.core.statistics import evenly_spaced
 from vitfocus.core.tables import counted
 from vitfocus.data.classification.dataset import ArrayImages, open_images
-from vitfocus.data.image_files import evaluation_preprocessing, find_split
+from vitfocus.data.image_files import evaluation_preprocessing, find_split, to_tensor
 from vitfocus.data.segmentation.dataset import open_masks
 from vitfocus.recipes import SECTIONS, Distill, Recipe, changed, is_changeable
 from vitfocus.report.runs import read_metrics
@@ -124,7 +124,7 @@ class PlannedRun:
     recipe: Recipe | None
     folder: Path
     digest: str
-    before: tuple[PlannedRun, ...] = ()  # trained first: a teacher, or the model whose weights it starts from
+    prerequisites: tuple[PlannedRun, ...] = ()  # trained first: a teacher, or the model whose weights it starts from
     weights: str = ""
 
     @property
@@ -132,9 +132,9 @@ class PlannedRun:
         """The model with its treatment."""
         return with_treatment(self.setup.spec, self.row.treat)
 
-    def chain(self) -> list[PlannedRun]:
+    def with_prerequisites(self) -> list[PlannedRun]:
         """The runs that are trained before it, in order, and itself."""
-        return [*(run for first in self.before for run in first.chain()), self]
+        return [*(run for first in self.prerequisites for run in first.with_prerequisites()), self]
 
 
 def with_treatment(spec: str, treat: str) -> str:
@@ -144,8 +144,6 @@ def with_treatment(spec: str, treat: str) -> str:
 
 def setup_of(item: Item, model: str, scale: str) -> ModelSetup:
     """How a model is built at a scale; an error if it is not defined at that scale."""
-    if scale not in SCALES:
-        raise VitfocusError(f"There is no scale {scale!r}: {nearest(scale, SCALES)}")
     known = model_setups()[model]
     if scale not in known:
         others = " or ".join(f"--scale {name}" for name in SCALES if name in known)
@@ -229,7 +227,7 @@ def with_weights(run: PlannedRun, weights: str) -> PlannedRun:
     digest = recipe_digest(recipe, f"weights {content}")
     recipe = replace(recipe, name=_run_name(run.row, digest), about=f"{run.row.label} with the weights {weights}.")
     folder = run.folder.parent / recipe.name
-    return dataclasses.replace(run, recipe=recipe, folder=folder, digest=digest, before=(), weights=weights)
+    return dataclasses.replace(run, recipe=recipe, folder=folder, digest=digest, prerequisites=(), weights=weights)
 
 
 def why_not_pretrained(run: PlannedRun) -> str:
@@ -249,9 +247,10 @@ def why_not_pretrained(run: PlannedRun) -> str:
 def _given_model(run: PlannedRun) -> nn.Module:
     """The model of a row that is measured with given weights."""
     assert run.recipe is not None
+    treats = [run.row.treat] if run.row.treat else []
     if Path(run.weights).is_dir():
         model = load(Path(run.weights))
-        if differences := treatment_differences(model, [run.row.treat] if run.row.treat else []):
+        if differences := treatment_differences(model, treats):
             raise VitfocusError(f"{run.weights} is not the model of {run.row.label!r}: {'; '.join(differences)}.")
         return model
     if run.recipe.task == "classify":
@@ -264,7 +263,6 @@ def _given_model(run: PlannedRun) -> nn.Module:
         model = task.build_model()
         remember_task(model, task.card())
     if run.weights != PRETRAINED:
-        treats = [run.row.treat] if run.row.treat else []
         lacking = [name for name in load_weights(model, run.weights, trained_with=treats).new if not is_record(name)]
         if lacking:
             raise VitfocusError(f"{run.weights} is not the model of {run.row.label!r}: it has no {lacking[0]}.")
@@ -319,7 +317,7 @@ class PlannedItem:
         if self.folders is None or self.pretrained:
             return []
         lasts = [run for row in self.rows if (run := self.runs[row.label]) and run.recipe and not run.weights]
-        return list({run.digest: run for last in lasts for run in last.chain()}.values())
+        return list({run.digest: run for last in lasts for run in last.with_prerequisites()}.values())
 
 
 def plan_item(
@@ -387,7 +385,7 @@ def given_weights(
 
 def _refuse_unused(overrides: Sequence[str], runs: Sequence[PlannedRun]) -> None:
     """Refuse an override that has no effect on any run."""
-    planned = [run.recipe for first in runs for run in (first, *first.before) if run.recipe is not None]
+    planned = [run.recipe for last in runs for run in last.with_prerequisites() if run.recipe is not None]
     for key in (text.partition("=")[0].strip() for text in overrides):
         whys = [why_unused(recipe, full_key(key, recipe.task)) for recipe in planned if key != "task"]
         if whys and all(whys):
@@ -454,7 +452,7 @@ def validation_batches(run: PlannedRun, count: int | None, size: int = 32) -> It
 
 def centre_of(picture: Any, size: int) -> Tensor:
     """The centre of a street scene or room, uint8 (3, size, size); a small picture is enlarged first."""
-    pixels = F.pil_to_tensor(picture)
+    pixels = to_tensor(picture)
     if min(pixels.shape[-2:]) < size:
         pixels = F.resize(pixels, [size], antialias=True)
     return F.center_crop(pixels, [size, size])

@@ -335,7 +335,7 @@ def counted_on(
 
 def train_run(run: PlannedRun) -> dict[str, Any]:
     """Train a run after those that it depends on, resume it, or read its results; waits for other processes."""
-    for first in run.before:
+    for first in run.prerequisites:
         train_run(first)
     assert run.recipe is not None
     results = train(run.recipe, out=run.folder, resume="auto", wait=True)

@@ -407,11 +407,3 @@ def other_size(name: str, found: Sequence[int], expected: Sequence[int]) -> str:
     """The error message for images of different sizes, which cannot share a batch."""
     size, others = (f"{height}x{width}" for height, width in (found, expected))
     return f"The images differ in size: {name} has {size} pixels, others {others}; resize them to one size first."
-
-
-def digest_of(lines: Iterable[str]) -> str:
-    """A shortened SHA-256 of lines of text."""
-    state = hashlib.sha256()
-    for line in lines:
-        state.update(line.encode(errors="surrogateescape") + b"\n")
-    return state.hexdigest()[:32]

@@ -26,10 +26,11 @@ from vitfocus.core.statistics import evenly_spaced
 from vitfocus.data.image_files import (
     ClassFolders,
     Preprocessing,
+    digest_of,
     evaluation_preprocessing,
     is_image,
     list_classes,
-    out_of_range,
+    require_pixels,
 )
 from vitfocus.robustness.batches import (
     EvaluationBatch,
@@ -40,12 +41,11 @@ from vitfocus.robustness.batches import (
     Source,
     check_readable,
     collate_images,
-    digest_of,
     image_and_label,
     one_size,
     require_one_number,
 )
-from vitfocus.robustness.engine import Condition, EvaluationArguments, EvaluationPlan, Group, Outcome, Reduced
+from vitfocus.robustness.engine import Condition, EvaluationArguments, EvaluationPlan, Group, ModelResults, Outcome
 from vitfocus.robustness.metrics import Summary
 from vitfocus.robustness.pixel_model import PixelModel
 from vitfocus.robustness.run_folder import Columns
@@ -56,7 +56,7 @@ Summarise = Callable[[Mapping[str, Columns], int], Summary]
 
 
 @dataclass(frozen=True)
-class Images:
+class OpenedImages:
     """A source of images, and what it adds to the protocol and the notes."""
 
     source: Source
@@ -66,19 +66,26 @@ class Images:
 
 def num_classes(arguments: EvaluationArguments, *expected: int) -> int:
     """The number of classes, one of `expected`; all models must have the same number, and the same image size."""
-    counts = {model.name: model.classes(arguments.device) for model in arguments.models}
-    sizes = {model.name: model.size for model in arguments.models}
-    for what, found in (("classes", counts), ("image sizes", sizes)):
-        if len(set(found.values())) > 1:
-            listed = ", ".join(f"{name}: {value}" for name, value in found.items())
-            raise VitfocusError(
-                f"Models in one pass see the same images, but differ in {what} ({listed}): evaluate them separately."
-            )
-    classes = next(iter(counts.values()))
+    classes = _shared_value(arguments, "classes", lambda model: model.classes(arguments.device))
+    _shared_value(arguments, "image sizes", lambda model: model.size)
     if expected and classes not in expected:
         listed = " or ".join(f"{number:,}" for number in expected)
         raise VitfocusError(f"The suite {arguments.suite.name} is for models of {listed} classes, not {classes}.")
     return classes
+
+
+def _shared_value(
+    arguments: EvaluationArguments,
+    what: str,
+    value_of: Callable[[PixelModel], Any],
+    advice: str = "evaluate them separately",
+) -> Any:
+    """What a function returns for every model; an error if it differs, because all models see the same images."""
+    found = {model.name: value_of(model) for model in arguments.models}
+    if len(set(found.values())) > 1:
+        listed = ", ".join(f"{name}: {value}" for name, value in found.items())
+        raise VitfocusError(f"Models in one pass see the same images, but differ in {what} ({listed}): {advice}.")
+    return found[arguments.models[0].name]
 
 
 def classification_plan(
@@ -92,8 +99,8 @@ def classification_plan(
 ) -> EvaluationPlan:
     """A plan that keeps the outcome of every image; repeated notes are kept once."""
 
-    def reduce(outcomes: Mapping[str, Columns], seed: int) -> Reduced:
-        return Reduced(summarise(outcomes, seed), outcomes)
+    def reduce(outcomes: Mapping[str, Columns], seed: int) -> ModelResults:
+        return ModelResults(summarise(outcomes, seed), outcomes)
 
     prepare = partial(prepare_batch, arguments, classes)
     return EvaluationPlan(tuple(groups), protocol, reduce, tuple(dict.fromkeys(notes)), prepare, resize)
@@ -109,7 +116,7 @@ def classify(
     logits = model(images)
     if classes is not None:
         logits = logits[:, torch.tensor(classes, device=logits.device)]
-    best = top_classes(logits, 5)
+    best = top5_classes(logits)
     right = (best.unsqueeze(2) == batch.labels.view(len(batch), 1, -1)).any(2)
     return {
         "top1": right[:, 0],
@@ -119,9 +126,9 @@ def classify(
     }
 
 
-def top_classes(logits: Tensor, count: int) -> Tensor:
-    """The `count` classes with the largest logits, in order."""
-    return logits.topk(min(count, logits.shape[1]), dim=1).indices
+def top5_classes(logits: Tensor) -> Tensor:
+    """The five classes with the largest logits, in order; fewer if there are fewer."""
+    return logits.topk(min(5, logits.shape[1]), dim=1).indices
 
 
 CLEAN = Condition("clean", classify)
@@ -132,13 +139,8 @@ def prepare_batch(arguments: EvaluationArguments, classes: int, batch: Evaluatio
     require_values("images", batch.images, pixels=True)
     if arguments.normalised:
         batch = replace(batch, images=_unnormalised(batch.images, arguments.models[0]))
-    images, labels = batch.images, batch.labels
-    if images.dtype != torch.uint8:
-        if not images.is_floating_point():
-            raise VitfocusError(f"Images have dtype {images.dtype}; expected uint8, or floats in [0, 1].")
-        low, high = (float(value) for value in images.aminmax())
-        if wrong := out_of_range(low, high, "evaluate normalises them itself; set normalised=True if they already are"):
-            raise VitfocusError(wrong)
+    labels = batch.labels
+    require_pixels(batch.images, "evaluate normalises them itself; set normalised=True if they already are")
     if labels.numel() and (int(labels.max()) >= classes or (labels.ndim == 1 and int(labels.min()) < 0)):
         raise VitfocusError(
             f"The data has the label {int(labels.max() if labels.max() >= classes else labels.min())}, "
@@ -162,14 +164,14 @@ def _unnormalised(images: Tensor, model: PixelModel) -> Tensor:
     return pixels.clamp(0, 1)
 
 
-def open_images(
+def open_labelled_images(
     arguments: EvaluationArguments,
     classes: int,
     interpolation: str | None = None,
     labels: Callable[[ClassFolders], Labels] | None = None,
     crop: bool = True,
     size: tuple[int, int] | None = None,
-) -> Images:
+) -> OpenedImages:
     """Images from a folder of class folders, a data set, or batches.
 
     `labels` returns the class of every folder. Without `crop`, images are resized but not cropped, for suites that
@@ -191,7 +193,7 @@ def open_images(
     if isinstance(data, DataLoader) or (isinstance(data, Iterable) and not isinstance(data, Tensor | Mapping)):
         arguments.refuse_unused(DataForm(resized=False))
         how = "the loader's own" + ", normalised" * arguments.normalised
-        return Images(LoaderSource(data, arguments.limit), {"preprocessing": how})
+        return OpenedImages(LoaderSource(data, arguments.limit), {"preprocessing": how})
     raise VitfocusError(
         f"The data is a {type(data).__name__}; expected images with labels: a folder with one folder per class, "
         "(images, labels), a Dataset of (image, label), or batches of (images, labels), images in uint8 or in [0, 1]."
@@ -205,7 +207,7 @@ def open_files(
     interpolation: str | None = None,
     crop: bool = True,
     size: tuple[int, int] | None = None,
-) -> Images:
+) -> OpenedImages:
     """Image files with labels, whose headers are checked; random draws depend on the path below the root."""
     entries, size = folders.entries, size or arguments.models[0].size
     pick = evenly_spaced(len(entries), arguments.limit)
@@ -218,21 +220,26 @@ def open_files(
         amount = "The images" if kept == len(sizes) else f"{kept:,} of {len(sizes):,} images"
         notes += (f"{amount} have {size[0]}x{size[1]} pixels and were not resized.",)
     names = [entry.name for entry in entries]
-    source = ItemSource(
-        ImageSamples(ImageFiles(folders.root, names, labels), preprocessing, names),
-        pick,
-        partial(collate_images, pad=not crop),
-        ids=names,
-        digest=digest_of(f"{entries[i].name} {entries[i].size} {labels[i]}" for i in pick),
-        uniform=crop,
-        **arguments.reading,
-    )
-    return Images(source, {"preprocessing": preprocessing.to_dict(), "decoder": image_decoder()}, notes)
+    digest = digest_of(f"{entries[i].name} {entries[i].size} {labels[i]}" for i in pick)
+    samples = ImageSamples(ImageFiles(folders.root, names, labels), preprocessing, names)
+    source = image_source(arguments, samples, len(names), crop, ids=names, digest=digest)
+    return OpenedImages(source, {"preprocessing": preprocessing.to_dict(), "decoder": image_decoder()}, notes)
+
+
+def image_source(
+    arguments: EvaluationArguments, samples: ImageSamples, count: int, uniform: bool = True, **options: Any
+) -> ItemSource:
+    """At most `limit` of `count` images, evenly spaced; unless they must be `uniform`, images are padded to one size.
+
+    The options are those of `ItemSource`.
+    """
+    collate, pick = partial(collate_images, pad=not uniform), evenly_spaced(count, arguments.limit)
+    return ItemSource(samples, pick, collate, uniform=uniform, **arguments.reading, **options)
 
 
 def _open_dataset(
     arguments: EvaluationArguments, classes: int, interpolation: str | None, crop: bool, size: tuple[int, int]
-) -> Images:
+) -> OpenedImages:
     data = arguments.data
     notes: tuple[str, ...] = ()
     if not len(data):
@@ -252,17 +259,11 @@ def _open_dataset(
             notes += (f"Images of {size[0]}x{size[1]} pixels were not resized, others were.",)
     else:
         arguments.refuse_unused(DataForm(resized=False))
-    source = ItemSource(
-        ImageSamples(data, preprocessing),
-        evenly_spaced(len(data), arguments.limit),
-        partial(collate_images, pad=not crop),
-        uniform=crop,
-        **arguments.reading,
-    )
+    source = image_source(arguments, ImageSamples(data, preprocessing), len(data), crop)
     how: Any = (
         preprocessing.to_dict() if preprocessing else "the data set's own" + ", normalised" * arguments.normalised
     )
-    return Images(source, {"preprocessing": how}, notes)
+    return OpenedImages(source, {"preprocessing": how}, notes)
 
 
 def _preprocessing(
@@ -279,13 +280,8 @@ def _preprocessing(
     if options.resize is not None and not options.resize:
         return Preprocessing(None, None), ("The images were not resized (resize=False).",)
     chosen = interpolation if options.interpolation is None else options.interpolation
-    known = {model.name: model.interpolation for model in arguments.models}
-    if chosen is None and len(set(known.values())) > 1:
-        listed = ", ".join(f"{name}: {value}" for name, value in known.items())
-        raise VitfocusError(
-            f"Models in one pass see the same images, but differ in interpolation ({listed}): choose one."
-        )
-    chosen = arguments.models[0].interpolation if chosen is None else chosen
+    if chosen is None:
+        chosen = _shared_value(arguments, "interpolation", lambda model: model.interpolation, "choose one")
     usual = evaluation_preprocessing(size, chosen, options.crop_pct)
     return replace(usual, crop=size if crop else None, keep=None if options.resize else size), ()
 
@@ -338,8 +334,12 @@ def image_decoder() -> str:
 @functools.cache
 def wordnet_ids(name: str = "imagenet") -> tuple[str, ...]:
     """The WordNet ids of ImageNet's 1,000 classes in order, or of the 200 of -A and -R, from timm's lists."""
-    text = importlib.resources.files("timm.data._info").joinpath(f"{name}_synsets.txt").read_text("utf-8")
-    return tuple(text.split())
+    return tuple(timm_file(f"{name}_synsets.txt").split())
+
+
+def timm_file(name: str) -> str:
+    """The text of a file about ImageNet that timm contains."""
+    return importlib.resources.files("timm.data._info").joinpath(name).read_text("utf-8")
 
 
 def folder_indices(folders: ClassFolders, index: str | os.PathLike[str] | None = None) -> dict[str, int]:

@@ -23,7 +23,8 @@ from vitfocus.core.arguments import conditions, refuse_unused
 from vitfocus.core.environment import Processes
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.progress import Progress
-from vitfocus.robustness.batches import EvaluationBatch, Source, checksums, digest_of
+from vitfocus.data.image_files import digest_of
+from vitfocus.robustness.batches import EvaluationBatch, Source, checksums
 from vitfocus.robustness.metrics import Summary
 from vitfocus.robustness.pixel_model import PixelModel
 from vitfocus.robustness.results import Samples
@@ -118,7 +119,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Reduced:
+class ModelResults:
     """The results of one model: its summary, outcomes per image to keep, and JSON files for the folder of the run."""
 
     summary: Summary
@@ -137,7 +138,7 @@ class EvaluationPlan:
 
     groups: tuple[Group, ...]
     protocol: Mapping[str, Any]
-    reduce: Callable[[Mapping[str, Columns], int], Reduced]
+    reduce: Callable[[Mapping[str, Columns], int], ModelResults]
     notes: tuple[str, ...] = ()
     prepare: Callable[[EvaluationBatch], EvaluationBatch] = lambda batch: batch
     resize: bool = False

@@ -17,10 +17,11 @@ from vitfocus.core.environment import device_name, join_processes, versions
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.files import write_text
 from vitfocus.core.modules import eval_mode
+from vitfocus.data.image_files import digest_of
 from vitfocus.data.shapes.dataset import Shapes, shapes_named
-from vitfocus.robustness.batches import digest_of, labelled_images
+from vitfocus.robustness.batches import labelled_images
 from vitfocus.robustness.engine import EvaluationArguments, EvaluationPlan, read_digests, run_plan
-from vitfocus.robustness.pixel_model import PRECISIONS, PixelModel, named_models
+from vitfocus.robustness.pixel_model import PRECISIONS, PixelModel, models_by_name
 from vitfocus.robustness.results import Scores, flatten, load_scores
 from vitfocus.robustness.run_folder import RunFolder, claim_folder
 from vitfocus.robustness.suites import find_suite
@@ -89,7 +90,7 @@ def evaluate(
         raise VitfocusError("Resuming needs the folder of the run: name it with the option out.")
     processes = join_processes(device)
     limit = None if limit is None else check_int("limit", limit, low=1)
-    modules = named_models(model)
+    modules = models_by_name(model)
     models = tuple(PixelModel(name, module, precision, chosen.small_images) for name, module in modules.items())
     if normalised and (chosen.task != "classify" or isinstance(data, str | os.PathLike)):
         raise VitfocusError("normalised=True is for classifiers and data given as tensors: leave it out.")

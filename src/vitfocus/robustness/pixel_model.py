@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from vitfocus.anatomy import input_spec, unwrap
 from vitfocus.core.arguments import require_values
-from vitfocus.core.errors import VitfocusError
+from vitfocus.core.errors import VitfocusError, reason
 from vitfocus.core.modules import inserted, logits_of
 from vitfocus.core.tables import unique_label
 from vitfocus.data.image_files import model_interpolation
@@ -56,7 +56,7 @@ class PixelModel:
                 raise
             raise VitfocusError(
                 f"{self.name} does not take images of {height}x{width} pixels (it was built for "
-                f"{self.size[0]}x{self.size[1]}): {_first_line(error)}"
+                f"{self.size[0]}x{self.size[1]}): {reason(error)}."
             ) from error
         return logits_of(output).float()
 
@@ -91,7 +91,7 @@ class PixelModel:
             raise
         except Exception as error:
             raise VitfocusError(
-                f"{self.name} does not take images of {height}x{width} pixels: {_first_line(error)}"
+                f"{self.name} does not take images of {height}x{width} pixels: {reason(error)}."
             ) from error
         if logits.ndim != 2:
             more = "; for a segmenter use --suite segmentation" if logits.ndim == 4 else ""
@@ -106,10 +106,6 @@ class PixelModel:
         since = {"inserted": "+".join(inserted(self.model))} if inserted(self.model) else {}
         count = sum(parameter.numel() for parameter in self.model.parameters())
         return {**facts, **since, "mean": list(self.mean), "std": list(self.std), "parameters": count}
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
 
 
 def weights_digest(model: nn.Module) -> str:
@@ -127,7 +123,7 @@ def tensors_digest(tensors: Mapping[str, Any]) -> str:
     return state.hexdigest()[:32]
 
 
-def named_models(model: nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module]) -> dict[str, nn.Module]:
+def models_by_name(model: nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module]) -> dict[str, nn.Module]:
     """Models by name: as in the mapping, or named by their architecture and treatments."""
     if isinstance(model, nn.Module):
         models: list[tuple[str, nn.Module]] = [(_name(model), model)]

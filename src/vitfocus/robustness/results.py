@@ -18,7 +18,7 @@ from vitfocus.core.statistics import mcnemar, paired_difference
 from vitfocus.core.tables import Table, counted
 from vitfocus.corruptions import CORRUPTIONS
 from vitfocus.robustness.metrics import Summary, mce_shares
-from vitfocus.robustness.run_folder import FREE, RESULTS, SAMPLES, Columns, RunFolder, differences
+from vitfocus.robustness.run_folder import MAY_DIFFER, RESULTS, SAMPLES, Columns, RunFolder, differences
 
 Samples = dict[str, dict[str, Columns]]  # condition -> model -> columns
 
@@ -304,7 +304,7 @@ def compare(first: Scores | str | Path, second: Scores | str | Path, force: bool
     for models in (one.models, two.models):
         if len(models) != 1:
             raise VitfocusError(f"A run has {len(models)} models: select one with .only(name): {', '.join(models)}.")
-    differing = differences(one.fingerprint, two.fingerprint, FREE)
+    differing = differences(one.fingerprint, two.fingerprint, MAY_DIFFER)
     if differing and not force:
         raise VitfocusError(
             "These runs used different protocols, so their numbers are not comparable (the option force compares them "

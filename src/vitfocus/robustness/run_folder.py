@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ Columns = dict[str, npt.NDArray[Any]]  # one entry per image, in order of positi
 RESULTS, SAMPLES, PROTOCOL, PARTS = "results.json", "samples.npz", "protocol.json", "parts"
 
 #: Parts of the fingerprint that two comparable runs may differ in: what is being compared, and where it ran.
-FREE = ("models", "environment")
+MAY_DIFFER = ("models", "environment")
 
 
 class RunFolder:
@@ -135,7 +135,7 @@ def differences(first: Mapping[str, Any], second: Mapping[str, Any], ignored: tu
     >>> differences({"seed": 0, "data": {"digest": "a"}}, {"seed": 1, "data": {"digest": "a"}, "limit": 5})
     ['limit (absent | 5)', 'seed (0 | 1)']
     """
-    one, two = dict(_flat(first, ignored)), dict(_flat(second, ignored))
+    one, two = (dict(flat_settings(one, ignored)) for one in (first, second))
     absent = "absent"
     return [
         f"{key} ({_short(one.get(key, absent))} | {_short(two.get(key, absent))})"
@@ -149,14 +149,15 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _flat(content: Mapping[str, Any], ignored: tuple[str, ...], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat_settings(content: Mapping[str, Any], ignored: Sequence[str] = ()) -> Iterator[tuple[str, Any]]:
+    """Nested settings as (dotted name, value), without those whose first part is `ignored`."""
     for key, value in content.items():
-        if not prefix and key in ignored:
+        if key in ignored:
             continue
         if isinstance(value, Mapping):
-            yield from _flat(value, (), f"{prefix}{key}.")
+            yield from ((f"{key}.{name}", inner) for name, inner in flat_settings(value))
         else:
-            yield f"{prefix}{key}", list(value) if isinstance(value, tuple) else value
+            yield key, list(value) if isinstance(value, tuple) else value
 
 
 def _slug(name: str) -> str:

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 from vitfocus.anatomy import anatomy, input_spec
 from vitfocus.core.errors import VitfocusError, reason
 from vitfocus.core.files import is_folder
-from vitfocus.core.modules import eval_mode, inserted
+from vitfocus.core.modules import eval_mode, inserted, unnest_checkpoint
 from vitfocus.data.image_files import Normalise
 from vitfocus.data.loader import BatchPartition, BatchReader, SampleBatches, SampleOrder
 from vitfocus.treatments import AttentionDiversification, auxiliary_loss
@@ -286,13 +286,11 @@ def start_from(model: nn.Module, source: str) -> None:
         known = [str(treatment) for treatment in applied(saved) if str(treatment) not in inserted(saved)]
     else:
         tensors = read_weights(Path(source))
-    for key in ("state_dict_ema", "state_dict", "model_ema", "model"):
-        if isinstance(tensors.get(key), dict):
-            tensors = tensors[key]
+    current = model.state_dict()
+    tensors = unnest_checkpoint(tensors, current)
     if not is_folder(source):
         known = [str(treatment) for treatment in recorded_treatments(tensors, source)]
     tensors = {name: tensor for name, tensor in tensors.items() if not is_record(name)}
-    current = model.state_dict()
     if not set(tensors) & set(current):
         try:
             root = anatomy(model).root

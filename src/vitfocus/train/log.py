@@ -233,13 +233,13 @@ def _row(line: str) -> dict[str, Any] | None:
 #: Validation images that are read. The readings are means over images, heads and rows, so a few images are enough.
 IMAGES = 32
 #: A layer has collapsed if its rows have at most this share of the largest entropy, ...
-NARROW = 0.5
+COLLAPSED_ENTROPY = 0.5
 #: ... and the most attended 5 % of the tokens receive at least this share of all attention.
-CONCENTRATED = 0.5
-#: Attention that has collapsed in this share of the layers deserves a sentence.
-LAYERS = 1 / 3
-#: Attention stands still if no layer's share of the largest entropy moves by more than this between two evaluations.
-STILL = 0.002
+COLLAPSED_OVERFOCUS = 0.5
+#: A collapse in at least this share of the layers is reported.
+COLLAPSED_LAYERS = 1 / 3
+#: Attention has stopped changing if no layer's share of the largest entropy moves more than this between evaluations.
+UNCHANGED = 0.002
 
 
 class AttentionLog:
@@ -263,9 +263,9 @@ class AttentionLog:
             return {"kind": "attention", "step": step, "epoch": epoch, **by_layer(diagnose(model, self.images))}
 
     def sentence(self, row: dict[str, Any], rate: float) -> str:
-        """What a new row gives reason to say, if anything; `rate` is the learning rate as a share of its peak."""
+        """A message about a new row, or ""; `rate` is the learning rate as a share of its peak."""
         before, self._before = self._before, row
-        moved, self._moving = self._moving, bool(before) and not _is_still(row, before)
+        moved, self._moving = self._moving, bool(before) and not _is_unchanged(row, before)
         if collapsed_layers(row) and not (before and collapsed_layers(before)):
             return (
                 f"{describe_collapse(row)} A lower optimiser.lr or a longer warm-up may help; vitfocus diagnose shows "
@@ -274,7 +274,7 @@ class AttentionLog:
         if moved and not self._moving and rate > 0.1:
             return (
                 "Attention has stopped changing: since the last evaluation no layer's entropy moved by more than "
-                f"{STILL:.1%} of its maximum, although the learning rate is still {rate:.0%} of its peak."
+                f"{UNCHANGED:.1%} of its maximum, although the learning rate is still {rate:.0%} of its peak."
             )
         return ""
 
@@ -318,14 +318,14 @@ def collapsed_layers(row: Mapping[str, Any]) -> list[int]:
     [1]
     """
     values = zip(row["layer"], row["entropy_share"], row["overfocus"], strict=True)
-    found = [layer for layer, share, top in values if share <= NARROW and top >= CONCENTRATED]
-    return found if len(found) >= LAYERS * len(row["layer"]) else []
+    found = [layer for layer, share, top in values if share <= COLLAPSED_ENTROPY and top >= COLLAPSED_OVERFOCUS]
+    return found if len(found) >= COLLAPSED_LAYERS * len(row["layer"]) else []
 
 
-def _is_still(row: Mapping[str, Any], before: Mapping[str, Any] | None) -> bool:
+def _is_unchanged(row: Mapping[str, Any], before: Mapping[str, Any] | None) -> bool:
     before = before or row
     changes = [abs(a - b) for a, b in zip(row["entropy_share"], before["entropy_share"], strict=True)]
-    return bool(changes) and max(changes) <= STILL
+    return bool(changes) and max(changes) <= UNCHANGED
 
 
 def _is_readable(model: nn.Module) -> bool:

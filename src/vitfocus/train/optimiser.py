@@ -196,7 +196,7 @@ def _try(section: Optimiser, device: torch.device) -> None:
 def _layer_decay_scales(model: nn.Module, decay: float) -> dict[int, float]:
     """The factor of every parameter, by the depth of its block, for a model that is not timm's.
 
-    Parameters before the first block are a layer of their own; those after the last one have the full rate.
+    Parameters before the first block form a separate layer; those after the last one have the full rate.
     """
     try:
         blocks = [block.host for block in anatomy(model)]

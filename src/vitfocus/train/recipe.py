@@ -85,7 +85,8 @@ def apply_overrides(source: str | Path, overrides: Sequence[str]) -> tuple[Recip
             target = target.setdefault(table, {})
             if not isinstance(target, dict):
                 raise VitfocusError(f"{key} has nothing below it: {table} is a value.")
-        target[last] = _read_value(value.strip(), is_text=_is_text(path))
+        kind = KEYS.get(path)
+        target[last] = _read_value(value.strip(), is_text=getattr(kind, "__origin__", kind) is str)
         keys.add(path)
     _resolve_lengths(keys, tree)
     recipe = build_recipe(tree, Path(source).stem)
@@ -264,11 +265,6 @@ def full_key(key: str, task: str) -> str:
     if matches:
         raise VitfocusError(f"{key} could be {' or '.join(matches)}: write the full name.")
     raise VitfocusError(f"A recipe has no key {key!r}: {nearest(key, [*KEYS, *(p.split('.')[1] for p in KEYS)])}")
-
-
-def _is_text(path: str) -> bool:
-    kind = KEYS.get(path)
-    return getattr(kind, "__origin__", kind) is str
 
 
 def _read_value(text: str, is_text: bool) -> Any:

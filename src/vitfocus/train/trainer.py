@@ -62,14 +62,14 @@ class StopRequest:
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
-                self._before[number] = signal.signal(number, self._note)
+                self._before[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.signal = number
         signal.signal(number, self._before[number])
 
@@ -333,7 +333,7 @@ class Trainer:
             self._logged_at += time.perf_counter() - began
 
     def _log_attention(self) -> None:
-        """Write one row of readings by layer, and report what is striking about them."""
+        """Write one row of readings by layer, and report a collapse or that they stopped changing."""
         if self.metrics is None:
             return
         model: nn.Module = self.unwrapped if self.ema is None else self.ema.module

@@ -17,6 +17,7 @@ from vitfocus.core.errors import VitfocusError, nearest, reason
 from vitfocus.core.files import DAMAGED, open_file
 from vitfocus.data.classification.shards import ShardImages, find_shards
 from vitfocus.data.image_files import (
+    digest_of,
     evaluation_preprocessing,
     find_split,
     list_classes,
@@ -93,10 +94,7 @@ class FolderImages:
 
     def digest(self) -> str:
         """SHA-256 of the files' names and sizes; their contents are not read."""
-        listing = hashlib.sha256()
-        for name, label, size in self.samples:
-            listing.update(f"{name} {size} {label}\n".encode(errors="surrogateescape"))
-        return listing.hexdigest()
+        return digest_of((f"{name} {size} {label}" for name, label, size in self.samples), length=64)
 
 
 class TimmImages:

@@ -37,7 +37,7 @@ _LARGEST_LABEL = 2**31 - 1
 class ShardImages:
     """The samples of some shards. A label is a number in a `.cls` file, or the key "label" of a `.json` file."""
 
-    def __init__(self, shards: Sequence[Path], classes: Sequence[str] = ()) -> None:
+    def __init__(self, shards: Sequence[Path]) -> None:
         self.shards = sorted(shards)
         rows = [_index(shard) for shard in self.shards]
         self.groups = [len(part) for part in rows]
@@ -47,7 +47,7 @@ class ShardImages:
         self._places = np.array([[*image, *label] for part in rows for _, image, label, _ in part], np.int64)
         self._json = np.array([kind == "json" for part in rows for *_, kind in part])
         self._open: dict[int, int] = {}
-        self.classes = classes or _class_names(self.shards[0].parent)
+        self.classes: Sequence[str] = _class_names(self.shards[0].parent)
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -111,12 +111,7 @@ def find_shards(root: str, split: str, given: str = "") -> list[Path]:
     for pattern in patterns:
         try:
             found = [path for one in expand_braces(pattern) for path in sorted(Path(root).glob(one))]
-        except (
-            NotImplementedError,
-            OSError,
-            RecursionError,
-            ValueError,
-        ) as error:  # raised by `glob`, or too many shards
+        except (NotImplementedError, OSError, RecursionError, ValueError) as error:  # of `glob`, or too many shards
             raise VitfocusError(f"data.{split}_split is {pattern!r}, which no shard can match: {error}") from None
         if found := [path for path in found if path.is_file()]:
             return found

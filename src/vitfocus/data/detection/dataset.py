@@ -28,7 +28,7 @@ from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.records import FINITE, MAX_ANNOTATION_BYTES, read_json
 from vitfocus.data.image_files import read_rgb, to_tensor
 from vitfocus.data.loader import SampleDataset
-from vitfocus.data.shapes.dataset import CLASSES, VERSION, draw_all, instances
+from vitfocus.data.shapes.dataset import CLASSES, VERSION, detection_target, draw_all
 from vitfocus.recipes import Data
 
 Target = dict[str, Tensor]
@@ -149,7 +149,7 @@ class CocoDetections:
             for what, number, known in (("image", one.image_id, of_image), ("category", one.category_id, self._labels)):
                 if number not in known:
                     unlisted = f"the {what} {number}, which is not in its list"
-                    raise VitfocusError(f"Annotation {one.id} in {self.file} is about {unlisted}.")
+                    raise VitfocusError(f"Annotation {one.id} in {self.file} refers to {unlisted}.")
             of_image[one.image_id].append(one)
         images = [one for one in content.images if keep_empty or any(each.is_target for each in of_image[one.id])]
         self.images = images[:length] if length else images
@@ -227,9 +227,7 @@ class ShapesDetections:
         return torch.from_numpy(self.images[index])
 
     def read(self, index: int) -> tuple[Tensor, Target]:
-        labels, masks, boxes = instances(self.shape_class[index], self.owner[index])
-        target = {"boxes": torch.from_numpy(boxes).float(), "labels": torch.from_numpy(labels)}
-        return self.image(index), {**target, "masks": torch.from_numpy(masks.astype(np.uint8))}
+        return self.image(index), detection_target(self.shape_class[index], self.owner[index])
 
     def image_id(self, index: int) -> int:
         return index + 1

@@ -91,7 +91,7 @@ def _count(objects: Sequence[SceneObject], draws: _Draws) -> ShapesQuestion:
 
 
 def _named(objects: Sequence[SceneObject], draws: _Draws, key: str) -> tuple[SceneObject, str]:
-    """An object and its shape or colour (`key`), by which it can be told; "" for the main object, told by its size."""
+    """An object, and its shape or colour (`key`) if that identifies it; "" for the main object, the largest."""
     counts = Counter(getattr(one, key) for one in objects)
     one = draws.pick([one for one in objects if one.main or counts[getattr(one, key)] == 1])
     alone = not one.main or (counts[getattr(one, key)] == 1 and draws.chance(0.7))
@@ -249,6 +249,13 @@ def instances(
     return shape_class[seen] + 1, masks, boxes
 
 
+def detection_target(shape_class: npt.NDArray[np.int64], owner: npt.NDArray[np.int8]) -> dict[str, Tensor]:
+    """The `instances` of one scene in the format of torchvision's detectors: boxes, labels and masks."""
+    classes, masks, boxes = instances(shape_class, owner)
+    target = {"boxes": torch.from_numpy(boxes).float(), "labels": torch.from_numpy(classes)}
+    return {**target, "masks": torch.from_numpy(masks.astype(np.uint8))}
+
+
 class Shapes(Dataset[tuple[Any, Any]]):
     """Shapes as a torch data set of (image, target); images are uint8 (3, height, width).
 
@@ -340,15 +347,9 @@ class Shapes(Dataset[tuple[Any, Any]]):
                 "answer": question.answer,
                 "answer_type": question.answer_type,
             }
-        classes, masks, boxes = instances(scenes.shape_class[scene], mask)
-        return {
-            "boxes": torch.from_numpy(boxes).float(),
-            "labels": torch.from_numpy(classes),
-            "masks": torch.from_numpy(masks.astype(np.uint8)),
-            "area": torch.from_numpy(masks.sum(axis=(1, 2))).float(),
-            "iscrowd": torch.zeros(len(classes), dtype=torch.int64),
-            "image_id": item,
-        }
+        target = detection_target(scenes.shape_class[scene], mask)
+        area, crowd = target["masks"].sum((1, 2)).float(), torch.zeros_like(target["labels"])
+        return {**target, "area": area, "iscrowd": crowd, "image_id": item}
 
 
 def shapes_named(data: Any, default: int) -> int | None:

@@ -126,13 +126,13 @@ def _textured(surface: Surface, x: Array, y: Array, scale: int) -> Array:
             for values in (surface.period, surface.cosine, surface.sine, surface.phase)
         )
         c, s = ((value / period)[:, None, None] for value in (c, s))
-        own_x, own_y = x[chosen], y[chosen]
-        u = own_x * c + own_y * s + phase[:, 0, None, None]
+        local_x, local_y = x[chosen], y[chosen]
+        u = local_x * c + local_y * s + phase[:, 0, None, None]
         if name == "stripes":
             sharp = (period * np.float32(scale / 4))[:, None, None]
             mixed[chosen] = np.clip(_wave(u) * sharp + _HALF, 0, 1)
             continue
-        v = own_y * c - own_x * s + phase[:, 1, None, None]
+        v = local_y * c - local_x * s + phase[:, 1, None, None]
         if name == "clouds":
             mixed[chosen] = _clouds(u * _HALF, v * _HALF, surface.clouds[chosen].astype(np.float32))
             continue

@@ -198,14 +198,14 @@ def _place(random: ItemRandom, extent: tuple[float, float]) -> tuple[npt.NDArray
     x, y = np.zeros((2, scenes, SLOTS))
     placed = np.zeros_like(present)
     for slot in (MAIN, *(slot for slot in range(SLOTS) if slot != MAIN)):
-        own = radius[:, slot, None]
+        size = radius[:, slot, None]
         spots = random.uniform(2, 6)
         if slot == MAIN:
             spots = 0.5 + MAIN_SPREAD * (spots - 0.5)
-        spot_x, spot_y = own + (width - 2 * own) * spots[:, 0], own + (height - 2 * own) * spots[:, 1]
+        spot_x, spot_y = size + (width - 2 * size) * spots[:, 0], size + (height - 2 * size) * spots[:, 1]
         apart = np.sqrt((spot_x[:, :, None] - x[:, None]) ** 2 + (spot_y[:, :, None] - y[:, None]) ** 2)
-        overlap = (own + radius)[:, None] - apart
-        relative = np.where(placed[:, None], overlap / np.minimum(own, radius)[:, None], 0).clip(0).sum(axis=2)
+        overlap = (size + radius)[:, None] - apart
+        relative = np.where(placed[:, None], overlap / np.minimum(size, radius)[:, None], 0).clip(0).sum(axis=2)
         first = np.argmax(relative < DEEPEST_OVERLAP, axis=1)[:, None]
         x[:, slot], y[:, slot] = (np.take_along_axis(spot, first, 1)[:, 0] for spot in (spot_x, spot_y))
         present[:, slot] &= np.take_along_axis(relative, first, 1)[:, 0] < DEEPEST_OVERLAP

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.records import MAX_ANNOTATION_BYTES, read_json
@@ -98,8 +99,11 @@ class QuestionTokenizer:
 
     def __call__(self, questions: Sequence[str]) -> dict[str, Tensor]:
         """`input_ids` and `attention_mask`, int64 (B, L); L is the longest question's length, at most `longest`."""
-        rows = [encoding.ids for encoding in self.tokenizer.encode_batch(list(questions))]
-        return padded(rows, self.padding)
+        encoded = self.tokenizer.encode_batch(list(questions))
+        rows = [torch.tensor(encoding.ids, dtype=torch.int64) for encoding in encoded]
+        ids = pad_sequence(rows, batch_first=True, padding_value=self.padding)
+        mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+        return {"input_ids": ids, "attention_mask": mask}
 
     def to_json(self) -> str:
         """The content of tokenizer.json."""
@@ -114,17 +118,6 @@ class QuestionTokenizer:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(_library().Tokenizer.from_str(state["json"]), state["longest"])  # type: ignore[misc]
-
-
-def padded(rows: Sequence[Sequence[int]], padding: int) -> dict[str, Tensor]:
-    """Pad rows of token ids to `input_ids` and `attention_mask` (B, L)."""
-    longest = max(map(len, rows), default=0)
-    ids = torch.full((len(rows), longest), padding, dtype=torch.int64)
-    mask = torch.zeros_like(ids)
-    for place, row in enumerate(rows):
-        ids[place, : len(row)] = torch.tensor(row)
-        mask[place, : len(row)] = 1
-    return {"input_ids": ids, "attention_mask": mask}
 
 
 def attach_tokenizer(model: nn.Module, tokenizer: QuestionTokenizer) -> None:

@@ -50,12 +50,12 @@ _READ = OnlyWith(lambda form: not form.drawn, "is about a folder, and Shapes is 
 
 
 @dataclass(frozen=True)
-class NoOptions:
+class SuiteOptions:
     """A suite without options."""
 
 
 @dataclass(frozen=True)
-class ImageOptions(NoOptions):
+class ImageOptions(SuiteOptions):
     """How images are resized and cropped."""
 
     crop_pct: Annotated[float | None, _RESIZED] = _option(
@@ -139,7 +139,7 @@ class PGDOptions(AttackOptions):
 
 
 @dataclass(frozen=True)
-class MaskOptions(NoOptions):
+class MaskOptions(SuiteOptions):
     """How images with masks are read and tested; the defaults are the test settings of the model."""
 
     split: Annotated[str, _READ] = _option("name of the split (default: val)", "")
@@ -190,7 +190,7 @@ class CityscapesCOptions(LayoutOptions):
 
 
 @dataclass(frozen=True)
-class VQAOptions(NoOptions):
+class VQAOptions(SuiteOptions):
     """Visual question answering."""
 
     split: Annotated[str, _READ] = _option("name of the split (default: val)", "")
@@ -226,7 +226,7 @@ class Suite:
     name: str
     description: str
     plan: str
-    options: type[NoOptions] = NoOptions
+    options: type[SuiteOptions] = SuiteOptions
     task: str = "classify"
     small_images: bool = False
 
@@ -378,7 +378,7 @@ def switches() -> dict[str, tuple[Option, list[str]]]:
     return found
 
 
-def find_suite(name: str, options: Mapping[str, Any]) -> tuple[Suite, NoOptions]:
+def find_suite(name: str, options: Mapping[str, Any]) -> tuple[Suite, SuiteOptions]:
     """A suite by name, and its options as a record; those that are None take their defaults.
 
     >>> find_suite("imagnet-a", {})

@@ -21,15 +21,12 @@ from vitfocus.core.statistics import evenly_spaced
 from vitfocus.corruptions import CORRUPTIONS, EXTRA_CORRUPTIONS, corrupt, fingerprint
 from vitfocus.corruptions.base import Draws, Setting
 from vitfocus.corruptions.digital import jpeg_compression
-from vitfocus.data.image_files import Preprocessing, list_classes
+from vitfocus.data.image_files import Preprocessing, digest_of, list_classes
 from vitfocus.robustness.batches import (
     EvaluationBatch,
     ImageFiles,
     ImageSamples,
-    ItemSource,
     check_readable,
-    collate_images,
-    digest_of,
     one_size,
 )
 from vitfocus.robustness.classification import (
@@ -38,8 +35,9 @@ from vitfocus.robustness.classification import (
     classify,
     folder_labels,
     image_decoder,
+    image_source,
     num_classes,
-    open_images,
+    open_labelled_images,
 )
 from vitfocus.robustness.engine import Condition, EvaluationArguments, EvaluationPlan, Group
 from vitfocus.robustness.metrics import corruption_summary
@@ -118,7 +116,7 @@ def _generated(
             how = {"name": name, "severity": severity, "seed": seed, "flavour": flavour, "frost": frost}
             change = partial(corrupted, quality, **how)
             conditions.append(Condition(f"{name}/{severity}", classify, change))
-    images = open_images(arguments, classes, interpolation)
+    images = open_labelled_images(arguments, classes, interpolation)
     made = fingerprint(flavour, frost, names if quality is None else [*names, "jpeg_compression"])
     protocol = {**images.protocol, "mode": "generated", "seed": seed, "corruptions": made}
     first = "Corruptions were generated on the fly from clean images, with the implementation of vitfocus."
@@ -178,15 +176,8 @@ def _published(arguments: EvaluationArguments, classes: int, folders: dict[str, 
                 if not groups:
                     size = one_size(check_readable(listed.root, listed.entries))
                 counts[condition] = len(files)
-                source = ItemSource(
-                    ImageSamples(ImageFiles(listed.root, files, targets), None, files),
-                    evenly_spaced(len(files), arguments.limit),
-                    collate_images,
-                    digest=listed.digest(),
-                    uniform=True,
-                    size=size,
-                    **arguments.reading,
-                )
+                samples = ImageSamples(ImageFiles(listed.root, files, targets), None, files)
+                source = image_source(arguments, samples, len(files), digest=listed.digest(), size=size)
                 groups.append(Group(condition, source, (Condition(condition, classify),)))
                 progress.advance(note=condition)
     most = max(counts.values())
@@ -203,7 +194,7 @@ def _published(arguments: EvaluationArguments, classes: int, folders: dict[str, 
     if clean_data := arguments.options.clean_data:
         notes.append(f"The clean error, for the relative mCE, is measured on {clean_data}.")
         # Preprocessed as for the published files, for any size of model: 256 pixels, bilinear, cropped to 224.
-        clean = open_images(replace(arguments, data=clean_data), classes, "bilinear", size=size)
+        clean = open_labelled_images(replace(arguments, data=clean_data), classes, "bilinear", size=size)
         protocol["clean"] = clean.protocol
         notes += clean.notes
         if clean.source.count != groups[0].source.count:
@@ -261,12 +252,10 @@ def _arrays(arguments: EvaluationArguments, classes: int, root: Path, notes: lis
         for severity in severities:
             start = (severity - 1) * each
             targets = labels[start : start + each]
-            source = ItemSource(
-                ImageSamples(SeverityImages(root / f"{name}.npy", start, targets.tolist())),
-                evenly_spaced(each, arguments.limit),
-                collate_images,
-                digest=digest_of([f"{name} {severity} {len(array)}", str(targets.tolist()), _sums(array, start, each)]),
-            )
+            digest = digest_of([f"{name} {severity} {len(array)}", str(targets.tolist()), _sums(array, start, each)])
+            samples = ImageSamples(SeverityImages(root / f"{name}.npy", start, targets.tolist()))
+            in_process = replace(arguments, workers=0)  # the array is mapped into memory
+            source = image_source(in_process, samples, each, digest=digest)
             condition = Condition(f"{name}/{severity}", classify)
             groups.append(Group(condition.name, source, (condition,)))
     notes = [f"{arguments.suite.name}'s published arrays were read.", *notes, *incomplete]

@@ -17,7 +17,7 @@ from vitfocus.data.image_files import Normalise
 from vitfocus.data.loader import Samples
 from vitfocus.data.shapes.dataset import shapes_named
 from vitfocus.robustness.batches import Collated, EvaluationBatch, ItemSource
-from vitfocus.robustness.engine import Condition, EvaluationArguments, EvaluationPlan, Group, Outcome, Reduced
+from vitfocus.robustness.engine import Condition, EvaluationArguments, EvaluationPlan, Group, ModelResults, Outcome
 from vitfocus.robustness.pixel_model import PixelModel
 from vitfocus.robustness.run_folder import Columns
 from vitfocus.robustness.suites import DataForm
@@ -37,7 +37,7 @@ def detection(arguments: EvaluationArguments) -> EvaluationPlan:
     mask_tools()  # raises an error if an extra is missing
     options = arguments.options
     arguments.refuse_unused(DataForm(drawn=shapes_named(arguments.data, 1) is not None))
-    images = open_detections(arguments.data, options.split, arguments.models[0].model)
+    images = open_evaluation_images(arguments.data, options.split, arguments.models[0].model)
     for model in arguments.models:
         _check_classes(model.name, model.model, images)
     pick = evenly_spaced(len(images), arguments.limit)
@@ -59,7 +59,7 @@ def detection(arguments: EvaluationArguments) -> EvaluationPlan:
     )
 
 
-def open_detections(data: Any, split: str, model: nn.Module) -> DetectionDataset:
+def open_evaluation_images(data: Any, split: str, model: nn.Module) -> DetectionDataset:
     """A folder in COCO's layout, Shapes at the size of the model, or a data set as it is."""
     if (length := shapes_named(data, _SHAPES)) is not None:
         sides: Any = getattr(getattr(model, "transform", None), "min_size", (64,))
@@ -112,7 +112,7 @@ def _detect(
     return {"detections": lines}
 
 
-def _reduce(images: DetectionDataset, pick: Sequence[int], outcomes: Mapping[str, Columns], seed: int) -> Reduced:
+def _reduce(images: DetectionDataset, pick: Sequence[int], outcomes: Mapping[str, Columns], seed: int) -> ModelResults:
     found = [one for line in outcomes["clean"]["detections"] for one in json.loads(line)]
     truth, ids = images.truth(), {images.image_id(index) for index in pick}
     truth = {
@@ -121,4 +121,4 @@ def _reduce(images: DetectionDataset, pick: Sequence[int], outcomes: Mapping[str
         "annotations": [one for one in truth["annotations"] if one["image_id"] in ids],
     }
     scores = {name: 100 * value for name, value in coco_scores(truth, found).items()}
-    return Reduced({**scores, "cells": {"clean": scores}}, files={"detections": found})
+    return ModelResults({**scores, "cells": {"clean": scores}}, files={"detections": found})

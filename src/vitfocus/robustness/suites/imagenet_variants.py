@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.resources
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,13 +17,14 @@ from vitfocus.core.records import read_json
 from vitfocus.data.image_files import IMAGE_SUFFIXES, ClassFolders, Entry, list_classes
 from vitfocus.robustness.classification import (
     CLEAN,
-    Images,
     Labels,
+    OpenedImages,
     classification_plan,
     classify,
     num_classes,
     open_files,
-    open_images,
+    open_labelled_images,
+    timm_file,
     validation_folder,
     wordnet_ids,
 )
@@ -44,7 +44,7 @@ _VALIDATION = 50_000
 def _plan(
     arguments: EvaluationArguments,
     classes: int,
-    conditions: Mapping[Condition, Images],
+    conditions: Mapping[Condition, OpenedImages],
     notes: Iterable[str] = (),
     protocol: Mapping[str, Any] = {},
 ) -> EvaluationPlan:
@@ -58,13 +58,13 @@ def _plan(
 def clean(arguments: EvaluationArguments) -> EvaluationPlan:
     """Accuracy on the images as they are."""
     classes = num_classes(arguments)
-    return _plan(arguments, classes, {CLEAN: open_images(arguments, classes)})
+    return _plan(arguments, classes, {CLEAN: open_labelled_images(arguments, classes)})
 
 
 def imagenet_sketch(arguments: EvaluationArguments) -> EvaluationPlan:
     """ImageNet-Sketch: 1,000 class folders of drawings."""
     classes = num_classes(arguments, 1000)
-    images = open_images(arguments, classes)
+    images = open_labelled_images(arguments, classes)
     condition = Condition("imagenet-sketch", classify)
     return _plan(arguments, classes, {condition: images}, _subset_note(arguments, images))
 
@@ -78,11 +78,11 @@ def subset_of_classes(arguments: EvaluationArguments) -> EvaluationPlan:
     chosen: tuple[int, ...] | None = None
     notes = [f"The 200 classes of the model are taken as those of {suite}, in sorted order: none is masked."]
     if classes == 1000:
-        chosen = tuple(map(int, _timm_file(f"{short}_indices.txt").split()))
+        chosen = tuple(map(int, timm_file(f"{short}_indices.txt").split()))
         notes = [f"Only the logits of {suite}'s 200 classes are used; the other 800 are masked."]
     if arguments.folder is None:
         notes.append("Labels are taken as indices of the 200 classes, sorted by WordNet id.")
-    images = open_images(arguments, classes, labels=partial(_subset_labels, suite, names))
+    images = open_labelled_images(arguments, classes, labels=partial(_subset_labels, suite, names))
     condition = Condition(suite, partial(classify, classes=chosen))
     notes += _subset_note(arguments, images)
     protocol = {"masked_to": "none" if chosen is None else 200}
@@ -121,7 +121,7 @@ def imagenet_v2(arguments: EvaluationArguments) -> EvaluationPlan:
     elif len(found) < len(V2_SETS):
         absent = ", ".join(name for name in V2_SETS if name not in found)
         notes.append(f"Not all three sets were found: {absent} is missing.")
-    conditions: dict[Condition, Images] = {}
+    conditions: dict[Condition, OpenedImages] = {}
     for name, folder in found.items():
         folders = list_classes(folder)
         unknown = [c for c in folders.classes if (number := parse_digits(c)) is None or number > 999]
@@ -158,15 +158,11 @@ def imagenet_real(arguments: EvaluationArguments) -> EvaluationPlan:
 def read_real(path: str | Path | None) -> Sequence[list[int]]:
     """ReaL's 50,000 lists of labels: from a file (the published real.json), or as timm ships them."""
     if path is None:
-        return json.loads(_timm_file("imagenet_real_labels.json"))
+        return json.loads(timm_file("imagenet_real_labels.json"))
     content = read_json(path, list[list[Annotated[int, msgspec.Meta(ge=0, le=999)]]], writer="the authors of ReaL")
     if len(content) != _VALIDATION:
         raise VitfocusError(f"The label file {path} holds {len(content)} entries; ReaL has {_VALIDATION:,}.")
     return content
-
-
-def _timm_file(name: str) -> str:
-    return importlib.resources.files("timm.data._info").joinpath(name).read_text("utf-8")
 
 
 def _number(root: Path, entry: Entry) -> int:
@@ -179,7 +175,7 @@ def _number(root: Path, entry: Entry) -> int:
     return int(match[1])
 
 
-def _subset_note(arguments: EvaluationArguments, images: Images) -> list[str]:
+def _subset_note(arguments: EvaluationArguments, images: OpenedImages) -> list[str]:
     suite, count = arguments.suite.name, images.source.count
     whole = _PUBLISHED[suite]
     if count is None or count == whole:

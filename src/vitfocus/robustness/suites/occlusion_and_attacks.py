@@ -14,7 +14,7 @@ from vitfocus.core.arguments import as_list, check_int, check_number
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.corruptions.base import Draws
 from vitfocus.robustness.batches import EvaluationBatch
-from vitfocus.robustness.classification import CLEAN, classification_plan, classify, num_classes, open_images
+from vitfocus.robustness.classification import CLEAN, classification_plan, classify, num_classes, open_labelled_images
 from vitfocus.robustness.engine import Condition, EvaluationArguments, EvaluationPlan, Group
 from vitfocus.robustness.metrics import condition_summary
 from vitfocus.robustness.pixel_model import PixelModel
@@ -27,7 +27,7 @@ def _plan(
     arguments: EvaluationArguments, conditions: Sequence[Condition], protocol: Mapping[str, Any], *notes: str
 ) -> EvaluationPlan:
     classes = num_classes(arguments)
-    images = open_images(arguments, classes)
+    images = open_labelled_images(arguments, classes)
     group = Group(arguments.suite.name, images.source, (CLEAN, *conditions))
     protocol = {**protocol, **images.protocol, "seed": arguments.seed}
     return classification_plan(arguments, [group], classes, protocol, condition_summary, (*notes, *images.notes))

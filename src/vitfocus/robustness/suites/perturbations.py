@@ -26,9 +26,14 @@ from vitfocus.corruptions.base import Draws, Setting, to_uint8
 from vitfocus.corruptions.digital import brightness
 from vitfocus.corruptions.filters import clipped_zoom, streak
 from vitfocus.corruptions.noise_and_blur import gaussian_noise, shot_noise
-from vitfocus.data.image_files import list_classes
-from vitfocus.robustness.batches import EvaluationBatch, ImageSamples, ItemSource, collate_images, digest_of
-from vitfocus.robustness.classification import classification_plan, num_classes, open_images, top_classes
+from vitfocus.data.image_files import digest_of, list_classes
+from vitfocus.robustness.batches import EvaluationBatch, ImageSamples, ItemSource, collate_images
+from vitfocus.robustness.classification import (
+    classification_plan,
+    num_classes,
+    open_labelled_images,
+    top5_classes,
+)
 from vitfocus.robustness.engine import Condition, EvaluationArguments, EvaluationPlan, Group, Outcome
 from vitfocus.robustness.metrics import ALEXNET_FLIPS, flip_share, perturbation_summary, top5_distance
 from vitfocus.robustness.pixel_model import PixelModel
@@ -66,7 +71,7 @@ def imagenet_p(arguments: EvaluationArguments) -> EvaluationPlan:
 def flips(noise: bool, stride: int, model: PixelModel, sequence: Tensor, batch: EvaluationBatch) -> Outcome:
     """How often the prediction changes along a sequence of frames per image, (B, frames, 3, H, W)."""
     logits = [model(part) for part in sequence.flatten(0, 1).split(_FRAMES_AT_ONCE)]
-    ranking = torch.cat([top_classes(part, 5) for part in logits]).view(*sequence.shape[:2], -1)
+    ranking = torch.cat([top5_classes(part) for part in logits]).view(*sequence.shape[:2], -1)
     broken = torch.cat([part.isnan().any(1) for part in logits]).view(*sequence.shape[:2]).any(1)
     if not has_float64(ranking.device):
         ranking, broken = ranking.cpu(), broken.cpu()
@@ -104,15 +109,10 @@ def _from_videos(arguments: EvaluationArguments, classes: int, names: list[str],
         if len(video) != frame_count(name):
             raise VitfocusError(f"{first} has {len(video)} frames; {name} has {frame_count(name)}.")
         files = [entry.name for entry in folders.entries]
-        source = ItemSource(
-            ImageSamples(VideoFiles(folders.root, files, frame_count(name)), None, files),
-            pick,
-            collate_images,
-            ids=files,
-            digest=digest_of(f"{folders.entries[i].name} {folders.entries[i].size}" for i in pick),
-            uniform=True,
-            workers=arguments.workers,
-        )
+        samples = ImageSamples(VideoFiles(folders.root, files, frame_count(name)), None, files)
+        digest = digest_of(f"{folders.entries[i].name} {folders.entries[i].size}" for i in pick)
+        options: dict[str, Any] = {"ids": files, "digest": digest, "uniform": True}
+        source = ItemSource(samples, pick, collate_images, workers=arguments.workers, **options)
         groups.append(Group(name, source, (Condition(name, _score(name, difficulty)),)))
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"{name} {count:,}" for name, count in counts.items())
@@ -126,7 +126,7 @@ def _from_videos(arguments: EvaluationArguments, classes: int, names: list[str],
 
 
 def _generated(arguments: EvaluationArguments, classes: int, names: list[str], difficulty: int) -> Layout:
-    images = open_images(
+    images = open_labelled_images(
         arguments, classes, "bilinear", labels=lambda folders: (dict.fromkeys(folders.classes, 0), ()), crop=False
     )
     protocol = {**images.protocol, "mode": "generated", "seed": arguments.seed, "sequences": VERSION}
@@ -233,10 +233,6 @@ def frames(
     >>> frames(torch.zeros(2, 3, 40, 48, dtype=torch.uint8), "translate", (32, 32)).shape
     torch.Size([2, 41, 3, 32, 32])
     """
-    if name not in PERTURBATIONS:
-        raise VitfocusError(f"There is no perturbation {name!r}: {nearest(name, PERTURBATIONS)}")
-    if difficulty not in (1, 2, 3):
-        raise VitfocusError(f"Difficulty {difficulty!r} does not exist; expected 1, 2 or 3.")
     if images.dtype != torch.uint8:
         images = images.mul(255).round().clamp(0, 255).to(torch.uint8)
     if sizes is None:

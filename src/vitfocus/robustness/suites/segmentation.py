@@ -41,7 +41,7 @@ from vitfocus.data.segmentation.dataset import acdc as acdc_layout
 from vitfocus.data.shapes.dataset import shapes_named
 from vitfocus.recipes import Data
 from vitfocus.robustness.batches import Collated, EvaluationBatch, ItemSource, LoaderSource, Source
-from vitfocus.robustness.engine import Condition, EvaluationArguments, EvaluationPlan, Group, Outcome, Reduced
+from vitfocus.robustness.engine import Condition, EvaluationArguments, EvaluationPlan, Group, ModelResults, Outcome
 from vitfocus.robustness.metrics import Summary
 from vitfocus.robustness.pixel_model import PixelModel
 from vitfocus.robustness.run_folder import Columns
@@ -78,11 +78,11 @@ class MaskedImages:
 
 def clean(arguments: EvaluationArguments) -> EvaluationPlan:
     """The images as they are, with the IoU of every class."""
-    images = open_images(arguments)
+    images = open_masked_images(arguments)
     group = Group("clean", images.source, (_condition(arguments, images, "clean", write=True),))
 
-    def reduce(outcomes: Collected, seed: int) -> Reduced:
-        return Reduced(_by_class(_counts(outcomes, "clean"), images.classes))
+    def reduce(outcomes: Collected, seed: int) -> ModelResults:
+        return ModelResults(_by_class(_counts(outcomes, "clean"), images.classes))
 
     return _plan(arguments, images, [group], reduce)
 
@@ -94,7 +94,7 @@ def noise(arguments: EvaluationArguments) -> EvaluationPlan:
         raise VitfocusError(f"{arguments.suite.name} needs repeats of at least 2 for an interval, not {repeats!r}.")
     repeat_interval([0.0] * repeats)  # refuses a number it has no interval for
     photons = check_int("photons", arguments.options.photons, 1, 1000)
-    images = open_images(arguments)
+    images = open_masked_images(arguments)
     conditions = [_condition(arguments, images, "clean")]
     for repeat in range(repeats):
         for name in NOISES:
@@ -114,7 +114,7 @@ def corruptions(arguments: EvaluationArguments) -> EvaluationPlan:
     """
     options = arguments.options
     chosen = severities_by_type(options.types, options.corruptions, options.severities)
-    images = open_images(arguments)
+    images = open_masked_images(arguments)
     conditions = [_condition(arguments, images, "clean")]
     stored_in = options.corrupted_data
     if stored_in is None and isinstance(images.masks, MaskFiles):
@@ -183,7 +183,7 @@ def severities_by_type(
 def acdc(arguments: EvaluationArguments) -> EvaluationPlan:
     """ACDC's four conditions, separately and together. The masks of its test split are not published."""
     split = arguments.options.split or "val"
-    opened = {name: open_images(arguments, name) for name in CONDITIONS}
+    opened = {name: open_masked_images(arguments, name) for name in CONDITIONS}
     groups = [
         Group(name, images.source, (_condition(arguments, images, name, write=True),))
         for name, images in opened.items()
@@ -234,7 +234,7 @@ def _refuse_other_tasks(model: PixelModel, suite: str) -> None:
         raise VitfocusError(f"{model.name} is {kind}, but {suite} evaluates segmenters (upernet:NAME, segformer:NAME).")
 
 
-def open_images(arguments: EvaluationArguments, weather: str = "") -> MaskedImages:
+def open_masked_images(arguments: EvaluationArguments, weather: str = "") -> MaskedImages:
     """Images with masks from a folder, Shapes, a data set, or batches; `weather` is a condition of ACDC.
 
     The layout of a folder is `source`, or guessed from its names, or that of the model's training data, or "masks".
@@ -390,7 +390,7 @@ def _by_class(counts: Tensor, names: Sequence[str]) -> Summary:
     return {**scores, "classes": classes, "cells": {"clean": scores}}
 
 
-def _reduce_noise(names: Sequence[str], repeats: int, outcomes: Collected, seed: int) -> Reduced:
+def _reduce_noise(names: Sequence[str], repeats: int, outcomes: Collected, seed: int) -> ModelResults:
     each: dict[str, Summary] = {}
     for name in ("clean", *NOISES):
         repeated = [condition for repeat in range(repeats) if (condition := _repeat(name, repeat)) in outcomes]
@@ -399,7 +399,7 @@ def _reduce_noise(names: Sequence[str], repeats: int, outcomes: Collected, seed:
         if len(values) > 1:
             mean, half = repeat_interval(values)
             each[name] = {"miou": mean, "miou_interval": [mean - half, mean + half], "repeats": values}
-    return Reduced({**_by_class(_counts(outcomes, "clean"), names), "cells": each})
+    return ModelResults({**_by_class(_counts(outcomes, "clean"), names), "cells": each})
 
 
 def _repeat(name: str, repeat: int) -> str:
@@ -408,21 +408,21 @@ def _repeat(name: str, repeat: int) -> str:
 
 def _reduce_corruptions(
     classes: Sequence[str], chosen: Mapping[str, Sequence[int]], outcomes: Collected, seed: int
-) -> Reduced:
+) -> ModelResults:
     clean_counts = _counts(outcomes, "clean")
     each: dict[str, Summary] = {"clean": _percent(clean_counts)}
     for name, severities in chosen.items():
         by_severity = {str(s): mean_iou(_counts(outcomes, f"{name}/{s}")) for s in severities}
         each[name] = {"miou": sum(by_severity.values()) / len(by_severity), "severities": by_severity}
     mean = sum(each[name]["miou"] for name in chosen) / len(chosen)
-    return Reduced({**_by_class(clean_counts, classes), "miou_corrupted": mean, "cells": each})
+    return ModelResults({**_by_class(clean_counts, classes), "miou_corrupted": mean, "cells": each})
 
 
-def _reduce_acdc(names: Sequence[str], outcomes: Collected, seed: int) -> Reduced:
+def _reduce_acdc(names: Sequence[str], outcomes: Collected, seed: int) -> ModelResults:
     counts = {name: _counts(outcomes, name) for name in outcomes}
     total = torch.stack(list(counts.values())).sum(0)
     each = {name: _percent(some) for name, some in (*counts.items(), ("all", total))}
-    return Reduced({**_by_class(total, names), "cells": each if total[1].any() else {}})
+    return ModelResults({**_by_class(total, names), "cells": each if total[1].any() else {}})
 
 
 NOISES = ("shot", "gaussian/5", "gaussian/10", "blur/1", "blur/2")
@@ -444,10 +444,6 @@ def add_noise(
     >>> bool((add_noise(images, "blur/2") == images).all()), bool((add_noise(images, "shot") == images).all())
     (True, False)
     """
-    if name not in NOISES:
-        raise VitfocusError(f"There is no noise {name!r}: {nearest(name, NOISES)}")
-    if images.dtype != torch.uint8 or images.ndim != 4:
-        raise VitfocusError(f"Images are {images.dtype} of shape {tuple(images.shape)}; expected uint8, (B, 3, H, W).")
     kind, _, amount = name.partition("/")
     if kind == "blur":
         return to_uint8(gaussian(images, float(amount)) + 0.5)

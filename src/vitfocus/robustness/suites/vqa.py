@@ -28,7 +28,7 @@ from vitfocus.data.vqa.dataset import (
     splits_in,
 )
 from vitfocus.robustness.batches import Collated, EvaluationBatch, ItemSource
-from vitfocus.robustness.engine import Condition, EvaluationArguments, EvaluationPlan, Group, Outcome, Reduced
+from vitfocus.robustness.engine import Condition, EvaluationArguments, EvaluationPlan, Group, ModelResults, Outcome
 from vitfocus.robustness.metrics import Summary, percent
 from vitfocus.robustness.pixel_model import PixelModel
 from vitfocus.robustness.run_folder import Columns
@@ -46,7 +46,7 @@ def answers(arguments: EvaluationArguments) -> EvaluationPlan:
     """
     split = arguments.options.split
     arguments.refuse_unused(DataForm(drawn=shapes_named(arguments.data, 1) is not None))
-    asked = open_questions(arguments.data, split, _image_size(arguments.models[0].model))
+    asked = open_evaluation_questions(arguments.data, split, _image_size(arguments.models[0].model))
     if not asked.annotated and arguments.out is None:
         raise VitfocusError(
             f"The answers of {split or 'these questions'} are withheld, so nothing can be scored: name a folder with "
@@ -97,7 +97,7 @@ class QuestionItems:
         return [Collated(range(len(items)), inputs, None)]
 
 
-def open_questions(data: Any, split: str = "", size: int = 32) -> VqaDataset:
+def open_evaluation_questions(data: Any, split: str = "", size: int = 32) -> VqaDataset:
     """A folder in VQAv2's layout, Shapes at this size, or a data set as it is."""
     if isinstance(data, VqaDataset):
         return data
@@ -147,12 +147,12 @@ def _answer(
 
 def _reduce(
     questions: Sequence[Question], baselines: Mapping[str, Any] | None, outcomes: Mapping[str, Columns], seed: int
-) -> Reduced:
+) -> ModelResults:
     given = [json.loads(line) for line in outcomes["all"]["answer"]]
     pairs = list(zip(questions, given, strict=True))
     files = {"answers": [{"question_id": question.number, "answer": answer} for question, answer in pairs]}
     if baselines is None:
-        return Reduced({"cells": {}}, files=files)
+        return ModelResults({"cells": {}}, files=files)
     scores = np.array([soft_accuracy(answer, question.answers) for question, answer in pairs])
     kinds = np.array([question.answer_type for question in questions])
     summary = {
@@ -161,7 +161,7 @@ def _reduce(
         "question_type_accuracy": 100 * baselines["question_type_accuracy"],
         "cells": {str(kind): _accuracy(scores[kinds == kind], seed) for kind in sorted(set(kinds.tolist()))},
     }
-    return Reduced(summary, {"all": {"accuracy": scores}}, files)
+    return ModelResults(summary, {"all": {"accuracy": scores}}, files)
 
 
 def _accuracy(scores: Any, seed: int) -> Summary:

@@ -81,8 +81,8 @@ Prediction = dict[str, Tensor]
 _SMALLEST_SIDE = 320  # pixels of the short side; smaller images are enlarged, or captions would cover them
 
 
-def draw_detections(image: Tensor, prediction: Prediction, classes: Sequence[str], least: float = 0.5) -> Image.Image:
-    """Draw boxes, masks, names and scores of the detections with at least a score on an image, uint8 (3, H, W).
+def draw_detections(image: Tensor, prediction: Prediction, classes: Sequence[str]) -> Image.Image:
+    """Draw boxes, masks, names and scores of the detections with a score of 0.5 or more on an image, uint8 (3, H, W).
 
     >>> import torch
     >>> prediction = {"boxes": torch.tensor([[8.0, 8.0, 40.0, 40.0]]), "labels": torch.tensor([1])}
@@ -95,7 +95,7 @@ def draw_detections(image: Tensor, prediction: Prediction, classes: Sequence[str
 
     times = -(-_SMALLEST_SIDE // min(image.shape[1:]))
     image = image.cpu().repeat_interleave(times, 1).repeat_interleave(times, 2)
-    kept = prediction["scores"].cpu() >= least
+    kept = prediction["scores"].cpu() >= 0.5
     if kept.any():
         labels = prediction["labels"].cpu()[kept].tolist()
         scores = prediction["scores"].cpu()[kept].tolist()

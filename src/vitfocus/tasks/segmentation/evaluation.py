@@ -206,11 +206,11 @@ def coloured(classes: Tensor, count: int, source: str = "") -> Image.Image:
     return Image.fromarray(palette(count, source)[classes.cpu().numpy().astype(np.uint8)])
 
 
-def overlay(image: Tensor, classes: Tensor, count: int, source: str = "", strength: float = 0.55) -> Image.Image:
+def overlay(image: Tensor, classes: Tensor, count: int, source: str = "") -> Image.Image:
     """The colours of a class map blended with the image, uint8 (3, H, W)."""
     picture = to_image(image)
     colours = coloured(classes, count, source).resize(picture.size, Image.Resampling.NEAREST)
-    return Image.blend(picture, colours, strength)
+    return Image.blend(picture, colours, 0.55)
 
 
 def write_submission(folder: str | Path, file: str, guess: Tensor, source: str) -> Path:

@@ -176,7 +176,7 @@ def by_answer_type(questions: Iterable[Question], answers: Iterable[str]) -> dic
 
 
 def language_baselines(questions: Sequence[Question]) -> dict[str, Any]:
-    """Accuracies without looking at the image: of the best single answer, and of the best answer per question type."""
+    """Accuracies of two baselines that do not see the image: the best single answer, and the best per question type."""
     answer, accuracy = best_constant(question.answers for question in questions)
     kinds: defaultdict[str, list[Question]] = defaultdict(list)
     for question in questions:
