@@ -1,4 +1,4 @@
-"""Whether the demo's trainings end in the same way with other seeds.
+"""Whether the demo's training runs end in the same way with other seeds.
 
     python benchmarks/demo_seeds.py --seeds 0 1 2 --models high-rate plain treated
 

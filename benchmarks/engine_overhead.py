@@ -61,7 +61,7 @@ def main() -> None:
     medians = {name: statistics.median(values[2 * args.steps :]) for name, values in times.items()}
     overhead = medians["engine"] / medians["bare"] - 1
     result = {
-        "what": f"processor time of a step, {recipe.model.spec} {recipe.model.arguments}, batch {recipe.data.batch}",
+        "what": f"CPU time of a step, {recipe.model.spec} {recipe.model.arguments}, batch {recipe.data.batch}",
         "bare_ms": 1000 * medians["bare"],
         "engine_ms": 1000 * medians["engine"],
         "overhead": overhead,

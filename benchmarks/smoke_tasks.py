@@ -54,7 +54,7 @@ def main() -> None:
     for recipe in args.recipes:
         runs[recipe] = run(recipe)
         scores = ", ".join(f"{key} {value:.3f}" for key, value in runs[recipe]["scores"].items())
-        print(f"{recipe}: {runs[recipe]['processor_seconds']} s of processor time; {scores}", flush=True)
+        print(f"{recipe}: {runs[recipe]['processor_seconds']} s of CPU time; {scores}", flush=True)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     result = {"cores": cores, "machine": platform.machine(), "versions": versions("accelerate", "python"), "runs": runs}
     args.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -14,7 +14,7 @@ TINY = {"img_size": 32, "patch_size": 4, "embed_dim": 64, "depth": 3, "num_heads
 
 
 def trained(spec: str, steps: int = 20) -> torch.nn.Module:
-    """A tiny model of that spec after a few steps on Shapes."""
+    """Build a tiny model from the spec and train it for a few steps on Shapes."""
     torch.manual_seed(0)
     model = vf.create_model(spec, **TINY)
     optimiser = torch.optim.AdamW(model.parameters(), lr=2e-3)

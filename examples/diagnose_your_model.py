@@ -21,7 +21,7 @@ print(diagnosis)
 
 last = diagnosis.rows[-1]
 print(f"\nlast layer: 5 % of the tokens receive {100 * last['overfocus']:.0f} % of the attention,")
-print(f"and under noise its maps keep a cosine of {last['stability']:.2f} with themselves")
+print(f"and under noise its maps have a cosine similarity of {last['stability']:.2f} with the clean ones")
 
 files = diagnosis.save("runs/examples/diagnosis")
 print("saved:", ", ".join(file.name for file in files))

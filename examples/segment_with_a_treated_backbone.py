@@ -33,7 +33,7 @@ for step in range(16):
 model.eval()
 with torch.no_grad():
     scores = scores_of(class_counts(masks, model(x).argmax(1), len(MASK_CLASSES)).sum(0))
-print("mIoU {miou:.2f}, pixel accuracy {aacc:.2f} on what it was trained on".format(**scores))
+print("mIoU {miou:.2f}, pixel accuracy {aacc:.2f} on the training images".format(**scores))
 
 print(vf.diagnose(model, pixels[:8]))  # finds the transformer inside
 vf.save(model, "runs/examples/segmenter")

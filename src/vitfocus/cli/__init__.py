@@ -41,7 +41,7 @@ GROUPS = {
         "bench": "measure the time and memory that each treatment costs",
     },
     "Get started": {
-        "demo": "show a failed training, its diagnosis, and a treated model, on the built-in data",
+        "demo": "train, diagnose and evaluate three tiny models on built-in data, one of which fails",
         "completion": "print a shell completion script for bash, zsh, fish or tcsh",
     },
 }

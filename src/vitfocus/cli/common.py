@@ -43,7 +43,7 @@ def add_weights(parser: argparse.ArgumentParser) -> None:
         "--weights",
         metavar="FILE",
         action="append",
-        help="checkpoint (safetensors, or a state_dict); give it once, or once per model ('none' for a model without)",
+        help="checkpoint (safetensors, or a state_dict); give it once, or once per model ('none' for no weights)",
     )
     parser.add_argument(
         "--pretrained",

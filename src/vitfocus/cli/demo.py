@@ -1,4 +1,4 @@
-"""`vitfocus demo`: a failed training and its diagnosis, in a few minutes on a laptop without downloads.
+"""`vitfocus demo`: a failed training run and its diagnosis, in a few minutes on a laptop without downloads.
 
 It trains three tiny ViTs on the built-in data set Shapes: `plain`; `treated`, which differs by its treatments; and
 `high-rate`, plain with a learning rate that is too high. It diagnoses all three, evaluates them on the same corrupted
@@ -30,7 +30,7 @@ RATE, HIGH_RATE = 1e-3, 1e-2  # the recipe's learning rate, and one that is too 
 CORRUPTION = "gaussian_noise/3"
 EPOCHS = 2.0
 EXPLORED = 8
-WARMUP = 0.5  # epochs, as in the recipe; shorter if the training is shorter than one epoch
+WARMUP = 0.5  # epochs, as in the recipe; shorter if the run is shorter than one epoch
 
 #: Readings in the table, averaged over the layers.
 READINGS = {
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--images", type=positive, default=250, metavar="N", help="number of evaluation images (default: 250)"
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the trainings (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="training seed (default: 0)")
 
 
 def run(args: argparse.Namespace) -> int:

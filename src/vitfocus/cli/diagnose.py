@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="MODEL",
         help="a timm name, optionally with treatments (name+tap+cb), or a folder of vitfocus, transformers or timm; "
-        "several make a gallery in --out, one folder each, and resume if run again",
+        "several models get one folder each in --out and a gallery, and the command resumes if run again",
     )
     add_weights(parser)
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""The metrics of evaluations and trainings: the name, the unit and the better direction of each key of results.json."""
+"""The metrics of evaluation and training: the name, the unit and the better direction of each key of results.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Provenance: the models, the data of trainings and measurements, and the fingerprint of each protocol."""
+"""Provenance: the models, the data they were trained and measured on, and the fingerprint of each protocol."""
 
 from __future__ import annotations
 
