@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import html
+import inspect
 import os
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +88,39 @@ def test_every_example_is_listed() -> None:
 def test_every_command_is_documented() -> None:
     page = (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8")
     assert all(f"| `{name}" in page for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", [name for name in vf.__all__ if name != "__version__"])
+def test_public_name_is_in_the_reference_with_all_sections(name: str) -> None:
+    pages = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "reference").glob("*.md"))
+    assert re.search(rf"^::: vitfocus\.[\w.]+\.{name}$", pages, re.MULTILINE), "not in docs/reference"
+    public = getattr(vf, name)
+    text = inspect.getdoc(public) or ""
+    assert re.search(r"^Example:\n(.*\n)?    >>> ", text, re.MULTILINE), "no example that runs"
+    if not isinstance(public, type):
+        assert lacking_sections(public) == []
+        return
+    fields = [field.name for field in dataclasses.fields(public)] if dataclasses.is_dataclass(public) else []
+    assert [field for field in fields if not documents(text, field)] == []
+    members = {key: getattr(value, "__func__", value) for key, value in vars(public).items() if key[0] != "_"}
+    inherited = {key for base in public.__mro__[1:] for key in vars(base)}
+    methods = {key: value for key, value in members.items() if inspect.isfunction(value) and key not in inherited}
+    assert {key: lacking for key, method in methods.items() if (lacking := lacking_sections(method))} == {}
+
+
+def documents(text: str, name: str) -> bool:
+    return re.search(rf"^    \*{{0,2}}{name}:", text, re.MULTILINE) is not None
+
+
+def lacking_sections(function: Callable[..., Any]) -> list[str]:
+    """The arguments and sections that a docstring in Google style lacks."""
+    text, signature = inspect.getdoc(function) or "", inspect.signature(function)
+    lacking = [name for name in signature.parameters if name not in ("self", "cls") and not documents(text, name)]
+    if signature.return_annotation not in (None, "None") and not re.search(r"^(Returns|Yields):$", text, re.MULTILINE):
+        lacking.append("Returns")
+    if "raise VitfocusError" in inspect.getsource(function) and not re.search(r"^Raises:$", text, re.MULTILINE):
+        lacking.append("Raises")
+    return lacking
 
 
 def test_the_picture_is_small_enough() -> None:

@@ -67,7 +67,18 @@ class GridRule:
         return sides[0], sides[1]
 
     def then(self, *steps: Step) -> GridRule:
-        """The rule followed by further steps."""
+        """Append steps.
+
+        Args:
+            *steps: The steps of the next stage.
+
+        Returns:
+            A new rule.
+
+        Example:
+            >>> GridRule(((4, 4, 0),)).then((2, 2, 0))((224, 224))
+            (28, 28)
+        """
         return GridRule(self.steps + steps)
 
 
@@ -137,20 +148,33 @@ class Block:
     @overload
     def grid(self, size: int, width: int) -> Size: ...
     def grid(self, size: int | Sequence[int] | None = None, width: int | None = None) -> Size:
-        """Rows and columns of the token grid for an image of that height and width (default: the build size).
+        """Compute the token grid for an image size.
 
-        >>> import timm, vitfocus as vf
-        >>> block = vf.anatomy(timm.create_model("vit_tiny_patch16_224", depth=1))[0]
-        >>> block.grid(), block.grid((448, 320)), block.grid(64)
-        ((14, 14), (28, 20), (4, 4))
+        Args:
+            size: Height and width of the image, or its height or side. Default: the size the model was built for.
+            width: Its width, if `size` is the height.
+
+        Returns:
+            Rows and columns of the grid.
+
+        Example:
+            >>> import timm, vitfocus as vf
+            >>> block = vf.anatomy(timm.create_model("vit_tiny_patch16_224", depth=1))[0]
+            >>> block.grid(), block.grid((448, 320)), block.grid(64)
+            ((14, 14), (28, 20), (4, 4))
         """
         return self.grid_rule(_as_size(size, width, self.build_size))
 
     def attention_grids(self, size: int | Sequence[int] | None = None) -> tuple[Size, Size]:
-        """The grids of queries and of keys inside one attention map.
+        """Compute the grids of queries and keys in one attention map.
 
-        They are the grid of the block, or of a window in windowed attention; that of the keys is coarser if attention
-        reduces them (PVT, SegFormer), and that of the queries if it pools them (MViT).
+        Args:
+            size: Height and width of the image, or its side. Default: the size the model was built for.
+
+        Returns:
+            The grid of the queries and that of the keys: the grid of the block, or of a window in windowed attention.
+            The grid of the keys is coarser if attention reduces them (PVT, SegFormer), and that of the queries if it
+            pools them (MViT).
         """
         if self.window is not None:
             return self.window, self.window
@@ -278,7 +302,17 @@ class Trunk:
         prefix_tokens: int = 0,
         **more: Any,
     ) -> None:
-        """Append the block whose module is `host`; `more` are further fields of `Block`, such as `window`."""
+        """Append a block.
+
+        Args:
+            host: The module of the block.
+            plan: The names of its parts.
+            name: The path of the module in the model.
+            rule: The grid rule of its tokens.
+            stage: The stage it belongs to.
+            prefix_tokens: The number of tokens before the patches.
+            **more: Further fields of `Block`, such as `window`.
+        """
         added = int(host.__dict__.get(ADDED_TOKENS, 0))
         mlp, attention, norm = (find(host, path) for path in (plan.mlp, plan.attention, plan.norm))
         width = _width(mlp, "input") or _width(attention, "input") or _width(norm, "input") or 0
@@ -309,9 +343,16 @@ class Trunk:
         self.blocks.append(block)
 
     def anatomy(self, model: nn.Module, stem: nn.Module, **more: Any) -> Anatomy:
-        """The anatomy of the blocks; `more` are further fields of `Anatomy`, and `register` fills in the family.
+        """Build the anatomy from the blocks that were added.
 
-        The mean and standard deviation are those of a timm model's `pretrained_cfg`, if it has one.
+        Args:
+            model: The transformer.
+            stem: The first module that receives the image.
+            **more: Further fields of `Anatomy`. The default `mean` and `std` are those of a timm model's
+                `pretrained_cfg`, if it has one.
+
+        Returns:
+            The anatomy; the registry fills in the family.
         """
         cfg = getattr(model, "pretrained_cfg", None) or {}
         stated = {key: tuple(cfg[key]) for key in ("mean", "std") if cfg.get(key)}

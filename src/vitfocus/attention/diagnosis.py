@@ -38,22 +38,22 @@ if TYPE_CHECKING:
 
 @dataclass(repr=False)
 class Diagnosis:
-    """What `diagnose` measured: print it, or show it in a notebook.
+    """The result of `diagnose`: print it, or display it in a notebook.
 
     Attributes:
-        rows: one dict per layer; `vitfocus.attention.readings.READINGS` describes its keys.
-        model: the model's name.
-        images: how many images were read.
-        size: their height and width.
-        against: the corruption or images that stability was measured against.
-        stability_values: for each layer, the cosine of each image and head (a list of lists), for the box plots.
-        high_norm_places: for each layer with high-norm patch tokens, the share of images in which the token at each
-            place of the grid is one (a list of rows).
-        inserted: treatments that were inserted after the model's weights were last trained.
-        taken_as: how the images were understood: "pixels", "normalised", or "normalised (assumed)" by their range.
-        treatments: the specs of the model's treatments, joined by " + ".
-        trained: whether the model's weights are trained.
-        depth: the model's number of blocks.
+        rows: One dict per layer; `vitfocus.attention.readings.READINGS` describes its keys.
+        model: The model's name.
+        images: The number of images.
+        size: Their height and width.
+        against: The corruption or images that stability was measured against.
+        stability_values: For each layer, the cosine similarity of each image and head (a list of lists), for box plots.
+        high_norm_places: For each layer with high-norm patch tokens, the share of images in which the token at each
+            grid position is one (a list of rows).
+        inserted: Treatments that were inserted after the model's weights were last trained.
+        taken_as: How the images were interpreted: "pixels", "normalised", or "normalised (assumed)" by their range.
+        treatments: The specs of the model's treatments, joined by " + ".
+        trained: Whether the model's weights are trained.
+        depth: The model's number of blocks.
 
     Example:
         >>> import timm, torch
@@ -83,7 +83,7 @@ class Diagnosis:
 
     @property
     def explained(self) -> list[Finding]:
-        """The same as records: what was read, the reference, what it may mean, the evidence, and what to do next."""
+        """The findings as records: what was measured, the reference, what it may mean, the evidence and a next step."""
         specs = tuple(self.treatments.split(" + ")) if self.treatments else ()
         return explain(self.rows, Situation(specs, self.trained, self.against, self.depth))
 
@@ -93,7 +93,11 @@ class Diagnosis:
         return f"{counted(self.images, 'image')} of {self.size[0]}x{self.size[1]}{against}"
 
     def table(self) -> Table:
-        """The rows as a table, with the columns for which any layer has a number: print it, or pass it to rich."""
+        """Format the rows as a table.
+
+        Returns:
+            A table to print or to pass to rich, with the columns for which any layer has a value.
+        """
         keys = {key: heading for key, (heading, _) in columns().items() if any(key in row for row in self.rows)}
         title = f"{self.model}: {self._setting}"
         units = "Entropy in nats; distance in sides of the image, or of the window." if "entropy" in keys else ""
@@ -102,7 +106,11 @@ class Diagnosis:
         return Table(title, list(keys.values()), [[cell(row, key) for key in keys] for row in self.rows], caption)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain data, which JSON can hold."""
+        """Convert to plain data.
+
+        Returns:
+            The attributes, the findings and the thresholds, as JSON-serialisable values.
+        """
         derived = {
             "findings": self.findings,
             "explained": [finding.to_dict() for finding in self.explained],
@@ -112,25 +120,69 @@ class Diagnosis:
         return plain | derived
 
     def to_json(self, indent: int | None = 2) -> str:
-        """The same as JSON."""
+        """Convert to JSON.
+
+        Args:
+            indent: Indentation, as for `json.dumps`.
+
+        Returns:
+            What `to_dict` returns, as JSON.
+        """
         return json.dumps(self.to_dict(), indent=indent, ensure_ascii=False)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Diagnosis:
-        """A diagnosis from what `to_dict` returned."""
+        """Restore a diagnosis from the output of `to_dict`.
+
+        Args:
+            data: The dict.
+
+        Returns:
+            The diagnosis.
+
+        Raises:
+            VitfocusError: A key is missing or has an invalid value.
+        """
         return convert(data, cls, "The dict", writer="Diagnosis.to_dict")
 
     @classmethod
     @checked
     def load(cls, folder: str | Path) -> Diagnosis:
-        """Read what `save` wrote."""
+        """Load a saved diagnosis.
+
+        Args:
+            folder: A folder that `save` or `vitfocus diagnose --out` wrote.
+
+        Returns:
+            The diagnosis.
+
+        Raises:
+            VitfocusError: The folder has no diagnosis.json, or the file is damaged.
+
+        Example:
+            >>> import tempfile
+            >>> rows = [{"layer": 0, "name": "blocks.0", "attention_kind": "global", "entropy": 4.2}]
+            >>> diagnosis = Diagnosis(rows, "vit", images=2, size=(64, 64))
+            >>> folder = tempfile.mkdtemp()
+            >>> [file.name for file in diagnosis.save(folder)][:2]
+            ['diagnosis.json', 'diagnosis.txt']
+            >>> Diagnosis.load(folder) == diagnosis
+            True
+        """
         file = Path(folder) / "diagnosis.json"
         if not file.is_file():
             raise VitfocusError(f"{folder} holds no diagnosis.json; save a diagnosis there first.")
         return read_json(file, cls, writer="vitfocus diagnose")
 
     def to_pandas(self) -> Any:
-        """The rows as a pandas DataFrame."""
+        """Convert the rows to pandas.
+
+        Returns:
+            A DataFrame with one row per layer.
+
+        Raises:
+            VitfocusError: pandas is not installed.
+        """
         try:
             import pandas
         except ImportError as error:
@@ -138,15 +190,40 @@ class Diagnosis:
         return pandas.DataFrame(self.rows)
 
     def plot(self, kind: str = "entropy") -> Figure:
-        """One of the papers' figures: entropy, distance, overfocus, heads, diversity, stability or scaling."""
+        """Draw a reading by depth, as in the papers' figures.
+
+        Args:
+            kind: "entropy", "distance", "overfocus", "heads", "diversity", "stability", "scaling" or "high_norm";
+                `plots` lists those that this diagnosis has.
+
+        Returns:
+            A matplotlib figure.
+
+        Raises:
+            VitfocusError: There is no such figure, no layer has a value for it, or matplotlib is not installed.
+        """
         return plot({self.model: self}, kind)
 
     def plots(self) -> list[str]:
-        """The kinds of figure that there are numbers for."""
+        """List the figures that `plot` can draw.
+
+        Returns:
+            The kinds for which any layer has a value.
+        """
         return [kind for kind, key in figures().items() if any(key in row for row in self.rows)]
 
     def save(self, folder: str | Path) -> list[Path]:
-        """Write diagnosis.json, the table as text, and every figure if matplotlib is installed; return the files."""
+        """Save as diagnosis.json and diagnosis.txt and, if matplotlib is installed, every figure as a PNG file.
+
+        Args:
+            folder: The folder, created if needed; files are written atomically.
+
+        Returns:
+            The paths of the files.
+
+        Raises:
+            VitfocusError: The folder cannot be written.
+        """
         folder = Path(folder)
         text = "\n".join([self.table().text(), *(bullet(str(one), 120) for one in self.explained), ""])
         files = {"diagnosis.json": self.to_json().encode(), "diagnosis.txt": text.encode()}
@@ -157,14 +234,23 @@ class Diagnosis:
         return [folder / name for name in files]
 
     def compare(self, other: Diagnosis, labels: Sequence[str] | None = None) -> DiagnosisComparison:
-        """Compare with the diagnosis of a model with as many layers, layer by layer.
+        """Compare with the diagnosis of a model with the same number of layers, layer by layer.
 
         Args:
             other: The second diagnosis.
-            labels: What tables and figures call the two. Default: the names of the models.
+            labels: The two names in tables and figures. Default: the names of the models.
+
+        Returns:
+            The comparison: print it, or use its `rows`, `table` and `plot`.
 
         Raises:
             VitfocusError: The numbers of layers differ, or there are not two labels.
+
+        Example:
+            >>> before = Diagnosis([{"layer": 0, "name": "blocks.0", "entropy": 4.2}], "vit", images=2, size=(64, 64))
+            >>> after = Diagnosis([{"layer": 0, "name": "blocks.0", "entropy": 4.5}], "vit", images=2, size=(64, 64))
+            >>> before.compare(after, ["plain", "cb"]).findings
+            ['From plain to cb, mean entropy in nats rises from 4.20 to 4.50, averaged over the layers.']
         """
         if len(self.rows) != len(other.rows):
             raise VitfocusError(
@@ -185,13 +271,13 @@ class Diagnosis:
         return "\n".join([str(self.table()), *map(bullet, self.findings)])
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """Displayed by notebooks."""
         return self.table()._repr_html_() + html_list([(one.read, one.explanation) for one in self.explained])
 
 
 @dataclass(frozen=True, repr=False)
 class DiagnosisComparison:
-    """Two diagnoses, layer by layer. `rows` holds the second minus the first for every number both have."""
+    """Two diagnoses, layer by layer; `Diagnosis.compare` returns it."""
 
     first: Diagnosis
     second: Diagnosis
@@ -199,7 +285,7 @@ class DiagnosisComparison:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """The differences, second minus first, of every layer."""
+        """One dict per layer: second minus first, for every number that both have."""
         pairs = zip(self.first.rows, self.second.rows, strict=True)
         return [
             {"layer": a["layer"], "name": b["name"]}
@@ -223,7 +309,7 @@ class DiagnosisComparison:
         return [*sentences, note] if note else sentences
 
     def table(self) -> Table:
-        """Both values of every number, first → second."""
+        """Format both values of every number as "first → second"."""
         keys = [key for key in _compared() if any(key in row for row in self.rows)]
         rows = [
             [str(a["layer"]), *(f"{cell(a, key)} → {cell(b, key)}" for key in keys)]
@@ -240,7 +326,7 @@ class DiagnosisComparison:
         return {"labels": list(self.labels), "differences": self.rows, "first": first, "second": second}
 
     def plot(self, kind: str = "entropy") -> Figure:
-        """The figure `Diagnosis.plot` draws, with both."""
+        """Draw both diagnoses in the figure that `Diagnosis.plot` draws."""
         return plot(dict(zip(self.labels, (self.first, self.second), strict=True)), kind)
 
     def __repr__(self) -> str:
@@ -250,7 +336,7 @@ class DiagnosisComparison:
         return "\n".join([str(self.table()), *map(bullet, self.findings)])
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """Displayed by notebooks."""
         return self.table()._repr_html_() + html_list(self.findings)
 
 

@@ -33,7 +33,18 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
 def plot(diagnoses: Diagnoses, kind: str = "entropy") -> Figure:
-    """A figure of that kind with one line, bar or box per diagnosis; the keys of the mapping are the legend."""
+    """Draw a reading of one or more diagnoses by depth.
+
+    Args:
+        diagnoses: The diagnoses by their names in the legend.
+        kind: The figure, as for `Diagnosis.plot`.
+
+    Returns:
+        A matplotlib figure with one line or box per diagnosis.
+
+    Raises:
+        VitfocusError: There is no such figure, no layer has a value for it, or matplotlib is not installed.
+    """
     known = figures()
     if kind not in known:
         raise VitfocusError(f"There is no figure {kind!r}: {nearest(kind, known)}")
@@ -48,7 +59,17 @@ def plot(diagnoses: Diagnoses, kind: str = "entropy") -> Figure:
 
 
 def new_figure(width: float, height: float, rows: int = 1, columns: int = 1, **options: Any) -> tuple[Figure, Any]:
-    """A figure without pyplot, and its axes.
+    """Create a figure without pyplot.
+
+    Args:
+        width: Width in inches.
+        height: Height in inches.
+        rows: Rows of axes.
+        columns: Columns of axes.
+        **options: Passed to `Figure.subplots`.
+
+    Returns:
+        The figure and its axes.
 
     Raises:
         VitfocusError: If matplotlib is not installed.
@@ -62,7 +83,14 @@ def new_figure(width: float, height: float, rows: int = 1, columns: int = 1, **o
 
 
 def png(figure: Figure) -> bytes:
-    """The figure as the bytes of a PNG file."""
+    """Render a figure.
+
+    Args:
+        figure: A matplotlib figure.
+
+    Returns:
+        The bytes of a PNG file.
+    """
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
@@ -154,7 +182,13 @@ def _by_depth(diagnoses: Diagnoses, label: str, width: float = 7.0) -> tuple[Fig
 
 
 def style_axes(axes: Axes, x_label: str, y_label: str) -> None:
-    """Axis labels, a horizontal grid and no frame."""
+    """Set the axis labels, a horizontal grid and no frame.
+
+    Args:
+        axes: The axes to change.
+        x_label: Label of the horizontal axis.
+        y_label: Label of the vertical axis.
+    """
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     axes.grid(axis="y", color="0.9")
@@ -175,10 +209,21 @@ MAP_COLOURS, OVERLAY_COLOURS = "Reds", "inferno"
 
 
 def map_matrices(models: Models, images: Images | Mapping[str, Images], layer: int | str = -1) -> Figure:
-    """Head-averaged N×N maps (TAP and ADL's Figures 1 and 3), one row per model and one column per image.
+    """Draw head-averaged N×N maps (TAP and ADL's Figures 1 and 3), one row per model and one column per image.
 
     Dark columns are tokens that all queries attend to. The curve above a map is the attention each token receives; the
     title gives the share received by the top 5 % of the tokens.
+
+    Args:
+        models: A model, or models by name.
+        images: One image, or images by name.
+        layer: The layer, by index or name.
+
+    Returns:
+        A matplotlib figure.
+
+    Raises:
+        VitfocusError: The layer attends within windows, or matplotlib is not installed.
     """
     models, pictures = named_models(models), images if isinstance(images, Mapping) else {"": images}
     figure, axes = new_figure(
@@ -218,7 +263,19 @@ def map_matrices(models: Models, images: Images | Mapping[str, Images], layer: i
 
 
 def head_maps(model: nn.Module, image: Images, layer: int | str = -1) -> Figure:
-    """The N×N map of every head of a layer on one colour scale (TAP and ADL's Figure 4)."""
+    """Draw the N×N map of every head of a layer on one colour scale (TAP and ADL's Figure 4).
+
+    Args:
+        model: The model.
+        image: One image.
+        layer: The layer, by index or name.
+
+    Returns:
+        A matplotlib figure.
+
+    Raises:
+        VitfocusError: The layer has no token-to-token map, or matplotlib is not installed.
+    """
     maps = attention_maps(model, _single(image, model), layers=[layer], normalised=True)[0][0]
     columns = min(len(maps), 6)
     rows = -(-len(maps) // columns)
@@ -247,9 +304,22 @@ def query_overlay(
     layer: int | str = -1,
     threshold: float = 2.0,
 ) -> Figure:
-    """What one patch attends to, averaged over heads: the image with the query marked, then each model's attention.
+    """Draw what one patch attends to, averaged over heads: the image with the query, then one overlay per model.
 
-    For all models alike, attention below `threshold` / K is cut, and one min–max scale is used.
+    All models share one threshold and one min–max scale.
+
+    Args:
+        models: A model, or models by name.
+        image: One image.
+        query: Row and column of the patch; negative values count from the end.
+        layer: The layer, by index or name.
+        threshold: Attention below `threshold` / K, for K keys, is not shown.
+
+    Returns:
+        A matplotlib figure.
+
+    Raises:
+        VitfocusError: There is no such patch, the layer attends within windows, or matplotlib is not installed.
     """
     models = named_models(models)
     found = [_row_picture(model, image, query, layer) for model in models.values()]
@@ -263,9 +333,19 @@ def query_overlay(
 
 
 def class_overlay(models: Models, image: Images, layer: int | str = -1, through: bool = False) -> Figure:
-    """What the class token attends to, averaged over heads, on one scale for all models.
+    """Draw what the class token attends to, averaged over heads, on one scale for all models.
 
-    `through` follows attention through all layers (`rollout`) instead of showing one layer's map.
+    Args:
+        models: A model, or models by name.
+        image: One image.
+        layer: The layer, by index or name.
+        through: Show the rollout through all layers (`rollout`) instead of the map of one layer.
+
+    Returns:
+        A matplotlib figure.
+
+    Raises:
+        VitfocusError: A model has no class token, or matplotlib is not installed.
     """
     models = named_models(models)
     pictures = []

@@ -62,7 +62,7 @@ class Table:
         return self.text(styled=sys.stdout.isatty(), width=terminal_width())
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """Displayed by notebooks."""
         sides = ["left", *["right"] * (len(self.columns) - 1)]
 
         def line(tag: str, cells: Sequence[str]) -> str:

@@ -39,13 +39,23 @@ _CHUNK = {"cpu": 1 << 18, "cuda": 1 << 23}
 
 
 def parse(text: str) -> tuple[str, int]:
-    """Read "name/severity"; a bare name means severity 3.
+    """Parse a corruption.
 
-    >>> parse("gaussian_noise/5")
-    ('gaussian_noise', 5)
-    >>> parse("fogg/2")
-    Traceback (most recent call last):
-    vitfocus.core.errors.VitfocusError: There is no corruption 'fogg': did you mean 'fog'?
+    Args:
+        text: "name/severity"; a name alone means severity 3.
+
+    Returns:
+        The name and the severity.
+
+    Raises:
+        VitfocusError: There is no such corruption or severity.
+
+    Example:
+        >>> parse("gaussian_noise/5")
+        ('gaussian_noise', 5)
+        >>> parse("fogg/2")
+        Traceback (most recent call last):
+        vitfocus.core.errors.VitfocusError: There is no corruption 'fogg': did you mean 'fog'?
     """
     name, _, severity = text.partition("/")
     _check_choice("corruption", name, _EFFECTS)
@@ -189,8 +199,13 @@ def fingerprint(
 ) -> dict[str, Any]:
     """The settings and versions that the output of these corruptions depends on, to report with a result.
 
-    The JPEG codec and the frost overlays are included if `names` contains the corruptions that use them. `comparable`
-    is False if frost is drawn because the published overlays are missing.
+    Args:
+        flavour: The flavour, as for `corrupt`.
+        frost: The folder of the frost overlays, as for `corrupt`.
+        names: The corruptions. The JPEG codec and the frost overlays are included only if one of them uses it.
+
+    Returns:
+        Plain data; `comparable` is False if frost is drawn because the published overlays are missing.
 
     Example:
         >>> fingerprint("cifar")["flavour"], "jpeg" in fingerprint(names=["fog"])

@@ -130,12 +130,20 @@ class Scores:
         return {name: insertion_sentence(specs, name) for name, specs in since.items() if specs}
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the samples, as plain data: the content of results.json."""
+        """Convert to plain data.
+
+        Returns:
+            Everything except the samples: the content of results.json.
+        """
         head = {"suite": self.suite, "images": self.images, "models": self.models, "notes": list(self.notes)}
         return {**head, "insertions": self.insertions, "fingerprint": self.fingerprint}
 
     def table(self) -> Table:
-        """A table to print: conditions by row and models by column, the headline numbers below."""
+        """Format the scores as a table.
+
+        Returns:
+            A table to print, with one row per condition and one column per model, followed by the headline numbers.
+        """
         summaries = list(self.models.values())
         columns = [_by_condition(summary)[1] for summary in summaries]
         rows = [[name, *(column.get(name, "–") for column in columns)] for name in columns[0]]
@@ -159,15 +167,36 @@ class Scores:
         return str(self.table())
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """Displayed by notebooks."""
         return self.table()._repr_html_()
 
     def compare(self, first: str, second: str) -> Comparison:
-        """Compare two of the models on the same images; see `compare`."""
+        """Compare two of the models on the same images.
+
+        Args:
+            first: The name of the baseline.
+            second: The name of the other model.
+
+        Returns:
+            The differences per condition, with paired intervals and McNemar's test.
+
+        Raises:
+            VitfocusError: There is no such model, or it has no outcomes of single images.
+        """
         return compare(self.only(first), self.only(second))
 
     def only(self, model: str) -> Scores:
-        """The scores of one model, with a note if its outcomes per image are missing."""
+        """Select one model.
+
+        Args:
+            model: Its name.
+
+        Returns:
+            The scores of this model, with a note if its outcomes per image are missing.
+
+        Raises:
+            VitfocusError: There is no such model.
+        """
         if model not in self.models:
             raise VitfocusError(f"There is no model {model!r} in these scores: {nearest(model, self.models)}")
         fingerprint = {**self.fingerprint, "models": {model: self.fingerprint.get("models", {}).get(model, {})}}
@@ -183,7 +212,14 @@ class Scores:
         return Scores(self.suite, self.images, {model: self.models[model]}, notes, fingerprint, samples)
 
     def save(self, folder: str | Path) -> Path:
-        """Write results.json and samples.npz into a folder."""
+        """Save as results.json and samples.npz.
+
+        Args:
+            folder: The folder, created if needed.
+
+        Returns:
+            The folder.
+        """
         RunFolder(folder).finish(self.to_dict(), flatten(self.samples))
         return Path(folder)
 
@@ -229,9 +265,13 @@ def load_scores(folder: str | Path) -> Scores:
 class Comparison:
     """The differences between two models on the same images, in percent.
 
-    `rows` has, per condition, both numbers, second minus first with its paired 95 % interval, and McNemar's p.
-    `differing` lists where the protocols differ, which is empty unless the comparison was forced; `insertions` has a
-    sentence for each model whose treatments were inserted after its weights were last trained.
+    Attributes:
+        suite: The name of the suite.
+        first: The name of the baseline.
+        second: The name of the other model.
+        rows: One dict per condition: both numbers, second minus first with its paired 95 % interval, McNemar's p.
+        differing: Differences between the protocols; empty unless the comparison was forced.
+        insertions: A sentence for each model whose treatments were inserted after its weights were last trained.
     """
 
     suite: str
@@ -242,11 +282,19 @@ class Comparison:
     insertions: dict[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Convert to plain data.
+
+        Returns:
+            The attributes as JSON-serialisable values.
+        """
         return {**vars(self), "differing": list(self.differing)}
 
     def table(self) -> Table:
-        """A table to print."""
+        """Format the comparison as a table.
+
+        Returns:
+            A table to print, with one row per condition.
+        """
         rows = [
             [
                 row["name"],
@@ -272,7 +320,7 @@ class Comparison:
         return str(self.table())
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """Displayed by notebooks."""
         return self.table()._repr_html_()
 
 

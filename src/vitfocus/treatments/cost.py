@@ -45,17 +45,25 @@ class Cost:
 
 
 def count_cost(model: nn.Module, size: int | tuple[int, int] | None = None) -> Cost:
-    """Parameters and FLOPs of a model, treated or not, for images of `size` (default: what it was built for).
+    """Count the parameters and FLOPs of a model, treated or not.
 
-    The model may live on the meta device, where building it takes neither time nor memory.
+    The model may be on the meta device, where building it takes neither time nor memory.
 
-    >>> from vitfocus import create_model
-    >>> with torch.device("meta"):
-    ...     plain, treated = (create_model(f"deit_tiny_patch16_224{spec}") for spec in ("", "+cb"))
-    >>> count_cost(plain)
-    Cost(parameters=5717416, flops=1253683200, size=(224, 224))
-    >>> count_cost(treated).flops - count_cost(plain).flops == 12 * 2 * 197 * 192
-    True
+    Args:
+        model: The model.
+        size: Height and width of the image, or one number for both. Default: the size the model was built for.
+
+    Returns:
+        The parameters, and the multiply-adds of one forward pass of one image.
+
+    Example:
+        >>> from vitfocus import create_model
+        >>> with torch.device("meta"):
+        ...     plain, treated = (create_model(f"deit_tiny_patch16_224{spec}") for spec in ("", "+cb"))
+        >>> count_cost(plain)
+        Cost(parameters=5717416, flops=1253683200, size=(224, 224))
+        >>> count_cost(treated).flops - count_cost(plain).flops == 12 * 2 * 197 * 192
+        True
     """
     model = unwrap(model)
     if size is None:

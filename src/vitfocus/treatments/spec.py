@@ -30,12 +30,23 @@ _PART = re.compile(r"(?P<name>[A-Za-z_]\w*)(?:\((?P<options>.*)\))?$", re.DOTALL
 
 
 def split_spec(spec: str) -> tuple[str, list[Treatment]]:
-    """The name of a model and its treatments.
+    """Parse the spec of a model.
 
-    >>> split_spec("vit_tiny_patch16_224+cbs(layers=[0,5])+adl")
-    ('vit_tiny_patch16_224', [ContextBroadcasting(variant='scaled', site='mlp', position='end', layers=(0, 5), \
-tokens='all'), AttentionDiversification(variant='official', heads='mean', threshold=2.0, weight=1.0, tokens='all', \
-rows=None, layers='all')])
+    Args:
+        spec: A model name followed by treatments, joined by "+".
+
+    Returns:
+        The name of the model, and its treatments.
+
+    Raises:
+        VitfocusError: The spec has no model, or a treatment or option does not exist.
+
+    Example:
+        >>> name, treatments = split_spec("vit_tiny_patch16_224+cbs(layers=[0,5])+adl")
+        >>> name, [str(treatment) for treatment in treatments]
+        ('vit_tiny_patch16_224', ['cbs(layers=[0,5])', 'adl'])
+        >>> treatments[0].variant, treatments[0].layers
+        ('scaled', (0, 5))
     """
     base, *parts = _split(spec, "+") or [""]
     if not base:
@@ -44,16 +55,38 @@ rows=None, layers='all')])
 
 
 def parse_treatments(spec: str) -> list[Treatment]:
-    """The treatments of a spec without the name of a model.
+    """Parse a spec without a model name.
 
-    >>> [str(treatment) for treatment in parse_treatments("cb(variant=scaled)+tap(branches=4)")]
-    ['cbs', 'tap']
+    Args:
+        spec: Treatments joined by "+".
+
+    Returns:
+        The treatments; an empty list for an empty spec.
+
+    Raises:
+        VitfocusError: A treatment or option does not exist.
+
+    Example:
+        >>> [str(treatment) for treatment in parse_treatments("cb(variant=scaled)+tap(branches=4)")]
+        ['cbs', 'tap']
     """
     return [_parse_one(part) for part in _split(spec, "+")] if spec.strip() else []
 
 
 def write_spec(base: str, treatments: Sequence[Treatment]) -> str:
-    """The spec of a model and its treatments."""
+    """Write the spec of a model.
+
+    Args:
+        base: The name of the model.
+        treatments: Its treatments, in order.
+
+    Returns:
+        The spec, which `split_spec` parses back.
+
+    Example:
+        >>> write_spec("vit_tiny_patch16_224", parse_treatments("cb(variant=scaled)+adl"))
+        'vit_tiny_patch16_224+cbs+adl'
+    """
     return "+".join([base, *map(str, treatments)])
 
 

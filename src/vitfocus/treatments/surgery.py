@@ -149,14 +149,17 @@ def _change_warning(configs: Sequence[Treatment]) -> str:
 def untreat_(model: Model) -> Model:
     """Remove every treatment from a model in place.
 
-    Outputs and state-dict names are those of the original, bit for bit; the original's weights keep what they learned
-    in the meantime.
+    Outputs and state-dict names are those of the original model, bit for bit; its weights keep any training that
+    happened in the meantime.
 
     Args:
         model: A treated model; one without treatments is not changed.
 
     Returns:
         The same model.
+
+    Raises:
+        VitfocusError: The call is inside a `with untreated(model)` block.
 
     Example:
         >>> import timm, vitfocus as vf
@@ -175,13 +178,16 @@ def untreat_(model: Model) -> Model:
 @checked
 @contextmanager
 def untreated(model: nn.Module) -> Iterator[nn.Module]:
-    """A context in which a model is the original. On exit, after exceptions too, it is treated again.
+    """Context manager that removes the treatments of a model and inserts them again on exit.
 
     Args:
         model: A treated model.
 
     Yields:
         The same model, without its treatments.
+
+    Raises:
+        VitfocusError: `model` is not a torch module.
 
     Example:
         >>> import timm, vitfocus as vf
@@ -209,13 +215,16 @@ def untreated(model: nn.Module) -> Iterator[nn.Module]:
 
 @checked
 def applied(model: nn.Module) -> list[Treatment]:
-    """The treatments of a model, in the order in which they were given.
+    """List the treatments of a model, in the order in which they were applied.
 
     Args:
         model: Any model.
 
     Returns:
         The records; an empty list for a model without treatments.
+
+    Raises:
+        VitfocusError: `model` is not a torch module.
 
     Example:
         >>> import timm, vitfocus as vf
