@@ -1,8 +1,8 @@
 """For the API reference: docstrings and defaults as mkdocstrings shows them best.
 
-Griffe renders an `Examples:` section, where our docstrings have `Example:`. Doctests outside it become code blocks, because
-Markdown would take `>>>` for quotations. The default of a treatment's option is shown as a value, not as the call that
-declares the dataclass field.
+Griffe renders `Examples:` sections; our docstrings have `Example:`. Doctests outside of them become code blocks,
+because Markdown would take `>>>` for quotations. The default of a treatment's option is shown as a value, not as the
+call that declares the dataclass field.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import vitfocus as vf
-from vitfocus.attention.capture import Watched, observing
+from vitfocus.attention.capture import ObservedForward, observing
 from vitfocus.attention.layer_readings import Geometry, LayerReadings, layer_rows
 from vitfocus.kernels.attention import Observation
 from vitfocus.kernels.backends import backend
@@ -66,7 +66,7 @@ def test_maps_are_the_models_own(family: str, fused: bool) -> None:
 
 
 class Collector:
-    """A sink that keeps everything."""
+    """An observer that keeps everything."""
 
     wants_attention = True
 
@@ -95,7 +95,7 @@ def test_heads_that_share_their_keys() -> None:
     """Every head's map is seen, and tiles and whole maps give the same readings."""
     torch.manual_seed(0)
     module, tokens, seen = SharedKeys(32, 4), torch.randn(2, 9, 32), []
-    output = Watched(module, "attention", Collector(seen))(tokens)
+    output = ObservedForward(module, "attention", Collector(seen))(tokens)
     query = module.query(tokens).unflatten(2, (4, 8)).transpose(1, 2)
     expected = (query @ module.key(tokens)[:, None].mT * 8**-0.5).softmax(-1)
     torch.testing.assert_close(output, (expected @ module.key(tokens)[:, None]).transpose(1, 2).flatten(2))

@@ -24,7 +24,7 @@ from vitfocus.robustness.engine import Condition
 from vitfocus.robustness.suites.perturbations import flips, frames
 from vitfocus.train import train
 from vitfocus.treatments import cost
-from vitfocus.treatments.attention_diversification import AttentionDiversification, DiversityMeter, RowChoice
+from vitfocus.treatments.attention_diversification import AttentionDiversification, DiversityLoss, RowChoice
 
 
 @pytest.mark.parametrize("name", ["gpu", "", "cuda:x", "xpu", "hpu", "vulkan", "opengl", "meta"])
@@ -109,7 +109,7 @@ def test_clocks_wait_for_every_accelerator(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_losses_of_a_model_on_several_devices_meet_on_the_first() -> None:
     config = AttentionDiversification(weight=2.0)
-    model = nn.ModuleList(DiversityMeter(config, 0, RowChoice(), number) for number in range(2))
+    model = nn.ModuleList(DiversityLoss(config, 0, RowChoice(), number) for number in range(2))
     with FakeTensorMode():
         for number, meter in enumerate(model):
             meter.loss = torch.ones((), device=f"cuda:{number}")  # type: ignore[assignment]

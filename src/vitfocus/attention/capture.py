@@ -1,10 +1,10 @@
-"""Observe the queries and keys of attention while a model runs, and change nothing.
+"""Observe the queries and keys of attention while a model runs, without changing it.
 
 The `forward` of one attention module instance is replaced by one that runs the original under a `TorchFunctionMode`.
-The mode watches for `scaled_dot_product_attention`, or for the softmax of a model that does not use it, and passes what
-it saw to a sink. Where torch's fused kernel can return its softmax normalisers, they are observed too. Nothing global
-is patched; nothing is watched outside the module's own forward, and `torch.compile(fullgraph=True)` traces through it.
-A `Session` runs a model for this: in eval mode, without gradients, on its own device, and restored afterwards.
+The mode records the calls of `scaled_dot_product_attention`, or of softmax in models that do not use it, for an
+observer, with the softmax normalisers if torch's fused kernel returns them. Nothing global is patched, nothing outside
+the module's own forward is observed, and `torch.compile(fullgraph=True)` traces through it. A `Session` runs a model for
+this purpose: in eval mode, without gradients, on its own device, and restored afterwards.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from vitfocus.kernels.attention import Observation, attention_with_normalisers, 
 from vitfocus.kernels.backends import chosen, exporting, outside_autocast
 
 #: Called with a block and the norms (B, rows, columns) of the patch tokens at its output.
-NormSink = Callable[[Block, Tensor], None]
+NormCallback = Callable[[Block, Tensor], None]
 
 
-class Sink(Protocol):
-    """Receives each observed attention of one module, while it wants any."""
+class AttentionObserver(Protocol):
+    """Is called with the attention of one module at each forward."""
 
     @property
     def wants_attention(self) -> bool:
-        """Whether the next forward is to be observed."""
+        """Whether to observe the next forward."""
 
     def __call__(self, seen: Observation) -> Any:
-        """Take one observed attention."""
+        """Process one observed attention."""
 
 
-class _Watch(TorchFunctionMode):
-    """Collects every attention that happens while it is active."""
+class _AttentionRecorder(TorchFunctionMode):
+    """Records every attention that is computed while it is active."""
 
     def __init__(self, seen: list[Observation], finished_maps: bool, heads: int | None, batch: int | None) -> None:
         super().__init__()
@@ -164,40 +164,40 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf"))
 
 
-class Watched:
-    """Replaces an attention module's `forward` by the original under observation.
+class ObservedForward:
+    """Replaces the `forward` of an attention module: runs the original and passes the attention to an observer.
 
-    An object and not a closure, so that the module can still be copied and pickled. A treatment installs its bound
-    `__call__`: the compiler then guards what it reads, not which object it is, and compiles alike blocks once.
+    It is an object and not a closure, so that the module can still be copied and pickled. A treatment installs its
+    bound `__call__`: the compiler then guards on what it reads, not on its identity, and compiles equal blocks once.
     """
 
-    def __init__(self, module: nn.Module, reader: str, sink: Sink) -> None:
+    def __init__(self, module: nn.Module, reader: str, observer: AttentionObserver) -> None:
         self.module = module
         self.reader = reader
-        self.sink = sink
+        self.observer = observer
         self.inner = module.__dict__.get("forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.sink.wants_attention:
+        if not self.observer.wants_attention:
             return self._original(*args, **kwargs)
         if isinstance((*args, *kwargs.values())[0], torch.fx.Proxy):
-            warn("torch.fx traces what a model computes in training, and not the losses of its attention (adl).")
+            warn("torch.fx does not trace the loss that a model computes from its attention in training (adl).")
             return self._original(*args, **kwargs)
         if self.reader == "multihead":
             assert isinstance(self.module, nn.MultiheadAttention)
-            self.sink(_from_multihead(self.module, args, kwargs))
+            self.observer(_from_multihead(self.module, args, kwargs))
             return self._original(*args, **kwargs)
         seen: list[Observation] = []
         given = args[0] if args else next(iter(kwargs.values()), None)
         batch = given.shape[0] if isinstance(given, Tensor) and given.ndim > 2 else None
-        with _Watch(seen, self.reader == "dropout", heads_of(self.module), batch):
+        with _AttentionRecorder(seen, self.reader == "dropout", heads_of(self.module), batch):
             output = self._original(*args, **kwargs)
         if not seen:
             raise VitfocusError(_unseen(self.module))
         if len(seen) > 1:
             largest = max(seen, key=lambda one: one.shape[2] * one.shape[3]).shape
             seen = [one for one in seen if one.shape == largest]
-        self.sink(seen[0] if len(seen) == 1 else join_heads(seen))
+        self.observer(seen[0] if len(seen) == 1 else join_heads(seen))
         return output
 
     def _original(self, *args: Any, **kwargs: Any) -> Any:
@@ -207,7 +207,7 @@ class Watched:
 
 
 def _unseen(module: nn.Module) -> str:
-    """Why nothing was seen of an attention, and what to do."""
+    """The error message for a module whose attention was not observed."""
     kind = getattr(getattr(module, "config", None), "_attn_implementation", None)
     text = f"No attention was seen in {type(module).__name__}"
     if kind in (None, *_SEEN):
@@ -223,13 +223,13 @@ _readers = 0
 
 
 def only_reading() -> bool:
-    """Whether a model runs now only to have its attention read: training state must then be left alone."""
+    """Whether the current forward pass only reads attention, as in a diagnosis, and must not change training state."""
     return _readers > 0
 
 
 @contextmanager
-def reading_only() -> Iterator[None]:
-    """Within the context, `only_reading` is true."""
+def _read_only() -> Iterator[None]:
+    """Context in which `only_reading` returns True."""
     global _readers
     _readers += 1
     try:
@@ -239,13 +239,13 @@ def reading_only() -> Iterator[None]:
 
 
 @contextmanager
-def observing(blocks: Sequence[Block], sink: Callable[[Block, Observation], None]) -> Iterator[None]:
-    """Within the context, every attention of these blocks is passed to `sink(block, observation)`.
+def observing(blocks: Sequence[Block], callback: Callable[[Block, Observation], None]) -> Iterator[None]:
+    """Context in which every attention of these blocks is passed to `callback(block, observation)`.
 
-    Compiled models run eagerly meanwhile, and models of transformers whose attention is one opaque kernel run "sdpa",
-    so that they can be observed too. On exit, also by an exception, every module is restored.
+    Inside it, compiled models run eagerly, and transformers models whose attention is one opaque kernel use "sdpa", so
+    that they can be observed too. On exit, also after an exception, every module is restored.
     """
-    watched: list[tuple[nn.Module, Watched]] = []
+    watched: list[tuple[nn.Module, ObservedForward]] = []
     hidden: list[tuple[Any, str]] = []
     skipped, fast = False, torch.backends.mha.get_fastpath_enabled()
     try:
@@ -253,7 +253,7 @@ def observing(blocks: Sequence[Block], sink: Callable[[Block, Observation], None
             skipped = skipped or isinstance(block.host, nn.TransformerEncoderLayer)
             if block.attention is None or block.reader is None:
                 continue
-            replacement = Watched(block.attention, block.reader, _BlockSink(block, sink))
+            replacement = ObservedForward(block.attention, block.reader, _BlockObserver(block, callback))
             block.attention.__dict__["forward"] = replacement
             watched.append((block.attention, replacement))
             config: Any = getattr(block.attention, "config", None)  # of transformers
@@ -277,33 +277,33 @@ def observing(blocks: Sequence[Block], sink: Callable[[Block, Observation], None
 
 
 @dataclass(frozen=True)
-class _BlockSink:
-    """Passes on which block an observation came from, and disables autocast for the sink."""
+class _BlockObserver:
+    """Adds the block to an observation, and disables autocast for the callback."""
 
     block: Block
-    sink: Callable[[Block, Observation], None]
+    callback: Callable[[Block, Observation], None]
     wants_attention: ClassVar[bool] = True
 
     def __call__(self, seen: Observation) -> None:
         with outside_autocast(seen.device):
-            self.sink(self.block, seen)
+            self.callback(self.block, seen)
 
 
 #: Called with the block, its observed attention, and the size of the images as the stem received them.
-SizedSink = Callable[[Block, Observation, Size], None]
+AttentionCallback = Callable[[Block, Observation, Size], None]
 
 
 @dataclass
 class Session:
-    """A model that is being read. `run` runs one batch; `size` is the image size that the stem received last."""
+    """A model whose attention is being read; `size` is the size of the images that the stem received last."""
 
     model: nn.Module
     body: Anatomy
-    sink: SizedSink
+    callback: AttentionCallback
     size: Size
 
     def run(self, batch: ImageBatch) -> Any:
-        """The model's output for a batch, which is normalised and moved to the model's device first."""
+        """Normalise a batch, move it to the model's device and return the model's output."""
         model, body = self.model, self.body
         if body.text is not None:
             batch = with_text(batch, model, body)
@@ -324,28 +324,28 @@ class Session:
             raise
 
     def note_size(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A forward pre-hook of the stem: remember the size of its images."""
+        """Forward pre-hook of the stem: store the size of its images."""
         for value in (*args, *kwargs.values()):
             if isinstance(value, Tensor) and value.ndim == 4:
                 self.size = (int(value.shape[-2]), int(value.shape[-1]))
                 return
 
     def observe(self, block: Block, seen: Observation) -> None:
-        """Pass an observed attention on with the image size."""
-        self.sink(block, seen, self.size)
+        """Pass an observed attention and the image size to the callback."""
+        self.callback(block, seen, self.size)
 
-    def observe_norms(self, block: Block, sink: NormSink, module: nn.Module, args: Any, output: Any) -> None:
-        """A forward hook of a block: pass on the norms of its patch tokens, unless they are not all there."""
+    def observe_norms(self, block: Block, callback: NormCallback, module: nn.Module, args: Any, output: Any) -> None:
+        """Forward hook of a block: pass the norms of its patch tokens to the callback, if all of them are there."""
         tokens = output[0] if isinstance(output, tuple | list) else output
         grid = (block.query_rule or block.grid_rule)(self.size)
         if not isinstance(tokens, Tensor) or not all(grid):
             return
         if tokens.ndim == 3 and tokens.shape[1] >= grid[0] * grid[1]:
-            patches = tokens[:, tokens.shape[1] - grid[0] * grid[1] :]  # behind prefix tokens and text
-            sink(block, torch.linalg.vector_norm(patches, dim=-1, dtype=torch.float32).unflatten(1, grid))
+            patches = tokens[:, tokens.shape[1] - grid[0] * grid[1] :]  # after prefix tokens and text
+            callback(block, torch.linalg.vector_norm(patches, dim=-1, dtype=torch.float32).unflatten(1, grid))
         elif tokens.ndim == 4 and grid in (tokens.shape[1:3], tokens.shape[2:]):
             axis = -1 if tokens.shape[1:3] == grid and tokens.shape[1] != block.width else 1
-            sink(block, torch.linalg.vector_norm(tokens, dim=axis, dtype=torch.float32))
+            callback(block, torch.linalg.vector_norm(tokens, dim=axis, dtype=torch.float32))
 
 
 @contextmanager
@@ -353,25 +353,25 @@ def reading(
     model: nn.Module,
     body: Anatomy,
     blocks: Sequence[Block],
-    sink: SizedSink,
+    callback: AttentionCallback,
     *,
-    norms: NormSink | None = None,
+    norms: NormCallback | None = None,
     outputs: Sequence[Block] | None = None,
 ) -> Iterator[Session]:
-    """Within the context, each attention of `blocks` in a session's run is passed to the sink.
+    """Context with a session in which each attention of `blocks` is passed to `callback`.
 
     `norms` receives the norms of the patch tokens at the output of each block of `outputs` (default: all).
     """
     for name, value in model.named_parameters():
         require_values(name, value)
-    session = Session(model, body, sink, body.build_size)
+    session = Session(model, body, callback, body.build_size)
     handles = [body.stem.register_forward_pre_hook(session.note_size, with_kwargs=True)]
     for block in body if outputs is None else outputs:
         if norms is not None and block.attention_kind != "class":
             handles.append(block.host.register_forward_hook(partial(session.observe_norms, block, norms)))
     try:
         order = nullcontext() if body.text is None else PatchesInOrder()
-        with eval_mode(model), torch.no_grad(), reading_only(), order, observing(blocks, session.observe):
+        with eval_mode(model), torch.no_grad(), _read_only(), order, observing(blocks, session.observe):
             yield session
     finally:
         for handle in handles:
@@ -400,7 +400,7 @@ def _explain(error: Exception, pixels: Tensor, model: nn.Module, body: Anatomy) 
 
 
 def pick_blocks(body: Anatomy, layers: int | str | Sequence[int | str] | None) -> list[Block]:
-    """The blocks asked for, by index (negative from the end) or by name; all of them for None."""
+    """Select blocks by index (negative from the end) or by name; None selects all."""
     if layers is None:
         return list(body)
     given: Any = layers.tolist() if hasattr(layers, "tolist") else layers  # of NumPy and torch
@@ -433,7 +433,7 @@ WITHOUT_TOKEN_MAP = {
 
 
 def can_be_read(block: Block) -> bool:
-    """Whether the block has a map from tokens (or the class token) to tokens, and it can be observed."""
+    """Whether the block has a map from tokens (or the class token) to tokens that can be observed."""
     return (block.mixes_tokens_by_attention or block.attention_kind in ("class", "cross")) and block.reader is not None
 
 

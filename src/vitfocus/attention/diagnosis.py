@@ -407,7 +407,7 @@ def diagnose(
         corruption = _corruption(against)
         partners = corruption or Batches(against, body, batch_size, normalised)
         source = paired(source, partners, body, seed)
-    reader = _ReadingSink([block for block in blocks if can_be_read(block)], 1 if against is None else 2)
+    reader = _ReadingCollector([block for block in blocks if can_be_read(block)], 1 if against is None else 2)
     count = 0
     with reading(model, body, reader.blocks, reader, norms=reader.norms, outputs=blocks) as session:
         for batch in source:
@@ -435,7 +435,7 @@ def _corruption(against: Images | str | None) -> str | None:
     return "{}/{}".format(*parse(against))
 
 
-class _ReadingSink:
+class _ReadingCollector:
     """Receives each observed attention and keeps the readings of its layer.
 
     `images` and `text_tokens` describe the batch that is running; `pairs` is 2 if its second half is corrupted.

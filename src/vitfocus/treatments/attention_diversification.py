@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from vitfocus.anatomy import Anatomy
-from vitfocus.attention.capture import Watched, only_reading
+from vitfocus.attention.capture import ObservedForward, only_reading
 from vitfocus.core.errors import VitfocusError
 from vitfocus.kernels.attention import Observation
 from vitfocus.kernels.backends import outside_autocast
@@ -103,8 +103,8 @@ class RowChoice:
         return {"drawn": {}}
 
 
-class DiversityMeter(StatefulModule):
-    """Stores the row similarity of the last training forward of an attention module."""
+class DiversityLoss(StatefulModule):
+    """Computes the loss of one attention module and stores that of the last training forward."""
 
     def __init__(
         self,
@@ -193,15 +193,15 @@ def without_padding(seen: Observation, valid: Tensor) -> list[tuple[Observation,
 class ResetLosses:
     """A pre-hook of the stem, which starts a forward pass: drop the losses of the last one."""
 
-    def __init__(self, meters: list[DiversityMeter]) -> None:
-        self.meters = meters
+    def __init__(self, losses: list[DiversityLoss]) -> None:
+        self.losses = losses
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if only_reading():  # a diagnosis between the forward pass of a training step and its loss
             return
-        for meter in self.meters:
-            meter.reset()
-            meter.expecting = meter.training
+        for loss in self.losses:
+            loss.reset()
+            loss.expecting = loss.training
 
 
 def reset_losses(model: nn.Module) -> None:
@@ -213,7 +213,7 @@ def reset_losses(model: nn.Module) -> None:
 
 @handles(AttentionDiversification)
 def insert_diversity(config: AttentionDiversification, anatomy: Anatomy, surgeon: Surgeon) -> None:
-    """Put a `DiversityMeter` on the attention of every chosen block."""
+    """Compute a `DiversityLoss` of the attention of every chosen block."""
     attending = [block for block in anatomy.trunk if block.mixes_tokens_by_attention and block.reader is not None]
     if not attending:
         raise VitfocusError(
@@ -224,15 +224,16 @@ def insert_diversity(config: AttentionDiversification, anatomy: Anatomy, surgeon
         raise VitfocusError(
             f"{config} leaves prefix tokens out, and {type(anatomy.root).__name__} mixes text with images."
         )
-    meters, choice = [], RowChoice()
+    losses, choice = [], RowChoice()
     context = track_sequence(anatomy, surgeon)
     for number, block in enumerate(choose_blocks(config.layers, attending)):
         assert block.attention is not None and block.reader is not None
-        meter = DiversityMeter(config, block.prefix_tokens, choice, number, context)
-        surgeon.add(block, "attention.map", "diversity_meter", meter)
-        surgeon.do(Override(block.attention, "forward", Watched(block.attention, block.reader, meter).__call__))
-        meters.append(meter)
-    surgeon.do(AddHook(anatomy.stem, "input", ResetLosses(meters)))
+        loss = DiversityLoss(config, block.prefix_tokens, choice, number, context)
+        surgeon.add(block, "attention.map", "diversity_loss", loss)
+        observed = ObservedForward(block.attention, block.reader, loss)
+        surgeon.apply(Override(block.attention, "forward", observed.__call__))
+        losses.append(loss)
+    surgeon.apply(AddHook(anatomy.stem, "input", ResetLosses(losses)))
 
 
 def auxiliary_loss(model: nn.Module) -> Tensor:
@@ -259,16 +260,16 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
     """
     if not isinstance(model, nn.Module):
         raise VitfocusError(f"auxiliary_loss: model is of type {type(model).__name__}; expected a torch.nn.Module.")
-    every = [module for module in model.modules() if isinstance(module, DiversityMeter)]
-    meters = [meter for meter in every if meter.loss is not None]
-    if not meters:
-        if unseen := [meter for meter in every if meter.expecting]:
+    every = [module for module in model.modules() if isinstance(module, DiversityLoss)]
+    computed = [(module.config, module.loss) for module in every if module.loss is not None]
+    if not computed:
+        if unseen := [module for module in every if module.expecting]:
             raise VitfocusError(f"{unseen[0].config} saw no attention in the last forward pass, so there is no loss.")
         placed = next(model.parameters(), None)
         return torch.zeros((), device=placed.device if placed is not None else None)
-    device = meters[0].loss.device  # type: ignore[union-attr]  # the first device of a model that is spread over several
+    device = computed[0][1].device  # the first device of a model that is spread over several
     total = torch.zeros((), device=device)
-    for config in dict.fromkeys(meter.config for meter in meters):
-        losses = [meter.loss.to(device) for meter in meters if meter.config == config and meter.loss is not None]
+    for config in dict.fromkeys(config for config, _ in computed):
+        losses = [loss.to(device) for other, loss in computed if other == config]
         total = total + config.weight * torch.stack(losses).mean()
     return total

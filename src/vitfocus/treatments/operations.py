@@ -195,7 +195,7 @@ class Surgeon:
     operations: list[Operation] = field(default_factory=list)
     places: list[tuple[int, str]] = field(default_factory=list)
 
-    def do(self, operation: Operation) -> None:
+    def apply(self, operation: Operation) -> None:
         """Apply an operation and record it."""
         operation.apply()
         self.operations.append(operation)
@@ -210,7 +210,7 @@ class Surgeon:
         name += block.suffix
         if hasattr(block.host, name):
             raise VitfocusError(f"{self.treatment.name} is applied to {block.name} already; untreat the model first.")
-        self.do(SetModule(block.host, name, module))
+        self.apply(SetModule(block.host, name, module))
         self.places.append((block.depth, place))
 
     def replace(self, block: Block, part: str, module: nn.Module) -> None:
@@ -218,18 +218,18 @@ class Surgeon:
         original = getattr(block, part)
         parents = ((parent, *child) for parent in block.host.modules() for child in parent.named_children())
         parent, name = next((parent, name) for parent, name, child in parents if child is original)
-        self.do(SetModule(parent, name, module, original))
+        self.apply(SetModule(parent, name, module, original))
         self.places.append((block.depth, part))
 
     def route(self, port: Port, function: Callable[[Tensor], Tensor]) -> None:
         """Pass the tokens at a port through a module that was added, a method of it, or any function."""
         function = self.by_name(function)
         if port.side == "input":
-            self.do(AddHook(port.module, "input", InputHook(function)))
+            self.apply(AddHook(port.module, "input", InputHook(function)))
         elif port.side == "output":
-            self.do(AddHook(port.module, "output", OutputHook(function)))
+            self.apply(AddHook(port.module, "output", OutputHook(function)))
         else:
-            self.do(Override(port.module, port.side, MethodWrapper(port.module, port.side, function)))
+            self.apply(Override(port.module, port.side, MethodWrapper(port.module, port.side, function)))
 
     def by_name(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """A module that was added, or a method of it, looked up by its name whenever it is called."""
@@ -329,7 +329,7 @@ class TracedSize:
 def track_image_size(anatomy: Anatomy, surgeon: Surgeon) -> ForwardContext:
     """Insert a hook that records the size of each image that enters the model."""
     context = ForwardContext(anatomy.root)
-    surgeon.do(AddHook(anatomy.stem, "input", context.record_image_size))
+    surgeon.apply(AddHook(anatomy.stem, "input", context.record_image_size))
     return context
 
 
@@ -338,9 +338,9 @@ def track_sequence(anatomy: Anatomy, surgeon: Surgeon) -> ForwardContext | None:
     if anatomy.encoder is None:
         return None
     context = ForwardContext(anatomy.root)
-    surgeon.do(AddHook(anatomy.encoder, "input", context.record_padding))
+    surgeon.apply(AddHook(anatomy.encoder, "input", context.record_padding))
     if anatomy.text is not None:
-        surgeon.do(AddHook(anatomy.text, "output", context.record_text_length))
+        surgeon.apply(AddHook(anatomy.text, "output", context.record_text_length))
     return context
 
 

@@ -149,10 +149,10 @@ def add_tokens(module: AddedTokens, name: str, anatomy: Anatomy, surgeon: Surgeo
     for block in blocks:
         slot = TokenSlot() if block is not blocks[-1] else None
         module.slots += [slot] if slot is not None else []
-        surgeon.do(CountTokens(block.host, module.count))
+        surgeon.apply(CountTokens(block.host, module.count))
         join, split = JoinTokens(source, block.prefix_tokens), SplitTokens(block.prefix_tokens, module.count, slot)
-        surgeon.do(AddHook(block.host, "input", InputHook(join)))
-        surgeon.do(AddHook(block.host, "output", OutputHook(split), first=True))
+        surgeon.apply(AddHook(block.host, "input", InputHook(join)))
+        surgeon.apply(AddHook(block.host, "output", OutputHook(split), first=True))
         source = slot or given
 
 

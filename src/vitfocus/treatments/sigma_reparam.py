@@ -193,8 +193,8 @@ def insert_scales(config: SigmaReparam, anatomy: Anatomy, surgeon: Surgeon) -> N
         scales = BlockScales(layers[block], config.init == "spectral")
         surgeon.add(block, "attention", "spectral_scales", scales)
         for one in scales.rescaled:
-            surgeon.do(one)
-        surgeon.do(AddHook(block.host, "input", scales.step))
+            surgeon.apply(one)
+        surgeon.apply(AddHook(block.host, "input", scales.step))
 
 
 def _linear_layers(block: Block, site: str) -> Iterator[tuple[str, nn.Module]]:

@@ -118,7 +118,9 @@ class OcclusionOptions(ClassFolderOptions):
 
     sizes: tuple[int, ...] = _option("side lengths of the hidden centre, in pixels at 224", (56, 112, 168))
     drops: tuple[int, ...] = _option("numbers of cells of a 14x14 grid to hide at random", (49, 98, 147))
-    fill: str = _option("fill of the hidden area: black (default), or mean, the model's mean (0 once normalised)", "black")
+    fill: str = _option(
+        "fill of the hidden area: black (default), or mean: the model's mean, 0 once normalised", "black"
+    )
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,9 @@ class ACDCOptions(MaskOptions):
     """ACDC; predictions can be drawn, or written as the benchmark's server takes them."""
 
     pictures: str | None = _option("folder for images of the predictions")
-    submission: str | None = _option("folder for predictions in the format of the evaluation servers of Cityscapes and ACDC")
+    submission: str | None = _option(
+        "folder for predictions in the format of Cityscapes' and ACDC's evaluation servers"
+    )
 
 
 @dataclass(frozen=True)
