@@ -222,7 +222,7 @@ def test_what_cannot_be_kept_is_said_before_anything_slow(tmp_path: Path, capsys
         assert reason in capsys.readouterr().err and not (tmp_path / "demo").exists()
     for words in (["diagnose", MODEL], ["evaluate", MODEL, "--suite", "clean", "--data", "shapes:2"]):
         assert main([*words, "--device", "meta"]) == 2
-        assert "'meta' holds no numbers: expected cpu" in capsys.readouterr().err
+        assert "'meta' stores no values: expected cpu" in capsys.readouterr().err
 
 
 def test_a_file_that_is_no_weights_is_not_offered_to_be_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

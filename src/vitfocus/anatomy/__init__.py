@@ -1,4 +1,4 @@
-"""Anatomy: where a model's blocks, MLPs, attentions, token grid and prefix tokens are."""
+"""Anatomy: where the blocks, MLPs, attention modules, token grid and prefix tokens of a model are."""
 
 from vitfocus.anatomy.block import Anatomy as Anatomy
 from vitfocus.anatomy.block import Block as Block

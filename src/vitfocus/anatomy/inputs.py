@@ -1,7 +1,7 @@
-"""Inputs on which a module may run, for the traced forward pass: guessed from its signature, config and layers.
+"""Candidate inputs for the traced forward pass of a module, guessed from its signature, config and layers.
 
-A module takes images, videos, pairs of images, patches that were cut beforehand, or text. Each guess is a dict of named
-inputs; the likeliest come first, and one that does not fit raises in the module.
+A module may take images, videos, pairs of images, pre-cut patches, or text. Each guess is a dict of named inputs, the
+likeliest first; a wrong guess raises an error in the module.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vitfocus.anatomy.block import Size, pair
 
 _IMAGES = ("pixel_values", "pixel_values_videos", "images")
 _TEXT = ("input_ids", "tokens", "text", "ids", "decoder_input_ids")
-#: Arguments that say where patches lie which were cut beforehand.
+#: Arguments with the positions of pre-cut patches.
 PLACES = ("grid_thw", "image_grid_thw", "spatial_shapes", "target_sizes", "tgt_sizes", "pixel_position_ids")
 _SIDE = 12  # patches: divisible by the windows and mergers of the usual towers
 
@@ -63,11 +63,11 @@ class _ExampleInputs:
         return default
 
     def filled(self, *shape: int) -> Tensor:
-        """A tensor of grey pixels."""
+        """Return a tensor of grey pixels."""
         return torch.full(shape, 0.5, **self.place)
 
     def ones(self, *shape: int) -> Tensor:
-        """A mask that hides nothing."""
+        """Return a mask of ones."""
         return torch.ones(*shape, dtype=torch.long, device=self.place["device"])
 
     def sizes(self) -> list[Size]:
@@ -137,7 +137,7 @@ class _ExampleInputs:
             yield {**{name: known[name] for name in self.names if name in known}, first: self.filled(*shape)}
 
     def places(self, rows: int, columns: int) -> dict[str, Tensor]:
-        """What says where patches lie. Modules compute with its values, so it is in memory also for a meta module."""
+        """The positions of patches: real tensors even for a meta module, because modules compute with the values."""
         size = torch.tensor([[rows, columns]], device="cpu")
         grid = torch.tensor([[1, rows, columns]], device="cpu")
         across, down = torch.meshgrid(torch.arange(columns), torch.arange(rows), indexing="xy")
@@ -156,7 +156,7 @@ class _ExampleInputs:
         return ids[None]
 
     def with_others(self, given: dict[str, Tensor]) -> Iterator[dict[str, Any]]:
-        """The input with what else is required, and then with everything else that is known by its name."""
+        """The input with the other required arguments, then with all other arguments whose names are known."""
         tensor = next(iter(given.values()))
         few, many = (self.others(tensor, everything) | given for everything in (False, True))
         yield few
@@ -164,7 +164,7 @@ class _ExampleInputs:
             yield many
 
     def others(self, tensor: Tensor | None, everything: bool) -> dict[str, Any]:
-        """What a module takes beside its first input, as far as names tell."""
+        """The other arguments of a module, as far as their names are known."""
         made: dict[str, Any] = {}
         for name in self.names:
             needed = name in self.required

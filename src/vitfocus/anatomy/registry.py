@@ -123,10 +123,10 @@ class Family:
 
 
 def register(family: Family) -> None:
-    """Describe a family of models by a record, which is used instead of what a forward pass would show.
+    """Register a model family; its record replaces the analysis by a traced forward pass.
 
     Args:
-        family: The record. Its classes may come from any package; a class that is registered already is replaced.
+        family: The record. Its classes may come from any package; a class that is already registered is replaced.
 
     Example:
         >>> class Tower(nn.Module): ...
@@ -199,13 +199,13 @@ def anatomy(model: nn.Module, example: Any = None) -> Anatomy:
     """Find the blocks of a vision transformer and describe their parts.
 
     A registered family is described by its record. Any other model is run once on a small input, and its blocks are
-    found from what happens there (`found_by="structure"`, with a `confidence`).
+    inferred from the traced forward pass (`found_by="structure"`, with a `confidence`).
 
     Args:
         model: A model with attention, or a module that contains exactly one of a registered family (a segmenter, a
             detector, a Hugging Face task model).
-        example: An input for one forward pass, a tensor or a dict of named inputs, of a model that no record describes
-            and whose inputs cannot be guessed from its signature. What is found with it is remembered.
+        example: An input for the traced forward pass, a tensor or a dict of named inputs, if it cannot be guessed from
+            the signature of the model. The result is cached on the model.
 
     Returns:
         The blocks in order of depth, with their names relative to `model`, stages, token grids and prefix tokens.

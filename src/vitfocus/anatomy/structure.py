@@ -1,11 +1,11 @@
-"""Find the blocks of a model that no record describes, from the shape of its modules and one traced forward pass.
+"""Find the blocks of a model without a registered family, from one traced forward pass.
 
-Every softmax attention that the pass shows becomes a block. The sum behind it is the shortcut, the norm before it opens
-its branch, and two linear maps around an activation before the next sum are the MLP. A place becomes a port only if the
-trace proves it: every path from the attention to the sum goes through it, the shortcut does not, and its shape covers
-the block's tokens. How many of these checks passed is the confidence of the result.
+Every softmax attention in the trace becomes a block. The addition after it is the residual connection, the norm before
+it starts its branch, and two linear maps around an activation before the next addition are the MLP. A place becomes a
+port only if the trace confirms it: every path from the attention to the addition goes through it, the shortcut does
+not, and its shape covers the block's tokens. The share of these checks that passed is the confidence of the result.
 
-What was found is kept on the model as plain names and numbers, so that copies of the model have it.
+The result is stored on the model as plain names and numbers, so that copies of the model have it.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Structure:
 
 
 def structure_of(root: nn.Module, inputs: Inputs, again: bool = False) -> Structure:
-    """What a traced forward pass shows of a module, from an earlier pass if it has been traced before."""
+    """The structure of a module from a traced forward pass, or from an earlier one if it has been traced before."""
     kept: Structure | None = root.__dict__.get(_KEPT)
     if kept is None or again or not _fits(kept, root):
         kept = _find(root, inputs)
@@ -104,7 +104,7 @@ def _run(root: nn.Module, inputs: Inputs) -> tuple[Trace | None, Exception | Non
     for one in inputs(root):
         try:
             trace = trace_forward(root, one)
-        except Exception as problem:  # other people's models raise anything on inputs that they do not take
+        except Exception as problem:  # a model may raise any exception on inputs it does not accept
             error = error or problem
             continue
         if trace.cores:

@@ -23,7 +23,7 @@ from vitfocus.anatomy.block import GridRule, Size
 from vitfocus.core.modules import eval_mode, running_eagerly
 
 SUMS = ("add", "__add__", "__iadd__", "add_", "__radd__", "addcmul", "sum")
-SEARCH_DISTANCE = 1500  # nodes behind an attention among which its sum is looked for
+SEARCH_DISTANCE = 1500  # nodes after an attention that are searched for its residual addition
 _ACTIVATIONS = ("elu", "relu", "swish", "mish", "silu", "sigmoid", "tanh", "softplus")
 #: The grid of tokens whose places are not known.
 NOWHERE: Size = (0, 0)
@@ -99,7 +99,7 @@ class Trace:
         return found
 
     def sum_behind(self, core: Core) -> tuple[int | None, int | None]:
-        """The sum that joins the branch of an attention with its shortcut: its node, and the shortcut's."""
+        """The addition that joins the branch of an attention and its shortcut: its node, and that of the shortcut."""
         reached = {core.node}
         for node in range(core.node + 1, min(len(self.ops), core.node + SEARCH_DISTANCE)):
             parents = self.parents[node]
@@ -119,8 +119,8 @@ class Trace:
     def in_order(self, node: int) -> bool:
         """Whether tokens are in row-major order: between the image and here, every reordering was undone.
 
-        Tokens chosen by an index, as in masked autoencoders, may lie anywhere, and tokens that come behind the
-        patches would be taken for patches.
+        Tokens selected by an index, as in masked autoencoders, may be anywhere, and tokens after the patches would be
+        mistaken for patches.
         Cutting windows and joining them again exchanges axes of a tensor with five or more of them, and leaves the
         number of channels as it was.
         """
@@ -178,7 +178,7 @@ class Trace:
         return any(word in op for op in between for word in _ACTIVATIONS)
 
     def place(self, count: int) -> tuple[int, Size | None]:
-        """How many of so many tokens come before the patches, and the grid of those, if any grid fits."""
+        """The number of tokens before the patches, and the grid of the patches, if any grid fits `count` tokens."""
         if not all(self.image):
             return 0, (1, count)
         for prefix in range(33):

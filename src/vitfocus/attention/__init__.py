@@ -1,1 +1,1 @@
-"""Reading: what attention does in a model, without storing a map that nobody looks at."""
+"""Readings: what the attention of a model does, without storing maps that are not needed."""

@@ -40,7 +40,7 @@ from vitfocus.data.vqa.dataset import tokenizer_of
 
 Images = Any  # see `diagnose`
 
-#: What models of videos, of patches and of texts call their input.
+#: The input names of models that take videos, patches or text.
 _OTHERS = ("pixel_values_videos", "hidden_states", "input_ids")
 
 #: Pictures and data sets are read in batches of this many; scenes of "shapes" without a number.
@@ -51,8 +51,8 @@ BATCH, SHAPES = 16, 64
 class ImageBatch:
     """Images, (B, 3, H, W) in uint8 or normalised floats, and the model's other inputs (a text, a mask).
 
-    `questions` are texts that are not tokenized yet, one for each image. For models of other inputs `pixels` holds
-    videos (B, T, C, H, W) or the numbers of tokens (B, N), and `name` is what the model calls them.
+    `questions` are texts that are not tokenized yet, one per image. For models with other inputs, `pixels` contains
+    videos (B, T, C, H, W) or token ids (B, N), and `name` is the name of the model's argument.
     """
 
     pixels: Tensor
@@ -91,7 +91,7 @@ class Batches:
 
     def __iter__(self) -> Iterator[ImageBatch]:
         if self.batch_size is not None and self.batch_size < 1:
-            raise VitfocusError(f"batch_size is at least 1, not {self.batch_size}.")
+            raise VitfocusError(f"batch_size must be at least 1, not {self.batch_size}.")
         for batch in _batches(self.images, self.batch_size, self.body):
             pixels = batch.pixels
             require_values("A batch", pixels, pixels=True)
@@ -138,7 +138,7 @@ class Batches:
 
 
 def _is_prepared(batch: ImageBatch) -> bool:
-    """Whether a batch goes to the model as it is: videos, patches that a processor has cut, or text."""
+    """Whether a batch is passed to the model unchanged: videos, pre-cut patches, or text."""
     cut = any(name in batch.extras for name in PLACES)
     return batch.name != "pixel_values" or (batch.pixels.is_floating_point() and (cut or batch.pixels.ndim == 5))
 
@@ -271,7 +271,7 @@ def corrupted(pixels: Tensor, body: Anatomy, corruption: str, seed: int, first: 
     ids = range(first, first + len(pixels))
 
     def changed(plain: Tensor) -> Tensor:
-        """The images corrupted; one channel as a grey picture, which it is again afterwards."""
+        """Corrupt images; those with one channel are converted to grey RGB images and back."""
         if plain.shape[1] != 1:
             return corrupt(plain, name, severity, seed=seed, ids=ids)
         return rgb_to_grayscale(corrupt(plain.expand(-1, 3, -1, -1), name, severity, seed=seed, ids=ids))
@@ -301,7 +301,7 @@ def paired(images: Iterable[ImageBatch], against: Batches | str, body: Anatomy, 
 
     for batch in images:
         extras = {key: torch.cat([value, value]) for key, value in batch.extras.items()}
-        # Neither half has a name here: it would keep them in memory while the model runs.
+        # No variable refers to either half: it would keep them in memory while the model runs.
         yield ImageBatch(_joined(normalised(batch.pixels, body), partners(batch.pixels)), extras)
         done += len(batch.pixels)
     if others is not None and next(others, None) is not None:
@@ -320,7 +320,7 @@ def _statistics(body: Anatomy, like: Tensor) -> tuple[Tensor, Tensor]:
     return mean, std
 
 
-#: What a model calls its text.
+#: The names of a model's text input.
 TEXT = ("input_ids", "attention_mask", "token_type_ids", "inputs_embeds")
 
 

@@ -3,8 +3,8 @@
 The `forward` of one attention module instance is replaced by one that runs the original under a `TorchFunctionMode`.
 The mode records the calls of `scaled_dot_product_attention`, or of softmax in models that do not use it, for an
 observer, with the softmax normalisers if torch's fused kernel returns them. Nothing global is patched, nothing outside
-the module's own forward is observed, and `torch.compile(fullgraph=True)` traces through it. A `Session` runs a model for
-this purpose: in eval mode, without gradients, on its own device, and restored afterwards.
+the module's own forward is observed, and `torch.compile(fullgraph=True)` traces through it. A `Session` runs a model
+for this purpose: in eval mode, without gradients, on its own device, and restored afterwards.
 """
 
 from __future__ import annotations

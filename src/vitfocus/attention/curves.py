@@ -15,12 +15,12 @@ from vitfocus.kernels.statistics.reference import uniform_overfocus
 Points = Sequence[tuple[float, float]]
 Band = Sequence[tuple[float, float, float]]
 
-#: What the band of the reference models is called.
+#: The legend of the band of the reference models.
 REFERENCE_MODELS = "DeiT-Ti and ViT-Ti, for comparison"
 
 
 class Plotted(Protocol):
-    """What curves need of a `Diagnosis`."""
+    """The attributes of a `Diagnosis` that curves need."""
 
     rows: list[LayerRow]
     against: str | None

@@ -48,7 +48,7 @@ class Finding:
     Attributes:
         kind: the name of the threshold, or another short name.
         layers: the layers it is about.
-        read: what was read.
+        read: what was measured.
         reference: values to compare with.
         meaning: what it may mean.
         evidence: what is known about treating it, in this situation.
@@ -230,7 +230,7 @@ def _overfocus_finding(rows: Sequence[LayerRow], situation: Situation) -> Findin
         f"{text}.",
         _reference("overfocus", worst, situation, "; uniform attention has 5 %"),
         f"Nearly all queries attend to the same few tokens{similarity}: if noise changes these tokens, it changes "
-        "everything that follows. In a training that failed, the same reading means that attention collapsed.",
+        "everything that follows. In a failed training run, the same reading means that attention collapsed.",
         *_advise(_OVERFOCUS, situation),
     )
 

@@ -3,7 +3,7 @@
 `READINGS` is the registry that diagnoses, tables, comparisons, findings, figures and reports go through. To add a
 reading, add a record. Its number comes from one of four places: `total`, a sum of the fused statistics
 (`vitfocus.kernels.statistics`, where each is defined on whole maps); `rows`, a function of rows of attention, which
-needs nothing else and runs on every device; `norms`, a function of the norms of the patch tokens behind the block; or
+needs nothing else and runs on every device; `norms`, a function of the norms of the patch tokens after the block; or
 `scale`, a function of the learned scale of Context Broadcasting.
 """
 
@@ -72,7 +72,7 @@ class Chart:
         axis: the label of the vertical axis.
         meaning: a sentence or two for the report's reader.
         factor: what values are multiplied by (100 for percent).
-        unit: printed behind means.
+        unit: printed after means.
         low: the lower end of the axis; None lets the values decide.
         high: the upper end.
         figure: the name that `Diagnosis.plot` knows it by; empty for none.
@@ -127,7 +127,7 @@ class Reading:
 
 
 def context_scale(block: nn.Module) -> Tensor | None:
-    """The scaling weights λ that a block carries: every parameter named `context_scale` in it, joined; else None."""
+    """The scaling weights λ of a block: every parameter named `context_scale` in it, joined; None if there is none."""
     found = [value for module in block.modules() if (value := module._parameters.get("context_scale")) is not None]
     return torch.cat([value.detach().flatten() for value in found]).double().cpu() if found else None
 

@@ -194,7 +194,7 @@ def check_number(name: str, value: Any, expected: str) -> float:
 def require_values(name: str, tensor: Any, pixels: bool = False) -> None:
     """Refuse a tensor without readable values: on the meta device, sparse, nested or quantised.
 
-    Pixels are calculated with, which torch does not do with floats of 8 bits.
+    Eight-bit floats are refused too, because torch cannot compute with them.
 
     >>> import torch
     >>> require_values("images", torch.zeros(2, device="meta"))

@@ -51,7 +51,7 @@ def usable_device(name: str | torch.device | None = None) -> torch.device:
     except (RuntimeError, TypeError):
         raise VitfocusError(f"There is no device {str(name)!r} here: expected {_available_devices()}.") from None
     if device.type == "meta":
-        raise VitfocusError(f"The device 'meta' holds no numbers: expected {_available_devices()}.")
+        raise VitfocusError(f"The device 'meta' stores no values: expected {_available_devices()}.")
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, ImportError) as error:

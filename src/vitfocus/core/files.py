@@ -25,7 +25,7 @@ if sys.platform != "win32":
 
 _KINDS = {stat.S_IFREG: "a file", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
 
-#: What numpy and zipfile raise for arrays and archives that were cut off or changed, or whose members are no arrays.
+#: What numpy and zipfile raise for arrays and archives that are truncated or damaged, or whose members are not arrays.
 DAMAGED = (
     *(OSError, ValueError, EOFError, KeyError, MemoryError, NotImplementedError, RuntimeError),
     *(AttributeError, TypeError),
@@ -39,10 +39,10 @@ _roots: list[Path] = []  # the folders that are locked, without resolving links
 
 
 def writable_path(target: str | Path, folder: bool = False) -> Path:
-    """Check that a file (or a folder) can be written to a path: it is new, or a regular file (a folder).
+    """Check that a path is new or a regular file (with `folder`: a folder), so that it can be written.
 
     Anything else, such as a device or a FIFO, is refused. A link to a file is followed within its own folder only, and
-    one to a folder within the folder that is locked, so that a run folder of unknown origin changes nothing elsewhere.
+    a link to a folder within the locked folder only, so that an untrusted run folder cannot redirect writes elsewhere.
 
     >>> writable_path("/dev/null")
     Traceback (most recent call last):
@@ -83,7 +83,7 @@ def _inside(target: Path) -> Path:
 
 
 def is_file(path: str | Path) -> bool:
-    """Whether there is such a file; False for any text that cannot be the name of one, for which `Path` may raise."""
+    """Whether the file exists; False for text that is not a valid file name, for which `Path` may raise."""
     return os.path.isfile(path)  # noqa: PTH113
 
 
@@ -263,13 +263,13 @@ def write_text(target: str | Path, text: str) -> None:
 
 
 def write_bytes(target: str | Path, content: bytes, sync: bool = True) -> None:
-    """Write a binary file atomically; without `sync`, a crash of the machine may lose it, but never tears it."""
+    """Write a binary file atomically; without `sync`, a crash of the machine may lose it, but not truncate it."""
     with atomic_path(target, sync) as path:
         path.write_bytes(content)
 
 
 class Appender:
-    """Appends pieces to a file, each whole or not at all; a piece that a full disk refuses is written with a later one.
+    """Appends records to a file, each completely or not at all; after a full disk, pending records are written later.
 
     >>> file = Appender(Path(tempfile.mkdtemp()) / "log")
     >>> file.add(b"one ")

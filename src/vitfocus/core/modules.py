@@ -55,8 +55,8 @@ _eager_lock, _eager_users, _eager_stance = Lock(), 0, ExitStack()
 def running_eagerly() -> Iterator[None]:
     """Within the context, compiled models run eagerly.
 
-    The state belongs to the process: if two of torch's own contexts overlap without being nested, as they do in
-    threads, compiled models stay eager for good.
+    The state belongs to the process: if two of torch's own contexts overlap without being nested, as they may in
+    threads, compiled models would stay eager permanently.
     """
     global _eager_users
     with _eager_lock:
@@ -172,8 +172,8 @@ class SharedBatchNorm2d(nn.BatchNorm2d):
     """Batch normalisation over the images of all processes, on any device.
 
     Statistics and gradients are those of the whole batch, so a run does not depend on the number of processes. A custom
-    operator adds the sums, so that a compiled model stays one graph. One process alone has `nn.BatchNorm2d`, but for a
-    channel with a single value (batch size 1, 1 × 1 map), which is normalised by the running statistics.
+    operator adds the sums, so that a compiled model stays one graph. In a single process it equals `nn.BatchNorm2d`,
+    except that a channel with a single value (batch size 1, 1 × 1 map) is normalised by the running statistics.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -331,7 +331,7 @@ class _Mark:
 
 
 def _has_moved(module: nn.Module) -> bool:
-    # The dicts themselves: a diagnosis asks this of every module, and generators of torch would take most of the time.
+    # The dicts are read directly: a diagnosis does this for every module, and torch's generators are slow.
     statistics = ((name, buffer) for name, buffer in module._buffers.items() if name.startswith("running_"))
     weight = module._parameters.get("weight")
     for name, value in (*module._parameters.items(), *statistics):

@@ -25,8 +25,8 @@ _PROSE = 88
 class Table:
     """A table of text. `print` shows it in colour on a terminal and plain elsewhere; rich renders it too.
 
-    If the terminal is too narrow, the columns continue below, with the first column repeated. Elsewhere lines are not
-    limited.
+    If the terminal is too narrow, the columns continue below, with the first column repeated. Piped output is not
+    wrapped.
 
     >>> print(Table("Two layers", ["layer", "entropy"], [["0", "4.51"], ["1", "4.32"]]))
     Two layers

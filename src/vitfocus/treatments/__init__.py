@@ -1,4 +1,4 @@
-"""Treatments: what is inserted into a model, where, and how it is taken out again."""
+"""Treatments: what is inserted into a model, where, and how it is removed."""
 
 from vitfocus.treatments.attention_diversification import AttentionDiversification as AttentionDiversification
 from vitfocus.treatments.attention_diversification import auxiliary_loss as auxiliary_loss

@@ -56,7 +56,7 @@ class AttentionDiversification(Treatment):
     name: ClassVar[str] = "adl"
     label: ClassVar[str] = "ADL"
     colour: ClassVar[int] = 2
-    about: ClassVar[str] = "Attention Diversification Loss, in training only, penalises rows of a map that look alike"
+    about: ClassVar[str] = "Attention Diversification Loss, in training only, penalises similar rows of a map"
 
     variant: str = option("official", "official", "paper")
     heads: str = option("mean", "mean", "each")
@@ -67,15 +67,15 @@ class AttentionDiversification(Treatment):
     layers: Layers = layers_option("upper")
 
     def preserving(self) -> AttentionDiversification:
-        """A loss: the forward pass does not change."""
+        """The treatment itself: a loss does not change the forward pass."""
         return self
 
 
 class RowChoice:
     """The query rows that a forward pass compares, drawn once per pass for all layers of one size.
 
-    The layer that drew them draws again each time it asks. Gradient checkpointing computes a block a second time with
-    the same random state, so the block must consume the same random numbers both times.
+    The layer that drew them draws again at every call: gradient checkpointing computes a block a second time with the
+    same random state, so the block must consume the same random numbers both times.
 
     >>> choice = RowChoice()
     >>> rows = choice.of(10, 4, first=1, device=torch.device("cpu"), asker=0)
@@ -90,7 +90,7 @@ class RowChoice:
         """`rows` distinct row numbers out of `count`, starting at `first`, for layer number `asker`."""
         key = (count, first, device)
         if key not in self.drawn or self.drawn[key][0] == asker:
-            # The order of random numbers, and not randperm, because a CUDA graph can replay it.
+            # argsort of random numbers instead of randperm, because a CUDA graph can replay it.
             self.drawn[key] = (asker, torch.rand(count, device=device).argsort()[:rows] + first)
         return self.drawn[key][1]
 
@@ -128,7 +128,7 @@ class DiversityLoss(StatefulModule):
 
     @property
     def wants_attention(self) -> bool:
-        """Only in training mode; eval mode records nothing and costs nothing."""
+        """True only in training mode, so that eval mode has no cost."""
         return self.training
 
     def forward(self, seen: Observation) -> None:
@@ -191,7 +191,7 @@ def without_padding(seen: Observation, valid: Tensor) -> list[tuple[Observation,
 
 
 class ResetLosses:
-    """A pre-hook of the stem, which starts a forward pass: drop the losses of the last one."""
+    """Pre-hook of the stem: drop the losses of the last forward pass when the next one starts."""
 
     def __init__(self, losses: list[DiversityLoss]) -> None:
         self.losses = losses
@@ -222,7 +222,7 @@ def insert_diversity(config: AttentionDiversification, anatomy: Anatomy, surgeon
         )
     if config.tokens == "patch" and anatomy.text is not None:
         raise VitfocusError(
-            f"{config} leaves prefix tokens out, and {type(anatomy.root).__name__} mixes text with images."
+            f"{config} excludes prefix tokens, but {type(anatomy.root).__name__} mixes text with images."
         )
     losses, choice = [], RowChoice()
     context = track_sequence(anatomy, surgeon)
@@ -237,7 +237,7 @@ def insert_diversity(config: AttentionDiversification, anatomy: Anatomy, surgeon
 
 
 def auxiliary_loss(model: nn.Module) -> Tensor:
-    """The Attention Diversification Loss of the last training forward, times its weight, averaged over layers.
+    """Return the Attention Diversification Loss of the last training forward, times its weight, averaged over layers.
 
     Args:
         model: Any model.

@@ -2,7 +2,8 @@
 
 "Gated Attention for Large Language Models" (Qiu et al., NeurIPS 2025). With the normalised input x of attention and the
 joined heads y = softmax(q kᵀ / √d) v, the projection receives y ⊙ σ(x W + b): one gate per head, or one per channel. A
-closed gate lets a head contribute nothing, for which it otherwise has to attend to a token without content (a sink).
+closed gate lets a head contribute nothing; without it, the head would have to attend to a token without content (an
+attention sink).
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class AttentionGate(Treatment):
     layers: Layers = layers_option("upper")
 
     def preserving(self) -> AttentionGate:
-        """Open gates."""
+        """The form whose gates start open."""
         return replace(self, init="open")
 
     @property
@@ -83,7 +84,7 @@ class OutputGating(StatefulModule):
     def store(self, tokens: Tensor) -> Tensor:
         """Store the input of attention (..., C), and return it."""
         if isinstance(tokens, torch.fx.Proxy):
-            raise VitfocusError("torch.fx cannot trace attention gates, which read another place: use torch.export.")
+            raise VitfocusError("torch.fx cannot trace attention gates, which store a tensor: use torch.export.")
         self.source.tokens = tokens
         return tokens
 
@@ -103,7 +104,7 @@ class OutputGating(StatefulModule):
 
 @handles(AttentionGate)
 def insert_gates(config: AttentionGate, anatomy: Anatomy, surgeon: Surgeon) -> None:
-    """Read attention's input, and gate what enters its projection, in every chosen block."""
+    """In every chosen block, compute gates from attention's input and apply them to the input of its projection."""
     able = [block for block in surgeon.ports(anatomy.trunk, "attention.front", "attention.mid") if _fits(block)]
     if not able:
         raise VitfocusError(

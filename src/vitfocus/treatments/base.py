@@ -31,12 +31,12 @@ def option(default: Any, *choices: Any) -> Any:
 
 
 def number_option(default: Any, least: int | float, most: float = math.inf) -> Any:
-    """A dataclass field of numbers from `least` to `most`, whole ones if `least` is; None too if it is the default."""
+    """A dataclass field for a number from `least` to `most`, an integer if `least` is; None if that is the default."""
     return dataclasses.field(default=default, metadata={"least": least, "most": most})
 
 
 def layers_option(*names: str) -> Any:
-    """A dataclass field that selects blocks: "all", "inner", one of the names, or what else `choose_blocks` takes."""
+    """A dataclass field that selects blocks: "all", "inner", one of the names, or any other value for `choose_blocks`."""
     return dataclasses.field(default="all", metadata={"layers": ("all", "inner", *names)})
 
 
@@ -52,7 +52,7 @@ class Treatment:
         about: What the treatment does, in one phrase for reports; by default the docstring's first sentence.
         columns: Columns of `vitfocus models`, each a heading and the spec to try; by default the keyword.
         structural: Whether it replaces parts of blocks, so that it must be inserted before all others.
-        training_free: Whether it is meant for trained weights as they are, so that inserting it needs no warning.
+        training_free: Whether it is meant for trained weights without further training, so that no warning is needed.
     """
 
     name: ClassVar[str]
@@ -111,7 +111,7 @@ class Treatment:
 
     @property
     def preserves_function(self) -> bool:
-        """Whether a model computes the same with the treatment just inserted as without."""
+        """Whether inserting the treatment leaves the outputs of a model unchanged."""
         return self.preserving() == self
 
     @property

@@ -36,7 +36,7 @@ _VIT_ATTENTION = "timm.layers.attention.Attention"
 
 @dataclass(frozen=True)
 class UniformHead(Treatment):
-    """Uniform attention instead of heads (`uniform`); it changes the width, so it is for training from scratch.
+    """Uniform attention instead of heads (`uniform`), for training from scratch, because it changes the width.
 
     Args:
         mode: "replace", "replace_matched" or "append": rows A, B and C of the paper's Table 1.
@@ -49,7 +49,7 @@ class UniformHead(Treatment):
     name: ClassVar[str] = "uniform"
     label: ClassVar[str] = "uni"
     colour: ClassVar[int] = 4
-    about: ClassVar[str] = "Uniform attention takes the place of a head"
+    about: ClassVar[str] = "Uniform attention replaces a head"
     structural: ClassVar[bool] = True
 
     mode: str = option("replace", "replace", "replace_matched", "append")

@@ -1,4 +1,4 @@
-"""The reversible changes that surgery is made of, the hooks that route tokens through a module, and the `Surgeon`.
+"""The reversible operations that insert a treatment, the hooks that route tokens through a module, and the `Surgeon`.
 
 `ForwardContext` holds what a module deep inside a forward pass needs from its start: image size, padding mask, text
 length.
@@ -24,7 +24,7 @@ class StatefulModule(nn.Module):
     """An inserted module that holds tensors of the last forward pass."""
 
     def reset(self) -> None:
-        """Drop them, and the graph that they may be part of."""
+        """Drop these tensors, and with them the graph that they may be part of."""
 
 
 class Operation(Protocol):
@@ -39,10 +39,10 @@ class Operation(Protocol):
 
 @dataclass(eq=False)
 class SetModule:
-    """A new submodule, which may replace one that is there (`original`).
+    """Adds a submodule, or replaces an existing one (`original`).
 
-    Whenever it is put in, it is moved to the mode, device and dtype of its host, or of the module that it replaces, if
-    these have changed since it was taken out.
+    Whenever it is inserted, it is moved to the mode, device and dtype of its host, or of the module that it replaces,
+    if these have changed since it was removed.
     """
 
     host: nn.Module
@@ -53,15 +53,15 @@ class SetModule:
 
     @property
     def current(self) -> nn.Module:
-        """What has the name now: a library may have put a wrapper or a trained copy of the module there."""
+        """The module that has the name now: a library may have replaced it with a wrapper or a trained copy."""
         return self.host._modules.get(self.name) or self.module
 
     def apply(self) -> None:
-        """Put the module in."""
+        """Insert the module."""
         self._replace(self.original, self.module)
 
     def revert(self) -> None:
-        """Remove it, or put the original back."""
+        """Remove it, or restore the original."""
         self.module = self.current
         self._replace(self.module, self.original)
         if isinstance(self.module, StatefulModule):
@@ -89,7 +89,7 @@ def _module_state(module: nn.Module) -> tuple[Any, ...]:
 
 @dataclass(eq=False)
 class AddHook:
-    """A hook on the input or the output of a module; with `first`, it runs before the hooks that are there."""
+    """Adds a hook on the input or output of a module; with `first`, it runs before existing hooks."""
 
     module: nn.Module
     side: str
@@ -113,7 +113,7 @@ class AddHook:
 
 @dataclass(eq=False)
 class Override:
-    """A method of one instance replaced by a callable."""
+    """Replaces a method of one instance by a callable."""
 
     module: nn.Module
     name: str
@@ -121,7 +121,7 @@ class Override:
     inner: Any = None
 
     def apply(self) -> None:
-        """Install the replacement and remember an earlier one."""
+        """Install the replacement and store an earlier one."""
         self.inner = self.module.__dict__.get(self.name)
         self.module.__dict__[self.name] = self.replacement
 
@@ -283,7 +283,7 @@ class ForwardContext:
         return memo.setdefault(id(self), ForwardContext(memo[id(self.root)])) if id(self.root) in memo else self
 
     def record_image_size(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A pre-hook of the stem: the first four-dimensional tensor is the image."""
+        """Pre-hook of the stem: store the size of the first four-dimensional tensor, the image."""
         self.image_size = None  # patches without an image must not get the size of an earlier image
         if args and isinstance(args[0], torch.fx.Proxy):
             image: Any = args[0].tracer.create_proxy("call_function", TracedSize(self), (args[0],), {})
@@ -296,7 +296,7 @@ class ForwardContext:
         return None
 
     def record_padding(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A pre-hook of the encoder: which tokens are not padding, from the attention mask it receives."""
+        """Pre-hook of the encoder: store which tokens are not padding, from the attention mask it receives."""
         named = (kwargs[name] for name in ("attention_mask", "attn_mask") if name in kwargs)
         mask = next(named, args[1] if len(args) > 1 else None)
         if not isinstance(mask, Tensor):
@@ -308,7 +308,7 @@ class ForwardContext:
         self.valid = real.flatten(1, -2).any(dim=1) if real.ndim > 2 else real
 
     def record_text_length(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """A hook of the text embedding: how many tokens of the sequence are text."""
+        """Hook of the text embedding: store how many tokens of the sequence are text."""
         tokens = output[0] if isinstance(output, tuple) else output
         self.text_tokens = tokens.shape[1]
 
@@ -345,7 +345,7 @@ def track_sequence(anatomy: Anatomy, surgeon: Surgeon) -> ForwardContext | None:
 
 
 class TokenSlot:
-    """Tokens on their way from one place of a forward pass to another."""
+    """Holds tokens that are passed from one place of a forward pass to another."""
 
     def __init__(self) -> None:
         self.tokens: Tensor | None = None

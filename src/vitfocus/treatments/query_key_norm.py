@@ -55,7 +55,7 @@ class HeadNorm(nn.LayerNorm):
         super().__init__(width, eps=1e-6)
 
     def forward(self, input: Tensor) -> Tensor:
-        """The same shape comes out."""
+        """Normalise; the shape is kept."""
         (width,) = self.normalized_shape
         if input.shape[-1] == width:
             return super().forward(input)

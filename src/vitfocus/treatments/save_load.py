@@ -132,7 +132,7 @@ def save(
     treatments = applied(model)
     added = added_names(model)
     if only == "treatments" and not treatments:
-        raise VitfocusError("This model carries no treatment, so there is nothing to save with only='treatments'.")
+        raise VitfocusError("This model has no treatment, so there is nothing to save with only='treatments'.")
     if arguments is not None and base is None:
         raise VitfocusError("arguments are those of base: pass base=... (the model's name) as well, or neither.")
     # The config of a transformers model is enough; the checkpoint it came from may be gone by the time of loading.

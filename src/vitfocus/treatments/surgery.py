@@ -1,8 +1,8 @@
-"""Insert treatments into a model in place, remove them again without a trace, and list where they are.
+"""Insert treatments into a model in place, remove them again completely, and list where they are.
 
-Nothing that exists is renamed or rewritten. A treatment is added as a submodule of the block it acts on and is called
-by a hook at a port of that block. The operations that did this are kept on the model, and each can undo itself. Which
-treatments a family supports is found by inserting each into a model that occupies no memory.
+Existing modules are neither renamed nor rewritten. A treatment is added as a submodule of the block it acts on and is
+called by a hook at a port of that block. The model keeps the list of these operations, and each can undo itself. The
+support table is computed by inserting each treatment into a model on the meta device.
 """
 
 from __future__ import annotations

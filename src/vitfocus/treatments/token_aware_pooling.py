@@ -72,7 +72,7 @@ class TokenAwarePooling(Treatment):
     init: Annotated[str, only_with("mode", *_LEARNED)] = option("default", "default", "near_identity")
 
     def preserving(self) -> TokenAwarePooling:
-        """Near-identity weights, of the method itself where the mode has none; a single branch is the token itself."""
+        """The form that starts near the identity; fixed averages have none, so the method itself is suggested."""
         if self.mode not in _LEARNED:
             return TokenAwarePooling(layers=self.layers, init="near_identity")
         alone = self.mode in _MIXING and self.branches == 1
