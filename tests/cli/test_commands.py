@@ -28,7 +28,7 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main([command, "--help"])
     assert stop.value.code == 0
@@ -118,7 +118,7 @@ def test_the_list_of_suites_is_aligned(capsys: pytest.CaptureFixture[str]) -> No
     assert len(lines) > 15 and all(line[start - 2 : start] == "  " and line[start] != " " for line in lines)
 
 
-def test_a_model_without_attention_is_told_why(capsys: pytest.CaptureFixture[str]) -> None:
+def test_model_without_attention_is_refused_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diagnose", "resnet18"]) == 2
     said = capsys.readouterr().err
     assert "its forward pass computes no softmax attention" in said and "vitfocus.register" in said
@@ -171,7 +171,7 @@ def test_folders_do_not_hide_the_families(
     assert main(["models", "empty"]) == 2 and "config.json" in capsys.readouterr().err
 
 
-def test_own_models_are_listed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_vitfocus_models_are_listed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("vitfocus.treatments.surgery.support", lambda family: {})  # the names do not depend on it
     assert main(["models", "vitfocus", "--names", "--json"]) == 0
     names = {name for row in json.loads(capsys.readouterr().out) for name in row["names"]}

@@ -84,6 +84,6 @@ def test_a_script_is_written_for_every_shell(shell: str, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_the_shell_reads_its_script(shell: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shell_accepts_its_script(shell: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = script(shell, tmp_path, capsys)
     assert subprocess.run([shell, "-n", str(file)], capture_output=True).returncode == 0

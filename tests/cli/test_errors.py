@@ -51,7 +51,7 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize(("terminal", "no_color"), [(True, False), (True, True), (False, False)])
-def test_colours_belong_to_terminals(terminal: bool, no_color: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_colours_only_on_terminals(terminal: bool, no_color: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
@@ -66,7 +66,7 @@ def test_colours_belong_to_terminals(terminal: bool, no_color: bool, monkeypatch
 
 
 @pytest.mark.parametrize("term", ["xterm", "dumb"])
-def test_narrow_terminals_cut_no_number(term: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_narrow_terminals_do_not_cut_numbers(term: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", term)
     monkeypatch.setenv("COLUMNS", "40")
     for words in (["diagnose", MODEL, "--limit", "1"], ["reproduce", "cb/table3a", "--count"]):
@@ -78,7 +78,7 @@ def test_narrow_terminals_cut_no_number(term: str, monkeypatch: pytest.MonkeyPat
         assert words[0] != "diagnose" or max(map(len, plain.splitlines())) <= 40  # columns continue below
 
 
-def test_what_cannot_be_explored_is_still_reported(
+def test_models_without_an_explorer_are_still_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TERM", "xterm")
@@ -211,7 +211,7 @@ def test_a_terminal_without_unicode_gets_its_table(monkeypatch: pytest.MonkeyPat
     assert b"Layers 0" in shown.getvalue() and b"\\u2013" in shown.getvalue()
 
 
-def test_what_cannot_be_kept_is_said_before_anything_slow(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unwritable_output_is_reported_before_any_slow_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     for out in (tmp_path / "file", tmp_path / "file" / "below"):
         assert main(["diagnose", MODEL, "--limit", "1", "--out", str(out)]) == 2
@@ -225,7 +225,9 @@ def test_what_cannot_be_kept_is_said_before_anything_slow(tmp_path: Path, capsys
         assert "'meta' stores no values: expected cpu" in capsys.readouterr().err
 
 
-def test_a_file_that_is_no_weights_is_not_offered_to_be_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_for_an_invalid_weights_file_suggests_no_unsafe_loading(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "notes.txt").write_text("not weights")
     assert main(["diagnose", MODEL, "--weights", str(tmp_path / "notes.txt")]) == 2
     error = capsys.readouterr().err
@@ -247,7 +249,7 @@ def test_shapes_are_drawn_as_large_as_the_model_takes_them(
     assert main(["diagnose", f"{tmp_path / 'run'}+cb"]) == 2 and "--treat cb" in capsys.readouterr().err
 
 
-def test_names_that_are_no_text_are_spelled_out(tmp_path: Path) -> None:
+def test_undecodable_names_are_escaped(tmp_path: Path) -> None:
     write_text(tmp_path / "a.html", "caf\udce9")
     assert (tmp_path / "a.html").read_text(encoding="utf-8") == "caf\\udce9"
     write_text(tmp_path / ("x" * 250), "whole")

@@ -147,7 +147,7 @@ def test_any_size_dtype_and_layout(name: str, flavour: str) -> None:
     assert corrupt(image[:0], name, flavour=flavour).shape == (0, 3, 33, 40)
 
 
-def test_glass_copies_like_the_sequential_scan() -> None:
+def test_glass_blur_equals_the_sequential_scan() -> None:
     """Guards the pointer jumping: the literal scan of the reference, with the same offsets, pixel after pixel."""
     height, width = 40, 31
     for reach in (1, 2, 4):
@@ -217,7 +217,7 @@ def test_filters_agree_with_scipy() -> None:
         assert np.allclose(ours.numpy(), expected, atol=1e-12)
 
 
-def test_draws_have_their_laws() -> None:
+def test_random_draws_have_the_expected_distributions() -> None:
     draws = Draws(0, "law", 1, torch.arange(4))
     uniform = draws.uniform((100_000,))
     counts = torch.histc(uniform, 50, 0, 1)
@@ -233,7 +233,7 @@ def test_draws_have_their_laws() -> None:
     assert whole.amin(1).tolist() == [-3] * 4 and whole.amax(1).tolist() == [3, 4, 5, 6]
 
 
-def test_draws_never_change() -> None:
+def test_random_draws_match_stored_values() -> None:
     """A seed names a published result: these numbers are a promise."""
     assert Draws(0, "fog", 3, torch.tensor([7, -1])).bits(3, stream=1).tolist() == [
         [938941824, 1095041374, 2015813743],
@@ -285,7 +285,7 @@ def test_errors_say_what_to_do() -> None:
             corrupt(image, "fog", seed=seed)  # type: ignore[arg-type]
 
 
-def test_numbers_of_numpy_are_numbers() -> None:
+def test_numpy_numbers_are_accepted() -> None:
     image = picture(32, 32)
     plain = corrupt(image, "gaussian_noise", 4, seed=7, ids=[9])
     numbers = corrupt(image, "gaussian_noise", np.int64(4), seed=np.int64(7), ids=np.array([9]))  # type: ignore[arg-type]

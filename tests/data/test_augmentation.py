@@ -37,7 +37,7 @@ ZERO, ONE = (0.0,) * 3, (1 / 255,) * 3
 
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("sign", [-1, 1])
-def test_each_operation_is_pillows(name: str, sign: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_operation_equals_pillow(name: str, sign: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """At level 7 of 10, with a flat channel among the pictures, to one grey level (geometric: more at the edges)."""
     images = shapes_batch(range(6), size=(33, 40))[0]
     images[5, 1] = 77
@@ -112,7 +112,7 @@ def test_mixing_is_the_same_for_a_divided_batch_and_its_labels_follow_the_pixels
     assert torch.equal(odd.images[4], images[4]) and odd.other_labels[4] == labels[4]
 
 
-def test_patchwise_augmentation_is_rvts() -> None:
+def test_patchwise_augmentation_equals_rvts() -> None:
     """Patch by patch: unchanged, or a crop of 15 of 16 pixels resized back by SciPy, or noise of 0.01, or mirrored."""
     torch.manual_seed(0)
     side, normalise = 16, Normalise((0.5,) * 3, (0.25,) * 3, "cpu")

@@ -218,7 +218,7 @@ def test_missing_data_says_what_to_set(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("groups", [(), (7, 9, 1, 6)])
-def test_each_image_once_an_epoch_over_all_processes(groups: tuple[int, ...]) -> None:
+def test_each_image_occurs_once_per_epoch_over_all_processes(groups: tuple[int, ...]) -> None:
     """23 images, batches of 6 over 3 processes: epochs do not end with a batch, and none is lost or repeated."""
     seen = [-1] * 138
     orders = [SampleOrder(23, 6, seed=5, groups=groups, window=2) for _ in range(3)]
@@ -337,7 +337,7 @@ trainer.Trainer.train_step = stopping
     assert again["finished"] and again["model_sha256"] == whole["model_sha256"]
 
 
-def test_a_shard_that_is_cut_or_replaced_is_noticed(tmp_path: Path) -> None:
+def test_truncated_or_replaced_shard_is_detected(tmp_path: Path) -> None:
     def write(count: int) -> Path:
         shard = tmp_path / "train-0000.tar"
         with tarfile.open(shard, "w") as tar:
@@ -445,7 +445,7 @@ def test_a_run_is_evaluated_on_the_images_it_was_validated_on(
     assert "data.source=shards, but this suite reads one folder per class" in capsys.readouterr().err
 
 
-def test_links_are_followed_once_and_a_dead_one_is_named(tmp_path: Path) -> None:
+def test_links_are_followed_once_and_broken_links_are_reported(tmp_path: Path) -> None:
     (tmp_path / "cat" / "young").mkdir(parents=True)
     Image.new("RGB", (4, 4)).save(tmp_path / "cat" / "young" / "one.png")
     (tmp_path / "cat" / "again").symlink_to(tmp_path / "cat", target_is_directory=True)

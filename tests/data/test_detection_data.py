@@ -101,7 +101,7 @@ def test_annotations_that_cannot_be_used_are_named_before_training(
         CocoDetections(edited(coco, tmp_path / "edited", change), "train")
 
 
-def test_what_is_missing_from_a_folder_is_said(coco: Path, tmp_path: Path) -> None:
+def test_missing_files_of_a_folder_are_reported(coco: Path, tmp_path: Path) -> None:
     with pytest.raises(VitfocusError, match="There is no data folder"):
         CocoDetections(tmp_path / "absent", "train")
     with pytest.raises(VitfocusError, match=r"instances_train2017.json and the images .*train2017 are missing"):
@@ -154,7 +154,7 @@ def test_boxes_and_masks_stay_together_through_augmentation(jitter: tuple[float,
     assert len(sizes) > 3
 
 
-def test_a_flip_is_undone_by_another_and_mirrors_the_masks() -> None:
+def test_flipping_twice_is_the_identity_and_mirrors_the_masks() -> None:
     image, target = ShapesDetections("val", 4, 48).read(2)
     always = DetectionAugment((48, 48), 48, flip=1.0)
     once = always((image, target), 0)

@@ -34,7 +34,7 @@ from vitfocus.robustness import evaluate
     ("name", "kind", "full"),
     [("a.png", "uint16", 65535), ("a.tif", "uint16", 65535), ("a.tif", "int32", 255), ("a.tif", "float32", 1)],
 )
-def test_deep_pictures_keep_their_greys(name: str, kind: str, full: int, tmp_path: Path) -> None:
+def test_16_bit_images_keep_their_grey_levels(name: str, kind: str, full: int, tmp_path: Path) -> None:
     grey, file = pictures(1, 24)[0][..., 0], tmp_path / name
     Image.fromarray((grey * (full / 255)).astype(kind)).save(file)
     with Image.open(file) as stored:
@@ -44,7 +44,7 @@ def test_deep_pictures_keep_their_greys(name: str, kind: str, full: int, tmp_pat
 
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
-def test_the_centre_of_a_long_picture_is_the_one_of_the_whole(interpolation: str) -> None:
+def test_centre_crop_of_a_long_image_is_that_of_the_whole(interpolation: str) -> None:
     long = Image.fromarray(np.concatenate(list(pictures(40, 12)), axis=1))  # 12 x 480: enough to be cut first
     mode, resized = InterpolationMode(interpolation), (36, 1440)
     whole = T.center_crop(T.resize(long, list(resized), mode), [32, 32])
@@ -59,7 +59,7 @@ def test_an_image_of_one_row_is_preprocessed_quickly() -> None:
     assert Preprocessing(256, (224, 224)).apply(line).shape == (3, 224, 224)
 
 
-def test_photographs_are_found_behind_links_and_hidden_files_are_not(tmp_path: Path) -> None:
+def test_links_are_followed_and_hidden_files_are_skipped(tmp_path: Path) -> None:
     folder, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
     (folder / "sub.jpg").mkdir(parents=True)
     elsewhere.mkdir()
@@ -72,7 +72,7 @@ def test_photographs_are_found_behind_links_and_hidden_files_are_not(tmp_path: P
     assert [file.relative_to(folder).as_posix() for file in found] == ["a.png", "link/c.png", "sub.jpg/b.png"]
 
 
-def test_a_turned_photograph_is_looked_at_upright(tmp_path: Path) -> None:
+def test_exif_rotation_is_applied(tmp_path: Path) -> None:
     upright = Image.fromarray(np.repeat(np.arange(0, 256, 8, dtype=np.uint8), 32).reshape(32, 32)).convert("RGB")
     turned, exif = upright.transpose(Image.Transpose.ROTATE_90), Image.Exif()
     exif[0x0112] = 6  # to be turned clockwise
@@ -80,7 +80,7 @@ def test_a_turned_photograph_is_looked_at_upright(tmp_path: Path) -> None:
     assert np.array_equal(read_image(tmp_path / "a.png", (32, 32), 1.0).permute(1, 2, 0), np.asarray(upright))
 
 
-def test_a_picture_that_would_fill_the_memory_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_oversized_picture_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def chunk(kind: bytes, content: bytes) -> bytes:
         return len(content).to_bytes(4, "big") + kind + content + zlib.crc32(kind + content).to_bytes(4, "big")
 
@@ -114,7 +114,7 @@ def test_names_need_not_be_text(tmp_path: Path) -> None:
     [((32, 32), "bilinear"), ((32, 32), "bicubic"), ((32, 48), "bilinear")],  # timm's rectangles are always bilinear
 )
 @pytest.mark.parametrize("crop", [0.875, 0.9, 1.0])
-def test_preprocessing_is_that_of_timm(size: tuple[int, int], crop: float, interpolation: str) -> None:
+def test_preprocessing_equals_timm(size: tuple[int, int], crop: float, interpolation: str) -> None:
     transform = create_transform((3, *size), crop_pct=crop, interpolation=interpolation, use_prefetcher=True)
     preprocessing = evaluation_preprocessing(size, interpolation, crop, keep=False)
     for shape in ((50, 71), (97, 40), (33, 33), (20, 25)):
@@ -134,7 +134,7 @@ def test_only_usual_formats_are_decoded(tmp_path: Path) -> None:
         assert open_image(io.BytesIO((tmp_path / "x.png").read_bytes()), most=64).size == (8, 8)
 
 
-def test_a_fifo_among_the_images_is_not_waited_for(tmp_path: Path) -> None:
+def test_fifo_among_the_images_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "x.png")
     with pytest.raises(VitfocusError, match=r"x\.png cannot be read"):
         open_image(tmp_path / "x.png")

@@ -66,7 +66,7 @@ def test_worker_processes_draw_the_same_pixels() -> None:
     assert torch.equal(loaded, shapes_batch(range(8), size=32, seed=9)[0])
 
 
-def test_pixels_are_those_of_this_version() -> None:
+def test_pixels_match_the_stored_digest_of_this_version() -> None:
     """Every machine draws these very bytes; whoever changes them counts `VERSION` up."""
     images, _ = shapes_batch(range(100), size=(32, 40), seed=7)
     assert (VERSION, zlib.crc32(images.numpy().tobytes())) == (1, 1961905486)
@@ -82,7 +82,7 @@ def test_a_scene_does_not_depend_on_the_resolution() -> None:
     assert small == large
 
 
-def test_every_ten_items_hold_every_class_and_colour_says_nothing() -> None:
+def test_every_ten_items_contain_each_class_and_colour_is_uninformative() -> None:
     _, labels = shapes_batch(range(2000), size=16)
     assert (labels.view(-1, 10).sort(dim=1).values == torch.arange(10)).all()
     assert Shapes(length=2000).targets == labels.tolist()
@@ -139,7 +139,7 @@ def test_some_objects_are_partly_hidden_none_wholly_and_the_main_one_is_the_larg
     assert 0.05 < np.mean(np.array(seen) < 0.9) < 0.2
 
 
-def test_figures_are_distances_within_the_unit_circle() -> None:
+def test_shapes_are_signed_distances_within_the_unit_circle() -> None:
     angle = np.linspace(0, 2 * np.pi, 1000, dtype=np.float32)
     grid = np.linspace(-1.2, 1.2, 400, dtype=np.float32)
     x, y = np.meshgrid(grid, grid)
@@ -152,7 +152,7 @@ def test_figures_are_distances_within_the_unit_circle() -> None:
         assert 0.15 < (field < 0).mean() * 2.4**2 / np.pi < 0.9, name
 
 
-def test_an_object_looks_like_its_colour() -> None:
+def test_object_pixels_have_its_colour() -> None:
     hues = {"red": 0.0, "orange": 0.075, "yellow": 0.145, "green": 0.36, "cyan": 0.5, "blue": 0.61, "purple": 0.76}
     hues["pink"] = 0.9
     for scenes, images, owner in drawn_scenes(range(60), size=64):
@@ -227,7 +227,7 @@ def snapshot(root: Path) -> dict[str, tuple[int, bytes]]:
 
 
 @pytest.mark.parametrize("layout", shapes_layouts.LAYOUTS)
-def test_a_second_call_changes_nothing_and_mends_what_is_missing(layout: str, tmp_path: Path) -> None:
+def test_second_call_changes_nothing_but_restores_missing_files(layout: str, tmp_path: Path) -> None:
     root = write_layout(tmp_path / layout, layout, 6, size=32)
     before = snapshot(root)
     lost = next(name for name in sorted(before) if name.endswith(("png", "jpg")))
@@ -240,7 +240,7 @@ def test_a_second_call_changes_nothing_and_mends_what_is_missing(layout: str, tm
         write_layout(root, layout, 7, size=32)
 
 
-def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
+def test_folder_with_other_contents_is_not_changed(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("mine")
     with pytest.raises(VitfocusError, match="something other"):
         write_layout(tmp_path, "coco", 2)

@@ -75,7 +75,7 @@ def test_code_on_the_page_is_python_with_names_that_exist(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_links_to_files_lead_somewhere(page: Path) -> None:
+def test_links_point_to_existing_files(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8")):
         assert "://" in target or (page.parent / target).exists(), f"{page.name}: {target}"
 

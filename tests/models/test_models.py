@@ -436,7 +436,7 @@ def test_load_published_unwraps(nest: tuple[str, ...], prefix: str) -> None:
     assert all((value == 1).all() for value in model.state_dict().values())
 
 
-def test_errors_say_what_to_mend() -> None:
+def test_errors_say_what_to_fix() -> None:
     with pytest.raises(VitfocusError, match="mapping from names to tensors"):
         load_published(build("fan"), [1, 2])  # type: ignore[arg-type]
     with pytest.raises(VitfocusError, match="does not divide into 3 heads"):

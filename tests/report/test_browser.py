@@ -181,7 +181,7 @@ def test_sliders_and_lists_change_the_view(visit: Callable[..., Any], models: di
     assert "class token" in page.locator("#said").inner_text()
 
 
-def test_the_keyboard_is_enough(visit: Callable[..., Any]) -> None:
+def test_keyboard_controls_everything(visit: Callable[..., Any]) -> None:
     page = visit()
     page.locator("#stage").focus()
     told = []
@@ -213,7 +213,7 @@ def test_pointing_at_the_map_picks_its_row(visit: Callable[..., Any]) -> None:
         assert where in page.locator("#said").inner_text()
 
 
-def test_a_pinned_token_stays_beside_the_one_pointed_at(visit: Callable[..., Any]) -> None:
+def test_pinned_token_is_shown_beside_the_hovered_one(visit: Callable[..., Any]) -> None:
     page = visit()
     point(page, 1, 1)
     page.mouse.down()
@@ -297,7 +297,7 @@ def test_models_are_compared_layer_by_layer(browser: Any, tmp_path: Path) -> Non
         opened.close()
 
 
-def test_a_finger_works_on_a_phone(visit: Callable[..., Any]) -> None:
+def test_touch_works_on_a_phone(visit: Callable[..., Any]) -> None:
     page = visit(viewport={"width": 390, "height": 800}, has_touch=True, is_mobile=True, device_scale_factor=2)
     assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
     before = drawn(page, "1.1")
@@ -315,7 +315,7 @@ def test_a_finger_works_on_a_phone(visit: Callable[..., Any]) -> None:
     narrow.screenshot(path=artefact("report-phone-narrow.png"), full_page=True)
 
 
-def test_light_and_dark(visit: Callable[..., Any]) -> None:
+def test_light_and_dark_theme(visit: Callable[..., Any]) -> None:
     page = visit("report", color_scheme="dark")
     paper = "getComputedStyle(document.body).backgroundColor"
     assert page.evaluate(paper) == "rgb(20, 24, 29)"

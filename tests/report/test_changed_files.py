@@ -89,7 +89,7 @@ def read_all(file: Path, runs: Path) -> None:
         *("run/attention/diagnosis.json", "run/attention/data.json", "run/attention/explorer.json"),
     ],
 )
-def test_no_wrong_value_is_a_traceback(runs: Path, tmp_path: Path, name: str) -> None:
+def test_invalid_values_never_cause_a_traceback(runs: Path, tmp_path: Path, name: str) -> None:
     folder = tmp_path / "runs"
     shutil.copytree(runs, folder, ignore=shutil.ignore_patterns("checkpoints", "model", "best", "*.png", "*.html"))
     file = folder / name
@@ -149,7 +149,7 @@ def test_a_run_with_a_damaged_recipe_or_results_is_not_resumed(runs: Path, tmp_p
         train(recipe, folder, resume="auto")
 
 
-def test_a_saved_model_whose_task_was_spoilt_is_refused(tmp_path: Path) -> None:
+def test_saved_model_with_a_damaged_task_is_refused(tmp_path: Path) -> None:
     file = vf.save(build("vit")[0], tmp_path) / "config.json"
     config = json.loads(file.read_text())
     for wrong in ({"task": 3}, {"classes": "cat"}, {"size": "large"}, []):

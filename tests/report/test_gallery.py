@@ -88,7 +88,7 @@ def test_one_command_makes_the_gallery_and_resumes(
     assert all((out / link.partition("#")[0]).is_file() for link in table.links)
 
 
-def test_accuracy_is_that_of_evaluate(
+def test_accuracy_equals_that_of_evaluate(
     tmp_path: Path, saved: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = ten_classes()

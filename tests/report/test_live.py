@@ -157,7 +157,7 @@ def test_bad_files_are_reported_and_the_page_stays_usable(visit: Any) -> None:
     assert page.locator("[data-image]").count() == 4
 
 
-def test_dropping_and_the_camera(visit: Any) -> None:
+def test_drag_and_drop_and_camera(visit: Any) -> None:
     page = visit(permissions=["camera"])
     drop = """() => new Promise((done) => {
       const given = new DataTransfer(), canvas = document.createElement("canvas");
@@ -293,7 +293,7 @@ def test_the_gallery_sorts_by_every_column(browser: Any, pages: dict[str, str]) 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("which", ["live", "explorer", "report", "gallery"])
-def test_axe_finds_nothing(browser: Any, pages: dict[str, str], which: str, theme: str) -> None:
+def test_axe_finds_no_accessibility_violations(browser: Any, pages: dict[str, str], which: str, theme: str) -> None:
     program = axe()
     if program is None:
         pytest.skip("axe-core is not installed: pip install axe-playwright-python, or set VITFOCUS_AXE")

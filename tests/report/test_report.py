@@ -66,7 +66,7 @@ def copied(runs: Path, tmp_path: Path) -> Callable[..., Path]:
     return copy
 
 
-def test_a_comparison_answers_in_order(runs: Path, tmp_path: Path) -> None:
+def test_comparison_has_its_sections_in_order(runs: Path, tmp_path: Path) -> None:
     written = vf.report(runs, out=tmp_path / "page.html")
     html = written.path.read_text("utf-8")
     assert re.findall(r"<h2[^>]*>(.*?)</h2>", html) == SECTIONS
@@ -104,7 +104,7 @@ def test_a_single_model_is_described_and_not_compared(runs: Path, tmp_path: Path
     assert "Improvement" not in result and "vitfocus evaluate MODEL" in result and "another model" in result
 
 
-def test_the_page_is_whole_in_itself(runs: Path, tmp_path: Path) -> None:
+def test_page_is_self_contained(runs: Path, tmp_path: Path) -> None:
     written = vf.report(runs, out=tmp_path / "page.html")
     html = written.path.read_text("utf-8")
     assert written.size < 5_000_000 and written.size == written.path.stat().st_size
@@ -140,7 +140,7 @@ def test_differences_are_those_of_the_images(runs: Path, tmp_path: Path) -> None
     assert top1 == pytest.approx(100 * (clean["second"].mean() - clean["first"].mean()))
 
 
-def test_models_are_known_by_their_weights(runs: Path) -> None:
+def test_models_are_identified_by_their_weights(runs: Path) -> None:
     """The evaluation calls them first and second, and lies elsewhere; a diagnosis lies inside its run."""
     plain, treated = collect_models([runs / "plain", runs / "scores", runs / "a-treated"])
     assert (plain.name, treated.name) == ("plain", "a-treated")
@@ -154,7 +154,7 @@ def test_models_are_known_by_their_weights(runs: Path) -> None:
     ]
 
 
-def test_a_treatment_without_weights_makes_another_model(runs: Path, tmp_path: Path) -> None:
+def test_treatment_without_parameters_counts_as_a_different_model(runs: Path, tmp_path: Path) -> None:
     """Context Broadcasting adds no tensor: the weights are the same, the model is not."""
     models = {"plain": vf.load(runs / "plain" / "model"), "cb": vf.treat_(vf.load(runs / "plain" / "model"), "cb")}
     vf.evaluate(models, "clean", Shapes("val", length=4, size=16), out=tmp_path / "scores", progress=False)
@@ -173,7 +173,7 @@ def test_two_diagnoses_of_one_name_are_two_models(copied: Callable[..., Path]) -
     assert len(models) == 2 and len({model.name for model in models}) == 2
 
 
-def test_what_was_not_measured_is_absent(runs: Path, tmp_path: Path) -> None:
+def test_unmeasured_metrics_are_absent(runs: Path, tmp_path: Path) -> None:
     html = vf.report(runs / "plain" / "attention", out=tmp_path / "p.html").path.read_text("utf-8")
     assert re.findall(r"<h2[^>]*>(.*?)</h2>", html) == ["Result", "Attention by depth", "Data and provenance"]
     clean = json.loads((runs / "plain" / "attention" / "diagnosis.json").read_text())
@@ -189,7 +189,7 @@ def test_what_was_not_measured_is_absent(runs: Path, tmp_path: Path) -> None:
     assert "clean and under" not in html
 
 
-def test_other_protocols_are_shown_and_not_compared(copied: Callable[..., Path]) -> None:
+def test_different_protocols_are_shown_but_not_compared(copied: Callable[..., Path]) -> None:
     folder = copied("plain", "a-treated")
     for name, seed in (("plain", 0), ("a-treated", 1)):
         model = vf.load(folder / name / "model")
@@ -205,7 +205,7 @@ def test_other_protocols_are_shown_and_not_compared(copied: Callable[..., Path])
     assert "are not compared with each other; they differ in: data.digest" in written.path.read_text("utf-8")
 
 
-def test_more_is_better_for_overlap_and_summaries_alone_are_enough(tmp_path: Path) -> None:
+def test_higher_iou_is_better_and_summaries_suffice(tmp_path: Path) -> None:
     """Segmentation under corruptions, of which only results.json was kept: numbers, and no interval is made up."""
 
     def summary(low: float, high: float) -> dict[str, object]:
@@ -235,7 +235,7 @@ def summarised(**models: dict[str, object]) -> dict[str, object]:
     return {"suite": "imagenet-c", "images": 50, "models": models, "notes": [], "fingerprint": fingerprint}
 
 
-def test_clear_differences_are_called_by_name(tmp_path: Path) -> None:
+def test_significant_differences_are_stated(tmp_path: Path) -> None:
     """Every clear difference is said above the table, worse ones and details too; unclear ones are not judged."""
     generator = np.random.default_rng(0)
     bad, good = generator.random(400) < 0.3, generator.random(400) < 0.9
@@ -266,14 +266,14 @@ def test_clear_differences_are_called_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("mce", "judgement"), [(80.0, ""), (60.0, "better")])
-def test_a_lower_relative_error_is_no_gain_where_the_error_rose(mce: float, judgement: str) -> None:
+def test_lower_relative_error_is_not_a_gain_if_the_error_rose(mce: float, judgement: str) -> None:
     found = {"one": {"relative_mce": 90.0, "mce": 70.0}, "two": {"relative_mce": 85.0, "mce": mce}}
     values = {name: Estimate(summary["relative_mce"]) for name, summary in found.items()}
     row = MetricRow("imagenet-c", "relative mCE", "%", False, values, {"two": Difference(-5.0, (-6.0, -4.0), True)})
     assert replace(row, not_judged=_contradicted_by_mce(row, found)).judgement("two") == judgement
 
 
-def test_samples_under_another_name_leave_the_numbers(copied: Callable[..., Path]) -> None:
+def test_scores_survive_samples_under_another_name(copied: Callable[..., Path]) -> None:
     folder = copied("scores") / "scores"
     results = folder / "results.json"
     results.write_text(results.read_text().replace('"second"', '"renamed"'))
@@ -314,7 +314,7 @@ def test_models_with_other_numbers_of_tokens_have_lines_of_their_own() -> None:
     assert [level for _, level in two.points] == pytest.approx([200 / 49, 5.0])
 
 
-def test_strings_cannot_break_out(copied: Callable[..., Path]) -> None:
+def test_strings_are_escaped(copied: Callable[..., Path]) -> None:
     folder = copied("scores")
     evil = '</script><script>alert("x")</script>'
     results = folder / "scores" / "results.json"
@@ -327,7 +327,7 @@ def test_strings_cannot_break_out(copied: Callable[..., Path]) -> None:
     assert "alert(&quot;x&quot;)" in html and "<script>alert" not in html and "<b>bold" not in html
 
 
-def test_a_run_that_was_stopped_or_torn_is_read(copied: Callable[..., Path]) -> None:
+def test_interrupted_or_truncated_run_is_read(copied: Callable[..., Path]) -> None:
     folder = copied("plain") / "plain"
     (folder / "results.json").unlink()
     shutil.rmtree(folder / "model")
@@ -359,7 +359,7 @@ def test_folders_without_a_run_are_named(
     assert said in capsys.readouterr().err and not list(tmp_path.rglob("report.html"))
 
 
-def test_the_command_says_what_it_wrote(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_what_it_wrote(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "two.html"
     assert main(["report", str(runs / "plain"), str(runs / "a-treated"), "--out", str(out), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -393,7 +393,7 @@ def test_every_command_leaves_a_report(runs: Path, tmp_path: Path, capsys: pytes
     assert len(joined) == 1 and len(joined[0].diagnoses) == 2 and joined[0].scores  # one set of weights, one model
 
 
-def test_a_report_that_fails_does_not_spoil_the_run(
+def test_failing_report_does_not_fail_the_run(
     runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:

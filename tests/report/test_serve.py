@@ -77,7 +77,7 @@ def test_names_are_escaped(client: Any) -> None:
     assert "https://" not in re.sub(r'"headings".*', "", data) and 'src="http' not in html
 
 
-def test_answers_are_the_models_own(client: Any, models: dict[str, torch.nn.Module]) -> None:
+def test_live_page_equals_the_library(client: Any, models: dict[str, torch.nn.Module]) -> None:
     """Photographs, predictions and maps of an upload equal what the library computes from the same pixels."""
     given = give(client, picture()).json()
     image = shapes_batch([7], size=64)[0]  # of the model's size, so it is neither resized nor cropped
@@ -112,7 +112,7 @@ def _normal(model: torch.nn.Module) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("form", ["JPEG", "WEBP", "GIF", "BMP", "TIFF"])
-def test_usual_formats_are_taken(client: Any, form: str) -> None:
+def test_usual_formats_are_accepted(client: Any, form: str) -> None:
     answer = give(client, picture((90, 70), form), "é<b>.img")
     assert answer.status_code == 200 and answer.json()["name"] == "é<b>.img"
 
@@ -162,7 +162,7 @@ def test_bad_files_are_refused_in_one_sentence(client: Any, content: bytes, said
         ("/maps", {}, "are numbers"),
     ],
 )
-def test_odd_questions_are_refused(client: Any, path: str, asked: dict[str, str], said: str) -> None:
+def test_invalid_requests_are_refused(client: Any, path: str, asked: dict[str, str], said: str) -> None:
     given = give(client, picture()).json()["id"]
     answer = client.get(path, params={"picture": given, **asked})
     assert answer.status_code == 400 and said in answer.json()["error"]
@@ -182,7 +182,7 @@ def test_old_pictures_are_dropped_and_ids_cannot_be_guessed(
         one.look(first, "")
 
 
-def test_the_space_is_open_to_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_space_needs_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VITFOCUS_PRETRAINED", "0")
     monkeypatch.setenv("VITFOCUS_MODELS", "vit_tiny_patch16_224 vit_tiny_patch16_224+cbs")
     open_model = vf.open_model
@@ -195,7 +195,7 @@ def test_the_space_is_open_to_everybody(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(seen) == 2 and client.get("/maps", params={"picture": given, "model": 1, "layer": 1}).status_code == 200
 
 
-def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_files_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "starlette.applications", None)
     with pytest.raises(VitfocusError, match="pip install 'vitfocus\\[serve\\]'"):
         serve.create_app(build("vit")[0])

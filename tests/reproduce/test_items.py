@@ -184,7 +184,7 @@ def test_one_row_in_two_tables_is_one_run(tmp_path: Path) -> None:
     assert logged and logged.folder == plain[0].folder, "how often a run logs does not make it another"
 
 
-def test_rows_stand_on_what_is_trained_before_them(tmp_path: Path) -> None:
+def test_rows_depend_on_runs_trained_before_them(tmp_path: Path) -> None:
     item = load_item("cb/tableS1")
     student = plan(item, item.rows[0], "smoke", tmp_path)
     teacher = plan(load_item("cb/table5"), load_item("cb/table5").rows[6], "smoke", tmp_path)
@@ -218,7 +218,7 @@ def test_the_list_and_the_count_need_no_training(tmp_path: Path, capsys: pytest.
     assert not (tmp_path / "out").exists()
 
 
-def test_a_wrong_toml_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_toml_is_reported_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     tree = items._read_toml("recipes/cb/table4a.toml")
     tree["rows"][1]["modle"] = "vit-s"
     monkeypatch.setattr(items, "_read_toml", lambda _: tree)

@@ -69,7 +69,7 @@ def test_the_plan_lists_every_run_once_and_after_what_it_needs(capsys: pytest.Ca
     assert f"--train {teacher['name']}" in capsys.readouterr().out
 
 
-def test_a_run_of_the_plan_is_trained_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_run_of_the_plan_can_be_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["reproduce", "cb/table4a", *TINY, "--rows", "1", "--out", str(tmp_path)]
     assert main([*given, "--plan", "--json"]) == 0
     run = json.loads(capsys.readouterr().out)[0]["name"]
@@ -149,7 +149,7 @@ def test_a_table_is_run_by_the_local_executor(tmp_path: Path, capsys: pytest.Cap
     assert (tmp_path / "smoke" / "items" / "cb-table4a" / "outcome.json").is_file()
 
 
-def test_a_process_waits_for_another_that_has_the_run_its_numbers_or_the_item(
+def test_process_waits_for_another_with_the_same_run_measurement_or_item(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of one table are jobs of their own, which may run at the same time, also on the same run."""

@@ -96,7 +96,7 @@ def test_a_distilled_row_trains_its_teacher_first(tmp_path: Path) -> None:
     assert any("distill" in key for row in losses for key in row), losses[0]
 
 
-def test_tasks_run_too(tmp_path: Path) -> None:
+def test_tasks_other_than_classification_run(tmp_path: Path) -> None:
     """A segmenter measured under noise; a detector's and an answerer's runs are their own tests' business."""
     short = ["schedule.epochs=0.05", "warmup_epochs=0", "train_length=20", "val_length=6", "batch=10"]
     outcome = reproduce("cb/table9", out=tmp_path, overrides=short, images=2, rows=[2])[0]
@@ -131,7 +131,7 @@ def test_the_softmax_surface_is_the_closed_form(tmp_path: Path) -> None:
         (["cb/table5", "epoch=1"], "epochs"),
     ],
 )
-def test_mistakes_are_answered_in_a_sentence(
+def test_invalid_input_is_reported_in_one_sentence(
     words: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["reproduce", *words, "--out", str(tmp_path)]) == 2
@@ -139,7 +139,7 @@ def test_mistakes_are_answered_in_a_sentence(
     assert expected in error and "Traceback" not in error
 
 
-def test_what_a_row_adds_is_counted_without_its_baseline_being_picked(tmp_path: Path) -> None:
+def test_additions_of_a_row_are_counted_even_if_its_baseline_is_not_selected(tmp_path: Path) -> None:
     whole = reproduce("cb/table3a", out=tmp_path, count_only=True)[0]
     alone = reproduce("cb/table3a", out=tmp_path, count_only=True, rows=[3])[0]
     assert [row.row.label for row in alone.rows] == ["+ CB"] and not alone.missing
@@ -159,7 +159,7 @@ def test_a_recipe_says_which_run_it_starts_from(tmp_path: Path, monkeypatch: pyt
         train("ade20k_upernet_s_cb", overrides=[*small, "steps=1", "warmup_steps=0", "data.workers=0"])
 
 
-def test_rows_are_measured_with_weights_that_people_have(tmp_path: Path) -> None:
+def test_rows_are_measured_with_given_weights(tmp_path: Path) -> None:
     """A file with its arguments beside the weights, and a folder: nothing is trained, and the numbers are the same."""
     trained = reproduce("cb/table8", out=tmp_path / "a", overrides=TINY, images=4, rows=[1, 3])[0]
     plain, treated = (row.run for row in trained.rows)
@@ -251,7 +251,7 @@ def test_pretrained_rows_train_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     assert any("+ CB was neither trained nor measured" in note for note in outcome.missing)
 
 
-def test_diagnoses_read_as_many_images_as_asked(tmp_path: Path) -> None:
+def test_diagnoses_read_the_requested_number_of_images(tmp_path: Path) -> None:
     item = load_item("cb/figure7b")
     run = plan_row(item, item.rows[0], "smoke", DataFolders(), tmp_path, ["val_length=200"])
     assert run is not None
@@ -259,7 +259,7 @@ def test_diagnoses_read_as_many_images_as_asked(tmp_path: Path) -> None:
     assert sum(map(len, validation_batches(run, None))) == 200 and DIAGNOSED["imagenet"] is None
 
 
-def test_figures_show_single_heads_and_the_night(tmp_path: Path) -> None:
+def test_figures_of_single_heads_and_of_night_scenes(tmp_path: Path) -> None:
     """CB's Figure 10: one panel per head and model; TAP's Figure 6: a scene at night where ACDC is given."""
     short = ["schedule.epochs=0.05", "warmup_epochs=0", "train_length=20", "val_length=6", "batch=10"]
     outcome = reproduce("cb/figure10", out=tmp_path, overrides=short, images=2)[0]

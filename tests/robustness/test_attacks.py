@@ -131,7 +131,7 @@ def test_autoattack_says_how_to_get_it() -> None:
         evaluate(Blobs(10), "autoattack", data, progress=False)
 
 
-def test_occlusion_hides_exactly_what_it_says() -> None:
+def test_occlusion_hides_exactly_the_requested_pixels() -> None:
     images = torch.full((2, 3, 224, 224), 9, dtype=torch.uint8)
     hidden = occlude_centre(images, 112)
     assert (hidden[..., 56:168, 56:168] == 0).all() and int((hidden == 0).sum()) == 2 * 3 * 112 * 112

@@ -58,7 +58,7 @@ def test_neither_batch_size_nor_workers_nor_a_subset_change_an_image(tmp_path: P
     assert not same(whole, other)
 
 
-def test_a_loader_a_dataset_floats_and_bytes_are_the_same_data() -> None:
+def test_loader_dataset_float_and_uint8_give_the_same_scores() -> None:
     model, images, labels = tensors()
     dataset = TensorDataset(images, labels)
     from_dataset = evaluate(model, "imagenet-c", dataset, batch_size=3, **SOME)
@@ -79,7 +79,7 @@ def test_a_loader_a_dataset_floats_and_bytes_are_the_same_data() -> None:
     assert evaluate(model, "clean", floats, limit=7, **QUIET).images == 7
 
 
-def test_models_are_left_as_they_were_and_treated_ones_are_measured() -> None:
+def test_models_are_unchanged_and_treated_ones_are_measured() -> None:
     _, images, labels = tensors()
     model = timm.create_model(
         "vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, embed_dim=48, num_heads=3, num_classes=10
@@ -230,7 +230,7 @@ def _complaint_of(model: nn.Module, data: Any, suite: str = "clean", **options: 
     return str(caught.value)
 
 
-def test_a_truncated_image_is_named_when_it_is_met(tmp_path: Path) -> None:
+def test_truncated_image_is_reported_by_name(tmp_path: Path) -> None:
     write_classes(tmp_path, pictures(4, 64), ["a", "a", "b", "b"], suffix="jpg")
     file = tmp_path / "b" / "00000003.jpg"
     file.write_bytes(file.read_bytes()[:-300])
@@ -289,7 +289,7 @@ def run_command(*arguments: str) -> int:
     return main(["evaluate", *arguments])
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     write_classes(tmp_path / "data", pictures(3, 32), [wordnet_ids()[label] for label in (3, 5, 900)])
     tiny = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=1, embed_dim=24, num_heads=3)
     model, treated = str(tmp_path / "vit"), str(tmp_path / "vit-cb")

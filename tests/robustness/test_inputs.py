@@ -123,7 +123,7 @@ def test_an_index_file_serves_any_model(tmp_path: Path) -> None:
     refused("maps class folders to classes, and the data has none", model, "clean", [tensors()], index=index)
 
 
-def test_v2_knows_the_published_spelling(tmp_path: Path) -> None:
+def test_v2_accepts_the_published_folder_names(tmp_path: Path) -> None:
     for name in ("matched-frequency", "threshold0.7", "top-images"):
         write_classes(tmp_path / f"imagenetv2-{name}-format-val", pictures(1), ["0"])
     scores = evaluate(Blobs(1000), "imagenet-v2", tmp_path, **QUIET)
@@ -157,7 +157,7 @@ def test_a_run_is_resumed_with_its_own_data_only(kind: str, tmp_path: Path) -> N
     refused("finished run on other data", model, "clean", data(images.flip(1)), **again)
 
 
-def test_a_resumed_stream_that_grew_shorter_is_refused(tmp_path: Path) -> None:
+def test_resuming_with_fewer_images_is_refused(tmp_path: Path) -> None:
     images, labels = tensors()
     with pytest.raises(VitfocusError):
         evaluate(Blobs(10), "clean", iter([(images, labels), "power cut"]), out=tmp_path / "run", **QUIET)
@@ -166,7 +166,7 @@ def test_a_resumed_stream_that_grew_shorter_is_refused(tmp_path: Path) -> None:
     )
 
 
-def test_the_digest_sees_the_order_of_pixels_and_channels() -> None:
+def test_digest_depends_on_the_order_of_pixels_and_channels() -> None:
     images, labels = tensors()
     whole = evaluate(Blobs(10), "clean", TensorDataset(images, labels), **QUIET)
     for other in (images.flip(1), images.flip(-1)):
@@ -202,14 +202,14 @@ def test_nan_is_refused_in_answers_and_in_pixels(tmp_path: Path) -> None:
     refused("nan", Blobs(10), "clean", [(torch.full((1, 3, 32, 32), torch.nan), labels[:1])])
 
 
-def test_a_models_name_may_hold_anything(tmp_path: Path) -> None:
+def test_model_name_may_contain_any_characters(tmp_path: Path) -> None:
     scores = evaluate({"a|b/c": Blobs(10)}, "clean", [tensors()], out=tmp_path / "run", **QUIET)
     assert np.array_equal(
         load_scores(tmp_path / "run").samples["clean"]["a|b/c"]["top1"], scores.samples["clean"]["a|b/c"]["top1"]
     )
 
 
-def test_numbers_of_numpy_and_single_values_are_taken() -> None:
+def test_numpy_numbers_and_single_values_are_accepted() -> None:
     model, data = Blobs(10), [tensors()]
     plain = evaluate(model, "imagenet-c", data, corruptions=["shot_noise"], severities=[1, 3], seed=5, limit=4, **QUIET)
     other = evaluate(
@@ -319,7 +319,7 @@ def test_only_the_first_process_prints(
     assert "eps" in json.loads(capsys.readouterr().out)["fgsm"]["options"]
 
 
-def test_labels_are_one_class_number_an_image() -> None:
+def test_labels_are_one_class_index_per_image() -> None:
     model, (images, labels) = Blobs(10), tensors()
     rows = torch.nn.functional.one_hot(labels, 10)
     for wrong in (rows, rows.float(), labels + 0.5):
@@ -337,7 +337,7 @@ def test_a_batch_of_another_size_is_refused_at_any_position() -> None:
     refused("does not take images of 40x40", model, "clean", [(small, labels), (large, labels)])
 
 
-def test_a_finished_run_is_not_written_over_and_a_damaged_one_is_named(tmp_path: Path) -> None:
+def test_finished_run_is_not_overwritten_and_damaged_run_is_reported(tmp_path: Path) -> None:
     model, data = Blobs(10), [tensors()]
     evaluate(model, "clean", data, out=tmp_path / "run", **QUIET)
     (tmp_path / "run" / "samples.npz").write_bytes((tmp_path / "run" / "samples.npz").read_bytes()[:100])

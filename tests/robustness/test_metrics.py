@@ -40,7 +40,7 @@ def test_alexnet_means_are_the_published_ones() -> None:
     assert np.mean(list(means.values())) == pytest.approx(0.781219, abs=1e-6)
 
 
-def test_ce_sums_over_severities_before_it_divides() -> None:
+def test_ce_divides_the_sums_over_severities() -> None:
     for name in CORRUPTIONS:
         errors = np.random.default_rng(3).uniform(0.2, 0.9, 5)
         by_mean = (errors / np.mean(ALEXNET_ERRORS[name])).mean()

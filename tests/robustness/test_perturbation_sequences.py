@@ -63,7 +63,7 @@ def test_geometry_equals_torchvisions_on_pillow(picture: Image.Image) -> None:
         assert np.array_equal(moved[i], by_pillow)
 
 
-def test_tilt_is_the_published_projection(picture: Image.Image) -> None:
+def test_tilt_equals_the_published_projection(picture: Image.Image) -> None:
     sequence = frames(tensor(picture), "tilt", CROP)[0].numpy()
     width, height = picture.size
     focal = math.hypot(width, height)

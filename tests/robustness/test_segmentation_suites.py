@@ -65,7 +65,7 @@ def test_noise_suite_equals_a_naive_count() -> None:
 
 
 @pytest.mark.parametrize("photons", [255, 60])
-def test_noises_have_the_laws_of_independent_code(photons: int) -> None:
+def test_noises_have_the_distributions_of_independent_code(photons: int) -> None:
     """Each grey level's mean and variance against NumPy's generators, and the blur against SciPy's."""
     levels = torch.tensor([0, 20, 90, 128, 200], dtype=torch.uint8)
     images = levels.view(-1, 1, 1, 1).expand(-1, 3, 120, 120).contiguous()
@@ -165,7 +165,7 @@ vf.evaluate(Segmenter(), "segmentation-noise", "shapes", limit=10, batch_size=2,
 """
 
 
-def test_two_processes_take_turns_with_the_batches(tmp_path: Path) -> None:
+def test_two_processes_share_the_batches(tmp_path: Path) -> None:
     script, out = tmp_path / "script.py", tmp_path / "run"
     script.write_text(SCRIPT.format(tests=str(Path(__file__).parents[1]), out=str(out)))
     run_in_two_processes(script)

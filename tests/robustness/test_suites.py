@@ -275,9 +275,7 @@ def test_the_documentation_lists_every_suite_with_its_options() -> None:
         evaluate(Blobs(5), "imagenet-c", None, severity=3)
 
 
-def test_a_record_is_all_that_a_new_suite_needs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_new_suite_needs_only_a_record(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     @dataclasses.dataclass(frozen=True)
     class Options(SuiteOptions):
         margin: int = dataclasses.field(default=3, metadata={"help": "pixels", "negate": False})

@@ -76,7 +76,7 @@ def disturbed(images: CocoDetections, seed: int) -> list[dict[str, Tensor]]:
     return findings
 
 
-def test_average_precision_is_that_of_pycocotools(coco: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_average_precision_equals_pycocotools(coco: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 
@@ -98,7 +98,7 @@ def test_average_precision_is_that_of_pycocotools(coco: Path, capsys: pytest.Cap
         assert 0.1 < ours[f"{kind}_ap"] < 0.95
 
 
-def test_findings_inside_a_crowd_do_not_count_and_others_do(coco: Path) -> None:
+def test_detections_inside_a_crowd_are_ignored(coco: Path) -> None:
     images = CocoDetections(coco, "val")
     truth = images.truth()
     right = [
@@ -161,7 +161,7 @@ def test_a_treated_detector_takes_any_sizes_and_survives_saving(spec: str, optio
     assert len(rows) == len(vf.anatomy(model)) and all(0 < row["entropy"] <= row["entropy_bound"] for row in rows)
 
 
-def test_every_parameter_learns_and_pictures_without_objects_teach_too() -> None:
+def test_every_parameter_gets_a_gradient_even_without_objects() -> None:
     model = vf.create_model("maskrcnn:vit_tiny_patch16_224+cbs(layers=inner)", num_classes=10, **SMALL)
     images, targets = zip(*(ShapesDetections("train", 2, 64).read(index) for index in range(2)), strict=True)
     empty = {key: value[:0] for key, value in targets[0].items()}
@@ -185,7 +185,7 @@ def test_in_bfloat16_anchors_and_boxes_keep_all_their_digits() -> None:
     assert len(centres.unique()) >= 304 // 4  # every column of the finest level
 
 
-def test_regions_are_cut_at_the_true_scale_whatever_is_padding() -> None:
+def test_region_pooling_uses_the_true_scale_despite_padding() -> None:
     model = vf.create_model("maskrcnn:vit_tiny_patch16_224", num_classes=2, **{**SMALL, "min_size": 33}).eval()
     with torch.no_grad():
         model([torch.randn(3, 33, 33)])  # padded to 64: guessed from the sizes, the scales would be off by two
@@ -208,7 +208,7 @@ def test_regions_are_cut_at_the_true_scale_whatever_is_padding() -> None:
         ("maskrcnn:vit_tiny_patch16_224", {"num_classes": 0}, "at least one class"),
     ],
 )
-def test_what_cannot_be_built_is_said_in_words(spec: str, options: dict[str, Any], sentence: str) -> None:
+def test_error_for_models_that_cannot_be_built(spec: str, options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(vf.VitfocusError, match=sentence):
         vf.create_model(spec, **options)
 
@@ -254,7 +254,7 @@ def test_a_run_reads_coco_from_disk_and_skips_what_is_broken(coco: Path, tmp_pat
     assert task_of(vf.load(tmp_path / "run" / "model"))["category_ids"] == [1, 2, 3, 4, 5, 7, 8, 9, 10, 11]
 
 
-def test_recipes_that_make_no_sense_are_refused(tmp_path: Path) -> None:
+def test_inconsistent_recipes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(vf.VitfocusError, match="write maskrcnn:NAME"):
         train(tiny("spec=vit_tiny_patch16_224"), tmp_path)
     with pytest.raises(vf.VitfocusError, match=r"does not use augment\.mixup"):
@@ -277,7 +277,7 @@ def test_the_suite_scores_a_folder_and_draws_pictures(coco: Path, tmp_path: Path
         vf.evaluate({"a": other}, "detection", coco, device="cpu", progress=False)
 
 
-def test_a_drawing_shows_what_was_found_where_it_was_found() -> None:
+def test_drawing_shows_detections_at_their_positions() -> None:
     picture = torch.full((3, 80, 120), 255, dtype=torch.uint8)
     mask = torch.zeros(2, 1, 80, 120)
     mask[0, 0, 50:70, 60:100] = 1
@@ -289,5 +289,5 @@ def test_a_drawing_shows_what_was_found_where_it_was_found() -> None:
 
 
 @pytest.mark.slow
-def test_the_smoke_recipe_finds_shapes(tmp_path: Path) -> None:
+def test_smoke_recipe_detects_shapes(tmp_path: Path) -> None:
     assert train("shapes_detect", tmp_path / "run")["last"]["box_ap50"] >= 0.5

@@ -86,7 +86,7 @@ def test_scores_equal_a_naive_count() -> None:
         class_counts(torch.tensor([[5]]), torch.tensor([[0]]), 3)
 
 
-def test_a_window_that_covers_the_picture_changes_nothing_and_smaller_ones_are_averaged() -> None:
+def test_full_size_window_changes_nothing_and_smaller_windows_are_averaged() -> None:
     model, images = small(), torch.randn(2, 3, 40, 56)
     with torch.no_grad():
         whole = model(images)
@@ -108,7 +108,7 @@ def test_a_window_that_covers_the_picture_changes_nothing_and_smaller_ones_are_a
 
 
 @pytest.mark.parametrize("spec", ["upernet:vit_tiny_patch16_224", "segformer:vit_tiny_patch16_224"])
-def test_diversification_is_felt_at_batch_size_1(spec: str) -> None:
+def test_diversification_loss_is_nonzero_at_batch_size_1(spec: str) -> None:
     arguments = {**SMALL, "img_size": 64} if spec.startswith("upernet") else {**SMALL, "img_size": 64, "channels": None}
     arguments = {key: value for key, value in arguments.items() if value is not None}
     torch.manual_seed(0)
@@ -140,7 +140,7 @@ def test_library_decoders_are_treated_and_saved(name: str, tmp_path: Path) -> No
     ("backbone", "options"),
     [("pvt_v2_b0", {"depths": (1, 1, 1, 1)}), ("vit_tiny_patch16_224", {"depth": 4, "embed_dim": 48, "num_heads": 3})],
 )
-def test_a_decoder_that_reads_few_maps_trains_what_it_reads(backbone: str, options: dict[str, Any]) -> None:
+def test_decoder_that_uses_few_feature_maps_has_no_unused_parameters(backbone: str, options: dict[str, Any]) -> None:
     """Under DDP a parameter that waits for a gradient and gets none is an error."""
     pytest.importorskip("segmentation_models_pytorch")
     model = vf.create_model(f"smp:pspnet:{backbone}", num_classes=4, **options).train()
@@ -216,7 +216,7 @@ def test_a_treated_run_resumes_bit_for_bit_is_saved_and_evaluated(
     assert Image.open(tmp_path / "seen" / "00000_overlay.png").size == (3 * 32 + 8, 32)
 
 
-def test_the_head_learns_at_its_own_rate(tmp_path: Path) -> None:
+def test_head_has_its_own_learning_rate(tmp_path: Path) -> None:
     """With head_lr=0 what stands on the backbone stays as it was."""
     train(tiny("head_lr=0", "weight_decay=0", "epochs=0.2"), tmp_path)
     model = vf.load(tmp_path / "model")
@@ -226,7 +226,7 @@ def test_the_head_learns_at_its_own_rate(tmp_path: Path) -> None:
     assert moved and all(name.startswith("features.body") for name in moved)
 
 
-def test_rates_of_dense_prediction() -> None:
+def test_learning_rates_of_dense_prediction() -> None:
     """Polynomial from the first step, as the field's libraries count it, and a tenth after epochs 8 and 11 of 12."""
     plan = TrainingSchedule.of(load_recipe("ade20k_upernet_ti"), 20_210)
     assert plan.steps == 160_000 and plan.warmup == 1500 and plan.learning_rate(0) == 0
@@ -480,11 +480,11 @@ def test_a_convolutional_backbone_trains_saves_and_is_evaluated_on_its_own_data(
         (["model.arguments.num_classes=0"], "at least 1"),
     ],
 )
-def test_what_cannot_be_segmented_with_is_said(tmp_path: Path, overrides: list[str], said: str) -> None:
+def test_unsupported_segmentation_settings_are_refused(tmp_path: Path, overrides: list[str], said: str) -> None:
     with pytest.raises(VitfocusError, match=said):
         train(tiny(*overrides), tmp_path / "run")
 
 
-def test_a_protocol_of_negative_pixels_is_refused() -> None:
+def test_protocol_with_negative_sizes_is_refused() -> None:
     with pytest.raises(VitfocusError, match="0 or more"):
         InferenceSettings(window=32, stride=-5)

@@ -103,7 +103,7 @@ def test_answers_are_normalised_as_the_official_evaluation_does(raw: str, expect
     assert normalise_answer(raw) == expected
 
 
-def test_the_official_accuracy_equals_leaving_one_person_out_at_a_time() -> None:
+def test_official_accuracy_equals_leave_one_annotator_out() -> None:
     draw = random.Random(0)
     for _ in range(300):
         people = draw.choices(["yes", "no", "2", "3", "maybe"], weights=[5, 3, 1, 1, 1], k=10)
@@ -116,7 +116,7 @@ def test_the_official_accuracy_equals_leaving_one_person_out_at_a_time() -> None
         assert soft_targets(people, {answer: 7}).get(7, 0.0) == pytest.approx(np.mean(scores))
 
 
-def test_normalisation_counts_unless_everyone_agrees_to_the_letter() -> None:
+def test_answers_are_normalised_unless_all_annotators_agree_exactly() -> None:
     assert soft_accuracy("the 2", ["two"] * 9 + ["2"]) == 1.0
     assert soft_accuracy("2", ["two"] * 10) == 0.0
     assert soft_accuracy("two", ["two"] * 10) == 1.0
@@ -131,7 +131,7 @@ def test_the_vocabulary_holds_the_most_frequent_answers() -> None:
         frequent_answers(agreed, least=99)
 
 
-def test_what_can_be_had_without_looking() -> None:
+def test_blind_baselines() -> None:
     asked = shapes_questions("val", 60, 32)
     blind = language_baselines(asked.questions)
     words = {normalise_answer(answer) for question in asked.questions for answer in question.answers}
@@ -142,7 +142,7 @@ def test_what_can_be_had_without_looking() -> None:
     assert best_constant([["a", "b", "b"]])[0] == "b"
 
 
-def test_the_written_layout_reads_as_what_it_was_written_from(vqav2: Path) -> None:
+def test_written_layout_reads_back_unchanged(vqav2: Path) -> None:
     for split, count in (("train", 24), ("val", 10)):
         read, drawn = read_vqav2(vqav2, f"{split}2014"), shapes_questions(split, count, 32)
         assert len(read.images) == count
@@ -188,7 +188,7 @@ def test_the_folders_of_the_official_tools_are_found(vqav2: Path, tmp_path: Path
         ("val2014", "lacks the COCO images of val2014"),
     ],
 )
-def test_what_is_missing_is_said_before_training(vqav2: Path, tmp_path: Path, remove: str, said: str) -> None:
+def test_missing_files_are_reported_before_training(vqav2: Path, tmp_path: Path, remove: str, said: str) -> None:
     for file in vqav2.rglob("*"):
         here = file.relative_to(vqav2)
         if file.is_file() and not str(here).startswith(remove):
@@ -220,7 +220,7 @@ def test_files_of_another_kind_are_refused(vqav2: Path, tmp_path: Path) -> None:
             read_vqav2(tmp_path, "val2014")
 
 
-def test_word_pieces_are_those_of_bert(tmp_path: Path) -> None:
+def test_word_pieces_equal_those_of_bert(tmp_path: Path) -> None:
     """The same vocabulary in BERT's own tokenizer cuts questions alike."""
     questions = [question.text for question in shapes_questions("train", 40, 32).questions]
     words = QuestionTokenizer.train(questions, size=90)
@@ -287,7 +287,7 @@ def test_a_treated_run_resumes_loads_and_answers_again(vqav2: Path, tmp_path: Pa
     assert len(rows) == 2 and all(0 < row["entropy"] <= row["entropy_bound"] for row in rows)
 
 
-def test_a_checkpoint_brings_its_words_and_answers(
+def test_checkpoint_keeps_its_tokenizer_and_answers(
     vqav2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = QuestionTokenizer.train(["is there a star", "how many are there"], size=120)
@@ -356,7 +356,7 @@ def test_other_models_and_keys_are_refused() -> None:
     assert not Path("nowhere").exists()
 
 
-def test_withheld_answers_are_not_scored_but_answered(vqav2: Path, tmp_path: Path) -> None:
+def test_withheld_answers_are_predicted_but_not_scored(vqav2: Path, tmp_path: Path) -> None:
     asked = read_vqav2(vqav2, "val2014")
     assert asked.annotated
     bare = VqaDataset([type(one)(one.number, one.image, one.text) for one in asked.questions], asked.images)

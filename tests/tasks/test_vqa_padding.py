@@ -81,7 +81,7 @@ def test_padding_is_excluded_from_the_diversification_loss(form: str) -> None:
 
 
 @pytest.mark.parametrize("tokens", ["image", "text"])
-def test_a_group_of_tokens_is_broadcast_to_itself_alone(tokens: str) -> None:
+def test_token_group_is_broadcast_only_to_itself(tokens: str) -> None:
     model, part = tiny_vilt(), singles()[1]
     vf.treat_(model, vf.ContextBroadcasting(tokens=tokens, layers=[0]))
     seen: dict[str, Tensor] = {}
@@ -170,6 +170,6 @@ def test_maps_have_their_patches_in_order() -> None:
     assert torch.equal(first, second) and first.shape == (1, 2, 20, 20)
 
 
-def test_a_model_that_reads_text_says_so() -> None:
+def test_model_that_needs_text_raises_an_error() -> None:
     with pytest.raises(vf.VitfocusError, match="reads a text with every image"):
         vf.diagnose(tiny_vilt(), torch.zeros(2, 3, 32, 32))

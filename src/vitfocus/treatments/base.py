@@ -36,7 +36,7 @@ def number_option(default: Any, least: int | float, most: float = math.inf) -> A
 
 
 def layers_option(*names: str) -> Any:
-    """A dataclass field that selects blocks: "all", "inner", one of the names, or any other value for `choose_blocks`."""
+    """A dataclass field that selects blocks: "all", "inner", one of the names, or what `choose_blocks` also takes."""
     return dataclasses.field(default="all", metadata={"layers": ("all", "inner", *names)})
 
 
