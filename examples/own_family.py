@@ -10,7 +10,7 @@ import vitfocus as vf
 from vitfocus.anatomy import Anatomy, Family, GridRule, Plan, Trunk, register
 
 
-class Look(nn.Module):
+class Attention(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
@@ -23,12 +23,12 @@ class Look(nn.Module):
 class Layer(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.first, self.look, self.second = nn.LayerNorm(width), Look(width), nn.LayerNorm(width)
-        self.think = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.norm1, self.attn, self.norm2 = nn.LayerNorm(width), Attention(width), nn.LayerNorm(width)
+        self.ffn = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.look(self.first(x))
-        return x + self.think(self.second(x))
+        x = x + self.attn(self.norm1(x))
+        return x + self.ffn(self.norm2(x))
 
 
 class MyViT(nn.Module):
@@ -42,8 +42,8 @@ class MyViT(nn.Module):
 
 
 # "<" is the input of the module at a path, ">" its output; the three places are front, mid and end of a branch.
-places = {"attention_places": ("first>", "look.out<", "look>"), "mlp_places": ("think<", "think.2<", "think>")}
-PLAN = Plan(norm="first", attention="look", mlp="think", pool="first<", **places)
+places = {"attention_places": ("norm1>", "attn.out<", "attn>"), "mlp_places": ("ffn<", "ffn.2<", "ffn>")}
+PLAN = Plan(norm="norm1", attention="attn", mlp="ffn", pool="norm1<", **places)
 
 
 def dissect(model: MyViT) -> Anatomy:
