@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from vitfocus.kernels.short_attention.op import short_attention, takes
+
 #: Queries, keys, and, where there are any, bias and normalisers, as kernels take them.
 AttentionInputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
@@ -160,11 +162,14 @@ def matched(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
 def attention_with_normalisers(
     query: Tensor, key: Tensor, value: Tensor, *, scale: float
 ) -> tuple[Tensor, Tensor] | None:
-    """softmax(scale · q kᵀ) v and log Σ exp (B, H, Q), by the kernel that torch would choose; None if it keeps none.
+    """softmax(scale · q kᵀ) v and log Σ exp (B, H, Q), by our kernel for few tokens or the one that torch would
+    choose; None if that keeps none.
 
     >>> attention_with_normalisers(*torch.zeros(3, 1, 1, 4, 8), scale=1.0) is None  # not on a CPU
     True
     """
+    if takes(query, key, value):
+        return short_attention(query, key, value, scale=scale)
     tensors = (query, key, value)
     if query.device.type != "cuda" or query.dtype not in (torch.bfloat16, torch.float16):
         return None

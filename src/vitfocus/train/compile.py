@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import MethodType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from vitfocus.anatomy import anatomy
+from vitfocus.kernels.short_attention.op import ShortAttention
 from vitfocus.recipes import Recipe
 from vitfocus.tasks import find_task
 from vitfocus.treatments.attention_diversification import reset_losses
@@ -121,10 +122,30 @@ def compile_blocks(model: nn.Module) -> int:
                 module.__dict__["keep"] = torch.tensor(1 - module.drop_prob, device=next(block.parameters()).device)
                 module.__dict__["forward"] = MethodType(_drop_paths, module)
         block.compile(dynamic=False)
+    shorten_attention(model)
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, _VERSIONS * len(blocks))
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 2 * _VERSIONS * len(blocks))
     return len(blocks)
+
+
+def shorten_attention(model: nn.Module) -> None:
+    """Let compiled attention use the kernels for few tokens where they apply, in place; observed attention does so itself.
+
+    What runs eagerly, as for a reading, is left as it is.
+    """
+    for block in anatomy(model):
+        module = block.attention
+        if module is not None and block.reader == "call" and "forward" not in module.__dict__:
+            module.__dict__["forward"] = MethodType(_attend, module)
+
+
+def _attend(module: nn.Module, *args: Any, **keywords: Any) -> Any:
+    """An attention module's own forward pass, with the kernels for few tokens if it is compiled."""
+    if not torch.compiler.is_compiling():
+        return type(module).forward(module, *args, **keywords)
+    with ShortAttention():
+        return type(module).forward(module, *args, **keywords)
 
 
 def _drop_paths(module: DropPath, tokens: Tensor) -> Tensor:

@@ -1,0 +1,1 @@
+"""Attention among at most 128 tokens."""
