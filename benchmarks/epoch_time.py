@@ -41,13 +41,15 @@ KINDS = {
 }
 
 
-def running(spec: str, batch: int, *keys: str) -> tuple[Any, Any, tempfile.TemporaryDirectory[str]]:
+def running(
+    spec: str, batch: int, *keys: str, optimiser: str = "adamw"
+) -> tuple[Any, Any, tempfile.TemporaryDirectory[str]]:
     """A trainer whose step is compiled, what its steps take their batches from, and its folder."""
     from vitfocus.train import load_recipe
     from vitfocus.train.run import assemble_run
 
     overrides = [
-        "name=adamw",
+        f"name={optimiser}",
         "source=shapes",
         f"train_length={DRAWN}",
         "val_length=100",

@@ -1,7 +1,8 @@
 """A faster training step: torch.compile for the whole model or for each block, and CUDA graphs.
 
 Compiled as a whole, a transformer of twelve blocks has the same block compiled twelve times. Block by block, the second
-block finds what the first left in the cache; what is lost is fusion across blocks.
+block finds what the first left in the cache; what is lost is fusion across blocks. What timm's ViTs do before and after
+their blocks is compiled as well, and attention among few tokens runs our kernels (kernels/short_attention).
 
 A small model's step is thousands of short kernels, and launching them one by one takes the host longer than the GPU
 needs to run them. The first steps run eagerly, so that everything is compiled and allocated; the next is captured as a
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from vitfocus.anatomy import anatomy
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 
 #: Eager steps before one is captured.
 WARM_UP = 3
+#: Whether what is before and after the blocks of timm's ViTs is compiled too, if they are compiled block by block.
+OUTSIDE = True
 
 
 def can_capture(optimiser: Optimizer) -> bool:
@@ -123,10 +127,48 @@ def compile_blocks(model: nn.Module) -> int:
                 module.__dict__["forward"] = MethodType(_drop_paths, module)
         block.compile(dynamic=False)
     shorten_attention(model)
+    if OUTSIDE:
+        compile_outside(model)
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, _VERSIONS * len(blocks))
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 2 * _VERSIONS * len(blocks))
     return len(blocks)
+
+
+def compile_outside(model: nn.Module) -> None:
+    """Compile what timm's ViTs do before and after their blocks, in place: patches, positions, last norm and head.
+
+    Eagerly, these are a dozen passes over all tokens, and a convolution of three channels.
+    """
+    from timm.models.vision_transformer import VisionTransformer
+
+    root = anatomy(model).root
+    if not isinstance(root, VisionTransformer):
+        return
+    for module in root.patch_embed.modules():
+        if isinstance(module, nn.Conv2d) and "forward" not in module.__dict__ and _cuts_squares(module):
+            module.__dict__["forward"] = MethodType(_embed_patches, module)
+    methods = ((root.patch_embed, "forward"), (root, "_pos_embed"), (root.norm, "forward"), (root, "forward_head"))
+    for owner, name in methods:
+        if name not in owner.__dict__:
+            # The method alone: hooks stay as they are.
+            owner.__dict__[name] = MethodType(torch.compile(getattr(type(owner), name), dynamic=False), owner)
+
+
+def _cuts_squares(module: nn.Conv2d) -> bool:
+    """Whether a convolution multiplies squares that do not overlap."""
+    plain = module.padding == (0, 0) and module.dilation == (1, 1) and module.groups == 1
+    return plain and module.kernel_size == module.stride and module.stride[0] == module.stride[1]
+
+
+def _embed_patches(module: nn.Conv2d, images: Tensor) -> Tensor:
+    """That convolution; compiled, as one product of all patches with the weights."""
+    side = module.stride[0]
+    if not torch.compiler.is_compiling() or images.shape[-2] % side or images.shape[-1] % side:
+        return type(module).forward(module, images)
+    patches = F.pixel_unshuffle(images, side)
+    made = F.linear(patches.flatten(2).mT, module.weight.flatten(1), module.bias)
+    return made.mT.unflatten(2, patches.shape[2:])
 
 
 def shorten_attention(model: nn.Module) -> None:
