@@ -147,7 +147,7 @@ def time_kernels() -> dict[str, dict[str, float]]:
             for name, attend in rows.items():
                 if name != "torch":
                     main, tail, number = choices[list(rows).index(name) - 1]
-                    op.tiles = lambda _, pair=(main, tail): pair  # type: ignore[assignment,misc]
+                    op.tiles = lambda *_, pair=(main, tail): pair  # type: ignore[assignment,misc]
                     op.WARPS = {"forward": (number, number), "backward": (number, number)}
                 label = f"N={count}, {heads} heads, {name}"
                 try:

@@ -171,6 +171,14 @@ def context(dtype: torch.dtype) -> None:
         fused.share_mean(tokens, torch.zeros(64), 1.0, dtype)
 
 
+def short_attention(dtype: torch.dtype, count: int, width: int = 64) -> None:
+    from vitfocus.kernels.short_attention import op
+
+    packed = torch.randn(2, count, 3, 3, width, dtype=dtype).permute(2, 0, 3, 1, 4)
+    out, lse = op.launch_forward(*packed, 0.125)
+    op.launch_backward(*packed, out, lse, torch.empty_like(packed), 0.125)
+
+
 def statistics(dtype: torch.dtype, biased: bool, size: tuple[int, int] | None = None, count: int = 70) -> None:
     from vitfocus.kernels.statistics import triton as statistics_kernels
 
@@ -195,6 +203,7 @@ CASES: dict[str, tuple[Callable[..., None], tuple[Any, ...], set[str]]] = {
         {"gather_taps", "scatter_taps", "mixing_weights", "mix_forward", "mix_backward", "score_backward"},
     ),
     "context": (context, (SINGLE,), {"share_mean_kernel", "block_sums"}),
+    "attention among few tokens": (short_attention, (HALF, 65), {"attend_forward", "attend_backward"}),
     "statistics": (statistics, (HALF, False), {"dense_pass", "unit_pass", "conclude_pass", "pair_pass"}),
     "statistics, with a bias": (statistics, (SINGLE, True), {"dense_pass", "unit_pass", "pair_pass"}),
 }
@@ -228,6 +237,8 @@ WRITTEN = {
     "pooling.mixing_weights": {"weights"},
     "pooling.scatter_taps": {"spread"},
     "pooling.score_backward": {"hidden_gradient", "weight_gradient"},
+    "short_attention.attend_backward": {"out"},
+    "short_attention.attend_forward": {"lse", "out"},
 }
 
 

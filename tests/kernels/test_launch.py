@@ -59,6 +59,7 @@ def launch_all(images: int, device: str) -> None:
     from vitfocus.kernels.diversity import op as diversity_op
     from vitfocus.kernels.diversity.chunked import LossOptions
     from vitfocus.kernels.pooling import triton as pooling
+    from vitfocus.kernels.short_attention import op as short
     from vitfocus.kernels.statistics import triton as statistics_kernels
 
     half: dict[str, Any] = {"dtype": torch.float16, "device": device}
@@ -79,6 +80,8 @@ def launch_all(images: int, device: str) -> None:
         with patch.multiple(diversity_op, JOINT_KEYS=keys, BUSY=busy):
             arguments = (query, query, bias, None, place, tuple(saved), True)
             diversity_op.launch_backward(torch.ones((), device=device), *arguments)
+    out, lse = short.launch_forward(query, query, query, 1.0)
+    short.launch_backward(query, query, query, out, lse, torch.empty(3, images, 2, 4, 16, **half), 1.0)
     statistics_kernels.statistics((query, query, None, None), 1.0, [], 2.0, 1)
     statistics_kernels.pair_products((query, query, None, None), (query, query, None, None), 1.0)
 
@@ -97,7 +100,7 @@ KERNELS = {
         "query_gradient",
     ),
     *("key_gradient", "joint_gradient", "bias_gradient", "unit_pass"),
-    *("dense_pass", "conclude_pass", "pair_pass"),
+    *("dense_pass", "conclude_pass", "pair_pass", "attend_forward", "attend_backward"),
 }
 
 

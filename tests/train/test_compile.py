@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.compiled_blocks import count_compilations, train_tiny
+from helpers.compiled_blocks import compile_with_short_attention, count_compilations, train_tiny
 from helpers.processes import start
 from helpers.train_tools import rows
 
 import vitfocus as vf
+from vitfocus.kernels.backends import has_triton
 from vitfocus.train.compile import compile_blocks
 
 #: Compiled once, whatever the blocks: the patches' embedding, their positions, the last norm and the head.
@@ -61,3 +62,20 @@ def test_a_run_compiled_by_blocks_goes_as_an_uncompiled_one(tmp_path: Path) -> N
     models = [vf.load(tmp_path / how / "model").state_dict() for how in ("no", "blocks")]
     for name, value in models[0].items():
         torch.testing.assert_close(models[1][name], value, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.skipif(not has_triton(), reason="needs Triton")
+@pytest.mark.parametrize(
+    ("treatment", "stacked"),
+    [("", 0), ("+gate+registers", 0), ("+qknorm", 1), ("+adl(layers=all,threshold=0.5)", 1)],
+    ids=["plain", "gate", "qknorm", "adl"],
+)
+def test_compiled_attention_of_few_tokens_runs_our_kernels(treatment: str, stacked: int) -> None:
+    """Its gradient is not copied where attention gets what the projection made, and results are those of torch's."""
+    spec = f"deit_tiny_patch16_224{treatment}"
+    ours, torchs = (start(compile_with_short_attention, spec, tokens) for tokens in (128, 0))
+    mine, theirs = ours.results(), torchs.results()
+    assert mine["launched"] == ["attend_forward"] * 2 + ["attend_backward"] * 2 and not theirs["launched"]
+    assert not mine["graph_breaks"] and mine["frames"] == theirs["frames"]
+    assert theirs["copies"] - mine["copies"] == 1 - stacked
+    assert mine["error"] < 0.02 and theirs["error"] < 0.02

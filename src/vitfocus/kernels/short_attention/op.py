@@ -30,7 +30,7 @@ from vitfocus.kernels.shared_memory import LEAST, available, padded
 MOST_TOKENS = 128
 #: The most channels of a head.
 MOST_CHANNELS = 128
-#: Warps of a program up to 96 tokens and beyond, forward and backward.
+#: Warps of a program up to 80 tokens and beyond, forward and backward.
 WARPS = {"forward": (4, 8), "backward": (4, 8)}
 
 
@@ -54,20 +54,24 @@ def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
     half = query.dtype in (torch.bfloat16, torch.float16)
     if not alike or batch * heads == 0 or width % 8 or not LEAST <= width <= MOST_CHANNELS:
         return False
-    return interpreting() or (half and shared_bytes(count, width) <= available(query.device))
+    return interpreting() or (half and shared_bytes(count, width) <= available(query.device) and _measured(query.device))
 
 
-def tiles(count: int) -> tuple[int, int]:
+@torch.compiler.assume_constant_result
+def _measured(device: torch.device) -> bool:
+    """Whether this is a GPU of compute capability 9.0, where the kernels were compared with torch's."""
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def tiles(count: int, width: int) -> tuple[int, int]:
     """The lengths of the first tile and, if there is one, of the second, both powers of two.
 
-    >>> [tiles(count) for count in (1, 17, 50, 65, 81, 97)]
-    [(16, 0), (32, 0), (64, 0), (64, 16), (64, 32), (128, 0)]
+    Two tiles of a wide head would need more registers than there are.
+
+    >>> [tiles(count, 64) for count in (1, 50, 65, 81)], tiles(65, 128)
+    ([(16, 0), (64, 0), (64, 16), (128, 0)], (128, 0))
     """
-    main = padded(count)
-    for tail in (16, 32):
-        if count <= main // 2 + tail < main:
-            return main // 2, tail
-    return main, 0
+    return (64, 16) if 64 < count <= 80 and width <= 64 else (padded(count), 0)
 
 
 def shared_bytes(count: int, width: int) -> int:
@@ -76,7 +80,7 @@ def shared_bytes(count: int, width: int) -> int:
     >>> shared_bytes(65, 64) >= 47104
     True
     """
-    tokens = sum(tiles(count))
+    tokens = sum(tiles(count, width))
     return 2 * tokens * (4 * padded(width) + 2 * tokens)
 
 
@@ -175,7 +179,7 @@ def _strides(*tensors: Tensor) -> list[int]:
 
 
 def _sizes(which: str, count: int, width: int) -> dict[str, int]:
-    main, tail = tiles(count)
+    main, tail = tiles(count, width)
     warps = WARPS[which][main > 64]
     return {"N": count, "D": width, "DP": padded(width), "MAIN": main, "TAIL": tail, "num_warps": warps}
 
