@@ -5,8 +5,8 @@
 
 First the kernels are compared with float64. Then they and torch's attention are timed as CUDA graphs, forward and
 backward, from the projection's output to its gradient. Last come the recorded steps of ViT-S/4 and ViT-Ti/4 on 32 px as
-the cifar100 recipe runs them (Muon, batch 512), with each change on and off, in turns. Every case gets ready in a process
-of its own. Results go to benchmarks/results/short-attention-cuda.json, part by part.
+the cifar100 recipe runs them (Muon, batch 512), with each change on and off, in turns. Every case gets ready in a
+process of its own. Results go to benchmarks/results/short-attention-cuda.json, part by part.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import argparse
 import json
 import os
 import threading
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,18 +46,33 @@ ALLOWED = {torch.bfloat16: (6e-3, 1.2e-2), torch.float16: (1e-3, 2e-3)}
 TILES = {65: [(64, 16, 4), (64, 16, 8), (128, 0, 4), (128, 0, 8)], 50: [(64, 0, 4), (64, 0, 8)]}
 HEADS, BATCH, SETS = (6, 3), 512, 4
 SMALL, TINY = "deit_small_patch16_224", "deit_tiny_patch16_224"
-#: Model, batch, optimiser, the most tokens for our attention, whether the rest is compiled, whether kernels are tuned.
-STEPS: dict[str, tuple[str, int, str, int, bool, bool]] = {
-    "ViT-S/4, as before": (SMALL, 512, "muon", 0, False, False),
-    "ViT-S/4, attention": (SMALL, 512, "muon", 128, False, False),
-    "ViT-S/4, attention and outside": (SMALL, 512, "muon", 128, True, False),
-    "ViT-Ti/4, as before": (TINY, 512, "muon", 0, False, False),
-    "ViT-Ti/4, attention and outside": (TINY, 512, "muon", 128, True, False),
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step: which model, and which of the changes are on."""
+
+    spec: str = SMALL
+    batch: int = 512
+    optimiser: str = "muon"
+    tokens: int = 128  # the most for our attention
+    outside: bool = True
+    tuned: bool = False  # by the compiler, kernel by kernel
+    compiled: str = "blocks"
+
+
+STEPS = {
+    "ViT-S/4, as before": Case(tokens=0, outside=False),
+    "ViT-S/4, attention": Case(outside=False),
+    "ViT-S/4, attention and outside": Case(),
+    "ViT-Ti/4, as before": Case(TINY, tokens=0, outside=False),
+    "ViT-Ti/4, attention and outside": Case(TINY),
 }
-MORE: dict[str, tuple[str, int, str, int, bool, bool]] = {
-    "ViT-S/4, all, tuned": (SMALL, 512, "muon", 128, True, True),
-    "ViT-S/4, AdamW, batch 1024, all": (SMALL, 1024, "adamw", 128, True, False),
-    "ViT-Ti/4, AdamW, batch 1024, all": (TINY, 1024, "adamw", 128, True, False),
+MORE = {
+    "ViT-S/4, both, AdamW, batch 1024": Case(batch=1024, optimiser="adamw"),
+    "ViT-Ti/4, both, AdamW, batch 1024": Case(TINY, batch=1024, optimiser="adamw"),
+    "ViT-S/4, both, tuned": Case(tuned=True),
+    "ViT-S/4, attention, compiled as a whole": Case(compiled="yes"),
 }
 #: Asks for a profile of the step instead of its time.
 PROFILE = -1
@@ -162,19 +179,19 @@ def time_kernels() -> dict[str, dict[str, float]]:
     return found
 
 
-def prepare(
-    spec: str, batch: int, optimiser: str, tokens: int, outside: bool, tuned: bool, profile_to: str
-) -> tuple[Any, Callable[[int], float]]:
+def prepare(case: Case, profile_to: str) -> tuple[Any, Callable[[int], float]]:
     """A run whose step is compiled and recorded, with these changes, and how to time or profile it."""
+    from torch._inductor import config as inductor
     from torch.profiler import ProfilerActivity, profile
 
     from vitfocus.train import compile as compiling
     from vitfocus.treatments.cost import seconds_per_call
 
-    op.MOST_TOKENS, compiling.OUTSIDE = tokens, outside
-    if tuned:
-        torch._inductor.config.coordinate_descent_tuning = True
-    trainer, batches, folder = running(spec, batch, "compile=blocks", optimiser=optimiser)
+    op.MOST_TOKENS, compiling.OUTSIDE = case.tokens, case.outside
+    inductor.coordinate_descent_tuning = case.tuned
+    began = time.perf_counter()
+    trainer, batches, folder = running(case.spec, case.batch, f"compile={case.compiled}", optimiser=case.optimiser)
+    ready = time.perf_counter() - began
 
     def step() -> None:
         trainer.train_step(batches)
@@ -198,7 +215,7 @@ def prepare(
         return 0.0
 
     loss = float(trainer._loss_sums.sum()) / max(1, trainer.record.window_steps)
-    return {"mean loss of the first steps": loss}, seconds
+    return {"mean_loss_of_first_steps": loss, "seconds_until_ready": ready}, seconds
 
 
 def main() -> None:
@@ -225,7 +242,7 @@ def main() -> None:
     cases = {} if args.kernels_only else STEPS | (MORE if args.more else {})
     started: list[Turns] = []
     starting = threading.Thread(
-        target=lambda: started.append(Turns(prepare, {name: (*case, str(profile_to)) for name, case in cases.items()}))
+        target=lambda: started.append(Turns(prepare, {name: (case, str(profile_to)) for name, case in cases.items()}))
     )
     starting.start()  # while they compile, nothing is timed
     errors = {}
@@ -245,15 +262,15 @@ def main() -> None:
     best: dict[str, float] = {}
     for _ in range(args.rounds):
         for name in turns.said:
-            taken = turns.seconds(name, 15_000 // cases[name][1]) * 1e3
+            taken = turns.seconds(name, 15_000 // cases[name].batch) * 1e3
             best[name] = min(best.get(name, float("inf")), taken)
     steps = {
-        name: {"ms_a_step": ms, "seconds_an_epoch": ms / 1e3 * IMAGES / cases[name][1], **turns.said[name]}
+        name: {"ms_a_step": ms, "seconds_an_epoch": ms / 1e3 * IMAGES / cases[name].batch, **turns.said[name]}
         for name, ms in best.items()
     }
     keep("steps", steps)
     for name in turns.said:
-        if cases[name][1:3] == (512, "muon"):
+        if cases[name].batch == 512:
             turns.seconds(name, PROFILE)
             keep(f"profile of {name}", json.loads(profile_to.read_text()))
             profile_to.unlink()

@@ -202,6 +202,8 @@ def check_short_attention(
     compare("normalisers", lse, logits.logsumexp(-1), 1e-4 if dtype != torch.float32 else 1e-6)
     # Where the true gradient is 0, as for one token, only rounding is left of it.
     size = 1e-7 if dtype == torch.float32 else 1e-3
-    for name, mine, other, theirs in zip("qkv", slopes, torch.autograd.grad(same, parts, gradient), wanted, strict=True):
+    for name, mine, other, theirs in zip(
+        "qkv", slopes, torch.autograd.grad(same, parts, gradient), wanted, strict=True
+    ):
         assert torch.equal(mine, other), "the same kernel wherever the numbers lie"
         compare(f"the gradient of {name}", mine, theirs, near_gradient, at_least=size * float(gradient.double().norm()))

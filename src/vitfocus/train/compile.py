@@ -172,9 +172,10 @@ def _embed_patches(module: nn.Conv2d, images: Tensor) -> Tensor:
 
 
 def shorten_attention(model: nn.Module) -> None:
-    """Let compiled attention use the kernels for few tokens where they apply, in place; observed attention does so itself.
+    """Let compiled attention use the kernels for few tokens where they apply, in place.
 
-    What runs eagerly, as for a reading, is left as it is.
+    Attention that is observed, as for the diversification loss, uses them by itself. What runs eagerly, as for a
+    reading, is left as it is.
     """
     for block in anatomy(model):
         module = block.attention

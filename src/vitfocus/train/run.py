@@ -28,7 +28,7 @@ from vitfocus.recipes import KEYS, Recipe, value_of
 from vitfocus.tasks import find_task
 from vitfocus.tasks.base import RunContext, Task
 from vitfocus.train.checkpoint import Checkpoint, Checkpoints, model_tensors, read_checkpoint, replace_folder
-from vitfocus.train.compile import compile_blocks, compile_mode
+from vitfocus.train.compile import compile_blocks, compile_mode, shorten_attention
 from vitfocus.train.log import ExperimentTracker, Metrics, TrainingResults, require_tracker
 from vitfocus.train.optimiser import TrainingSchedule, create_optimiser, freeze_parameters, trained_batch_norms
 from vitfocus.train.recipe import build_recipe, difference, load_recipe, refuse_unused_keys
@@ -225,6 +225,8 @@ def _assemble(
     optimiser = create_optimiser(model, recipe.optimiser, device, heads)
     if compiled == "blocks":
         compile_blocks(model)
+    elif compiled is not None:
+        shorten_attention(model)
     prepared, prepared_optimiser = accelerator.prepare(model, optimiser)
     partition = BatchPartition(
         data.batch, accelerator.process_index, accelerator.num_processes, recipe.engine.accumulate

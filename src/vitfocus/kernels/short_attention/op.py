@@ -54,7 +54,9 @@ def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
     half = query.dtype in (torch.bfloat16, torch.float16)
     if not alike or batch * heads == 0 or width % 8 or not LEAST <= width <= MOST_CHANNELS:
         return False
-    return interpreting() or (half and shared_bytes(count, width) <= available(query.device) and _measured(query.device))
+    return interpreting() or (
+        half and shared_bytes(count, width) <= available(query.device) and _measured(query.device)
+    )
 
 
 @torch.compiler.assume_constant_result
