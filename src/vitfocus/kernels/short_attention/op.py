@@ -136,7 +136,7 @@ class _Packed(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None]:
         packed, lse = ctx.saved_tensors
         if wants_second_derivative():
-            return differentiable_gradients(lambda one: _plain(*one, scale=ctx.scale), (packed,), gradient)[0], None
+            return differentiable_gradients(partial(_plain_packed, scale=ctx.scale), (packed,), gradient)[0], None
         made = torch.empty_like(packed)
         launch_backward(packed[0], packed[1], packed[2], gradient, lse, made, ctx.scale)
         return made, None
@@ -145,6 +145,10 @@ class _Packed(torch.autograd.Function):
 def _plain(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """The same in plain torch, (B, N, H, D)."""
     return ((query @ key.mT * scale).softmax(dim=-1) @ value).transpose(1, 2)
+
+
+def _plain_packed(packed: Tensor, scale: float) -> Tensor:
+    return _plain(packed[0], packed[1], packed[2], scale)
 
 
 @on_device_of_first
