@@ -33,7 +33,7 @@ RESULTS = Path(__file__).parent / "results" / "epoch-time-cuda.json"
 #: What a kernel's name shows it to be; the first that fits.
 KINDS = {
     "matrix products": ("nvjet", "gemm", "splitKreduce", "cutlass"),
-    "attention": ("sdpa", "flash", "fmha", "cudnn::fusion"),
+    "attention": ("sdpa", "flash", "fmha", "cudnn::fusion", "attend_"),
     "optimiser, clipping": ("multi_tensor_apply", "fused_adam"),
     "activations, normalisation, residuals, augmentation (compiled)": ("triton_",),
     "filling and copying": ("Memset", "Memcpy"),

@@ -56,6 +56,7 @@ class Compiler:
         self.shared = SHARED[capability]
         self.compiled: list[str] = []
         self.known: set[str] = set()
+        self.cubins: dict[str, bytes] = {}
 
     def run(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
         import triton
@@ -81,6 +82,7 @@ class Compiler:
             options |= {"enable_fp_fusion": True}  # the default, which some versions warn of
             made = triton.compile(source, target=GPUTarget("cuda", self.capability, 32), options=options)
             assert made.asm["cubin"]
+            self.cubins[kernel.fn.__name__] = made.asm["cubin"]
             wide = {line.split()[0] for line in made.asm["ptx"].splitlines() if ".f64" in line.partition("//")[0]}
             assert wide <= {".param", "ld.param.b64", "cvt.rn.f32.f64"}, (
                 f"{kernel.fn.__name__} computes in float64: {wide}"
@@ -380,3 +382,35 @@ def test_pooling_fits_into_shared_memory(
 ) -> None:
     pooling(dtype, branches, channels)
     assert max(taken.values()) <= compiler.shared, taken
+
+
+@pytest.mark.parametrize("compiler", [90], indirect=True, ids=["sm90"])
+@pytest.mark.parametrize("count", [50, 65])
+def test_short_attention_stays_in_registers(count: int, compiler: Compiler, tmp_path: Any) -> None:
+    import subprocess
+    from pathlib import Path
+
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    if not tool.is_file():
+        pytest.skip("this version of Triton has no cuobjdump")
+    short_attention(HALF, count)
+    for name, content in compiler.cubins.items():
+        (tmp_path / name).write_bytes(content)
+        said = subprocess.run([tool, "-res-usage", tmp_path / name], capture_output=True, text=True, check=True).stdout
+        assert "STACK:0" in said, said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", [80, 89, 90], indirect=True, ids=["sm80", "sm89", "sm90"])
+@pytest.mark.parametrize("width", [16, 24, 64, 80, 128])
+@pytest.mark.parametrize("count", [7, 50, 65, 81, 128])
+def test_short_attention_takes_no_more_shared_memory_than_estimated(
+    count: int, width: int, compiler: Compiler, taken: dict[str, int]
+) -> None:
+    from vitfocus.kernels.short_attention.op import shared_bytes
+
+    short_attention(HALF, count, width)
+    assert set(taken) == {"attend_forward", "attend_backward"}
+    assert max(taken.values()) <= shared_bytes(count, width), taken

@@ -64,6 +64,14 @@ def test_a_run_compiled_by_blocks_goes_as_an_uncompiled_one(tmp_path: Path) -> N
         torch.testing.assert_close(models[1][name], value, rtol=1e-2, atol=1e-3)
 
 
+def test_a_compiled_model_can_be_read_as_before() -> None:
+    model = vf.create_model("deit_tiny_patch16_224", img_size=16, patch_size=4, embed_dim=24, depth=2, num_heads=2)
+    images = torch.rand(4, 3, 16, 16)
+    before = vf.diagnose(model, images).to_dict()
+    compile_blocks(model)
+    assert vf.diagnose(model, images).to_dict() == before
+
+
 @pytest.mark.skipif(not has_triton(), reason="needs Triton")
 @pytest.mark.parametrize(
     ("treatment", "stacked"),
