@@ -46,6 +46,7 @@ ALLOWED = {torch.bfloat16: (6e-3, 1.2e-2), torch.float16: (1e-3, 2e-3)}
 TILES = {65: [(64, 16, 4), (64, 16, 8), (128, 0, 4), (128, 0, 8)], 50: [(64, 0, 4), (64, 0, 8)]}
 HEADS, BATCH, SETS = (6, 3), 512, 4
 SMALL, TINY = "deit_small_patch16_224", "deit_tiny_patch16_224"
+TREATED = f"{SMALL}+tap(branches=4)+adl"
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,8 @@ STEPS = {
     "ViT-S/4, attention and outside": Case(),
     "ViT-Ti/4, as before": Case(TINY, tokens=0, outside=False),
     "ViT-Ti/4, attention and outside": Case(TINY),
+    "ViT-S/4 + tap + adl, as before": Case(TREATED, tokens=0, outside=False),
+    "ViT-S/4 + tap + adl, both": Case(TREATED),
 }
 MORE = {
     "ViT-S/4, both, AdamW, batch 1024": Case(batch=1024, optimiser="adamw"),
