@@ -213,7 +213,7 @@ def prepare(case: Case, profile_to: str) -> tuple[Any, Callable[[int], float]]:
                 kind = next(kind for kind, marks in KINDS.items() if any(mark in event.key for mark in marks))
                 kinds[kind] += spent / 1e3
                 kernels[event.key[:110]] = {"us": round(spent, 1), "launches": event.count / 4}
-        kernels = dict(sorted(kernels.items(), key=lambda item: -item[1]["us"]))
+        kernels = dict(sorted(kernels.items(), key=lambda item: -item[1]["us"])[:60])
         Path(profile_to).write_text(json.dumps({"ms_by_kind": kinds, "kernels": kernels}))
         return 0.0
 
