@@ -19,12 +19,19 @@ def single(number):
 
 
 @triton.jit
-def load_rows(pointer, batch, head, rows, ok, strides, D: tl.constexpr, DP: tl.constexpr):
-    """Rows (T,) of one head of a (B, H, N, D) tensor with these strides: (T, DP), padded with zeros."""
+def load_rows(pointer, batch, head, rows, strides, D: tl.constexpr, DP: tl.constexpr):
+    """Rows (T,) of one head of a (B, H, N, D) tensor with these strides: (T, DP), channels padded with zeros.
+
+    All rows must exist: callers repeat the last one beyond the end, because a mask for each row would take more
+    instructions than the product that follows. Attention to a repeated key is a number between 0 and 1 at least.
+    """
     channels = tl.arange(0, DP)
     start = pointer + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
     where = rows[:, None].to(tl.int64) * strides[2] + channels[None, :] * strides[3]
-    return tl.load(start + where, mask=ok[:, None] & (channels < D)[None, :], other=0.0)
+    if D == DP:
+        return tl.load(start + where)
+    else:
+        return tl.load(start + where, mask=(channels < D)[None, :], other=0.0)
 
 
 @triton.jit
@@ -37,25 +44,24 @@ def store_rows(pointer, values, batch, head, rows, ok, strides, D: tl.constexpr,
 
 
 @triton.jit
-def logits(query, key, scale, bias, batch, head, rows, row_ok, cols, col_ok, strides, HAS_BIAS: tl.constexpr):
-    """Attention logits of a tile in units of log 2: (T, D) and (S, D) to (T, S). Padded keys give 0, not -inf."""
+def logits(query, key, scale, bias, batch, head, rows, cols, strides, HAS_BIAS: tl.constexpr):
+    """Attention logits of a tile in units of log 2: (T, D) and (S, D) to (T, S), for rows and columns that exist."""
     scores = tl.dot(query, tl.trans(key), input_precision="tf32x3") * (scale * 1.4426950408889634)
     if HAS_BIAS:
         start = bias + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
         where = rows[:, None].to(tl.int64) * strides[2] + cols[None, :].to(tl.int64) * strides[3]
-        added = tl.load(start + where, mask=row_ok[:, None] & col_ok[None, :], other=0.0)
-        scores += added.to(tl.float32) * 1.4426950408889634
+        scores += tl.load(start + where).to(tl.float32) * 1.4426950408889634
     return scores
 
 
 @triton.jit
 def load_heads(
-    pointer, batch, head, rows, ok, strides, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr
+    pointer, batch, head, rows, strides, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr
 ):  # fmt: skip
     """`load_rows` of G heads, a tuple."""
     loaded = ()
     for h in tl.static_range(G):
-        loaded = loaded + (load_rows(pointer, batch, head + h, rows, ok, strides, D, DP),)
+        loaded = loaded + (load_rows(pointer, batch, head + h, rows, strides, D, DP),)
     return loaded
 
 
@@ -95,16 +101,16 @@ def log_sum_exp(
     scale = single(scale)
     pair, block = tl.program_id(0), tl.program_id(1)
     batch, head = pair // heads, pair % heads
-    rows = block * BM + tl.arange(0, BM)
-    row_ok = rows < queries
-    query = load_rows(q, batch, head, rows, row_ok, (qb, qh, qn, 1), D, DP)
+    row_ok = block * BM + tl.arange(0, BM) < queries
+    rows = tl.minimum(block * BM + tl.arange(0, BM), queries - 1)
+    query = load_rows(q, batch, head, rows, (qb, qh, qn, 1), D, DP)
     most = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     for start in range(0, keys, BN):
-        cols = start + tl.arange(0, BN)
-        col_ok = cols < keys
-        key = load_rows(k, batch, head, cols, col_ok, (kb, kh, kn, 1), D, DP)
-        scores = logits(query, key, scale, bias, batch, head, rows, row_ok, cols, col_ok, (bb, bh, bq, bk), HAS_BIAS)
+        col_ok = start + tl.arange(0, BN) < keys
+        cols = tl.minimum(start + tl.arange(0, BN), keys - 1)
+        key = load_rows(k, batch, head, cols, (kb, kh, kn, 1), D, DP)
+        scores = logits(query, key, scale, bias, batch, head, rows, cols, (bb, bh, bq, bk), HAS_BIAS)
         scores = tl.where(col_ok[None, :], scores, float("-inf"))
         now = tl.maximum(most, tl.max(scores, 1))
         safe = tl.where(now == float("-inf"), 0.0, now)
