@@ -11,6 +11,9 @@ from torch import Tensor
 
 from vitfocus.kernels.shared_memory import available, padded, row_tiles
 
+#: Vectors by row are padded to multiples of this, the longest block, so that no mask is needed.
+REACH = 128
+
 
 @triton.jit
 def single(number):
@@ -55,35 +58,6 @@ def logits(query, key, scale, bias, batch, head, rows, cols, strides, HAS_BIAS: 
 
 
 @triton.jit
-def load_heads(
-    pointer, batch, head, rows, strides, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr
-):  # fmt: skip
-    """`load_rows` of G heads, a tuple."""
-    loaded = ()
-    for h in tl.static_range(G):
-        loaded = loaded + (load_rows(pointer, batch, head + h, rows, strides, D, DP),)
-    return loaded
-
-
-@triton.jit
-def load_vectors(pointer, first, length, places, ok, G: tl.constexpr):
-    """The same places of G vectors of that length that lie one after the other, a tuple."""
-    loaded = ()
-    for h in tl.static_range(G):
-        loaded = loaded + (tl.load(pointer + (first + h).to(tl.int64) * length + places, mask=ok, other=0.0),)
-    return loaded
-
-
-@triton.jit
-def zeros(G: tl.constexpr, shape: tl.constexpr):
-    """G tensors of zeros, a tuple."""
-    made = ()
-    for _ in tl.static_range(G):
-        made = made + (tl.zeros(shape, tl.float32),)
-    return made
-
-
-@triton.jit
 def by_row(vector, TURNED: tl.constexpr):
     """A number for each row of a tile, spread over its columns."""
     if TURNED:
@@ -120,6 +94,23 @@ def log_sum_exp(
     tl.store(out + pair.to(tl.int64) * queries + rows, result, mask=row_ok)
 
 
+@triton.jit
+def lower_kernel(lse, rows, norms, lift, queries, row_count, first, reach, BLOCK: tl.constexpr, HAS_ROWS: tl.constexpr):
+    """Normalisers (B, H, Q) to those of the compared rows, (B, H, reach), in units of log 2, less log2 K.
+
+    Logits less these are log2 of K times attention, which is 0 beyond the last row.
+    """
+    lift = single(lift)
+    blocks = tl.cdiv(reach, BLOCK)
+    pair, number = (tl.program_id(0) // blocks).to(tl.int64), (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    ok = number < row_count
+    place = number + first
+    if HAS_ROWS:
+        place = tl.load(rows + number, mask=ok, other=0).to(tl.int32)
+    norm = tl.load(lse + pair * queries + place, mask=ok, other=0.0) * 1.4426950408889634 - lift
+    tl.store(norms + pair * reach + number, tl.where(ok, norm, 1e30), mask=number < reach)
+
+
 def normalisers(query: Tensor, key: Tensor, bias: Tensor | None, scale: float) -> Tensor:
     """log Σ exp of every row's logits, (B, H, Q)."""
     batch, heads, queries, width = query.shape
@@ -131,6 +122,24 @@ def normalisers(query: Tensor, key: Tensor, bias: Tensor | None, scale: float) -
         num_warps=4, num_stages=stages,
     )  # fmt: skip
     return out
+
+
+def lower_norms(
+    lse: Tensor, rows: Tensor | None = None, count: int | None = None, first: int = 0, lift: float = 0.0
+) -> Tensor:
+    """Normalisers (B, H, Q) of rows, or of `count` from `first` on, as the kernels take them: (B, H, reach), padded.
+
+    In units of log 2, less `lift`; logits less these are a logarithm of attention, which is 0 beyond the last row.
+    """
+    batch, heads, queries = lse.shape
+    count = queries if count is None else count
+    reach = -(-count // REACH) * REACH
+    made, block = torch.empty(batch, heads, reach, dtype=torch.float32, device=lse.device), min(1024, reach)
+    lower_kernel[(batch * heads * -(-reach // block),)](
+        lse, lse if rows is None else rows.contiguous(), made, lift, queries, count, first, reach, BLOCK=block,
+        HAS_ROWS=rows is not None, num_warps=4 if block > 256 else 1,
+    )  # fmt: skip
+    return made
 
 
 def strides(query: Tensor, key: Tensor, bias: Tensor | None) -> tuple[int, ...]:

@@ -134,13 +134,12 @@ def launch_forward(
     by row are left to the backward pass, which computes the chunks again.
     """
     from vitfocus.kernels.diversity import triton as kernels
-    from vitfocus.kernels.tiles import normalisers
+    from vitfocus.kernels.tiles import lower_norms, normalisers
 
     launch = _Launch(query, key, bias, rows, options)
     maps, count, span, reach, empty = launch.maps, launch.count, launch.span, launch.reach, launch.empty
-    inputs = launch.inputs(
-        launch.norms(normalisers(query, key, bias, options.scale) if lse is None else lse.contiguous())
-    )
+    lse = normalisers(query, key, bias, options.scale) if lse is None else lse.contiguous()
+    inputs = launch.inputs(lower_norms(lse, rows, launch.count, launch.first, math.log2(launch.keys)))
     blocks, chunks, columns = launch.blocks, launch.chunks(), launch.settings("columns")
     at_once = len(chunks) == 1
     sums, squares = empty(maps, blocks, span), empty(launch.parts, maps, reach)
@@ -273,7 +272,7 @@ class _Launch:
     def __init__(
         self, query: Tensor, key: Tensor, bias: Tensor | None, rows: Tensor | None, options: LossOptions
     ) -> None:
-        from vitfocus.kernels.tiles import strides
+        from vitfocus.kernels.tiles import REACH, strides
 
         self.batch, self.heads, self.queries, self.width = query.shape
         self.query, self.key, self.bias, self.rows = query, key, bias, rows
@@ -286,24 +285,13 @@ class _Launch:
         self.stride = _ceil_div(self.keys, 16) * 16
         self.paper, self.item, self.space = options.paper, query.element_size(), available(query.device)
         # Vectors by row and by column are padded, so that kernels load them without asking where they end.
-        self.first, self.reach, self.span = options.first, _ceil_div(self.count, 128) * 128, self._span()
+        self.first, self.reach, self.span = options.first, _ceil_div(self.count, REACH) * REACH, self._span()
         sizes = (self.heads, self.group, self.keys, self.count, options.first)
         spaces = (self.stride, self.span, self.reach)
         self.numbers = (options.scale, self.bound, *sizes, *strides(query, key, bias), *spaces)
 
     def _span(self) -> int:
         return _ceil_div(self.keys, 128) * 128 if self.keys > JOINT_KEYS else max(128, power_of_two(self.keys))
-
-    def norms(self, lse: Tensor) -> Tensor:
-        """The normalisers as the kernels take them: those of the compared rows, padded."""
-        from vitfocus.kernels.diversity import triton as kernels
-
-        made, block = self.empty(self.batch, self.heads, self.reach), min(1024, self.reach)
-        kernels.lower_norms[(self.batch * self.heads * _ceil_div(self.reach, block),)](
-            lse, self.rows.contiguous() if self.rows is not None else lse, made, math.log2(self.keys), self.queries, self.count,
-            self.first, self.reach, BLOCK=block, HAS_ROWS=self.rows is not None, num_warps=4 if block > 256 else 1,
-        )  # fmt: skip
-        return made
 
     def inputs(self, norms: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys, normalisers, bias and rows; queries stand in for what there is none of."""

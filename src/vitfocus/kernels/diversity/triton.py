@@ -35,23 +35,6 @@ def _program(blocks, heads, group):
 
 
 @triton.jit
-def lower_norms(lse, rows, norms, lift, queries, row_count, first, reach, BLOCK: tl.constexpr, HAS_ROWS: tl.constexpr):
-    """Normalisers (B, H, Q) to those of the compared rows, (B, H, reach), in units of log 2, less log2 K.
-
-    Logits less these are log2 of K times attention, which is 0 beyond the last row.
-    """
-    lift = single(lift)
-    blocks = tl.cdiv(reach, BLOCK)
-    pair, number = (tl.program_id(0) // blocks).to(tl.int64), (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
-    ok = number < row_count
-    place = number + first
-    if HAS_ROWS:
-        place = tl.load(rows + number, mask=ok, other=0).to(tl.int32)
-    norm = tl.load(lse + pair * queries + place, mask=ok, other=0.0) * 1.4426950408889634 - lift
-    tl.store(norms + pair * reach + number, tl.where(ok, norm, 1e30), mask=number < reach)
-
-
-@triton.jit
 def _above(mean, bound, PAPER: tl.constexpr):
     """What is above the threshold, the rest 0; NaN passes."""
     return tl.where(mean < bound, 0.0, mean) if PAPER else tl.where(mean <= bound, 0.0, mean)
@@ -76,7 +59,9 @@ def _rounded(mean, outside, bound, PAPER: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _mean_tile(
-    q, k, norms, bias, batch, head, rows, numbers, cols, share, scale, heads, group, reach, q_strides, k_strides, bias_strides, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, HAS_BIAS: tl.constexpr,
+    q, k, norms, bias, batch, head, rows, numbers, cols, share, scale, heads, group, reach,
+    q_strides, k_strides, bias_strides, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """The sum over heads of K times attention, a tile, times `share` of each column; 0 for rows that do not exist."""
     total = tl.zeros([BM, BN], tl.float32)
