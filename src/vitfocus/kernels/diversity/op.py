@@ -16,6 +16,7 @@ from torch import Tensor
 from vitfocus.kernels.attention import matched
 from vitfocus.kernels.backends import (
     chosen,
+    compile_together,
     differentiable_gradients,
     forced,
     on_device_of_first,
@@ -85,6 +86,9 @@ def diversity(
     if name == "chunked":
         return diversity_in_chunks(query, key, bias, rows, options)
     query, key = (one if one.stride(3) == 1 else one.contiguous() for one in (query, key))
+    if not torch.compiler.is_compiling() and type(query) is Tensor:
+        like = (query.shape, key.shape, query.dtype, bias if bias is None else bias.shape, rows is None, lse is None)
+        compile_together(query.device, (like, options), partial(_launch_all, query, key, bias, rows, lse, options))
     made: Tensor = _Diversity.apply(query, key, bias, rows, lse, *options)
     return made
 
@@ -121,6 +125,16 @@ class _Diversity(torch.autograd.Function):
             return *differentiable_gradients(whole, (query, key, bias), gradient), *(None,) * 7
         made = launch_backward(gradient, query, key, bias, rows, options, tuple(saved), ctx.wants_bias)
         return (*made, *(None,) * 7)
+
+
+def _launch_all(
+    query: Tensor, key: Tensor, bias: Tensor | None, rows: Tensor | None, lse: Tensor | None, options: LossOptions
+) -> None:
+    """Both passes, for the kernels that they launch."""
+    loss, *saved = launch_forward(query, key, bias, rows, lse, options)
+    if query.requires_grad or key.requires_grad:
+        learns = bias is not None and bias.requires_grad
+        launch_backward(loss, query, key, bias, rows, options, tuple(saved), learns)
 
 
 @on_device_of_first

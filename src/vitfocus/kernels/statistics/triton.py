@@ -321,8 +321,9 @@ def statistics(
     batch, heads, queries, width = query.shape
     keys, device = key.shape[2], query.device
     norms, given, (query_strides, key_strides, bias_strides) = _inputs(attention, scale)
-    reach, item, space = norms.shape[2], query.element_size(), available(device)
-    settings = _settings(1, width, item, queries, keys, bias is not None, space)
+    reach = norms.shape[2]
+    given_sizes = (width, query.element_size(), queries, keys, bias is not None, available(device))
+    by_row, by_column = block_settings("rows", *given_sizes), block_settings("columns", *given_sizes)
     turned = bias_strides[:2] + bias_strides[:1:-1]
     # Memory that is added to, all at once.
     zeros = torch.zeros(batch * heads * (2 * reach + keys), dtype=torch.float32, device=device)
@@ -335,14 +336,14 @@ def statistics(
     numbers = torch.empty(len(Numbers._fields), batch, heads, dtype=torch.float32, device=device)
     sizes, bound, places, last = (heads, queries, keys, reach), threshold / keys, _places(sides), _last(queries, keys)
     # Windows may be many, and only the first axis is long.
-    row_pass[batch, -(-queries // settings["BM"])](
+    row_pass[batch, -(-queries // by_row["BM"])](
         query, key, norms, given, entropies, squares, lengths, distances, scale, bound, *sizes, *places,
-        query_strides, key_strides, bias_strides, **settings, PLACED=bool(sides),
+        query_strides, key_strides, bias_strides, **by_row, PLACED=bool(sides),
     )  # fmt: skip
     head_pass[(batch * heads,)](squares, totals, queries, reach, **last)
-    column_pass[batch, -(-keys // settings["BN"])](
+    column_pass[batch, -(-keys // by_column["BN"])](
         query, key, norms, given, lengths, totals, received, units, scale, bound, *sizes, query_strides, key_strides,
-        turned, **settings,
+        turned, **by_column,
     )  # fmt: skip
     conclude_pass[batch, heads + 1](
         entropies, totals, distances, received, units, entropy, numbers, bound, *sizes, top,
@@ -360,7 +361,7 @@ def pair_products(one: AttentionInputs, two: AttentionInputs, scale: float) -> T
     other_norms, other_given, other_strides = _inputs(two, scale)
     products = torch.empty(3, batch, heads, queries, dtype=torch.float32, device=query.device)
     item, space = query.element_size(), available(query.device)
-    settings = _settings(2, width, item, queries, key.shape[2], bias is not None, space)
+    settings = block_settings("pair", width, item, queries, key.shape[2], bias is not None, space)
     pair_pass[batch * heads, -(-queries // settings["BM"])](
         query, key, norms, given, other_query, other_key, other_norms, other_given, products, scale, heads, queries,
         key.shape[2], norms.shape[2], *strides, *other_strides, **settings, OTHER_BIAS=other_bias is not None,
@@ -387,9 +388,11 @@ def _places(sides: list[int]) -> tuple[int, int, int, float, float, float, float
 
 
 @cache
-def _settings(maps: int, width: int, item: int, queries: int, keys: int, biased: bool, space: int) -> dict[str, Any]:
-    """What the kernels are compiled for: a tile of one head of so many maps at a time."""
-    rows, cols, stages = row_tiles(width, item, queries, keys, space, maps=maps)
+def block_settings(
+    kind: str, width: int, item: int, queries: int, keys: int, biased: bool, space: int
+) -> dict[str, Any]:
+    """What a pass is compiled for: "rows" or "columns" of one map, or a "pair" of maps."""
+    rows, cols, stages = row_tiles(width, item, queries, keys, space, maps=2 if kind == "pair" else 1)
     sizes: dict[str, Any] = {"D": width, "DP": padded(width), "BM": rows, "BN": cols, "HAS_BIAS": biased}
     return sizes | {"num_warps": 4, "num_stages": stages}
 
