@@ -227,16 +227,15 @@ def slope_pass(unit_sums, average, lengths, slopes, losses, blocks, keys, span, 
 
 @triton.jit
 def _map_slope(
-    a, tile, map_index, begin, end, numbers, cols, first, keys, stride, span, bound, toward, back,
-    average, slopes, ALONE: tl.constexpr, PAPER: tl.constexpr, TURNED: tl.constexpr,
+    a, tile, map_index, begin, end, numbers, cols, first, keys, stride, bound, toward, back, weight, shared,
+    ALONE: tl.constexpr, PAPER: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """The slope of the sum of cosines with respect to K·a, a tile: (rows, cols) or TURNED (cols, rows).
 
-    a is read from memory, or, if a map has one head, is the head's own `tile`. 0 for columns that do not exist.
+    a is read from memory, or, if a map has one head, is the head's own `tile`. `weight` and `shared` are the average
+    and the slopes of the columns; all are 0 for columns that do not exist.
     """
-    columns = map_index.to(tl.int64) * span + cols
-    weight = tl.load(average + columns)
-    shared = by_row(tl.load(slopes + columns), not TURNED)
+    shared = by_row(shared, not TURNED)
     if ALONE:
         mean = tl.where(by_row((cols >= first) & (cols < keys), not TURNED), tile, 0.0)
     else:
@@ -281,9 +280,11 @@ def query_gradient(
         key = load_rows(k, batch, head, there, (kb, kh, kn, 1), D, DP)
         power = logits(query, key, scale, bias, batch, head, query_rows, there, (bb, bh, bq, bk), HAS_BIAS)
         tile = tl.exp2(power - norm[:, None])
+        column = map_index.to(tl.int64) * span + cols
+        weights, shared = tl.load(average + column), tl.load(slopes + column)
         slope = tile * _map_slope(
-            a, tile, map_index, begin, end, near, cols, first, keys, stride, span, bound, toward, back,
-            average, slopes, ALONE, PAPER, False,
+            a, tile, map_index, begin, end, near, cols, first, keys, stride, bound, toward, back,
+            weights, shared, ALONE, PAPER, False,
         )  # fmt: skip
         total += tl.sum(slope, 1)
         tile *= tl.where(cols < keys, 1.0, 0.0)[None, :]
@@ -310,6 +311,8 @@ def key_gradient(
     there = tl.minimum(cols, keys - 1)
     key = load_rows(k, batch, head, there, (kb, kh, kn, 1), D, DP)
     pair = (batch * heads + head).to(tl.int64) * reach
+    column = map_index.to(tl.int64) * span + cols
+    weights, shared = tl.load(average + column), tl.load(slopes + column)
     made = tl.zeros([BN, DP], tl.float32)
     for start in range(begin, end, BM):
         numbers = start + tl.arange(0, BM)
@@ -324,8 +327,8 @@ def key_gradient(
         power = logits(key, query, scale, bias, batch, head, there, query_rows, (bb, bh, bk, bq), HAS_BIAS)
         tile = tl.exp2(power - norm[None, :])
         slope = _map_slope(
-            a, tile, map_index, begin, end, near, cols, first, keys, stride, span, bound, toward, back,
-            average, slopes, ALONE, PAPER, True,
+            a, tile, map_index, begin, end, near, cols, first, keys, stride, bound, toward, back,
+            weights, shared, ALONE, PAPER, True,
         )  # fmt: skip
         made = tl.dot((tile * (slope - shift[None, :])).to(query.dtype), query, made, input_precision="tf32x3")
     made = made * (tl.load(weight).to(tl.float32) * (share * scale))
@@ -351,6 +354,8 @@ def joint_gradient(
     pair = (batch * heads + head).to(tl.int64) * reach
     factor = tl.load(weight).to(tl.float32) * (share * scale)
     exists, one = tl.where(cols < keys, 1.0, 0.0), 1.0 / keys
+    column = map_index.to(tl.int64) * span + cols
+    weights, shared = tl.load(average + column), tl.load(slopes + column)
     key_made = tl.zeros([BN, DP], tl.float32)
     for start in range(0, row_count, BM):
         numbers = start + tl.arange(0, BM)
@@ -364,8 +369,8 @@ def joint_gradient(
         power = logits(key, query, scale, bias, batch, head, there, query_rows, (bb, bh, bk, bq), HAS_BIAS)
         tile = tl.exp2(power - norm[None, :]) * exists[:, None]
         slope = tile * _map_slope(
-            a, tile, map_index, 0, row_count, near, cols, first, keys, stride, span, bound, toward, back,
-            average, slopes, ALONE, PAPER, True,
+            a, tile, map_index, 0, row_count, near, cols, first, keys, stride, bound, toward, back,
+            weights, shared, ALONE, PAPER, True,
         )  # fmt: skip
         total = tl.sum(slope, 0) * one
         tl.store(inner + pair + numbers, total)
@@ -415,9 +420,11 @@ def bias_gradient(
             shift = tl.load(inner + pair + numbers)
             power = logits(query, key, scale, bias, batch, head, query_rows, there, (bb, bh, bq, bk), HAS_BIAS)
             tile = tl.exp2(power - norm[:, None])
+            column = map_index.to(tl.int64) * span + cols
+            weights, shared = tl.load(average + column), tl.load(slopes + column)
             slope = _map_slope(
-                a, tile, map_index, begin, end, near, cols, first, keys, stride, span, bound, toward,
-                back, average, slopes, ALONE, PAPER, False,
+                a, tile, map_index, begin, end, near, cols, first, keys, stride, bound, toward,
+                back, weights, shared, ALONE, PAPER, False,
             )  # fmt: skip
             total += tile * (slope - shift[:, None])
     total *= tl.load(weight).to(tl.float32) * share
