@@ -281,10 +281,10 @@ def query_gradient(
         power = logits(query, key, scale, bias, batch, head, query_rows, there, (bb, bh, bq, bk), HAS_BIAS)
         tile = tl.exp2(power - norm[:, None])
         column = map_index.to(tl.int64) * span + cols
-        weights, shared = tl.load(average + column), tl.load(slopes + column)
+        weights, common = tl.load(average + column), tl.load(slopes + column)
         slope = tile * _map_slope(
             a, tile, map_index, begin, end, near, cols, first, keys, stride, bound, toward, back,
-            weights, shared, ALONE, PAPER, False,
+            weights, common, ALONE, PAPER, False,
         )  # fmt: skip
         total += tl.sum(slope, 1)
         tile *= tl.where(cols < keys, 1.0, 0.0)[None, :]
@@ -312,7 +312,7 @@ def key_gradient(
     key = load_rows(k, batch, head, there, (kb, kh, kn, 1), D, DP)
     pair = (batch * heads + head).to(tl.int64) * reach
     column = map_index.to(tl.int64) * span + cols
-    weights, shared = tl.load(average + column), tl.load(slopes + column)
+    weights, common = tl.load(average + column), tl.load(slopes + column)
     made = tl.zeros([BN, DP], tl.float32)
     for start in range(begin, end, BM):
         numbers = start + tl.arange(0, BM)
@@ -328,7 +328,7 @@ def key_gradient(
         tile = tl.exp2(power - norm[None, :])
         slope = _map_slope(
             a, tile, map_index, begin, end, near, cols, first, keys, stride, bound, toward, back,
-            weights, shared, ALONE, PAPER, True,
+            weights, common, ALONE, PAPER, True,
         )  # fmt: skip
         made = tl.dot((tile * (slope - shift[None, :])).to(query.dtype), query, made, input_precision="tf32x3")
     made = made * (tl.load(weight).to(tl.float32) * (share * scale))
@@ -355,7 +355,7 @@ def joint_gradient(
     factor = tl.load(weight).to(tl.float32) * (share * scale)
     exists, one = tl.where(cols < keys, 1.0, 0.0), 1.0 / keys
     column = map_index.to(tl.int64) * span + cols
-    weights, shared = tl.load(average + column), tl.load(slopes + column)
+    weights, common = tl.load(average + column), tl.load(slopes + column)
     key_made = tl.zeros([BN, DP], tl.float32)
     for start in range(0, row_count, BM):
         numbers = start + tl.arange(0, BM)
@@ -370,7 +370,7 @@ def joint_gradient(
         tile = tl.exp2(power - norm[None, :]) * exists[:, None]
         slope = tile * _map_slope(
             a, tile, map_index, 0, row_count, near, cols, first, keys, stride, bound, toward, back,
-            weights, shared, ALONE, PAPER, True,
+            weights, common, ALONE, PAPER, True,
         )  # fmt: skip
         total = tl.sum(slope, 0) * one
         tl.store(inner + pair + numbers, total)
@@ -421,10 +421,10 @@ def bias_gradient(
             power = logits(query, key, scale, bias, batch, head, query_rows, there, (bb, bh, bq, bk), HAS_BIAS)
             tile = tl.exp2(power - norm[:, None])
             column = map_index.to(tl.int64) * span + cols
-            weights, shared = tl.load(average + column), tl.load(slopes + column)
+            weights, common = tl.load(average + column), tl.load(slopes + column)
             slope = _map_slope(
                 a, tile, map_index, begin, end, near, cols, first, keys, stride, bound, toward,
-                back, weights, shared, ALONE, PAPER, False,
+                back, weights, common, ALONE, PAPER, False,
             )  # fmt: skip
             total += tile * (slope - shift[:, None])
     total *= tl.load(weight).to(tl.float32) * share
