@@ -151,14 +151,14 @@ def launch_forward(
     from vitfocus.kernels.tiles import lower_norms, normalisers
 
     launch = _Launch(query, key, bias, rows, options)
-    maps, count, span, reach, empty = launch.maps, launch.count, launch.span, launch.reach, launch.empty
+    maps, count, span, empty = launch.maps, launch.count, launch.span, launch.empty
     lse = normalisers(query, key, bias, options.scale) if lse is None else lse.contiguous()
     inputs = launch.inputs(lower_norms(lse, rows, launch.count, launch.first, math.log2(launch.keys)))
     blocks, chunks, columns = launch.blocks, launch.chunks(), launch.settings("columns")
     at_once = len(chunks) == 1
-    sums, squares = empty(maps, blocks, span), empty(launch.parts, maps, reach)
+    sums, squares = empty(maps, blocks, span), empty(launch.parts, maps, launch.reach)
     average, slopes, lengths, losses = empty(maps, span), empty(maps, span), empty(maps), empty(maps)
-    towards, along = torch.zeros(2, maps, reach, dtype=torch.float32, device=query.device).unbind()
+    towards, along = launch.by_row(), launch.by_row()
     mean_map = launch.empty_map(0)
     if at_once:
         units = sums  # read for the last time before
@@ -316,6 +316,12 @@ class _Launch:
     def empty(self, *shape: int) -> Tensor:
         """An empty float32 tensor."""
         return torch.empty(shape, dtype=torch.float32, device=self.query.device)
+
+    def by_row(self) -> Tensor:
+        """A vector by row of every map; 0 where the backward pass reads rows that `unit_pass` does not write."""
+        longest = max(self.settings(kind)["BM"] for kind in ("query", "key", "joint"))
+        made = self.empty(self.maps, self.reach)
+        return made if self.settings("mean")["BM"] % longest == 0 else made.zero_()
 
     def empty_map(self, rows: int) -> Tensor:
         """Space for so many rows of every map; a head's own map is never stored, nor rounded."""
