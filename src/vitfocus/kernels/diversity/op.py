@@ -37,6 +37,8 @@ SMALL = 1 << 18
 BUSY = 264
 #: Up to so many keys, one program computes both gradients of a head, if there are heads enough to fill half a GPU.
 JOINT_KEYS = 256
+#: Rows, columns and stages of tiles in half precision, up to 64 channels, as benchmarks/kernel_tiles.py found.
+TILES = {"mean": (64, 64, 3), "query": (64, 32, 3), "key": (32, 64, 3), "joint": (32, JOINT_KEYS, 2)}
 #: Bytes of shared memory that it takes with 256 keys and a bias, a little more.
 JOINT_SPACE = 140 * 1024
 #: Bytes of heads' mean maps that exist at a time: at least so many, and at most so many times those of the queries.
@@ -386,12 +388,12 @@ class _Launch:
             width = min(1024, power_of_two(self.keys))
             return {"PAPER": self.paper, "BK": width, "BR": min(8, power_of_two(self.blocks)),
                     "num_warps": 8 if width > 256 else 4}  # fmt: skip
-        columns = 32 if kind in ("query", "key") and self.width <= 64 else 64  # as benchmarks/kernel_tiles.py found
-        rows, columns, stages = row_tiles(self.width, self.item, self.count, self.keys, self.space, columns)
-        if kind == "key" and rows > columns:  # the side that the program keeps is the one that products want long
+        rows, columns, stages = row_tiles(self.width, self.item, self.count, self.keys, self.space)
+        if kind == "joint" or (self.item == 2 and self.width <= 64):
+            most_rows, most_columns, stages = TILES[kind]
+            rows, columns = min(most_rows, padded(self.count)), min(most_columns, padded(self.keys))
+        elif kind == "key" and rows > columns:  # the side that the program keeps is the one that products want long
             rows, columns = min(columns, padded(self.count)), min(rows, padded(self.keys))
-        if kind == "joint":
-            rows, columns, stages = 32, padded(self.keys), 2
         return {
             "D": self.width,
             "DP": padded(self.width),

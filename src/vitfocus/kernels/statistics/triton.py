@@ -27,6 +27,8 @@ from vitfocus.kernels.shared_memory import available, padded, row_tiles
 from vitfocus.kernels.statistics.reference import Numbers
 from vitfocus.kernels.tiles import load_rows, logits, lower_norms, normalisers, single
 
+#: Rows, columns and stages of tiles in half precision, up to 64 channels, for benchmarks/kernel_tiles.py to try.
+TILES = {"rows": (64, 64, 3), "columns": (64, 64, 3)}
 #: How many columns at a time a program of the last pass goes through.
 _COLUMNS = 1024
 
@@ -393,6 +395,9 @@ def block_settings(
 ) -> dict[str, Any]:
     """What a pass is compiled for: "rows" or "columns" of one map, or a "pair" of maps."""
     rows, cols, stages = row_tiles(width, item, queries, keys, space, maps=2 if kind == "pair" else 1)
+    if kind in TILES and item == 2 and width <= 64:
+        most_rows, most_cols, stages = TILES[kind]
+        rows, cols = min(most_rows, padded(queries)), min(most_cols, padded(keys))
     sizes: dict[str, Any] = {"D": width, "DP": padded(width), "BM": rows, "BN": cols, "HAS_BIAS": biased}
     return sizes | {"num_warps": 4, "num_stages": stages}
 
