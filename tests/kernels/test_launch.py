@@ -190,3 +190,33 @@ def test_kernels_are_compiled_at_the_same_time_before_the_first_launch(monkeypat
     assert len(compiled) == len(names) and len(meanwhile) == 2
     monkeypatch.undo()
     assert JITFunction.run is before
+
+
+@pytest.mark.usefixtures("launches")
+@pytest.mark.parametrize("count", [1, 7, 50, 197, 300, 785, 900, 1025, 3137, 4097])
+@pytest.mark.parametrize("width", [16, 80])
+def test_block_sizes_are_powers_of_two(count: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton compiles no other, and the interpreter does not check it: 785 tokens once failed on a GPU alone."""
+    from triton.runtime.jit import JITFunction
+
+    from vitfocus.kernels.diversity import op as diversity_op
+    from vitfocus.kernels.diversity.chunked import LossOptions
+    from vitfocus.kernels.statistics import triton as statistics_kernels
+
+    blocks: dict[str, set[int]] = {}
+
+    def run(self: Any, *args: Any, **keywords: Any) -> None:
+        for name, size in keywords.items():
+            if name in ("BLOCK", "BM", "BN", "BC", "BK", "BT", "BR", "BH", "DP"):
+                blocks.setdefault(f"{self.fn.__name__}.{name}", set()).add(size)
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    query = torch.empty(1, count, 3, width, dtype=torch.bfloat16).transpose(1, 2)
+    for rows in (None, torch.arange(0, count, 2)):
+        options = LossOptions(1.0, 0, True, False, 2.0)
+        _, *saved = diversity_op.launch_forward(query, query, None, rows, None, options)
+        diversity_op.launch_backward(torch.ones(()), query, query, None, rows, options, tuple(saved), False)
+    statistics_kernels.statistics((query, query, None, None), 1.0, [], 2.0, 1)
+    statistics_kernels.pair_products((query, query, None, None), (query, query, None, None), 1.0)
+    assert {"lower_kernel.BLOCK", "mean_pass.BM", "row_pass.BN"} <= set(blocks)
+    assert not {name: sizes for name, sizes in blocks.items() if any(size & (size - 1) for size in sizes)}

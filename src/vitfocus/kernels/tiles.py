@@ -134,7 +134,8 @@ def lower_norms(
     batch, heads, queries = lse.shape
     count = queries if count is None else count
     reach = -(-count // REACH) * REACH
-    made, block = torch.empty(batch, heads, reach, dtype=torch.float32, device=lse.device), min(1024, reach)
+    made = torch.empty(batch, heads, reach, dtype=torch.float32, device=lse.device)
+    block = min(1024, triton.next_power_of_2(reach))
     lower_kernel[(batch * heads * -(-reach // block),)](
         lse, lse if rows is None else rows.contiguous(), made, lift, queries, count, first, reach, BLOCK=block,
         HAS_ROWS=rows is not None, num_warps=4 if block > 256 else 1,
