@@ -93,7 +93,7 @@ _OVERFOCUS = Advice(
     "reduce this",
     "Our study found no gain from adding TAP or ADL to trained weights: in a short fine-tuning ADL cost 0.52 points of "
     "accuracy, and TAP made no significant difference. From scratch both helped a baseline that trained badly; the "
-    "docs' page \"Should I use it?\" says what is known about a good one.",
+    'docs\' page "Should I use it?" says what is known about a good one.',
     "measure whether it matters: `vitfocus evaluate MODEL --suite imagenet-c --data DIR`. If you trained the model and "
     "its accuracy is poor, try a lower learning rate first.",
 )
@@ -101,7 +101,8 @@ _UNIFORM = Advice(
     ("cb", "cbs"),
     "supply uniform attention directly",
     "Context Broadcasting supplies this part directly, but in short trainings our study could not tell whether it "
-    "helps: no significant difference, from scratch or in fine-tuning. The docs' page \"Should I use it?\" has the rest.",
+    'helps: no significant difference, from scratch or in fine-tuning. The docs say what else is known ("Should I use '
+    'it?").',
     "nothing to treat in trained weights. If you train from scratch, compare with and without `cb(layers=upper)` over "
     "several seeds.",
 )
