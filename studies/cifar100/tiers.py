@@ -175,7 +175,7 @@ def toy_keys(run: LongRun) -> list[str]:
     import torch
 
     length = ["steps=2", "warmup_steps=0"] if run.recipe == "camvid" else ["epochs=1", "warmup_epochs=0"]
-    keys = [*length, "train_length=32", "val_length=8", "batch=8", "workers=0"]
+    keys = [*length, "train_length=32", "val_length=4", f"batch={2 if run.recipe == 'camvid' else 8}", "workers=0"]
     if run.recipe != "camvid":
         keys += ["evaluate_every=1", *(() if torch.cuda.is_available() else ("compile=no",))]
         keys += ["adl_warmup_epochs=0.5"] if any("adl_warmup_epochs" in key for key in run.keys) else []
@@ -232,7 +232,7 @@ def carry_out(run: LongRun, data: Path, work: Path, results: Path = RESULTS, toy
         ],
         "seconds_of_training": trained["seconds"],
         "images_per_second": trained["images_per_second"],
-        **measured(run, vf.load(folder / "model"), recipe, data, 2 if toy else None),
+        **measured(run, vf.load(folder / "model"), recipe, data, 1 if toy else None),
         "device": trained["device"],
         "versions": trained["versions"],
     }
@@ -258,8 +258,9 @@ def measured(run: LongRun, model: Any, recipe: Any, data: Path, limit: int | Non
     if recipe.task == "segment":
         options: dict[str, Any] = {"data": data.parent / "camvid", "source": "camvid", "progress": False, "seed": 0}
         options |= {} if limit is None else {"limit": limit}
+        severities = {} if limit is None else {"severities": [5]}
         clean = vf.evaluate(model, "segmentation", **options)
-        corrupted = vf.evaluate(model, "cityscapes-c", frost=frost, **options)
+        corrupted = vf.evaluate(model, "cityscapes-c", frost=frost, **severities, **options)
         found = {
             "clean": {key: clean[key] for key in ("miou", "macc", "aacc")},
             "corruption": {"miou": corrupted["miou_corrupted"], "fingerprint": corrupted.fingerprint["protocol"]},
@@ -409,7 +410,7 @@ def count_runs(runs: Sequence[LongRun], found: Mapping[tuple[str, str, int], Any
     }
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the command line and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=("plan", "run", "cost", "table", "report", "rehearse", "one"))
@@ -421,7 +422,9 @@ def main() -> None:
     parser.add_argument("--tier", type=int)
     parser.add_argument("--limit", type=int, help="so many runs at most")
     parser.add_argument("--at-once", type=int, default=2, help="processes at a time")
-    args = parser.parse_args()
+    parser.add_argument("--cache-in", type=Path, help="run: an archive that --cache-out wrote, unpacked first if there")
+    parser.add_argument("--cache-out", type=Path, help="run: keep what was compiled in this archive, for a new machine")
+    args = parser.parse_args(arguments)
     plan = read_plan()
     runs = named_runs(list(planned_runs(plan, args.tier)), args.names)
     missing = [run for run in runs if not (RESULTS / f"{run.place}.json").is_file()]
@@ -443,13 +446,25 @@ def main() -> None:
             parser.error("`one` takes the whole name of one run; `tiers.py plan` lists them")
         carry_out(runs[0], args.data.resolve(), args.work)
     else:
-        from gate import run_many
-        from mps import shared_gpu
-
         common = ["--data", str(args.data.resolve()), "--work", str(args.work.resolve())]
-        jobs = [["one", run.place, *common] for run in missing[: args.limit]]
+        run_jobs([["one", run.place, *common] for run in missing[: args.limit]], args)
+
+
+def run_jobs(jobs: Sequence[Sequence[str]], args: argparse.Namespace) -> None:
+    """Run jobs as processes that share the GPU and what they compile, which --cache-out keeps for another machine."""
+    from caches import compiled, pack, share, unpack
+    from gate import run_many
+    from mps import shared_gpu
+
+    share(args.work.resolve(), args.at_once)
+    if args.cache_in is not None and args.cache_in.is_file():
+        print(unpack(args.cache_in, compiled()))
+    try:
         with shared_gpu(args.at_once > 1):
             run_many(__file__, jobs, args.at_once, args.work / "logs")
+    finally:
+        if args.cache_out is not None:
+            print(pack(compiled(), args.cache_out, 60_000_000))
 
 
 if __name__ == "__main__":

@@ -149,7 +149,7 @@ def test_sentences_follow_the_outcome() -> None:
 def test_every_planned_run_has_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import mosaics
 
-    from vitfocus.train import load_recipe
+    from vitfocus.train.recipe import load_recipe, refuse_unused_keys
 
     monkeypatch.setattr(mosaics, "data_keys", lambda data, work: ["source=arrays", f"root={data}"])
     (tmp_path / "cost.json").write_text(json.dumps({"vit-s": {"plain": {"ratio": 1.0}, "tap-adl": {"ratio": 1.25}}}))
@@ -157,6 +157,13 @@ def test_every_planned_run_has_a_recipe(tmp_path: Path, monkeypatch: pytest.Monk
         run.place: load_recipe(run.recipe, tiers.overrides(run, tmp_path / "cifar100", tmp_path / "work", tmp_path))
         for run in tiers.planned_runs(tiers.read_plan())
     }
+    for run in tiers.planned_runs(tiers.read_plan()):  # `rehearse`, on any machine
+        keys = tiers.overrides(run, tmp_path / "cifar100", tmp_path / "work", tmp_path)
+        toy = load_recipe(run.recipe, keys + tiers.toy_keys(run))
+        refuse_unused_keys(toy)
+        assert toy.schedule.epochs == 1 or toy.schedule.steps == 2
+    for recipe in recipes.values():
+        refuse_unused_keys(recipe)
     assert recipes["vit-s/plain/seed3"].schedule.epochs == 200 and recipes["vit-s/plain/seed3"].engine.seed == 3
     assert recipes["vit-s/plain-longer/seed1"].schedule.epochs == 250  # 200 epochs, and a quarter more time
     steep = recipes["collapse/qknorm/seed1"]
@@ -244,3 +251,35 @@ def test_the_report_shows_what_is_finished(tmp_path: Path) -> None:
     before, _, gain = (tmp_path / "vit-s-training.svg").read_text().partition("Gain over plain at")
     assert "plain-longer (1 seed)" in before and "plain-longer" not in gain  # another schedule: epochs do not compare
     assert (tmp_path / "collapse-attention.svg").is_file()
+
+
+def test_what_is_compiled_is_kept_for_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    import gate
+
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_FX_GRAPH_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("TORCHINDUCTOR_AUTOGRAD_CACHE", "TORCHINDUCTOR_COMPILE_THREADS", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "1")
+    jobs: list[list[str]] = []
+
+    def run(script: str, given: list[list[str]], at_once: int, log: Path) -> None:
+        jobs.extend(given)
+        found = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) / "fxgraph" / "kernel"
+        if not found.exists():
+            found.parent.mkdir(parents=True)
+            found.write_text("compiled")
+        assert found.read_text() == "compiled"
+
+    monkeypatch.setattr(gate, "run_many", run)
+    archive, common = str(tmp_path / "cache.xz"), ["--at-once", "1", "--data", str(tmp_path), "--cache-in"]
+    tiers.main(["run", "camvid/plain/seed0", "--work", str(tmp_path / "a"), *common, archive, "--cache-out", archive])
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        os.environ.pop(name)
+    (tmp_path / "b").mkdir()
+    tiers.main(["run", "camvid/plain/seed0", "--work", str(tmp_path / "b"), *common, archive])
+    assert (tmp_path / "b" / "compiled" / "fxgraph" / "kernel").read_text() == "compiled"
+    assert [job[:2] for job in jobs] == [["one", "camvid/plain/seed0"]] * 2
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        os.environ.pop(name, None)
