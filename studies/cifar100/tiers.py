@@ -135,7 +135,8 @@ def measure_cost(runs: Sequence[LongRun], data: Path, work: Path, results: Path 
 
     path, content = results / "cost.json", read_costs(results)
     for group in dict.fromkeys(run.group for run in runs):
-        arms = {run.arm: run for run in reversed(runs) if run.group == group and not run.as_long_as}
+        own = [run for run in runs if run.group == group and not run.as_long_as]
+        arms = {name: next(run for run in own if run.arm == name) for name in dict.fromkeys(run.arm for run in own)}
         if "plain" not in arms:
             sys.exit(f"The cost of a step is a multiple of plain's: name {group}/plain as well, or {group} alone.")
         names = sorted(arms, key=lambda arm: arm != "plain")
@@ -174,8 +175,9 @@ def toy_keys(run: LongRun) -> list[str]:
     """Keys that make a rehearsal of a run: a few steps on a few images, compiled only on a GPU."""
     import torch
 
-    length = ["steps=2", "warmup_steps=0"] if run.recipe == "camvid" else ["epochs=1", "warmup_epochs=0"]
-    keys = [*length, "train_length=32", "val_length=4", f"batch={2 if run.recipe == 'camvid' else 8}", "workers=0"]
+    small = ["steps=2", "warmup_steps=0", "batch=2", "size=96", "short_side=128", "window=96", "stride=96"]
+    keys = small if run.recipe == "camvid" else ["epochs=1", "warmup_epochs=0", "batch=8"]
+    keys = [*keys, "train_length=32", "val_length=4", "workers=0"]
     if run.recipe != "camvid":
         keys += ["evaluate_every=1", *(() if torch.cuda.is_available() else ("compile=no",))]
         keys += ["adl_warmup_epochs=0.5"] if any("adl_warmup_epochs" in key for key in run.keys) else []

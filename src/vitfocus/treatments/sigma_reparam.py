@@ -62,7 +62,7 @@ class SpectralScale(nn.Module):
 
     >>> weight = torch.diag(torch.tensor([3.0, 1.0]))
     >>> scale = SpectralScale(weight, spectral=False)
-    >>> round(float(scale(weight)), 4)
+    >>> round(scale(weight).item(), 4)
     0.3333
     """
 
@@ -72,7 +72,7 @@ class SpectralScale(nn.Module):
     def __init__(self, weight: Tensor, spectral: bool) -> None:
         super().__init__()
         self.spectral = spectral
-        self.gain = nn.Parameter(torch.ones((), device=weight.device))
+        self.gain = nn.Parameter(torch.ones(1, device=weight.device))  # FSDP2 takes no scalars
         for name, length in zip(("left", "right"), weight.shape, strict=True):
             self.register_buffer(name, torch.ones(length, device=weight.device))
         self.start(weight)
@@ -112,8 +112,10 @@ def stored_weight(module: nn.Module) -> Tensor:
 
 
 def _scaled(module: nn.Module) -> Tensor:
-    """Ŵ."""
+    """Ŵ; of a sharded weight W itself, which FSDP looks up between forward passes (`BlockScales.step` has whole ones)."""
     weight = stored_weight(module)
+    if hasattr(weight, "full_tensor"):
+        return weight
     scale: Tensor = module.__dict__[_SCALE](weight)
     if isinstance(scale, torch.fx.Proxy):  # whose graph would read the rescaled weight as the stored one
         raise VitfocusError("torch.fx cannot trace layers that rescale their weight: use torch.export.")
@@ -171,6 +173,8 @@ class BlockScales(nn.ModuleDict):
 
     def step(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """A pre-hook of the block: in training, one step of power iteration for each matrix."""
+        if any(hasattr(stored_weight(one.module), "full_tensor") for one in self.rescaled):
+            raise VitfocusError("sigma needs the whole weights of a block in its forward pass: use FSDP2 or DDP.")
         if module.training and not grad_is_recomputed() and not only_reading():
             for one in self.rescaled:
                 one.scale.step(stored_weight(one.module))
