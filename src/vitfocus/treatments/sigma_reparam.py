@@ -112,7 +112,7 @@ def stored_weight(module: nn.Module) -> Tensor:
 
 
 def _scaled(module: nn.Module) -> Tensor:
-    """Ŵ; of a sharded weight W itself, which FSDP looks up between forward passes (`BlockScales.step` has whole ones)."""
+    """Ŵ; of a sharded weight W itself: FSDP looks it up between forward passes, in which it is whole (`step`)."""
     weight = stored_weight(module)
     if hasattr(weight, "full_tensor"):
         return weight
