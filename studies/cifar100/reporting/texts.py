@@ -277,11 +277,13 @@ def _situations(by: Mapping[tuple[str, str, str], Row]) -> str:
             "training from scratch on little data",
             "worth a try if your baseline trains badly; " + _verdict(tap, "gain over a good baseline not known"),
             _verdict(cb, "not known"),
+            "not measured at a rate at which plain trains well",
         ],
         [
             "training whose attention collapses",
             "lower the learning rate first; TAP + ADL prevented the collapse (two seeds)",
             "CB did not prevent it; CB_S: not measured",
+            "qknorm and sigma prevented it, gate and registers did not (two seeds)",
         ],
         [
             "fine-tuning a trained model",
@@ -293,17 +295,30 @@ def _situations(by: Mapping[tuple[str, str, str], Row]) -> str:
             ),
             "CB_S: no significant difference; CB: not measured"
             + (f"; 10 epochs, CB_S: {_verdict(tuned['cbs'], '')}" if tuned["cbs"]["seeds"] > 1 else ""),
+            "not measured",
         ],
-        ["dense prediction", _verdict(dense["tap-adl"], "not measured"), _verdict(dense["cbs"], "not measured")],
+        [
+            "dense prediction",
+            _verdict(dense["tap-adl"], "not measured"),
+            _verdict(dense["cbs"], "not measured"),
+            "not measured",
+        ],
         [
             "robustness to corruptions",
             "short training: no gain found beyond that in clean accuracy"
             + ("; accuracy kept: " + _verdict(kept["tap-adl"], "") if kept["tap-adl"]["seeds"] > 1 else ""),
             "short training: no significant change in corruption error"
             + ("; accuracy kept: " + _verdict(kept["cb-upper"], "") if kept["cb-upper"]["seeds"] > 1 else ""),
+            "ttr, without training: the mCE of two small models rose a little; others not measured",
+        ],
+        [
+            "high-norm tokens in a trained model",
+            "not measured",
+            "not measured",
+            "ttr removed most of them without training; accuracy did not rise (two small models)",
         ],
     ]
-    return table(["your situation", "TAP, ADL", "CB, CB\\_S"], rows)
+    return table(["your situation", "TAP, ADL", "CB, CB\\_S", "qknorm, sigma, gate, registers, ttr"], rows)
 
 
 def _shown(rows: Sequence[Row], group: str) -> str:
