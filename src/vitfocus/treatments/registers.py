@@ -103,12 +103,11 @@ class JoinHook(InputHook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The arguments of the block."""
-        tokens, *rest = args or (next(value for value in kwargs.values() if isinstance(value, Tensor)),)
+        tokens: Any = args[0] if args else next(v for v in kwargs.values() if isinstance(v, Tensor | torch.fx.Proxy))
         args, kwargs = super().__call__(module, args, kwargs)
         length = tokens.shape[1]
-        return (*args[:1], *(self._widen(one, length) for one in rest)), {
-            key: self._widen(value, length) for key, value in kwargs.items()
-        }
+        kwargs = {key: self._widen(value, length) for key, value in kwargs.items()}
+        return tuple(self._widen(value, length) for value in args), kwargs
 
     def _widen(self, mask: Any, length: int) -> Any:
         """A mask with rows and columns for the added tokens: True, or 0 where masks are added; others as they are."""

@@ -25,8 +25,7 @@ from vitfocus.treatments.base import Layers, Treatment, choose_blocks, layers_op
 from vitfocus.treatments.operations import AddHook, Surgeon, grad_is_recomputed
 from vitfocus.treatments.surgery import handles
 
-#: Initial steps of power iteration, as in the spectral norm of torch.
-_FIRST_STEPS = 15
+_FIRST_STEPS = 15  # of power iteration, as in the spectral norm of torch
 _SCALE = "_vitfocus_spectral_scale"
 
 
@@ -61,8 +60,7 @@ class SpectralScale(nn.Module):
     """γ and the first singular vectors of one weight matrix, which is given with every call.
 
     >>> weight = torch.diag(torch.tensor([3.0, 1.0]))
-    >>> scale = SpectralScale(weight, spectral=False)
-    >>> round(scale(weight).item(), 4)
+    >>> round(SpectralScale(weight, spectral=False)(weight).item(), 4)
     0.3333
     """
 
@@ -99,10 +97,9 @@ class SpectralScale(nn.Module):
     def step(self, weight: Tensor) -> None:
         """One step of power iteration."""
         with outside_autocast(weight.device):
-            weight = weight.float()
-            left = F.normalize(weight @ self.right.float(), dim=0)
+            left = F.normalize(weight.float() @ self.right.float(), dim=0)
             self.left.copy_(left)
-            self.right.copy_(F.normalize(weight.mT @ left, dim=0))
+            self.right.copy_(F.normalize(weight.float().mT @ left, dim=0))
 
 
 def stored_weight(module: nn.Module) -> Tensor:
@@ -134,7 +131,6 @@ class SpectralMultihead(nn.MultiheadAttention):
     in_proj_weight = property(_scaled)
 
 
-#: The new class of each layer.
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: SpectralLinear,
     NonDynamicallyQuantizableLinear: SpectralLinear,
