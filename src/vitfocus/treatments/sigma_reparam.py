@@ -25,8 +25,7 @@ from vitfocus.treatments.base import Layers, Treatment, choose_blocks, layers_op
 from vitfocus.treatments.operations import AddHook, Surgeon, grad_is_recomputed
 from vitfocus.treatments.surgery import handles
 
-#: Initial steps of power iteration, as in the spectral norm of torch.
-_FIRST_STEPS = 15
+_FIRST_STEPS = 15  # of power iteration, as in the spectral norm of torch
 _SCALE = "_vitfocus_spectral_scale"
 
 
@@ -61,8 +60,7 @@ class SpectralScale(nn.Module):
     """γ and the first singular vectors of one weight matrix, which is given with every call.
 
     >>> weight = torch.diag(torch.tensor([3.0, 1.0]))
-    >>> scale = SpectralScale(weight, spectral=False)
-    >>> round(float(scale(weight)), 4)
+    >>> round(SpectralScale(weight, spectral=False)(weight).item(), 4)
     0.3333
     """
 
@@ -72,7 +70,7 @@ class SpectralScale(nn.Module):
     def __init__(self, weight: Tensor, spectral: bool) -> None:
         super().__init__()
         self.spectral = spectral
-        self.gain = nn.Parameter(torch.ones((), device=weight.device))
+        self.gain = nn.Parameter(torch.ones(1, device=weight.device))  # FSDP2 takes no scalars
         for name, length in zip(("left", "right"), weight.shape, strict=True):
             self.register_buffer(name, torch.ones(length, device=weight.device))
         self.start(weight)
@@ -99,10 +97,9 @@ class SpectralScale(nn.Module):
     def step(self, weight: Tensor) -> None:
         """One step of power iteration."""
         with outside_autocast(weight.device):
-            weight = weight.float()
-            left = F.normalize(weight @ self.right.float(), dim=0)
+            left = F.normalize(weight.float() @ self.right.float(), dim=0)
             self.left.copy_(left)
-            self.right.copy_(F.normalize(weight.mT @ left, dim=0))
+            self.right.copy_(F.normalize(weight.float().mT @ left, dim=0))
 
 
 def stored_weight(module: nn.Module) -> Tensor:
@@ -112,8 +109,10 @@ def stored_weight(module: nn.Module) -> Tensor:
 
 
 def _scaled(module: nn.Module) -> Tensor:
-    """Ŵ."""
+    """Ŵ; of a sharded weight W itself: FSDP looks it up between forward passes, in which it is whole (`step`)."""
     weight = stored_weight(module)
+    if hasattr(weight, "full_tensor"):
+        return weight
     scale: Tensor = module.__dict__[_SCALE](weight)
     if isinstance(scale, torch.fx.Proxy):  # whose graph would read the rescaled weight as the stored one
         raise VitfocusError("torch.fx cannot trace layers that rescale their weight: use torch.export.")
@@ -132,7 +131,6 @@ class SpectralMultihead(nn.MultiheadAttention):
     in_proj_weight = property(_scaled)
 
 
-#: The new class of each layer.
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: SpectralLinear,
     NonDynamicallyQuantizableLinear: SpectralLinear,
@@ -171,6 +169,8 @@ class BlockScales(nn.ModuleDict):
 
     def step(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """A pre-hook of the block: in training, one step of power iteration for each matrix."""
+        if any(hasattr(stored_weight(one.module), "full_tensor") for one in self.rescaled):
+            raise VitfocusError("sigma needs the whole weights of a block in its forward pass: use FSDP2 or DDP.")
         if module.training and not grad_is_recomputed() and not only_reading():
             for one in self.rescaled:
                 one.scale.step(stored_weight(one.module))

@@ -104,7 +104,7 @@ class MoveNeurons(nn.Module):
 def insert_register(config: TestTimeRegisters, anatomy: Anatomy, surgeon: Surgeon) -> None:
     """Add the token, and move the neurons of every MLP that has some."""
     by_depth = {depth: [neuron for at, neuron in config.neurons if at == depth] for depth, _ in config.neurons}
-    blocks = {block.depth: block for block in _movable(anatomy)}
+    blocks = _movable(anatomy)
     for depth, neurons in by_depth.items():
         if depth not in blocks or max(neurons) >= blocks[depth].ports["mlp.mid"].width:
             raise VitfocusError(f"Block {depth} has no neuron {max(neurons)}: use find_registers on this model.")
@@ -115,9 +115,12 @@ def insert_register(config: TestTimeRegisters, anatomy: Anatomy, surgeon: Surgeo
         surgeon.insert(block, "mlp.mid", "move_neurons", move)
 
 
-def _movable(anatomy: Anatomy) -> list[Block]:
-    """The blocks whose MLP neurons can be moved."""
-    return [b for b in anatomy.trunk if "mlp.mid" in b.ports and b.ports["mlp.mid"].layout == "BNC"]
+def _movable(anatomy: Anatomy) -> dict[int, Block]:
+    """The blocks whose MLP neurons can be moved, by depth."""
+    found = {b.depth: b for b in anatomy.trunk if "mlp.mid" in b.ports and b.ports["mlp.mid"].layout == "BNC"}
+    if not found:
+        raise VitfocusError(f"{type(anatomy.root).__name__} has no MLP whose neurons can be moved.")
+    return found
 
 
 def find_registers(
@@ -155,9 +158,7 @@ def find_registers(
         3
     """
     body = anatomy_of(model)
-    blocks = {block.depth: block for block in _movable(body)}
-    if not blocks:
-        raise VitfocusError(f"{type(body.root).__name__} has no MLP whose neurons can be moved.")
+    blocks = _movable(body)
     wanted = None if layer is None else pick_blocks(body, layer)[0].depth
     batches = list(Batches(images, body, batch_size))
     outliers: dict[int, list[Tensor]] = defaultdict(list)
