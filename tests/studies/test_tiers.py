@@ -90,7 +90,7 @@ def test_one_common_seed_gives_neither_an_interval_nor_a_claim() -> None:
     assert row.keys().isdisjoint({"difference", "interval", "p_value"})
     written = texts.texts(tiers.count_runs(runs, uneven), uneven, rows, {})
     assert (
-        "nothing can be said" in written["conclusion"]
+        "is not known: there is one seed" in written["conclusion"]
         and "gain over a good baseline not known" in written["situations"]
     )
     assert "raised" not in written["headline"] and "[" not in written["headline"]

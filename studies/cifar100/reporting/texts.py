@@ -142,7 +142,7 @@ def sentence(row: Row) -> str:
         return f"The effect of {arm} on {measure} was not measured."
     if row["seeds"] == 1:
         return (
-            f"Of the effect of {arm} on {measure} nothing can be said: there is one seed ({row['value']:.2f} %, plain "
+            f"The effect of {arm} on {measure} is not known: there is one seed ({row['value']:.2f} %, plain "
             f"{row['plain']:.2f} %)."
         )
     low, high = row["interval"]
