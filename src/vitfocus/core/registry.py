@@ -145,7 +145,7 @@ def _connect_configs(configurations: Any) -> None:
 
 def _connect_models(modeling: Any) -> None:
     cls = modeling.PreTrainedModel
-    post_init = cls.post_init
+    post_init, load = cls.post_init, cls.from_pretrained.__func__
 
     @wraps(post_init)
     def treated(self: Any, *args: Any, **options: Any) -> Any:
@@ -154,7 +154,14 @@ def _connect_models(modeling: Any) -> None:
             _hub().treat_built(self)
         return result
 
-    cls.post_init = treated
+    @wraps(load)
+    def loaded(cls: Any, *args: Any, output_loading_info: bool = False, **options: Any) -> Any:
+        model, report = load(cls, *args, output_loading_info=True, **options)
+        if any(TREATMENTS_KEY in vars(one) for one in nested_configs(model.config)):
+            _hub().check_loaded(model, report["missing_keys"])
+        return (model, report) if output_loading_info else model
+
+    cls.post_init, cls.from_pretrained = treated, classmethod(loaded)
 
 
 def nested_configs(config: Any) -> list[Any]:

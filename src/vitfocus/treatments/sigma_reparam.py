@@ -8,7 +8,7 @@ their names and values; the attribute that the layer reads is computed from them
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -159,14 +159,18 @@ class Rescale:
         del self.module.__dict__[_SCALE]
 
 
-class BlockScales(nn.ModuleDict):
-    """The inserted module: the scales of the layers of a block, by name."""
+class BlockScales(nn.ModuleList):
+    """The inserted module: the scales of the layers of a block.
 
-    def __init__(self, layers: Mapping[str, nn.Module], spectral: bool) -> None:
+    They have numbers: transformers renames what is called like a layer when it saves a model, and not always back.
+    """
+
+    def __init__(self, layers: Iterable[nn.Module], spectral: bool) -> None:
         super().__init__()
         self.rescaled: list[Rescale] = []
-        for name, module in layers.items():
-            scale = self[name.replace(".", "_")] = SpectralScale(stored_weight(module).detach(), spectral)
+        for module in layers:
+            scale = SpectralScale(stored_weight(module).detach(), spectral)
+            self.append(scale)
             self.rescaled.append(Rescale(module, scale, type(module)))
 
     def step(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -190,7 +194,7 @@ def insert_scales(config: SigmaReparam, anatomy: Anatomy, surgeon: Surgeon) -> N
     if not layers:
         raise VitfocusError(f"{config} rescales linear layers, and {type(anatomy.root).__name__} has none there.")
     for block in choose_blocks(config.layers, list(layers)):
-        scales = BlockScales(layers[block], config.init == "spectral")
+        scales = BlockScales(layers[block].values(), config.init == "spectral")
         surgeon.add(block, "attention", "spectral_scales", scales)
         for one in scales.rescaled:
             surgeon.do(one)
