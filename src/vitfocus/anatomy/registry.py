@@ -258,6 +258,8 @@ def _by_structure(model: nn.Module, example: Any) -> tuple[str, Anatomy]:
     if example is not None:
         given = example if isinstance(example, Mapping | tuple) else (example,)
         return "", dissect_structure(model, lambda _: [given], again=True)
+    if not has_forward(model):
+        return _inside(model)
     reason = None
     for name, module in _runnable(model):
         try:
@@ -269,6 +271,31 @@ def _by_structure(model: nn.Module, example: Any) -> tuple[str, Anatomy]:
         f"{reason}; describe it with vitfocus.register (docs/adding-a-family.md), or pass an input to "
         "vitfocus.anatomy(model, example=...)."
     )
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether a module can be called: a LightningModule whose steps call its network often cannot."""
+    owner = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
+    return owner is not nn.Module and owner.__module__.partition(".")[0] not in ("lightning", "pytorch_lightning")
+
+
+def _inside(model: nn.Module) -> tuple[str, Anatomy]:
+    """What `_by_structure` finds in the one child of a module without a forward pass that has attention."""
+    found, refusal = [], VitfocusError(f"{type(model).__name__} has no forward pass and contains no model.")
+    for name, child in model.named_children():
+        if any(True for _ in child.parameters()):
+            try:
+                prefix, body = _by_structure(child, None)
+            except VitfocusError as error:
+                refusal = error
+            else:
+                found.append((f"{name}.{prefix}" if prefix else name, body))
+    if len(found) > 1:
+        names = ", ".join(name for name, _ in found)
+        raise VitfocusError(f"{type(model).__name__} contains {len(found)} transformers: {names}; pass one of them.")
+    if not found:
+        raise refusal
+    return found[0]
 
 
 def _taking_the_image(name: str, outer: Anatomy) -> tuple[str, Anatomy]:

@@ -405,6 +405,6 @@ def trace_forward(root: nn.Module, inputs: Mapping[str, Any] | tuple[Any, ...]) 
 
 
 def _forget_cached_values(root: nn.Module) -> None:
-    """Discard what modules keep in eval mode (position biases of LeViT) and would use after other weights are loaded."""
+    """Discard what modules keep in eval mode (LeViT its biases) and would still use after other weights are loaded."""
     root.train()
     root.eval()

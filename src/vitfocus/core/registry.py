@@ -186,3 +186,15 @@ def _connect_peft(peft: Any) -> None:
         return load(self, model_id, *args, **options)
 
     cls.save_pretrained, cls.load_adapter = saved, loaded
+    tuner = sys.modules["peft.tuners.tuners_utils"].BaseTuner
+    for name in ("merge_and_unload", "merge_adapter"):
+        setattr(tuner, name, _checked_merge(getattr(tuner, name)))
+
+
+def _checked_merge(merge: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(merge)
+    def merged(self: Any, *args: Any, **options: Any) -> Any:
+        _hub().check_merge(self.model)
+        return merge(self, *args, **options)
+
+    return merged

@@ -278,6 +278,18 @@ def check_adapter(model: nn.Module, folder: str | Path) -> None:
         )
 
 
+def check_merge(model: nn.Module) -> None:
+    """Refuse to merge an adapter into a layer that computes its weight from the stored one."""
+    from vitfocus.treatments.sigma_reparam import SpectralLinear
+
+    for name, module in model.named_modules():
+        if isinstance(getattr(module, "base_layer", None), SpectralLinear):
+            raise VitfocusError(
+                f"{name} has an adapter and rescales its weight (sigma), so the adapter cannot be merged: keep it "
+                "apart (save_pretrained), or adapt other layers."
+            )
+
+
 def describe_adapter(model: nn.Module, folder: str | Path) -> None:
     """Add the treatments of the base to each adapter_config.json that peft wrote, at most one folder down."""
     if treatments := inference_treatments(model):

@@ -174,10 +174,11 @@ class BlockScales(nn.ModuleList):
             self.rescaled.append(Rescale(module, scale, type(module)))
 
     def step(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """A pre-hook of the block: in training, one step of power iteration for each matrix."""
+        """A pre-hook of the block: in training, one step of power iteration for each matrix that is not frozen."""
         if module.training and not grad_is_recomputed() and not only_reading():
             for one in self.rescaled:
-                one.scale.step(stored_weight(one.module))
+                if (weight := stored_weight(one.module)).requires_grad:
+                    one.scale.step(weight)
 
     def _load_from_state_dict(self, state: Mapping[str, Any], prefix: str, *rest: Any) -> None:
         """After a plain checkpoint, start again: added modules are a block's last, so its weights are loaded by now."""
