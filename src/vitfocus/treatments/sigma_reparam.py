@@ -72,7 +72,7 @@ class SpectralScale(nn.Module):
     def __init__(self, weight: Tensor, spectral: bool) -> None:
         super().__init__()
         self.spectral = spectral
-        self.gain = nn.Parameter(torch.ones((), device=weight.device))
+        self.gain = nn.Parameter(torch.ones(1, device=weight.device))  # FSDP2 does not take scalars
         for name, length in zip(("left", "right"), weight.shape, strict=True):
             self.register_buffer(name, torch.ones(length, device=weight.device))
         self.start(weight)
@@ -112,8 +112,10 @@ def stored_weight(module: nn.Module) -> Tensor:
 
 
 def _scaled(module: nn.Module) -> Tensor:
-    """Ŵ."""
+    """Ŵ; of a sharded layer W, which FSDP2 looks for between forward passes, when it has not gathered the layer."""
     weight = stored_weight(module)
+    if hasattr(weight, "full_tensor"):
+        return weight
     scale: Tensor = module.__dict__[_SCALE](weight)
     if isinstance(scale, torch.fx.Proxy):  # whose graph would read the rescaled weight as the stored one
         raise VitfocusError("torch.fx cannot trace layers that rescale their weight: use torch.export.")
@@ -124,6 +126,12 @@ class SpectralLinear(nn.Linear):
     """The new class of a linear layer: its stored weight is unchanged, and the weight it reads is the scaled one."""
 
     weight = property(_scaled)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The layer with Ŵ."""
+        if hasattr(stored_weight(self), "full_tensor"):
+            raise VitfocusError("sigma needs whole weights: shard the model with FSDP2, not with tensor parallelism.")
+        return super().forward(input)
 
 
 class SpectralMultihead(nn.MultiheadAttention):
@@ -194,6 +202,8 @@ def insert_scales(config: SigmaReparam, anatomy: Anatomy, surgeon: Surgeon) -> N
     layers = {block: found for block in anatomy.trunk if (found := dict(_linear_layers(block, config.site)))}
     if not layers:
         raise VitfocusError(f"{config} rescales linear layers, and {type(anatomy.root).__name__} has none there.")
+    if any(hasattr(stored_weight(one), "full_tensor") for found in layers.values() for one in found.values()):
+        raise VitfocusError(f"{config} reads whole weights: treat the model before it is sharded.")
     for block in choose_blocks(config.layers, list(layers)):
         scales = BlockScales(layers[block].values(), config.init == "spectral")
         surgeon.add(block, "attention", "spectral_scales", scales)
