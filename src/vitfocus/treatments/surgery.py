@@ -116,7 +116,7 @@ def _refuse_unreduced(model: nn.Module, surgeon: Surgeon) -> None:
     """Refuse parameters that a wrapper around the model would not reduce, because it has counted them already."""
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         before = "wrapping it in DistributedDataParallel, which counts parameters once"
-    elif any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
+    elif any(cls.__name__ == "FSDPModule" for module in model.modules() for cls in type(module).__mro__):
         before = "fully_shard, which shards and reduces the parameters that it finds"
     else:
         return
