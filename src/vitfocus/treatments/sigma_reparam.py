@@ -80,8 +80,7 @@ class SpectralScale(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         """γ / σ(W)."""
         with outside_autocast(weight.device):
-            # The next step changes the vectors in place, perhaps before the backward pass of this one.
-            left, right = self.left.float().clone(), self.right.float().clone()
+            left, right = self.left.float().clone(), self.right.float().clone()  # a step changes them before backward
             return self.gain / torch.dot(left, weight.float() @ right)
 
     @torch.no_grad()
@@ -108,14 +107,17 @@ class SpectralScale(nn.Module):
 def stored_weight(module: nn.Module) -> Tensor:
     """The matrix of a layer as it is stored, rescaled or not."""
     weight: Any = module._parameters["in_proj_weight" if isinstance(module, nn.MultiheadAttention) else "weight"]
+    if hasattr(weight, "full_tensor"):
+        raise VitfocusError("sigma reads whole weights: treat the model before its blocks are sharded with FSDP2.")
     return weight
 
 
 def _scaled(module: nn.Module) -> Tensor:
-    """Ŵ; of a sharded layer W, which FSDP2 looks for between forward passes, when it has not gathered the layer."""
-    weight = stored_weight(module)
-    if hasattr(weight, "full_tensor"):
-        return weight
+    """Ŵ; the stored matrix while it is sharded, which FSDP2 looks up between forward passes."""
+    try:
+        weight = stored_weight(module)
+    except VitfocusError:
+        raise AttributeError("weight") from None  # so that torch returns the parameter
     scale: Tensor = module.__dict__[_SCALE](weight)
     if isinstance(scale, torch.fx.Proxy):  # whose graph would read the rescaled weight as the stored one
         raise VitfocusError("torch.fx cannot trace layers that rescale their weight: use torch.export.")
@@ -127,12 +129,6 @@ class SpectralLinear(nn.Linear):
 
     weight = property(_scaled)
 
-    def forward(self, input: Tensor) -> Tensor:
-        """The layer with Ŵ."""
-        if hasattr(stored_weight(self), "full_tensor"):
-            raise VitfocusError("sigma needs whole weights: shard the model with FSDP2, not with tensor parallelism.")
-        return super().forward(input)
-
 
 class SpectralMultihead(nn.MultiheadAttention):
     """The same for the joint projection of an `nn.MultiheadAttention`."""
@@ -140,12 +136,8 @@ class SpectralMultihead(nn.MultiheadAttention):
     in_proj_weight = property(_scaled)
 
 
-#: The new class of each layer.
-_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
-    nn.Linear: SpectralLinear,
-    NonDynamicallyQuantizableLinear: SpectralLinear,
-    nn.MultiheadAttention: SpectralMultihead,
-}
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: SpectralLinear, nn.MultiheadAttention: SpectralMultihead}
+_CLASSES[NonDynamicallyQuantizableLinear] = SpectralLinear
 
 
 @dataclass(eq=False)
@@ -168,25 +160,21 @@ class Rescale:
 
 
 class BlockScales(nn.ModuleList):
-    """The inserted module: the scales of the layers of a block.
-
-    They have numbers: transformers renames what is called like a layer when it saves a model, and not always back.
-    """
+    """The inserted module: the scales of a block's layers, by number; transformers renames what sounds like layers."""
 
     def __init__(self, layers: Iterable[nn.Module], spectral: bool) -> None:
         super().__init__()
         self.rescaled: list[Rescale] = []
         for module in layers:
-            scale = SpectralScale(stored_weight(module).detach(), spectral)
-            self.append(scale)
+            self.append(scale := SpectralScale(stored_weight(module).detach(), spectral))
             self.rescaled.append(Rescale(module, scale, type(module)))
 
     def step(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """A pre-hook of the block: in training, one step of power iteration for each matrix that is not frozen."""
-        if module.training and not grad_is_recomputed() and not only_reading():
-            for one in self.rescaled:
-                if (weight := stored_weight(one.module)).requires_grad:
-                    one.scale.step(weight)
+        for one in self.rescaled:
+            weight = stored_weight(one.module)
+            if module.training and weight.requires_grad and not grad_is_recomputed() and not only_reading():
+                one.scale.step(weight)
 
     def _load_from_state_dict(self, state: Mapping[str, Any], prefix: str, *rest: Any) -> None:
         """After a plain checkpoint, start again: added modules are a block's last, so its weights are loaded by now."""
@@ -199,28 +187,25 @@ class BlockScales(nn.ModuleList):
 @handles(SigmaReparam)
 def insert_scales(config: SigmaReparam, anatomy: Anatomy, surgeon: Surgeon) -> None:
     """Rescale the linear layers of every chosen block."""
-    layers = {block: found for block in anatomy.trunk if (found := dict(_linear_layers(block, config.site)))}
+    layers = {block: found for block in anatomy.trunk if (found := dict.fromkeys(_linear_layers(block, config.site)))}
     if not layers:
         raise VitfocusError(f"{config} rescales linear layers, and {type(anatomy.root).__name__} has none there.")
-    if any(hasattr(stored_weight(one), "full_tensor") for found in layers.values() for one in found.values()):
-        raise VitfocusError(f"{config} reads whole weights: treat the model before it is sharded.")
     for block in choose_blocks(config.layers, list(layers)):
-        scales = BlockScales(layers[block].values(), config.init == "spectral")
+        scales = BlockScales(layers[block], config.init == "spectral")
         surgeon.add(block, "attention", "spectral_scales", scales)
         for one in scales.rescaled:
             surgeon.do(one)
         surgeon.do(AddHook(block.host, "input", scales.step))
 
 
-def _linear_layers(block: Block, site: str) -> Iterator[tuple[str, nn.Module]]:
-    """The layers of the attention and MLP of a block that have a matrix, by name, without those of treatments."""
-    names = {id(module): name for name, module in block.host.named_modules()}
+def _linear_layers(block: Block, site: str) -> Iterator[nn.Module]:
+    """The layers of the attention and MLP of a block that have a matrix, without those of treatments."""
     for half, part in (("attention", block.attention), ("mlp", block.mlp)):
         ends = [port.module for place, port in block.ports.items() if place.startswith(f"{half}.")]
         for outer in (part, *ends) if site in ("both", half) else ():
             for module in _untreated_modules(outer) if outer is not None else ():
                 if type(module) in _CLASSES and stored_weight(module) is not None:
-                    yield names[id(module)], module
+                    yield module
 
 
 def _untreated_modules(module: nn.Module) -> Iterator[nn.Module]:

@@ -86,16 +86,12 @@ class MoveNeurons(nn.Module):
 
     def __init__(self, neurons: Sequence[int], width: int, index: int, prefix_tokens: int) -> None:
         super().__init__()
-        # The spec has them, so no checkpoint does. Not a buffer: loaders that build models without memory would
-        # fill one with anything.
-        self.moved = torch.zeros(width, dtype=torch.bool, device="cpu")
-        self.moved[list(neurons)] = True
+        self.moved = torch.tensor([n in neurons for n in range(width)], device="cpu")  # loaders may empty buffers
         self.index, self.prefix_tokens = index, prefix_tokens
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Follow the model to another device."""
-        device = fn(self.moved).device
-        self.moved = self.moved if device.type == "meta" else self.moved.to(device)
+        if (device := fn(self.moved).device).type != "meta":
+            self.moved = self.moved.to(device)
         return super()._apply(fn, recurse)
 
     def forward(self, hidden: Tensor) -> Tensor:
