@@ -187,6 +187,7 @@ def test_treatments_of_a_part_and_of_other_tasks_come_back(name: str, tmp_path: 
         options = {"backbone_config": transformers.Dinov2Config(**sizes), **options}
     else:
         options = sizes | options
+    torch.manual_seed(0)  # the depth of DPT is cut off at zero, and may be zero everywhere
     model = shaken(vf.treat_(cls(cls.config_class(**options)), "cb"))
 
     def output(one: Any) -> torch.Tensor:
