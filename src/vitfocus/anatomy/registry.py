@@ -258,8 +258,11 @@ def _by_structure(model: nn.Module, example: Any) -> tuple[str, Anatomy]:
     if example is not None:
         given = example if isinstance(example, Mapping | tuple) else (example,)
         return "", dissect_structure(model, lambda _: [given], again=True)
-    if not has_forward(model):
-        return _inside(model)
+    parts = (
+        [] if has_forward(model) else [(n, c) for n, c in model.named_children() if any(True for _ in c.parameters())]
+    )
+    if parts:
+        return _inside(model, parts)
     reason = None
     for name, module in _runnable(model):
         try:
@@ -279,21 +282,20 @@ def has_forward(module: nn.Module) -> bool:
     return owner is not nn.Module and owner.__module__.partition(".")[0] not in ("lightning", "pytorch_lightning")
 
 
-def _inside(model: nn.Module) -> tuple[str, Anatomy]:
-    """What `_by_structure` finds in the one child of a module without a forward pass that has attention."""
-    found, refusal = [], VitfocusError(f"{type(model).__name__} has no forward pass and contains no model.")
-    for name, child in model.named_children():
-        if any(True for _ in child.parameters()):
-            try:
-                prefix, body = _by_structure(child, None)
-            except VitfocusError as error:
-                refusal = error
-            else:
-                found.append((f"{name}.{prefix}" if prefix else name, body))
+def _inside(model: nn.Module, parts: Sequence[tuple[str, nn.Module]]) -> tuple[str, Anatomy]:
+    """What `_by_structure` finds in the one part of a module without a forward pass that has attention."""
+    found: list[tuple[str, Anatomy]] = []
+    refusal: VitfocusError | None = None
+    for name, part in parts:
+        try:
+            prefix, body = _by_structure(part, None)
+            found.append((f"{name}.{prefix}" if prefix else name, body))
+        except VitfocusError as error:
+            refusal = error
     if len(found) > 1:
         names = ", ".join(name for name, _ in found)
         raise VitfocusError(f"{type(model).__name__} contains {len(found)} transformers: {names}; pass one of them.")
-    if not found:
+    if refusal is not None and not found:
         raise refusal
     return found[0]
 
