@@ -142,7 +142,7 @@ def _rescale_sharded_weights(folder: str) -> None:
     with pytest.raises(vf.VitfocusError, match="gate adds parameters: treat the model before fully_shard"):
         vf.treat_(model, "gate")
     vf.treat_(model, "cb")  # which has none
-    with pytest.raises(vf.VitfocusError, match="sigma .*: treat the model before"):
+    with pytest.raises(vf.VitfocusError, match=r"sigma .*: treat the model before"):
         vf.treat_(vf.untreat_(model), "sigma")
     dist.destroy_process_group()
 
