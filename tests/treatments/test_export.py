@@ -132,6 +132,30 @@ def _train_on_one_of_two(rank: int, folder: str, sharded: bool) -> None:
     dist.destroy_process_group()
 
 
+def _rescale_sharded_weights(folder: str) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
+    model, images = build("vit")
+    expected = vf.treat_(copy.deepcopy(model), "sigma").train()(images)
+    vf.treat_(model, "sigma").train()
+    fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,)))
+    torch.testing.assert_close(model(images), expected)
+    vf.save(model, f"{folder}/model")
+    torch.testing.assert_close(vf.load(f"{folder}/model")(images), model.eval()(images))
+    with pytest.raises(vf.VitfocusError, match="gate adds parameters: treat the model before fully_shard"):
+        vf.treat_(model, "gate")
+    vf.treat_(model, "cb")  # which has none
+    with pytest.raises(vf.VitfocusError, match=r"sigma .*: treat the model before"):
+        vf.treat_(vf.untreat_(model), "sigma")
+    dist.destroy_process_group()
+
+
+def test_fsdp2_shards_rescaled_weights_and_nothing_that_comes_later(tmp_path: Path) -> None:
+    started = start(_rescale_sharded_weights, str(tmp_path))
+    assert started.wait() == 0, started.error
+
+
 @pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
 def test_two_processes_give_the_gradient_of_one(sharded: bool, tmp_path: Path) -> None:
     started = [start(_train_on_one_of_two, rank, str(tmp_path), sharded) for rank in (0, 1)]

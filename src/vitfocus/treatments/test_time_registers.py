@@ -84,20 +84,22 @@ class MoveNeurons(nn.Module):
              [0., 1.]]])
     """
 
-    moved: Tensor
-
     def __init__(self, neurons: Sequence[int], width: int, index: int, prefix_tokens: int) -> None:
         super().__init__()
-        moved = torch.zeros(width, dtype=torch.bool)
-        moved[list(neurons)] = True
-        self.register_buffer("moved", moved, persistent=False)  # the spec has them
+        self.moved = torch.tensor([n in neurons for n in range(width)], device="cpu")  # loaders may empty buffers
         self.index, self.prefix_tokens = index, prefix_tokens
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        if (device := fn(self.moved).device).type != "meta":
+            self.moved = self.moved.to(device)
+        return super()._apply(fn, recurse)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Activations (B, N, hidden width); the shape is kept."""
         before, register, after, patches = hidden.tensor_split((self.index, self.index + 1, self.prefix_tokens), dim=1)
-        register = torch.where(self.moved, hidden.amax(dim=1, keepdim=True), register)
-        return torch.cat((before, register, after, patches.masked_fill(self.moved, 0.0)), dim=1)
+        moved = self.moved.to(hidden.device)
+        register = torch.where(moved, hidden.amax(dim=1, keepdim=True), register)
+        return torch.cat((before, register, after, patches.masked_fill(moved, 0.0)), dim=1)
 
 
 @handles(TestTimeRegisters)
