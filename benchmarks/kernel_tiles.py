@@ -1,10 +1,12 @@
-"""Which block sizes are fast: the kernels of ADL and TAP with several, at DeiT-S's sizes, in microseconds.
+"""Which block sizes are fast: the kernels of ADL, TAP and the statistics with several, at DeiT-S's sizes, in
+microseconds.
 
     python benchmarks/kernel_tiles.py                    # needs a GPU, and takes five minutes at most
-    python benchmarks/kernel_tiles.py --kinds joint,gradient --sizes 197 --seconds 60
+    python benchmarks/kernel_tiles.py --kinds joint,query,key --sizes 197 --seconds 60 --ahead 14
 
 Prints one row per choice, the one in use marked, and at the end the fastest of each kind. What does not fit, or comes
-too late, is left out. Results go to benchmarks/results/kernel-tiles-cuda.json, row by row.
+too late, is left out. `--ahead 14` first compiles the choices in so many processes. Results go to
+benchmarks/results/kernel-tiles-cuda.json, row by row; what is there already stays, unless it is measured again.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import multiprocessing
 import time
 from functools import partial
 from pathlib import Path
@@ -23,27 +26,55 @@ from step_cost import MODELS, kernel_times
 from vitfocus.kernels.diversity import op as diversity_op
 from vitfocus.kernels.pooling import triton as pooling
 from vitfocus.kernels.pooling.op import mix_dilated, predict_hidden
+from vitfocus.kernels.statistics import triton as statistics_kernels
 
-#: Rows, columns, warps, stages.
+#: Rows, columns, warps, stages; first the one in use.
 DIVERSITY = {
-    "mean": [(64, 64, 4, 3), (64, 128, 4, 3), (64, 64, 4, 2), (128, 64, 8, 3), (128, 128, 8, 2), (64, 128, 8, 3)],
-    "gradient": [(64, 32, 4, 3), (64, 32, 4, 2), (64, 64, 4, 2), (128, 32, 8, 3), (64, 16, 4, 3), (64, 64, 8, 2)],
-    "joint": [(32, 256, 8, 2), (16, 256, 8, 2), (32, 256, 8, 1), (16, 256, 8, 3), (16, 256, 4, 2)],
+    "mean": [(64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 3), (64, 32, 4, 4), (64, 128, 4, 2)],
+    "query": [(64, 32, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (64, 32, 4, 2), (64, 32, 4, 4)],
+    "key": [(32, 64, 4, 3), (64, 64, 4, 2), (32, 64, 4, 2), (64, 64, 4, 3), (32, 64, 4, 4)],
+    "joint": [(32, 256, 8, 2), (32, 256, 8, 1), (16, 256, 8, 2), (32, 256, 8, 3)],
+}
+STATISTICS = {
+    "rows": [(64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 3), (64, 128, 4, 2)],
+    "columns": [(64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 4, 3), (32, 64, 4, 4)],
 }
 #: Channels at a time, chunks of them, warps, stages.
 POOLING = {
-    "forward": [(128, 3, 8, 3), (64, 3, 4, 3), (128, 1, 4, 3), (64, 2, 4, 4), (128, 3, 8, 2)],
-    "backward": [(64, 3, 4, 3), (128, 3, 8, 3), (128, 1, 4, 3), (64, 2, 4, 3), (64, 6, 8, 2)],
+    "forward": [(128, 3, 8, 3), (64, 3, 8, 3), (64, 6, 8, 3), (64, 3, 8, 2)],
+    "backward": [(64, 3, 4, 3), (64, 3, 8, 3), (128, 2, 8, 3), (64, 3, 8, 2)],
 }
 #: The kernels whose settings these are. The joint gradient replaces both others.
 SHOWN = {
     "mean": ("mean_pass", "unit_pass"),
-    "gradient": ("query_gradient", "key_gradient"),
+    "query": ("query_gradient",),
+    "key": ("key_gradient",),
     "joint": ("joint_gradient",),
+    "rows": ("row_pass",),
+    "columns": ("column_pass",),
     "forward": ("mix_forward", "mixing_weights"),
     "backward": ("mix_backward",),
 }
 RESULTS = Path(__file__).parent / "results" / "kernel-tiles-cuda.json"
+
+
+def statistics_times(count: int, kind: str, choice: tuple[int, ...]) -> dict[str, float]:
+    """Kernel times of the statistics of attention."""
+    pixels, batch = MODELS["deit_s"][3][count]
+    query, key, value = torch.randn(batch, count, 3, 6, 64, device="cuda", dtype=torch.bfloat16).permute(2, 0, 3, 1, 4)
+    lse = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, scale=0.125)[1]
+    settings = statistics_kernels.block_settings
+
+    def chosen(which: str, *rest: Any) -> dict[str, Any]:
+        made = settings(which, *rest)
+        return made | dict(zip(("BM", "BN", "num_warps", "num_stages"), choice, strict=True)) if which == kind else made
+
+    statistics_kernels.block_settings = chosen
+    try:
+        sides = [pixels // 16] * 4 + [1]
+        return kernel_times(lambda: statistics_kernels.statistics((query, key, None, lse), 0.125, sides, 2.0, 3))
+    finally:
+        statistics_kernels.block_settings = settings
 
 
 def diversity_times(count: int, kind: str, choice: tuple[int, ...]) -> dict[str, float]:
@@ -87,43 +118,75 @@ def pooling_times(count: int, kind: str, choice: tuple[int, ...]) -> dict[str, f
         pooling.block_sizes = sizes
 
 
+def measure(count: int, kind: str, choice: tuple[int, ...]) -> dict[str, float]:
+    """Microseconds of every kernel of the operation with this choice."""
+    if kind in STATISTICS:
+        return statistics_times(count, kind, choice)
+    return (diversity_times if kind in DIVERSITY else pooling_times)(count, kind, choice)
+
+
+def compile_some(wanted: list[tuple[int, str, tuple[int, ...]]]) -> None:
+    """Run these once, for what they leave in the compiler's cache."""
+    globals()["kernel_times"] = lambda call: call() or {}  # in this process alone
+    for one in wanted:
+        try:
+            measure(*one)
+        except Exception as error:  # the measurement itself will say so
+            print(f"  ahead {one}: {type(error).__name__}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=lambda text: [int(one) for one in text.split(",")], default=[197, 1025])
     parser.add_argument("--kinds", type=lambda text: text.split(","), default=list(SHOWN), help=",".join(SHOWN))
     parser.add_argument("--seconds", type=float, default=300, help="no new choice is tried after so many")
+    parser.add_argument("--ahead", type=int, default=0, help="compile in so many processes first")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
+    end = time.perf_counter() + args.seconds
+    wanted = [
+        (count, kind, choice)
+        for count in args.sizes
+        for kind in args.kinds
+        if kind != "joint" or count <= 256
+        for choice in (DIVERSITY | STATISTICS | POOLING)[kind]
+    ]
+    if args.ahead:  # forked before this process touches the GPU
+        fork = multiprocessing.get_context("fork")
+        processes = [
+            fork.Process(target=compile_some, args=(wanted[part :: args.ahead],)) for part in range(args.ahead)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(max(0.0, end - args.seconds * 0.5 - time.perf_counter()))
+            if process.is_alive():
+                process.kill()
+                process.join()
     if not torch.cuda.is_available():
         print("kernel_tiles measures GPU kernels, and there is no CUDA device here; skipped.")
         return
-    end = time.perf_counter() + args.seconds
     import triton
 
     versions = {"torch": torch.__version__, "triton": triton.__version__}
-    result: dict[str, dict[str, float]] = {}
+    result: dict[str, dict[str, float]] = json.loads(args.out.read_text())["us"] if args.out.is_file() else {}
     best: dict[tuple[str, int], tuple[float, tuple[int, ...]]] = {}
-    for count in args.sizes:
-        for kind in [kind for kind in args.kinds if kind != "joint" or count <= 256]:
-            measure = diversity_times if kind in DIVERSITY else pooling_times
-            for number, choice in enumerate((DIVERSITY | POOLING)[kind]):
-                if time.perf_counter() > end:
-                    break
-                try:
-                    found = measure(count, kind, choice)
-                except Exception as error:  # does not fit
-                    print(f"  {kind} {choice} N={count}: {type(error).__name__}: {str(error)[:300]}", flush=True)
-                    continue
-                mine = {name: found.get(name, 0.0) for name in SHOWN[kind]}
-                result[f"{kind} {choice} N={count}"] = mine
-                content = {"device": torch.cuda.get_device_name(), "versions": versions, "us": result}
-                args.out.write_text(json.dumps(content, indent=1) + "\n")
-                best[kind, count] = min(best.get((kind, count), (math.inf, choice)), (sum(mine.values()), choice))
-                times = "  ".join(f"{name} {taken:8.1f}" for name, taken in mine.items())
-                mark = "*" if number == 0 else " "
-                print(
-                    f"{mark} {kind:<9}{choice!s:<18} N={count:<5} {times}  all {sum(found.values()):8.1f}", flush=True
-                )
+    for count, kind, choice in wanted:
+        if time.perf_counter() > end:
+            break
+        try:
+            found = measure(count, kind, choice)
+        except Exception as error:  # does not fit
+            print(f"  {kind} {choice} N={count}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+            continue
+        mine = {name: found.get(name, 0.0) for name in SHOWN[kind]}
+        result[f"{kind} {choice} N={count}"] = mine
+        content = {"device": torch.cuda.get_device_name(), "versions": versions, "us": result}
+        args.out.write_text(json.dumps(content, indent=1) + "\n")
+        best[kind, count] = min(best.get((kind, count), (math.inf, choice)), (sum(mine.values()), choice))
+        times = "  ".join(f"{name} {taken:8.1f}" for name, taken in mine.items())
+        mark = "*" if choice == (DIVERSITY | STATISTICS | POOLING)[kind][0] else " "
+        print(f"{mark} {kind:<9}{choice!s:<18} N={count:<5} {times}  all {sum(found.values()):8.1f}", flush=True)
     for (kind, count), (taken, choice) in best.items():
         print(f"fastest {kind:<9} N={count:<5} {choice!s:<18} {taken:8.1f} us")
 

@@ -54,11 +54,13 @@ from vitfocus.treatments.cost import seconds_per_call
 
 #: What is measured first if time is limited: setting, model, tokens and variants.
 ORDER = (
+    ("recorded", "deit_s", 197, ("adl", "all")),
+    ("eager", "deit_s", 1025, ("adl", "all", "adl-paper")),
+    ("recorded", "deit_s", 1025, ("adl", "all")),
+    ("eager", "deit_s", 197, ("adl", "all", "adl-paper")),
     ("compiled", "deit_s", 197, ("tap", "adl", "all", "cb")),
     ("recorded", "vit_ti4", 65, ("tap", "adl", "tap+adl")),
-    ("recorded", "deit_s", 197, ("adl", "all")),
     ("first", "deit_s", 197, ("adl", "all", "tap", "cb")),
-    ("recorded", "deit_s", 1025, ("adl", "all")),
     ("recorded", "deit_s", 4097, ("adl",)),
     ("eager", "vit_b", 197, ("adl", "tap", "all")),
     ("eager", "swin_t", 3136, ("adl", "tap", "all")),
@@ -134,7 +136,8 @@ def cases(args: argparse.Namespace, known: dict[str, Any]) -> Iterator[Case]:
             continue
         there = known.get("steps", {}).get(setting, {}).get(f"{model}-{tokens}", {})
         if setting == "first":
-            there = {name: {} for name in known.get("first_call_s", {})}
+            old = known.get("stale_first_calls", [])
+            there = {name: {"stale": ""} if name in old else {} for name in known.get("first_call_s", {})}
         wanted = []
         for name in variants:
             is_new = (setting, model, tokens, name) not in done and (args.asked is None or name in args.asked)
@@ -228,6 +231,7 @@ def first_call(variant: str, device: str, out: Path) -> None:
         longer = seconds_per_call(step.take, device) - seconds_per_call(step.take, device)
     print(f"first call of {variant} with an empty cache: {longer:.1f} s longer", flush=True)
     save(out, device, longer, "first_call_s", variant)
+    save(out, device, [name for name in read(out).get("stale_first_calls", []) if name != variant], "stale_first_calls")
 
 
 class Processes:
@@ -306,6 +310,12 @@ def statistics_cost(tokens: int, out: Path) -> None:
     result["memory_ratio"] = result["diagnose_memory"] / result["forward_memory"]
     more, memory = result["extra_over_forward"], result["memory_ratio"]
     print(f"statistics at {tokens}: {more:.2f} × a forward more, memory {memory:.3f} ×", flush=True)
+    alone, both = kernel_times(forward, 1), kernel_times(diagnose, 1)
+    extra = {name: (taken - alone.get(name, 0.0)) / (12 * BATCHES) for name, taken in both.items()}
+    extra = dict(sorted(extra.items(), key=lambda item: -item[1])[:12])
+    for kernel, taken in extra.items():
+        print(f"      {taken:8.1f} us per layer and batch  {kernel}", flush=True)
+    result["extra_us_per_layer"] = extra  # type: ignore[assignment]
     save(out, "cuda", result, "statistics", str(tokens))
 
 
@@ -320,18 +330,18 @@ def ceiling() -> dict[str, float]:
     return {"copy_GB_per_s": 2 * source.numel() / copy / 1e9, "bf16_TFLOP_per_s": 2 * 8192**3 / product / 1e12}
 
 
-def kernel_times(call: Callable[[], Any]) -> dict[str, float]:
+def kernel_times(call: Callable[[], Any], repeats: int = 5) -> dict[str, float]:
     """Microseconds of each kernel that a call launches, on the device, by name."""
-    for _ in range(3):
+    for _ in range(min(3, repeats)):
         call()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
-        for _ in range(5):
+        for _ in range(repeats):
             call()
         torch.cuda.synchronize()
     times: dict[str, float] = {}
     for event in seen.key_averages():
         if event.device_time_total:
-            times[event.key[:48]] = event.device_time_total / 5
+            times[event.key[:48]] = times.get(event.key[:48], 0.0) + event.device_time_total / repeats
     return dict(sorted(times.items(), key=lambda item: -item[1]))
 
 
@@ -423,7 +433,8 @@ def main() -> None:
     for tokens in [size for size in MODELS["deit_s"][3] if device == "cuda" and (not sizes or size in sizes)]:
         for part, call in (("kernels", kernel_rates), ("statistics", statistics_cost)):
             key = f"N={tokens}" if part == "kernels" else str(tokens)
-            if part in args.parts and not (args.missing and key in known.get(part, {})):
+            there = known.get(part, {}).get(key)
+            if part in args.parts and not (args.missing and there is not None and "stale" not in there):
                 processes.run(f"{part} at {tokens}", call, tokens, args.out)
     if processes.failed:
         raise SystemExit("Not everything could be measured: " + "; ".join(processes.failed))

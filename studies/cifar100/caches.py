@@ -20,6 +20,25 @@ _PIECE = 4 << 20  # compressed at once by one core
 _PROGRAMS = ("fxgraph", "aotautograd")
 
 
+def share(folder: Path, workers: int) -> None:
+    """Let the compilers of some processes share their caches below a folder, and not crowd each other out.
+
+    Processes that are started afterwards inherit this.
+    """
+    threads = max(1, (os.cpu_count() or 1) // workers)
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "compiled"))
+    os.environ.setdefault("TRITON_CACHE_DIR", str(compiled() / "triton"))
+    os.environ.setdefault("TORCHINDUCTOR_FX_GRAPH_CACHE", "1")
+    os.environ.setdefault("TORCHINDUCTOR_AUTOGRAD_CACHE", "1")
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(4, threads)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+
+
+def compiled() -> Path:
+    """The folder of what the compilers made."""
+    return Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+
+
 def pack(folder: Path, archive: Path, limit: int) -> str:
     """Write the caches in a folder to a file of at most `limit` bytes; says how much it is."""
     files = sorted((rank(path.relative_to(folder)), -path.stat().st_mtime, path) for path in _files(folder))

@@ -17,7 +17,6 @@ On a machine that is gone afterwards, --cache-out keeps what was compiled in a f
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import sys
 import time
@@ -29,7 +28,7 @@ RESULTS = HERE / "results"
 sys.path[:0] = [] if str(HERE) in sys.path else [str(HERE)]
 
 from arms import ARMS, CANDIDATES, SCRATCH, TUNED, Run, study_runs  # noqa: E402
-from caches import pack, unpack  # noqa: E402
+from caches import compiled, pack, share, unpack  # noqa: E402
 from estimates import expected, remember  # noqa: E402
 from pool import Expectation, Job, carry_out  # noqa: E402
 from setting import FULL, REHEARSAL, SMOKE, Setting  # noqa: E402
@@ -302,21 +301,9 @@ def setting_of(args: argparse.Namespace) -> Setting:
 
 
 def prepare(setting: Setting) -> None:
-    """Compilers share their caches and do not crowd each other out; processes that are started inherit this."""
+    """Compilers share their caches; processes that are started inherit this."""
     setting.work.mkdir(parents=True, exist_ok=True)
-    folder = setting.work.parent if setting.scale.name == "rehearsal" else setting.work
-    threads = max(1, (os.cpu_count() or 1) // setting.workers)
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "compiled"))
-    os.environ.setdefault("TRITON_CACHE_DIR", str(compiled() / "triton"))
-    os.environ.setdefault("TORCHINDUCTOR_FX_GRAPH_CACHE", "1")
-    os.environ.setdefault("TORCHINDUCTOR_AUTOGRAD_CACHE", "1")
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(4, threads)))
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-
-
-def compiled() -> Path:
-    """The folder of what the compilers made."""
-    return Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    share(setting.work.parent if setting.scale.name == "rehearsal" else setting.work, setting.workers)
 
 
 def recall(archive: Path) -> None:

@@ -2,6 +2,7 @@
 
     python studies/registers/study.py --photos DIR --weights DIR [--frost DIR]     # measure, and write results.json
     python studies/registers/study.py --models vit_tiny_patch16_224 ...            # some; the others' results stay
+    python studies/registers/study.py --pretrained --models NAME --photos DIR      # weights from the hub
     python studies/registers/study.py table                                        # print what was measured
 
 DIR of photographs holds ImageNet's validation images in class folders, DIR of weights the files NAME.safetensors. The
@@ -130,6 +131,7 @@ def main() -> None:
     parser.add_argument("command", nargs="?", choices=("measure", "table"), default="measure")
     parser.add_argument("--photos", type=Path, default=Path("data/imagenet/val"))
     parser.add_argument("--weights", type=Path, default=Path("data"))
+    parser.add_argument("--pretrained", action="store_true", help="use the library's weights, which it may download")
     parser.add_argument("--frost", type=Path)
     parser.add_argument("--find", type=int, default=100, help="photographs on which the neurons are found")
     parser.add_argument("--neurons", type=int, default=10)
@@ -144,8 +146,9 @@ def main() -> None:
     others = [photo for photo in photos if photo not in set(find)]
     models = json.loads(args.out.read_text())["models"] if args.out.is_file() else {}
     for name in args.models:
-        model = vf.create_model(name)
-        vf.load_weights(model, args.weights / f"{name}.safetensors")
+        model = vf.create_model(name, pretrained=args.pretrained)
+        if not args.pretrained:
+            vf.load_weights(model, args.weights / f"{name}.safetensors")
         model.to(default_device()).eval()
         models[name] = measure(model, find, others, args.neurons, frost=args.frost)
         results = {

@@ -173,6 +173,23 @@ def test_what_was_found_is_kept_and_leaves_no_trace() -> None:
         assert other(images).shape == (1, 5)
 
 
+def test_the_pass_leaves_no_cached_values() -> None:
+    """LeViT keeps its position biases in eval mode, and its `eval` does not discard them."""
+    transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
+    sizes = {"hidden_sizes": [16, 16, 16], "depths": [1, 1, 1], "num_attention_heads": [1, 1, 1], "key_dim": [8] * 3}
+    model = transformers.LevitModel(transformers.LevitConfig(**sizes)).eval()
+    vf.anatomy(model)
+    torch.manual_seed(0)
+    before = model.state_dict()
+    state = {key: one + 0.1 * torch.rand_like(one) if one.is_floating_point() else one for key, one in before.items()}
+    other = copy.deepcopy(model).train().eval()
+    for one in (model, other):
+        one.load_state_dict(state)
+    images = torch.randn(1, 3, 224, 224)
+    with torch.no_grad():
+        assert torch.equal(model(images)[0], other(images)[0])
+
+
 def test_refusals_name_the_reason() -> None:
     with pytest.raises(vf.VitfocusError, match=r"no softmax attention; describe it with vitfocus\.register"):
         vf.anatomy(timm.create_model("resnet18"))

@@ -180,6 +180,16 @@ def test_quantiles_stay_close_once_folded_into_a_histogram() -> None:
     assert folded.quantiles(0.15, 0.85) == pytest.approx(exact.quantiles(0.15, 0.85), rel=2e-4)
 
 
+@pytest.mark.parametrize("spread", [5.0, 1e-3])
+def test_a_histogram_in_copies_counts_the_same_values(spread: float) -> None:
+    """As on a GPU. A value may be rounded to the neighbouring bin, and no further."""
+    values = 3 + torch.rand(10_007, generator=torch.Generator().manual_seed(0)) * spread
+    one, several = (Quantiles()._counts(values, copies) for copies in (1, Quantiles.COPIES))
+    assert one.shape == several.shape and several.sum() == len(values)
+    quantiles = [torch.searchsorted(counts.cumsum(0), torch.tensor([1500.5, 8500.5])) for counts in (one, several)]
+    assert (quantiles[0] - quantiles[1]).abs().max() <= 1
+
+
 def test_quantiles_of_zeros_below_zero_by_rounding() -> None:
     folded = Quantiles(exact=10)
     folded.add(torch.full((1000,), -1e-7))

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 
 from vitfocus.kernels.backends import has_triton, interpreting
-from vitfocus.kernels.shared_memory import fits, padded
-from vitfocus.kernels.statistics.op import MOST_BYTES, MOST_HEADS
 
 pytestmark = pytest.mark.skipif(
     not has_triton() or interpreting(), reason="needs Triton's compiler: it is not installed, or interprets"
@@ -104,7 +102,6 @@ def compiler(request: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> It
     monkeypatch.setattr(JITFunction, "run", lambda self, *args, **keywords: made.run(self, *args, **keywords))
     for launch in (diversity_op, statistics_kernels, tiles):
         monkeypatch.setattr(launch, "available", lambda device: made.shared)
-    monkeypatch.setattr(statistics_kernels, "parted_sums", lambda device: made.capability == 90)
     yield made
 
 
@@ -195,8 +192,8 @@ CASES: dict[str, tuple[Callable[..., None], tuple[Any, ...], set[str]]] = {
         {"gather_taps", "scatter_taps", "mixing_weights", "mix_forward", "mix_backward", "score_backward"},
     ),
     "context": (context, (SINGLE,), {"share_mean_kernel", "block_sums"}),
-    "statistics": (statistics, (HALF, False), {"dense_pass", "unit_pass", "conclude_pass", "pair_pass"}),
-    "statistics, with a bias": (statistics, (SINGLE, True), {"dense_pass", "unit_pass", "pair_pass"}),
+    "statistics": (statistics, (HALF, False), {"row_pass", "head_pass", "column_pass", "conclude_pass", "pair_pass"}),
+    "statistics, with a bias": (statistics, (SINGLE, True), {"row_pass", "column_pass", "pair_pass"}),
 }
 
 
@@ -222,6 +219,7 @@ WRITTEN = {
     "diversity.slope_pass": {"losses", "slopes"},
     "diversity.unit_pass": {"along", "towards", "unit_sums"},
     "kernels.log_sum_exp": {"out"},
+    "kernels.lower_kernel": {"norms"},
     "pooling.gather_taps": {"hidden"},
     "pooling.mix_backward": {"score_gradient", "token_gradient"},
     "pooling.mix_forward": {"out"},
@@ -263,7 +261,6 @@ def written(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
     monkeypatch.setattr("triton.runtime.jit.JITFunction.run", run)
     for launch in (diversity_op, statistics_kernels, tiles):
         monkeypatch.setattr(launch, "available", lambda device: SHARED[90])
-    monkeypatch.setattr(statistics_kernels, "parted_sums", lambda device: True)
     return found
 
 
@@ -278,7 +275,7 @@ def test_torch_compile_knows_what_the_kernels_write_to(written: dict[str, set[st
 
 #: Channels of a head. Heads are not compiled in: what matters is whether there is one, and whether 16 divides them.
 WIDTHS = (16, 24, 32, 48, 64, 80, 96, 128, 192, 256)
-#: Heads and width of the statistics, which hold all heads: one wide one, DeiT-S, ViT-B, ViT-L, ViT-H, Swin, many.
+#: Heads and width of the statistics: one wide one, DeiT-S, ViT-B, ViT-L, ViT-H, Swin, many.
 SIZES = [(1, 192), (8, 96), (8, 128), (6, 64), (12, 64), (16, 64), (16, 80), (24, 32), (4, 128), (48, 16), (3, 256)]
 TYPED = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -349,14 +346,9 @@ def test_all_heads_fit_into_shared_memory(
 def test_statistics_fit_into_shared_memory(
     dtype: torch.dtype, size: tuple[int, int], compiler: Compiler, taken: dict[str, int]
 ) -> None:
-    heads, width = size
-    if heads > MOST_HEADS or heads * padded(width) * dtype.itemsize > MOST_BYTES:
-        pytest.skip("such heads are read in tiles of plain torch")
-    if not fits(heads, width, dtype.itemsize, compiler.shared):
-        pytest.skip("such heads are read in tiles of plain torch on this GPU")
     for biased, count in ((False, 70), (True, 70), (True, 128)):
         statistics(dtype, biased, size, count)
-    assert "dense_pass" in taken
+    assert {"row_pass", "column_pass", "pair_pass"} <= set(taken)
     assert max(taken.values()) <= compiler.shared, taken
 
 

@@ -159,6 +159,33 @@ def test_both_gradients_at_once(case: Attention, monkeypatch: pytest.MonkeyPatch
     check_attention(case, seed=len(case.name))
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Attention("unwritten", (2, 2, 7, 16)),
+        Attention("unwritten-sampled", (2, 2, 50, 32), rows=11, first=2, dtype=HALF),
+        Attention("unwritten-bias", (1, 2, 37, 48), keys=23, bias=(1, 1, 1, 23), dtype=HALF),
+    ],
+    ids=lambda case: case.name,
+)
+@pytest.mark.parametrize("joint", [False, True], ids=["apart", "joint"])
+def test_nothing_is_read_that_was_not_written(case: Attention, joint: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Vectors are longer than what they hold; here all that is not written is not a number."""
+    from vitfocus.kernels.diversity import op as diversity_op
+
+    monkeypatch.setattr(diversity_op, "BUSY", 1 if joint else diversity_op.BUSY)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert torch.empty(3).isnan().all()
+        check_attention(case, seed=1)
+        query, key, bias, _ = case.inputs(1)
+        seen = Observation(query=query.detach(), key=key.detach(), scale=0.3, bias=bias)
+        with backend("triton"):
+            assert statistics(seen.detach()).numbers.isfinite().all()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("rows", [None, 20])
 @pytest.mark.parametrize("heads", ["mean", "each"])

@@ -41,4 +41,4 @@ def test_nothing_is_started_after_the_time_limit(
     step_cost.main()
     said = capsys.readouterr().out.splitlines()
     assert len(said) > 20 and all(line.endswith("left out, no time") for line in said)
-    assert said[1].startswith("deit_s 197 compiled") and not out.exists()
+    assert said[1].startswith("deit_s 197 recorded") and not out.exists()

@@ -13,7 +13,7 @@ sys.path.insert(0, str(STUDY))
 
 import gate  # noqa: E402
 import tiers  # noqa: E402
-from reporting import readme  # noqa: E402
+from reporting import readme, texts  # noqa: E402
 from reporting.long import write_report  # noqa: E402
 
 
@@ -21,17 +21,39 @@ def test_every_number_quoted_about_the_study_is_printed_by_its_commands(tmp_path
     root = STUDY.parents[1]
     words, _, results = (STUDY / "README.md").read_text(encoding="utf-8").partition(readme.BEGIN)
     printed = set(re.findall(r"\d+\.\d+", results.partition(readme.END)[0] + gate.table()))
-    headline = re.search(
-        r"^What to expect of them.*?\n\n", (root / "README.md").read_text(encoding="utf-8"), re.M | re.S
-    )
-    assert headline is not None
+    text = (root / "README.md").read_text(encoding="utf-8")
+    headline = text.partition("<!-- long study, headline")[2].partition("```")[0]
     page = (root / "docs" / "should-i-use-it.md").read_text(encoding="utf-8")
+    collapse = (
+        (root / "docs" / "attention-collapse.md").read_text(encoding="utf-8").partition("## The same on CIFAR-100")[2]
+    )
     registers = runpy.run_path(str(root / "studies" / "registers" / "study.py"), run_name="study")
     outcome = json.loads(registers["RESULTS"].read_text(encoding="utf-8"))
     lines = [str(registers["table"](outcome)), *registers["differences"](outcome)]
-    long = write_report(tmp_path, list(tiers.planned_runs(tiers.read_plan())), tiers.finished(), [])
-    lines.append(long.read_text(encoding="utf-8"))
+    plan, found, costs = tiers.read_plan(), tiers.finished(), tiers.read_costs()
+    rows = tiers.analyse(plan, found)
+    runs = list(tiers.planned_runs(plan))
+    long = write_report(tmp_path, runs, found, rows, costs)
+    lines += [
+        long.read_text(encoding="utf-8"),
+        *texts.texts(tiers.count_runs(runs, found), found, rows, costs).values(),
+    ]
     printed |= set(re.findall(r"\d+\.\d+", "\n".join(lines)))
-    for text in (words, headline.group(), page):
+    for text, least in ((words, 10), (headline, 10), (page, 10), (collapse, 4)):
         quoted = re.findall(r"\d+\.\d+", text)
-        assert len(quoted) > 10 and not [number for number in quoted if number not in printed]
+        assert len(quoted) > least and not [number for number in quoted if number not in printed]
+
+
+def test_the_long_study_is_written_about_as_its_result_files_say(tmp_path: Path) -> None:
+    """After adding a result file, run `python studies/cifar100/tiers.py report`, and commit what it changed."""
+    root, plan = STUDY.parents[1], tiers.read_plan()
+    runs, found, costs = list(tiers.planned_runs(plan)), tiers.finished(), tiers.read_costs()
+    rows = tiers.analyse(plan, found)
+    assert not [str(path) for path in texts.outdated(root, tiers.count_runs(runs, found), found, rows, costs)]
+    page = write_report(tmp_path, runs, found, rows, costs)
+    for path in page.parent.iterdir():
+        assert path.read_text() == (tiers.RESULTS / path.name).read_text(), f"{path.name} is out of date"
+    assert (root / "docs" / "images" / "collapse.svg").read_text() == (tmp_path / "collapse-attention.svg").read_text()
+    for path in texts.targets(root):  # every text has a place
+        marks = re.findall(r"<!-- long study, ([^:]+):", path.read_text(encoding="utf-8"))
+        assert marks and path.read_text(encoding="utf-8").count(texts.END) == len(marks)

@@ -14,7 +14,7 @@ STUDY = Path(__file__).parents[2] / "studies" / "cifar100"
 sys.path.insert(0, str(STUDY))
 
 import tiers  # noqa: E402
-from reporting import intervals, long  # noqa: E402
+from reporting import intervals, long, texts  # noqa: E402
 from reporting.intervals import additive  # noqa: E402
 
 
@@ -46,7 +46,8 @@ def test_every_comparison_names_a_planned_arm_and_every_spec_can_be_read() -> No
 
 def test_examples() -> None:
     assert doctest.testmod(tiers).failed == 0
-    assert doctest.testmod(intervals, optionflags=doctest.ELLIPSIS).failed == 0
+    for module in (intervals, long, texts):
+        assert doctest.testmod(module, optionflags=doctest.ELLIPSIS).failed == 0
 
 
 def test_the_additive_model_is_least_squares() -> None:
@@ -76,10 +77,79 @@ def test_effects_are_told_apart_from_none_and_from_noise() -> None:
     assert "beside plain's" in tiers.table(rows)
 
 
+def test_one_common_seed_gives_neither_an_interval_nor_a_claim() -> None:
+    plan = tiers.read_plan()
+    runs = list(tiers.planned_runs(plan))
+    found = results({"plain": 0.0, "cb-upper": 0.5, "tap-adl": 9.0}, noise=0.1, seeds=2)
+    uneven = {key: one for key, one in found.items() if key[1] == "plain" or key[2] == 0}  # plain 0, 1; the others 0
+    rows = tiers.analyse(plan, uneven)
+    (row,) = (
+        row for row in rows if (row["group"], row["arm"], row["metric"]) == ("vit-s", "tap-adl", "clean.accuracy")
+    )
+    assert row["outcome"] == "one seed: no claim" and row["seeds"] == 1
+    assert row.keys().isdisjoint({"difference", "interval", "p_value"})
+    written = texts.texts(tiers.count_runs(runs, uneven), uneven, rows, {})
+    assert (
+        "is not known: there is one seed" in written["conclusion"]
+        and "gain over a good baseline not known" in written["situations"]
+    )
+    assert "raised" not in written["headline"] and "[" not in written["headline"]
+    assert "*not known*" in written["from scratch"] and "[" not in written["from scratch"]
+
+
+def test_seeds_that_only_some_arms_have_are_left_out_of_a_comparison() -> None:
+    plan = tiers.read_plan()
+    found = results({"plain": 0.0, "cb-upper": 0.0, "tap-adl": 2.0}, noise=0.3, seeds=4)
+    del found["vit-s", "cb-upper", 3], found["vit-s", "tap-adl", 2]
+    rows = {
+        row["arm"]: row for row in tiers.analyse(plan, found) if row["metric"] == "clean.accuracy" and "seeds" in row
+    }
+    common = [0, 1, 3]  # of which CB lacks one, so that the pair is alone in its model
+    pairs = [[found["vit-s", arm, seed]["clean"]["accuracy"] for seed in common] for arm in ("tap-adl", "plain")]  # type: ignore[index]
+    differences = np.subtract(*pairs)
+    row = next(
+        r
+        for r in tiers.analyse(plan, found)
+        if (r["group"], r["arm"], r["metric"]) == ("vit-s", "tap-adl", "clean.accuracy")
+    )
+    assert rows and row["seeds"] == 3 and row["degrees_of_freedom"] == 2
+    assert row["difference"] == pytest.approx(differences.mean())
+    half = 4.302653 * differences.std(ddof=1) / np.sqrt(3)  # Student's t with two degrees of freedom
+    assert row["interval"] == pytest.approx((differences.mean() - half, differences.mean() + half), rel=1e-5)
+
+
+def test_holm_counts_comparisons_that_were_not_run() -> None:
+    plan = tiers.read_plan()
+    count = len(plan["comparisons"])
+    draw = np.random.default_rng(0)
+    for _ in range(200):
+        found = results({"plain": 0.0, "tap-adl": float(draw.uniform(0.1, 1.5))}, noise=0.3, seeds=3)
+        row = next(r for r in tiers.analyse(plan, found) if "difference" in r and r["metric"] == "clean.accuracy")
+        assert (row["outcome"] in ("higher", "lower")) == (row["p_value"] <= 0.05 / count)
+
+
+def test_sentences_follow_the_outcome() -> None:
+    plan = tiers.read_plan()
+    runs = list(tiers.planned_runs(plan))
+    found = results({"plain": 0.0, "cb-upper": 0.0, "tap-adl": 2.0}, noise=0.1)
+    costs = {"vit-s": {"tap-adl": {"ratio": 1.25}}, "vit-s, eager": {"tap-adl": {"ratio": 1.5}}}
+    written = texts.texts(tiers.count_runs(runs, found), found, tiers.analyse(plan, found), costs)
+    assert "TAP + ADL raised clean accuracy: +" in written["conclusion"]
+    assert "CB in the upper half did not change clean accuracy" in written["conclusion"]
+    assert (
+        "1.25 (as trained), 1.50 (eager)" in written["conclusion"] and "outside this interval" in written["conclusion"]
+    )
+    assert "15 of 15 runs" in written["headline"] and "8 degrees of freedom" in written["headline"]
+    assert "higher in a well-trained model (7" in written["situations"]
+    lowered = results({"plain": 0.0, "cb-upper": 0.0, "tap-adl": -2.0}, noise=0.1)
+    rows = tiers.analyse(plan, lowered)
+    assert "TAP + ADL lowered" in texts.texts(tiers.count_runs(runs, lowered), lowered, rows, {})["headline"]
+
+
 def test_every_planned_run_has_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import mosaics
 
-    from vitfocus.train import load_recipe
+    from vitfocus.train.recipe import load_recipe, refuse_unused_keys
 
     monkeypatch.setattr(mosaics, "data_keys", lambda data, work: ["source=arrays", f"root={data}"])
     (tmp_path / "cost.json").write_text(json.dumps({"vit-s": {"plain": {"ratio": 1.0}, "tap-adl": {"ratio": 1.25}}}))
@@ -87,6 +157,13 @@ def test_every_planned_run_has_a_recipe(tmp_path: Path, monkeypatch: pytest.Monk
         run.place: load_recipe(run.recipe, tiers.overrides(run, tmp_path / "cifar100", tmp_path / "work", tmp_path))
         for run in tiers.planned_runs(tiers.read_plan())
     }
+    for run in tiers.planned_runs(tiers.read_plan()):  # `rehearse`, on any machine
+        keys = tiers.overrides(run, tmp_path / "cifar100", tmp_path / "work", tmp_path)
+        toy = load_recipe(run.recipe, keys + tiers.toy_keys(run))
+        refuse_unused_keys(toy)
+        assert toy.schedule.epochs == 1 or toy.schedule.steps == 2
+    for recipe in recipes.values():
+        refuse_unused_keys(recipe)
     assert recipes["vit-s/plain/seed3"].schedule.epochs == 200 and recipes["vit-s/plain/seed3"].engine.seed == 3
     assert recipes["vit-s/plain-longer/seed1"].schedule.epochs == 250  # 200 epochs, and a quarter more time
     steep = recipes["collapse/qknorm/seed1"]
@@ -135,6 +212,13 @@ def test_the_cost_of_a_step_is_measured_beside_plain(tmp_path: Path, monkeypatch
     found = json.loads(tiers.measure_cost(runs, tmp_path, tmp_path / "work", tmp_path).read_text())
     assert list(found["vit-s"]) == ["plain", "tap-adl"] and found["vit-s"]["plain"]["ratio"] == 1.0
     assert found["vit-s"]["tap-adl"]["ms"] > 0 and found["device"] and found["versions"]
+    assert found["vit-s, eager"]["tap-adl"]["ratio"] > 0 and found["vit-s, compiled"]["plain"]["ratio"] == 1.0
+    shown = "\n".join(long.step_costs("vit-s", found))
+    assert f"({found['vit-s, eager']['tap-adl']['ratio']:.2f})" in shown and "own loop, eager" in shown
+    with pytest.raises(SystemExit, match="multiple of plain's"):
+        tiers.measure_cost(
+            tiers.named_runs(list(tiers.planned_runs(plan)), ["vit-s/tap"]), tmp_path, tmp_path, tmp_path
+        )
     longer = next(run for run in runs if run.as_long_as)
     assert tiers.matched_epochs(longer, 200, tmp_path) == round(200 * found["vit-s"]["tap-adl"]["ratio"])
     with pytest.raises(SystemExit, match=r"tiers\.py cost vit-s"):
@@ -146,7 +230,11 @@ def test_the_report_shows_what_is_finished(tmp_path: Path) -> None:
     runs = list(tiers.planned_runs(plan))
     found = results({"plain": 0.0, "tap-adl": 2.0}, noise=0.1, seeds=2)
     for (_, arm, seed), one in found.items():
-        one |= {"seconds_of_training": 400.0, "curve": [{"epoch": e, "top1": e / 4 + seed} for e in (100, 200)]}
+        one |= {
+            "seconds_of_training": 400.0,
+            "epochs": 200.0,
+            "curve": [{"epoch": e, "top1": e / 4 + seed} for e in (100, 200)],
+        }
         one["attention"] = [{"epoch": 0, "layer": [0, 1, 2], "entropy_share": [0.9] * 3, "overfocus": [0.1] * 3}]
         one["curve"][-1]["top1"] += 3.0 * (arm == "tap-adl")
     rows = one["attention"] + [{"epoch": 50, "layer": [0, 1, 2], "entropy_share": [0.2] * 3, "overfocus": [0.8] * 3}]
@@ -157,5 +245,41 @@ def test_the_report_shows_what_is_finished(tmp_path: Path) -> None:
     assert "| failed |" in text and "| 50 |" in text
     assert "DeiT-Ti fine-tuned" in text and "fine-tune-training" not in text
     gains = (tmp_path / "vit-s-training.svg").read_text()
-    assert "Gain over plain" in gains and ">3<" in gains.replace(".0<", "<")
+    assert "Gain over plain" in gains and ">3<" in gains.replace(".0<", "<") and "tap-adl (2 seeds)" in gains
+    longer = {("vit-s", "plain-longer", 0): {**found["vit-s", "plain", 0], "arm": "plain-longer", "epochs": 250.0}}
+    long.write_report(tmp_path, runs, {**found, **longer}, tiers.analyse(plan, found))
+    before, _, gain = (tmp_path / "vit-s-training.svg").read_text().partition("Gain over plain at")
+    assert "plain-longer (1 seed)" in before and "plain-longer" not in gain  # another schedule: epochs do not compare
     assert (tmp_path / "collapse-attention.svg").is_file()
+
+
+def test_what_is_compiled_is_kept_for_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    import gate
+
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_FX_GRAPH_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("TORCHINDUCTOR_AUTOGRAD_CACHE", "TORCHINDUCTOR_COMPILE_THREADS", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "1")
+    jobs: list[list[str]] = []
+
+    def run(script: str, given: list[list[str]], at_once: int, log: Path) -> None:
+        jobs.extend(given)
+        found = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) / "fxgraph" / "kernel"
+        if not found.exists():
+            found.parent.mkdir(parents=True)
+            found.write_text("compiled")
+        assert found.read_text() == "compiled"
+
+    monkeypatch.setattr(gate, "run_many", run)
+    archive, common = str(tmp_path / "cache.xz"), ["--at-once", "1", "--data", str(tmp_path), "--cache-in"]
+    tiers.main(["run", "camvid/plain/seed0", "--work", str(tmp_path / "a"), *common, archive, "--cache-out", archive])
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        os.environ.pop(name)
+    (tmp_path / "b").mkdir()
+    tiers.main(["run", "camvid/plain/seed0", "--work", str(tmp_path / "b"), *common, archive])
+    assert (tmp_path / "b" / "compiled" / "fxgraph" / "kernel").read_text() == "compiled"
+    assert [job[:2] for job in jobs] == [["one", "camvid/plain/seed0"]] * 2
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        os.environ.pop(name, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -70,3 +71,21 @@ def test_gradients_are_left_in_place() -> None:
     model = Small()
     train(model, BatchedMuon(model.parameters(), lr=1e-2), 1)
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_batched_updates_lie_as_their_matrices_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise each is a launch of its own: Newton-Schulz returns tall matrices transposed."""
+    torch.manual_seed(0)
+    matrices = [torch.nn.Parameter(torch.randn(shape)) for shape in ((48, 16), (48, 16), (16, 48))]
+    optimiser = BatchedMuon(matrices, lr=1e-2)
+    added, real = [], torch._foreach_add_
+
+    def add(places: Any, values: Any, *rest: Any) -> None:
+        added.extend((place.stride(), value.stride()) for place, value in zip(places, values, strict=True))
+        real(places, values, *rest)
+
+    monkeypatch.setattr(torch, "_foreach_add_", add)
+    for matrix in matrices:
+        matrix.grad = torch.randn_like(matrix)
+    optimiser.step()
+    assert len(added) == 3 and all(place == value for place, value in added)

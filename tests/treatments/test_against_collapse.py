@@ -121,16 +121,11 @@ def test_spectral_norm_equals_that_of_torch() -> None:
     vf.treat_(model, "sigma").train()
     for index, block in enumerate(theirs.blocks):
         scales = model.blocks[index].spectral_scales
-        for name, path in (
-            ("attn_qkv", "attn.qkv"),
-            ("attn_proj", "attn.proj"),
-            ("mlp_fc1", "mlp.fc1"),
-            ("mlp_fc2", "mlp.fc2"),
-        ):
+        for scale, path in zip(scales, ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"), strict=True):
             made = spectral_norm(block.get_submodule(path))
             inner: Any = made.parametrizations.weight[0]  # type: ignore[union-attr, index]
-            inner._u.copy_(scales[name].left)
-            inner._v.copy_(scales[name].right)
+            inner._u.copy_(scale.left)
+            inner._v.copy_(scale.right)
     images = torch.randn(2, 3, 64, 64)
     for _ in range(3):
         ours, expected = model(images), theirs.train()(images)
@@ -140,7 +135,7 @@ def test_spectral_norm_equals_that_of_torch() -> None:
         other.square().mean().backward()
     gradient = theirs.blocks[0].mlp.fc1.parametrizations.weight.original.grad
     torch.testing.assert_close(model.blocks[0].mlp.fc1._parameters["weight"].grad, gradient, atol=1e-6, rtol=1e-3)
-    for scale, layer in ((model.blocks[1].spectral_scales["mlp_fc1"], model.blocks[1].mlp.fc1),):
+    for scale, layer in ((model.blocks[1].spectral_scales[2], model.blocks[1].mlp.fc1),):
         for _ in range(200):
             scale.step(layer._parameters["weight"])
         assert torch.linalg.matrix_norm(layer.weight, 2).item() == pytest.approx(1.0, abs=1e-4)
@@ -161,9 +156,8 @@ def test_scales_start_anew_with_a_plain_checkpoint() -> None:
             treated[name] += 1.0
     other, _ = build("vit", seed=2)
     vf.treat_(other, "sigma(init=spectral)").load_state_dict(treated)
-    assert torch.equal(
-        other.state_dict()["blocks.0.spectral_scales.attn_qkv.gain"], treated["blocks.0.spectral_scales.attn_qkv.gain"]
-    )
+    name = "blocks.0.spectral_scales.0.gain"
+    assert torch.equal(other.state_dict()[name], treated[name])
 
 
 def copy_to_file(model: nn.Module) -> str:
@@ -192,7 +186,7 @@ def test_spectral_scales_reach_attention_in_c() -> None:
             weight /= torch.linalg.matrix_norm(weight, 2)
         with pytest.warns(vf.VitfocusWarning):
             vf.treat_(model, "sigma(site=attention)")
-        for scale in model.encoder.layers[0].spectral_scales.values():
+        for scale in model.encoder.layers[0].spectral_scales:
             assert isinstance(scale, nn.Module)
         for one in (model.encoder.layers[0].self_attention, model.encoder.layers[0].self_attention.out_proj):
             for _ in range(300):

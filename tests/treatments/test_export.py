@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from pathlib import Path
 
@@ -102,10 +103,14 @@ def test_onnx(family: str, tmp_path: Path) -> None:
     torch.testing.assert_close(torch.from_numpy(output), expected, atol=1e-4, rtol=1e-3)
 
 
+#: Everything that adds parameters and does not depend on the other images of a batch.
+_TRAINED = "cbs+registers+gate+qknorm+sigma+adl(variant=paper,threshold=1.0)"
+
+
 def _train_on_one_of_two(rank: int, folder: str, sharded: bool) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     model, images = build("vit")
-    vf.treat_(model, "cbs+adl(variant=paper,threshold=1.0)").train()
+    vf.treat_(model, _TRAINED).train()
     if sharded:
         from torch.distributed.fsdp import fully_shard
 
@@ -127,18 +132,45 @@ def _train_on_one_of_two(rank: int, folder: str, sharded: bool) -> None:
     dist.destroy_process_group()
 
 
+def _rescale_sharded_weights(folder: str) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
+    model, images = build("vit")
+    expected = vf.treat_(copy.deepcopy(model), "sigma").train()(images)
+    vf.treat_(model, "sigma").train()
+    fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,)))
+    torch.testing.assert_close(model(images), expected)
+    vf.save(model, f"{folder}/model")
+    torch.testing.assert_close(vf.load(f"{folder}/model")(images), model.eval()(images))
+    with pytest.raises(vf.VitfocusError, match="gate adds parameters: treat the model before fully_shard"):
+        vf.treat_(model, "gate")
+    vf.treat_(model, "cb")  # which has none
+    with pytest.raises(vf.VitfocusError, match=r"sigma .*: treat the model before"):
+        vf.treat_(vf.untreat_(model), "sigma")
+    dist.destroy_process_group()
+
+
+def test_fsdp2_shards_rescaled_weights_and_nothing_that_comes_later(tmp_path: Path) -> None:
+    started = start(_rescale_sharded_weights, str(tmp_path))
+    assert started.wait() == 0, started.error
+
+
 @pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
 def test_two_processes_give_the_gradient_of_one(sharded: bool, tmp_path: Path) -> None:
     started = [start(_train_on_one_of_two, rank, str(tmp_path), sharded) for rank in (0, 1)]
     assert [one.wait() for one in started] == [0, 0], [one.error for one in started]
     model, images = build("vit")
-    vf.treat_(model, "cbs+adl(variant=paper,threshold=1.0)").train()
+    vf.treat_(model, _TRAINED).train()
+    start_of_all = copy.deepcopy(model.state_dict())
     for image in images.split(1):
+        model.load_state_dict(start_of_all)  # each process has taken one step of power iteration
         ((model(image).square().mean() + vf.auxiliary_loss(model)) / 2).backward()
     grads = torch.load(tmp_path / "grads.pt", weights_only=True)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(grads[name], parameter.grad, atol=1e-6, rtol=1e-4)
-    assert any("context_scale" in name for name in grads)
+    for part in ("context_scale", "registers.tokens", "gates.weight", "query_norm.weight", "gain"):
+        assert any(name.endswith(part) for name in grads), part
 
 
 def test_inside_ddp_no_parameter_is_added(tmp_path: Path) -> None:

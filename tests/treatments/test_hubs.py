@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import os
@@ -15,7 +16,7 @@ import pytest
 import timm
 import torch
 from helpers.tiny import build
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import vitfocus as vf
@@ -104,6 +105,60 @@ def test_checkpoints_of_transformers_come_back(spec: str, tmp_path: Path) -> Non
     assert STATE_KEY not in json.loads((tmp_path / "plain" / "config.json").read_text())
 
 
+#: Every kind of name and state that a treatment adds.
+ADDING = ["sigma(init=spectral)", "ttr(neurons=[[0,3],[1,5]])", "registers+gate+qknorm", "cbs+se"]
+
+
+@pytest.mark.parametrize("make", [tiny_timm, tiny_hf])
+@pytest.mark.parametrize("spec", ADDING)
+def test_what_any_treatment_adds_comes_back(make: Any, spec: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
+    model = make(spec)
+    vf.save(model, tmp_path)
+    auto = transformers.AutoModelForImageClassification
+    opened = [auto.from_pretrained(tmp_path), vf.load(tmp_path)]
+    if make is tiny_hf:
+        model.save_pretrained(tmp_path / "theirs")
+        opened += [auto.from_pretrained(tmp_path / "theirs"), vf.open_model(str(tmp_path / "theirs"))]
+    for one in opened:
+        assert vf.applied(one) == vf.applied(model)
+        torch.testing.assert_close(logits(one), logits(model), atol=1e-6, rtol=1e-5)
+
+
+def test_a_checkpoint_that_lacks_what_it_records_is_refused(tmp_path: Path) -> None:
+    model = tiny_hf("cbs")
+    model.save_pretrained(tmp_path)
+    kept = {key: value for key, value in load_file(tmp_path / "model.safetensors").items() if "context" not in key}
+    save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(vf.VitfocusError, match=r"records cbs and lacks vit\.layers\.0\.context_mlp\..* \(2 names\)"):
+        type(model).from_pretrained(tmp_path)
+    save_file({key: value for key, value in kept.items() if STATE_KEY not in key}, tmp_path / "model.safetensors")
+    assert vf.applied(type(model).from_pretrained(tmp_path))  # a plain checkpoint into a treated model
+
+
+def test_transformers_builds_a_treated_timm_model_of_another_size(tmp_path: Path) -> None:
+    """CrossViT takes the size of its images from what timm knows of its name."""
+    transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
+    model = vf.treat_(timm.create_model("crossvit_tiny_240", num_classes=3), "cb").eval()
+    vf.save(model, tmp_path)
+    opened = transformers.AutoModelForImageClassification.from_pretrained(tmp_path).eval()
+    images = torch.randn(1, 3, 240, 240)
+    with torch.no_grad():
+        assert torch.equal(opened(images).logits, model(images))
+
+
+def test_a_checkpoint_of_transformers_keeps_its_task(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
+    sizes = {"depths": [1] * 4, "hidden_sizes": [8, 16, 16, 16], "num_attention_heads": [1] * 4, "num_labels": 3}
+    config = transformers.SegformerConfig(**sizes, decoder_hidden_size=16)
+    model = shaken(vf.treat_(transformers.SegformerForSemanticSegmentation(config), "cb"))
+    model.save_pretrained(tmp_path)
+    opened = vf.open_model(str(tmp_path))
+    assert type(opened) is type(model) and torch.equal(logits(opened), logits(model))
+    other = vf.create_model(f"transformers:{tmp_path}", num_labels=5)
+    assert type(other).__name__ == "SegformerForImageClassification"
+
+
 #: Models of transformers whose transformer is a part with a config of its own, or that are no classifiers of images.
 PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "SiglipForImageClassification": ("Siglip", {"num_labels": 3}),
@@ -132,6 +187,7 @@ def test_treatments_of_a_part_and_of_other_tasks_come_back(name: str, tmp_path: 
         options = {"backbone_config": transformers.Dinov2Config(**sizes), **options}
     else:
         options = sizes | options
+    torch.manual_seed(0)  # the depth of DPT is cut off at zero, and may be zero everywhere
     model = shaken(vf.treat_(cls(cls.config_class(**options)), "cb"))
 
     def output(one: Any) -> torch.Tensor:
@@ -284,6 +340,19 @@ def test_peft_trains_what_treatments_added(tmp_path: Path) -> None:
     assert not any(part in name for name in vf.untreat_(merged).state_dict() for part in parts)
 
 
+def test_an_adapter_is_not_merged_into_a_computed_weight() -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    model = peft.get_peft_model(tiny_timm("sigma"), peft.LoraConfig(target_modules=["qkv"], init_lora_weights=False))
+    before = copy.deepcopy(model.train().state_dict())
+    model(IMAGES)  # the adapter has no place for vectors of frozen weights that would change
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    for merge in (model.merge_and_unload, model.merge_adapter):
+        with pytest.raises(vf.VitfocusError, match=r"attn\.qkv has an adapter and rescales its weight"):
+            merge()
+    other = peft.get_peft_model(tiny_timm("sigma(site=mlp)"), peft.LoraConfig(target_modules=["qkv"]))
+    assert vf.applied(other.merge_and_unload())
+
+
 class Holder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -304,6 +373,27 @@ def test_a_wrapper_and_the_model_inside_know_the_same() -> None:
             vf.save(model, "never")
         vf.untreat_(other(model))
         assert not vf.applied(model) and not any(STATE_KEY in name for name in model.state_dict())
+
+
+class Steps(nn.Module):
+    """A module whose steps call its network, so that it has no forward pass, like many of Lightning's."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.network, self.loss = timm.create_model(name, num_classes=3), nn.CrossEntropyLoss()
+
+
+@pytest.mark.parametrize(("name", "size"), [("vit_tiny_patch16_224", 224), ("efficientvit_m0", 224)])
+def test_a_module_without_a_forward_pass_is_treated_and_read(name: str, size: int) -> None:
+    model, images = Steps(name).eval(), torch.randn(1, 3, size, size)
+    vf.treat_(model, "cb")
+    assert vf.applied(model) == vf.applied(model.network) != []
+    expected = vf.diagnose(model.network, images).rows
+    assert [row["entropy"] for row in vf.diagnose(model, images).rows] == [row["entropy"] for row in expected]
+    model.teacher = timm.create_model("efficientvit_m0", num_classes=3)
+    if name == "efficientvit_m0":
+        with pytest.raises(vf.VitfocusError, match="Steps contains 2 transformers: network, teacher; pass one of them"):
+            vf.anatomy(model)
 
 
 def test_a_state_dict_says_how_to_treat_another_model() -> None:

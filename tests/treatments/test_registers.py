@@ -101,7 +101,9 @@ def test_registers_in_other_families(family: str) -> None:
 def test_blocks_that_count_their_tokens_refuse_more(family: str) -> None:
     model, _ = build(family)
     for spec in ("registers", "ttr(neurons=[[0,0]])"):
-        with pytest.raises(vf.VitfocusError, match=r"adds tokens, and the blocks of|has no neuron|registers already"):
+        with pytest.raises(
+            vf.VitfocusError, match=r"adds tokens, and the blocks of|has no MLP whose neurons|registers already"
+        ):
             vf.treat_(model, spec)
 
 
@@ -243,3 +245,30 @@ def test_what_is_no_register_is_refused() -> None:
         vf.find_registers(smooth, [])
     with pytest.raises(vf.VitfocusError, match="no layer 7"):
         vf.find_registers(smooth, torch.randn(2, 3, 64, 64), layer=7)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_mask_of_transformers_covers_patches_and_not_registers(attention: str) -> None:
+    transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+    config = transformers.ViTConfig(image_size=32, patch_size=8, num_labels=3, attn_implementation=attention, **sizes)
+    model = vf.treat_(transformers.ViTForImageClassification(config).eval(), "registers(count=3)")
+    (registers,) = (value for name, value in model.named_parameters() if name.endswith("registers.tokens"))
+    torch.nn.init.normal_(registers)
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        whole = model(images).logits
+        traced = torch.export.export(model, (images,), strict=False).module()(images).logits  # has a mask of ones
+        torch.testing.assert_close(traced, whole)
+        try:
+            masked = model(images, attention_mask=torch.tensor([[1.0] * 13 + [0.0] * 4] * 2)).logits
+        except TypeError:  # transformers 4 takes no mask
+            return
+        changed = images.clone()
+        changed[:, :, 24:] = torch.randn(2, 3, 8, 32)  # the last row of patches, which is hidden
+        hidden = model(changed, attention_mask=torch.tensor([[1.0] * 13 + [0.0] * 4] * 2)).logits
+        torch.testing.assert_close(hidden, masked)
+        assert not torch.allclose(masked, whole, atol=1e-4)
+        registers.neg_()
+        assert not torch.allclose(model(images, attention_mask=torch.ones(2, 17)).logits, whole, atol=1e-4)

@@ -212,6 +212,15 @@ def test_torchvision_and_transformers(tmp_path: Path) -> None:
     torch.testing.assert_close(vf.load(tmp_path / "moved")(images).logits, other(images).logits)
 
 
+def test_pairs_in_a_config_do_not_make_another_model(tmp_path: Path) -> None:
+    """Hiera keeps a list of its config's tuples, which are lists in a file."""
+    transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
+    config = transformers.HieraConfig(embed_dim=8, depths=[1, 1, 1, 1], num_heads=[1, 1, 2, 2], num_labels=3)
+    model = vf.treat_(transformers.HieraForImageClassification(config), "cb").eval()
+    vf.save(model, tmp_path)
+    assert vf.applied(vf.load(tmp_path)) == vf.applied(model)
+
+
 def test_a_saved_model_is_not_built_otherwise_than_it_was_saved(tmp_path: Path) -> None:
     vf.save(vf.create_model("vit_tiny_patch16_224", depth=1, img_size=32), tmp_path)
     with pytest.raises(vf.VitfocusError, match="built as it was saved, so num_classes cannot be changed"):

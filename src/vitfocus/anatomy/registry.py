@@ -258,6 +258,11 @@ def _by_structure(model: nn.Module, example: Any) -> tuple[str, Anatomy]:
     if example is not None:
         given = example if isinstance(example, Mapping | tuple) else (example,)
         return "", dissect_structure(model, lambda _: [given], again=True)
+    parts = (
+        [] if has_forward(model) else [(n, c) for n, c in model.named_children() if any(True for _ in c.parameters())]
+    )
+    if parts:
+        return _inside(model, parts)
     reason = None
     for name, module in _runnable(model):
         try:
@@ -269,6 +274,30 @@ def _by_structure(model: nn.Module, example: Any) -> tuple[str, Anatomy]:
         f"{reason}; describe it with vitfocus.register (docs/adding-a-family.md), or pass an input to "
         "vitfocus.anatomy(model, example=...)."
     )
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether a module can be called: a LightningModule whose steps call its network often cannot."""
+    owner = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
+    return owner is not nn.Module and owner.__module__.partition(".")[0] not in ("lightning", "pytorch_lightning")
+
+
+def _inside(model: nn.Module, parts: Sequence[tuple[str, nn.Module]]) -> tuple[str, Anatomy]:
+    """What `_by_structure` finds in the one part of a module without a forward pass that has attention."""
+    found: list[tuple[str, Anatomy]] = []
+    refusal: VitfocusError | None = None
+    for name, part in parts:
+        try:
+            prefix, body = _by_structure(part, None)
+            found.append((f"{name}.{prefix}" if prefix else name, body))
+        except VitfocusError as error:
+            refusal = error
+    if len(found) > 1:
+        names = ", ".join(name for name, _ in found)
+        raise VitfocusError(f"{type(model).__name__} contains {len(found)} transformers: {names}; pass one of them.")
+    if refusal is not None and not found:
+        raise refusal
+    return found[0]
 
 
 def _taking_the_image(name: str, outer: Anatomy) -> tuple[str, Anatomy]:

@@ -396,8 +396,15 @@ def trace_forward(root: nn.Module, inputs: Mapping[str, Any] | tuple[Any, ...]) 
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(eval_mode(root))
+        stack.callback(_forget_cached_values, root)
         stack.enter_context(torch.no_grad())
         stack.enter_context(running_eagerly())
         stack.enter_context(tracer.watching(root))
         root(**inputs) if isinstance(inputs, Mapping) else root(*inputs)
     return tracer.trace
+
+
+def _forget_cached_values(root: nn.Module) -> None:
+    """Discard what modules keep in eval mode (LeViT its biases) and would still use after other weights are loaded."""
+    root.train()
+    root.eval()

@@ -230,19 +230,25 @@ def vision_types() -> dict[str, Any]:
 
 
 def build_small(cls: Any) -> nn.Module:
-    """A model of a default configuration, with two layers per stack if that can be built."""
+    """A model of a default configuration, two layers per stack, and small images and clips if it can be built so."""
     try:
-        return cls(_shallow(cls.config_class()))
+        return cls(_shrunk(cls.config_class()))
     except Exception:  # configurations check themselves in many ways
         return cls(cls.config_class())
 
 
-def _shallow(config: Any) -> Any:
+#: Every pixel and frame costs tokens, and attention the square of them.
+_LIMITS = {"image_size": 448, "frames_per_clip": 4}
+
+
+def _shrunk(config: Any) -> Any:
     for name, value in list(vars(config).items()):
         if hasattr(value, "to_dict"):
-            _shallow(value)
+            _shrunk(value)
         elif isinstance(value, int) and value > 2 and _DEPTHS.fullmatch(name):
             setattr(config, name, 2)
+        elif isinstance(value, int) and value > _LIMITS.get(name, value):
+            setattr(config, name, _LIMITS[name])
         elif name in ("layer_types", "mlp_layer_types") and isinstance(value, list):
             setattr(config, name, value[:2])
     return config

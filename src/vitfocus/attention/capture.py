@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from vitfocus.anatomy import Anatomy, Block, unwrap
 from vitfocus.anatomy.block import Size, heads_of
 from vitfocus.anatomy.inputs import PLACES
+from vitfocus.anatomy.registry import has_forward
 from vitfocus.attention.batches import TEXT, ImageBatch, PatchesInOrder, normalised, with_text
 from vitfocus.core.arguments import require_values
 from vitfocus.core.errors import VitfocusError, nearest, reason, warn
@@ -311,7 +312,8 @@ class Session:
         pixels = batch.pixels if batch.name != "pixel_values" else normalised(batch.pixels, body)
         pixels = pixels.to(weight.device, weight.dtype if pixels.is_floating_point() else None)
         extras = {key: value.to(weight.device) for key, value in batch.extras.items()}
-        if body.found_by == "structure" and not any(key in TEXT for key in (batch.name, *extras)):
+        only_images = body.found_by == "structure" and not any(key in TEXT for key in (batch.name, *extras))
+        if only_images or not has_forward(unwrap(model)):
             model = model if body.root is unwrap(model) else body.root  # the whole model needs more than images
         takes = inspect.signature(unwrap(model).forward).parameters
         extras = {key if key in takes else key.removeprefix("image_"): value for key, value in extras.items()}

@@ -93,15 +93,16 @@ _OVERFOCUS = Advice(
     "reduce this",
     "Our study found no gain from adding TAP or ADL to trained weights: in a short fine-tuning ADL cost 0.52 points of "
     "accuracy, and TAP made no significant difference. From scratch both helped a baseline that trained badly; the "
-    "gain over a good one is not known.",
+    'docs\' page "Should I use it?" says what is known about a good one.',
     "measure whether it matters: `vitfocus evaluate MODEL --suite imagenet-c --data DIR`. If you trained the model and "
     "its accuracy is poor, try a lower learning rate first.",
 )
 _UNIFORM = Advice(
     ("cb", "cbs"),
     "supply uniform attention directly",
-    "Context Broadcasting supplies this part directly, but our study could not tell whether it helps: no significant "
-    "difference, from scratch or in a short fine-tuning.",
+    "Context Broadcasting supplies this part directly, but in short trainings our study could not tell whether it "
+    'helps: no significant difference, from scratch or in fine-tuning. The docs say what else is known ("Should I use '
+    'it?").',
     "nothing to treat in trained weights. If you train from scratch, compare with and without `cb(layers=upper)` over "
     "several seeds.",
 )
@@ -109,7 +110,8 @@ _HIGH_NORM = Advice(
     ("registers", "ttr"),
     "take these activations",
     "Test-time registers move these activations to an added token without training; registers are trained to take "
-    "them. Their authors report cleaner maps; a gain in robustness is not known.",
+    "them. Their authors report cleaner maps of large models. In two small models of our study, test-time registers "
+    "removed most of these tokens, and neither accuracy nor robustness rose.",
     f"{_EXPLORE} (rings mark them). To try it: `vf.treat_(model, vf.find_registers(model, images))`, then diagnose "
     "and evaluate again.",
 )
@@ -312,7 +314,7 @@ def _span(values: Sequence[float], factor: float = 1.0, form: str = ".2f") -> st
     >>> _span([0.5, 0.25], 100, ".0f")
     '25 to 50'
     """
-    low, high = (format(factor * value, form) for value in (min(values), max(values)))
+    low, high = (format(factor * value, form).replace("%", " %") for value in (min(values), max(values)))
     return low if low == high else f"{low} to {high}"
 
 

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-TREATMENTS = ("cb", "cbs", "tap", "adl", "cbs+tap+adl")
+#: Measured beside every treatment alone: all that the two papers propose.
+TOGETHER = "cbs+tap+adl"
 PRECISIONS = ("float32", "bfloat16", "float16")
 
 
@@ -35,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--treat",
         metavar="SPEC",
         action="append",
-        help=f"treatment to measure; may be repeated (default: {', '.join(TREATMENTS)})",
+        help=f"treatment to measure; may be repeated (default: every treatment alone, and {TOGETHER})",
     )
     parser.add_argument(
         "--size", metavar="PIXELS", help="image size, such as 224 or 512x1024 (height x width; default: the model's)"
@@ -66,13 +67,14 @@ def run(args: argparse.Namespace) -> int:
 
     from vitfocus.anatomy import anatomy
     from vitfocus.core.environment import usable_device
+    from vitfocus.treatments.base import keywords
     from vitfocus.treatments.cost import compare_steps
     from vitfocus.treatments.spec import parse_treatments
 
-    specs = args.treat or list(TREATMENTS)
-    for spec in specs:
+    specs = args.treat or [*keywords(), TOGETHER]
+    for spec in args.treat or ():
         if not parse_treatments(spec):
-            raise VitfocusError(f"--treat {spec!r} names no treatment: try {TREATMENTS[0]}.")
+            raise VitfocusError(f"--treat {spec!r} names no treatment: try {TOGETHER}.")
     device = usable_device(args.device)
     precision = args.precision or ("bfloat16" if device.type == "cuda" else "float32")
     batch = args.batch_size or (64 if device.type == "cuda" else 8)

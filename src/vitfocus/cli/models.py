@@ -157,7 +157,8 @@ class Named(NamedTuple):
 def every_model(library: str = "") -> Iterator[Named]:
     """All models of timm and torchvision, and transformers' model types that take images or videos.
 
-    A type of transformers is built from its default configuration, with two layers per stack where that works.
+    A type of transformers is built from its default configuration, with two layers per stack and images of at most
+    448 pixels where that works.
     """
     if library in ("", "timm"):
         import timm

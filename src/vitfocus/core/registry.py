@@ -145,7 +145,7 @@ def _connect_configs(configurations: Any) -> None:
 
 def _connect_models(modeling: Any) -> None:
     cls = modeling.PreTrainedModel
-    post_init = cls.post_init
+    post_init, load = cls.post_init, cls.from_pretrained.__func__
 
     @wraps(post_init)
     def treated(self: Any, *args: Any, **options: Any) -> Any:
@@ -154,7 +154,14 @@ def _connect_models(modeling: Any) -> None:
             _hub().treat_built(self)
         return result
 
-    cls.post_init = treated
+    @wraps(load)
+    def loaded(cls: Any, *args: Any, output_loading_info: bool = False, **options: Any) -> Any:
+        model, report = load(cls, *args, output_loading_info=True, **options)
+        if any(TREATMENTS_KEY in vars(one) for one in nested_configs(model.config)):
+            _hub().check_loaded(model, report["missing_keys"])
+        return (model, report) if output_loading_info else model
+
+    cls.post_init, cls.from_pretrained = treated, classmethod(loaded)
 
 
 def nested_configs(config: Any) -> list[Any]:
@@ -179,3 +186,15 @@ def _connect_peft(peft: Any) -> None:
         return load(self, model_id, *args, **options)
 
     cls.save_pretrained, cls.load_adapter = saved, loaded
+    tuner = sys.modules["peft.tuners.tuners_utils"].BaseTuner
+    for name in ("merge_and_unload", "merge_adapter"):
+        setattr(tuner, name, _checked_merge(getattr(tuner, name)))
+
+
+def _checked_merge(merge: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(merge)
+    def merged(self: Any, *args: Any, **options: Any) -> Any:
+        _hub().check_merge(self.model)
+        return merge(self, *args, **options)
+
+    return merged

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -34,6 +36,10 @@ _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 #: What `backend` forces. A plain global, because compiled code is traced through it.
 _forced = "auto"
+
+#: What `compile_together` has seen; one thread at a time looks.
+_compiled: set[Hashable] = set()
+_noting = threading.Lock()
 
 
 @contextmanager
@@ -152,3 +158,47 @@ def on_device_of_first(launch: Callable[Arguments, Result]) -> Callable[Argument
             return launch(*args, **keywords)
 
     return launch_there
+
+
+def compile_together(device: torch.device, key: Hashable, launch: Callable[[], Any]) -> None:
+    """Compile what `launch` would launch, all at the same time, before the first launches with this key.
+
+    A kernel takes a second or so: Triton compiles it, and a C compiler its launcher, both outside Python's lock.
+    Nothing happens on a CPU, where kernels are interpreted, and while a CUDA graph is recorded.
+    """
+    if (device, key) in _compiled or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return
+    _compiled.add((device, key))
+    calls = launches_of(launch)
+    if len(calls) > 1:
+        with ThreadPoolExecutor(min(len(calls), os.cpu_count() or 1)) as threads:
+            for call in calls.values():
+                threads.submit(_compile, device, *call)
+
+
+def launches_of(launch: Callable[[], Any]) -> dict[Hashable, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    """The launches that a function would make, in place of making them: kernels, arguments and keywords."""
+    from triton.runtime.jit import JITFunction
+
+    mine = threading.get_ident()
+    calls: dict[Hashable, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {}
+
+    def note(self: Any, *args: Any, **keywords: Any) -> Any:
+        if threading.get_ident() != mine:  # other threads launch as ever
+            return really(self, *args, **keywords)
+        alike = tuple(getattr(one, "dtype", one) for one in args)
+        calls[self, alike, *((name, one) for name, one in keywords.items() if name != "grid")] = (self, args, keywords)
+
+    with _noting, torch.no_grad():
+        really, JITFunction.run = JITFunction.run, note
+        try:
+            launch()
+        finally:
+            JITFunction.run = really
+    return calls
+
+
+def _compile(device: torch.device, kernel: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    """Compile a kernel and its launcher; if that fails, the launch itself will say so."""
+    with suppress(Exception), torch.cuda.device(device):
+        _ = kernel.run(*args, **keywords | {"warmup": True}).run

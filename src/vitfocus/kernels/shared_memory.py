@@ -52,37 +52,6 @@ def row_tiles(
     return min(high, padded(rows)), min(wide, padded(keys)), stages
 
 
-def needed(group: int, width: int, item: int, rows: int, columns: int) -> int:
-    """Bytes of a program that holds rows and columns of all heads: `group` heads of `width` channels.
-
-    >>> needed(6, 64, 2, 64, 32)
-    77312
-    """
-    # float32 is multiplied in parts, which lie beside the original, one head at a time.
-    tokens = rows + columns if item == 2 else 2 * rows + columns + 2 * columns // group
-    return group * padded(width) * item * tokens + 4 * rows * (2 * group + 2)
-
-
-def shrink(group: int, width: int, item: int, rows: int, columns: int, space: int) -> tuple[int, int]:
-    """Rows and columns, halved until they fit into `space` bytes or cannot be smaller.
-
-    >>> shrink(6, 64, 2, 64, 32, LARGE), shrink(16, 128, 2, 64, 32, LARGE)
-    ((64, 32), (16, 32))
-    """
-    while needed(group, width, item, rows, columns) > space and max(rows, columns) > LEAST:
-        rows, columns = (rows // 2, columns) if rows >= columns else (rows, columns // 2)
-    return rows, columns
-
-
-def fits(group: int, width: int, item: int, space: int) -> bool:
-    """Whether the smallest tiles fit into `space` bytes.
-
-    >>> fits(16, 64, 2, LARGE), fits(16, 80, 4, LARGE)
-    (True, False)
-    """
-    return needed(group, width, item, LEAST, LEAST) <= space
-
-
 def padded(width: int) -> int:
     """Channels of a head in a tile, a power of two.
 

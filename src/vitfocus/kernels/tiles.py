@@ -11,6 +11,9 @@ from torch import Tensor
 
 from vitfocus.kernels.shared_memory import available, padded, row_tiles
 
+#: Vectors by row are padded to multiples of this, the longest block, so that no mask is needed.
+REACH = 128
+
 
 @triton.jit
 def single(number):
@@ -19,12 +22,19 @@ def single(number):
 
 
 @triton.jit
-def load_rows(pointer, batch, head, rows, ok, strides, D: tl.constexpr, DP: tl.constexpr):
-    """Rows (T,) of one head of a (B, H, N, D) tensor with these strides: (T, DP), padded with zeros."""
+def load_rows(pointer, batch, head, rows, strides, D: tl.constexpr, DP: tl.constexpr):
+    """Rows (T,) of one head of a (B, H, N, D) tensor with these strides: (T, DP), channels padded with zeros.
+
+    All rows must exist: callers repeat the last one beyond the end, because a mask for each row would take more
+    instructions than the product that follows. Attention to a repeated key is a number between 0 and 1 at least.
+    """
     channels = tl.arange(0, DP)
     start = pointer + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
     where = rows[:, None].to(tl.int64) * strides[2] + channels[None, :] * strides[3]
-    return tl.load(start + where, mask=ok[:, None] & (channels < D)[None, :], other=0.0)
+    if D == DP:
+        return tl.load(start + where)
+    else:
+        return tl.load(start + where, mask=(channels < D)[None, :], other=0.0)
 
 
 @triton.jit
@@ -37,44 +47,14 @@ def store_rows(pointer, values, batch, head, rows, ok, strides, D: tl.constexpr,
 
 
 @triton.jit
-def logits(query, key, scale, bias, batch, head, rows, row_ok, cols, col_ok, strides, HAS_BIAS: tl.constexpr):
-    """Attention logits of a tile in units of log 2: (T, D) and (S, D) to (T, S). Padded keys give 0, not -inf."""
+def logits(query, key, scale, bias, batch, head, rows, cols, strides, HAS_BIAS: tl.constexpr):
+    """Attention logits of a tile in units of log 2: (T, D) and (S, D) to (T, S), for rows and columns that exist."""
     scores = tl.dot(query, tl.trans(key), input_precision="tf32x3") * (scale * 1.4426950408889634)
     if HAS_BIAS:
         start = bias + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
         where = rows[:, None].to(tl.int64) * strides[2] + cols[None, :].to(tl.int64) * strides[3]
-        added = tl.load(start + where, mask=row_ok[:, None] & col_ok[None, :], other=0.0)
-        scores += added.to(tl.float32) * 1.4426950408889634
+        scores += tl.load(start + where).to(tl.float32) * 1.4426950408889634
     return scores
-
-
-@triton.jit
-def load_heads(
-    pointer, batch, head, rows, ok, strides, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr
-):  # fmt: skip
-    """`load_rows` of G heads, a tuple."""
-    loaded = ()
-    for h in tl.static_range(G):
-        loaded = loaded + (load_rows(pointer, batch, head + h, rows, ok, strides, D, DP),)
-    return loaded
-
-
-@triton.jit
-def load_vectors(pointer, first, length, places, ok, G: tl.constexpr):
-    """The same places of G vectors of that length that lie one after the other, a tuple."""
-    loaded = ()
-    for h in tl.static_range(G):
-        loaded = loaded + (tl.load(pointer + (first + h).to(tl.int64) * length + places, mask=ok, other=0.0),)
-    return loaded
-
-
-@triton.jit
-def zeros(G: tl.constexpr, shape: tl.constexpr):
-    """G tensors of zeros, a tuple."""
-    made = ()
-    for _ in tl.static_range(G):
-        made = made + (tl.zeros(shape, tl.float32),)
-    return made
 
 
 @triton.jit
@@ -95,16 +75,16 @@ def log_sum_exp(
     scale = single(scale)
     pair, block = tl.program_id(0), tl.program_id(1)
     batch, head = pair // heads, pair % heads
-    rows = block * BM + tl.arange(0, BM)
-    row_ok = rows < queries
-    query = load_rows(q, batch, head, rows, row_ok, (qb, qh, qn, 1), D, DP)
+    row_ok = block * BM + tl.arange(0, BM) < queries
+    rows = tl.minimum(block * BM + tl.arange(0, BM), queries - 1)
+    query = load_rows(q, batch, head, rows, (qb, qh, qn, 1), D, DP)
     most = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     for start in range(0, keys, BN):
-        cols = start + tl.arange(0, BN)
-        col_ok = cols < keys
-        key = load_rows(k, batch, head, cols, col_ok, (kb, kh, kn, 1), D, DP)
-        scores = logits(query, key, scale, bias, batch, head, rows, row_ok, cols, col_ok, (bb, bh, bq, bk), HAS_BIAS)
+        col_ok = start + tl.arange(0, BN) < keys
+        cols = tl.minimum(start + tl.arange(0, BN), keys - 1)
+        key = load_rows(k, batch, head, cols, (kb, kh, kn, 1), D, DP)
+        scores = logits(query, key, scale, bias, batch, head, rows, cols, (bb, bh, bq, bk), HAS_BIAS)
         scores = tl.where(col_ok[None, :], scores, float("-inf"))
         now = tl.maximum(most, tl.max(scores, 1))
         safe = tl.where(now == float("-inf"), 0.0, now)
@@ -112,6 +92,23 @@ def log_sum_exp(
         most = now
     result = tl.where(total == 0, 0.0, (most + tl.log2(total)) / 1.4426950408889634)
     tl.store(out + pair.to(tl.int64) * queries + rows, result, mask=row_ok)
+
+
+@triton.jit
+def lower_kernel(lse, rows, norms, lift, queries, row_count, first, reach, BLOCK: tl.constexpr, HAS_ROWS: tl.constexpr):
+    """Normalisers (B, H, Q) to those of the compared rows, (B, H, reach), in units of log 2, less log2 K.
+
+    Logits less these are log2 of K times attention, which is 0 beyond the last row.
+    """
+    lift = single(lift)
+    blocks = tl.cdiv(reach, BLOCK)
+    pair, number = (tl.program_id(0) // blocks).to(tl.int64), (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    ok = number < row_count
+    place = number + first
+    if HAS_ROWS:
+        place = tl.load(rows + number, mask=ok, other=0).to(tl.int32)
+    norm = tl.load(lse + pair * queries + place, mask=ok, other=0.0) * 1.4426950408889634 - lift
+    tl.store(norms + pair * reach + number, tl.where(ok, norm, 1e30), mask=number < reach)
 
 
 def normalisers(query: Tensor, key: Tensor, bias: Tensor | None, scale: float) -> Tensor:
@@ -125,6 +122,25 @@ def normalisers(query: Tensor, key: Tensor, bias: Tensor | None, scale: float) -
         num_warps=4, num_stages=stages,
     )  # fmt: skip
     return out
+
+
+def lower_norms(
+    lse: Tensor, rows: Tensor | None = None, count: int | None = None, first: int = 0, lift: float = 0.0
+) -> Tensor:
+    """Normalisers (B, H, Q) of rows, or of `count` from `first` on, as the kernels take them: (B, H, reach), padded.
+
+    In units of log 2, less `lift`; logits less these are a logarithm of attention, which is 0 beyond the last row.
+    """
+    batch, heads, queries = lse.shape
+    count = queries if count is None else count
+    reach = -(-count // REACH) * REACH
+    made = torch.empty(batch, heads, reach, dtype=torch.float32, device=lse.device)
+    block = min(1024, triton.next_power_of_2(reach))
+    lower_kernel[(batch * heads * -(-reach // block),)](
+        lse, lse if rows is None else rows.contiguous(), made, lift, queries, count, first, reach, BLOCK=block,
+        HAS_ROWS=rows is not None, num_warps=4 if block > 256 else 1,
+    )  # fmt: skip
+    return made
 
 
 def strides(query: Tensor, key: Tensor, bias: Tensor | None) -> tuple[int, ...]:

@@ -131,7 +131,9 @@ class BatchedMuon(Muon):
                 scale_eps=group["scale_eps"],
             )
             scale = get_lr_scale(torch.Size(shape), group["adjust_lr_fn"]) if group["adjust_lr_fn"] else 1.0
-            change = orthogonal.to(matrices[indices[0]].dtype) * (-group["lr"] * scale)
+            # Tall matrices come back transposed; lying as the parameters do, all are added in one launch.
+            change = orthogonal.to(matrices[indices[0]].dtype, memory_format=torch.contiguous_format)
+            change *= -group["lr"] * scale
             parameters = [matrices[index] for index in indices]
             torch._foreach_add_(parameters, [part.view_as(p) for part, p in zip(change, parameters, strict=True)])
 

@@ -226,8 +226,11 @@ def _build_transformers(name: str, pretrained: bool, arguments: dict[str, Any]) 
     loader: Any = (
         transformers.AutoModelForVisualQuestionAnswering if answers else transformers.AutoModelForImageClassification
     )
-    if not answers and type(config) not in loader._model_mapping:
-        loader = transformers_class((config.architectures or [""])[0])
+    named = (config.architectures or [""])[0]
+    # A checkpoint keeps its task, unless a new classifier is asked for.
+    has_head = "For" in named and "num_labels" not in arguments
+    if not answers and (has_head or type(config) not in loader._model_mapping):
+        loader = transformers_class(named)
     if pretrained:
         if local := is_folder(name):
             require_own_weights(Path(name))
@@ -363,9 +366,13 @@ def _structure(model: nn.Module) -> dict[str, Any]:
             if key.startswith("_") or key in _WITHOUT_EFFECT:
                 continue
             if "drop" not in f"{name}:{key}" and isinstance(value, bool | int | float | str | tuple | list):
-                # A config that was written down has lists where it had tuples.
-                facts[f"{name}:{key}"] = str(tuple(value) if isinstance(value, tuple | list) else value)
+                facts[f"{name}:{key}"] = str(_listed(value))
     return facts
+
+
+def _listed(value: Any) -> Any:
+    """A value as a config that was written down has it: lists where it had tuples."""
+    return [_listed(one) for one in value] if isinstance(value, tuple | list) else value
 
 
 def warn_about_ignored_pixels(model: nn.Module) -> None:

@@ -13,7 +13,7 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypedDict
@@ -28,8 +28,8 @@ from vitfocus.core.records import Count, read_json, write_json
 from vitfocus.core.registry import NEEDS_VITFOCUS, TYPE_KEY, nested_configs
 from vitfocus.treatments.base import Treatment
 from vitfocus.treatments.safe_arguments import file_arguments, require_named
-from vitfocus.treatments.spec import STATE_KEY, parse_treatments, recorded_treatments, split_spec, write_spec
-from vitfocus.treatments.surgery import applied, insert_all, surgeons, treated_roots, untreat_
+from vitfocus.treatments.spec import STATE_KEY, is_record, parse_treatments, recorded_treatments, split_spec, write_spec
+from vitfocus.treatments.surgery import added_names, applied, insert_all, surgeons, treated_roots, untreat_
 
 _HUB = re.compile(r"hf[-_]hub:(.+)", re.DOTALL)
 _PIPELINES = {
@@ -169,8 +169,11 @@ def build_timm_checkpoint(
     safe = file_arguments("timm", str(name), given or {}, where)
     place = {key: found[key] for key in ("source", "file" if found["source"] == "local-dir" else "hf_hub_id")}
     kept = {field.name for field in fields(PretrainedCfg)} - _WEIGHT_LOCATIONS
-    config = {key: value for key, value in found.items() if key in kept} | place
-    model = timm.create_model(name, pretrained=False, pretrained_cfg=config, **{**safe, **arguments})
+    stated = {key: value for key, value in found.items() if key in kept}
+    config = stated | place
+    # Without a statement, as when transformers builds it, what timm knows of the name holds (its image size).
+    options = {"pretrained_cfg": config if stated else None, **safe, **arguments}
+    model = timm.create_model(name, pretrained=False, **options)
     if pretrained:
         _load_timm(model, config, where)
     return model
@@ -242,6 +245,16 @@ def treat_built(model: Any) -> None:
             raise  # otherwise it is a part of the model that has the transformer
 
 
+def check_loaded(model: nn.Module, missing: Collection[str]) -> None:
+    """Refuse a model of transformers if its checkpoint records treatments and lacks some of their parameters."""
+    absent = sorted(added_names(model) & set(missing))
+    if absent and not any(is_record(name) for name in absent):
+        raise VitfocusError(
+            f"The checkpoint records {'+'.join(map(str, applied(model)))} and lacks {absent[0]} ({len(absent)} names): "
+            "it was saved under names that transformers does not read back; save the model with vitfocus.save."
+        )
+
+
 def inference_treatments(model: nn.Module) -> str:
     """The specs of the treatments that change what a model computes, which the diversification loss does not."""
     return "+".join(str(surgeon.treatment) for surgeon in surgeons(model) if surgeon.treatment.name != "adl")
@@ -263,6 +276,18 @@ def check_adapter(model: nn.Module, folder: str | Path) -> None:
             f"The adapter in {folder} was trained on a model with {wanted or 'no treatment'}, and this one has "
             f"{present or 'none'}: {f'use vf.treat_(base, {wanted!r}) first' if wanted else 'untreat it first'}."
         )
+
+
+def check_merge(model: nn.Module) -> None:
+    """Refuse to merge an adapter into a layer that computes its weight from the stored one."""
+    from vitfocus.treatments.sigma_reparam import SpectralLinear
+
+    for name, module in model.named_modules():
+        if isinstance(getattr(module, "base_layer", None), SpectralLinear):
+            raise VitfocusError(
+                f"{name} has an adapter and rescales its weight (sigma), so the adapter cannot be merged: keep it "
+                "apart (save_pretrained), or adapt other layers."
+            )
 
 
 def describe_adapter(model: nn.Module, folder: str | Path) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -91,6 +91,38 @@ class JoinTokens:
         return torch.cat((tokens[:, : self.first], added.to(tokens.dtype), tokens[:, self.first :]), dim=1)
 
 
+class JoinHook(InputHook):
+    """The pre-hook that joins; a mask (B, heads, N, N) beside the tokens lets everything attend to the added ones.
+
+    transformers passes a mask of ones while a model is traced.
+    """
+
+    def __init__(self, join: JoinTokens, count: int) -> None:
+        super().__init__(join)
+        self.first, self.count = join.first, count
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The arguments of the block."""
+        tokens: Any = args[0] if args else next(v for v in kwargs.values() if isinstance(v, Tensor | torch.fx.Proxy))
+        args, kwargs = super().__call__(module, args, kwargs)
+        length = tokens.shape[1]
+        kwargs = {key: self._widen(value, length) for key, value in kwargs.items()}
+        return tuple(self._widen(value, length) for value in args), kwargs
+
+    def _widen(self, mask: Any, length: int) -> Any:
+        """A mask with rows and columns for the added tokens: True, or 0 where masks are added; others as they are."""
+        if not isinstance(mask, Tensor) or mask.ndim != 4 or mask.shape[-1] != length:
+            return mask
+        for axis in (-1, -2):
+            if mask.shape[axis] == length:
+                before, after = mask.tensor_split((self.first,), dim=axis)
+                shape = list(mask.shape)
+                shape[axis] = self.count
+                added = mask.new_full(shape, mask.dtype == torch.bool)
+                mask = torch.cat((before, added, after), dim=axis)
+        return mask
+
+
 class SplitTokens:
     """At the output of a block: removes the added tokens and stores them in the slot for the next block."""
 
@@ -151,7 +183,7 @@ def add_tokens(module: AddedTokens, name: str, anatomy: Anatomy, surgeon: Surgeo
         module.slots += [slot] if slot is not None else []
         surgeon.apply(CountTokens(block.host, module.count))
         join, split = JoinTokens(source, block.prefix_tokens), SplitTokens(block.prefix_tokens, module.count, slot)
-        surgeon.apply(AddHook(block.host, "input", InputHook(join)))
+        surgeon.apply(AddHook(block.host, "input", JoinHook(join, module.count)))
         surgeon.apply(AddHook(block.host, "output", OutputHook(split), first=True))
         source = slot or given
 

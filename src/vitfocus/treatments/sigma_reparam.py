@@ -8,7 +8,7 @@ their names and values; the attribute that the layer reads is computed from them
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -62,7 +62,7 @@ class SpectralScale(nn.Module):
 
     >>> weight = torch.diag(torch.tensor([3.0, 1.0]))
     >>> scale = SpectralScale(weight, spectral=False)
-    >>> round(float(scale(weight)), 4)
+    >>> round(scale(weight).item(), 4)
     0.3333
     """
 
@@ -72,7 +72,7 @@ class SpectralScale(nn.Module):
     def __init__(self, weight: Tensor, spectral: bool) -> None:
         super().__init__()
         self.spectral = spectral
-        self.gain = nn.Parameter(torch.ones((), device=weight.device))
+        self.gain = nn.Parameter(torch.ones(1, device=weight.device))  # FSDP2 does not take scalars
         for name, length in zip(("left", "right"), weight.shape, strict=True):
             self.register_buffer(name, torch.ones(length, device=weight.device))
         self.start(weight)
@@ -80,8 +80,7 @@ class SpectralScale(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         """γ / σ(W)."""
         with outside_autocast(weight.device):
-            # The next step changes the vectors in place, perhaps before the backward pass of this one.
-            left, right = self.left.float().clone(), self.right.float().clone()
+            left, right = self.left.float().clone(), self.right.float().clone()  # a step changes them before backward
             return self.gain / torch.dot(left, weight.float() @ right)
 
     @torch.no_grad()
@@ -108,12 +107,17 @@ class SpectralScale(nn.Module):
 def stored_weight(module: nn.Module) -> Tensor:
     """The matrix of a layer as it is stored, rescaled or not."""
     weight: Any = module._parameters["in_proj_weight" if isinstance(module, nn.MultiheadAttention) else "weight"]
+    if hasattr(weight, "full_tensor"):
+        raise VitfocusError("sigma reads whole weights: treat the model before its blocks are sharded with FSDP2.")
     return weight
 
 
 def _scaled(module: nn.Module) -> Tensor:
-    """Ŵ."""
-    weight = stored_weight(module)
+    """Ŵ; the stored matrix while it is sharded, which FSDP2 looks up between forward passes."""
+    try:
+        weight = stored_weight(module)
+    except VitfocusError:
+        raise AttributeError("weight") from None  # so that torch returns the parameter
     scale: Tensor = module.__dict__[_SCALE](weight)
     if isinstance(scale, torch.fx.Proxy):  # whose graph would read the rescaled weight as the stored one
         raise VitfocusError("torch.fx cannot trace layers that rescale their weight: use torch.export.")
@@ -132,12 +136,8 @@ class SpectralMultihead(nn.MultiheadAttention):
     in_proj_weight = property(_scaled)
 
 
-#: The new class of each layer.
-_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
-    nn.Linear: SpectralLinear,
-    NonDynamicallyQuantizableLinear: SpectralLinear,
-    nn.MultiheadAttention: SpectralMultihead,
-}
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: SpectralLinear, nn.MultiheadAttention: SpectralMultihead}
+_CLASSES[NonDynamicallyQuantizableLinear] = SpectralLinear
 
 
 @dataclass(eq=False)
@@ -159,21 +159,22 @@ class Rescale:
         del self.module.__dict__[_SCALE]
 
 
-class BlockScales(nn.ModuleDict):
-    """The inserted module: the scales of the layers of a block, by name."""
+class BlockScales(nn.ModuleList):
+    """The inserted module: the scales of a block's layers, by number; transformers renames what sounds like layers."""
 
-    def __init__(self, layers: Mapping[str, nn.Module], spectral: bool) -> None:
+    def __init__(self, layers: Iterable[nn.Module], spectral: bool) -> None:
         super().__init__()
         self.rescaled: list[Rescale] = []
-        for name, module in layers.items():
-            scale = self[name.replace(".", "_")] = SpectralScale(stored_weight(module).detach(), spectral)
+        for module in layers:
+            self.append(scale := SpectralScale(stored_weight(module).detach(), spectral))
             self.rescaled.append(Rescale(module, scale, type(module)))
 
     def step(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """A pre-hook of the block: in training, one step of power iteration for each matrix."""
-        if module.training and not grad_is_recomputed() and not only_reading():
-            for one in self.rescaled:
-                one.scale.step(stored_weight(one.module))
+        """A pre-hook of the block: in training, one step of power iteration for each matrix that is not frozen."""
+        for one in self.rescaled:
+            weight = stored_weight(one.module)
+            if module.training and weight.requires_grad and not grad_is_recomputed() and not only_reading():
+                one.scale.step(weight)
 
     def _load_from_state_dict(self, state: Mapping[str, Any], prefix: str, *rest: Any) -> None:
         """After a plain checkpoint, start again: added modules are a block's last, so its weights are loaded by now."""
@@ -186,7 +187,7 @@ class BlockScales(nn.ModuleDict):
 @handles(SigmaReparam)
 def insert_scales(config: SigmaReparam, anatomy: Anatomy, surgeon: Surgeon) -> None:
     """Rescale the linear layers of every chosen block."""
-    layers = {block: found for block in anatomy.trunk if (found := dict(_linear_layers(block, config.site)))}
+    layers = {block: found for block in anatomy.trunk if (found := dict.fromkeys(_linear_layers(block, config.site)))}
     if not layers:
         raise VitfocusError(f"{config} rescales linear layers, and {type(anatomy.root).__name__} has none there.")
     for block in choose_blocks(config.layers, list(layers)):
@@ -197,15 +198,14 @@ def insert_scales(config: SigmaReparam, anatomy: Anatomy, surgeon: Surgeon) -> N
         surgeon.apply(AddHook(block.host, "input", scales.step))
 
 
-def _linear_layers(block: Block, site: str) -> Iterator[tuple[str, nn.Module]]:
-    """The layers of the attention and MLP of a block that have a matrix, by name, without those of treatments."""
-    names = {id(module): name for name, module in block.host.named_modules()}
+def _linear_layers(block: Block, site: str) -> Iterator[nn.Module]:
+    """The layers of the attention and MLP of a block that have a matrix, without those of treatments."""
     for half, part in (("attention", block.attention), ("mlp", block.mlp)):
         ends = [port.module for place, port in block.ports.items() if place.startswith(f"{half}.")]
         for outer in (part, *ends) if site in ("both", half) else ():
             for module in _untreated_modules(outer) if outer is not None else ():
                 if type(module) in _CLASSES and stored_weight(module) is not None:
-                    yield names[id(module)], module
+                    yield module
 
 
 def _untreated_modules(module: nn.Module) -> Iterator[nn.Module]:

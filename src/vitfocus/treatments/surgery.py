@@ -113,13 +113,15 @@ def insert_all(model: nn.Module, configs: Sequence[Treatment]) -> None:
 
 
 def _refuse_unreduced(model: nn.Module, surgeon: Surgeon) -> None:
-    """Refuse parameters that a DistributedDataParallel around the model would not reduce: it counts them once."""
-    wrapped = any(isinstance(module, DistributedDataParallel) for module in model.modules())
-    if wrapped and any(True for module in surgeon.modules() for _ in module.parameters()):
-        raise VitfocusError(
-            f"{surgeon.treatment} adds parameters: treat the model before wrapping it in DistributedDataParallel, "
-            "which counts parameters once."
-        )
+    """Refuse parameters that a wrapper around the model would not reduce, because it has counted them already."""
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        before = "wrapping it in DistributedDataParallel, which counts parameters once"
+    elif any(cls.__name__ == "FSDPModule" for module in model.modules() for cls in type(module).__mro__):
+        before = "fully_shard, which shards and reduces the parameters that it finds"
+    else:
+        return
+    if any(True for module in surgeon.modules() for _ in module.parameters()):
+        raise VitfocusError(f"{surgeon.treatment} adds parameters: treat the model before {before}.")
 
 
 def mark_insertion(model: nn.Module, configs: Sequence[Treatment]) -> None:

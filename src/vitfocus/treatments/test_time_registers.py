@@ -84,27 +84,29 @@ class MoveNeurons(nn.Module):
              [0., 1.]]])
     """
 
-    moved: Tensor
-
     def __init__(self, neurons: Sequence[int], width: int, index: int, prefix_tokens: int) -> None:
         super().__init__()
-        moved = torch.zeros(width, dtype=torch.bool)
-        moved[list(neurons)] = True
-        self.register_buffer("moved", moved, persistent=False)  # the spec has them
+        self.moved = torch.tensor([n in neurons for n in range(width)], device="cpu")  # loaders may empty buffers
         self.index, self.prefix_tokens = index, prefix_tokens
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        if (device := fn(self.moved).device).type != "meta":
+            self.moved = self.moved.to(device)
+        return super()._apply(fn, recurse)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Activations (B, N, hidden width); the shape is kept."""
         before, register, after, patches = hidden.tensor_split((self.index, self.index + 1, self.prefix_tokens), dim=1)
-        register = torch.where(self.moved, hidden.amax(dim=1, keepdim=True), register)
-        return torch.cat((before, register, after, patches.masked_fill(self.moved, 0.0)), dim=1)
+        moved = self.moved.to(hidden.device)
+        register = torch.where(moved, hidden.amax(dim=1, keepdim=True), register)
+        return torch.cat((before, register, after, patches.masked_fill(moved, 0.0)), dim=1)
 
 
 @handles(TestTimeRegisters)
 def insert_register(config: TestTimeRegisters, anatomy: Anatomy, surgeon: Surgeon) -> None:
     """Add the token, and move the neurons of every MLP that has some."""
     by_depth = {depth: [neuron for at, neuron in config.neurons if at == depth] for depth, _ in config.neurons}
-    blocks = {block.depth: block for block in _movable(anatomy)}
+    blocks = _movable(anatomy)
     for depth, neurons in by_depth.items():
         if depth not in blocks or max(neurons) >= blocks[depth].ports["mlp.mid"].width:
             raise VitfocusError(f"Block {depth} has no neuron {max(neurons)}: use find_registers on this model.")
@@ -115,9 +117,12 @@ def insert_register(config: TestTimeRegisters, anatomy: Anatomy, surgeon: Surgeo
         surgeon.insert(block, "mlp.mid", "move_neurons", move)
 
 
-def _movable(anatomy: Anatomy) -> list[Block]:
-    """The blocks whose MLP neurons can be moved."""
-    return [b for b in anatomy.trunk if "mlp.mid" in b.ports and b.ports["mlp.mid"].layout == "BNC"]
+def _movable(anatomy: Anatomy) -> dict[int, Block]:
+    """The blocks whose MLP neurons can be moved, by depth."""
+    found = {b.depth: b for b in anatomy.trunk if "mlp.mid" in b.ports and b.ports["mlp.mid"].layout == "BNC"}
+    if not found:
+        raise VitfocusError(f"{type(anatomy.root).__name__} has no MLP whose neurons can be moved.")
+    return found
 
 
 def find_registers(
@@ -155,9 +160,7 @@ def find_registers(
         3
     """
     body = anatomy_of(model)
-    blocks = {block.depth: block for block in _movable(body)}
-    if not blocks:
-        raise VitfocusError(f"{type(body.root).__name__} has no MLP whose neurons can be moved.")
+    blocks = _movable(body)
     wanted = None if layer is None else pick_blocks(body, layer)[0].depth
     batches = list(Batches(images, body, batch_size))
     outliers: dict[int, list[Tensor]] = defaultdict(list)

@@ -16,6 +16,7 @@ from torch import Tensor
 from vitfocus.kernels.attention import matched
 from vitfocus.kernels.backends import (
     chosen,
+    compile_together,
     differentiable_gradients,
     forced,
     on_device_of_first,
@@ -36,6 +37,8 @@ SMALL = 1 << 18
 BUSY = 264
 #: Up to so many keys, one program computes both gradients of a head, if there are heads enough to fill half a GPU.
 JOINT_KEYS = 256
+#: Rows, columns and stages of tiles in half precision, up to 64 channels, as benchmarks/kernel_tiles.py found.
+TILES = {"mean": (64, 64, 3), "query": (64, 32, 3), "key": (32, 64, 3), "joint": (32, JOINT_KEYS, 2)}
 #: Bytes of shared memory that it takes with 256 keys and a bias, a little more.
 JOINT_SPACE = 140 * 1024
 #: Bytes of heads' mean maps that exist at a time: at least so many, and at most so many times those of the queries.
@@ -85,6 +88,9 @@ def diversity(
     if name == "chunked":
         return diversity_in_chunks(query, key, bias, rows, options)
     query, key = (one if one.stride(3) == 1 else one.contiguous() for one in (query, key))
+    if not torch.compiler.is_compiling() and type(query) is Tensor:
+        like = (query.shape, key.shape, query.dtype, bias if bias is None else bias.shape, rows is None, lse is None)
+        compile_together(query.device, (like, options), partial(_launch_all, query, key, bias, rows, lse, options))
     made: Tensor = _Diversity.apply(query, key, bias, rows, lse, *options)
     return made
 
@@ -123,46 +129,59 @@ class _Diversity(torch.autograd.Function):
         return (*made, *(None,) * 7)
 
 
+def _launch_all(
+    query: Tensor, key: Tensor, bias: Tensor | None, rows: Tensor | None, lse: Tensor | None, options: LossOptions
+) -> None:
+    """Both passes, for the kernels that they launch."""
+    loss, *saved = launch_forward(query, key, bias, rows, lse, options)
+    if query.requires_grad or key.requires_grad:
+        learns = bias is not None and bias.requires_grad
+        launch_backward(loss, query, key, bias, rows, options, tuple(saved), learns)
+
+
 @on_device_of_first
 def launch_forward(
     query: Tensor, key: Tensor, bias: Tensor | None, rows: Tensor | None, lse: Tensor | None, options: LossOptions
 ) -> tuple[Tensor, ...]:
-    """The loss; then what the backward pass needs: normalisers, column averages and slopes, two vectors by row, a map.
+    """The loss; then what the backward pass needs: normalisers, column averages and slopes, the averages' lengths, two
+    vectors by row, a map.
 
-    The heads' mean map is kept if it is smaller than the queries, and empty if not.
+    The heads' mean map is kept if it is smaller than the queries, and empty if not. If it exists in chunks, the vectors
+    by row are left to the backward pass, which computes the chunks again.
     """
     from vitfocus.kernels.diversity import triton as kernels
-    from vitfocus.kernels.tiles import normalisers
+    from vitfocus.kernels.tiles import lower_norms, normalisers
 
     launch = _Launch(query, key, bias, rows, options)
-    maps, count, keys = launch.maps, launch.count, launch.keys
-    inputs = launch.inputs(normalisers(query, key, bias, options.scale) if lse is None else lse.contiguous())
-    settings = launch.settings("mean")
-    blocks, chunks = _ceil_div(count, settings["BM"]), launch.chunks(settings["BM"])
-    stored = len(chunks) == 1 and not launch.alone
-    mean_map = launch.empty_map(count if stored else 0)
-    parts = launch.parts(blocks, settings["BN"])
-    empty = launch.empty
-    sums, squares = empty(maps, blocks, keys), empty(parts, maps, count)
-    average, slopes, lengths, losses = empty(maps, keys), empty(maps, keys), empty(maps), empty(maps)
-    towards, along = empty(maps, count), empty(maps, count)
-    kernels.mean_pass[(blocks * parts * maps,)](
-        *inputs, mean_map, sums, squares, *launch.numbers, launch.stride, 0, count, maps, parts, **settings,
-        STORED=stored,
-    )  # fmt: skip
-    width = min(1024, power_of_two(keys))
-    kernels.column_pass[(maps,)](sums, average, lengths, launch.bound, blocks, keys, count, BK=width,
-                                 PAPER=options.paper)  # fmt: skip
-    units = sums  # read for the last time by the pass before
-    kernels.unit_pass[(blocks * maps,)](
-        *inputs, mean_map, average, lengths, squares, towards, along, units, *launch.numbers, launch.stride, maps,
-        parts, **settings, STORED=stored,
-    )  # fmt: skip
-    kernels.slope_pass[(maps,)](units, average, lengths, slopes, losses, blocks, keys, count, BK=width,
-                                PAPER=options.paper)  # fmt: skip
-    if not (stored and keys <= launch.group * launch.width):
-        mean_map = launch.empty_map(0)
-    return losses.mean(), inputs[2], average, slopes, towards, along, mean_map
+    maps, count, span, empty = launch.maps, launch.count, launch.span, launch.empty
+    lse = normalisers(query, key, bias, options.scale) if lse is None else lse.contiguous()
+    inputs = launch.inputs(lower_norms(lse, rows, launch.count, launch.first, math.log2(launch.keys)))
+    blocks, chunks, columns = launch.blocks, launch.chunks(), launch.settings("columns")
+    at_once = len(chunks) == 1
+    sums, squares = empty(maps, blocks, span), empty(launch.parts, maps, launch.reach)
+    average, slopes, lengths, losses = empty(maps, span), empty(maps, span), empty(maps), empty(maps)
+    towards, along = launch.by_row(), launch.by_row()
+    mean_map = launch.empty_map(0)
+    if at_once:
+        units = sums  # read for the last time before
+    else:
+        units = empty(maps, blocks, span)
+        average.zero_()
+        lengths.zero_()
+    for begin, end in chunks:
+        mean_map = launch.empty_map(0 if launch.alone else end - begin)
+        launch.mean_pass(inputs, mean_map, sums, squares, begin, end)
+        if at_once:
+            kernels.column_pass[(maps,)](
+                sums, average, lengths, launch.bound, blocks, launch.keys, span, count, **columns
+            )
+        launch.unit_pass(inputs, mean_map, average, lengths, squares, towards, along, units, begin, end)
+        if not at_once or launch.keys > launch.group * launch.width:
+            mean_map = launch.empty_map(0)
+    if not at_once:
+        kernels.column_pass[(maps,)](sums, average, lengths, launch.bound, blocks, launch.keys, span, count, **columns)
+    kernels.slope_pass[(maps,)](units, average, lengths, slopes, losses, blocks, launch.keys, span, count, **columns)
+    return losses.mean(), inputs[2], average, slopes, lengths, towards, along, mean_map
 
 
 @on_device_of_first
@@ -181,11 +200,10 @@ def launch_backward(
 
     launch = _Launch(query, key, bias, rows, options)
     maps, count, group = launch.maps, launch.count, launch.group
-    lse, *vectors, mean_map = saved
-    inputs = launch.inputs(lse)
-    mean, mine = launch.settings("mean"), launch.settings("gradient") | {"ALONE": launch.alone}
-    chunks = launch.chunks(mean["BM"])
-    inner, share = launch.empty(launch.batch, launch.heads, count), 1 / (maps * count * group)
+    norms, average, slopes, lengths, towards, along, mean_map = saved
+    inputs, chunks = launch.inputs(norms), launch.chunks()
+    mine, theirs = (launch.settings(kind) | {"ALONE": launch.alone} for kind in ("query", "key"))
+    inner, share = torch.empty_like(norms), 1 / (maps * count * group)
     query_gradient, key_gradient = empty_like_tokens(query), empty_like_tokens(key)
     if count != launch.queries:
         query_gradient.zero_()
@@ -193,21 +211,19 @@ def launch_backward(
     bias_sum = None
     if bias is not None and wants_bias and (bias.shape[3] > 1 or launch.keys == 1):
         bias_sum = _BiasSum(bias, launch, mine)
+        inner.zero_()  # its blocks of rows may be longer than those that are written
     for begin, end in chunks:
         if not launch.alone and not mean_map.shape[1]:
             mean_map = launch.empty_map(end - begin)
-            blocks = _ceil_div(end - begin, mean["BM"])
-            parts = launch.parts(blocks, mean["BN"])
             sums, squares = (
-                launch.empty(maps, _ceil_div(count, mean["BM"]), launch.keys),
-                launch.empty(parts, maps, count),
+                launch.empty(maps, launch.blocks, launch.span),
+                launch.empty(launch.parts, maps, launch.reach),
             )
-            kernels.mean_pass[(blocks * parts * maps,)](
-                *inputs, mean_map, sums, squares, *launch.numbers, launch.stride, begin, end, maps, parts, **mean,
-                STORED=True,
-            )  # fmt: skip
-        given = (*inputs, mean_map, *vectors, inner, gradient)
-        rest = (share, *launch.numbers, launch.stride, begin, end)
+            launch.mean_pass(inputs, mean_map, sums, squares, begin, end)
+            if len(chunks) > 1:
+                launch.unit_pass(inputs, mean_map, average, lengths, squares, towards, along, sums, begin, end)
+        given = (*inputs, mean_map, average, slopes, towards, along, inner, gradient)
+        rest = (share, *launch.numbers, begin, end)
         if launch.joint and len(chunks) == 1:
             kernels.joint_gradient[(group * maps,)](
                 *given, query_gradient, key_gradient, *rest, *query_gradient.stride()[:3], *key_gradient.stride()[:3],
@@ -217,8 +233,8 @@ def launch_backward(
             kernels.query_gradient[(group * _ceil_div(end - begin, mine["BM"]) * maps,)](
                 *given, query_gradient, *rest, *query_gradient.stride()[:3], **mine
             )
-            kernels.key_gradient[(group * _ceil_div(launch.keys, mine["BN"]) * maps,)](
-                *given, key_sum, *rest, *key_sum.stride()[:3], **mine
+            kernels.key_gradient[(group * _ceil_div(launch.keys, theirs["BN"]) * maps,)](
+                *given, key_sum, *rest, *key_sum.stride()[:3], **theirs
             )
         if bias_sum is not None:
             bias_sum.add(given, rest, begin, end)
@@ -255,7 +271,7 @@ class _BiasSum:
         tiles = row_blocks * _ceil_div(launch.keys, settings["BN"])
         parts, heads = self.sums.shape[:2]
         kernels.bias_gradient[(tiles * heads * parts,)](
-            *given, self.sums, *rest, launch.batch, self.at_once, heads, **settings, BY_ROW=self.by_row
+            *given, self.sums, *rest, launch.queries, launch.batch, self.at_once, heads, **settings, BY_ROW=self.by_row
         )
 
     def total(self) -> Tensor:
@@ -272,7 +288,7 @@ class _Launch:
     def __init__(
         self, query: Tensor, key: Tensor, bias: Tensor | None, rows: Tensor | None, options: LossOptions
     ) -> None:
-        from vitfocus.kernels.tiles import strides
+        from vitfocus.kernels.tiles import REACH, strides
 
         self.batch, self.heads, self.queries, self.width = query.shape
         self.query, self.key, self.bias, self.rows = query, key, bias, rows
@@ -284,18 +300,30 @@ class _Launch:
         self.bound = options.bound(self.keys) * self.keys
         self.stride = _ceil_div(self.keys, 16) * 16
         self.paper, self.item, self.space = options.paper, query.element_size(), available(query.device)
-        sizes = (self.heads, self.group, self.queries, self.keys, self.count, options.first)
-        self.numbers = (options.scale, self.bound, math.log2(self.keys), *sizes, *strides(query, key, bias))
+        # Vectors by row and by column are padded, so that kernels load them without asking where they end.
+        self.first, self.reach, self.span = options.first, _ceil_div(self.count, REACH) * REACH, self._span()
+        sizes = (self.heads, self.group, self.keys, self.count, options.first)
+        spaces = (self.stride, self.span, self.reach)
+        self.numbers = (options.scale, self.bound, *sizes, *strides(query, key, bias), *spaces)
 
-    def inputs(self, lse: Tensor) -> tuple[Tensor, ...]:
+    def _span(self) -> int:
+        return _ceil_div(self.keys, 128) * 128 if self.keys > JOINT_KEYS else max(128, power_of_two(self.keys))
+
+    def inputs(self, norms: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys, normalisers, bias and rows; queries stand in for what there is none of."""
         bias = self.bias if self.bias is not None else self.query
         rows = self.rows.contiguous() if self.rows is not None else self.query
-        return self.query, self.key, lse, bias, rows
+        return self.query, self.key, norms, bias, rows
 
     def empty(self, *shape: int) -> Tensor:
         """An empty float32 tensor."""
         return torch.empty(shape, dtype=torch.float32, device=self.query.device)
+
+    def by_row(self) -> Tensor:
+        """A vector by row of every map; 0 where the backward pass reads rows that `unit_pass` does not write."""
+        longest = max(self.settings(kind)["BM"] for kind in ("query", "key", "joint"))
+        made = self.empty(self.maps, self.reach)
+        return made if self.settings("mean")["BM"] % longest == 0 else made.zero_()
 
     def empty_map(self, rows: int) -> Tensor:
         """Space for so many rows of every map; a head's own map is never stored, nor rounded."""
@@ -303,19 +331,49 @@ class _Launch:
         dtype = torch.float32 if wide else torch.float16
         return torch.empty(self.maps, rows, self.stride, dtype=dtype, device=self.query.device)
 
-    def chunks(self, block: int) -> list[tuple[int, int]]:
-        """The rows whose mean maps exist at the same time, a multiple of `block` of them, from and to."""
+    def chunks(self) -> list[tuple[int, int]]:
+        """The rows whose mean maps exist at the same time, a multiple of a block of them, from and to."""
         if self.alone:
             return [(0, self.count)]
+        block = self.settings("mean")["BM"]
         most = max(LEAST_MAP, MAP_OVER_QUERIES * self.batch * self.heads * self.queries * self.width * self.item)
         rows = min(most // (self.maps * self.item), 2**31 - 1) // self.stride
         rows = max(1, rows // block) * block
         return [(begin, min(begin + rows, self.count)) for begin in range(0, self.count, rows)]
 
-    def parts(self, blocks: int, columns: int) -> int:
+    @property
+    def blocks(self) -> int:
+        """Blocks of rows of a map."""
+        return _ceil_div(self.count, self.settings("mean")["BM"])
+
+    @property
+    def parts(self) -> int:
         """How many programs share the columns, if there are too few blocks of rows."""
-        programs = blocks * self.maps
-        return 1 if 2 * programs > BUSY else max(1, min(_ceil_div(self.keys, 2 * columns), BUSY // programs))
+        settings, (begin, end) = self.settings("mean"), self.chunks()[0]
+        programs = _ceil_div(end - begin, settings["BM"]) * self.maps
+        return max(1, min(_ceil_div(self.keys, 2 * settings["BN"]), 2 * BUSY // programs))
+
+    def mean_pass(
+        self, inputs: tuple[Tensor, ...], mean_map: Tensor, sums: Tensor, squares: Tensor, begin: int, end: int
+    ) -> None:
+        """Launch the pass over these rows."""
+        from vitfocus.kernels.diversity import triton as kernels
+
+        settings = self.settings("mean")
+        kernels.mean_pass[(_ceil_div(end - begin, settings["BM"]) * self.parts * self.maps,)](
+            *inputs, mean_map, sums, squares, *self.numbers, begin, end, self.maps, self.parts, **settings,
+            STORED=not self.alone,
+        )  # fmt: skip
+
+    def unit_pass(self, inputs: tuple[Tensor, ...], *rest: Any) -> None:
+        """Launch the pass over these rows."""
+        from vitfocus.kernels.diversity import triton as kernels
+
+        settings, (*tensors, begin, end) = self.settings("mean"), rest
+        kernels.unit_pass[(_ceil_div(end - begin, settings["BM"]) * self.maps,)](
+            *inputs, *tensors, *self.numbers, begin, end, self.maps, self.parts, **settings,
+            STORED=not self.alone,
+        )  # fmt: skip
 
     @property
     def joint(self) -> bool:
@@ -326,10 +384,16 @@ class _Launch:
 
     def settings(self, kind: str) -> dict[str, Any]:
         """Block sizes and what else the kernels are compiled for."""
-        columns = 32 if kind == "gradient" and self.width <= 64 else 64  # as benchmarks/kernel_tiles.py found
-        rows, columns, stages = row_tiles(self.width, self.item, self.count, self.keys, self.space, columns)
-        if kind == "joint":
-            rows, columns, stages = 32, padded(self.keys), 2
+        if kind == "columns":
+            width = min(1024, power_of_two(self.keys))
+            return {"PAPER": self.paper, "BK": width, "BR": min(8, power_of_two(self.blocks)),
+                    "num_warps": 8 if width > 256 else 4}  # fmt: skip
+        rows, columns, stages = row_tiles(self.width, self.item, self.count, self.keys, self.space)
+        if kind == "joint" or (self.item == 2 and self.width <= 64):
+            most_rows, most_columns, stages = TILES[kind]
+            rows, columns = min(most_rows, padded(self.count)), min(most_columns, padded(self.keys))
+        elif kind == "key" and rows > columns:  # the side that the program keeps is the one that products want long
+            rows, columns = min(columns, padded(self.count)), min(rows, padded(self.keys))
         return {
             "D": self.width,
             "DP": padded(self.width),

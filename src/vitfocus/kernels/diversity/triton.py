@@ -35,57 +35,14 @@ def _program(blocks, heads, group):
 
 
 @triton.jit
-def _query_block(
-    q, lse, towards, along, numbers, query_rows, row_ok, map_index, batch, head, heads, queries, row_count, lift,
-    q_strides, D: tl.constexpr, DP: tl.constexpr,
-):  # fmt: skip
-    """Of a block of the compared rows: queries, normalisers and the two coefficients of the gradient.
-
-    Row numbers come in and do not go out: torch.compile takes a pointer that enters a function for one that is written
-    to where an address of a store depends on what the function returns.
-    """
-    row = map_index.to(tl.int64) * row_count + numbers
-    toward = tl.load(towards + row, mask=row_ok, other=0.0)
-    back = tl.load(along + row, mask=row_ok, other=0.0)
-    query = load_rows(q, batch, head, query_rows, row_ok, q_strides, D, DP)
-    norm = lowered(lse + (batch * heads + head).to(tl.int64) * queries + query_rows, row_ok, lift)
-    return query, norm, toward, back
-
-
-@triton.jit
 def _above(mean, bound, PAPER: tl.constexpr):
     """What is above the threshold, the rest 0; NaN passes."""
     return tl.where(mean < bound, 0.0, mean) if PAPER else tl.where(mean <= bound, 0.0, mean)
 
 
 @triton.jit
-def _power(
-    q, k, lse, bias, batch, head, rows, row_ok, cols, col_ok, scale, lift, heads, queries, q_strides, k_strides,
-    bias_strides, D: tl.constexpr, DP: tl.constexpr, HAS_BIAS: tl.constexpr,
-):  # fmt: skip
-    """K times a tile of one head's attention; finite beyond the last row and key."""
-    query = load_rows(q, batch, head, rows, row_ok, q_strides, D, DP)
-    key = load_rows(k, batch, head, cols, col_ok, k_strides, D, DP)
-    norm = lowered(lse + (batch * heads + head).to(tl.int64) * queries + rows, row_ok, lift)
-    power = logits(query, key, scale, bias, batch, head, rows, row_ok, cols, col_ok, bias_strides, HAS_BIAS)
-    return lifted(power - norm[:, None], lift)
-
-
-@triton.jit
-def lowered(places, ok, lift):
-    """Normalisers in units of log 2, less log2 K: what is left of logits without them is log2 of K times attention."""
-    return tl.load(places, mask=ok, other=0.0) * 1.4426950408889634 - lift
-
-
-@triton.jit
-def lifted(power, lift):
-    """2^power, K times attention. That is at most K; only beyond the last key could it be more, and overflow."""
-    return tl.exp2(tl.minimum(power, lift, propagate_nan=tl.PropagateNan.ALL))
-
-
-@triton.jit
-def _rounded(mean, bound, PAPER: tl.constexpr, DTYPE: tl.constexpr):
-    """A tile rounded to that dtype; what is above the threshold stays above, and what is not, not. NaN passes."""
+def _rounded(mean, outside, bound, PAPER: tl.constexpr, DTYPE: tl.constexpr):
+    """A tile rounded to that dtype; what is above the threshold stays above, and what is `outside`, not. NaN passes."""
     if mean.dtype == DTYPE:
         return mean
     else:
@@ -95,7 +52,6 @@ def _rounded(mean, bound, PAPER: tl.constexpr, DTYPE: tl.constexpr):
         over = near.to(tl.float32) >= bound if PAPER else near.to(tl.float32) > bound
         least = tl.where(over, bits, bits + 1).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         most = tl.where(over, bits - 1, bits).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-        outside = mean < bound if PAPER else mean <= bound
         rounded = mean.to(tl.float16).to(tl.float32)
         above = tl.maximum(rounded, least, propagate_nan=tl.PropagateNan.ALL)
         return tl.where(outside, tl.minimum(rounded, most), above)
@@ -103,24 +59,25 @@ def _rounded(mean, bound, PAPER: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _mean_tile(
-    q, k, lse, bias, batch, head, rows, row_ok, cols, col_ok, inside, scale, bound, lift, heads, group, queries,
+    q, k, norms, bias, batch, head, rows, numbers, cols, share, scale, heads, group, reach,
     q_strides, k_strides, bias_strides, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    HAS_BIAS: tl.constexpr, PAPER: tl.constexpr, DTYPE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """K times the heads' mean attention, a tile, rounded; 0 outside."""
+    """The sum over heads of K times attention, a tile, times `share` of each column; 0 for rows that do not exist."""
     total = tl.zeros([BM, BN], tl.float32)
     for h in range(group):
-        total += _power(
-            q, k, lse, bias, batch, head + h, rows, row_ok, cols, col_ok, scale, lift, heads, queries, q_strides,
-            k_strides, bias_strides, D, DP, HAS_BIAS,
-        )  # fmt: skip
-    return tl.where(inside, _rounded(total / group, bound, PAPER, DTYPE), 0.0)
+        query = load_rows(q, batch, head + h, rows, q_strides, D, DP)
+        key = load_rows(k, batch, head + h, cols, k_strides, D, DP)
+        norm = tl.load(norms + (batch * heads + head + h).to(tl.int64) * reach + numbers)
+        power = logits(query, key, scale, bias, batch, head + h, rows, cols, bias_strides, HAS_BIAS)
+        total += tl.exp2(power - norm[:, None])
+    return total * share[None, :]
 
 
 @triton.jit
 def mean_pass(
-    q, k, lse, bias, rows, a, column_sums, squares, scale, bound, lift, heads, group, queries, keys, row_count, first,
-    qb, qh, qn, kb, kh, kn, bb, bh, bq, bk, stride, begin, end, maps, parts,
+    q, k, norms, bias, rows, a, column_sums, squares, scale, bound, heads, group, keys, row_count, first,
+    qb, qh, qn, kb, kh, kn, bb, bh, bq, bk, stride, span, reach, begin, end, maps, parts,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_ROWS: tl.constexpr, PAPER: tl.constexpr, STORED: tl.constexpr,
 ):  # fmt: skip
@@ -128,57 +85,62 @@ def mean_pass(
 
     A program takes a part of the columns; what it finds of a row is a part of the sum. Only rows `begin` to `end`.
     """
-    scale, bound, lift = single(scale), single(bound), single(lift)
+    scale, bound = single(scale), single(bound)
     blocks, part = tl.cdiv(end - begin, BM), (tl.program_id(0) // tl.cdiv(end - begin, BM)) % parts
     block, map_index = tl.program_id(0) % blocks, tl.program_id(0) // (blocks * parts)
     batch, head = _place(map_index, heads, group)
     numbers = begin + block * BM + tl.arange(0, BM)
-    row_ok = numbers < end
-    query_rows = numbers + first
+    near = tl.minimum(numbers, end - 1)
+    query_rows = near + first
     if HAS_ROWS:
-        query_rows = tl.load(rows + numbers, mask=row_ok, other=0).to(tl.int32)
+        query_rows = tl.load(rows + near).to(tl.int32)
     square = tl.zeros([BM], tl.float32)
-    sums = column_sums + (map_index.to(tl.int64) * tl.cdiv(row_count, BM) + begin // BM + block) * keys
-    mine = a + (map_index.to(tl.int64) * (end - begin) + (numbers - begin))[:, None] * stride
+    sums = column_sums + (map_index.to(tl.int64) * tl.cdiv(row_count, BM) + begin // BM + block) * span
+    mine = a + (map_index.to(tl.int64) * (end - begin) + (near - begin))[:, None] * stride
     width = tl.cdiv(tl.cdiv(stride, BN), parts) * BN
+    one = 1.0 / group
     for start in range(part * width, tl.minimum((part + 1) * width, stride), BN):
         cols = start + tl.arange(0, BN)
-        col_ok = cols < keys
         mean = _mean_tile(
-            q, k, lse, bias, batch, head, query_rows, row_ok, cols, col_ok,
-            row_ok[:, None] & ((cols >= first) & col_ok)[None, :], scale, bound, lift, heads, group, queries,
-            (qb, qh, qn, 1), (kb, kh, kn, 1), (bb, bh, bq, bk), D, DP, BM, BN, HAS_BIAS, PAPER, a.dtype.element_ty,
+            q, k, norms, bias, batch, head, query_rows, numbers, tl.minimum(cols, keys - 1),
+            tl.where((cols >= first) & (cols < keys), one, 0.0), scale, heads, group, reach,
+            (qb, qh, qn, 1), (kb, kh, kn, 1), (bb, bh, bq, bk), D, DP, BM, BN, HAS_BIAS,
         )  # fmt: skip
+        outside = mean < bound if PAPER else mean <= bound
+        mean = _rounded(mean, outside, bound, PAPER, a.dtype.element_ty)
         kept = _above(mean, bound, PAPER)
         square += tl.sum(kept * kept, 1)
-        tl.store(sums + cols, tl.sum(kept if PAPER else mean, 0), mask=col_ok)
+        tl.store(sums + cols, tl.sum(kept if PAPER else mean, 0))
         if STORED:
-            tl.store(mine + cols[None, :], mean.to(a.dtype.element_ty), mask=row_ok[:, None] & (cols < stride)[None, :])
-    tl.store(squares + (part * maps + map_index).to(tl.int64) * row_count + numbers, square, mask=row_ok)
+            inside = (numbers < end)[:, None] & (cols < stride)[None, :]
+            tl.store(mine + cols[None, :], mean.to(a.dtype.element_ty), mask=inside)
+    tl.store(squares + (part * maps + map_index).to(tl.int64) * reach + numbers, square)
 
 
 @triton.jit
-def _added(sums, map_index, blocks, keys, cols, ok, BK: tl.constexpr):
-    """Column sums from those of the blocks of rows."""
-    total = tl.zeros([BK], tl.float32)
-    for block in range(blocks):
-        total += tl.load(sums + (map_index * blocks + block) * keys + cols, mask=ok, other=0.0)
-    return total
+def _added(sums, map_index, blocks, span, cols, ok, BK: tl.constexpr, BR: tl.constexpr):
+    """Column sums from those of the blocks of rows, BR of which are loaded at a time."""
+    total = tl.zeros([BR, BK], tl.float32)
+    for start in range(0, blocks, BR):
+        block = start + tl.arange(0, BR)
+        place = (map_index * blocks + block)[:, None] * span + cols[None, :]
+        total += tl.load(sums + place, mask=(block < blocks)[:, None] & ok[None, :], other=0.0)
+    return tl.sum(total, 0)
 
 
 @triton.jit
-def column_pass(sums, average, lengths, bound, blocks, keys, row_count, BK: tl.constexpr, PAPER: tl.constexpr):
+def column_pass(sums, average, lengths, bound, blocks, keys, span, row_count, BK: tl.constexpr, BR: tl.constexpr,
+                PAPER: tl.constexpr):  # fmt: skip
     """The rows' average, thresholded in the official form, by column, and its length."""
     bound = single(bound)
     map_index = tl.program_id(0).to(tl.int64)
     length = 0.0
-    for start in range(0, keys, BK):
+    for start in range(0, span, BK):
         cols = start + tl.arange(0, BK)
-        ok = cols < keys
-        mean = _added(sums, map_index, blocks, keys, cols, ok, BK) / row_count
+        mean = _added(sums, map_index, blocks, span, cols, cols < keys, BK, BR) / row_count
         if not PAPER:
             mean = _above(mean, bound, False)
-        tl.store(average + map_index * keys + cols, mean, mask=ok)
+        tl.store(average + map_index * span + cols, mean, mask=cols < span)
         length += tl.sum(mean * mean, 0)
     tl.store(lengths + map_index, tl.sqrt(length))
 
@@ -191,96 +153,96 @@ def _inverse(length):
 
 @triton.jit
 def unit_pass(
-    q, k, lse, bias, rows, a, average, lengths, squares, towards, along, unit_sums, scale, bound, lift,
-    heads, group, queries, keys, row_count, first, qb, qh, qn, kb, kh, kn, bb, bh, bq, bk, stride, maps, parts,
+    q, k, norms, bias, rows, a, average, lengths, squares, towards, along, unit_sums, scale, bound,
+    heads, group, keys, row_count, first, qb, qh, qn, kb, kh, kn, bb, bh, bq, bk, stride, span, reach, begin, end, maps,
+    parts,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_ROWS: tl.constexpr, PAPER: tl.constexpr, STORED: tl.constexpr,
 ):  # fmt: skip
-    """Per row: two coefficients of the gradient. Per block of rows: column sums of the rows t at unit length."""
-    scale, bound, lift = single(scale), single(bound), single(lift)
-    blocks = tl.cdiv(row_count, BM)
+    """Per row: two coefficients of the gradient. Per block of rows: column sums of the rows t at unit length.
+
+    Only rows `begin` to `end`, whose map is stored unless a map is one head's. Before the average is known, it and its
+    length are 0, and only the sums are of use.
+    """
+    scale, bound = single(scale), single(bound)
+    blocks = tl.cdiv(end - begin, BM)
     block, map_index = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     batch, head = _place(map_index, heads, group)
-    numbers = block * BM + tl.arange(0, BM)
-    row_ok = numbers < row_count
-    query_rows = numbers + first
+    numbers = begin + block * BM + tl.arange(0, BM)
+    near = tl.minimum(numbers, end - 1)
+    query_rows = near + first
     if HAS_ROWS:
-        query_rows = tl.load(rows + numbers, mask=row_ok, other=0).to(tl.int32)
+        query_rows = tl.load(rows + near).to(tl.int32)
     square, dot = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
     for part in range(parts):
-        place = (part * maps + map_index).to(tl.int64) * row_count + numbers
-        square += tl.load(squares + place, mask=row_ok, other=0.0)
-    unit = _inverse(tl.sqrt(square))
-    sums = unit_sums + (map_index.to(tl.int64) * blocks + block) * keys
-    mine = a + (map_index.to(tl.int64) * row_count + numbers)[:, None] * stride
+        square += tl.load(squares + (part * maps + map_index).to(tl.int64) * reach + numbers)
+    unit = _inverse(tl.sqrt(square))  # 0 beyond the last row
+    sums = unit_sums + (map_index.to(tl.int64) * tl.cdiv(row_count, BM) + begin // BM + block) * span
+    mine = a + (map_index.to(tl.int64) * (end - begin) + (near - begin))[:, None] * stride
+    one = 1.0 / group
     for start in range(0, stride, BN):
         cols = start + tl.arange(0, BN)
-        col_ok = cols < keys
         if STORED:
-            inside = row_ok[:, None] & (cols < stride)[None, :]
-            mean = tl.load(mine + cols[None, :], mask=inside, other=0.0).to(tl.float32)
+            mean = tl.load(mine + cols[None, :], mask=(cols < stride)[None, :], other=0.0).to(tl.float32)
         else:
             mean = _mean_tile(
-                q, k, lse, bias, batch, head, query_rows, row_ok, cols, col_ok,
-                row_ok[:, None] & ((cols >= first) & col_ok)[None, :], scale, bound, lift, heads, group, queries,
-                (qb, qh, qn, 1), (kb, kh, kn, 1), (bb, bh, bq, bk), D, DP, BM, BN, HAS_BIAS, PAPER,
-                a.dtype.element_ty,
+                q, k, norms, bias, batch, head, query_rows, numbers, tl.minimum(cols, keys - 1),
+                tl.where((cols >= first) & (cols < keys), one, 0.0), scale, heads, group, reach,
+                (qb, qh, qn, 1), (kb, kh, kn, 1), (bb, bh, bq, bk), D, DP, BM, BN, HAS_BIAS,
             )  # fmt: skip
         kept = _above(mean, bound, PAPER)
-        weight = tl.load(average + map_index.to(tl.int64) * keys + cols, mask=col_ok, other=0.0)
+        weight = tl.load(average + map_index.to(tl.int64) * span + cols)
         dot += tl.sum(kept * weight[None, :], 1)
-        tl.store(sums + cols, tl.sum(kept * unit[:, None], 0), mask=col_ok)
+        tl.store(sums + cols, tl.sum(kept * unit[:, None], 0))
     toward = unit * _inverse(tl.load(lengths + map_index))
-    row = map_index.to(tl.int64) * row_count + numbers
-    tl.store(towards + row, toward, mask=row_ok)
-    tl.store(along + row, toward * dot * unit * unit, mask=row_ok)
+    row = map_index.to(tl.int64) * reach + numbers
+    tl.store(towards + row, toward)
+    tl.store(along + row, toward * dot * unit * unit)
 
 
 @triton.jit
-def slope_pass(unit_sums, average, lengths, slopes, losses, blocks, keys, row_count, BK: tl.constexpr,
-               PAPER: tl.constexpr):  # fmt: skip
+def slope_pass(unit_sums, average, lengths, slopes, losses, blocks, keys, span, row_count, BK: tl.constexpr,
+               BR: tl.constexpr, PAPER: tl.constexpr):  # fmt: skip
     """A map's loss, and the slope of its sum of cosines with respect to what each column's average is taken of."""
     map_index = tl.program_id(0).to(tl.int64)
     one_over = _inverse(tl.load(lengths + map_index))
     product = tl.zeros([BK], tl.float32)
-    for start in range(0, keys, BK):
+    for start in range(0, span, BK):
         cols = start + tl.arange(0, BK)
-        ok = cols < keys
-        total = _added(unit_sums, map_index, blocks, keys, cols, ok, BK)
-        product += total * tl.load(average + map_index * keys + cols, mask=ok, other=0.0)
+        total = _added(unit_sums, map_index, blocks, span, cols, cols < keys, BK, BR)
+        product += total * tl.load(average + map_index * span + cols, mask=cols < span, other=0.0)
+        tl.store(slopes + map_index * span + cols, total, mask=cols < span)
     cosine = tl.sum(product, 0) * one_over
-    for start in range(0, keys, BK):
+    tl.debug_barrier()
+    for start in range(0, span, BK):
         cols = start + tl.arange(0, BK)
-        ok = cols < keys
-        total = _added(unit_sums, map_index, blocks, keys, cols, ok, BK)
-        mean = tl.load(average + map_index * keys + cols, mask=ok, other=0.0)
+        total = tl.load(slopes + map_index * span + cols, mask=cols < span, other=0.0)
+        mean = tl.load(average + map_index * span + cols, mask=cols < span, other=0.0)
         slope = (total - cosine * one_over * mean) * one_over / row_count
         if not PAPER:
             slope = tl.where(mean == 0, 0.0, slope)
-        tl.store(slopes + map_index * keys + cols, slope, mask=ok)
+        tl.store(slopes + map_index * span + cols, slope, mask=cols < span)
     tl.store(losses + map_index, cosine / row_count)
 
 
 @triton.jit
 def _map_slope(
-    a, tile, map_index, begin, end, numbers, row_ok, cols, first, keys, stride, bound, toward, back,
-    average, slopes, ALONE: tl.constexpr, PAPER: tl.constexpr, TURNED: tl.constexpr,
+    a, tile, map_index, begin, end, numbers, cols, first, keys, stride, bound, toward, back, weight, shared,
+    ALONE: tl.constexpr, PAPER: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """The slope of the sum of cosines with respect to K·a, a tile: (rows, cols) or TURNED (cols, rows).
 
-    a is read from memory, or, if a map has one head, is the head's own `tile`.
+    a is read from memory, or, if a map has one head, is the head's own `tile`. `weight` and `shared` are the average
+    and the slopes of the columns; all are 0 for columns that do not exist.
     """
-    columns = map_index.to(tl.int64) * keys + cols
-    weight = tl.load(average + columns, mask=cols < keys, other=0.0)
-    shared = by_row(tl.load(slopes + columns, mask=cols < keys, other=0.0), not TURNED)
+    shared = by_row(shared, not TURNED)
     if ALONE:
         mean = tl.where(by_row((cols >= first) & (cols < keys), not TURNED), tile, 0.0)
     else:
         # A chunk of a map has less than 2³¹ numbers, so that only its place takes 64 bits.
         mine = a + map_index.to(tl.int64) * (end - begin) * stride
-        inside = by_row(row_ok, TURNED) & by_row(cols < stride, not TURNED)
         place = by_row((numbers - begin) * stride, TURNED) + by_row(cols, not TURNED)
-        mean = tl.load(mine + place, mask=inside, other=0.0).to(tl.float32)
+        mean = tl.load(mine + place, mask=by_row(cols < stride, not TURNED), other=0.0).to(tl.float32)
     own = by_row(toward, TURNED) * by_row(weight, not TURNED) - by_row(back, TURNED) * mean
     if PAPER:
         return tl.where(mean < bound, 0.0, own + shared)
@@ -289,8 +251,8 @@ def _map_slope(
 
 @triton.jit
 def query_gradient(
-    q, k, lse, bias, rows, a, average, slopes, towards, along, inner, weight, out, share, scale, bound, lift,
-    heads, group, queries, keys, row_count, first, qb, qh, qn, kb, kh, kn, bb, bh, bq, bk, stride, begin, end,
+    q, k, norms, bias, rows, a, average, slopes, towards, along, inner, weight, out, share, scale, bound,
+    heads, group, keys, row_count, first, qb, qh, qn, kb, kh, kn, bb, bh, bq, bk, stride, span, reach, begin, end,
     ob, oh, on,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_ROWS: tl.constexpr, PAPER: tl.constexpr, ALONE: tl.constexpr,
@@ -300,130 +262,130 @@ def query_gradient(
     With p the head's attention, s the slope and I = Σ_j p_j s_j, it is Σ_j p_j (s_j − I) k_j = Σ_j p_j s_j k_j − I Σ_j
     p_j k_j, so that one loop is enough.
     """
-    share, scale, bound, lift = single(share), single(scale), single(bound), single(lift)
+    share, scale, bound = single(share), single(scale), single(bound)
     block, map_index, batch, head = _program(tl.cdiv(end - begin, BM), heads, group)
     numbers = begin + block * BM + tl.arange(0, BM)
-    row_ok = numbers < end
-    query_rows = numbers + first
+    near = tl.minimum(numbers, end - 1)
+    query_rows = near + first
     if HAS_ROWS:
-        query_rows = tl.load(rows + numbers, mask=row_ok, other=0).to(tl.int32)
-    query, norm, toward, back = _query_block(
-        q, lse, towards, along, numbers, query_rows, row_ok, map_index, batch, head, heads, queries, row_count,
-        lift, (qb, qh, qn, 1), D, DP,
-    )  # fmt: skip
-    pair = (batch * heads + head).to(tl.int64)
+        query_rows = tl.load(rows + near).to(tl.int32)
+    query = load_rows(q, batch, head, query_rows, (qb, qh, qn, 1), D, DP)
+    row, pair = map_index.to(tl.int64) * reach + numbers, (batch * heads + head).to(tl.int64) * reach
+    norm, toward, back = tl.load(norms + pair + numbers), tl.load(towards + row), tl.load(along + row)
     total = tl.zeros([BM], tl.float32)
     weighted, plain = tl.zeros([BM, DP], tl.float32), tl.zeros([BM, DP], tl.float32)
     for start in range(0, keys, BN):
         cols = start + tl.arange(0, BN)
-        key = load_rows(k, batch, head, cols, cols < keys, (kb, kh, kn, 1), D, DP)
-        power = logits(query, key, scale, bias, batch, head, query_rows, row_ok, cols, cols < keys, (bb, bh, bq, bk),
-                       HAS_BIAS)  # fmt: skip
-        tile = lifted(power - norm[:, None], lift)
-        slope = _map_slope(
-            a, tile, map_index, begin, end, numbers, row_ok, cols, first, keys, stride, bound, toward, back,
-            average, slopes, ALONE, PAPER, False,
+        there = tl.minimum(cols, keys - 1)
+        key = load_rows(k, batch, head, there, (kb, kh, kn, 1), D, DP)
+        power = logits(query, key, scale, bias, batch, head, query_rows, there, (bb, bh, bq, bk), HAS_BIAS)
+        tile = tl.exp2(power - norm[:, None])
+        column = map_index.to(tl.int64) * span + cols
+        weights, common = tl.load(average + column), tl.load(slopes + column)
+        slope = tile * _map_slope(
+            a, tile, map_index, begin, end, near, cols, first, keys, stride, bound, toward, back,
+            weights, common, ALONE, PAPER, False,
         )  # fmt: skip
-        slope = tile * tl.where((cols < keys)[None, :], slope, 0.0)
         total += tl.sum(slope, 1)
+        tile *= tl.where(cols < keys, 1.0, 0.0)[None, :]
         weighted = tl.dot(slope.to(key.dtype), key, weighted, input_precision="tf32x3")
         plain = tl.dot(tile.to(key.dtype), key, plain, input_precision="tf32x3")
     total = total / keys
-    tl.store(inner + pair * row_count + numbers, total, mask=row_ok)
+    tl.store(inner + pair + numbers, total)
     made = (weighted - total[:, None] * plain) * (tl.load(weight).to(tl.float32) * (share * scale))
-    store_rows(out, made, batch, head, query_rows, row_ok, (ob, oh, on, 1), D, DP)
+    store_rows(out, made, batch, head, query_rows, numbers < end, (ob, oh, on, 1), D, DP)
 
 
 @triton.jit
 def key_gradient(
-    q, k, lse, bias, rows, a, average, slopes, towards, along, inner, weight, out, share, scale, bound, lift,
-    heads, group, queries, keys, row_count, first, qb, qh, qn, kb, kh, kn, bb, bh, bq, bk, stride, begin, end,
+    q, k, norms, bias, rows, a, average, slopes, towards, along, inner, weight, out, share, scale, bound,
+    heads, group, keys, row_count, first, qb, qh, qn, kb, kh, kn, bb, bh, bq, bk, stride, span, reach, begin, end,
     ob, oh, on,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_ROWS: tl.constexpr, PAPER: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a block of keys of one head; from the second chunk of rows on it is added to what is there."""
-    share, scale, bound, lift = single(share), single(scale), single(bound), single(lift)
+    share, scale, bound = single(share), single(scale), single(bound)
     block, map_index, batch, head = _program(tl.cdiv(keys, BN), heads, group)
     cols = block * BN + tl.arange(0, BN)
-    col_ok = cols < keys
-    key = load_rows(k, batch, head, cols, col_ok, (kb, kh, kn, 1), D, DP)
-    pair = (batch * heads + head).to(tl.int64)
+    there = tl.minimum(cols, keys - 1)
+    key = load_rows(k, batch, head, there, (kb, kh, kn, 1), D, DP)
+    pair = (batch * heads + head).to(tl.int64) * reach
+    column = map_index.to(tl.int64) * span + cols
+    weights, common = tl.load(average + column), tl.load(slopes + column)
     made = tl.zeros([BN, DP], tl.float32)
-    for row_block in range(0, tl.cdiv(end - begin, BM)):
-        numbers = begin + row_block * BM + tl.arange(0, BM)
-        row_ok = numbers < end
-        query_rows = numbers + first
+    for start in range(begin, end, BM):
+        numbers = start + tl.arange(0, BM)
+        near = tl.minimum(numbers, end - 1)
+        query_rows = near + first
         if HAS_ROWS:
-            query_rows = tl.load(rows + numbers, mask=row_ok, other=0).to(tl.int32)
-        query, norm, toward, back = _query_block(
-            q, lse, towards, along, numbers, query_rows, row_ok, map_index, batch, head, heads, queries, row_count,
-            lift, (qb, qh, qn, 1), D, DP,
-        )  # fmt: skip
-        shift = tl.load(inner + pair * row_count + numbers, mask=row_ok, other=0.0)
-        power = logits(key, query, scale, bias, batch, head, cols, col_ok, query_rows, row_ok, (bb, bh, bk, bq),
-                       HAS_BIAS)  # fmt: skip
-        tile = lifted(power - norm[None, :], lift)
+            query_rows = tl.load(rows + near).to(tl.int32)
+        query = load_rows(q, batch, head, query_rows, (qb, qh, qn, 1), D, DP)
+        row = map_index.to(tl.int64) * reach + numbers
+        norm, toward, back = tl.load(norms + pair + numbers), tl.load(towards + row), tl.load(along + row)
+        shift = tl.load(inner + pair + numbers)
+        power = logits(key, query, scale, bias, batch, head, there, query_rows, (bb, bh, bk, bq), HAS_BIAS)
+        tile = tl.exp2(power - norm[None, :])
         slope = _map_slope(
-            a, tile, map_index, begin, end, numbers, row_ok, cols, first, keys, stride, bound, toward, back,
-            average, slopes, ALONE, PAPER, True,
+            a, tile, map_index, begin, end, near, cols, first, keys, stride, bound, toward, back,
+            weights, common, ALONE, PAPER, True,
         )  # fmt: skip
         made = tl.dot((tile * (slope - shift[None, :])).to(query.dtype), query, made, input_precision="tf32x3")
     made = made * (tl.load(weight).to(tl.float32) * (share * scale))
     if begin > 0:
-        made += load_rows(out, batch, head, cols, col_ok, (ob, oh, on, 1), D, DP).to(tl.float32)
-    store_rows(out, made, batch, head, cols, col_ok, (ob, oh, on, 1), D, DP)
+        made += load_rows(out, batch, head, there, (ob, oh, on, 1), D, DP).to(tl.float32)
+    store_rows(out, made, batch, head, cols, cols < keys, (ob, oh, on, 1), D, DP)
 
 
 @triton.jit
 def joint_gradient(
-    q, k, lse, bias, rows, a, average, slopes, towards, along, inner, weight, out, key_out, share, scale, bound, lift,
-    heads, group, queries, keys, row_count, first, qb, qh, qn, kb, kh, kn, bb, bh, bq, bk, stride, begin, end,
+    q, k, norms, bias, rows, a, average, slopes, towards, along, inner, weight, out, key_out, share, scale, bound,
+    heads, group, keys, row_count, first, qb, qh, qn, kb, kh, kn, bb, bh, bq, bk, stride, span, reach, begin, end,
     ob, oh, on, pb, ph, pn,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_ROWS: tl.constexpr, PAPER: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
     """The gradients of queries and keys of one head at once, where BN columns are all: every tile is computed once."""
-    share, scale, bound, lift = single(share), single(scale), single(bound), single(lift)
+    share, scale, bound = single(share), single(scale), single(bound)
     _, map_index, batch, head = _program(1, heads, group)
     cols = tl.arange(0, BN)
-    col_ok = cols < keys
-    key = load_rows(k, batch, head, cols, col_ok, (kb, kh, kn, 1), D, DP)
-    pair = (batch * heads + head).to(tl.int64)
+    there = tl.minimum(cols, keys - 1)
+    key = load_rows(k, batch, head, there, (kb, kh, kn, 1), D, DP)
+    pair = (batch * heads + head).to(tl.int64) * reach
     factor = tl.load(weight).to(tl.float32) * (share * scale)
+    exists, one = tl.where(cols < keys, 1.0, 0.0), 1.0 / keys
+    column = map_index.to(tl.int64) * span + cols
+    weights, common = tl.load(average + column), tl.load(slopes + column)
     key_made = tl.zeros([BN, DP], tl.float32)
-    for row_block in range(0, tl.cdiv(row_count, BM)):
-        numbers = row_block * BM + tl.arange(0, BM)
-        row_ok = numbers < row_count
-        query_rows = numbers + first
+    for start in range(0, row_count, BM):
+        numbers = start + tl.arange(0, BM)
+        near = tl.minimum(numbers, row_count - 1)
+        query_rows = near + first
         if HAS_ROWS:
-            query_rows = tl.load(rows + numbers, mask=row_ok, other=0).to(tl.int32)
-        query, norm, toward, back = _query_block(
-            q, lse, towards, along, numbers, query_rows, row_ok, map_index, batch, head, heads, queries, row_count,
-            lift, (qb, qh, qn, 1), D, DP,
+            query_rows = tl.load(rows + near).to(tl.int32)
+        query = load_rows(q, batch, head, query_rows, (qb, qh, qn, 1), D, DP)
+        row = map_index.to(tl.int64) * reach + numbers
+        norm, toward, back = tl.load(norms + pair + numbers), tl.load(towards + row), tl.load(along + row)
+        power = logits(key, query, scale, bias, batch, head, there, query_rows, (bb, bh, bk, bq), HAS_BIAS)
+        tile = tl.exp2(power - norm[None, :]) * exists[:, None]
+        slope = tile * _map_slope(
+            a, tile, map_index, 0, row_count, near, cols, first, keys, stride, bound, toward, back,
+            weights, common, ALONE, PAPER, True,
         )  # fmt: skip
-        power = logits(key, query, scale, bias, batch, head, cols, col_ok, query_rows, row_ok, (bb, bh, bk, bq),
-                       HAS_BIAS)  # fmt: skip
-        tile = lifted(power - norm[None, :], lift)
-        slope = _map_slope(
-            a, tile, map_index, 0, row_count, numbers, row_ok, cols, first, keys, stride, bound, toward, back,
-            average, slopes, ALONE, PAPER, True,
-        )  # fmt: skip
-        slope = tile * tl.where(col_ok[:, None], slope, 0.0)
-        total = tl.sum(slope, 0) / keys
-        tl.store(inner + pair * row_count + numbers, total, mask=row_ok)
+        total = tl.sum(slope, 0) * one
+        tl.store(inner + pair + numbers, total)
         slope = (slope - tile * total[None, :]).to(query.dtype)
         key_made = tl.dot(slope, query, key_made, input_precision="tf32x3")
         made = tl.dot(tl.trans(key), slope, input_precision="tf32x3")
-        store_rows(out, tl.trans(made) * factor, batch, head, query_rows, row_ok, (ob, oh, on, 1), D, DP)
-    store_rows(key_out, key_made * factor, batch, head, cols, col_ok, (pb, ph, pn, 1), D, DP)
+        store_rows(out, tl.trans(made) * factor, batch, head, query_rows, numbers < row_count, (ob, oh, on, 1), D, DP)
+    store_rows(key_out, key_made * factor, batch, head, cols, cols < keys, (pb, ph, pn, 1), D, DP)
 
 
 @triton.jit
 def bias_gradient(
-    q, k, lse, bias, rows, a, average, slopes, towards, along, inner, weight, out, share, scale, bound, lift,
-    heads, group, queries, keys, row_count, first, qb, qh, qn, kb, kh, kn, bb, bh, bq, bk, stride, begin, end,
-    images, at_once, bias_heads,
+    q, k, norms, bias, rows, a, average, slopes, towards, along, inner, weight, out, share, scale, bound,
+    heads, group, keys, row_count, first, qb, qh, qn, kb, kh, kn, bb, bh, bq, bk, stride, span, reach, begin, end,
+    queries, images, at_once, bias_heads,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_ROWS: tl.constexpr, PAPER: tl.constexpr, ALONE: tl.constexpr, BY_ROW: tl.constexpr,
 ):  # fmt: skip
@@ -432,49 +394,49 @@ def bias_gradient(
     (chunks, bias_heads, Q or 1, K), where bias_heads is H or 1. A program takes a block of columns (and BY_ROW of
     rows); without BY_ROW it adds to what is there, as rows come in chunks.
     """
-    share, scale, bound, lift = single(share), single(scale), single(bound), single(lift)
+    share, scale, bound = single(share), single(scale), single(bound)
     row_blocks, col_blocks = tl.cdiv(end - begin, BM), tl.cdiv(keys, BN)
     across = row_blocks if BY_ROW else 1
     tile_index, part = tl.program_id(0) % (across * col_blocks), tl.program_id(0) // (across * col_blocks)
     first_head, chunk, shared = part % bias_heads, part // bias_heads, heads // bias_heads
     cols = (tile_index // across) * BN + tl.arange(0, BN)
-    col_ok = cols < keys
+    there, col_ok = tl.minimum(cols, keys - 1), cols < keys
     first_block = tile_index % across if BY_ROW else 0
     total = tl.zeros([BM, BN], tl.float32)
     for step in range(chunk * at_once * shared, tl.minimum((chunk + 1) * at_once, images) * shared):
         batch, head = tl.program_id(0) * 0 + step // shared, first_head + step % shared
         map_index = (batch * heads + head) // group
-        key = load_rows(k, batch, head, cols, col_ok, (kb, kh, kn, 1), D, DP)
-        pair = (batch * heads + head).to(tl.int64)
+        key = load_rows(k, batch, head, there, (kb, kh, kn, 1), D, DP)
+        pair = (batch * heads + head).to(tl.int64) * reach
         for row_block in range(first_block, first_block + 1 if BY_ROW else row_blocks):
             numbers = begin + row_block * BM + tl.arange(0, BM)
-            row_ok = numbers < end
-            query_rows = numbers + first
+            near = tl.minimum(numbers, end - 1)
+            query_rows = near + first
             if HAS_ROWS:
-                query_rows = tl.load(rows + numbers, mask=row_ok, other=0).to(tl.int32)
-            query, norm, toward, back = _query_block(
-                q, lse, towards, along, numbers, query_rows, row_ok, map_index, batch, head, heads, queries, row_count,
-                lift, (qb, qh, qn, 1), D, DP,
-            )  # fmt: skip
-            shift = tl.load(inner + pair * row_count + numbers, mask=row_ok, other=0.0)
-            power = logits(query, key, scale, bias, batch, head, query_rows, row_ok, cols, col_ok, (bb, bh, bq, bk),
-                           HAS_BIAS)  # fmt: skip
-            tile = lifted(power - norm[:, None], lift)
+                query_rows = tl.load(rows + near).to(tl.int32)
+            query = load_rows(q, batch, head, query_rows, (qb, qh, qn, 1), D, DP)
+            row = map_index.to(tl.int64) * reach + numbers
+            norm, toward, back = tl.load(norms + pair + numbers), tl.load(towards + row), tl.load(along + row)
+            shift = tl.load(inner + pair + numbers)
+            power = logits(query, key, scale, bias, batch, head, query_rows, there, (bb, bh, bq, bk), HAS_BIAS)
+            tile = tl.exp2(power - norm[:, None])
+            column = map_index.to(tl.int64) * span + cols
+            weights, common = tl.load(average + column), tl.load(slopes + column)
             slope = _map_slope(
-                a, tile, map_index, begin, end, numbers, row_ok, cols, first, keys, stride, bound, toward,
-                back, average, slopes, ALONE, PAPER, False,
+                a, tile, map_index, begin, end, near, cols, first, keys, stride, bound, toward,
+                back, weights, common, ALONE, PAPER, False,
             )  # fmt: skip
-            total += tl.where(row_ok[:, None], tile * (slope - shift[:, None]), 0.0)
+            total += tile * (slope - shift[:, None])
     total *= tl.load(weight).to(tl.float32) * share
     start = out + (chunk * bias_heads + first_head).to(tl.int64) * (queries if BY_ROW else 1) * keys
     if BY_ROW:
         numbers = begin + first_block * BM + tl.arange(0, BM)
-        row_ok = numbers < end
-        query_rows = numbers + first
+        near = tl.minimum(numbers, end - 1)
+        query_rows = near + first
         if HAS_ROWS:
-            query_rows = tl.load(rows + numbers, mask=row_ok, other=0).to(tl.int32)
+            query_rows = tl.load(rows + near).to(tl.int32)
         place = start + query_rows[:, None].to(tl.int64) * keys + cols[None, :]
-        tl.store(place, total, mask=row_ok[:, None] & col_ok[None, :])
+        tl.store(place, total, mask=(numbers < end)[:, None] & col_ok[None, :])
     else:
         before = tl.load(start + cols, mask=col_ok, other=0.0)
         tl.store(start + cols, before + tl.sum(total, 0), mask=col_ok)

@@ -13,7 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vitfocus.kernels.backends import differentiable_gradients, outside_autocast, wants_second_derivative
+from vitfocus.kernels.backends import (
+    compile_together,
+    differentiable_gradients,
+    outside_autocast,
+    wants_second_derivative,
+)
 from vitfocus.kernels.pooling.reference import dilated_mean, mix_poolings
 
 #: Patches up to which one matrix of all pairs of them is faster than the poolings one by one, on a CPU.
@@ -26,7 +31,11 @@ def predict_hidden(tokens: Tensor, first: Tensor, grid: tuple[int, int]) -> Tens
     It is one product with a (C, 9·K) matrix, whose nine results each position then adds from its neighbours: the tokens
     are read once and where they lie. cuDNN's would need them as an image, and be padded to eight output channels.
     """
-    hidden: Tensor = _Predict.apply(tokens.contiguous(), first, *grid)
+    tokens = tokens.contiguous()
+    if not torch.compiler.is_compiling() and type(tokens) is Tensor:
+        key = (tokens.shape, tokens.dtype, first.shape, first.dtype, grid, first.requires_grad)
+        compile_together(tokens.device, key, partial(_launch_all, tokens, first, grid))
+    hidden: Tensor = _Predict.apply(tokens, first, *grid)
     return hidden.unflatten(1, grid).permute(0, 3, 1, 2)
 
 
@@ -71,6 +80,25 @@ def mix_by_matrix(tokens: Tensor, weights: Tensor) -> Tensor:
     return torch.cat((tokens[:, :prefix], mixed), dim=1) if prefix else mixed
 
 
+def _launch_all(tokens: Tensor, first: Tensor, grid: tuple[int, int]) -> None:
+    """Both functions forward and backward, for the kernels that they launch."""
+    from vitfocus.kernels.pooling import triton as fused
+
+    branches = first.shape[0]
+    rows = _matrix_rows(branches)
+    second = first.new_empty(branches, branches, 3, 3)
+    hidden = fused.gather(tokens.new_empty(*tokens.shape[:2], rows), grid, branches)
+    _, weights = fused.forward(tokens, hidden, second, grid)
+    if first.requires_grad:
+        fused.backward(tokens, tokens, hidden, second, weights, grid)
+        fused.scatter(hidden, grid, tokens.shape[1], rows, tokens.dtype)
+
+
+def _matrix_rows(branches: int) -> int:
+    """Numbers that a token gives its neighbours, as a multiple of eight, which the fast matrix products ask for."""
+    return -(-9 * branches // 8) * 8
+
+
 def _shares(branches: int, height: int, width: int, dtype: torch.dtype) -> Tensor:
     """(H·W, K, H·W): what patch i takes of patch j for a weight of 1 of branch k."""
     row = torch.arange(height, device="cpu").repeat_interleave(width)
@@ -112,8 +140,7 @@ class _Predict(torch.autograd.Function):
         from vitfocus.kernels.pooling import triton as fused
 
         branches, channels = first.shape[:2]
-        # Rounded up to a multiple of eight, which the fast matrix products ask for.
-        matrix = tokens.new_zeros(-(-9 * branches // 8) * 8, channels)
+        matrix = tokens.new_zeros(_matrix_rows(branches), channels)
         matrix[: 9 * branches].view(3, 3, branches, channels).copy_(first.permute(2, 3, 0, 1))
         ctx.grid = (height, width)
         ctx.save_for_backward(tokens, matrix, first)

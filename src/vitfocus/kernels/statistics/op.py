@@ -14,12 +14,9 @@ from torch import Tensor
 
 from vitfocus.kernels.attention import AttentionInputs, Observation, matched
 from vitfocus.kernels.backends import chosen
-from vitfocus.kernels.shared_memory import available, fits, padded
+from vitfocus.kernels.shared_memory import MOST_CHANNELS
 from vitfocus.kernels.statistics.chunked import tiled_statistics
 from vitfocus.kernels.statistics.reference import THRESHOLD, Grids, Numbers, Statistics, map_statistics, top_tokens
-
-#: What the kernels hold of a token: heads, which are unrolled, and bytes of its queries.
-MOST_HEADS, MOST_BYTES = 16, 4096
 
 
 def statistics(
@@ -34,8 +31,7 @@ def statistics(
     """`map_statistics` of an observed attention, with memory linear in the number of tokens.
 
     `other` holds the attention of the same images after corruption; `top` is the number of most attended keys, and
-    `budget` limits the numbers in a tile. The kernels hold rows of all heads: more than sixteen heads, or queries of
-    more than 4096 bytes per token, are computed in tiles.
+    `budget` limits the numbers in a tile. Heads of more than 256 channels are computed in tiles.
 
     >>> q, k = torch.randn(2, 2, 3, 5, 8).unbind()
     >>> whole = map_statistics((q @ k.mT).softmax(-1))
@@ -65,12 +61,7 @@ def backend_for(seen: Observation) -> str:
     if seen.query is None or seen.key is None or not seen.query.shape[0]:
         return "chunked"
     name = chosen(seen.query, seen.key, seen.bias)
-    if name != "triton":
-        return name
-    _, heads, _, width = seen.query.shape
-    item = seen.query.element_size()
-    small = heads <= MOST_HEADS and heads * padded(width) * item <= MOST_BYTES
-    return name if small and fits(heads, width, item, available(seen.device)) else "chunked"
+    return "chunked" if name == "triton" and seen.query.shape[3] > MOST_CHANNELS else name
 
 
 def _inputs(seen: Observation) -> AttentionInputs:

@@ -1,14 +1,14 @@
 """Statistics of attention from queries and keys, without an N×N tensor: two dense passes, and one for pairs of maps.
 
-`dense_pass` needs the softmax's normalisers; `unit_pass` needs the lengths that the dense pass found, of every row of
-the heads' mean and of every head's whole map. Only one head's tile is alive at a time, beside the mean. Of what they
-add up, which is linear in the tokens, `conclude_pass` computes nine numbers per head.
+`row_pass` owns rows and goes over the keys; `column_pass` owns keys and goes over the rows, and needs the lengths that
+the first found, of every row of the heads' mean and of every head's whole map. So every sum is owned by one program,
+which adds it up in a fixed order, and results repeat bit by bit. Sums of one head are added to memory, as the heads
+change in the inner loop; no number of heads is compiled in. Of what they add up, which is linear in the tokens,
+`conclude_pass` computes nine numbers per head.
 
-`entropies` (B, G, Q) are the rows', `lengths` (2, B, Q) the squared lengths of the heads' mean under both thresholds.
-`sums` are one after the other what keys receive, (B, G, K); the sums over rows of t at unit length, with the threshold
-> and with ≥, and of t with ≥, (3, B, K); each head's squares, (B, G); distance and joint, (2, B). They meet from all
-blocks of rows, in memory linear in K: they are added as whole numbers (units of 2⁻⁴⁰), so their order does not matter
-and results repeat bit by bit.
+`norms`, `entropies` and `squares` are (B, H, reach), `lengths` (2, B, reach) one over the lengths of the heads' mean
+under both thresholds, `received` (B, H, K) what keys receive, `units` (4, B, K) the sums over rows of t at unit length,
+with the threshold > and with ≥, of t with ≥, and of the squared sum of the heads' maps at unit length.
 """
 
 from __future__ import annotations
@@ -23,216 +23,144 @@ from torch import Tensor
 
 from vitfocus.kernels.attention import AttentionInputs
 from vitfocus.kernels.backends import on_device_of_first
-from vitfocus.kernels.shared_memory import available, padded, shrink
+from vitfocus.kernels.shared_memory import available, padded, row_tiles
 from vitfocus.kernels.statistics.reference import Numbers
-from vitfocus.kernels.tiles import load_heads, load_rows, load_vectors, logits, normalisers, single, zeros
+from vitfocus.kernels.tiles import load_rows, logits, lower_norms, normalisers, single
 
+#: Rows, columns and stages of tiles in half precision, up to 64 channels, for benchmarks/kernel_tiles.py to try.
+TILES = {"rows": (64, 64, 3), "columns": (64, 64, 3)}
 #: How many columns at a time a program of the last pass goes through.
 _COLUMNS = 1024
 
 
 @triton.jit
-def _log_tile(
-    query, k, norm, scale, bias, batch, head, rows, row_ok, cols, col_ok, k_strides, bias_strides,
-    D: tl.constexpr, DP: tl.constexpr, HAS_BIAS: tl.constexpr,
-):  # fmt: skip
-    """log₂ of one head's attention, in place of -inf a finite number whose power is 0; `norm` is in units of log 2."""
-    key = load_rows(k, batch, head, cols, col_ok, k_strides, D, DP)
-    scores = logits(query, key, scale, bias, batch, head, rows, row_ok, cols, col_ok, bias_strides, HAS_BIAS)
-    log = tl.where(col_ok[None, :], scores - norm[:, None], -1e30)
-    return tl.maximum(log, -1e30, propagate_nan=tl.PropagateNan.ALL) if HAS_BIAS else log
+def _position(tokens, prefix, width, down, across):
+    """Row and column of tokens on a grid of that width, in steps of those sizes; the prefix is at the first place."""
+    place = tl.maximum(tokens - prefix, 0).to(tl.float32)
+    row = tl.floor((place + 0.5) * (1.0 / width))  # without a division for every token
+    return row * down, (place - row * width) * across
 
 
 @triton.jit
-def _norms(lse, first, queries, rows, row_ok, G: tl.constexpr):
-    """The normalisers of G heads as `_log_tile` takes them, a tuple."""
-    loaded = load_vectors(lse, first, queries, rows, row_ok, G)
-    made = ()
-    for h in tl.static_range(G):
-        made = made + (tl.where(row_ok, loaded[h] * 1.4426950408889634, 1e30),)
-    return made
+def _one_over_root(square):
+    """One over a length, from its square; that of an empty row is large but meets only zeros."""
+    return 1.0 / tl.maximum(tl.sqrt(square), 1e-8)
 
 
 @triton.jit
-def _add_columns(sums, tile, ok, BM: tl.constexpr, BN: tl.constexpr, PARTED: tl.constexpr):
-    """Add a tile's (T, S) column sums to sums at S places, as whole numbers; PARTED, a warp adds its own rows."""
-    if PARTED:
-        parts: tl.constexpr = BM // 16
-        none = tl.zeros([parts, 1], tl.int32)
-        whole = (tl.sum(tl.reshape(tile, [parts, 16, BN]), 1) * 1099511627776.0).to(tl.int64)
-        tl.atomic_add(sums[None, :] + none, whole, mask=ok[None, :] & (none == 0), sem="relaxed")
-    else:
-        tl.atomic_add(sums, (tl.sum(tile, 0) * 1099511627776.0).to(tl.int64), mask=ok, sem="relaxed")
-
-
-@triton.jit
-def _add(sums, value):
-    """Add one value to a sum, as a whole number."""
-    tl.atomic_add(sums, (value * 1099511627776.0).to(tl.int64), sem="relaxed")
-
-
-@triton.jit
-def _number(places, ok):
-    """What was added there."""
-    return tl.load(places, mask=ok, other=0).to(tl.float32) * 9.094947017729282e-13
-
-
-@triton.jit
-def _row_sums(tile, BM: tl.constexpr, BN: tl.constexpr, PARTED: tl.constexpr):
-    """Row sums of a tile (T, S). PARTED, in four parts, (T, 4): what one thread holds of a row as products leave it.
-
-    `parted_sums` says where; tiles with a bias or fewer rows lie otherwise, and Triton 3.6 sums their parts wrongly.
-    """
-    if PARTED:
-        parts = tl.permute(tl.reshape(tile, [BM, BN // 8, 4, 2]), (0, 2, 1, 3))
-        return tl.sum(tl.reshape(parts, [BM, 4, BN // 4]), 2)
-    else:
-        return tl.sum(tile, 1)
-
-
-@triton.jit
-def _no_sums(count: tl.constexpr, BM: tl.constexpr, PARTED: tl.constexpr):
-    """So many row sums of nothing yet, a tuple."""
-    return zeros(count, [BM, 4] if PARTED else [BM])
-
-
-@triton.jit
-def _whole(sums, PARTED: tl.constexpr):
-    """Row sums (T,) from their parts."""
-    if PARTED:
-        return tl.sum(sums, 1)
-    else:
-        return sums
-
-
-@triton.jit
-def _away(rows, cols, prefix, query_width, key_width, query_down, query_across, key_down, key_across):
-    """‖p_i − p_j‖₁ between places of the two grids (T, S), 0 for keys of the prefix."""
-    query, key = tl.maximum(rows - prefix, 0), tl.maximum(cols - prefix, 0)
-    down = tl.abs(((query // query_width) * query_down)[:, None] - ((key // key_width) * key_down)[None, :])
-    across = tl.abs(((query % query_width) * query_across)[:, None] - ((key % key_width) * key_across)[None, :])
-    return tl.where((cols >= prefix)[None, :], down + across, 0.0)
-
-
-@triton.jit
-def dense_pass(
-    q, k, lse, bias, entropies, lengths, sums, scale, bound, queries, keys,
+def row_pass(
+    q, k, norms, bias, entropies, squares, lengths, distances, scale, bound, heads, queries, keys, reach,
     prefix, query_width, key_width, query_down, query_across, key_down, key_across,
     q_strides, k_strides, bias_strides,
-    G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    HAS_BIAS: tl.constexpr, PARTED: tl.constexpr, PLACED: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    HAS_BIAS: tl.constexpr, PLACED: tl.constexpr,
 ):  # fmt: skip
-    """By row and head: entropy. By row of the heads' mean a: Σ_j t² of both thresholds.
-
-    By column: Σ_i p of every head, and Σ_i t of the threshold ≥. Of all: every head's Σ_ij p², and Σ_ij a‖p_i − p_j‖₁.
-    """
+    """By row and head: entropy, Σ_j p². By row of the heads' mean a: Σ_j t² of both thresholds, Σ_j a‖p_i − p_j‖₁."""
     scale, bound, query_down, query_across = single(scale), single(bound), single(query_down), single(query_across)
     key_down, key_across = single(key_down), single(key_across)
     batch, block = tl.program_id(0), tl.program_id(1)
-    rows = block * BM + tl.arange(0, BM)
-    row_ok = rows < queries
-    query = load_heads(q, batch, batch * 0, rows, row_ok, q_strides, G, D, DP)
-    norms = _norms(lse, batch * G, queries, rows, row_ok, G)
-    entropy, square = _no_sums(G, BM, PARTED), _no_sums(G, BM, PARTED)
-    distance, length, length_paper = _no_sums(3, BM, PARTED)
-    first, images = batch.to(tl.int64) * G, tl.num_programs(0).to(tl.int64)
-    kept = sums + (images * (G + 2) + batch) * keys
-    of_all = sums + images * (G + 3) * keys
+    numbers = block * BM + tl.arange(0, BM)
+    rows = tl.minimum(numbers, queries - 1)
+    length, length_paper = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
+    distance, one = tl.zeros([BM], tl.float32), 1.0 / heads
+    row, column = _position(rows, prefix, query_width, query_down, query_across)
     for start in range(0, keys, BN):
         cols = start + tl.arange(0, BN)
-        col_ok = cols < keys
+        there, exists = tl.minimum(cols, keys - 1), tl.where(cols < keys, 1.0, 0.0)
         total = tl.zeros([BM, BN], tl.float32)
-        entropies_now, squares_now = (), ()
-        for h in tl.static_range(G):
-            log = _log_tile(
-                query[h], k, norms[h], scale, bias, batch, batch * 0 + h, rows, row_ok, cols, col_ok, k_strides,
-                bias_strides, D, DP, HAS_BIAS,
-            )  # fmt: skip
-            tile = tl.exp2(log)
+        for h in range(heads):
+            head, place = batch * 0 + h, (batch * heads + h).to(tl.int64) * reach + numbers
+            query = load_rows(q, batch, head, rows, q_strides, D, DP)
+            key = load_rows(k, batch, head, there, k_strides, D, DP)
+            log = logits(query, key, scale, bias, batch, head, rows, there, bias_strides, HAS_BIAS)
+            log -= tl.load(norms + place)[:, None]
+            if HAS_BIAS:  # in place of -inf a finite number whose power is 0
+                log = tl.maximum(log, -1e30, propagate_nan=tl.PropagateNan.ALL)
+            tile = tl.exp2(log) * exists[None, :]
             total += tile
-            entropies_now = entropies_now + (entropy[h] - _row_sums(tile * log, BM, BN, PARTED),)
-            squares_now = squares_now + (square[h] + _row_sums(tile * tile, BM, BN, PARTED),)
-            _add_columns(sums + (first + h) * keys + cols, tile, col_ok, BM, BN, PARTED)
-        entropy, square = entropies_now, squares_now
-        mean = total * (1.0 / G)
+            tl.atomic_add(entropies + place, tl.sum(tile * log, 1) * -0.6931471805599453, sem="relaxed")
+            tl.atomic_add(squares + place, tl.sum(tile * tile, 1), sem="relaxed")
+        mean = total * one
         above = tl.where(mean > bound, mean, 0.0)
-        length += _row_sums(above * above, BM, BN, PARTED)
+        length += tl.sum(above * above, 1)
         above = tl.where(mean >= bound, mean, 0.0)
-        length_paper += _row_sums(above * above, BM, BN, PARTED)
-        _add_columns(kept + cols, above, col_ok, BM, BN, PARTED)
+        length_paper += tl.sum(above * above, 1)
         if PLACED:
-            away = _away(rows, cols, prefix, query_width, key_width, query_down, query_across, key_down, key_across)
-            distance += _row_sums(mean * away, BM, BN, PARTED)
-    for h in tl.static_range(G):
-        place = (first + h) * queries + rows
-        tl.store(entropies + place, _whole(entropy[h], PARTED) * 0.6931471805599453, mask=row_ok)
-        _add(of_all + first + h, tl.sum(_whole(square[h], PARTED), 0))
-    mine = batch.to(tl.int64) * queries + rows
-    tl.store(lengths + mine, _whole(length, PARTED), mask=row_ok)
-    tl.store(lengths + images * queries + mine, _whole(length_paper, PARTED), mask=row_ok)
+            down, across = _position(cols, prefix, key_width, key_down, key_across)
+            away = tl.abs(row[:, None] - down[None, :]) + tl.abs(column[:, None] - across[None, :])
+            distance += tl.sum(tl.where((cols >= prefix)[None, :], mean, 0.0) * away, 1)
+    mine, images = batch.to(tl.int64) * reach + numbers, tl.num_programs(0).to(tl.int64)
+    tl.store(lengths + mine, _one_over_root(length))
+    tl.store(lengths + images * reach + mine, _one_over_root(length_paper))
     if PLACED:
-        _add(of_all + images * G + batch, tl.sum(tl.where(rows >= prefix, _whole(distance, PARTED), 0.0), 0))
+        tl.store(distances + mine, tl.where(numbers >= prefix, distance, 0.0))
 
 
 @triton.jit
-def _one_over_length(lengths, places, ok):
-    """One over the lengths whose squares stand there; that of an empty row is large but meets only zeros."""
-    return 1.0 / tl.maximum(tl.sqrt(tl.load(lengths + places, mask=ok, other=0.0)), 1e-8)
+def head_pass(squares, totals, queries, reach, BN: tl.constexpr):
+    """Of each head of each image, Σ_ij p² and one over its root: (2, B, H)."""
+    pair = tl.program_id(0).to(tl.int64)
+    total = tl.zeros([BN], tl.float32)
+    for start in range(0, queries, BN):
+        rows = start + tl.arange(0, BN)
+        total += tl.load(squares + pair * reach + rows, mask=rows < queries, other=0.0)
+    tl.store(totals + pair, tl.sum(total, 0))
+    tl.store(totals + tl.num_programs(0) + pair, _one_over_root(tl.sum(total, 0)))
 
 
 @triton.jit
-def unit_pass(
-    q, k, lse, bias, lengths, sums, scale, bound, queries, keys,
+def column_pass(
+    q, k, norms, bias, lengths, totals, received, units, scale, bound, heads, queries, keys, reach,
     q_strides, k_strides, bias_strides,
-    G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    HAS_BIAS: tl.constexpr, PARTED: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """By column: the sums of the rows t at unit length, for both thresholds. Of all: Σ_ij (Σ_h p_h / ‖p_h‖)²."""
+    """By column and head: Σ_i p. By column: Σ_i t at unit length for both thresholds, Σ_i t, Σ_i (Σ_h p_h / ‖p_h‖)²."""
     scale, bound = single(scale), single(bound)
     batch, block = tl.program_id(0), tl.program_id(1)
-    rows = block * BM + tl.arange(0, BM)
-    row_ok = rows < queries
-    query = load_heads(q, batch, batch * 0, rows, row_ok, q_strides, G, D, DP)
-    norms = _norms(lse, batch * G, queries, rows, row_ok, G)
-    mine, images = batch.to(tl.int64) * queries + rows, tl.num_programs(0).to(tl.int64)
-    unit = _one_over_length(lengths, mine, row_ok)
-    unit_paper = _one_over_length(lengths + images * queries, mine, row_ok)
-    (together,) = _no_sums(1, BM, PARTED)
-    official, paper = sums + (images * G + batch) * keys, sums + (images * (G + 1) + batch) * keys
-    of_all = sums + images * (G + 3) * keys
-    for start in range(0, keys, BN):
-        cols = start + tl.arange(0, BN)
-        col_ok = cols < keys
-        total, weighted = tl.zeros([BM, BN], tl.float32), tl.zeros([BM, BN], tl.float32)
-        for h in tl.static_range(G):
-            log = _log_tile(
-                query[h], k, norms[h], scale, bias, batch, batch * 0 + h, rows, row_ok, cols, col_ok, k_strides,
-                bias_strides, D, DP, HAS_BIAS,
-            )  # fmt: skip
-            tile = tl.exp2(log)
+    cols = block * BN + tl.arange(0, BN)
+    there, one = tl.minimum(cols, keys - 1), 1.0 / heads
+    official, paper = tl.zeros([BN], tl.float32), tl.zeros([BN], tl.float32)
+    kept, joint = tl.zeros([BN], tl.float32), tl.zeros([BN], tl.float32)
+    images = tl.num_programs(0).to(tl.int64)
+    for start in range(0, queries, BM):
+        numbers = start + tl.arange(0, BM)
+        rows = tl.minimum(numbers, queries - 1)
+        total, weighted = tl.zeros([BN, BM], tl.float32), tl.zeros([BN, BM], tl.float32)
+        for h in range(heads):
+            head, pair = batch * 0 + h, (batch * heads + h).to(tl.int64)
+            query = load_rows(q, batch, head, rows, q_strides, D, DP)
+            key = load_rows(k, batch, head, there, k_strides, D, DP)
+            log = logits(key, query, scale, bias, batch, head, there, rows, bias_strides, HAS_BIAS)
+            tile = tl.exp2(log - tl.load(norms + pair * reach + numbers)[None, :])
             total += tile
-            # Loaded here and not before the loop, where all heads' lengths would hold on to registers.
-            square = _number(of_all + batch.to(tl.int64) * G + h, True)
-            weighted += tile * tl.rsqrt(tl.maximum(square, 1e-16))
-        mean = total * (1.0 / G)
-        above = tl.where(mean > bound, mean, 0.0) * unit[:, None]
-        _add_columns(official + cols, above, col_ok, BM, BN, PARTED)
-        above = tl.where(mean >= bound, mean, 0.0) * unit_paper[:, None]
-        _add_columns(paper + cols, above, col_ok, BM, BN, PARTED)
-        together += _row_sums(weighted * weighted, BM, BN, PARTED)
-    _add(of_all + images * (G + 1) + batch, tl.sum(_whole(together, PARTED), 0))
+            weighted += tile * tl.load(totals + images * heads + pair)
+            tl.atomic_add(received + pair * keys + cols, tl.sum(tile, 1), mask=cols < keys, sem="relaxed")
+        mine = batch.to(tl.int64) * reach + numbers
+        mean = total * one
+        above = tl.where(mean > bound, mean, 0.0)
+        official += tl.sum(above * tl.load(lengths + mine)[None, :], 1)
+        above = tl.where(mean >= bound, mean, 0.0)
+        paper += tl.sum(above * tl.load(lengths + images * reach + mine)[None, :], 1)
+        kept += tl.sum(above, 1)
+        joint += tl.sum(weighted * weighted, 1)
+    place, ok = units + batch.to(tl.int64) * keys + cols, cols < keys
+    tl.store(place, official, mask=ok)
+    tl.store(place + images * keys, paper, mask=ok)
+    tl.store(place + 2 * images * keys, kept, mask=ok)
+    tl.store(place + 3 * images * keys, joint, mask=ok)
 
 
 @triton.jit
 def _of_the_top(column, keys, top, BN: tl.constexpr):
-    """The sum of the `top` largest of so many whole numbers, none below 0.
+    """The sum of the `top` largest of so many numbers, none below 0.
 
-    The smallest of them is found by halving: the largest number that at least `top` of them reach.
+    The smallest of them is found by halving: the largest number that at least `top` of them reach. Numbers not below 0
+    are ordered as their bits are.
     """
-    most = tl.zeros([BN], tl.int64)
+    most = tl.zeros([BN], tl.int32)
     for start in range(0, keys, BN):
         cols = start + tl.arange(0, BN)
-        most = tl.maximum(most, tl.load(column + cols, mask=cols < keys, other=0))
+        most = tl.maximum(most, tl.load(column + cols, mask=cols < keys, other=0.0).to(tl.int32, bitcast=True))
     reached = tl.max(most, 0) * 0
     missed = tl.max(most, 0) + 1
     while missed - reached > 1:
@@ -240,100 +168,116 @@ def _of_the_top(column, keys, top, BN: tl.constexpr):
         count = tl.zeros([BN], tl.int32)
         for start in range(0, keys, BN):
             cols = start + tl.arange(0, BN)
-            count += (tl.load(column + cols, mask=cols < keys, other=0) >= middle).to(tl.int32)
+            bits = tl.load(column + cols, mask=cols < keys, other=0.0).to(tl.int32, bitcast=True)
+            count += ((bits >= middle) & (cols < keys)).to(tl.int32)
         enough = tl.sum(count, 0) >= top
         reached = tl.where(enough, middle, reached)
         missed = tl.where(enough, missed, middle)
-    total, count = tl.zeros([BN], tl.int64), tl.zeros([BN], tl.int32)
+    limit = reached.to(tl.float32, bitcast=True)
+    total, count = tl.zeros([BN], tl.float32), tl.zeros([BN], tl.int32)
     for start in range(0, keys, BN):
         cols = start + tl.arange(0, BN)
-        values = tl.load(column + cols, mask=cols < keys, other=0)
-        total += tl.where(values > reached, values, 0)
-        count += (values > reached).to(tl.int32)
-    return tl.sum(total, 0) + (top - tl.sum(count, 0)) * reached
+        values = tl.load(column + cols, mask=cols < keys, other=0.0)
+        total += tl.where(values > limit, values, 0.0)
+        count += (values > limit).to(tl.int32)
+    return tl.sum(total, 0) + (top - tl.sum(count, 0)) * limit
 
 
 @triton.jit
-def _of_head(entropies, sums, numbers, batch, head, images, queries, keys, top, G: tl.constexpr, BN: tl.constexpr):
-    """One head's five numbers."""
-    mine, one = batch * G + head, 1.0 / queries
-    column = sums + mine * keys
+def _of_head(
+    entropies, totals, received, entropy_out, numbers, mine, pairs, queries, keys, reach, top, BN: tl.constexpr
+):
+    """One head's five numbers, and its rows' entropies without padding."""
+    one = 1.0 / queries
+    column = received + mine * keys
     entropy = tl.zeros([BN], tl.float32)
     for start in range(0, queries, BN):
         rows = start + tl.arange(0, BN)
-        entropy += tl.load(entropies + mine * queries + rows, mask=rows < queries, other=0.0)
+        value = tl.load(entropies + mine * reach + rows, mask=rows < queries, other=0.0)
+        tl.store(entropy_out + mine * queries + rows, value, mask=rows < queries)
+        entropy += value
     spread = tl.zeros([BN], tl.float32)
     for start in range(0, keys, BN):
         cols = start + tl.arange(0, BN)
-        share = _number(column + cols, cols < keys) * one
+        share = tl.load(column + cols, mask=cols < keys, other=0.0) * one
         spread -= tl.where(share > 0.0, share * tl.log(tl.maximum(share, 1e-37)), 0.0)
-    largest = _of_the_top(column, keys, top, BN).to(tl.float32) * 9.094947017729282e-13
     total = tl.sum(entropy, 0)
-    nothing = total * 0.0  # or not a number, which whole numbers cannot be
+    nothing = total * 0.0  # or not a number, which the largest of numbers and a logarithm might hide
     tl.store(numbers + mine, total)
-    tl.store(numbers + images * G + mine, _number(sums + images * (G + 3) * keys + mine, True) + nothing)
-    tl.store(numbers + 2 * images * G + mine, tl.load(entropies + mine * queries))
-    tl.store(numbers + 3 * images * G + mine, largest * one + nothing)
-    tl.store(numbers + 4 * images * G + mine, tl.exp(tl.sum(spread, 0)) + nothing)
+    tl.store(numbers + pairs + mine, tl.load(totals + mine) + nothing)
+    tl.store(numbers + 2 * pairs + mine, tl.load(entropies + mine * reach))
+    tl.store(numbers + 3 * pairs + mine, _of_the_top(column, keys, top, BN) * one + nothing)
+    tl.store(numbers + 4 * pairs + mine, tl.exp(tl.sum(spread, 0)) + nothing)
 
 
 @triton.jit
 def _of_image(
-    entropies, sums, numbers, batch, images, bound, queries, keys, placed,
-    G: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr,
+    entropies, distances, received, units, numbers, batch, images, bound, heads, queries, keys, reach, placed,
+    PLACED: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """One image's four numbers, in the place of its first head."""
     one = 1.0 / queries
     product, length = tl.zeros([BN], tl.float32), tl.zeros([BN], tl.float32)
     product_paper, length_paper = tl.zeros([BN], tl.float32), tl.zeros([BN], tl.float32)
-    units, units_paper = sums + (images * G + batch) * keys, sums + (images * (G + 1) + batch) * keys
-    kept, of_all = sums + (images * (G + 2) + batch) * keys, sums + images * (G + 3) * keys + images * G + batch
+    joint, distance = tl.zeros([BN], tl.float32), tl.zeros([BN], tl.float32)
+    nothing = tl.zeros([BN], tl.float32)
     for start in range(0, keys, BN):
         cols = start + tl.arange(0, BN)
-        ok = cols < keys
+        ok, place = cols < keys, units + batch * keys + cols
         mean = tl.zeros([BN], tl.float32)
-        for h in range(G):
-            mean += _number(sums + (batch * G + h) * keys + cols, ok)
-        mean = mean * (one / G)
+        for h in range(heads):
+            mean += tl.load(received + (batch * heads + h) * keys + cols, mask=ok, other=0.0)
+        mean = mean * (one / heads)
         mean = tl.where(mean > bound, mean, 0.0)
-        product += mean * _number(units + cols, ok)
+        product += mean * tl.load(place, mask=ok, other=0.0)
         length += mean * mean
-        mean = _number(kept + cols, ok) * one
-        product_paper += mean * _number(units_paper + cols, ok)
+        mean = tl.load(place + 2 * images * keys, mask=ok, other=0.0) * one
+        product_paper += mean * tl.load(place + images * keys, mask=ok, other=0.0)
         length_paper += mean * mean
+        joint += tl.load(place + 3 * images * keys, mask=ok, other=0.0)
     official = one * tl.sum(product, 0) / tl.maximum(tl.sqrt(tl.sum(length, 0)), 1e-8)
     paper = one * tl.sum(product_paper, 0) / tl.maximum(tl.sqrt(tl.sum(length_paper, 0)), 1e-8)
-    nothing = tl.zeros([BN], tl.float32)
-    for start in range(0, G * queries, BN):
+    for start in range(0, queries, BN):
         rows = start + tl.arange(0, BN)
-        nothing += tl.load(entropies + batch * G * queries + rows, mask=rows < G * queries, other=0.0) * 0.0
+        if PLACED:
+            distance += tl.load(distances + batch * reach + rows, mask=rows < queries, other=0.0)
+        for h in range(heads):
+            value = tl.load(entropies + (batch * heads + h) * reach + rows, mask=rows < queries, other=0.0)
+            nothing += value * 0.0
     official += tl.sum(nothing, 0)
-    heads = tl.arange(0, GP)
-    place, first, ok = numbers + (5 * images + batch) * G + heads, heads == 0, heads < G
-    tl.store(place, tl.where(first, _number(of_all, True) / placed + official * 0.0, 0.0), mask=ok)
-    tl.store(place + images * G, tl.where(first, _number(of_all + images, True) + official * 0.0, 0.0), mask=ok)
-    tl.store(place + 2 * images * G, tl.where(first, official, 0.0), mask=ok)
-    tl.store(place + 3 * images * G, tl.where(first, paper + official * 0.0, 0.0), mask=ok)
+    for start in range(0, heads, BH):
+        head = start + tl.arange(0, BH)
+        place, first, ok = numbers + (5 * images + batch) * heads + head, head == 0, head < heads
+        tl.store(place, tl.where(first, tl.sum(distance, 0) / placed + official * 0.0, 0.0), mask=ok)
+        tl.store(place + images * heads, tl.where(first, tl.sum(joint, 0) + official * 0.0, 0.0), mask=ok)
+        tl.store(place + 2 * images * heads, tl.where(first, official, 0.0), mask=ok)
+        tl.store(place + 3 * images * heads, tl.where(first, paper + official * 0.0, 0.0), mask=ok)
 
 
 @triton.jit
 def conclude_pass(
-    entropies, sums, numbers, bound, queries, keys, top, placed,
-    G: tl.constexpr, GP: tl.constexpr, BN: tl.constexpr,
+    entropies, totals, distances, received, units, entropy_out, numbers, bound, heads, queries, keys, reach, top,
+    placed, PLACED: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Nine numbers per head, (9, B, G) in the order of `Numbers`: one program per head, and one for the image."""
+    """Nine numbers per head, (9, B, H) in the order of `Numbers`: one program per head, and one for the image."""
     bound = single(bound)
     batch, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     images = tl.num_programs(0).to(tl.int64)
-    if part < G:
-        _of_head(entropies, sums, numbers, batch, part, images, queries, keys, top, G, BN)
+    if part < heads:
+        _of_head(
+            entropies, totals, received, entropy_out, numbers, batch * heads + part, images * heads, queries, keys,
+            reach, top, BN,
+        )  # fmt: skip
     else:
-        _of_image(entropies, sums, numbers, batch, images, bound, queries, keys, placed, G, GP, BN)
+        _of_image(
+            entropies, distances, received, units, numbers, batch, images, bound, heads, queries, keys, reach, placed,
+            PLACED, BH, BN,
+        )  # fmt: skip
 
 
 @triton.jit
 def pair_pass(
-    q, k, lse, bias, other_q, other_k, other_lse, other_bias, products, scale, heads, queries, keys,
+    q, k, norms, bias, other_q, other_k, other_norms, other_bias, products, scale, heads, queries, keys, reach,
     q_strides, k_strides, bias_strides, other_q_strides, other_k_strides, other_bias_strides,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, HAS_BIAS: tl.constexpr,
     OTHER_BIAS: tl.constexpr,
@@ -342,31 +286,32 @@ def pair_pass(
     scale = single(scale)
     pair, block = tl.program_id(0), tl.program_id(1)
     batch, head = pair // heads, pair % heads
-    rows = block * BM + tl.arange(0, BM)
-    row_ok = rows < queries
-    query = load_rows(q, batch, head, rows, row_ok, q_strides, D, DP)
-    other_query = load_rows(other_q, batch, head, rows, row_ok, other_q_strides, D, DP)
-    norm, other_norm = _norms(lse, pair, queries, rows, row_ok, 1), _norms(other_lse, pair, queries, rows, row_ok, 1)
+    numbers = block * BM + tl.arange(0, BM)
+    rows = tl.minimum(numbers, queries - 1)
+    query = load_rows(q, batch, head, rows, q_strides, D, DP)
+    other_query = load_rows(other_q, batch, head, rows, other_q_strides, D, DP)
+    norm = tl.load(norms + pair.to(tl.int64) * reach + numbers)[:, None]
+    other_norm = tl.load(other_norms + pair.to(tl.int64) * reach + numbers)[:, None]
     both, one, two = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
     for start in range(0, keys, BN):
         cols = start + tl.arange(0, BN)
-        col_ok = cols < keys
-        clean = tl.exp2(_log_tile(
-            query, k, norm[0], scale, bias, batch, head, rows, row_ok, cols, col_ok, k_strides, bias_strides,
-            D, DP, HAS_BIAS,
-        ))  # fmt: skip
-        corrupted = tl.exp2(_log_tile(
-            other_query, other_k, other_norm[0], scale, other_bias, batch, head, rows, row_ok, cols, col_ok,
-            other_k_strides, other_bias_strides, D, DP, OTHER_BIAS,
-        ))  # fmt: skip
+        there, exists = tl.minimum(cols, keys - 1), tl.where(cols < keys, 1.0, 0.0)
+        key = load_rows(k, batch, head, there, k_strides, D, DP)
+        log = logits(query, key, scale, bias, batch, head, rows, there, bias_strides, HAS_BIAS)
+        clean = tl.exp2(log - norm) * exists[None, :]
+        key = load_rows(other_k, batch, head, there, other_k_strides, D, DP)
+        log = logits(
+            other_query, key, scale, other_bias, batch, head, rows, there, other_bias_strides, OTHER_BIAS
+        )  # fmt: skip
+        corrupted = tl.exp2(log - other_norm) * exists[None, :]
         both += tl.sum(clean * corrupted, 1)
         one += tl.sum(clean * clean, 1)
         two += tl.sum(corrupted * corrupted, 1)
-    place = pair.to(tl.int64) * queries + rows
+    place, ok = pair.to(tl.int64) * queries + numbers, numbers < queries
     length = tl.num_programs(0).to(tl.int64) * queries
-    tl.store(products + place, both, mask=row_ok)
-    tl.store(products + length + place, one, mask=row_ok)
-    tl.store(products + 2 * length + place, two, mask=row_ok)
+    tl.store(products + place, both, mask=ok)
+    tl.store(products + length + place, one, mask=ok)
+    tl.store(products + 2 * length + place, two, mask=ok)
 
 
 @on_device_of_first
@@ -377,26 +322,35 @@ def statistics(
     query, key, bias, _ = attention
     batch, heads, queries, width = query.shape
     keys, device = key.shape[2], query.device
-    norms, given, strides = _inputs(attention, scale)
-    rows, settings = _settings(
-        heads, 1, width, query.element_size(), queries, keys, bias is not None, available(device)
+    norms, given, (query_strides, key_strides, bias_strides) = _inputs(attention, scale)
+    reach = norms.shape[2]
+    given_sizes = (width, query.element_size(), queries, keys, bias is not None, available(device))
+    by_row, by_column = block_settings("rows", *given_sizes), block_settings("columns", *given_sizes)
+    turned = bias_strides[:2] + bias_strides[:1:-1]
+    # Memory that is added to, all at once.
+    zeros = torch.zeros(batch * heads * (2 * reach + keys), dtype=torch.float32, device=device)
+    entropies, squares, received = zeros.split([batch * heads * reach] * 2 + [batch * heads * keys])
+    rest = torch.empty(batch * (3 * reach + 4 * keys + 2 * heads), dtype=torch.float32, device=device)
+    lengths, distances, units, totals = rest.split(
+        [2 * batch * reach, batch * reach, 4 * batch * keys, 2 * batch * heads]
     )
-    grid = (batch, -(-queries // rows))  # windows may be many, and only the first axis is long
     entropy = torch.empty(batch, heads, queries, dtype=torch.float32, device=device)
-    lengths = torch.empty(2, batch, queries, dtype=torch.float32, device=device)
-    sums = torch.zeros(batch * ((heads + 3) * keys + heads + 2), dtype=torch.int64, device=device)
     numbers = torch.empty(len(Numbers._fields), batch, heads, dtype=torch.float32, device=device)
-    bound = threshold / keys
-    places = _places(sides)
-    settings = settings | {"PARTED": rows == 64 and bias is None and parted_sums(device)}
-    dense_pass[grid](
-        query, key, norms, given, entropy, lengths, sums, scale, bound, queries, keys, *places, *strides,
-        G=heads, **settings, PLACED=bool(sides),
+    sizes, bound, places, last = (heads, queries, keys, reach), threshold / keys, _places(sides), _last(queries, keys)
+    # Windows may be many, and only the first axis is long.
+    row_pass[batch, -(-queries // by_row["BM"])](
+        query, key, norms, given, entropies, squares, lengths, distances, scale, bound, *sizes, *places,
+        query_strides, key_strides, bias_strides, **by_row, PLACED=bool(sides),
     )  # fmt: skip
-    unit_pass[grid](query, key, norms, given, lengths, sums, scale, bound, queries, keys, *strides, G=heads, **settings)
+    head_pass[(batch * heads,)](squares, totals, queries, reach, **last)
+    column_pass[batch, -(-keys // by_column["BN"])](
+        query, key, norms, given, lengths, totals, received, units, scale, bound, *sizes, query_strides, key_strides,
+        turned, **by_column,
+    )  # fmt: skip
     conclude_pass[batch, heads + 1](
-        entropy, sums, numbers, bound, queries, keys, top, max(queries - places[0], 1), **_last(heads, queries, keys)
-    )
+        entropies, totals, distances, received, units, entropy, numbers, bound, *sizes, top,
+        max(queries - places[0], 1), PLACED=bool(sides), BH=16, **last,
+    )  # fmt: skip
     return entropy, numbers
 
 
@@ -409,26 +363,21 @@ def pair_products(one: AttentionInputs, two: AttentionInputs, scale: float) -> T
     other_norms, other_given, other_strides = _inputs(two, scale)
     products = torch.empty(3, batch, heads, queries, dtype=torch.float32, device=query.device)
     item, space = query.element_size(), available(query.device)
-    rows, settings = _settings(1, 2, width, item, queries, key.shape[2], bias is not None, space)
-    pair_pass[batch * heads, -(-queries // rows)](
+    settings = block_settings("pair", width, item, queries, key.shape[2], bias is not None, space)
+    pair_pass[batch * heads, -(-queries // settings["BM"])](
         query, key, norms, given, other_query, other_key, other_norms, other_given, products, scale, heads, queries,
-        key.shape[2], *strides, *other_strides, **settings, OTHER_BIAS=other_bias is not None,
+        key.shape[2], norms.shape[2], *strides, *other_strides, **settings, OTHER_BIAS=other_bias is not None,
     )  # fmt: skip
     return products.sum(dim=-1)
 
 
 def _inputs(attention: AttentionInputs, scale: float) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
-    """Normalisers, a bias or what stands in for none, and the strides of queries, keys and bias."""
+    """Padded normalisers, a bias or what stands in for none, and the strides of queries, keys and bias."""
     query, key, bias, lse = attention
-    norms = normalisers(query, key, bias, scale) if lse is None else lse.contiguous()
+    norms = lower_norms(normalisers(query, key, bias, scale) if lse is None else lse.contiguous())
     shape = (*query.shape[:3], key.shape[2])
     bias_strides = bias.expand(shape).stride() if bias is not None else (0, 0, 0, 0)
     return norms, bias if bias is not None else query, (query.stride(), key.stride(), bias_strides)
-
-
-def parted_sums(device: torch.device) -> bool:
-    """Whether a tile lies in registers such that sums in parts are right, as seen on compute capability 9.0 alone."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def _places(sides: list[int]) -> tuple[int, int, int, float, float, float, float]:
@@ -441,31 +390,21 @@ def _places(sides: list[int]) -> tuple[int, int, int, float, float, float, float
 
 
 @cache
-def _settings(
-    heads: int, maps: int, width: int, item: int, queries: int, keys: int, biased: bool, space: int
-) -> tuple[int, dict[str, Any]]:
-    """Rows of a program, and what the kernels are compiled for: so many heads of so many maps at a time."""
-    rows, cols, stages = block_sizes(heads, maps * width, item, queries, keys, space)
+def block_settings(
+    kind: str, width: int, item: int, queries: int, keys: int, biased: bool, space: int
+) -> dict[str, Any]:
+    """What a pass is compiled for: "rows" or "columns" of one map, or a "pair" of maps."""
+    rows, cols, stages = row_tiles(width, item, queries, keys, space, maps=2 if kind == "pair" else 1)
+    if kind in TILES and item == 2 and width <= 64:
+        most_rows, most_cols, stages = TILES[kind]
+        rows, cols = min(most_rows, padded(queries)), min(most_cols, padded(keys))
     sizes: dict[str, Any] = {"D": width, "DP": padded(width), "BM": rows, "BN": cols, "HAS_BIAS": biased}
-    return rows, sizes | {"num_warps": 4, "num_stages": stages}
+    return sizes | {"num_warps": 4, "num_stages": stages}
 
 
 @cache
-def _last(heads: int, queries: int, keys: int) -> dict[str, Any]:
-    """What the last pass is compiled for."""
+def _last(queries: int, keys: int) -> dict[str, Any]:
+    """What the passes over vectors are compiled for."""
     columns = min(_COLUMNS, max(16, triton.next_power_of_2(max(queries, keys))))
     # One warp adds up without waiting for others.
-    warps = 1 if columns <= 256 else 4
-    return {"G": heads, "GP": triton.next_power_of_2(heads), "BN": columns, "num_warps": warps}
-
-
-def block_sizes(heads: int, width: int, item: int, queries: int, keys: int, space: int) -> tuple[int, int, int]:
-    """Rows, columns and stages of a program: two programs with every head's queries, and keys ahead, share a core."""
-    rows, cols, token = 64, 32, heads * padded(width) * item
-    while rows > 16 and rows * token > 65536:
-        rows //= 2
-    rows, cols = shrink(heads, width, item, rows, cols, space)
-    rows = min(rows, max(16, triton.next_power_of_2(queries)))
-    cols = min(cols, max(16, triton.next_power_of_2(keys)))
-    ahead = (2 * cols + (rows if rows == 64 else 0)) * token
-    return rows, cols, 2 if ahead <= 100 * 1024 and item < 4 else 1
+    return {"BN": columns, "num_warps": 1 if columns <= 256 else 4}
