@@ -156,23 +156,13 @@ def _indices(chosen: Indices, length: int, what: str) -> Tensor:
 
 
 def rollout(maps: Sequence[Tensor], residual: float = 0.5) -> Tensor:
-    """Attention rollout through the layers (Abnar and Zuidema, 2020).
+    """Attention rollout through the layers (Abnar and Zuidema, 2020): maps (B, H, N, N), in order, to (B, N, N).
 
-    The heads are averaged, the identity is mixed in for the skip connection, and the maps are multiplied.
+    The heads are averaged, the identity is mixed in with the weight `residual` for the skip connection, and the maps
+    are multiplied. Row 0 of the result shows where the class token gets its information from.
 
-    Args:
-        maps: The maps (B, H, N, N) of all layers, in order.
-        residual: The weight of the identity.
-
-    Returns:
-        The rollout (B, N, N). Row 0 shows where the class token gets its information from.
-
-    Raises:
-        VitfocusError: The maps are not square or differ in size.
-
-    Example:
-        >>> bool(torch.allclose(rollout([torch.full((1, 2, 4, 4), 0.25)] * 3).sum(-1), torch.ones(1, 4)))
-        True
+    >>> bool(torch.allclose(rollout([torch.full((1, 2, 4, 4), 0.25)] * 3).sum(-1), torch.ones(1, 4)))
+    True
     """
     shapes = {tuple(layer.shape[-2:]) for layer in maps}
     if len(shapes) != 1 or any(queries != keys for queries, keys in shapes):
@@ -188,40 +178,25 @@ def rollout(maps: Sequence[Tensor], residual: float = 0.5) -> Tensor:
 
 
 def on_grid(attention: Tensor, grid: Size, prefix_tokens: int = 0) -> Tensor:
-    """Reshape attention over keys to the token grid.
+    """Reshape attention over keys (..., K) to the token grid (..., rows, columns), without the prefix tokens.
 
-    Args:
-        attention: Attention over K keys, (..., K).
-        grid: Rows and columns of the grid.
-        prefix_tokens: The number of tokens before the patches, which are dropped.
-
-    Returns:
-        The attention as (..., rows, columns).
-
-    Example:
-        >>> on_grid(torch.arange(5.0), (2, 2), prefix_tokens=1)
-        tensor([[1., 2.],
-                [3., 4.]])
+    >>> on_grid(torch.arange(5.0), (2, 2), prefix_tokens=1)
+    tensor([[1., 2.],
+            [3., 4.]])
     """
     return attention[..., prefix_tokens:].unflatten(-1, grid)
 
 
 def normalise_together(pictures: Sequence[Tensor], threshold: float = 2.0, prefix_tokens: int = 0) -> list[Tensor]:
-    """Make the attention of several models comparable, with one threshold and one min–max scale for all.
+    """Make the attention of several models over the same grid comparable: one threshold, one min–max scale.
 
-    Args:
-        pictures: Attention over the token grid, (rows, columns), one tensor per model.
-        threshold: Values below `threshold` / K, for K keys, are set to 0. The default is the threshold of ADL.
-        prefix_tokens: The number of prefix tokens, which count as keys.
+    Values below `threshold` / K, for K keys, are set to 0 (2/K is the threshold of ADL). Then the minimum over all
+    pictures becomes 0 and the maximum 1, so that a colour has the same meaning in each.
 
-    Returns:
-        The tensors, scaled so that the minimum over all of them is 0 and the maximum is 1.
-
-    Example:
-        >>> normalise_together([torch.tensor([[0.5, 0.1], [0.2, 0.2]]), torch.tensor([[1.0, 0.0], [0.0, 0.0]])])
-        [tensor([[0.5000, 0.0000],
-                [0.0000, 0.0000]]), tensor([[1., 0.],
-                [0., 0.]])]
+    >>> normalise_together([torch.tensor([[0.5, 0.1], [0.2, 0.2]]), torch.tensor([[1.0, 0.0], [0.0, 0.0]])])
+    [tensor([[0.5000, 0.0000],
+            [0.0000, 0.0000]]), tensor([[1., 0.],
+            [0., 0.]])]
     """
     keys = [picture.shape[-2] * picture.shape[-1] + prefix_tokens for picture in pictures]
     kept = [p.where(p >= threshold / count, torch.zeros_like(p)) for p, count in zip(pictures, keys, strict=True)]

@@ -30,23 +30,11 @@ _PART = re.compile(r"(?P<name>[A-Za-z_]\w*)(?:\((?P<options>.*)\))?$", re.DOTALL
 
 
 def split_spec(spec: str) -> tuple[str, list[Treatment]]:
-    """Parse the spec of a model.
+    """Parse the spec of a model into its name and its treatments.
 
-    Args:
-        spec: A model name followed by treatments, joined by "+".
-
-    Returns:
-        The name of the model, and its treatments.
-
-    Raises:
-        VitfocusError: The spec has no model, or a treatment or option does not exist.
-
-    Example:
-        >>> name, treatments = split_spec("vit_tiny_patch16_224+cbs(layers=[0,5])+adl")
-        >>> name, [str(treatment) for treatment in treatments]
-        ('vit_tiny_patch16_224', ['cbs(layers=[0,5])', 'adl'])
-        >>> treatments[0].variant, treatments[0].layers
-        ('scaled', (0, 5))
+    >>> name, treatments = split_spec("vit_tiny_patch16_224+cbs(layers=[0,5])+adl")
+    >>> name, [str(treatment) for treatment in treatments], treatments[0].variant
+    ('vit_tiny_patch16_224', ['cbs(layers=[0,5])', 'adl'], 'scaled')
     """
     base, *parts = _split(spec, "+") or [""]
     if not base:
@@ -57,36 +45,14 @@ def split_spec(spec: str) -> tuple[str, list[Treatment]]:
 def parse_treatments(spec: str) -> list[Treatment]:
     """Parse a spec without a model name.
 
-    Args:
-        spec: Treatments joined by "+".
-
-    Returns:
-        The treatments; an empty list for an empty spec.
-
-    Raises:
-        VitfocusError: A treatment or option does not exist.
-
-    Example:
-        >>> [str(treatment) for treatment in parse_treatments("cb(variant=scaled)+tap(branches=4)")]
-        ['cbs', 'tap']
+    >>> [str(treatment) for treatment in parse_treatments("cb(variant=scaled)+tap(branches=4)")]
+    ['cbs', 'tap']
     """
     return [_parse_one(part) for part in _split(spec, "+")] if spec.strip() else []
 
 
 def write_spec(base: str, treatments: Sequence[Treatment]) -> str:
-    """Write the spec of a model.
-
-    Args:
-        base: The name of the model.
-        treatments: Its treatments, in order.
-
-    Returns:
-        The spec, which `split_spec` parses back.
-
-    Example:
-        >>> write_spec("vit_tiny_patch16_224", parse_treatments("cb(variant=scaled)+adl"))
-        'vit_tiny_patch16_224+cbs+adl'
-    """
+    """The spec of a model and its treatments, which `split_spec` parses back."""
     return "+".join([base, *map(str, treatments)])
 
 

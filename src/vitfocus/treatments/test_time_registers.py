@@ -142,8 +142,7 @@ def find_registers(
         neurons: How many neurons to move.
         layer: The block at whose output outliers are looked for, and up to which neurons are searched; by default the
             first block with at least half as many outliers as the block with the most.
-        threshold: The norm above which a patch token is an outlier; by default the robust threshold of the reading
-            `high_norm`.
+        threshold: The norm above which a patch token is an outlier; by default that of the reading `high_norm`.
         batch_size: How many images to run at once.
 
     Returns:
