@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vitfocus.core.arguments import OnlyWith
-from vitfocus.core.errors import VitfocusError
+from vitfocus.core.errors import VitfocusError, printable
 from vitfocus.core.tables import unique_label
 
 if TYPE_CHECKING:
@@ -165,4 +165,4 @@ def finish_run(folder: str | Path, models: Mapping[str, nn.Module] | None = None
 
 def say(text: str) -> None:
     """Print a line on stderr; stdout is for results."""
-    print(text, file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)

@@ -85,7 +85,7 @@ def library_errors(problem: str) -> Iterator[None]:
     """Within the context, whatever a library raises for unexpected arguments becomes one sentence on the problem."""
     try:
         yield
-    except (VitfocusError, OSError, ImportError, torch.OutOfMemoryError):
+    except (VitfocusError, OSError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         said = reason(error)

@@ -199,7 +199,8 @@ def recorded_treatments(tensors: Mapping[str, Any], where: str) -> list[Treatmen
     for name, saved in tensors.items():
         if not is_record(name):
             continue
-        if not isinstance(saved, Tensor) or saved.dtype != torch.uint8 or saved.ndim != 1 or len(saved) > _MAX_LENGTH:
+        plain = isinstance(saved, Tensor) and saved.dtype == torch.uint8 and saved.layout == torch.strided
+        if not plain or saved.ndim != 1 or len(saved) > _MAX_LENGTH:
             raise VitfocusError(f"{where} holds a damaged record of treatments ({name}).")
         found += parse_treatments(_decode(saved))
     return found
