@@ -107,6 +107,15 @@ def is_folder(path: str | Path) -> bool:
     return os.path.isdir(path)  # noqa: PTH112
 
 
+def home_path(path: str | os.PathLike[str]) -> Path:
+    """A path in which "~" is the home folder, and "~name" that of a user, if there is one; `Path` raises if not.
+
+    >>> home_path("~nobody-of-that-name/x")
+    PosixPath('~nobody-of-that-name/x')
+    """
+    return Path(os.path.expanduser(path))  # noqa: PTH111
+
+
 def open_file(path: str | Path) -> BufferedReader:
     """Open a regular file for reading; anything else is an `OSError`, since reading a FIFO would block.
 

@@ -87,7 +87,7 @@ class Progress:
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""
-        text = printable(text)
+        text = text if text.isprintable() else printable(text)
         if self._bar is not None:
             self._bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
         elif self.show:

@@ -201,6 +201,7 @@ def _fields(config_class: Any, given: Mapping[str, Any], where: str) -> dict[str
     _refuse_timm(config_class, where)
     require_sizes(given, where)
     known, kept = _config_names(config_class) | {"attn_implementation"}, dict[str, Any]()
+    declared: Any = config_class.sub_configs if isinstance(config_class.sub_configs, Mapping) else {}  # or a property
     for key, value in given.items():
         if "attn_implementation" in key and not isinstance(value, bool):  # also that of a part, such as vision_config
             _require_attention(value, where)
@@ -210,7 +211,7 @@ def _fields(config_class: Any, given: Mapping[str, Any], where: str) -> dict[str
             continue
         if key == "dtype" and not (isinstance(value, str) and re.fullmatch(r"b?float\d+", value)):
             continue
-        inner = config_class.sub_configs.get(key) if isinstance(value, Mapping) else None
+        inner = declared.get(key) if isinstance(value, Mapping) else None
         if isinstance(value, Mapping) and inner is None and "model_type" in value:
             inner = AutoConfig
         if inner is AutoConfig:
