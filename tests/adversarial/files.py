@@ -61,7 +61,16 @@ EVIL: list[Any] = [
         "\ud800",
     ),
     *("../../../x", "/dev/zero", "nan", "1", "-1", "x" * 10_000, [], {}, [[]], [None], {"": {}}, ["x"] * 1000, [0] * 3),
-    *({"__class__": "x"}, {"$ref": "#"}, "os.system", "hf-hub:someone/evil", "cb", "<script>alert(1)</script>"),
+    *(
+        {"__class__": "x"},
+        {"$ref": "#"},
+        "\x1b]0;evil\x07",
+        "\x9b2J",
+        "os.system",
+        "hf-hub:someone/evil",
+        "cb",
+        "<script>alert(1)</script>",
+    ),
 ]
 #: Text in the place of a value of a JSON file, which `json.dumps` does not write.
 RAW = [

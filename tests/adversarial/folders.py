@@ -32,7 +32,7 @@ TREATED = {**VIT, "model_type": NEEDS_VITFOCUS, TYPE_KEY: "vit", TREATMENTS_KEY:
 
 
 def watch_network(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[str]:
-    """Let every way to the network fail; returns the list in which each call is noted."""
+    """Let every way to the network and timm's loader of any file fail; returns the list in which each call is noted."""
     seen: list[str] = []
 
     def refuse(name: str) -> Callable[..., Any]:
@@ -55,6 +55,7 @@ def watch_network(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[str]:
         for name in ("hf_hub_download", "snapshot_download"):
             if hasattr(place, name):
                 monkeypatch.setattr(place, name, refuse(name))
+    monkeypatch.setattr("timm.models._factory.load_checkpoint", refuse("a loader of other files"))
     monkeypatch.setattr("builtins.input", refuse("a question"))
     monkeypatch.setenv("HF_HOME", str(folder / "cache"))
     return seen
@@ -119,6 +120,8 @@ DOORS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "CLIPForImageClassification", {"vision_config": {**VIT, "_attn_implementation": "someone/kernel"}}, "CLIPConfig"
     ),
     "flash kernel": config_of("ViTForImageClassification", {**VIT, "_attn_implementation": "flash_attention_2"}),
+    "a library that is missing": config_of("DinatForImageClassification", {}, "DinatConfig"),
+    "commands to a terminal": ("timm", "vit_tiny_patch16_224", {"\x1b]52;c;ZXZpbA==\x07": 1}),
     "function as a class": config_of("pipeline", VIT),
     "function as a config": config_of("ViTForImageClassification", VIT, "AutoModel"),
     "timm inside transformers": config_of(
@@ -139,6 +142,12 @@ DOORS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "timm pretrained": ("timm", "resnet18.a1_in1k", {"pretrained": True}),
     "timm pretrained cfg": ("timm", "vit_tiny_patch16_224", {"pretrained_cfg": {"url": "http://localhost:9/x"}}),
     "timm checkpoint": ("timm", "vit_tiny_patch16_224", {**SMALL, "checkpoint_path": "PAYLOAD/model.safetensors"}),
+    "timm treated": (
+        "timm",
+        NEEDS_VITFOCUS,
+        {**SMALL, "spec": "vit_tiny_patch16_224+cb", "checkpoint_path": "PAYLOAD/model.safetensors"},
+    ),
+    "timm treated in itself": ("timm", NEEDS_VITFOCUS, {**SMALL, "spec": f"{NEEDS_VITFOCUS}+cb"}),
     "timm cache": ("timm", "vit_tiny_patch16_224", {**SMALL, "cache_dir": "PAYLOAD"}),
     "torchvision weights": ("torchvision", "vit_b_16", {"weights": "DEFAULT"}),
     "torchvision pretrained": ("torchvision", "resnet18", {"pretrained": True}),
@@ -181,6 +190,11 @@ FOREIGN: dict[str, dict[str, Any]] = {
     "treated in a list": {**TREATED, TYPE_KEY: ["vit"]},
     "treated in nothing": {key: value for key, value in TREATED.items() if key != TYPE_KEY},
     "timm model_args": {"architecture": "vit_tiny_patch16_224", "model_args": {"checkpoint_path": "x"}},
+    "timm treated": {
+        "architecture": NEEDS_VITFOCUS,
+        "model_args": {**SMALL, "spec": "vit_tiny_patch16_224", "checkpoint_path": "PAYLOAD/model.safetensors"},
+    },
+    "commands to a terminal": {"architecture": "vit_tiny_patch16_224", "model_args": {"\x1b]0;evil\x07": 1}},
     "timm url": {
         "architecture": "vit_tiny_patch16_224",
         "pretrained_cfg": {"source": "timm", "url": "http://localhost:9/x", "hf_hub_id": "a/b", "custom_load": "hf"},
@@ -209,7 +223,7 @@ def folders(tally: Tally, tries: int, folder: Path) -> None:
                 name, config = draw.choice([*FOREIGN.items()])
                 model = payload
                 made = changed(config, draw) if draw.random() < 0.6 else config
-                (payload / "config.json").write_text(json.dumps(made))
+                (payload / "config.json").write_text(json.dumps(made).replace("PAYLOAD", str(payload)))
             words = draw.choice(commands(model, images, folder / "out"))
             tally.command("hostile folders", words)
             if seen:

@@ -1,7 +1,7 @@
 """Attacks are counted here: an attempt holds if it ends in time with a result or with one sentence for the person.
 
-Anything else is a failure: another exception, a message of several lines, a command that prints a traceback, more than
-60 seconds, code of the attacker's that ran, or a run that was lost or changed.
+Anything else is a failure: another exception, a message of several lines or with control characters, a command that
+prints a traceback, more than 60 seconds, code of the attacker's that ran, or a run that was lost or changed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hypothesis.strategies import SearchStrategy
 
 from vitfocus.cli import main
 from vitfocus.core.environment import device_name, versions
-from vitfocus.core.errors import VitfocusError
+from vitfocus.core.errors import VitfocusError, printable
 from vitfocus.core.files import write_text
 
 #: Seconds after which an attempt counts as a hang.
@@ -67,14 +67,15 @@ class Tally:
         """Try a command: its exit code is 0, 2 or 130, and after 2 the last line is the reason."""
 
         def call() -> None:
-            shown = io.StringIO()
-            with contextlib.redirect_stderr(shown):
+            shown, printed = io.StringIO(), io.StringIO()
+            with contextlib.redirect_stderr(shown), contextlib.redirect_stdout(printed):
                 try:
                     code = main(words)
                 except SystemExit as end:  # --help
                     code = int(end.code or 0)
             said = shown.getvalue()
             assert "Traceback" not in said, said[-300:]
+            assert "\x1b" not in said + printed.getvalue(), "control characters reach the terminal"
             assert code in (0, 2, 130), f"exit code {code}: {said[-200:]}"
             last = said.rstrip("\n").split("\n")[-1]
             if code == 2:
@@ -118,6 +119,8 @@ def fault_of(message: str) -> str:
         return "an empty message"
     if "\n" in message.strip():
         return f"a message of several lines: {message[:200]!r}"
+    if message != printable(message):
+        return f"control characters in a message: {message[:200]!r}"
     return f"a message of {len(message):,} characters: {message[:100]!r}" if len(message) > _LONGEST else ""
 
 

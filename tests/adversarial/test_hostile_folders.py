@@ -33,6 +33,7 @@ from vitfocus.core.registry import TYPE_KEY
 from vitfocus.reproduce.items import load_item
 from vitfocus.reproduce.plan import DataFolders, plan_row
 from vitfocus.train.recipe import load_recipe
+from vitfocus.treatments.safe_arguments import transformers_config
 
 transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
 
@@ -172,7 +173,7 @@ def test_folders_of_other_libraries_in_every_command(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Such a folder may hold a sound model all the same, which then opens."""
-    (payload / "config.json").write_text(json.dumps(config))
+    (payload / "config.json").write_text(json.dumps(config).replace("PAYLOAD", str(payload)))
     if "vit" in (config.get("model_type"), config.get(TYPE_KEY)):
         model = transformers.ViTForImageClassification(transformers.ViTConfig(**VIT))
         save_file(model.state_dict(), payload / "model.safetensors", metadata={"format": "pt"})
@@ -317,3 +318,34 @@ def test_a_recipe_on_a_folder_with_a_malformed_config(
     words = [f"spec=transformers:{payload}", "train_length=8", "val_length=8", "model.arguments={num_labels=3}"]
     assert main(["train", "shapes", *words, "--out", str(tmp_path / "run")]) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("vitfocus: ")
+
+
+def test_the_parts_that_a_config_does_not_declare(payload: Path) -> None:
+    """Of several models, in the lowest version of transformers; the model's own code then makes a config of a part."""
+
+    class Whole(transformers.PretrainedConfig):  # type: ignore[misc,name-defined]
+        model_type = "whole"
+
+        def __init__(self, part: Any = None, **others: Any) -> None:
+            super().__init__(**others)
+            self.part = transformers.ViTConfig(**(part or {}))
+
+    evil = {"trust_remote_code": True, "auto_map": {"AutoConfig": "evil.C"}, "name_or_path": str(payload)}
+    evil |= {"_attn_implementation_internal": "someone/kernel", "attn_implementation": "someone/kernel"}
+    found = transformers_config(Whole, {"part": {**evil, "hidden_size": 24}}, "config.json").part
+    assert found.hidden_size == 24 and not {"auto_map", "trust_remote_code"} & set(vars(found))
+    assert "someone/kernel" not in vars(found).values() and str(payload) not in vars(found).values()
+
+
+def test_a_part_with_a_kernel_is_refused() -> None:
+    """However it got there."""
+
+    class Whole(transformers.PretrainedConfig):  # type: ignore[misc,name-defined]
+        model_type = "whole"
+
+        def __init__(self, **others: Any) -> None:
+            super().__init__(**others)
+            self.part = transformers.ViTConfig(attn_implementation="someone/kernel")
+
+    with pytest.raises(vf.VitfocusError, match="may fetch a kernel"):
+        transformers_config(Whole, {}, "config.json")

@@ -257,7 +257,9 @@ def compared(
 def test_a_sample_of_names(library: str) -> None:
     pytest.importorskip(library, reason=f"{library} is not installed")
     found, differing = compared(library, SAMPLES[library], ["cb"], 8_000_000)
-    assert len(found) == len(SAMPLES[library]) and not differing
+    missing = SAMPLES[library] - {one.name for one in every_model(library)}
+    assert missing <= {"siglip2_vision_model", "gemma4_vision"}  # which older versions of transformers lack
+    assert len(found) == len(SAMPLES[library] - missing) and not differing
     assert fractions(found)[library]["dissected"] == 1.0, [row["reasons"] for row in found]
     linear = {row["name"] for row in found if not row["reading"]}
     assert linear <= {"coat_lite_tiny", "edgenext_xx_small"}

@@ -272,3 +272,14 @@ def test_empty_text_does_not_count_as_absent(words: list[str], name: str, capsys
     """As an unset variable of the shell gives it."""
     assert main(words) == 2
     assert capsys.readouterr().err.endswith(f"vitfocus: {name} is empty: give it a value, or leave it out.\n")
+
+
+@pytest.mark.parametrize("number", ["²", "٣", "1_0", "0x1", "1e3", "9" * 5000, "nan"])
+def test_whole_numbers_are_plain_digits(number: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--limit", number], ["--seed", number], ["--severities", "1", number]):
+        assert main(["evaluate", "vit_tiny_patch16_224", "--suite", "imagenet-c", "--data", "shapes:4", *words]) == 2
+        assert "expected a whole number" in capsys.readouterr().err, words
+    if number == "nan":
+        for size in (number, "-1", "0", "x"):
+            assert main(["diagnose", "vit_tiny_patch16_224", "--explore", "--out", "x", "--budget", size]) == 2
+            assert "expected a number of megabytes above 0" in capsys.readouterr().err

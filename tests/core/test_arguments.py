@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import vitfocus as vf
+from vitfocus.cli import main
 from vitfocus.core.errors import VitfocusError
 from vitfocus.train.recipe import load_recipe
 
@@ -38,3 +40,30 @@ def test_names_that_are_too_long_for_a_file(name: str) -> None:
         vf.open_model(name)
     with pytest.raises(VitfocusError):
         load_recipe("shapes", [f"spec={name}", f"teacher={name}", "weights=x"])
+
+
+def test_paths_that_no_file_system_takes_are_told(tmp_path: Path) -> None:
+    """Whichever function of the library looks for the file, also with an argument of any type."""
+    model = vf.create_model("vit_tiny_patch16_224", depth=1, img_size=32)
+    (tmp_path / "loop").symlink_to("loop")
+    for path in ("x" * 5000, str(tmp_path / "loop" / "x")):
+        for call in (vf.Diagnosis.load, vf.load, vf.open_model, vf.report):
+            with pytest.raises(vf.VitfocusError):
+                call(path)
+        for look in (vf.load_weights, vf.diagnose, vf.attention_maps):
+            with pytest.raises(vf.VitfocusError):
+                look(model, path)
+        with pytest.raises(vf.VitfocusError):
+            vf.corrupt(path, "fog")
+
+
+def test_the_home_of_a_user_who_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    model = vf.create_model("vit_tiny_patch16_224", depth=1, img_size=32)
+    path = "~nobody-of-that-name/x"
+    for call in (vf.diagnose, vf.attention_maps, lambda *both: vf.evaluate(both[0], "clean", both[1])):
+        with pytest.raises(VitfocusError, match="~nobody-of-that-name"):
+            call(model, path)
+    with pytest.raises(VitfocusError, match="~nobody-of-that-name"):
+        vf.corrupt(torch.rand(1, 3, 32, 32), "frost", severity=1, frost=path)
+    assert main(["reproduce", "cb/table8", "--rows", "1", "--data", path, "--scale", "imagenet"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("vitfocus: ")

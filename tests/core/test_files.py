@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 import vitfocus as vf
 from vitfocus.cli import main
@@ -164,3 +165,18 @@ def test_what_a_killed_run_left_is_removed_and_what_is_in_use_stays(tmp_path: Pa
         with files.lock_folder(tmp_path):
             assert list(tmp_path.glob(".vitfocus-*")) == [live]
     assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", ".metrics.jsonl.backup"}
+
+
+def test_a_report_stays_in_the_folder_of_its_run(tmp_path: Path) -> None:
+    """Links in a run folder of unknown origin: in the place of the page, and of the folder with its data."""
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    model = vf.create_model("vit_tiny_patch16_224", depth=1, img_size=32, embed_dim=24, num_heads=2)
+    vf.diagnose(model, torch.rand(1, 3, 32, 32)).save(run)
+    (run / "report.html").symlink_to(elsewhere)
+    with pytest.raises(vf.VitfocusError, match=r"report\.html is a folder; expected a regular file"):
+        vf.report(run)
+    (run / "data").symlink_to(elsewhere)
+    with files.confined(run), pytest.raises(vf.VitfocusError, match="is behind a link out of"):
+        files.write_text(run / "data" / "a.js", "")
+    assert not list(elsewhere.iterdir())

@@ -27,3 +27,15 @@ def test_few_lines_and_none_where_it_is_not_shown(capsys: pytest.CaptureFixture[
         progress.advance(4, "all")
         progress.say("done")
     assert capsys.readouterr().err == ""
+
+
+def test_text_from_files_neither_commands_the_terminal_nor_is_markup(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Progress("fog", 4) as progress:
+        progress.say("\x1b]0;evil\x07")
+    assert capsys.readouterr().err == "\\x1b]0;evil\\x07\n"
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    with Progress("[/evil]", 4) as progress:
+        progress.advance(1, "[/note]")
+    assert "[/evil]" in capsys.readouterr().err

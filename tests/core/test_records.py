@@ -38,7 +38,10 @@ class Outer(msgspec.Struct):
         ({"b": 1}, "b is 1; expected text or null"),
         ({"inner": {"x": [], "y": [{"c": 1}, {}]}}, "inner.y[1] lacks the key 'c'"),
         ({"inner": {"x": [], "y": [0]}}, "inner.y[0] is 0; expected a table of keys and values"),
-        ({"inner": {"x": [{"c": -1}]}}, "inner.x[0].c is -1; expected a whole number of at least 0"),
+        (
+            {"inner": {"x": [{"c": -1}]}},
+            "inner.x[0].c is -1; expected a whole number from 0 to 9,223,372,036,854,775,807",
+        ),
         ({"pair": [1]}, "pair is [1]; expected 2 values, each a number or null"),
         ({"by_number": {"two": 2}}, "by_number has a key that is not a whole number"),
         ([], "It is []; expected a table of keys and values"),

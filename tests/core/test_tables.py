@@ -46,3 +46,9 @@ def test_a_terminal_is_asked_for_its_width() -> None:
     os.close(main)
     lines = text.decode().splitlines()
     assert len(lines) > 8 and max(map(len, lines)) <= 50
+
+
+def test_names_from_files_do_not_command_the_terminal() -> None:
+    evil = "a\x1b[2J\x9b\u202e"
+    shown = str(Table(evil, [evil, "b"], [[evil, evil]], caption=evil)) + bullet(evil)
+    assert shown.count("a\\x1b[2J\\x9b\\u202e") == 6 and "\x1b" not in shown

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vitfocus.core.errors import VitfocusError
 from vitfocus.data.detection.batches import DetectionAugment, collate
-from vitfocus.data.detection.dataset import CocoDetections, ShapesDetections, open_detections
+from vitfocus.data.detection.dataset import CocoDetections, ShapesDetections, decode_mask, open_detections
 from vitfocus.data.loader import BatchPartition, SampleBatches, SampleOrder, Samples
 from vitfocus.data.shapes.layouts import write_layout
 from vitfocus.recipes import Data
@@ -178,3 +178,10 @@ def test_a_step_does_not_depend_on_its_division_or_on_the_first_step() -> None:
     halves = parts(3, 0, 2) + parts(3, 1, 2)
     assert all(map(torch.equal, halves, whole[12:]))
     assert len({tuple(image.shape) for image in whole}) > 1
+
+
+def test_run_lengths_of_another_size_are_not_stretched_over_the_image() -> None:
+    assert decode_mask({"size": [2, 3], "counts": [0, 6]}, 2, 3).all()
+    for size in ([1, 1], [2, 1], [3, 2], [], [2]):
+        with pytest.raises(VitfocusError, match="pixels, and its image 3 x 2"):
+            decode_mask({"size": size, "counts": [0, 1]}, 2, 3)

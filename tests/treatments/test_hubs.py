@@ -250,7 +250,8 @@ def test_a_class_of_transformers_warns_without_vitfocus(tmp_path: Path) -> None:
     code = f"import transformers; transformers.ViTForImageClassification.from_pretrained('{tmp_path}')"
     for before, expected in (("", True), ("import vitfocus; ", False)):
         run = subprocess.run([sys.executable, "-c", before + code], capture_output=True, text=True)
-        assert run.returncode == 0 and (f"model of type `{NEEDS_VITFOCUS}`" in run.stderr) == expected, run.stderr
+        told = run.stderr.replace("`", "")  # which older versions leave out
+        assert run.returncode == 0 and (f"model of type {NEEDS_VITFOCUS}" in told) == expected, run.stderr
         assert (STATE_KEY in run.stderr) == expected, run.stderr
 
 

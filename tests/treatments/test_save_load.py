@@ -407,8 +407,11 @@ def test_create_model_equals_treating_by_hand() -> None:
     assert torch.equal(made(images), plain(images)) and vf.applied(made) == vf.applied(plain)
     with pytest.raises(vf.VitfocusError, match="cannot be built with"):
         vf.create_model("vit_tiny_patch16_224", depht=2)
-    with pytest.raises(vf.VitfocusError, match=r"cannot be built with \{'num_heads': 0\}: .*zero\.$"):
-        vf.create_model("vit_tiny_patch16_224", num_heads=0)
+    with pytest.raises(vf.VitfocusError, match=r"cannot be built with \{'qkv_bias': 1, 'in_chans': 'x'\}: "):
+        vf.create_model("vit_tiny_patch16_224", qkv_bias=1, in_chans="x")
+    for heads in (0, -3):  # -3 divides the width
+        with pytest.raises(vf.VitfocusError, match=f"needs num_heads from 1 to 10,000, not {heads}"):
+            vf.create_model("vit_tiny_patch16_224", num_heads=heads)
 
 
 def test_files_that_are_no_models_are_told_in_words(tmp_path: Path) -> None:

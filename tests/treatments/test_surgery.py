@@ -93,6 +93,12 @@ def test_all_or_nothing() -> None:
     assert list(model.state_dict()) == keys and not vf.applied(model)
 
 
+@pytest.mark.parametrize("text", ["", " "])
+def test_an_empty_spec_is_not_the_absence_of_one(text: str) -> None:
+    with pytest.raises(vf.VitfocusError, match="names no treatment"):
+        vf.treat_(build("vit")[0], text)
+
+
 def test_order_is_kept_and_structure_goes_first() -> None:
     model, images = build("vit")
     vf.treat_(model, "adl+uniform+cb")

@@ -129,3 +129,10 @@ def test_other_treatments_than_the_weights_were_trained_with_are_named() -> None
     kind = r"cb was in blocks 2, 3, and here it is in no block; cb\(site=attention\) was in no block, and here"
     with pytest.warns(vf.VitfocusWarning, match=kind):
         load_weights(make("vit_tiny_patch16_224+cb(site=attention,layers=upper)"), state)
+
+
+def test_a_sparse_record_of_treatments_is_refused() -> None:
+    model = vf.create_model("vit_tiny_patch16_224+cb", depth=1, img_size=32)
+    tensors = {name: tensor.to_sparse() for name, tensor in model.state_dict().items()}
+    with pytest.raises(vf.VitfocusError, match="sparse_coo tensor; expected a dense tensor"):
+        vf.load_weights(model, tensors)

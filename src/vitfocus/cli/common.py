@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vitfocus.core.arguments import OnlyWith
-from vitfocus.core.errors import VitfocusError
+from vitfocus.core.arguments import OnlyWith, parse_digits
+from vitfocus.core.errors import VitfocusError, printable
 from vitfocus.core.tables import unique_label
 
 if TYPE_CHECKING:
@@ -23,12 +23,28 @@ WITH_EXPLORER = OnlyWith(lambda args: args.explore, "is for the attention explor
 
 def positive(text: str) -> int:
     """Parse a positive integer, as the `type` of an option."""
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
+    number = parse_digits(text.strip())
+    if not number:
         raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, not {text!r}")
+    return number
+
+
+def whole(text: str) -> int:
+    """Parse an integer, as the `type` of an option."""
+    number = parse_digits(text.strip().removeprefix("-"))
+    if number is None:
+        raise argparse.ArgumentTypeError(f"expected a whole number, not {text!r}")
+    return -number if text.strip()[0] == "-" else number
+
+
+def size_in_mb(text: str) -> float:
+    """Parse a positive number, as the `type` of an option."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not number > 0:  # nor NaN
+        raise argparse.ArgumentTypeError(f"expected a number of megabytes above 0, not {text!r}")
     return number
 
 
@@ -58,7 +74,7 @@ def add_budget(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> Non
         parser,
         WITH_EXPLORER,
         "--budget",
-        type=float,
+        type=size_in_mb,
         default=64.0,
         metavar="MB",
         help="with --explore: maximum size of all maps, in the page and in the folder beside it (default: 64)",
@@ -165,4 +181,4 @@ def finish_run(folder: str | Path, models: Mapping[str, nn.Module] | None = None
 
 def say(text: str) -> None:
     """Print a line on stderr; stdout is for results."""
-    print(text, file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vitfocus.cli.common import positive, say
+from vitfocus.cli.common import positive, say, whole
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import lock_folder
 from vitfocus.core.tables import Table, bullet
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--images", type=positive, default=250, metavar="N", help="number of evaluation images (default: 250)"
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="training seed (default: 0)")
+    parser.add_argument("--seed", type=whole, default=0, metavar="N", help="training seed (default: 0)")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -23,6 +23,7 @@ from vitfocus.cli.common import (
     open_named_model,
     positive,
     say,
+    whole,
 )
 from vitfocus.core import __version__
 from vitfocus.core.arguments import OnlyWith
@@ -64,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--treat", metavar="SPEC", help="treatments to insert first, such as tap+cb")
     parser.add_argument("--limit", type=positive, metavar="N", help="use at most N images, evenly spaced (default: 64)")
     parser.add_argument("--batch-size", type=positive, default=16, metavar="N", help="batch size (default: 16)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the corruption (default: 0)")
+    parser.add_argument("--seed", type=whole, default=0, help="seed of the corruption (default: 0)")
     add_device(parser)
     parser.add_argument(
         "--out", metavar="DIR", help="folder for diagnosis.json, the table, the figures and report.html"

@@ -16,6 +16,7 @@ from vitfocus.cli.common import (
     open_named_model,
     positive,
     say,
+    whole,
 )
 from vitfocus.core.arguments import OnlyWith
 from vitfocus.core.errors import VitfocusError
@@ -59,10 +60,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="batch size (default for classifiers: 256 on a GPU, 32 on a CPU)",
     )
-    parser.add_argument("--workers", type=int, metavar="N", help="number of processes that read images")
+    parser.add_argument("--workers", type=whole, metavar="N", help="number of processes that read images")
     parser.add_argument("--precision", default="float32", help="float32, bfloat16 or float16 (default: float32)")
     add_device(parser)
-    parser.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
+    parser.add_argument("--seed", type=whole, default=0, help="random seed (default: 0)")
     parser.add_argument(
         "--compare", nargs=2, metavar=("RUN_A", "RUN_B"), help="compare two finished runs, paired by image"
     )
@@ -70,15 +71,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     suites = parser.add_argument_group("options of individual suites")
     for name, (option, names) in switches().items():
         flag = f"--{'no-' if option.negate else ''}{name.replace('_', '-')}"
-        text = f"{', '.join(names)}: {option.help}" if len(names) <= 6 else option.help
-        text = text.replace("%", "%%")
+        text = (f"{', '.join(names)}: {option.help}" if len(names) <= 6 else option.help).replace("%", "%%")
         if option.type is bool:
             action = "store_false" if option.negate else "store_true"
             suites.add_argument(flag, dest=name, action=action, default=None, help=text)
         else:
             shape: dict[str, Any] = {"nargs": "+"} if option.several else {}
-            metavar = {int: "N", float: "X"}.get(option.type, "TEXT")
-            suites.add_argument(flag, type=option.type, help=text, metavar=metavar, **shape)
+            shape |= {"type": whole, "metavar": "N"} if option.type is int else {"type": option.type}
+            suites.add_argument(flag, help=text, **{"metavar": "X" if option.type is float else "TEXT"} | shape)
     evaluating = OnlyWith(
         lambda args: not args.compare, "has no effect with --compare, which reads finished runs: leave --compare out"
     )

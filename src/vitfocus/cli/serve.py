@@ -10,7 +10,7 @@ import socket
 import webbrowser
 from pathlib import Path
 
-from vitfocus.cli.common import add_device, add_weights, label_models, open_named_model, positive, say
+from vitfocus.cli.common import add_device, add_weights, label_models, open_named_model, positive, say, whole
 from vitfocus.core.errors import VitfocusError
 
 _HOST = "127.0.0.1"
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--against", default="gaussian_noise/3", metavar="NAME/SEVERITY", help="corruption to start with"
     )
-    parser.add_argument("--port", type=int, default=0, metavar="N", help="port on 127.0.0.1 (default: a free one)")
+    parser.add_argument("--port", type=whole, default=0, metavar="N", help="port on 127.0.0.1 (default: a free one)")
     parser.add_argument("--no-browser", action="store_true", help="print the address without opening it")
     add_device(parser)
 

@@ -9,6 +9,7 @@ An option that only has an effect with another setting declares it in its annota
 
 from __future__ import annotations
 
+import errno
 import functools
 import inspect
 import math
@@ -38,7 +39,7 @@ _TYPE_NAMES: dict[Any, str] = {
 
 
 def checked(function: Function) -> Function:
-    """Raise a `VitfocusError` for arguments whose type differs from the annotation.
+    """Raise a `VitfocusError` for arguments whose type differs from the annotation, and for impossible paths.
 
     >>> @checked
     ... def repeat(text: str, times: int = 2) -> str:
@@ -60,7 +61,13 @@ def checked(function: Function) -> Function:
             several = signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL
             for one in value if several else (value,):
                 _check_type(f"{function.__name__}: {name}", one, kinds[name])
-        return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        except OSError as error:
+            if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):
+                raise
+            name = reprlib.repr(error.filename)
+            raise VitfocusError(f"{name} cannot be the name of a file or folder: {error.strerror}.") from None
 
     return typing.cast(Function, call)
 

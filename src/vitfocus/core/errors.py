@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import difflib
+import re
 import sys
 import warnings
 from collections.abc import Iterable
 
 _LONGEST = 2000  # characters of a message
+#: Control characters but tab and newline, marks that reverse the direction of text, and halves of characters.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    r"""Text in which control characters are escaped: names in files may hold commands to the terminal.
+
+    >>> printable("a\x1b[2Jb")
+    'a\\x1b[2Jb'
+    """
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 class VitfocusError(ValueError):
@@ -20,7 +32,7 @@ class VitfocusError(ValueError):
     """
 
     def __init__(self, message: str) -> None:
-        line = message.strip().replace("\n", " ")  # quoted values may be long and contain anything
+        line = printable(message.strip().replace("\n", " "))  # quoted values may be long and contain anything
         super().__init__(line if len(line) <= _LONGEST else f"{line[: _LONGEST // 2]} ... {line[-_LONGEST // 4 :]}")
 
 
@@ -38,7 +50,7 @@ def warn(sentence: str) -> None:
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == "vitfocus":
         frame, level = frame.f_back, level + 1
-    warnings.warn(sentence, VitfocusWarning, stacklevel=level)
+    warnings.warn(printable(sentence), VitfocusWarning, stacklevel=level)
 
 
 def nearest(given: str, choices: Iterable[str], prefix: str = "") -> str:

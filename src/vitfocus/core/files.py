@@ -35,14 +35,14 @@ DAMAGED = (
 LOCK = ".lock"
 _TEMPORARY = ".vitfocus-"  # begins the names of files that are being written
 _locks: set[int] = set()  # descriptors of the locks that this process holds
-_roots: list[Path] = []  # the folders that are locked, without resolving links
+_roots: list[Path] = []  # the folders that no link may lead out of, without resolving links
 
 
 def writable_path(target: str | Path, folder: bool = False) -> Path:
     """Check that a path is new or a regular file (with `folder`: a folder), so that it can be written.
 
     Anything else, such as a device or a FIFO, is refused. A link to a file is followed within its own folder only, and
-    a link to a folder within the locked folder only, so that an untrusted run folder cannot redirect writes elsewhere.
+    one to a folder within the locked or `confined` folder only: an untrusted run folder cannot redirect writes elsewhere.
 
     >>> writable_path("/dev/null")
     Traceback (most recent call last):
@@ -74,12 +74,23 @@ def writable_path(target: str | Path, folder: bool = False) -> Path:
 
 
 def _inside(target: Path) -> Path:
-    """The target, unless it is below a folder that is locked and a link in that folder leads out of it."""
+    """The target, unless it is below a `confined` folder and a link in that folder leads out of it."""
     place = target.absolute()
     for root in _roots:
         if place.is_relative_to(root) and not place.resolve().is_relative_to(root.resolve()):
             raise VitfocusError(f"{target} is behind a link out of {root}; expected a place in that folder.")
     return target
+
+
+@contextmanager
+def confined(folder: str | Path) -> Iterator[None]:
+    """Within the context, a path below the folder is refused for writing if a link in the folder leads out of it."""
+    root = Path(folder).absolute()
+    _roots.append(root)
+    try:
+        yield
+    finally:
+        _roots.remove(root)
 
 
 def is_file(path: str | Path) -> bool:
@@ -94,6 +105,15 @@ def is_folder(path: str | Path) -> bool:
     (False, False, False)
     """
     return os.path.isdir(path)  # noqa: PTH112
+
+
+def home_path(path: str | os.PathLike[str]) -> Path:
+    """A path in which "~" is the home folder, and "~name" that of a user, if there is one; `Path` raises if not.
+
+    >>> home_path("~nobody-of-that-name/x")
+    PosixPath('~nobody-of-that-name/x')
+    """
+    return Path(os.path.expanduser(path))  # noqa: PTH111
 
 
 def open_file(path: str | Path) -> BufferedReader:
@@ -196,11 +216,9 @@ def lock_folder(folder: str | Path) -> Iterator[None]:
     try:
         if lock is not None:
             _remove_stale(folder)
-        _roots.append(folder.absolute())
-        yield
+        with confined(folder):
+            yield
     finally:
-        if folder.absolute() in _roots:
-            _roots.remove(folder.absolute())
         if lock in _locks:  # not in a forked process
             with suppress(OSError):
                 (folder / LOCK).unlink()

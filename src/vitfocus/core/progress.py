@@ -7,6 +7,8 @@ import time
 from types import TracebackType
 from typing import Any, Self
 
+from vitfocus.core.errors import printable
+
 
 class Progress:
     """Shows how much of a long operation is done.
@@ -55,12 +57,12 @@ class Progress:
         from rich.console import Console
 
         self._bar = progress.Progress(
-            progress.TextColumn("{task.description}"),
+            progress.TextColumn("{task.description}", markup=False),
             progress.BarColumn(),
             progress.MofNCompleteColumn(),
             progress.TimeElapsedColumn(),
             progress.TimeRemainingColumn(),
-            progress.TextColumn("{task.fields[note]}"),
+            progress.TextColumn("{task.fields[note]}", markup=False),
             console=Console(stderr=True),
             transient=self.transient,
         )
@@ -85,6 +87,7 @@ class Progress:
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""
+        text = text if text.isprintable() else printable(text)
         if self._bar is not None:
             self._bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
         elif self.show:

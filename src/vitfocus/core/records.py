@@ -21,7 +21,7 @@ from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.files import open_file, write_text
 
 #: A whole number that counts something.
-Count = Annotated[int, msgspec.Meta(ge=0)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 #: The bound that refuses infinity.
 FINITE = sys.float_info.max

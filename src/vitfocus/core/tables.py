@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from html import escape
 from typing import TYPE_CHECKING
 
+from vitfocus.core.errors import printable
+
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
@@ -46,16 +48,16 @@ class Table:
         from rich.table import Table as RichTable
 
         table = RichTable(
-            title=self.title or None,
-            caption=self.caption or None,
+            title=printable(self.title) or None,
+            caption=printable(self.caption) or None,
             box=box.SIMPLE_HEAD,
             title_justify="left",
             caption_justify="left",
         )
         for index, column in enumerate(self.columns):
-            table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
+            table.add_column(printable(column), justify="left" if index == 0 else "right", no_wrap=True)
         for row in self.rows:
-            table.add_row(*row)
+            table.add_row(*map(printable, row))
         return table
 
     def __str__(self) -> str:
@@ -99,11 +101,11 @@ class Table:
             parts[-1:] = parts[-1]._split_columns(lambda table: console.measure(table.__rich__()).maximum <= width)
         prose = max(_PROSE, *(console.measure(part.__rich__()).maximum for part in parts))
         prose = min(prose, width or prose)
-        for line in textwrap.wrap(self.title, width or _WIDTH, break_long_words=False):
+        for line in textwrap.wrap(printable(self.title), width or _WIDTH, break_long_words=False):
             console.print(Text(line, style="table.title"))
         for part in parts:
             console.print(part.__rich__())
-        for line in textwrap.wrap(self.caption, prose, break_long_words=False):
+        for line in textwrap.wrap(printable(self.caption), prose, break_long_words=False):
             console.print(Text(line, style="table.caption"))
         lines = [line.rstrip() for line in buffer.getvalue().splitlines()]
         return "\n".join(line for line in lines if line)
@@ -133,7 +135,7 @@ def bullet(text: str, width: int | None = None) -> str:
     - One sentence.
       Another sentence.
     """
-    columns = width or terminal_width()
+    columns, text = width or terminal_width(), printable(text)
     if columns is None:
         return f"- {text}"
     wrapped = textwrap.wrap(text, max(columns, 20), initial_indent="- ", subsequent_indent="  ", break_long_words=False)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from functools import partial
 from itertools import islice
 from numbers import Integral
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from torch.utils.data import Dataset
 
 from vitfocus.core.arguments import check_int, parse_digits
 from vitfocus.core.errors import VitfocusError, nearest
+from vitfocus.core.files import home_path
 from vitfocus.core.metrics import CORRUPTIONS, EXTRA_CORRUPTIONS
 from vitfocus.corruptions import digital, noise_and_blur, weather
 from vitfocus.corruptions.base import CONSTANTS, FLAVOURS, Draws, Setting, as_ids
@@ -148,7 +148,7 @@ def _corrupt_any(images: Any, change: Callable[..., Tensor], ids: Any) -> Any:
     if pictures is None and isinstance(images, np.ndarray):
         return change(torch.from_numpy(images), ids=ids).numpy()
     if pictures is not None:
-        folder = Path(images).expanduser() if isinstance(images, str | os.PathLike) else None
+        folder = home_path(images) if isinstance(images, str | os.PathLike) else None
         single = is_image(images) and not (folder is not None and folder.is_dir())
         if ids is None and folder is not None and not single:
             ids = [picture.relative_to(folder).as_posix() for picture in pictures]

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vitfocus.core.errors import VitfocusError
+from vitfocus.core.files import home_path
 from vitfocus.corruptions.base import Draws, Setting, to_uint8
 from vitfocus.corruptions.filters import clipped_zoom, correlate3, gaussian, streak
 from vitfocus.data.image_files import UNREADABLE, image_file
@@ -228,7 +229,7 @@ def locate_frost(folder: str | os.PathLike[str] | None = None) -> str:
     if named is not None:
         if not isinstance(named, str | os.PathLike):
             raise VitfocusError(f"frost is {named!r}; expected the folder of the overlays.")
-        path = Path(named).expanduser()
+        path = home_path(named)
         missing = [name for name in FROST_FILES if not (path / name).is_file()]
         if missing:
             raise VitfocusError(

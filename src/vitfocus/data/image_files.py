@@ -19,7 +19,7 @@ from torchvision.transforms import functional as T
 
 from vitfocus.core.arguments import check_number, require_values
 from vitfocus.core.errors import VitfocusError
-from vitfocus.core.files import open_file
+from vitfocus.core.files import home_path, is_file, is_folder, open_file
 
 #: File name endings of images, in lower case.
 IMAGE_SUFFIXES = frozenset(
@@ -79,10 +79,10 @@ def as_images(images: Any) -> list[Any] | None:
     (5, None)
     """
     if isinstance(images, str | os.PathLike):
-        path = Path(images).expanduser()
-        if path.is_file():
+        path = home_path(images)
+        if is_file(path):
             return [path]
-        if not path.is_dir():
+        if not is_folder(path):
             raise VitfocusError(f"There is no file or folder {path}; expected a folder of images, or an image.")
         found = sorted(files_below(path))
         if not found:

@@ -7,6 +7,7 @@ function `add_...`, which adds nothing if there is nothing to show.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 from vitfocus.core import __version__
 from vitfocus.core.arguments import checked
 from vitfocus.core.errors import VitfocusError
+from vitfocus.core.files import confined
 from vitfocus.report.attention import add_attention, add_gallery, is_gallery
 from vitfocus.report.comparison import Estimate, MetricRow, compare_models, find_tests
 from vitfocus.report.explorer import add_explorer, explore, load_explorer
@@ -116,7 +118,7 @@ def report(
         raise VitfocusError("A report needs runs: name at least one folder that train, evaluate or diagnose wrote.")
     models = collect_models(runs)
     target = Path(out) if out is not None else (Path(runs[0]) if len(runs) == 1 else Path()) / REPORT
-    if target.is_dir() or str(out).endswith("/"):
+    if out is not None and (target.is_dir() or str(out).endswith("/")):
         target = target / REPORT
     if is_gallery(models) if gallery is None else gallery:
         page, rows = build_gallery(models, target, title, about)
@@ -126,7 +128,8 @@ def report(
         data = explorer if explorer is not None else load_explorer(models)
     if data is not None:
         add_explorer(page, data, target)
-    page.write(target)
+    with confined(target.parent) if out is None else nullcontext():  # a run folder may come from anybody
+        page.write(target)
     return WrittenReport(target, target.stat().st_size, [model.name for model in models], rows, insertions(models))
 
 

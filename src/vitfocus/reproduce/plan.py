@@ -25,7 +25,7 @@ from vitfocus.attention.diagnosis import Diagnosis, diagnose
 from vitfocus.core.environment import default_device
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.files import digest as file_digest
-from vitfocus.core.files import write_text
+from vitfocus.core.files import home_path, write_text
 from vitfocus.core.statistics import evenly_spaced
 from vitfocus.core.tables import counted
 from vitfocus.data.classification.dataset import ArrayImages, open_images
@@ -85,7 +85,7 @@ class DataFolders:
             name, equals, folder = one.partition("=")
             if equals and name not in DATA_NAMES:
                 raise VitfocusError(f"--data {one} names no data set {name!r}: {nearest(name, DATA_NAMES)}")
-            path = Path(folder if equals else one).expanduser()
+            path = home_path(folder if equals else one)
             if not path.is_dir():
                 raise VitfocusError(f"There is no folder {path}: --data takes a folder, or NAME=FOLDER.")
             if equals:
@@ -215,7 +215,7 @@ def with_weights(run: PlannedRun, weights: str) -> PlannedRun:
     assert run.recipe is not None
     content = weights
     if weights != PRETRAINED:
-        path = Path(weights).expanduser()
+        path = home_path(weights)
         if (path / "model" / "config.json").is_file():  # a run's folder
             path = path / "model"
         file = path / "model.safetensors" if path.is_dir() else path

@@ -22,6 +22,7 @@ from torch import Tensor
 from vitfocus.core.arguments import conditions, refuse_unused
 from vitfocus.core.environment import Processes
 from vitfocus.core.errors import VitfocusError
+from vitfocus.core.files import home_path
 from vitfocus.core.progress import Progress
 from vitfocus.data.image_files import digest_of
 from vitfocus.robustness.batches import EvaluationBatch, Source, checksums
@@ -60,7 +61,7 @@ class EvaluationArguments:
 
     @property
     def folder(self) -> Path | None:
-        return Path(self.data).expanduser() if isinstance(self.data, str | os.PathLike) else None
+        return home_path(self.data) if isinstance(self.data, str | os.PathLike) else None
 
     def require_folder(self, layout: str) -> Path:
         """The data's folder, or an error that says what was expected."""

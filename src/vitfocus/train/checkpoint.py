@@ -88,7 +88,7 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """The steps that have a checkpoint, newest first."""
         found = [parse_digits(path.name) for path in self.folder.glob("*")] if self.folder.is_dir() else []
-        return sorted((step for step in found if step is not None), reverse=True)
+        return sorted({step for step in found if step is not None}, reverse=True)
 
     def write(self, checkpoint: Checkpoint) -> Path:
         """Write a checkpoint atomically; if that fails, a `VitfocusError` is raised and the others are untouched."""

@@ -100,7 +100,7 @@ def build_recipe(tree: Mapping[str, Any], name: str = "recipe") -> Recipe:
     recipe = convert({"name": name, **{key: value for key, value in tree.items() if key != "extends"}}, Recipe)
     if recipe.task not in TASKS:
         raise VitfocusError(f"There is no task {recipe.task!r}: {nearest(recipe.task, TASKS)}")
-    if not (recipe.name.strip(".") and recipe.name == Path(recipe.name).name):
+    if not (recipe.name.strip(".") and recipe.name == Path(recipe.name).name and recipe.name.isprintable()):
         raise VitfocusError(f"A recipe's name is also its run's folder, which {recipe.name!r} cannot be.")
     schedule = recipe.schedule
     if not (schedule.steps or schedule.warmup_steps) and schedule.warmup_epochs > schedule.epochs:

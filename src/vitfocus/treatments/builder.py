@@ -85,12 +85,15 @@ def library_errors(problem: str) -> Iterator[None]:
     """Within the context, whatever a library raises for unexpected arguments becomes one sentence on the problem."""
     try:
         yield
-    except (VitfocusError, OSError, ImportError, torch.OutOfMemoryError):
+    except (VitfocusError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         said = reason(error)
-        if "weights only" in said.lower().replace("_", " "):  # the errors of the unpickler advise to run the code
+        # The errors of the unpickler advise to run the code; older versions of transformers replace them.
+        if "weights only" in said.lower().replace("_", " ") or "from pytorch checkpoint file" in said:
             said = "its weights hold more than tensors and plain values, and nothing was loaded"
+        elif isinstance(error, OSError):
+            raise
         raise VitfocusError(f"{problem}: {said}.") from None
 
 

@@ -22,8 +22,8 @@ from torch import nn
 from vitfocus.core.errors import VitfocusError, nearest, reason
 from vitfocus.core.files import is_file, is_folder
 from vitfocus.core.records import read_json
-from vitfocus.core.registry import nested_configs
-from vitfocus.treatments.spec import STATE_KEY, parse_treatments
+from vitfocus.core.registry import NEEDS_VITFOCUS
+from vitfocus.treatments.spec import STATE_KEY, parse_treatments, split_spec
 
 #: The arguments of composed models' heads; all others are those of the backbone.
 _HEAD_ARGUMENTS = {
@@ -34,7 +34,8 @@ _HEAD_ARGUMENTS = {
 _FORBIDDEN = {
     *("args", "kwargs", "cfg", "cfgs", "device", "dtype", "backbone", "hybrid_backbone", "stem_backbone", "auto_map"),
     *("weights", "weights_backbone", "encoder_name", "encoder_weights", "quantization_config", "transformers_weights"),
-    *("use_pretrained_backbone", "use_timm_backbone", "backbone_kwargs"),
+    *("use_pretrained_backbone", "use_timm_backbone", "backbone_kwargs", "trust_remote_code", "_name_or_path"),
+    "name_or_path",
 }
 #: A flash attention that is not installed is replaced by a kernel from the hub, so no file may ask for one.
 _ATTENTION = ("eager", "sdpa", "flex_attention")
@@ -46,6 +47,7 @@ _RANGES = {
     **dict.fromkeys(("img_size", "image_size", "patch_size", "in_chans", "num_channels"), (1, 10**5)),
     **dict.fromkeys(("embed_dim", "hidden_size", "intermediate_size", "mlp_ratio"), (1, 10**6)),
     **dict.fromkeys(("num_classes", "num_labels"), (0, 10**7)),
+    **dict.fromkeys(("num_heads", "num_attention_heads"), (1, 10**4)),
 }
 
 
@@ -61,11 +63,18 @@ def file_arguments(library: str, name: str, arguments: Mapping[str, Any], where:
     """
     _require_plain(arguments, where)
     require_sizes(arguments, where)
+    if (library, name) == ("timm", NEEDS_VITFOCUS):  # a treated model, whose spec is one of the arguments
+        spec, rest = str(arguments.get("spec", "")), {key: arguments[key] for key in arguments if key != "spec"}
+        base = split_spec(spec)[0]
+        if base == name:
+            raise VitfocusError(f"{where} names {base} as the model in its own spec.")
+        require_named(library, base, where)
+        return {"spec": spec, **file_arguments(library, base, rest, where)}
     if library == "transformers" and set(arguments) == {"config_class", "config"}:
         return dict(arguments)  # `transformers_config` checks the fields
     known = _known_names(library, name)
     if not known and not is_elsewhere(library, name):
-        return dict(arguments)  # no such model: its library raises the error
+        return {}  # no such model: its library raises the error
     for key, value in arguments.items():
         if key == "attn_implementation" and library == "transformers":
             _require_attention(value, where)
@@ -129,8 +138,9 @@ def transformers_config(config_class: Any, fields: Mapping[str, Any], where: str
     """
     _require_plain(fields, where)
     config = config_class.from_dict(_fields(config_class, fields, where))
-    for part in nested_configs(config):  # defaults too
+    for part in _parts(config):  # defaults too
         _refuse_timm(type(part), where)
+        _require_attention(getattr(part, "_attn_implementation_internal", None), where)
         if getattr(part, "use_pretrained_backbone", False) or getattr(part, "use_timm_backbone", False):
             raise VitfocusError(f"{where} holds a {type(part).__name__} whose backbone is fetched by its name.")
     return config
@@ -191,6 +201,7 @@ def _fields(config_class: Any, given: Mapping[str, Any], where: str) -> dict[str
     _refuse_timm(config_class, where)
     require_sizes(given, where)
     known, kept = _config_names(config_class) | {"attn_implementation"}, dict[str, Any]()
+    declared: Any = config_class.sub_configs if isinstance(config_class.sub_configs, Mapping) else {}  # or a property
     for key, value in given.items():
         if "attn_implementation" in key and not isinstance(value, bool):  # also that of a part, such as vision_config
             _require_attention(value, where)
@@ -200,7 +211,7 @@ def _fields(config_class: Any, given: Mapping[str, Any], where: str) -> dict[str
             continue
         if key == "dtype" and not (isinstance(value, str) and re.fullmatch(r"b?float\d+", value)):
             continue
-        inner = config_class.sub_configs.get(key) if isinstance(value, Mapping) else None
+        inner = declared.get(key) if isinstance(value, Mapping) else None
         if isinstance(value, Mapping) and inner is None and "model_type" in value:
             inner = AutoConfig
         if inner is AutoConfig:
@@ -209,8 +220,24 @@ def _fields(config_class: Any, given: Mapping[str, Any], where: str) -> dict[str
                 raise VitfocusError(f"{where} names {kind!r} in {key}, which is not a model type of transformers.")
             kept[key] = {"model_type": kind, **_fields(CONFIG_MAPPING[kind], value, where)}
         else:
-            kept[key] = _fields(inner, value, where) if inner is not None else value
+            kept[key] = _fields(inner, value, where) if inner is not None else _without_loaders(value)
     return kept
+
+
+def _without_loaders(value: Any) -> Any:
+    """A value without the forbidden keys; a table may become the config of a part whose class only its model knows."""
+    if isinstance(value, list | tuple):
+        return [_without_loaders(one) for one in value]
+    if not isinstance(value, Mapping):
+        return value
+    kept = {key: one for key, one in value.items() if key not in _FORBIDDEN and "implementation" not in str(key)}
+    return {key: _without_loaders(one) for key, one in kept.items()}
+
+
+def _parts(config: Any) -> list[Any]:
+    """A config of transformers and those of the model's parts, also of parts that it does not declare."""
+    inner = (one for one in vars(config).values() if hasattr(one, "model_type"))
+    return [config, *(part for one in inner for part in _parts(one))]
 
 
 def _refuse_timm(config_class: Any, where: str) -> None:

@@ -266,6 +266,7 @@ def load(folder: str | Path, *, onto: nn.Module | None = None, pretrained: bool 
         _restore_preprocessing(model, config.preprocessing)
         remember_task(model, config.task)
         _attach_tokenizer(model, folder)
+        warn_about_ignored_pixels(model)
     return model.eval()
 
 

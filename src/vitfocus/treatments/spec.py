@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.modules import SCRIPTABLE, refuse_script
-from vitfocus.core.registry import TREATMENTS_KEY
+from vitfocus.core.registry import TREATMENTS_KEY, nested_configs
 from vitfocus.treatments.base import Treatment, keywords
 
 _PART = re.compile(r"(?P<name>[A-Za-z_]\w*)(?:\((?P<options>.*)\))?$", re.DOTALL)
@@ -147,12 +147,13 @@ class _KeepRecord:
 def write_record(root: nn.Module, treatments: Sequence[Treatment], around: nn.Module | None = None) -> None:
     """Record these treatments on a transformer; without treatments, remove the record.
 
-    The config of a transformers model (that of `around`, if only it has one) and the notes of timm's `pretrained_cfg`
-    contain it too, so that their libraries save it with the weights.
+    Their libraries save it too: in the config of transformers (also `around` a copied one) and timm's `pretrained_cfg`.
     """
     text = "+".join(map(str, treatments))
     _note(root, text)
-    _note(around if not hasattr(root, "config") else None, text)
+    own = getattr(root, "config", None)
+    if own is None or not any(part is own for part in nested_configs(getattr(around, "config", None))):
+        _note(around, text)
     root.__dict__.pop(SCRIPTABLE, None)
     root._buffers.pop(STATE_KEY, None)
     hooks: dict[int, Any] = root._load_state_dict_pre_hooks
@@ -160,8 +161,7 @@ def write_record(root: nn.Module, treatments: Sequence[Treatment], around: nn.Mo
         del hooks[key]
     if treatments:
         root.__dict__[SCRIPTABLE] = refuse_script
-        placed = next(root.parameters(), None)
-        root.register_buffer(STATE_KEY, _encode(text).to(placed.device if placed is not None else "cpu"))
+        root.register_buffer(STATE_KEY, _encode(text).to(next((one.device for one in root.parameters()), "cpu")))
         root.register_load_state_dict_pre_hook(_KeepRecord(text))
 
 
@@ -209,6 +209,6 @@ def _encode(text: str) -> Tensor:
 
 
 def _decode(saved: Tensor) -> str:
-    if saved.dtype != torch.uint8 or saved.is_meta:
+    if saved.dtype != torch.uint8 or saved.is_meta or saved.layout != torch.strided:
         return ""
     return bytes(saved[:_MAX_LENGTH].flatten().tolist()).decode(errors="replace")

@@ -263,6 +263,8 @@ def _treatments_in(given: Treatment | str | Mapping[str, Any]) -> list[Treatment
         if found := recorded_treatments(given, "the state dict"):
             return found
         raise VitfocusError("The state dict records no treatment: it is that of a plain model.")
+    if isinstance(given, str) and not given.strip():
+        raise VitfocusError(f"{given!r} names no treatment: write one, such as cb, or leave it out.")
     return parse_treatments(given) if isinstance(given, str) else [given]
 
 

@@ -284,6 +284,9 @@ def decode_mask(stored: Any, height: int, width: int) -> np.ndarray:
         if not lists:
             return np.zeros((height, width), np.uint8)
         stored = coco.merge(coco.frPyObjects(lists, height, width))
+    elif list(stored["size"]) != [height, width]:
+        tall, wide = [*stored["size"], "?", "?"][:2]
+        raise VitfocusError(f"a mask in run lengths is {wide} x {tall} pixels, and its image {width} x {height}")
     elif isinstance(stored["counts"], list):
         stored = coco.frPyObjects(stored, height, width)
     mask: np.ndarray = coco.decode(stored)

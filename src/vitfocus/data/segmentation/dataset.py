@@ -13,6 +13,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from vitfocus.core.errors import VitfocusError, nearest
+from vitfocus.core.files import home_path
 from vitfocus.core.records import read_json, read_text
 from vitfocus.data.image_files import SPLITS, files_below, image_file, to_rgb
 from vitfocus.data.loader import SampleDataset
@@ -260,7 +261,7 @@ def open_masks(data: Data, split: str) -> SegmentationDataset:
     if data.source not in LAYOUTS:
         raise VitfocusError(f"There is no segmentation data source {data.source!r}: {nearest(data.source, SOURCES)}")
     given = data.train_split if split == "train" else data.val_split
-    root = Path(data.root).expanduser()
+    root = home_path(data.root)
     layout = LAYOUTS[data.source](root, split, given)
     return MaskFiles(root, Layout(layout.pairs[: length or None], layout.classes, layout.table))
 
@@ -349,7 +350,7 @@ def stored_corruptions(
 
     Both "gaussian_noise/3/..." and "gaussian_noise_3/..." are recognised, anywhere in a path.
     """
-    root = Path(folder).expanduser()
+    root = home_path(folder)
     if not root.is_dir():
         raise VitfocusError(f"There is no folder {root} of corrupted images.")
     if not isinstance(clean, MaskFiles):
