@@ -42,7 +42,7 @@ def writable_path(target: str | Path, folder: bool = False) -> Path:
     """Check that a path is new or a regular file (with `folder`: a folder), so that it can be written.
 
     Anything else, such as a device or a FIFO, is refused. A link to a file is followed within its own folder only, and
-    one to a folder within the locked or `confined` folder only: an untrusted run folder cannot redirect writes elsewhere.
+    one to a folder within the locked or `confined` folder only: an untrusted run folder cannot redirect writes.
 
     >>> writable_path("/dev/null")
     Traceback (most recent call last):

@@ -224,8 +224,8 @@ def full_state(model: nn.Module) -> dict[str, Tensor]:
             state[name] = tensor = tensor.full_tensor().cpu()
         if type(tensor) not in (Tensor, nn.Parameter):
             raise VitfocusError(
-                f"{name} has the type {type(tensor).__name__}, and only plain tensors can be saved: save the model before it "
-                "is quantised, and quantise it again after loading."
+                f"{name} has the type {type(tensor).__name__}, and only plain tensors can be saved: save the model "
+                "before it is quantised, and quantise it again after loading."
             )
     return state
 
