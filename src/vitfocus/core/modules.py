@@ -84,7 +84,8 @@ def eval_mode(*models: nn.Module, device: torch.device | None = None) -> Iterato
         >>> model.training, model[0].training, model[1].training
         (True, True, False)
     """
-    training = [module for model in models for module in model.modules() if module.training]
+    modes = [(module, module.training) for model in models for module in model.modules()]
+    training = [module for module, mode in modes if mode]
     homes = [next((parameter.device for parameter in model.parameters()), device) for model in models]
     try:
         for model in models:
@@ -95,7 +96,10 @@ def eval_mode(*models: nn.Module, device: torch.device | None = None) -> Iterato
         yield
     finally:
         for module in training:
-            module.training = True
+            if type(module).train is not nn.Module.train:  # it may discard what it cached in eval mode, as LeViT does
+                module.train()
+        for module, mode in modes:
+            module.training = mode
         if device is not None:
             for model, home in zip(models, homes, strict=True):
                 model.to(home)
