@@ -370,3 +370,23 @@ def test_a_data_set_of_other_classes_is_noted() -> None:
         model = timm.create_model("vit_tiny_patch16_224", depth=1, img_size=32, num_classes=classes)
         notes = evaluate(model, "clean", data, progress=False).notes
         assert ("The data has 10 classes, but the model 12." in notes) == noted
+
+
+def test_arrays_of_images_are_taken_like_tensors_in_every_verb() -> None:
+    """Channels first, flipped views and foreign byte orders included; arrays of objects are refused in a sentence."""
+    import vitfocus as vf
+
+    model = timm.create_model("vit_tiny_patch16_224", depth=1, img_size=32, num_classes=4).eval()
+    array = np.random.default_rng(0).integers(0, 256, (3, 3, 32, 32), dtype=np.uint8)[::-1]
+    tensor, labels = torch.from_numpy(array.copy()), [0, 1, 2]
+    expected = confidence(evaluate(model, "clean", (tensor, labels), **QUIET))
+    assert np.array_equal(confidence(evaluate(model, "clean", (array, labels), **QUIET)), expected)
+    assert vf.diagnose(model, array).rows == vf.diagnose(model, tensor).rows
+    foreign = (array / 255).astype(">f4")
+    assert np.allclose(vf.corrupt(foreign, "fog", 2), vf.corrupt(array, "fog", 2) / 255, atol=1 / 255)
+    objects = np.array([object()])
+    for verb in (vf.corrupt, lambda x, *_: vf.diagnose(model, x), lambda x, *_: evaluate(model, "clean", (x, [0]))):
+        with pytest.raises(VitfocusError, match="An array of object is not a set of images"):
+            verb(objects, "fog", 2)
+    with pytest.raises(VitfocusError, match="whose keys are names of tensors"):
+        vf.treat_(model, {1: 2})

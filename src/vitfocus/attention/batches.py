@@ -28,6 +28,7 @@ from vitfocus.anatomy.inputs import PLACES
 from vitfocus.core.arguments import require_values
 from vitfocus.core.errors import VitfocusError, VitfocusWarning
 from vitfocus.data.image_files import (
+    array_to_tensor,
     as_images,
     evaluation_preprocessing,
     is_image,
@@ -153,9 +154,7 @@ def _batches(images: Images, size: int | None, body: Anatomy) -> Iterator[ImageB
     if isinstance(images, str) and (count := shapes_named(images, SHAPES)) is not None:
         images = Shapes("val", length=count, size=body.build_size)
     if isinstance(images, np.ndarray) and as_images(images) is None:
-        if images.dtype.kind not in "biuf":
-            raise VitfocusError(f"An array of {images.dtype} is not a set of images: {_EXPECTED}")
-        images = torch.from_numpy(images)
+        images = array_to_tensor(images)
     if isinstance(images, Tensor) and images.ndim in (3, 4, 5):
         require_values("images", images, pixels=True)
         whole = images if images.ndim > 3 else images[None]

@@ -20,7 +20,15 @@ from vitfocus.core.files import home_path
 from vitfocus.core.metrics import CORRUPTIONS, EXTRA_CORRUPTIONS
 from vitfocus.corruptions import digital, noise_and_blur, weather
 from vitfocus.corruptions.base import CONSTANTS, FLAVOURS, Draws, Setting, as_ids
-from vitfocus.data.image_files import as_images, is_image, open_image, require_pixels, to_image, to_tensor
+from vitfocus.data.image_files import (
+    array_to_tensor,
+    as_images,
+    is_image,
+    open_image,
+    require_pixels,
+    to_image,
+    to_tensor,
+)
 from vitfocus.data.shapes.dataset import shapes_batch, shapes_named
 
 VERSION = 1
@@ -146,7 +154,7 @@ def _corrupt_any(images: Any, change: Callable[..., Tensor], ids: Any) -> Any:
         return change(shapes_batch(range(count), split="val")[0], ids=ids)
     pictures = as_images(images)
     if pictures is None and isinstance(images, np.ndarray):
-        return change(torch.from_numpy(images), ids=ids).numpy()
+        return change(array_to_tensor(images), ids=ids).numpy()
     if pictures is not None:
         folder = home_path(images) if isinstance(images, str | os.PathLike) else None
         single = is_image(images) and not (folder is not None and folder.is_dir())

@@ -153,6 +153,17 @@ def require_pixels(images: Tensor, advice: str, check_range: bool = True) -> Non
             raise VitfocusError(wrong)
 
 
+def array_to_tensor(array: np.ndarray[Any, Any]) -> Tensor:
+    """An array of numbers as a tensor; flipped views and foreign byte orders are copied.
+
+    >>> array_to_tensor(np.arange(3)[::-1])
+    tensor([2, 1, 0])
+    """
+    if array.dtype.kind not in "biuf":
+        raise VitfocusError(f"An array of {array.dtype} is not a set of images: expected uint8, or floats in [0, 1].")
+    return torch.from_numpy(np.ascontiguousarray(array, array.dtype.newbyteorder("=")))
+
+
 def _bytes(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Convert an array (H, W) or (H, W, C) to 8 bits."""
     array = array[..., 0] if array.ndim == 3 and array.shape[-1] == 1 else array

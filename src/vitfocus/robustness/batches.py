@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
@@ -26,6 +27,7 @@ from vitfocus.data.image_files import (
     UNREADABLE,
     Entry,
     Preprocessing,
+    array_to_tensor,
     as_images,
     image_file,
     is_image,
@@ -175,12 +177,14 @@ class _SpanReader(Dataset[Any]):
 def labelled_images(data: Any) -> Dataset[Any] | None:
     """A data set from (images, labels) or from a list of (image, label); None for anything else.
 
-    Images are a tensor (B, 3, H, W), or single images in any form that `as_images` takes.
+    Images are a tensor or array (B, 3, H, W), or single images in any form that `as_images` takes.
     """
     if not isinstance(data, list | tuple) or not len(data):
         return None
     if len(data) == 2 and not isinstance(data[0], tuple | Mapping) and not isinstance(data[1], str):
         images, labels = data
+        if isinstance(images, np.ndarray) and as_images(images) is None:
+            images = array_to_tensor(images)
         for name, given in (("images", images), ("labels", labels)):
             if isinstance(given, Tensor):
                 require_values(name, given)

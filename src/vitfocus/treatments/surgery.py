@@ -260,6 +260,8 @@ def _refuse_while_paused(model: nn.Module) -> None:
 
 def _treatments_in(given: Treatment | str | Mapping[str, Any]) -> list[Treatment]:
     if isinstance(given, Mapping):
+        if not all(isinstance(name, str) for name in given):
+            raise VitfocusError("treat_ takes treatments, specs, or a state dict, whose keys are names of tensors.")
         if found := recorded_treatments(given, "the state dict"):
             return found
         raise VitfocusError("The state dict records no treatment: it is that of a plain model.")
