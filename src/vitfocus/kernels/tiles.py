@@ -17,7 +17,7 @@ REACH = 128
 
 @triton.jit
 def single(number):
-    """A float argument in float32: compiled code passes float64, to which all that is computed with it would be promoted."""
+    """A float argument in float32: compiled code passes float64, which would promote all further results."""
     return tl.cast(number, tl.float32)
 
 
@@ -98,7 +98,7 @@ def log_sum_exp(
 def lower_kernel(lse, rows, norms, lift, queries, row_count, first, reach, BLOCK: tl.constexpr, HAS_ROWS: tl.constexpr):
     """Normalisers (B, H, Q) to those of the compared rows, (B, H, reach), in units of log 2, minus `lift`.
 
-    Logits minus these are log2(K · attention); attention is 0 past the last row.
+    Logits minus these are log2(2^lift · attention); attention is 0 past the last row.
     """
     lift = single(lift)
     blocks = tl.cdiv(reach, BLOCK)

@@ -279,7 +279,7 @@ def _joined(parts: Sequence[Tensor | list[str]]) -> Any:
 
 
 def _merge(parts: list[Columns]) -> Columns:
-    """Join parts in the order of positions; of an image in two parts, the first outcome is kept."""
+    """Join parts in the order of positions; if an image is in two parts, its first outcome is kept."""
     if not parts:
         return {}
     columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}

@@ -66,7 +66,7 @@ class BatchedMuon(Muon):
                 vectors = [p for p in given if not self._is_matrix(p, group)]
                 self._update_vectors(vectors, group)
                 updated += [(p, p.grad) for p in vectors]
-        for parameter, _ in updated:  # timm's step passes over parameters without a gradient
+        for parameter, _ in updated:  # timm's step skips parameters without a gradient
             parameter.grad = None
         super().step()
         for parameter, gradient in updated:

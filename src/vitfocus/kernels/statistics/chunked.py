@@ -153,7 +153,7 @@ class _Sums:
             self._add_distance(self.grids, images, rows, mean)
 
     def _add_distance(self, grids: Grids, images: slice, rows: slice, mean: Tensor) -> None:
-        """‖·‖₁ is a distance in rows plus one in columns, so the attention per row and column of the key grid is enough.
+        """‖·‖₁ is a distance in rows plus one in columns, so attention per row and column of the key grid is enough.
 
         H + W values per query instead of H·W.
         """

@@ -35,7 +35,7 @@ _COLUMNS = 1024
 
 @triton.jit
 def _position(tokens, prefix, width, down, across):
-    """Row and column of tokens on a grid of that width, times the step sizes; prefix tokens are placed at the first patch."""
+    """Row and column of tokens on a grid of that width, times the step sizes; prefix tokens are at the first patch."""
     place = tl.maximum(tokens - prefix, 0).to(tl.float32)
     row = tl.floor((place + 0.5) * (1.0 / width))  # avoids a division per token
     return row * down, (place - row * width) * across
