@@ -32,7 +32,7 @@ def _program(count, C, BT: tl.constexpr, BC: tl.constexpr):
 @triton.jit
 def share_mean_kernel(values, scale, out, means, count, C, kept, HAS_SCALE: tl.constexpr, WHOLE: tl.constexpr,
                       BT: tl.constexpr, BC: tl.constexpr):  # fmt: skip
-    """out = kept · x + share · mean(x), share (C,) or 1 − kept. WHOLE: one block has all tokens, and the mean."""
+    """out = kept · x + share · mean(x), share (C,) or 1 − kept. WHOLE: a block has all tokens and computes the mean."""
     kept = single(kept)
     part, block, batch, _ = _program(count, C, BT, BC)
     channels = part * BC + tl.arange(0, BC)

@@ -29,7 +29,7 @@ def predict_hidden(tokens: Tensor, first: Tensor, grid: tuple[int, int]) -> Tens
     """The predictor's first convolution, `first` (K, C, 3, 3), on the last H·W of the tokens (B, N, C): (B, K, H, W).
 
     One product with a (C, 9·K) matrix; each position then sums nine of the results from its neighbours. Tokens are read
-    once and in place. cuDNN's convolution would need them as an image and pad the output to eight channels.
+    once, without a copy. cuDNN's convolution would need them as an image and pad the output to eight channels.
     """
     tokens = tokens.contiguous()
     if not torch.compiler.is_compiling() and type(tokens) is Tensor:

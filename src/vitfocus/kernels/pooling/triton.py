@@ -1,4 +1,4 @@
-"""Token-aware Average Pooling on tokens in place, (B, N, C): the predictor's convolutions, and the mixing.
+"""Token-aware Average Pooling directly on tokens (B, N, C): the predictor's convolutions, and the mixing.
 
 Mixing is a product with a matrix M that has a row for each patch: M[i, j] is the weight of patch j in patch i, nonzero
 only where j lies on one of the rings of eight around i, one ring per dilation. A program computes a tile of M from
