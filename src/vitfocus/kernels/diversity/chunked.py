@@ -146,7 +146,7 @@ class _Maps:
 
 class _Rows(NamedTuple):
     """Some rows: those of each head (b, H, r, K); the compared ones (m, r, K), the heads' mean or each head's own; and
-    the compared ones with entries below the threshold set to 0.
+    the compared ones with entries that do not pass the threshold set to 0.
     """
 
     attention: Tensor
