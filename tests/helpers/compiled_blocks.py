@@ -15,7 +15,7 @@ from helpers.train_tools import tiny
 
 
 def _only_the_front_half() -> None:
-    """The part of the compiler that decides what is compiled and how often; its code generator takes minutes."""
+    """Keep the part of the compiler that decides what is compiled and how often; code generation takes minutes."""
     torch.compile = partial(torch.compile, backend="eager")  # type: ignore[assignment]
 
 

@@ -1,4 +1,4 @@
-"""Inputs for the kernels, what they must give, computed in float64 from whole maps, and how near is near enough."""
+"""Inputs for the kernels, expected results computed in float64 from whole maps, and tolerances."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from vitfocus.kernels.diversity.reference import row_similarity
 from vitfocus.kernels.pooling.op import mix_dilated, predict_hidden
 from vitfocus.kernels.pooling.reference import dilated_mean, mix_poolings
 
-#: Greatest relative error of (loss or output, gradients), by the dtype of the inputs. Sums run in float32 everywhere;
-#: what is multiplied by matrices, and what is written, has the inputs' precision. For half types the heads' mean map is
+#: Largest relative error of (loss or output, gradients), by the dtype of the inputs. Sums are in float32 everywhere;
+#: operands of matrix products, and outputs, have the inputs' precision. For half types the heads' mean map is
 #: rounded to float16, by up to 2⁻¹¹ = 5e-4 of each entry, which averages out in the loss: to 2e-5 of it in maps of 7
 #: rows, less in larger ones. Attention in bfloat16, by plain torch, is off by 3e-5 to 2e-3.
 TOLERANCES = {
@@ -48,7 +48,7 @@ class Attention:
     silent: bool = False
 
     def inputs(self, seed: int, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]:
-        """Queries and keys that lie as a projection leaves them, bias, and options."""
+        """Queries and keys in the memory layout of a projection's output, bias, and options."""
         draw = torch.Generator().manual_seed(seed)
         batch, heads, queries, width = self.shape
         keys = self.keys or queries
@@ -57,7 +57,7 @@ class Attention:
             made = torch.randn(batch, count, heads, width, generator=draw).transpose(1, 2) + shift
             return made.to(device, self.dtype).requires_grad_()
 
-        # Queries that have something in common like the same keys, and so columns are above the threshold.
+        # Queries with a common component attend to the same keys, so some columns are above the threshold.
         query, key, bias = tokens(queries, 1.0), tokens(keys, 0.0), None
         if self.bias is not None:
             made = torch.randn(self.bias, generator=draw) + self.level
@@ -69,7 +69,7 @@ class Attention:
 
     @property
     def scale(self) -> float:
-        """So that logits spread as wanted."""
+        """The scale that gives logits the wanted spread."""
         return self.spread * self.shape[-1] ** -0.5
 
 
@@ -100,7 +100,7 @@ def check_attention(case: Attention, seed: int = 0, device: str = "cpu") -> None
     factor = 1024.0
     gradients = torch.autograd.grad(got * factor, wanted)
     correct = torch.autograd.grad(expected * factor, exact)
-    # Where the true gradient is nearly 0 (a map of one key, a saturated softmax) only rounding is left of it.
+    # Where the true gradient is nearly 0 (a map of one key, a saturated softmax), only rounding errors remain.
     size = factor * case.scale * float(query.detach().double().norm() + key.detach().double().norm())
     for name, mine, theirs in zip(("query", "key", "bias"), gradients, correct, strict=False):
         assert mine.dtype == query.dtype and mine.shape == theirs.shape

@@ -1,4 +1,4 @@
-"""The readings once more, in plain loops over numpy arrays: slow, obvious, and sharing nothing with the library."""
+"""The readings reimplemented in plain loops over numpy arrays: slow, obvious, and sharing no code with the library."""
 
 from __future__ import annotations
 

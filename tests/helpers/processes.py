@@ -63,7 +63,7 @@ def _child(output: Path, target: Callable[..., Any], arguments: tuple[Any, ...],
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    multiprocessing.set_start_method("fork", force=True)  # for data loaders, as in a program of its own
+    multiprocessing.set_start_method("fork", force=True)  # for data loaders, as in a separate program
     torch.set_num_threads(1)
     sys.exit(target(*arguments))
 

@@ -1,4 +1,4 @@
-"""Jobs for the tests of the study's pool, in a module that a new process imports at once."""
+"""Jobs for the tests of the study's pool, in a module that a new process imports quickly."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def die() -> str:
 
 
 def share(device: str, prepare: float, work: float) -> str:
-    """Some seconds of its own, then work on a device that takes turns in short slices, as a GPU does."""
+    """Prepare for some seconds, then work on a device that is shared in short time slices, as a GPU is."""
     time.sleep(prepare)
     sys.modules["pool"].computing()
     with Path(device).open("a") as lock:

@@ -1,4 +1,4 @@
-"""Small models of many families, with weights that are not zero anywhere, for tests that compare arithmetic."""
+"""Small models of many families, whose weights are all nonzero, for tests that compare arithmetic."""
 
 from __future__ import annotations
 

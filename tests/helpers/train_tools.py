@@ -1,4 +1,4 @@
-"""A recipe small enough for the tests, and runs of it in processes of their own."""
+"""A recipe small enough for the tests, and runs of it in separate processes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def tiny(*overrides: str) -> Recipe:
 
 
 def start(folder: Path, *overrides: str, code: str = "", **environment: str) -> Started:
-    """`vitfocus train --resume auto` in a process of its own; `code` runs in it first."""
+    """`vitfocus train --resume auto` in a separate process; `code` runs in it first."""
     arguments = ["shapes", *TINY, *overrides, "--out", str(folder), "--json", "--resume", "auto"]
     return start_process(_train, arguments, code, **environment)
 

@@ -233,7 +233,7 @@ class Draws:
         return ((bits * (high - low)) >> 31) + low
 
 
-_SLACK = 1e-9  # a value this close below an integer is that integer, up to the order of summation
+_SLACK = 1e-9  # a value this close below an integer counts as it, since the order of summation may differ
 
 
 def to_uint8(values: Tensor, slack: float = _SLACK) -> Tensor:
@@ -244,4 +244,4 @@ def to_uint8(values: Tensor, slack: float = _SLACK) -> Tensor:
     """
     if slack and values.dtype == torch.float64:
         values = values + slack
-    return values.clamp(0, 255).to(torch.int32).to(torch.uint8)  # by way of int32, which CPUs vectorise
+    return values.clamp(0, 255).to(torch.int32).to(torch.uint8)  # via int32, which CPUs vectorise

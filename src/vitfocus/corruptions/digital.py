@@ -63,7 +63,7 @@ def saturate(x: Tensor, setting: Setting, draws: Draws) -> Tensor:
 
 
 def contrast(x: Tensor, setting: Setting, draws: Draws) -> Tensor:
-    """Move every channel towards its own mean, by a table of its 256 values."""
+    """Move every channel towards its own mean, with a lookup table of 256 values."""
     batch, channels = x.shape[:2]
     mean = x.flatten(2).sum(2, keepdim=True).double() / (255 * x[0, 0].numel())
     values = torch.arange(256, device=x.device, dtype=torch.float64) / 255
@@ -125,7 +125,7 @@ def pixelate(x: Tensor, setting: Setting, draws: Draws) -> Tensor:
 
 
 def _sample(x: Tensor, right: Tensor, down: Tensor, corners: bool) -> Tensor:
-    """Bilinear samples at pixel coordinates (B, H, W), reflected about the edge pixels' centres (`corners`) or rims."""
+    """Bilinear samples at pixel coordinates (B, H, W), reflected about border pixels' centres (`corners`) or edges."""
     height, width = x.shape[-2:]
     shift = 0.0 if corners else 0.5
     across = (right + shift) * (2.0 / max(width - 1 + 2 * shift, 1)) - 1
@@ -137,7 +137,7 @@ def _sample(x: Tensor, right: Tensor, down: Tensor, corners: bool) -> Tensor:
 def _affine(x: Tensor, jitter: float, draws: Draws, right: Tensor, down: Tensor) -> Tensor:
     """Warp so that three points of a centred square move by up to `jitter` pixels each way.
 
-    The reference lists the points as (row, column) and OpenCV reads (x, y), which only matters for rectangles; it is
+    The reference lists the points as (row, column) but OpenCV reads (x, y), which only matters for rectangles; this is
     kept.
     """
     height, width = x.shape[-2:]

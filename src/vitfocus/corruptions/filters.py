@@ -150,7 +150,7 @@ def clipped_zoom(x: Tensor, factor: float, trim: str = "centre") -> Tensor:
 def streak(x: Tensor, radius: int, sigma: float, angle: Tensor) -> Tensor:
     """ImageMagick's motion blur: a one-sided Gaussian of 2 radius + 1 taps along an angle (degrees, one per image).
 
-    Taps fall on whole pixels, ceil(step - 0.5) away, and pixels beyond the edge repeat it. (B, C, H, W) in any dtype;
+    Taps fall on whole pixels, ceil(step - 0.5) away, and edge pixels are replicated. (B, C, H, W) in any dtype;
     float32 out, unrounded.
     """
     width = 2 * radius + 1

@@ -35,7 +35,7 @@ _MUD = (63, 42, 20)
 _UNIT = 10_000  # distances are whole numbers of ten-thousandths of a pixel
 _FARTHEST = 20 * _UNIT
 _TAN22 = 13573  # tan(22.5 degrees) with 15 fractional bits
-_GROW = 48  # pixels a weak edge can continue a strong one
+_GROW = 48  # pixels by which a weak edge can extend a strong one
 _STEPS = ((10_000, ((0, 1), (1, 0))), (14_000, ((1, 1), (1, -1))), (21_969, ((1, 2), (2, 1), (1, -2), (2, -1))))
 
 

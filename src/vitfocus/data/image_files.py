@@ -73,7 +73,7 @@ def is_image(one: Any) -> bool:
 
 
 def as_images(images: Any) -> list[Any] | None:
-    """The pictures of a folder (read recursively), a file, a PIL image, an array or a list; None for other things.
+    """The pictures of a folder (read recursively), a file, a PIL image, an array or a list; None for anything else.
 
     >>> len(as_images(np.zeros((5, 8, 8, 3)))), as_images(torch.zeros(5, 3, 8, 8))
     (5, None)

@@ -1,7 +1,7 @@
-"""One attention as it happened (`Observation`), and torch's fused attention with its softmax normalisers.
+"""A recorded attention call (`Observation`), and torch's fused attention with its softmax normalisers.
 
 A fused attention kernel keeps log Σ exp of each row's logits for its backward pass. Reading the map a second time
-needs exactly these numbers, and computing them again takes a pass over all logits.
+needs exactly these values, and recomputing them takes a pass over all logits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-#: Queries, keys, and, where there are any, bias and normalisers, as kernels take them.
+#: Queries, keys, and optionally bias and normalisers, as the kernels take them.
 AttentionInputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
@@ -90,7 +90,7 @@ class Observation:
     def of_tokens(self, images: Tensor, tokens: Tensor) -> Observation:
         """The attention among some tokens of some images: `images` (G,) and for each of them `tokens` (G, N).
 
-        Valid if all other keys are masked, so that no attention is lost with them.
+        Valid only if all other keys are masked, so that dropping them loses no attention.
 
         >>> seen = Observation(map=torch.eye(3).expand(2, 1, 3, 3))
         >>> seen.of_tokens(torch.tensor([1]), torch.tensor([[0, 2]])).attention()
@@ -113,11 +113,11 @@ class Observation:
         return Observation(scale=self.scale, **by_token, **by_pair)
 
     def detach(self) -> Observation:
-        """The same without a gradient."""
+        """The same observation, detached from the autograd graph."""
         return self._each(Tensor.detach)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Observation:
-        """The same with each of its tensors changed."""
+        """The same observation with `change` applied to each tensor."""
         names = ("query", "key", "bias", "lse", "logits", "map")
         changed: Any = {name: change(one) for name in names if (one := getattr(self, name)) is not None}
         return replace(self, **changed)
@@ -160,7 +160,7 @@ def matched(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
 def attention_with_normalisers(
     query: Tensor, key: Tensor, value: Tensor, *, scale: float
 ) -> tuple[Tensor, Tensor] | None:
-    """softmax(scale · q kᵀ) v and log Σ exp (B, H, Q), by the kernel that torch would choose; None if it keeps none.
+    """softmax(scale · q kᵀ) v and log Σ exp (B, H, Q), by the kernel torch would choose; None if it keeps none.
 
     >>> attention_with_normalisers(*torch.zeros(3, 1, 1, 4, 8), scale=1.0) is None  # not on a CPU
     True
@@ -192,7 +192,7 @@ def _is_cudnn_chosen(query: Tensor, key: Tensor, value: Tensor, scale: float) ->
 
 @torch.compiler.assume_constant_result
 def _is_cudnn_first(device: torch.device) -> bool:
-    """Whether torch prefers cuDNN's attention: from compute capability 9.0 on, unless told otherwise.
+    """Whether torch prefers cuDNN's attention: from compute capability 9.0 on, unless configured otherwise.
 
     For compiled code, where there are no tensors to ask torch about yet.
     """

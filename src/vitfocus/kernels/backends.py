@@ -25,7 +25,7 @@ from torch import Tensor
 
 from vitfocus.core.errors import VitfocusError, nearest
 
-#: reference: as the equations say, with whole maps; chunked: plain torch, memory linear in N; triton: the kernels.
+#: reference: as in the equations, on whole maps; chunked: plain torch, memory linear in N; triton: the kernels.
 BACKENDS = ("auto", "reference", "chunked", "triton")
 
 Arguments = ParamSpec("Arguments")
@@ -34,10 +34,10 @@ Result = TypeVar("Result")
 _INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
-#: What `backend` forces. A plain global, because compiled code is traced through it.
+#: The backend that `backend` forces. A plain global, because torch.compile traces code that reads it.
 _forced = "auto"
 
-#: What `compile_together` has seen; one thread at a time looks.
+#: The keys that `compile_together` has seen, and a lock for `launches_of`, which patches Triton while it runs.
 _compiled: set[Hashable] = set()
 _noting = threading.Lock()
 
@@ -106,7 +106,7 @@ def interpreting() -> bool:
 def exporting() -> bool:
     """Whether the model is being exported: an exported model must not depend on our kernels.
 
-    The flag and not `torch.compiler.is_exporting()`, which in torch 2.11 is true in everything that is compiled.
+    Uses the flag, because in torch 2.11 `torch.compiler.is_exporting()` is true in all compiled code.
     """
     return bool(torch.compiler._is_exporting_flag)
 
@@ -125,11 +125,11 @@ def outside_autocast(device: torch.device) -> AbstractContextManager[Any]:
 def differentiable_gradients(
     function: Callable[..., Tensor], given: Sequence[Tensor | None], gradient: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of a function of plain operations that can be differentiated again, for a backward pass of kernels.
+    """Differentiable gradients of a function made of plain torch operations, for double backward through a kernel.
 
-    The function gets `given`; what is None or needs no gradient has None.
+    The function is called with `given`; an entry that is None or needs no gradient gets None.
     """
-    # Views, because one of them may have been computed from another, whose gradient would then include it.
+    # Views: if one input was computed from another, the latter's gradient would include the path through it.
     views = [None if one is None else one.view_as(one) for one in given]
     wanted = [one for one in views if one is not None and one.requires_grad]
     made = iter(torch.autograd.grad(function(*views), wanted, gradient, create_graph=True))
@@ -137,12 +137,12 @@ def differentiable_gradients(
 
 
 def wants_second_derivative() -> bool:
-    """Whether a backward pass is itself differentiated (`create_graph=True`), which kernels cannot be."""
+    """Whether a backward pass is itself differentiated (`create_graph=True`), which kernels do not support."""
     return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 def on_device_of_first(launch: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Run the function with its first tensor's GPU as the current device: Triton launches on the current one.
+    """Run the function with its first tensor's GPU as the current device, on which Triton launches.
 
     The first argument is that tensor, or a tuple that begins with it. On a CPU, for the interpreter, nothing changes,
     and compiled code takes care of the device itself.
@@ -161,10 +161,10 @@ def on_device_of_first(launch: Callable[Arguments, Result]) -> Callable[Argument
 
 
 def compile_together(device: torch.device, key: Hashable, launch: Callable[[], Any]) -> None:
-    """Compile what `launch` would launch, all at the same time, before the first launches with this key.
+    """Compile the kernels that `launch` would launch, in parallel, before the first launch with this key.
 
-    A kernel takes a second or so: Triton compiles it, and a C compiler its launcher, both outside Python's lock.
-    Nothing happens on a CPU, where kernels are interpreted, and while a CUDA graph is recorded.
+    A kernel takes about a second: Triton compiles it and a C compiler its launcher, both without holding the GIL.
+    Does nothing on a CPU, where kernels are interpreted, or while a CUDA graph is captured.
     """
     if (device, key) in _compiled or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return
@@ -177,14 +177,14 @@ def compile_together(device: torch.device, key: Hashable, launch: Callable[[], A
 
 
 def launches_of(launch: Callable[[], Any]) -> dict[Hashable, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
-    """The launches that a function would make, in place of making them: kernels, arguments and keywords."""
+    """The launches that a function would make, without making them: kernels, arguments and keywords."""
     from triton.runtime.jit import JITFunction
 
     mine = threading.get_ident()
     calls: dict[Hashable, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {}
 
     def note(self: Any, *args: Any, **keywords: Any) -> Any:
-        if threading.get_ident() != mine:  # other threads launch as ever
+        if threading.get_ident() != mine:  # other threads launch as usual
             return really(self, *args, **keywords)
         alike = tuple(getattr(one, "dtype", one) for one in args)
         calls[self, alike, *((name, one) for name, one in keywords.items() if name != "grid")] = (self, args, keywords)

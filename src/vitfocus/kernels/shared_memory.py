@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import torch
 
-#: Bytes of a GPU of compute capability 9.0; the interpreter uses its block sizes.
+#: Bytes on a GPU of compute capability 9.0, whose block sizes the interpreter uses too.
 LARGE = 227 * 1024
-#: The fewest rows and columns of a tile that the matrix units take.
+#: The smallest tile side that the tensor cores accept.
 LEAST = 16
-#: The most channels of a head that kernels take.
+#: The most channels per head that the kernels support.
 MOST_CHANNELS = 256
 
 
@@ -30,12 +30,12 @@ def available(device: torch.device) -> int:
 def row_tiles(
     width: int, item: int, rows: int, keys: int, space: int, columns: int = 64, maps: int = 1
 ) -> tuple[int, int, int]:
-    """Rows, columns and stages of a program that multiplies queries with keys of one head at a time, of so many maps.
+    """Rows, columns and pipeline stages for a program that multiplies queries and keys head by head, for `maps` maps.
 
     >>> row_tiles(64, 2, 197, 197, LARGE), row_tiles(64, 4, 197, 7, LARGE), row_tiles(256, 2, 197, 197, 99 * 1024)
     ((64, 64, 3), (64, 16, 1), (32, 32, 1))
     """
-    # float32 is multiplied in three parts, which lie beside the original.
+    # float32 is multiplied in three parts, stored beside the original.
     high, wide, stages, copies = (64, columns, 3, 1) if item == 2 else (64, 32, 1, 2)
     token = maps * padded(width) * item
 

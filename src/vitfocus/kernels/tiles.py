@@ -17,7 +17,7 @@ REACH = 128
 
 @triton.jit
 def single(number):
-    """A float argument in float32: compiled code declares it as float64, which would spread to all that it meets."""
+    """A float argument in float32: compiled code passes float64, which would promote all further results."""
     return tl.cast(number, tl.float32)
 
 
@@ -25,8 +25,8 @@ def single(number):
 def load_rows(pointer, batch, head, rows, strides, D: tl.constexpr, DP: tl.constexpr):
     """Rows (T,) of one head of a (B, H, N, D) tensor with these strides: (T, DP), channels padded with zeros.
 
-    All rows must exist: callers repeat the last one beyond the end, because a mask for each row would take more
-    instructions than the product that follows. Attention to a repeated key is a number between 0 and 1 at least.
+    All rows must exist: callers repeat the last one beyond the end, because a mask per row would take more
+    instructions than the product that follows. Attention to a repeated key is at least finite, between 0 and 1.
     """
     channels = tl.arange(0, DP)
     start = pointer + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
@@ -48,7 +48,7 @@ def store_rows(pointer, values, batch, head, rows, ok, strides, D: tl.constexpr,
 
 @triton.jit
 def logits(query, key, scale, bias, batch, head, rows, cols, strides, HAS_BIAS: tl.constexpr):
-    """Attention logits of a tile in units of log 2: (T, D) and (S, D) to (T, S), for rows and columns that exist."""
+    """Attention logits of a tile in units of log 2: (T, D) and (S, D) to (T, S), for rows and columns within bounds."""
     scores = tl.dot(query, tl.trans(key), input_precision="tf32x3") * (scale * 1.4426950408889634)
     if HAS_BIAS:
         start = bias + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
@@ -59,7 +59,7 @@ def logits(query, key, scale, bias, batch, head, rows, cols, strides, HAS_BIAS: 
 
 @triton.jit
 def by_row(vector, TURNED: tl.constexpr):
-    """A number for each row of a tile, spread over its columns."""
+    """One value per row of a tile, broadcast over its columns."""
     if TURNED:
         return vector[None, :]
     else:
@@ -96,9 +96,9 @@ def log_sum_exp(
 
 @triton.jit
 def lower_kernel(lse, rows, norms, lift, queries, row_count, first, reach, BLOCK: tl.constexpr, HAS_ROWS: tl.constexpr):
-    """Normalisers (B, H, Q) to those of the compared rows, (B, H, reach), in units of log 2, less log2 K.
+    """Normalisers (B, H, Q) to those of the compared rows, (B, H, reach), in units of log 2, minus `lift`.
 
-    Logits less these are log2 of K times attention, which is 0 beyond the last row.
+    Logits minus these are log2(2^lift · attention); attention is 0 past the last row.
     """
     lift = single(lift)
     blocks = tl.cdiv(reach, BLOCK)
@@ -129,7 +129,7 @@ def lower_norms(
 ) -> Tensor:
     """Normalisers (B, H, Q) of rows, or of `count` from `first` on, as the kernels take them: (B, H, reach), padded.
 
-    In units of log 2, less `lift`; logits less these are a logarithm of attention, which is 0 beyond the last row.
+    In units of log 2, minus `lift`; logits minus these are the log of attention, which is 0 past the last row.
     """
     batch, heads, queries = lse.shape
     count = queries if count is None else count
@@ -144,7 +144,7 @@ def lower_norms(
 
 
 def strides(query: Tensor, key: Tensor, bias: Tensor | None) -> tuple[int, ...]:
-    """Strides of images, heads and tokens of queries and keys, whose last one is 1, and all four of the bias."""
+    """The first three strides of queries and keys, whose last stride is 1, and all four of the bias."""
     shape = (*query.shape[:3], key.shape[2])
     spread = bias.expand(shape).stride() if bias is not None else (0, 0, 0, 0)
     return (*query.stride()[:3], *key.stride()[:3], *spread)

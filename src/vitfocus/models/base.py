@@ -43,7 +43,7 @@ def to_map(x: Tensor, grid: Grid) -> Tensor:
 
 
 def head_width(dim: int, num_heads: int) -> int:
-    """The width of one head; a width that the heads do not divide is refused."""
+    """The width of one head; raises an error if `num_heads` does not divide `dim`."""
     if num_heads < 1 or dim % num_heads:
         raise VitfocusError(f"A width of {dim} does not divide into {num_heads} heads.")
     return dim // num_heads
@@ -305,8 +305,8 @@ def register_variants(
 ) -> None:
     """Register a family's sizes with timm: constructor arguments by name; none has weights to download.
 
-    `out_indices(arguments)` are the features that `features_only=True` gives by default, `cfg` what all share of timm's
-    default configuration.
+    `out_indices(arguments)` are the features that `features_only=True` gives by default, `cfg` the entries of timm's
+    default configuration that they share.
     """
     module: Any = sys.modules[cls.__module__]
     image = {"num_classes": 1000, "input_size": (3, 224, 224), "crop_pct": 0.875, "interpolation": "bicubic"}

@@ -128,7 +128,7 @@ def report(
         data = explorer if explorer is not None else load_explorer(models)
     if data is not None:
         add_explorer(page, data, target)
-    with confined(target.parent) if out is None else nullcontext():  # a run folder may come from anybody
+    with confined(target.parent) if out is None else nullcontext():  # a run folder may be untrusted
         page.write(target)
     return WrittenReport(target, target.stat().st_size, [model.name for model in models], rows, insertions(models))
 

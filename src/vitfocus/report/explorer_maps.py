@@ -80,7 +80,7 @@ Prediction = list[tuple[str, float]]
 
 @dataclass(frozen=True)
 class ObservedImage:
-    """What a model did with one image: by layer the attention, the places of high-norm tokens and their share of all.
+    """What a model did with one image: per layer, its attention, and the positions and share of high-norm tokens.
 
     `size` is that of the image at the stem.
     """

@@ -80,7 +80,7 @@ class Training:
 
     @property
     def finished(self) -> bool:
-        """Whether the training ran to its end."""
+        """Whether training has finished."""
         return bool(self.results.get("finished"))
 
     @property

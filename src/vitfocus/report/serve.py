@@ -62,7 +62,7 @@ class Live:
         """Store an image, preprocessed for every model, and return its id."""
         pixels = [prepared([picture], reader.body)[0] for reader in self.readers]
         digest = hashlib.sha256(b"".join(one.numpy().tobytes() for one in pixels)).hexdigest()[:32]
-        name = hmac.new(self._secret, digest.encode(), "sha256").hexdigest()[:32]  # nobody can guess it
+        name = hmac.new(self._secret, digest.encode(), "sha256").hexdigest()[:32]  # cannot be guessed
         _remember(self._pictures, name, (digest, pixels), _PICTURES)
         return name
 

@@ -1,7 +1,7 @@
 """The batches of an evaluation. Every image has a position, by which processes and resumed runs divide the work.
 
-A source divides its positions into fixed batches, which are distributed over the processes, without those that are
-done. So every image is measured once, for any batch size and any number of processes.
+A source divides its positions into fixed batches. Those that are not done yet are distributed over the processes, so
+every image is measured once, for any batch size and any number of processes.
 """
 
 from __future__ import annotations

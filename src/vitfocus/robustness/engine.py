@@ -219,7 +219,7 @@ def _run_group(
     saved: Columns,
     progress: Progress,
 ) -> Columns:
-    """Measure what is not saved yet of a group; images that are not files are read again and compared by checksum."""
+    """Measure the unsaved part of a group; images that are not files are read again and compared by checksum."""
     sums = (saved[key].tolist() for key in ("positions", "checksum") if "checksum" in saved)
     known: dict[int, int] = dict(zip(*sums, strict=True))
     done = frozenset(saved["positions"].tolist()) if saved and not known else frozenset[int]()
@@ -279,7 +279,7 @@ def _joined(parts: Sequence[Tensor | list[str]]) -> Any:
 
 
 def _merge(parts: list[Columns]) -> Columns:
-    """Join parts in the order of positions; of an image in two parts, the first outcome is kept."""
+    """Join parts in the order of positions; if an image is in two parts, its first outcome is kept."""
     if not parts:
         return {}
     columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}

@@ -74,7 +74,7 @@ class PixelModel:
             channels = f"{values.shape[1]} channel{'s' * (values.shape[1] != 1)}"
             raise VitfocusError(f"The images have {channels}, but {self.name} takes {len(self.mean)}.")
         if values.device not in self._constants:
-            with torch.inference_mode(False):  # they are kept, and attacks differentiate through them
+            with torch.inference_mode(False):  # they are cached, and attacks differentiate through them
                 mean, std = (torch.tensor(v, device=values.device).view(1, -1, 1, 1) for v in (self.mean, self.std))
             self._constants[values.device] = (mean, std)
         return self._constants[values.device]

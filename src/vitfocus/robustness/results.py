@@ -43,7 +43,7 @@ class CorruptionScores(OpenDict):
 
 
 class ModelSummary(OpenDict):
-    """What results.json holds of one model."""
+    """The entry of one model in results.json."""
 
     numbers = True
 
@@ -415,7 +415,7 @@ def unflatten(columns: Columns) -> Samples:
     samples: Samples = {}
     for key, values in columns.items():
         condition, _, rest = key.partition("|")
-        model, _, name = rest.rpartition("|")  # a model's name may hold anything
+        model, _, name = rest.rpartition("|")  # a model's name may contain "|"
         samples.setdefault(condition, {}).setdefault(model, {})[name] = values
     return samples
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 class RunContext:
     """Where a run takes place: its device, this process's rows of a batch, and whether the model is compiled.
 
-    `until_stopped` passes the batches of an evaluation on and raises an error if the run was asked to stop.
+    `until_stopped` yields the batches of an evaluation, and raises an error if the run was asked to stop.
     """
 
     device: torch.device
@@ -160,7 +160,7 @@ class Task(ABC):
 
     @abstractmethod
     def headline(self, scores: Mapping[str, float]) -> str:
-        """The scores in one line, for people."""
+        """The scores as one readable line."""
 
     def sample_images(self, count: int) -> Any:
         """At most `count` validation images as `vitfocus.diagnose` takes them; None if the task has none."""
@@ -168,7 +168,7 @@ class Task(ABC):
 
     @torch.no_grad()
     def dry_run(self, model: nn.Module, size: int, call: Callable[[Tensor], Any]) -> None:
-        """Run the model on one black image of the recipe's size, so that a misfit is an error before training.
+        """Run the model on one black image of the recipe's size, so that a mismatch is an error before training.
 
         `call` runs it on a (1, 3, size, size) tensor, in eval mode.
         """

@@ -82,7 +82,7 @@ class Teacher(nn.Module):
         return logits_of(self.net(images))
 
     def _try(self, classes: int) -> None:
-        """Run the teacher on one image, so that a misfit is an error before training."""
+        """Run the teacher on one image, so that a mismatch is an error before training."""
         try:
             shape = tuple(self(torch.zeros(1, 3, *input_spec(self.net).size)).shape)
         except Exception as error:  # libraries raise many types for unexpected images

@@ -84,7 +84,7 @@ class PyramidFeatures(nn.Module):
 
 
 def no_decay_names(model: nn.Module) -> set[str]:
-    """Names of the parameters for which a submodule wants no weight decay."""
+    """Names of the parameters for which a submodule disables weight decay."""
     return {
         f"{place}.{name}"
         for place, module in model.named_modules()

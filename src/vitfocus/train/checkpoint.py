@@ -221,7 +221,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 def gather_tensors(
     model: nn.Module, optimiser: Optimizer, ema: nn.Module | None = None
 ) -> tuple[dict[str, Tensor], OptimiserState]:
-    """Collect what a checkpoint holds. Every process must call this; the first gets the tensors."""
+    """Collect the content of a checkpoint. Every process must call this; the first gets the tensors."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights, optimised = get_state_dict(model, optimiser, options=options)
     tensors: dict[str, Any] = {f"model/{name}": value for name, value in weights.items()}

@@ -1,7 +1,7 @@
 """A faster training step: torch.compile for the whole model or for each block, and CUDA graphs.
 
 Compiled as a whole, a transformer of twelve blocks has the same block compiled twelve times. Block by block, the second
-block finds what the first left in the cache; what is lost is fusion across blocks.
+block reuses the first one's compiled code, at the cost of fusion across blocks.
 
 A small model's step is thousands of short kernels, and launching them one by one takes the host longer than the GPU
 needs to run them. The first steps run eagerly, so that everything is compiled and allocated; the next is captured as a
@@ -33,7 +33,7 @@ WARM_UP = 3
 
 
 def can_capture(optimiser: Optimizer) -> bool:
-    """Whether an optimiser's step does not wait for the host."""
+    """Whether an optimiser's step runs without synchronising with the host."""
     return all(group.get("fused") or "capturable" in group for group in optimiser.param_groups)
 
 
@@ -60,9 +60,9 @@ class CapturedStep:
             group["lr"] = torch.tensor(float(group["lr"]), dtype=torch.float32, device=device)
 
     def __call__(self, inputs: tuple[Tensor, ...], epoch: float, settled: bool) -> Tensor:
-        """Take one step; nothing is captured before the loss is `settled`, so that its weights no longer change.
+        """Take one step; nothing is captured until the loss is `settled`, when its weights no longer change.
 
-        The learning rate and the generators are set already.
+        The learning rate must be set and the generators seeded beforehand.
         """
         if self.graph is not None:
             for place, value in zip(self.inputs, inputs, strict=True):

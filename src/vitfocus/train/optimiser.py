@@ -62,11 +62,11 @@ class BatchedMuon(Muon):
                 matrices = [p for p in given if self._is_matrix(p, group)]
                 self._update(matrices, group)
                 updated += [(p, p.grad) for p in matrices]
-            if not group["nesterov"]:  # timm then uses NAdamW, of which there is no fused form
+            if not group["nesterov"]:  # timm then uses NAdamW, which has no fused form
                 vectors = [p for p in given if not self._is_matrix(p, group)]
                 self._update_vectors(vectors, group)
                 updated += [(p, p.grad) for p in vectors]
-        for parameter, _ in updated:  # timm's step passes over parameters without a gradient
+        for parameter, _ in updated:  # timm's step skips parameters without a gradient
             parameter.grad = None
         super().step()
         for parameter, gradient in updated:

@@ -190,7 +190,7 @@ class Trainer:
         set_learning_rate(self.optimiser, self.schedule.learning_rate(step))
         if self._captured is not None and self._device_batches is not None:
             epoch = self.schedule.epoch(step)
-            settled = epoch >= self.recipe.loss.adl_warmup_epochs  # a rising weight is a number on the host
+            settled = epoch >= self.recipe.loss.adl_warmup_epochs  # a graph would freeze a rising weight
             self._loss_sums += self._captured(self._device_batches.inputs(step), epoch, settled)
         else:
             self._loss_sums += self._eager_step(batches)

@@ -102,7 +102,7 @@ def mix(batch: ClassificationBatch, section: Augment, seed: int, step: int) -> C
 
 
 def draw_mix(section: Augment, seed: int, step: int, size: tuple[int, int]) -> Tensor | None:
-    """The eight numbers by which a step is mixed, or None if the recipe never mixes.
+    """The eight parameters for mixing a step's images, or None if the recipe never mixes.
 
     They are the blending weights of each image and its neighbour, the top, bottom, left and right of the box taken from
     the neighbour, and the weights of the image's label and the neighbour's. In a step that is not mixed the neighbour
@@ -128,7 +128,7 @@ def draw_mix(section: Augment, seed: int, step: int, size: tuple[int, int]) -> T
 
 
 def apply_mix(batch: ClassificationBatch, numbers: Tensor) -> ClassificationBatch:
-    """Mix a batch by the numbers of `draw_mix`, which are on the images' device."""
+    """Mix a batch with the parameters from `draw_mix`, which are on the images' device."""
     images, labels, even = batch.images, batch.labels, len(batch.images) // 2 * 2
     swapped = torch.cat([images[:even].unflatten(0, (-1, 2)).flip(1).flatten(0, 1), images[even:]])
     other_labels = torch.cat([labels[:even].view(-1, 2).flip(1).flatten(), labels[even:]])
@@ -145,7 +145,7 @@ def augment_patches(images: Tensor, side: int, normalise: Normalise) -> Tensor:
     """RVT's patch-wise augmentation of normalised images (B, C, H, W), cut into patches of `side` pixels.
 
     Each patch gets, each with probability 0.1: a random crop of 85 % to 100 % of its area resized back, Gaussian noise
-    of 0.01, and a horizontal flip. Values are limited to those of pixels. The draws come from torch's generator.
+    of 0.01, and a horizontal flip. Values are clipped to the range of pixels. The draws come from torch's generator.
     """
     batch, channels, height, width = images.shape
     patches = images.unfold(2, side, side).unfold(3, side, side).permute(0, 2, 3, 1, 4, 5).flatten(0, 2)
@@ -175,7 +175,7 @@ def _span(draw: np.random.Generator, size: int, part: float) -> tuple[int, int]:
 
 
 def _pad_crop(images: Tensor, uniform: Tensor, padding: int) -> Tensor:
-    """Pad with zeros and crop to the original size at a random place."""
+    """Pad with zeros and crop to the original size at a random position."""
     batch, channels, height, width = images.shape
     padded = F.pad(images, (padding,) * 4)
     offset = (uniform[:, :2] * (2 * padding + 1)).long()
@@ -196,7 +196,7 @@ def _resized_crop(images: Tensor, uniform: Tensor, scale: tuple[float, float]) -
 
 
 def _warp(images: Tensor, matrix: tuple[Tensor, ...], padding_mode: str, align_corners: bool = False) -> Tensor:
-    """Sample images (B, C, H, W) at affinely transformed places; `matrix` holds the six entries (B,), row by row."""
+    """Sample images (B, C, H, W) at affinely transformed positions; `matrix` holds the six entries (B,), row by row."""
     rows = torch.stack(matrix, 1).unflatten(1, (2, 3)).to(images.dtype)
     grid = F.affine_grid(rows, list(images.shape), align_corners=align_corners)
     return F.grid_sample(images, grid, padding_mode=padding_mode, align_corners=align_corners)
@@ -205,7 +205,7 @@ def _warp(images: Tensor, matrix: tuple[Tensor, ...], padding_mode: str, align_c
 def _erase(images: Tensor, uniform: Tensor, probability: float, noise: Tensor) -> Tensor:
     """Fill one rectangle of 2 % to 33 % of the area, aspect ratio 0.3 to 3.3, with noise, as timm's "pixel" mode.
 
-    The noise comes from a random place of a fixed noise image, so no random number per pixel is needed.
+    The noise is a random crop of a fixed noise image, so no random number per pixel is needed.
     """
     height, width = images.shape[-2:]
     acts, size, aspect, down, across, row, column = uniform.unbind(1)

@@ -74,7 +74,7 @@ class ResidentBatches:
                 yield self.make(*self.inputs(step, part))
 
     def inputs(self, step: int, part: int = 0) -> tuple[Tensor, ...]:
-        """What differs between parts, on the device: indices, random numbers and the numbers to mix by."""
+        """What differs between parts, on the device: indices, random numbers and mixing parameters."""
         first, last = self.partition.rows(part)
         device, seed = self.order.device, self.order.seed
         index = self.order.indices(step * self.partition.batch + first, step * self.partition.batch + last)

@@ -111,7 +111,7 @@ class QuestionTokenizer:
         return text
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuestionTokenizer:
-        return self  # nothing in it changes
+        return self  # immutable
 
     def __getstate__(self) -> dict[str, Any]:
         return {"json": self.to_json(), "longest": self.longest}

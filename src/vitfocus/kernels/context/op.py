@@ -19,7 +19,7 @@ from vitfocus.kernels.backends import wants_second_derivative
 def share_mean(tokens: Tensor, scale: Tensor | None = None) -> Tensor:
     """CB of (B, N, C), or with `scale` (C,) CB_S, by the kernel, with its gradient.
 
-    Under autocast compiled code gets float32, which costs nothing where it is added to the shortcut at once.
+    Under autocast, compiled code returns float32, which is free where it fuses with the residual addition.
     """
     mixed: Tensor = _ShareMean.apply(tokens, scale)
     return mixed
@@ -36,7 +36,7 @@ class _ShareMean(torch.autograd.Function):
             mean = wide.mean(dim=1)
             share = mean * 0.5 if scale is None else mean * scale.float()
             mixed = kept * wide + share.unsqueeze(1)
-            # Not where it changes nothing: torch 2.11 then compiles a wrong gradient.
+            # Cast only if the dtype changes: torch 2.11 compiles a wrong gradient for a no-op cast.
             if tokens.dtype != torch.float32 and not torch.is_autocast_enabled("cuda"):
                 mixed = mixed.to(tokens.dtype)
         else:
@@ -50,7 +50,7 @@ class _ShareMean(torch.autograd.Function):
         from vitfocus.kernels.context import triton as fused
 
         if wants_second_derivative():
-            if ctx.saved_tensors:  # the tokens that it would need are not kept
+            if ctx.saved_tensors:  # a second derivative needs the tokens, which are not saved
                 raise VitfocusError("The kernel of CB_S has no second derivative: use backend('chunked').")
             return share_mean(gradient).to(ctx.dtype), None
         if not ctx.saved_tensors:

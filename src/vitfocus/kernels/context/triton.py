@@ -1,7 +1,7 @@
 """Context Broadcasting's one operation: every token, plus a share of the mean of all tokens, in one pass.
 
 Forward and backward are the same kernel, because the operation is its own transpose. A program owns some channels of an
-image; where all their tokens fit into registers they are read once and written once, else once more for the mean.
+image; if all their tokens fit into registers, they are read and written once, else read once more for the mean.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from vitfocus.kernels.backends import on_device_of_first
 from vitfocus.kernels.shared_memory import power_of_two
 from vitfocus.kernels.tiles import single
 
-#: Channels of a program, and the numbers that it can keep.
+#: Channels per program, and the number of values that it can hold in registers.
 CHANNELS, MOST = 32, 16384
 
 
 @triton.jit
 def _program(count, C, BT: tl.constexpr, BC: tl.constexpr):
-    """The part of the channels, the block of tokens and the image of this program, and the number of blocks.
+    """This program's group of channels, block of tokens and image, and the number of blocks.
 
-    All on one axis: images may be windows, and the other axes of a grid are too short for their number.
+    All on one grid axis: images may be windows, and there may be too many for the other axes' limits.
     """
     parts, blocks, program = tl.cdiv(C, BC), tl.cdiv(count, BT), tl.program_id(0)
     return program % parts, (program // parts) % blocks, (program // (parts * blocks)).to(tl.int64), blocks
@@ -32,7 +32,7 @@ def _program(count, C, BT: tl.constexpr, BC: tl.constexpr):
 @triton.jit
 def share_mean_kernel(values, scale, out, means, count, C, kept, HAS_SCALE: tl.constexpr, WHOLE: tl.constexpr,
                       BT: tl.constexpr, BC: tl.constexpr):  # fmt: skip
-    """out = kept · x + share · mean(x), share (C,) or 1 − kept. WHOLE: one block has all tokens, and finds the mean."""
+    """out = kept · x + share · mean(x), share (C,) or 1 − kept. WHOLE: a block has all tokens and computes the mean."""
     kept = single(kept)
     part, block, batch, _ = _program(count, C, BT, BC)
     channels = part * BC + tl.arange(0, BC)

@@ -1,6 +1,6 @@
 """The diversification loss in plain torch, one chunk of images or rows at a time: memory linear in the tokens.
 
-A chunk is whole rows of some images' maps, as many as the caches hold. One pass over the rows gives the loss. The loss
+A chunk is whole rows of some images' maps, as many as fit in caches. One pass over the rows gives the loss. The loss
 is a scalar, so its gradient is computed in the forward pass, up to the factor that the backward pass multiplies with:
 from the same rows if an image's map is small enough to be kept, else from recomputed rows.
 """
@@ -17,22 +17,22 @@ from torch import Tensor
 from vitfocus.kernels.backends import differentiable_gradients, wants_second_derivative
 from vitfocus.kernels.diversity.reference import row_similarity
 
-#: Numbers in a chunk of maps: what a core's caches hold; a GPU without Triton wants more to be busy.
+#: Elements per chunk of maps: what fits in a core's caches; a GPU without Triton needs more to be busy.
 CPU_CHUNK, GPU_CHUNK = 1 << 19, 1 << 24
 
-#: Numbers in the maps of several images of one chunk, on a CPU: what the fastest of its caches hold.
+#: Elements per chunk that spans several images, on a CPU: what fits in its fastest caches.
 IMAGES_CHUNK = 3 << 17
 
-#: The least rows in a chunk: with fewer, adding to the keys' gradient costs more than computing it.
+#: The fewest rows per chunk: with fewer, accumulating the keys' gradient costs more than computing it.
 LEAST_ROWS = 128
 
-#: Numbers in an image's maps that are kept for the gradient and not recomputed: 16 MB in float32. Twice LEAST_ROWS rows
-#: of any length are kept too.
+#: Maps of one image with up to this many elements are kept for the gradient, not recomputed: 16 MB in float32. Twice
+#: LEAST_ROWS rows of any length are kept too.
 KEPT_CHUNK = 1 << 22
 
 
 class LossOptions(NamedTuple):
-    """The options of the loss that both passes need."""
+    """The options of the loss, needed in both passes."""
 
     scale: float
     first: int
@@ -46,7 +46,7 @@ class LossOptions(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """The loss's gradient with respect to the compared queries (B, H, R, D), keys and bias; empty where not wanted."""
+    """The loss's gradient with respect to the compared queries (B, H, R, D), keys and bias; empty where not needed."""
 
     query: Tensor
     key: Tensor
@@ -54,7 +54,7 @@ class Gradients(NamedTuple):
 
 
 def empty_like_tokens(tokens: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """An empty (B, H, N, D) with the memory layout (B, N, H, D), as projections produce and take it."""
+    """An empty (B, H, N, D) with the memory layout (B, N, H, D), as projections produce and consume it."""
     batch, heads, count, width = tokens.shape
     return tokens.new_empty((batch, count, heads, width), dtype=dtype).transpose(1, 2)
 
@@ -121,7 +121,7 @@ class _Maps:
         self.count = len(rows) if rows is not None else query.shape[2] - options.first
         self.groups = 1 if options.average_heads else self.heads
         bound = torch.tensor(options.bound(self.keys), dtype=self.wide)
-        # With ≥ the bound itself passes too, which is > the number before it.
+        # x ≥ bound is x > the float just below the bound.
         below = torch.nextafter(bound, torch.zeros_like(bound)) if options.paper else bound
         self.bound, self.below = float(bound), float(below)
         self.budget = CPU_CHUNK if query.device.type == "cpu" else GPU_CHUNK
@@ -145,8 +145,8 @@ class _Maps:
 
 
 class _Rows(NamedTuple):
-    """Some rows: every head's (b, H, r, K), what is compared, (m, r, K): the heads' mean or each head's own, and of
-    that the entries above the threshold, the rest 0.
+    """Some rows: those of each head (b, H, r, K); the compared ones (m, r, K), the heads' mean or each head's own; and
+    the compared ones with entries that do not pass the threshold set to 0.
     """
 
     attention: Tensor
@@ -182,7 +182,7 @@ class _Images:
             units += torch.bmm(unit[:, None, part], rows.kept)[:, 0]
             if keeps:
                 waiting.append(rows)
-            del rows  # before there are others
+            del rows  # free them before the next ones are computed
         average = sums / maps.count
         if not self.options.paper:
             average = torch.threshold(average, maps.bound, 0)
@@ -250,7 +250,7 @@ def _products(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _add_bias(total: Tensor, slope: Tensor, images: slice, rows: Tensor | None, part: slice, first: int) -> None:
-    """Add a chunk's slopes of the logits to the bias that was broadcast to them."""
+    """Add the gradient of a chunk's logits to that of the bias, summed over the axes it was broadcast along."""
     for axis in range(4):
         if total.shape[axis] == 1 and slope.shape[axis] > 1:
             slope = slope.sum(dim=axis, keepdim=True)

@@ -31,17 +31,17 @@ from vitfocus.kernels.diversity.chunked import (
 from vitfocus.kernels.diversity.reference import Heads, Variant
 from vitfocus.kernels.shared_memory import MOST_CHANNELS, available, padded, power_of_two, row_tiles
 
-#: Numbers in maps that stay in a core's caches: up to here, chunks are no faster than whole maps.
+#: Maps up to this many elements stay in a core's caches, and chunks are no faster than whole maps.
 SMALL = 1 << 18
 #: The number of programs that keep a large GPU busy.
 BUSY = 264
-#: Up to so many keys, one program computes both gradients of a head, if there are heads enough to fill half a GPU.
+#: Up to this many keys, one program computes both gradients of a head, if there are enough heads to fill half a GPU.
 JOINT_KEYS = 256
 #: Rows, columns and stages of tiles in half precision, up to 64 channels, as benchmarks/kernel_tiles.py found.
 TILES = {"mean": (64, 64, 3), "query": (64, 32, 3), "key": (32, 64, 3), "joint": (32, JOINT_KEYS, 2)}
-#: Bytes of shared memory that it takes with 256 keys and a bias, a little more.
+#: Bytes of shared memory for a joint tile with 256 keys and a bias, plus a margin.
 JOINT_SPACE = 140 * 1024
-#: Bytes of heads' mean maps that exist at a time: at least so many, and at most so many times those of the queries.
+#: Bytes of mean maps that exist at a time: at least the first, and at most the second times those of the queries.
 LEAST_MAP, MAP_OVER_QUERIES = 1 << 24, 4
 
 
@@ -60,9 +60,9 @@ def diversity(
 ) -> Tensor:
     """`row_similarity` of softmax(scale · q kᵀ + bias), from `query` (B, H, Q, D) and `key` (B, H, K, D) alone.
 
-    `bias` is broadcastable to (B, H, Q, K). `rows` (R,) picks distinct query rows; `first` leaves that many keys out
-    (and, where no rows are picked, queries). `lse` (B, H, Q) are the softmax's normalisers, if they are
-    known already; the gradient is that of a softmax in either case. A row with every key masked by -inf counts as
+    `bias` is broadcastable to (B, H, Q, K). `rows` (R,) picks distinct query rows; the first `first` keys (and, if no
+    rows are picked, queries) are left out. `lse` (B, H, Q) are the softmax's normalisers, if already known;
+    the gradient is that of a softmax in either case. A row with every key masked by -inf counts as
     empty; without any image or row the loss is 0.
 
     >>> q, k = torch.randn(2, 2, 3, 5, 8).unbind()
@@ -132,7 +132,7 @@ class _Diversity(torch.autograd.Function):
 def _launch_all(
     query: Tensor, key: Tensor, bias: Tensor | None, rows: Tensor | None, lse: Tensor | None, options: LossOptions
 ) -> None:
-    """Both passes, for the kernels that they launch."""
+    """Run both passes, to collect the kernels that they launch."""
     loss, *saved = launch_forward(query, key, bias, rows, lse, options)
     if query.requires_grad or key.requires_grad:
         learns = bias is not None and bias.requires_grad
@@ -143,11 +143,11 @@ def _launch_all(
 def launch_forward(
     query: Tensor, key: Tensor, bias: Tensor | None, rows: Tensor | None, lse: Tensor | None, options: LossOptions
 ) -> tuple[Tensor, ...]:
-    """The loss; then what the backward pass needs: normalisers, column averages and slopes, the averages' lengths, two
+    """The loss, then what the backward pass needs: normalisers, column averages and slopes, norms of the averages, two
     vectors by row, a map.
 
-    The heads' mean map is kept if it is smaller than the queries, and empty if not. If it exists in chunks, the vectors
-    by row are left to the backward pass, which computes the chunks again.
+    The mean map over heads is kept if it is smaller than the queries, else empty. If it is computed in chunks, the
+    vectors by row are left to the backward pass, which recomputes the chunks.
     """
     from vitfocus.kernels.diversity import triton as kernels
     from vitfocus.kernels.tiles import lower_norms, normalisers
@@ -163,7 +163,7 @@ def launch_forward(
     towards, along = launch.by_row(), launch.by_row()
     mean_map = launch.empty_map(0)
     if at_once:
-        units = sums  # read for the last time before
+        units = sums  # last read before this is written
     else:
         units = empty(maps, blocks, span)
         average.zero_()
@@ -195,7 +195,7 @@ def launch_backward(
     saved: tuple[Tensor, ...],
     wants_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of queries, keys and bias, from what the forward pass left."""
+    """Gradients of queries, keys and bias, from what the forward pass saved."""
     from vitfocus.kernels.diversity import triton as kernels
 
     launch = _Launch(query, key, bias, rows, options)
@@ -211,7 +211,7 @@ def launch_backward(
     bias_sum = None
     if bias is not None and wants_bias and (bias.shape[3] > 1 or launch.keys == 1):
         bias_sum = _BiasSum(bias, launch, mine)
-        inner.zero_()  # its blocks of rows may be longer than those that are written
+        inner.zero_()  # the bias kernel's blocks of rows may extend past those that are written
     for begin, end in chunks:
         if not launch.alone and not mean_map.shape[1]:
             mean_map = launch.empty_map(end - begin)
@@ -239,17 +239,17 @@ def launch_backward(
         if bias_sum is not None:
             bias_sum.add(given, rest, begin, end)
         mean_map = launch.empty_map(0)
-        del given  # the next chunk's map takes the place of this one
+        del given  # so that the next chunk's map reuses this memory
     if len(chunks) > 1:
         key_gradient.copy_(key_sum)
     if bias is None or not wants_bias:
         return query_gradient, key_gradient, None
-    # What is added to all keys of a row alike does not change attention.
+    # Adding a constant to all logits of a row does not change attention.
     return query_gradient, key_gradient, bias_sum.total() if bias_sum is not None else torch.zeros_like(bias)
 
 
 class _BiasSum:
-    """The gradient of a bias: per image if the bias is; else summed over images in parts, so that many cores work.
+    """The gradient of a bias: per image if the bias is; else summed over images in parts, to occupy many SMs.
 
     Nothing is larger than the bias in float32, or a few megabytes: heads and rows that share a bias are summed at once.
     """
@@ -283,7 +283,7 @@ class _BiasSum:
 
 
 class _Launch:
-    """The sizes of a call, and what its kernels take of them."""
+    """The sizes of a call, and the kernel arguments derived from them."""
 
     def __init__(
         self, query: Tensor, key: Tensor, bias: Tensor | None, rows: Tensor | None, options: LossOptions
@@ -300,7 +300,7 @@ class _Launch:
         self.bound = options.bound(self.keys) * self.keys
         self.stride = _ceil_div(self.keys, 16) * 16
         self.paper, self.item, self.space = options.paper, query.element_size(), available(query.device)
-        # Vectors by row and by column are padded, so that kernels load them without asking where they end.
+        # Vectors by row and by column are padded, so that kernels load them without a bounds mask.
         self.first, self.reach, self.span = options.first, _ceil_div(self.count, REACH) * REACH, self._span()
         sizes = (self.heads, self.group, self.keys, self.count, options.first)
         spaces = (self.stride, self.span, self.reach)
@@ -310,7 +310,7 @@ class _Launch:
         return _ceil_div(self.keys, 128) * 128 if self.keys > JOINT_KEYS else max(128, power_of_two(self.keys))
 
     def inputs(self, norms: Tensor) -> tuple[Tensor, ...]:
-        """Queries, keys, normalisers, bias and rows; queries stand in for what there is none of."""
+        """Queries, keys, normalisers, bias and rows; queries stand in for absent ones."""
         bias = self.bias if self.bias is not None else self.query
         rows = self.rows.contiguous() if self.rows is not None else self.query
         return self.query, self.key, norms, bias, rows
@@ -320,19 +320,19 @@ class _Launch:
         return torch.empty(shape, dtype=torch.float32, device=self.query.device)
 
     def by_row(self) -> Tensor:
-        """A vector by row of every map; 0 where the backward pass reads rows that `unit_pass` does not write."""
+        """One value per row of each map; 0 where the backward pass reads rows that `unit_pass` does not write."""
         longest = max(self.settings(kind)["BM"] for kind in ("query", "key", "joint"))
         made = self.empty(self.maps, self.reach)
         return made if self.settings("mean")["BM"] % longest == 0 else made.zero_()
 
     def empty_map(self, rows: int) -> Tensor:
-        """Space for so many rows of every map; a head's own map is never stored, nor rounded."""
-        wide = self.alone or self.item == 4 or self.keys > 65504  # the largest K·a there may be
+        """Space for `rows` rows of each map; a single head's map is never stored or rounded."""
+        wide = self.alone or self.item == 4 or self.keys > 65504  # K·a, up to K, would overflow float16
         dtype = torch.float32 if wide else torch.float16
         return torch.empty(self.maps, rows, self.stride, dtype=dtype, device=self.query.device)
 
     def chunks(self) -> list[tuple[int, int]]:
-        """The rows whose mean maps exist at the same time, a multiple of a block of them, from and to."""
+        """Start and end of each chunk of rows whose mean maps exist at the same time, in multiples of a block."""
         if self.alone:
             return [(0, self.count)]
         block = self.settings("mean")["BM"]
@@ -383,7 +383,7 @@ class _Launch:
         return fills and fits
 
     def settings(self, kind: str) -> dict[str, Any]:
-        """Block sizes and what else the kernels are compiled for."""
+        """Block sizes and the other compile-time arguments of the kernels."""
         if kind == "columns":
             width = min(1024, power_of_two(self.keys))
             return {"PAPER": self.paper, "BK": width, "BR": min(8, power_of_two(self.blocks)),
@@ -392,7 +392,7 @@ class _Launch:
         if kind == "joint" or (self.item == 2 and self.width <= 64):
             most_rows, most_columns, stages = TILES[kind]
             rows, columns = min(most_rows, padded(self.count)), min(most_columns, padded(self.keys))
-        elif kind == "key" and rows > columns:  # the side that the program keeps is the one that products want long
+        elif kind == "key" and rows > columns:  # products are faster if the side kept by the program is longer
             rows, columns = min(columns, padded(self.count)), min(rows, padded(self.keys))
         return {
             "D": self.width,

@@ -3,7 +3,7 @@
 "Robustifying Token Attention for Vision Transformers" (Guo et al., ICCV 2023), section 3.3. Two forms exist. `paper`
 is equations (1) and (2): threshold each row with ≥ τ/N, then compare it with the mean of the thresholded rows.
 `official` is what the authors' released code computes: the mean of the rows before thresholding, thresholded itself,
-with a strict >. In the released code a batch of one loses its batch axis and gives a loss of zero; here it does not.
+with a strict >. In the released code a batch of one loses its batch axis and gives a loss of zero; not here.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def row_similarity(
 
 
 def _drop(values: Tensor, where: Tensor) -> Tensor:
-    """0 there; what is not a number stays."""
+    """Set values to 0 where the mask is true; NaN is kept."""
     return torch.where(where, torch.zeros_like(values), values)
 
 

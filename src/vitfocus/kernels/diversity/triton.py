@@ -3,11 +3,11 @@
 Forward: `mean_pass` computes the heads' mean map a, `unit_pass` reads it again; after each comes a launch over vectors
 of length K. Backward: a pass by rows and one by columns, each for one head at a time, with the shape of fused
 attention's own backward pass; the map's gradient follows from a, which all heads share. No pass depends on the number
-of heads at compile time. All sums have a fixed order, so results repeat bit by bit.
+of heads at compile time. All sums have a fixed order, so results are bitwise reproducible.
 
-Shapes: M maps of G heads, R rows, K keys of which the first `first` are left out. Vectors by row lie as (M, R), by
-column as (M, K). Attention is in units of 1/K: a is stored as K·a, rounded to `a`'s dtype, (M, rows, stride), and
-everything else is computed from the rounded numbers. Rounding carries no entry across the threshold.
+Shapes: M maps of G heads, R rows, K keys of which the first `first` are left out. Vectors by row are (M, R), by
+column (M, K). Attention is in units of 1/K: a is stored as K·a, rounded to `a`'s dtype, (M, rows, stride), and
+everything else is computed from the rounded values. Rounding moves no entry across the threshold.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _place(map_index, heads, group):
 
 @triton.jit
 def _program(blocks, heads, group):
-    """The block, the map, the image and the head of this program, of `blocks` programs for each head."""
+    """The block, map, image and head of this program; each head has `blocks` programs."""
     h, block = tl.program_id(0) % group, (tl.program_id(0) // group) % blocks
     map_index = tl.program_id(0) // group // blocks
     batch, head = _place(map_index, heads, group)
@@ -36,13 +36,13 @@ def _program(blocks, heads, group):
 
 @triton.jit
 def _above(mean, bound, PAPER: tl.constexpr):
-    """What is above the threshold, the rest 0; NaN passes."""
+    """Entries above the threshold, the rest set to 0; NaN is kept."""
     return tl.where(mean < bound, 0.0, mean) if PAPER else tl.where(mean <= bound, 0.0, mean)
 
 
 @triton.jit
 def _rounded(mean, outside, bound, PAPER: tl.constexpr, DTYPE: tl.constexpr):
-    """A tile rounded to that dtype; what is above the threshold stays above, and what is `outside`, not. NaN passes."""
+    """A tile rounded to that dtype without crossing the threshold; `outside` marks entries not above it. Keeps NaN."""
     if mean.dtype == DTYPE:
         return mean
     else:
@@ -63,7 +63,7 @@ def _mean_tile(
     q_strides, k_strides, bias_strides, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """The sum over heads of K times attention, a tile, times `share` of each column; 0 for rows that do not exist."""
+    """A tile of K times attention, summed over heads and scaled by each column's `share`; 0 for rows past the end."""
     total = tl.zeros([BM, BN], tl.float32)
     for h in range(group):
         query = load_rows(q, batch, head + h, rows, q_strides, D, DP)
@@ -83,7 +83,7 @@ def mean_pass(
 ):  # fmt: skip
     """The mean map a. Per row: Σ_j t_ij², t being a above the threshold. Per block of rows: column sums of a or t.
 
-    A program takes a part of the columns; what it finds of a row is a part of the sum. Only rows `begin` to `end`.
+    A program covers a part of the columns, so its row sums are partial. Only rows `begin` to `end`.
     """
     scale, bound = single(scale), single(bound)
     blocks, part = tl.cdiv(end - begin, BM), (tl.program_id(0) // tl.cdiv(end - begin, BM)) % parts
@@ -119,7 +119,7 @@ def mean_pass(
 
 @triton.jit
 def _added(sums, map_index, blocks, span, cols, ok, BK: tl.constexpr, BR: tl.constexpr):
-    """Column sums from those of the blocks of rows, BR of which are loaded at a time."""
+    """Column sums over all blocks of rows, loaded BR blocks at a time."""
     total = tl.zeros([BR, BK], tl.float32)
     for start in range(0, blocks, BR):
         block = start + tl.arange(0, BR)
@@ -131,7 +131,7 @@ def _added(sums, map_index, blocks, span, cols, ok, BK: tl.constexpr, BR: tl.con
 @triton.jit
 def column_pass(sums, average, lengths, bound, blocks, keys, span, row_count, BK: tl.constexpr, BR: tl.constexpr,
                 PAPER: tl.constexpr):  # fmt: skip
-    """The rows' average, thresholded in the official form, by column, and its length."""
+    """The average of the rows, by column, thresholded in the official form, and its norm."""
     bound = single(bound)
     map_index = tl.program_id(0).to(tl.int64)
     length = 0.0
@@ -161,8 +161,8 @@ def unit_pass(
 ):  # fmt: skip
     """Per row: two coefficients of the gradient. Per block of rows: column sums of the rows t at unit length.
 
-    Only rows `begin` to `end`, whose map is stored unless a map is one head's. Before the average is known, it and its
-    length are 0, and only the sums are of use.
+    Only rows `begin` to `end`, whose map is stored unless maps are of single heads. While the average is unknown, it
+    and its norm are 0, and only the sums are meaningful.
     """
     scale, bound = single(scale), single(bound)
     blocks = tl.cdiv(end - begin, BM)
@@ -203,7 +203,7 @@ def unit_pass(
 @triton.jit
 def slope_pass(unit_sums, average, lengths, slopes, losses, blocks, keys, span, row_count, BK: tl.constexpr,
                BR: tl.constexpr, PAPER: tl.constexpr):  # fmt: skip
-    """A map's loss, and the slope of its sum of cosines with respect to what each column's average is taken of."""
+    """A map's loss, and the gradient of its sum of cosines with respect to the entries averaged per column."""
     map_index = tl.program_id(0).to(tl.int64)
     one_over = _inverse(tl.load(lengths + map_index))
     product = tl.zeros([BK], tl.float32)
@@ -233,13 +233,13 @@ def _map_slope(
     """The slope of the sum of cosines with respect to K·a, a tile: (rows, cols) or TURNED (cols, rows).
 
     a is read from memory, or, if a map has one head, is the head's own `tile`. `weight` and `shared` are the average
-    and the slopes of the columns; all are 0 for columns that do not exist.
+    and the slopes of the columns; all are 0 for columns past the end.
     """
     shared = by_row(shared, not TURNED)
     if ALONE:
         mean = tl.where(by_row((cols >= first) & (cols < keys), not TURNED), tile, 0.0)
     else:
-        # A chunk of a map has less than 2³¹ numbers, so that only its place takes 64 bits.
+        # A chunk of a map has fewer than 2³¹ elements, so only its offset needs 64 bits.
         mine = a + map_index.to(tl.int64) * (end - begin) * stride
         place = by_row((numbers - begin) * stride, TURNED) + by_row(cols, not TURNED)
         mean = tl.load(mine + place, mask=by_row(cols < stride, not TURNED), other=0.0).to(tl.float32)
@@ -304,7 +304,7 @@ def key_gradient(
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_ROWS: tl.constexpr, PAPER: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of a block of keys of one head; from the second chunk of rows on it is added to what is there."""
+    """The gradient of a block of keys of one head; from the second chunk of rows on it is accumulated."""
     share, scale, bound = single(share), single(scale), single(bound)
     block, map_index, batch, head = _program(tl.cdiv(keys, BN), heads, group)
     cols = block * BN + tl.arange(0, BN)
@@ -345,7 +345,7 @@ def joint_gradient(
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_ROWS: tl.constexpr, PAPER: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of queries and keys of one head at once, where BN columns are all: every tile is computed once."""
+    """The gradients of queries and keys of one head, if one block holds all columns: each tile is computed once."""
     share, scale, bound = single(share), single(scale), single(bound)
     _, map_index, batch, head = _program(1, heads, group)
     cols = tl.arange(0, BN)
@@ -391,8 +391,8 @@ def bias_gradient(
 ):  # fmt: skip
     """The gradient of an additive bias of one head or of all, summed over some images, and over rows unless BY_ROW.
 
-    (chunks, bias_heads, Q or 1, K), where bias_heads is H or 1. A program takes a block of columns (and BY_ROW of
-    rows); without BY_ROW it adds to what is there, as rows come in chunks.
+    (chunks, bias_heads, Q or 1, K), where bias_heads is H or 1. A program covers a block of columns (BY_ROW: and
+    of rows); without BY_ROW it accumulates, as rows come in chunks.
     """
     share, scale, bound = single(share), single(scale), single(bound)
     row_blocks, col_blocks = tl.cdiv(end - begin, BM), tl.cdiv(keys, BN)

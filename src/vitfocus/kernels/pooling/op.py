@@ -1,7 +1,7 @@
 """Token-aware Average Pooling on tokens (B, N, C), without a copy into an image.
 
-`predict_hidden` and `mix_dilated` are what comes before and after the predictor's norm, by Triton kernels; compiled
-code is traced into both. `predict_by_product` and `mix_by_matrix` are the same in plain torch, for small grids.
+`predict_hidden` and `mix_dilated` are the parts before and after the predictor's norm, as Triton kernels;
+torch.compile traces into both. `predict_by_product` and `mix_by_matrix` are the same in plain torch, for small grids.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from vitfocus.kernels.backends import (
 )
 from vitfocus.kernels.pooling.reference import dilated_mean, mix_poolings
 
-#: Patches up to which one matrix of all pairs of them is faster than the poolings one by one, on a CPU.
+#: Up to this many patches, one product with an N×N matrix is faster on a CPU than pooling per branch.
 MOST_PATCHES = 256
 
 
 def predict_hidden(tokens: Tensor, first: Tensor, grid: tuple[int, int]) -> Tensor:
     """The predictor's first convolution, `first` (K, C, 3, 3), on the last H·W of the tokens (B, N, C): (B, K, H, W).
 
-    It is one product with a (C, 9·K) matrix, whose nine results each position then adds from its neighbours: the tokens
-    are read once and where they lie. cuDNN's would need them as an image, and be padded to eight output channels.
+    One product with a (C, 9·K) matrix; each position then sums nine of the results from its neighbours. Tokens are read
+    once, without a copy. cuDNN's convolution would need them as an image and pad the output to eight channels.
     """
     tokens = tokens.contiguous()
     if not torch.compiler.is_compiling() and type(tokens) is Tensor:
@@ -42,7 +42,7 @@ def predict_hidden(tokens: Tensor, first: Tensor, grid: tuple[int, int]) -> Tens
 def mix_dilated(tokens: Tensor, hidden: Tensor, second: Tensor) -> Tensor:
     """Σ_k softmax(conv(hidden))_k · dilated_mean(x, k): (B, N, C) and (B, K, H, W) to (B, N, C).
 
-    `second` (K, K, 3, 3) are the convolution's weights. The patches are the last H·W tokens; those before pass through.
+    `second` (K, K, 3, 3) are the convolution's weights. The patches are the last H·W tokens; others pass through.
     """
     flat = hidden.permute(0, 2, 3, 1).flatten(1, 2).contiguous()
     mixed: Tensor = _Mix.apply(tokens.contiguous(), flat, second.contiguous(), *hidden.shape[2:])
@@ -65,12 +65,12 @@ def predict_by_product(tokens: Tensor, first: Tensor, grid: tuple[int, int]) -> 
 def mix_by_matrix(tokens: Tensor, weights: Tensor) -> Tensor:
     """Σ_k w_k · dilated_mean(x, k) in plain torch, on a CPU: tokens (B, N, C), weights (B, K, H, W) to (B, N, C).
 
-    One product with the matrix of what each patch takes from each, which is linear in the weights.
+    One product with the (H·W, H·W) matrix of mixing coefficients, which is linear in the weights.
     """
     height, width = weights.shape[2:]
-    wide = torch.promote_types(weights.dtype, torch.float32)  # a ninth is not exact in half precision
+    wide = torch.promote_types(weights.dtype, torch.float32)  # 1/9 is inaccurate in half precision
     size = (weights.shape[1], height, width, wide)
-    # What is traced may not meet tensors from before, and must not leave any behind.
+    # Traced code must neither use cached tensors nor cache its own.
     traced = torch.compiler.is_compiling() or type(weights) is not Tensor
     shares = (_shares if traced else _kept_shares)(*size)
     prefix = tokens.shape[1] - height * width
@@ -81,7 +81,7 @@ def mix_by_matrix(tokens: Tensor, weights: Tensor) -> Tensor:
 
 
 def _launch_all(tokens: Tensor, first: Tensor, grid: tuple[int, int]) -> None:
-    """Both functions forward and backward, for the kernels that they launch."""
+    """Run both functions forward and backward, to collect the kernels that they launch."""
     from vitfocus.kernels.pooling import triton as fused
 
     branches = first.shape[0]
@@ -95,12 +95,12 @@ def _launch_all(tokens: Tensor, first: Tensor, grid: tuple[int, int]) -> None:
 
 
 def _matrix_rows(branches: int) -> int:
-    """Numbers that a token gives its neighbours, as a multiple of eight, which the fast matrix products ask for."""
+    """Values that a token passes to its neighbours, padded to a multiple of eight for fast matrix products."""
     return -(-9 * branches // 8) * 8
 
 
 def _shares(branches: int, height: int, width: int, dtype: torch.dtype) -> Tensor:
-    """(H·W, K, H·W): what patch i takes of patch j for a weight of 1 of branch k."""
+    """(H·W, K, H·W): the coefficient of patch j in patch i if branch k has weight 1."""
     row = torch.arange(height, device="cpu").repeat_interleave(width)
     column = torch.arange(width, device="cpu").repeat(height)
     down, across = (row[:, None] - row).abs(), (column[:, None] - column).abs()

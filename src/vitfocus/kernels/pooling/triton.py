@@ -1,11 +1,11 @@
-"""Token-aware Average Pooling on tokens as they lie, (B, N, C): the predictor's convolutions, and the mixing.
+"""Token-aware Average Pooling directly on tokens (B, N, C): the predictor's convolutions, and the mixing.
 
-Mixing is a product with a matrix M that has a row for each patch: M[i, j] is what patch j gives to patch i, and is not
-zero only where j lies on one of the rings of eight around i, one ring per dilation. A program computes a tile of M from
-the weights, in registers, and multiplies it with the tokens it needs, so that a token is read a few times, where
-gathering would read it once for every place on a ring. A program owns a square of patches and reads only the patches
-around it. Prefix tokens pass. The second convolution and the softmax are a small kernel of their own: in
-the mixing, all programs would begin with them, and wait for memory before there is anything to multiply.
+Mixing is a product with a matrix M that has a row for each patch: M[i, j] is the weight of patch j in patch i, nonzero
+only where j lies on one of the rings of eight around i, one ring per dilation. A program computes a tile of M from
+the weights, in registers, and multiplies it with the tokens it needs, so that a token is read only a few times;
+gathering would read it once per position on a ring. A program owns a square of patches and reads only the patches
+around it. Prefix tokens pass through. The second convolution and the softmax are a separate small kernel: in the
+mixing kernel, every program would start with them and wait for memory before its first product.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from torch import Tensor
 from vitfocus.kernels.backends import on_device_of_first
 from vitfocus.kernels.shared_memory import power_of_two
 
-#: A program owns a square of so many patches a side.
+#: Side of the square of patches that a program owns.
 SIDE = 8
-#: Numbers of a program that moves them, and programs that keep a large GPU busy.
+#: Elements per program of a copying kernel, and the number of programs that keep a large GPU busy.
 _BLOCK, _BUSY = 1024, 264
 
 
 @triton.jit
 def _program(height, width, groups, SIDE: tl.constexpr):
-    """The square, the group of channels and the image of this program, all on the one axis that may be long."""
+    """The square, the group of channels and the image of this program, all on the first grid axis, the longest."""
     squares, program = tl.cdiv(height, SIDE) * tl.cdiv(width, SIDE), tl.program_id(0)
     return program % squares, (program // squares) % groups, (program // (squares * groups)).to(tl.int64)
 
 
 @triton.jit
 def gather_taps(spread, hidden, count, height, width, prefix, P, K: tl.constexpr, BLOCK: tl.constexpr):
-    """The first convolution's sum, of what each position and its neighbours hold for it: (B, N, P) to (B, H·W, K).
+    """Sum the first convolution's nine partial results at each position: (B, N, P) to (B, H·W, K).
 
-    `spread` holds K numbers for each of the nine places that a token is seen from, padded to P.
+    `spread` holds K values for each of the nine positions that a token contributes to, padded to P.
     """
     length = height * width * K
     blocks = tl.cdiv(length, BLOCK)
@@ -69,7 +69,7 @@ def scatter_taps(gradient, spread, count, height, width, prefix, P, K: tl.conste
 
 @triton.jit
 def _around_patches(values, patch, shift, k, ok, height, width, K: tl.constexpr):
-    """(T, S): number k of the patch on a tap of each patch; `shift` and `k` (S,); 0 outside the grid."""
+    """(T, S): channel k of the patch at offset `shift` from each patch; `shift` and `k` (S,); 0 outside the grid."""
     row = (patch // width)[:, None] + (shift // 3 - 1)[None, :]
     column = (patch % width)[:, None] + (shift % 3 - 1)[None, :]
     inside = ok & (row >= 0) & (row < height) & (column >= 0) & (column < width)
@@ -81,7 +81,7 @@ def score_backward(score_gradient, hidden, second, hidden_gradient, weight_gradi
                    K: tl.constexpr, KP: tl.constexpr, TAPS: tl.constexpr, BT: tl.constexpr):  # fmt: skip
     """The second convolution's gradients: of its input (B, H·W, K), and of its weights, (B · parts, K, 9 · K) in parts.
 
-    Each is one product for a block of patches. A program takes a part of an image's patches. TAPS is 9 · K, padded.
+    Each is one product for a block of patches. A program covers a part of an image's patches. TAPS is 9 · K, padded.
     """
     part, batch = tl.program_id(0) % parts, (tl.program_id(0) // parts).to(tl.int64)
     start = batch * (height * width * K)
@@ -152,7 +152,7 @@ def mixing_weights(hidden, second, weights, height, width, K: tl.constexpr, BLOC
 
 @triton.jit
 def _shares(weights, K: tl.constexpr):
-    """What a patch gives to itself, then to each place on each ring: K vectors from its K weights."""
+    """A patch's coefficient for itself, then for each position on ring k: K vectors from its K weights."""
     own = weights[0]
     shares = ()
     for k in tl.static_range(1, K):
@@ -164,7 +164,7 @@ def _shares(weights, K: tl.constexpr):
 
 @triton.jit
 def _block(block, height, width, SIDE: tl.constexpr):
-    """A square of patches: its first row and column, then row, column, number and existence of each."""
+    """A square of patches: its first row and column, then each patch's row, column, index and whether it exists."""
     across = tl.cdiv(width, SIDE)
     top, left = (block // across) * SIDE, (block % across) * SIDE
     places = tl.arange(0, SIDE * SIDE)
@@ -174,7 +174,7 @@ def _block(block, height, width, SIDE: tl.constexpr):
 
 @triton.jit
 def _around(step, top, left, height, width, K: tl.constexpr, SPAN: tl.constexpr, BN: tl.constexpr):
-    """BN of the patches that can meet a square: some rows of SPAN patches, beginning K − 1 above and left of it."""
+    """BN of the patches within reach of a square: rows of SPAN patches, starting K − 1 above and left of it."""
     places = tl.arange(0, BN)
     row = tl.maximum(top - (K - 1), 0) + step * (BN // SPAN) + places // SPAN
     column = left - (K - 1) + places % SPAN
@@ -183,7 +183,7 @@ def _around(step, top, left, height, width, K: tl.constexpr, SPAN: tl.constexpr,
 
 @triton.jit
 def _steps(top, height, K: tl.constexpr, SIDE: tl.constexpr, SPAN: tl.constexpr, BN: tl.constexpr):
-    """How many such steps there are."""
+    """The number of steps of `_around`."""
     rows = tl.minimum(top + SIDE + K - 1, height) - tl.maximum(top - (K - 1), 0)
     return tl.cdiv(rows, BN // SPAN)
 
@@ -276,7 +276,7 @@ def mix_forward(tokens, weights, out, count, height, width, prefix, C, PRECISION
 def _score_gradient(tokens, gradient, weights, score_gradient, block, height, width, C, PRECISION: tl.constexpr,
                     K: tl.constexpr, SIDE: tl.constexpr, SPAN: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr,
                     NC: tl.constexpr):  # fmt: skip
-    """Of a square: the tile gradient · tokensᵀ holds what every M[i, j] is worth; a ring's places are summed."""
+    """For a square: the tile gradient · tokensᵀ is the gradient of each M[i, j], then summed over each ring."""
     top, left, row, column, patch, row_ok = _block(block, height, width, SIDE)
     slopes = ()
     for _ in tl.static_range(K):
@@ -318,7 +318,7 @@ def _score_gradient(tokens, gradient, weights, score_gradient, block, height, wi
 def mix_backward(tokens, weights, gradient, token_gradient, score_gradient, count, height, width, prefix, C, groups,
                  PRECISION: tl.constexpr, K: tl.constexpr, SIDE: tl.constexpr, SPAN: tl.constexpr, BN: tl.constexpr,
                  BC: tl.constexpr, NC: tl.constexpr):  # fmt: skip
-    """Some programs make the tokens' gradient, Mᵀ · gradient; the last group makes that of the scores."""
+    """Most programs compute the tokens' gradient, Mᵀ · gradient; the last group computes that of the scores."""
     block, group, batch = _program(height, width, groups + 1, SIDE)
     channel, mine = group * NC * BC, batch * (height * width) * K
     image, slope, out = tokens + batch * count * C, gradient + batch * count * C, token_gradient + batch * count * C
@@ -375,7 +375,7 @@ def forward(tokens: Tensor, hidden: Tensor, second: Tensor, grid: tuple[int, int
 def backward(
     gradient: Tensor, tokens: Tensor, hidden: Tensor, second: Tensor, weights: Tensor, grid: tuple[int, int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of tokens, of the hidden numbers and of the second convolution's weights, the last two in float32."""
+    """Gradients of tokens, of the hidden values and of the second convolution's weights, the last two in float32."""
     batch, count, channels = tokens.shape
     branches, patches = weights.shape[-1], grid[0] * grid[1]
     token_gradient, score_gradient = torch.empty_like(tokens), torch.empty_like(weights)
@@ -401,11 +401,11 @@ def _blocks(length: int) -> int:
 def launch_settings(
     kind: str, tokens: Tensor, grid: tuple[int, int], branches: int
 ) -> tuple[int, int, dict[str, object]]:
-    """Squares of patches, groups of channels, and what a program is compiled for."""
+    """Squares of patches, groups of channels, and the compile-time arguments."""
     channels, chunks, warps, stages = block_sizes(kind, tokens.shape[2], tokens.dtype)
     span = max(16, power_of_two(SIDE + 2 * (branches - 1)))
     settings: dict[str, object] = {
-        "PRECISION": "tf32x3",  # of float32; others are multiplied as they are
+        "PRECISION": "tf32x3",  # for float32; half precision is multiplied directly
         "K": branches,
         "SIDE": SIDE,
         "SPAN": span,

@@ -1,7 +1,7 @@
 """The statistics in plain torch, one tile at a time: memory linear in the number of tokens, on any device.
 
-A tile is some rows of some images' maps, small enough to stay in the caches. Every sum takes what it needs from a tile
-before the next one is computed; the statistics follow from the sums. Nothing of the size of a whole map exists unless
+A tile is some rows of some images' maps, small enough to stay in the caches. Each tile is added to running
+sums before the next one is computed, and the statistics follow from the sums. No whole map is held in memory unless
 the model itself made it.
 """
 
@@ -26,7 +26,7 @@ from vitfocus.kernels.statistics.reference import (
     top_share,
 )
 
-#: Numbers per tile: on the CPU between these two, which the caches hold; a GPU needs more to be busy.
+#: Elements per tile: on a CPU between these two, which fit in its caches; a GPU needs more to be busy.
 CPU_TILES, GPU_TILE = (1 << 17, 1 << 20), 1 << 22
 
 _EPS = 1e-8
@@ -40,7 +40,7 @@ def tiled_statistics(
     top: int,
     budget: int | None = None,
 ) -> Statistics:
-    """`map_statistics` of an observed attention, and of `other` beside it, with at most `budget` numbers per tile.
+    """`map_statistics` of an observed attention, and of `other` beside it, with at most `budget` elements per tile.
 
     >>> maps = torch.rand(2, 3, 5, 5).softmax(-1)
     >>> entropy, _, _ = tiled_statistics(Observation(map=maps), None, None, threshold=2.0, top=1, budget=20)
@@ -69,10 +69,10 @@ def row_sums(seen: Observation, functions: list[Callable[[Tensor], Tensor]], bud
 def _tiles(
     seen: Observation, other: Observation | None, budget: int | None
 ) -> Iterator[tuple[slice, slice, Observation, Observation | None]]:
-    """Slices of images and rows of at most `budget` numbers (at least one row of one image), and those images."""
+    """Slices of images and rows of at most `budget` elements (at least one row of one image), and those images."""
     images, heads, queries, keys = seen.shape
     if budget is None:
-        # As many as the queries have, so that the pass adds little to what the model itself takes.
+        # As many as in the queries, so that the pass adds little to the model's own memory.
         least, most = CPU_TILES
         budget = most if seen.query is None else min(max(seen.query.numel(), least), most)
         budget = budget if seen.device.type == "cpu" else GPU_TILE
@@ -86,7 +86,7 @@ def _tiles(
 
 
 def _pick(seen: Observation, images: slice) -> Observation:
-    """Some images, with contiguous keys: the product of each tile would copy them again."""
+    """Some images, with contiguous keys, which the product of each tile would otherwise copy again."""
     seen = seen if images.stop - images.start == seen.shape[0] else seen.select(images)
     return seen if seen.key is None else replace(seen, key=seen.key.contiguous())
 
@@ -99,9 +99,9 @@ def _attention_and_entropy(seen: Observation, rows: slice) -> tuple[Tensor, Tens
     else:
         scores = seen.scores(rows)
         log = scores.log_softmax(dim=-1)
-        # Scores computed here give their memory to the map; logits belong to the model.
+        # Scores computed here are overwritten by the map; logits belong to the model.
         attention = torch.exp(log, out=scores if seen.query is not None else None)
-        # A masked entry is 0 with the logarithm -inf: the least finite number makes their product 0 log 0 = 0.
+        # A masked entry is 0 with logarithm -inf: clamped to a finite value, their product 0 log 0 is 0.
         log.clamp_(min=torch.finfo(log.dtype).min)
     return attention, log.mul_(attention).sum(dim=-1).neg_()
 
@@ -125,7 +125,7 @@ class _Sums:
         self.distance = like.new_zeros(images)
         self.rows = like.new_zeros(2, 2, images, keys)
         self.pairs = like.new_zeros(2, images, heads) if paired else None
-        # x ≥ t is x > the number just below t, and `threshold` keeps what is greater, in one go.
+        # x ≥ t is x > the float just below t, which `threshold` applies in one operation.
         bound, zero = torch.tensor([threshold / keys, 0.0], dtype=like.dtype)
         self.bound, self.below = threshold / keys, float(torch.nextafter(bound, zero))
         if grids is not None:
@@ -153,9 +153,9 @@ class _Sums:
             self._add_distance(self.grids, images, rows, mean)
 
     def _add_distance(self, grids: Grids, images: slice, rows: slice, mean: Tensor) -> None:
-        """‖·‖₁ is a distance in rows plus one in columns, so what each row and column of the key grid gets is enough.
+        """‖·‖₁ is a distance in rows plus one in columns, so attention per row and column of the key grid is enough.
 
-        H + W numbers per query instead of H·W.
+        H + W values per query instead of H·W.
         """
         first = max(rows.start, grids.prefix)
         queries = self.query_positions[first - grids.prefix : rows.stop - grids.prefix]

@@ -1,7 +1,7 @@
 """Statistics of an observed attention by the fastest backend, as `vitfocus::statistics` and `vitfocus::pair_products`.
 
-`statistics` chooses: Triton kernels on a GPU, tiles in plain torch elsewhere, whole maps where the reference is asked
-for. What the numbers mean is defined in `reference.py`; which of them a diagnosis shows, in `vitfocus.attention`.
+`statistics` chooses: Triton kernels on a GPU, tiles in plain torch elsewhere, whole maps if the reference is forced.
+The statistics are defined in `reference.py`; which of them a diagnosis shows, in `vitfocus.attention`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def statistics(
     """`map_statistics` of an observed attention, with memory linear in the number of tokens.
 
     `other` holds the attention of the same images after corruption; `top` is the number of most attended keys, and
-    `budget` limits the numbers in a tile. Heads of more than 256 channels are computed in tiles.
+    `budget` limits the elements per tile. Heads of more than 256 channels are computed in tiles.
 
     >>> q, k = torch.randn(2, 2, 3, 5, 8).unbind()
     >>> whole = map_statistics((q @ k.mT).softmax(-1))
@@ -108,7 +108,7 @@ def _statistics(
     threshold: float,
     top: int,
 ) -> tuple[Tensor, Tensor]:
-    """The rows' entropies and the numbers; `sides` are those of both grids and the prefix, or none."""
+    """The rows' entropies and the `Numbers`; `sides` holds the sides of both grids and the prefix, or is empty."""
     made: tuple[Tensor, Tensor] = _launch().statistics((query, key, bias, lse), scale, sides, threshold, top)
     return made
 

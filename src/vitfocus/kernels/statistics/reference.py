@@ -18,7 +18,7 @@ from vitfocus.kernels.diversity.reference import Variant, row_similarity
 
 Size = tuple[int, int]
 
-#: The share of the keys that counts as the most attended ones.
+#: The share of keys that count as the most attended.
 TOP = 0.05
 #: The threshold τ of the row similarity: an entry counts if it is above τ/K.
 THRESHOLD = 2.0
@@ -35,7 +35,7 @@ class Grids(NamedTuple):
 class Numbers(NamedTuple):
     """The statistics of one map p (Q, K) of an image and a head; a is the mean over heads, t is a above τ/K, else 0.
 
-    Those from `distance` on belong to the image: they stand at its first head, with 0 at the others.
+    Those from `distance` on are per image: they are stored at its first head, with 0 at the others.
     """
 
     #: Sum of the rows' entropies in nats.

@@ -1,10 +1,10 @@
 """Statistics of attention from queries and keys, without an N×N tensor: two dense passes, and one for pairs of maps.
 
-`row_pass` owns rows and goes over the keys; `column_pass` owns keys and goes over the rows, and needs the lengths that
-the first found, of every row of the heads' mean and of every head's whole map. So every sum is owned by one program,
-which adds it up in a fixed order, and results repeat bit by bit. Sums of one head are added to memory, as the heads
-change in the inner loop; no number of heads is compiled in. Of what they add up, which is linear in the tokens,
-`conclude_pass` computes nine numbers per head.
+A program of `row_pass` owns rows and loops over keys; one of `column_pass` owns keys and loops over rows, and needs the
+norms that the first pass computed, of each row of the heads' mean and of each head's whole map. So each sum is owned by
+one program, which adds it up in a fixed order, and results are bitwise reproducible. Sums of one head are accumulated
+in memory, as heads change in the inner loop; the number of heads is not a compile-time constant. From these sums, whose
+size is linear in the tokens, `conclude_pass` computes nine values per head.
 
 `norms`, `entropies` and `squares` are (B, H, reach), `lengths` (2, B, reach) one over the lengths of the heads' mean
 under both thresholds, `received` (B, H, K) what keys receive, `units` (4, B, K) the sums over rows of t at unit length,
@@ -29,21 +29,21 @@ from vitfocus.kernels.tiles import load_rows, logits, lower_norms, normalisers, 
 
 #: Rows, columns and stages of tiles in half precision, up to 64 channels, for benchmarks/kernel_tiles.py to try.
 TILES = {"rows": (64, 64, 3), "columns": (64, 64, 3)}
-#: How many columns at a time a program of the last pass goes through.
+#: Columns per iteration of a program of the last pass.
 _COLUMNS = 1024
 
 
 @triton.jit
 def _position(tokens, prefix, width, down, across):
-    """Row and column of tokens on a grid of that width, in steps of those sizes; the prefix is at the first place."""
+    """Row and column of tokens on a grid of that width, times the step sizes; prefix tokens are at the first patch."""
     place = tl.maximum(tokens - prefix, 0).to(tl.float32)
-    row = tl.floor((place + 0.5) * (1.0 / width))  # without a division for every token
+    row = tl.floor((place + 0.5) * (1.0 / width))  # avoids a division per token
     return row * down, (place - row * width) * across
 
 
 @triton.jit
 def _one_over_root(square):
-    """One over a length, from its square; that of an empty row is large but meets only zeros."""
+    """One over a norm, from its square; that of an empty row is large but multiplies only zeros."""
     return 1.0 / tl.maximum(tl.sqrt(square), 1e-8)
 
 
@@ -74,7 +74,7 @@ def row_pass(
             key = load_rows(k, batch, head, there, k_strides, D, DP)
             log = logits(query, key, scale, bias, batch, head, rows, there, bias_strides, HAS_BIAS)
             log -= tl.load(norms + place)[:, None]
-            if HAS_BIAS:  # in place of -inf a finite number whose power is 0
+            if HAS_BIAS:  # replace -inf by a finite value whose exp2 is 0
                 log = tl.maximum(log, -1e30, propagate_nan=tl.PropagateNan.ALL)
             tile = tl.exp2(log) * exists[None, :]
             total += tile
@@ -152,10 +152,10 @@ def column_pass(
 
 @triton.jit
 def _of_the_top(column, keys, top, BN: tl.constexpr):
-    """The sum of the `top` largest of so many numbers, none below 0.
+    """The sum of the `top` largest of `keys` non-negative values.
 
-    The smallest of them is found by halving: the largest number that at least `top` of them reach. Numbers not below 0
-    are ordered as their bits are.
+    The smallest of these is found by bisection, as the largest value that at least `top` values reach. Non-negative
+    floats are ordered as their bits are.
     """
     most = tl.zeros([BN], tl.int32)
     for start in range(0, keys, BN):
@@ -187,7 +187,7 @@ def _of_the_top(column, keys, top, BN: tl.constexpr):
 def _of_head(
     entropies, totals, received, entropy_out, numbers, mine, pairs, queries, keys, reach, top, BN: tl.constexpr
 ):
-    """One head's five numbers, and its rows' entropies without padding."""
+    """One head's five values, and its rows' entropies without padding."""
     one = 1.0 / queries
     column = received + mine * keys
     entropy = tl.zeros([BN], tl.float32)
@@ -202,7 +202,7 @@ def _of_head(
         share = tl.load(column + cols, mask=cols < keys, other=0.0) * one
         spread -= tl.where(share > 0.0, share * tl.log(tl.maximum(share, 1e-37)), 0.0)
     total = tl.sum(entropy, 0)
-    nothing = total * 0.0  # or not a number, which the largest of numbers and a logarithm might hide
+    nothing = total * 0.0  # 0, or NaN, which a maximum or a logarithm might hide
     tl.store(numbers + mine, total)
     tl.store(numbers + pairs + mine, tl.load(totals + mine) + nothing)
     tl.store(numbers + 2 * pairs + mine, tl.load(entropies + mine * reach))
@@ -215,7 +215,7 @@ def _of_image(
     entropies, distances, received, units, numbers, batch, images, bound, heads, queries, keys, reach, placed,
     PLACED: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """One image's four numbers, in the place of its first head."""
+    """One image's four values, stored at its first head."""
     one = 1.0 / queries
     product, length = tl.zeros([BN], tl.float32), tl.zeros([BN], tl.float32)
     product_paper, length_paper = tl.zeros([BN], tl.float32), tl.zeros([BN], tl.float32)
@@ -259,7 +259,7 @@ def conclude_pass(
     entropies, totals, distances, received, units, entropy_out, numbers, bound, heads, queries, keys, reach, top,
     placed, PLACED: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Nine numbers per head, (9, B, H) in the order of `Numbers`: one program per head, and one for the image."""
+    """Nine values per head, (9, B, H) in the order of `Numbers`: one program per head, and one for the image."""
     bound = single(bound)
     batch, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     images = tl.num_programs(0).to(tl.int64)
@@ -318,7 +318,7 @@ def pair_pass(
 def statistics(
     attention: AttentionInputs, scale: float, sides: list[int], threshold: float, top: int
 ) -> tuple[Tensor, Tensor]:
-    """The results of the operator, in few launches: at a GPU's pace the host has no time for many."""
+    """The results of the operator, in few launches, because launching takes the host longer than the GPU needs."""
     query, key, bias, _ = attention
     batch, heads, queries, width = query.shape
     keys, device = key.shape[2], query.device
@@ -327,7 +327,7 @@ def statistics(
     given_sizes = (width, query.element_size(), queries, keys, bias is not None, available(device))
     by_row, by_column = block_settings("rows", *given_sizes), block_settings("columns", *given_sizes)
     turned = bias_strides[:2] + bias_strides[:1:-1]
-    # Memory that is added to, all at once.
+    # All accumulators, zeroed in one launch.
     zeros = torch.zeros(batch * heads * (2 * reach + keys), dtype=torch.float32, device=device)
     entropies, squares, received = zeros.split([batch * heads * reach] * 2 + [batch * heads * keys])
     rest = torch.empty(batch * (3 * reach + 4 * keys + 2 * heads), dtype=torch.float32, device=device)
@@ -337,7 +337,7 @@ def statistics(
     entropy = torch.empty(batch, heads, queries, dtype=torch.float32, device=device)
     numbers = torch.empty(len(Numbers._fields), batch, heads, dtype=torch.float32, device=device)
     sizes, bound, places, last = (heads, queries, keys, reach), threshold / keys, _places(sides), _last(queries, keys)
-    # Windows may be many, and only the first axis is long.
+    # There may be many windows, and only the first grid axis is long enough.
     row_pass[batch, -(-queries // by_row["BM"])](
         query, key, norms, given, entropies, squares, lengths, distances, scale, bound, *sizes, *places,
         query_strides, key_strides, bias_strides, **by_row, PLACED=bool(sides),
@@ -372,7 +372,7 @@ def pair_products(one: AttentionInputs, two: AttentionInputs, scale: float) -> T
 
 
 def _inputs(attention: AttentionInputs, scale: float) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
-    """Padded normalisers, a bias or what stands in for none, and the strides of queries, keys and bias."""
+    """Padded normalisers, the bias or a placeholder, and the strides of queries, keys and bias."""
     query, key, bias, lse = attention
     norms = lower_norms(normalisers(query, key, bias, scale) if lse is None else lse.contiguous())
     shape = (*query.shape[:3], key.shape[2])
@@ -393,7 +393,7 @@ def _places(sides: list[int]) -> tuple[int, int, int, float, float, float, float
 def block_settings(
     kind: str, width: int, item: int, queries: int, keys: int, biased: bool, space: int
 ) -> dict[str, Any]:
-    """What a pass is compiled for: "rows" or "columns" of one map, or a "pair" of maps."""
+    """Compile-time arguments of a pass: "rows" or "columns" of one map, or a "pair" of maps."""
     rows, cols, stages = row_tiles(width, item, queries, keys, space, maps=2 if kind == "pair" else 1)
     if kind in TILES and item == 2 and width <= 64:
         most_rows, most_cols, stages = TILES[kind]
@@ -404,7 +404,7 @@ def block_settings(
 
 @cache
 def _last(queries: int, keys: int) -> dict[str, Any]:
-    """What the passes over vectors are compiled for."""
+    """Compile-time arguments of the passes over vectors."""
     columns = min(_COLUMNS, max(16, triton.next_power_of_2(max(queries, keys))))
-    # One warp adds up without waiting for others.
+    # A single warp sums without synchronising with others.
     return {"BN": columns, "num_warps": 1 if columns <= 256 else 4}

@@ -202,7 +202,7 @@ class VQAOptions(SuiteOptions):
 
 @dataclass(frozen=True)
 class DetectionOptions(VQAOptions):
-    """Detection; what is found can be drawn."""
+    """Detection; predictions can be drawn."""
 
     pictures: str | None = _option("folder for images of the predictions")
 

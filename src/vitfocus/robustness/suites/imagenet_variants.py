@@ -134,7 +134,7 @@ def imagenet_v2(arguments: EvaluationArguments) -> EvaluationPlan:
 
 
 def imagenet_real(arguments: EvaluationArguments) -> EvaluationPlan:
-    """ImageNet's validation set with ReaL's labels: any label of an image is correct; images without are left out."""
+    """ImageNet's validation set with ReaL's labels: any label of an image is correct; unlabelled ones are left out."""
     classes = num_classes(arguments, 1000)
     root = validation_folder(
         arguments.require_folder("ImageNet's validation photographs, ILSVRC2012_val_*.JPEG, in class folders or not")

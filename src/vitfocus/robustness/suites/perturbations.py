@@ -341,7 +341,7 @@ def _scale(i: int, sizes: Tensor) -> Tensor:
 
 
 def _rotate(i: int, sizes: Tensor) -> Tensor:
-    """Clockwise by i - 15 degrees: the output looks back the other way."""
+    """Clockwise by i - 15 degrees; from output to input, the angle is reversed."""
     angle = math.radians(i - 15)
     back = [[math.cos(angle), math.sin(angle)], [-math.sin(angle), math.cos(angle)]]
     return _about_centre(torch.tensor(back, dtype=torch.float64), sizes)
@@ -354,7 +354,7 @@ def _translate(i: int, sizes: Tensor) -> Tensor:
 
 
 def _tilt(i: int, sizes: Tensor) -> Tensor:
-    """A turn in space about both axes by i - 15 degrees, seen from a diagonal away; pixel centres are whole there."""
+    """A 3D rotation about both axes by i - 15 degrees, seen from a diagonal away, with pixel centres at integers."""
     angle = math.radians(i - 15)
     cos, sin = math.cos(angle), math.sin(angle)
     height, width = sizes.double().unbind(1)

@@ -155,7 +155,7 @@ PAPER_TYPES = (
 def severities_by_type(
     types: str = _PAPER, corruptions: Sequence[str] | None = None, severities: Sequence[int] | None = None
 ) -> dict[str, list[int]]:
-    """The severities of each corruption: the paper's or all, those named ("snow/2-4" at these), or those given.
+    """The severities of each corruption: of a set of `types`, or of those named; "snow/2-4" overrides `severities`.
 
     >>> len(severities_by_type()), severities_by_type()["shot_noise"], len(severities_by_type("all"))
     (16, [1, 2, 3], 19)

@@ -61,7 +61,7 @@ def coco_scores(truth: dict[str, Any], found: Sequence[dict[str, Any]]) -> dict[
         >>> coco_scores(truth, [{**thing, "score": 0.9}])["box_ap"]
         1.0
     """
-    mask_tools()  # an error that says what to install, if it is missing
+    mask_tools()  # raises an error that says what to install, if missing
     from faster_coco_eval import COCO, COCOeval_faster
 
     known = COCO({"info": {}, **truth}, use_deepcopy=True)
@@ -103,7 +103,7 @@ def draw_detections(image: Tensor, prediction: Prediction, classes: Sequence[str
         masks = prediction["masks"][:, 0].cpu()[kept] > 0.5
         masks = masks.repeat_interleave(times, 1).repeat_interleave(times, 2)
         captions = [f"{classes[label - 1]} {score:.2f}" for label, score in zip(labels, scores, strict=True)]
-        for mask, colour in zip(masks, colours, strict=True):  # at once, torchvision would make overlaps black
+        for mask, colour in zip(masks, colours, strict=True):  # one by one: together, overlaps would be black
             image = draw_segmentation_masks(image, mask, alpha=0.45, colors=[colour])
         boxes = prediction["boxes"].float().cpu()[kept] * times
         style: dict[str, Any] = {"width": 2, "label_colors": "black", "fill_labels": True}

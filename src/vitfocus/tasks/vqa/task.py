@@ -81,7 +81,7 @@ class AnswerTask(Task):
             (question.text for question in self.train.questions), vocabulary or section.words, section.longest
         )
         if answers is None:
-            parts = [self.train, self.val] if recipe.data.holdout else [self.train]  # held-out images are of training
+            parts = [self.train, self.val] if recipe.data.holdout else [self.train]  # part of the training set
             agreed = (question.agreed for part in parts for question in part.questions)
             answers = frequent_answers(agreed, section.answers, section.least)
         self.classes = answers
