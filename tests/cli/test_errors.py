@@ -280,6 +280,7 @@ def test_whole_numbers_are_plain_digits(number: str, capsys: pytest.CaptureFixtu
         assert main(["evaluate", "vit_tiny_patch16_224", "--suite", "imagenet-c", "--data", "shapes:4", *words]) == 2
         assert "expected a whole number" in capsys.readouterr().err, words
     if number == "nan":
-        for size in (number, "-1", "0", "x"):
-            assert main(["diagnose", "vit_tiny_patch16_224", "--explore", "--out", "x", "--budget", size]) == 2
-            assert "expected a number of megabytes above 0" in capsys.readouterr().err
+        for size in (number, "-1", "0", "x", "1_0", "inf", "٣"):
+            for words in (["diagnose", "vit_tiny_patch16_224", "--explore", "--budget", size], ["demo", "--epochs", size]):
+                assert main([*words, "--out", "x"]) == 2
+                assert "expected a number above 0" in capsys.readouterr().err

@@ -37,14 +37,14 @@ def whole(text: str) -> int:
     return -number if text.strip()[0] == "-" else number
 
 
-def size_in_mb(text: str) -> float:
+def positive_float(text: str) -> float:
     """Parse a positive number, as the `type` of an option."""
     try:
-        number = float(text)
+        number = float("nan" if "_" in text or not text.isascii() else text)
     except ValueError:
         number = 0.0
-    if not number > 0:  # nor NaN
-        raise argparse.ArgumentTypeError(f"expected a number of megabytes above 0, not {text!r}")
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number above 0, not {text!r}")
     return number
 
 
@@ -74,7 +74,7 @@ def add_budget(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> Non
         parser,
         WITH_EXPLORER,
         "--budget",
-        type=size_in_mb,
+        type=positive_float,
         default=64.0,
         metavar="MB",
         help="with --explore: maximum size of all maps, in the page and in the folder beside it (default: 64)",

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vitfocus.cli.common import positive, say, whole
+from vitfocus.cli.common import positive, positive_float, say, whole
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import lock_folder
 from vitfocus.core.tables import Table, bullet
@@ -47,7 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--treat", default=TREATMENTS, metavar="SPEC", help=f"treatment of the treated model (default: {TREATMENTS})"
     )
-    parser.add_argument("--epochs", type=float, default=EPOCHS, metavar="N", help="epochs per model (default: 2)")
+    parser.add_argument(
+        "--epochs", type=positive_float, default=EPOCHS, metavar="N", help="epochs per model (default: 2)"
+    )
     parser.add_argument(
         "--images", type=positive, default=250, metavar="N", help="number of evaluation images (default: 250)"
     )

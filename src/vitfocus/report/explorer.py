@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from vitfocus.attention.capture import Models, named_models
-from vitfocus.core.arguments import checked
+from vitfocus.core.arguments import checked, require_values
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import write_text
 from vitfocus.core.records import Count, convert, parse_json, read_json, read_text
@@ -112,6 +112,7 @@ def explorer_data(
         >>> len(data["images"]), [layer["heads"] for layer in data["models"][0]["layers"]]
         (2, [3, 3])
     """
+    require_values("images", images)
     if images.dtype != torch.uint8 or images.ndim != 4 or not len(images):
         raise VitfocusError(
             f"The explorer shows uint8 images (B, 3, H, W), not {images.dtype} of shape {tuple(images.shape)}."
