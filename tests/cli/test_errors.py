@@ -281,6 +281,9 @@ def test_whole_numbers_are_plain_digits(number: str, capsys: pytest.CaptureFixtu
         assert "expected a whole number" in capsys.readouterr().err, words
     if number == "nan":
         for size in (number, "-1", "0", "x", "1_0", "inf", "٣"):
-            for words in (["diagnose", "vit_tiny_patch16_224", "--explore", "--budget", size], ["demo", "--epochs", size]):
+            for words in (
+                ["diagnose", "vit_tiny_patch16_224", "--explore", "--budget", size],
+                ["demo", "--epochs", size],
+            ):
                 assert main([*words, "--out", "x"]) == 2
                 assert "expected a number above 0" in capsys.readouterr().err
