@@ -39,7 +39,7 @@ _forced = "auto"
 
 #: The keys that `compile_together` has seen, and a lock for `launches_of`, which patches Triton while it runs.
 _compiled: set[Hashable] = set()
-_noting = threading.Lock()
+_patch_lock = threading.Lock()
 
 
 @contextmanager
@@ -183,18 +183,18 @@ def launches_of(launch: Callable[[], Any]) -> dict[Hashable, tuple[Any, tuple[An
     mine = threading.get_ident()
     calls: dict[Hashable, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {}
 
-    def note(self: Any, *args: Any, **keywords: Any) -> Any:
+    def record(self: Any, *args: Any, **keywords: Any) -> Any:
         if threading.get_ident() != mine:  # other threads launch as usual
-            return really(self, *args, **keywords)
+            return original_run(self, *args, **keywords)
         alike = tuple(getattr(one, "dtype", one) for one in args)
         calls[self, alike, *((name, one) for name, one in keywords.items() if name != "grid")] = (self, args, keywords)
 
-    with _noting, torch.no_grad():
-        really, JITFunction.run = JITFunction.run, note
+    with _patch_lock, torch.no_grad():
+        original_run, JITFunction.run = JITFunction.run, record
         try:
             launch()
         finally:
-            JITFunction.run = really
+            JITFunction.run = original_run
     return calls
 
 
