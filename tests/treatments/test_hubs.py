@@ -116,6 +116,11 @@ def test_what_any_treatment_adds_comes_back(make: Any, spec: str, tmp_path: Path
     model = make(spec)
     vf.save(model, tmp_path)
     auto = transformers.AutoModelForImageClassification
+    if spec.startswith("sigma") and transformers.__version__ < "5":
+        with pytest.raises(vf.VitfocusError, match=r"use transformers 5, or vitfocus\.load"):
+            auto.from_pretrained(tmp_path)
+        torch.testing.assert_close(logits(vf.load(tmp_path)), logits(model), atol=1e-6, rtol=1e-5)
+        return
     opened = [auto.from_pretrained(tmp_path), vf.load(tmp_path)]
     if make is tiny_hf:
         model.save_pretrained(tmp_path / "theirs")
@@ -130,7 +135,7 @@ def test_a_checkpoint_that_lacks_what_it_records_is_refused(tmp_path: Path) -> N
     model.save_pretrained(tmp_path)
     kept = {key: value for key, value in load_file(tmp_path / "model.safetensors").items() if "context" not in key}
     save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(vf.VitfocusError, match=r"records cbs and lacks vit\.layers\.0\.context_mlp\..* \(2 names\)"):
+    with pytest.raises(vf.VitfocusError, match=r"records cbs and lacks vit\..*\.0\.context_mlp\..* \(2 names\)"):
         type(model).from_pretrained(tmp_path)
     save_file({key: value for key, value in kept.items() if STATE_KEY not in key}, tmp_path / "model.safetensors")
     assert vf.applied(type(model).from_pretrained(tmp_path))  # a plain checkpoint into a treated model

@@ -21,6 +21,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from vitfocus.core.errors import VitfocusError
+
 
 class LazyRegistry(Mapping[str, Any]):
     """A mapping from names to objects that are imported on first use.
@@ -156,7 +158,15 @@ def _connect_models(modeling: Any) -> None:
 
     @wraps(load)
     def loaded(cls: Any, *args: Any, output_loading_info: bool = False, **options: Any) -> Any:
-        model, report = load(cls, *args, output_loading_info=True, **options)
+        try:
+            model, report = load(cls, *args, output_loading_info=True, **options)
+        except AttributeError as error:
+            if "is neither a parameter" not in str(error):
+                raise
+            raise VitfocusError(
+                "This version of transformers cannot load weights that a treatment rescales (sigma): use transformers "
+                "5, or vitfocus.load for a folder that vitfocus.save wrote."
+            ) from None
         if any(TREATMENTS_KEY in vars(one) for one in nested_configs(model.config)):
             _hub().check_loaded(model, report["missing_keys"])
         return (model, report) if output_loading_info else model
@@ -186,9 +196,10 @@ def _connect_peft(peft: Any) -> None:
         return load(self, model_id, *args, **options)
 
     cls.save_pretrained, cls.load_adapter = saved, loaded
-    tuner = sys.modules["peft.tuners.tuners_utils"].BaseTuner
-    for name in ("merge_and_unload", "merge_adapter"):
-        setattr(tuner, name, _checked_merge(getattr(tuner, name)))
+    tuners = sys.modules["peft.tuners"]
+    for owner in (tuners.tuners_utils.BaseTuner, tuners.LoraModel):  # older versions merge in LoraModel
+        for name in {"merge_and_unload", "merge_adapter"} & set(vars(owner)):
+            setattr(owner, name, _checked_merge(getattr(owner, name)))
 
 
 def _checked_merge(merge: Callable[..., Any]) -> Callable[..., Any]:
