@@ -37,8 +37,19 @@ SMALL = 1 << 18
 BUSY = 264
 #: Up to this many keys, one program computes both gradients of a head, if there are enough heads to fill half a GPU.
 JOINT_KEYS = 256
-#: Rows, columns and stages of tiles in half precision, up to 64 channels, as benchmarks/kernel_tiles.py found.
-TILES = {"mean": (64, 64, 3), "query": (64, 32, 3), "key": (32, 64, 3), "joint": (32, JOINT_KEYS, 2)}
+#: Up to this many keys, one program has whole rows of the mean map, in half precision and up to 64 channels.
+WHOLE_KEYS = 256
+#: Rows, columns, warps and stages of tiles in half precision, up to 64 channels, as benchmarks/kernel_tiles.py found.
+TILES = {
+    "whole": (64, WHOLE_KEYS, 8, 3),
+    "mean": (64, 64, 4, 3),
+    "query": (64, 64, 4, 3),
+    "key": (64, 64, 4, 3),
+    "joint": (32, JOINT_KEYS, 8, 2),
+}
+#: Rows and columns of tiles of a stored map, and rows of it per program where columns are summed.
+MAP_TILES, ROWS_EACH = {"unit": (32, 128), "gradient": (16, 256), "turned": (32, 128)}, 256
+TURN_JOINT = True
 #: Bytes of shared memory for a joint tile with 256 keys and a bias, plus a margin.
 JOINT_SPACE = 140 * 1024
 #: Bytes of mean maps that exist at a time: at least the first, and at most the second times those of the queries.
@@ -144,10 +155,9 @@ def launch_forward(
     query: Tensor, key: Tensor, bias: Tensor | None, rows: Tensor | None, lse: Tensor | None, options: LossOptions
 ) -> tuple[Tensor, ...]:
     """The loss, then what the backward pass needs: normalisers, column averages and slopes, norms of the averages, two
-    vectors by row, a map.
+    vectors by row if maps are of single heads, bounds of the gradient, squares of the rows, a map.
 
-    The mean map over heads is kept if it is smaller than the queries, else empty. If it is computed in chunks, the
-    vectors by row are left to the backward pass, which recomputes the chunks.
+    The mean map over heads is kept if it is smaller than the queries, else empty.
     """
     from vitfocus.kernels.diversity import triton as kernels
     from vitfocus.kernels.tiles import lower_norms, normalisers
@@ -156,32 +166,27 @@ def launch_forward(
     maps, count, span, empty = launch.maps, launch.count, launch.span, launch.empty
     lse = normalisers(query, key, bias, options.scale) if lse is None else lse.contiguous()
     inputs = launch.inputs(lower_norms(lse, rows, launch.count, launch.first, math.log2(launch.keys)))
-    blocks, chunks, columns = launch.blocks, launch.chunks(), launch.settings("columns")
-    at_once = len(chunks) == 1
+    blocks, chunks, columns = launch.sum_blocks, launch.chunks(), launch.settings("columns")
     sums, squares = empty(maps, blocks, span), empty(launch.parts, maps, launch.reach)
-    average, slopes, lengths, losses = empty(maps, span), empty(maps, span), empty(maps), empty(maps)
-    towards, along = launch.by_row(), launch.by_row()
+    units = empty(maps, blocks, span)
+    average, slopes, lengths, losses, bounds = (empty(maps, span), empty(maps, span), *(empty(maps) for _ in range(3)))
+    towards, along = (launch.by_row() if launch.alone else empty(0) for _ in range(2))
     mean_map = launch.empty_map(0)
-    if at_once:
-        units = sums  # last read before this is written
-    else:
-        units = empty(maps, blocks, span)
-        average.zero_()
-        lengths.zero_()
-    for begin, end in chunks:
+    for number, (begin, end) in enumerate(chunks):
         mean_map = launch.empty_map(0 if launch.alone else end - begin)
-        launch.mean_pass(inputs, mean_map, sums, squares, begin, end)
-        if at_once:
-            kernels.column_pass[(maps,)](
-                sums, average, lengths, launch.bound, blocks, launch.keys, span, count, **columns
-            )
-        launch.unit_pass(inputs, mean_map, average, lengths, squares, towards, along, units, begin, end)
-        if not at_once or launch.keys > launch.group * launch.width:
+        launch.mean_pass(inputs, mean_map, sums, units, squares, begin, end)
+        if not launch.alone and not launch.whole:
+            launch.unit_pass(mean_map, squares, sums, units, number, begin, end)
+        if len(chunks) > 1 or launch.keys > launch.group * launch.width:
             mean_map = launch.empty_map(0)
-    if not at_once:
-        kernels.column_pass[(maps,)](sums, average, lengths, launch.bound, blocks, launch.keys, span, count, **columns)
-    kernels.slope_pass[(maps,)](units, average, lengths, slopes, losses, blocks, launch.keys, span, count, **columns)
-    return losses.mean(), inputs[2], average, slopes, lengths, towards, along, mean_map
+    kernels.column_pass[(maps,)](sums, average, lengths, launch.bound, blocks, launch.keys, span, count, **columns)
+    if launch.alone:
+        launch.unit_pass_alone(inputs, average, lengths, squares, towards, along, units)
+    kernels.slope_pass[(maps,)](
+        units, average, lengths, squares, slopes, losses, bounds, blocks, launch.keys, span, count, launch.reach, maps,
+        launch.parts, **columns,
+    )  # fmt: skip
+    return losses.mean(), inputs[2], average, slopes, lengths, towards, along, bounds, squares, mean_map
 
 
 @on_device_of_first
@@ -196,11 +201,11 @@ def launch_backward(
     wants_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients of queries, keys and bias, from what the forward pass saved."""
-    from vitfocus.kernels.diversity import triton as kernels
+    from vitfocus.kernels.diversity import gradients as kernels
 
     launch = _Launch(query, key, bias, rows, options)
     maps, count, group = launch.maps, launch.count, launch.group
-    norms, average, slopes, lengths, towards, along, mean_map = saved
+    norms, average, slopes, lengths, towards, along, bounds, squares, mean_map = saved
     inputs, chunks = launch.inputs(norms), launch.chunks()
     mine, theirs = (launch.settings(kind) | {"ALONE": launch.alone} for kind in ("query", "key"))
     inner, share = torch.empty_like(norms), 1 / (maps * count * group)
@@ -211,18 +216,11 @@ def launch_backward(
     bias_sum = None
     if bias is not None and wants_bias and (bias.shape[3] > 1 or launch.keys == 1):
         bias_sum = _BiasSum(bias, launch, mine)
-        inner.zero_()  # the bias kernel's blocks of rows may extend past those that are written
+    if bias_sum is not None or mine["BM"] % theirs["BM"]:
+        inner.zero_()  # blocks of rows may extend past those that are written
     for begin, end in chunks:
-        if not launch.alone and not mean_map.shape[1]:
-            mean_map = launch.empty_map(end - begin)
-            sums, squares = (
-                launch.empty(maps, launch.blocks, launch.span),
-                launch.empty(launch.parts, maps, launch.reach),
-            )
-            launch.mean_pass(inputs, mean_map, sums, squares, begin, end)
-            if len(chunks) > 1:
-                launch.unit_pass(inputs, mean_map, average, lengths, squares, towards, along, sums, begin, end)
-        given = (*inputs, mean_map, average, slopes, towards, along, inner, gradient)
+        slope = launch.gradient_pass(inputs, mean_map, average, lengths, slopes, squares, bounds, begin, end)
+        given = (*inputs, slope, average, slopes, towards, along, bounds, inner, gradient)
         rest = (share, *launch.numbers, begin, end)
         if launch.joint and len(chunks) == 1:
             kernels.joint_gradient[(group * maps,)](
@@ -238,8 +236,7 @@ def launch_backward(
             )
         if bias_sum is not None:
             bias_sum.add(given, rest, begin, end)
-        mean_map = launch.empty_map(0)
-        del given  # so that the next chunk's map reuses this memory
+        del given, slope  # so that the next chunk's map reuses this memory
     if len(chunks) > 1:
         key_gradient.copy_(key_sum)
     if bias is None or not wants_bias:
@@ -264,7 +261,7 @@ class _BiasSum:
         self.sums = torch.zeros(parts, *shape, dtype=torch.float32, device=bias.device)
 
     def add(self, given: tuple[Any, ...], rest: tuple[Any, ...], begin: int, end: int) -> None:
-        from vitfocus.kernels.diversity import triton as kernels
+        from vitfocus.kernels.diversity import gradients as kernels
 
         launch, settings = self.launch, self.settings
         row_blocks = _ceil_div(end - begin, settings["BM"]) if self.by_row else 1
@@ -335,16 +332,23 @@ class _Launch:
         """Start and end of each chunk of rows whose mean maps exist at the same time, in multiples of a block."""
         if self.alone:
             return [(0, self.count)]
-        block = self.settings("mean")["BM"]
+        block = max(self.settings(kind)["BM"] for kind in ("mean", "query", "key"))
         most = max(LEAST_MAP, MAP_OVER_QUERIES * self.batch * self.heads * self.queries * self.width * self.item)
         rows = min(most // (self.maps * self.item), 2**31 - 1) // self.stride
         rows = max(1, rows // block) * block
         return [(begin, min(begin + rows, self.count)) for begin in range(0, self.count, rows)]
 
     @property
-    def blocks(self) -> int:
-        """Blocks of rows of a map."""
-        return _ceil_div(self.count, self.settings("mean")["BM"])
+    def sum_blocks(self) -> int:
+        """Blocks of rows of a map for which there are column sums."""
+        if self.alone or self.whole:
+            return _ceil_div(self.count, self.settings("mean")["BM"])
+        return sum(_ceil_div(end - begin, ROWS_EACH) for begin, end in self.chunks())
+
+    @property
+    def whole(self) -> bool:
+        """Whether one tile has whole rows of the mean map."""
+        return not self.alone and self.settings("mean")["BN"] >= self.keys
 
     @property
     def parts(self) -> int:
@@ -354,26 +358,66 @@ class _Launch:
         return max(1, min(_ceil_div(self.keys, 2 * settings["BN"]), 2 * BUSY // programs))
 
     def mean_pass(
-        self, inputs: tuple[Tensor, ...], mean_map: Tensor, sums: Tensor, squares: Tensor, begin: int, end: int
-    ) -> None:
+        self, inputs: tuple[Tensor, ...], mean_map: Tensor, sums: Tensor, units: Tensor, squares: Tensor, begin: int,
+        end: int,
+    ) -> None:  # fmt: skip
         """Launch the pass over these rows."""
         from vitfocus.kernels.diversity import triton as kernels
 
         settings = self.settings("mean")
         kernels.mean_pass[(_ceil_div(end - begin, settings["BM"]) * self.parts * self.maps,)](
-            *inputs, mean_map, sums, squares, *self.numbers, begin, end, self.maps, self.parts, **settings,
-            STORED=not self.alone,
+            *inputs, mean_map, sums, units, squares, *self.numbers, begin, end, self.maps, self.parts, **settings,
+            ALONE=self.alone, WHOLE=self.whole,
         )  # fmt: skip
 
-    def unit_pass(self, inputs: tuple[Tensor, ...], *rest: Any) -> None:
-        """Launch the pass over these rows."""
+    def unit_pass_alone(self, inputs: tuple[Tensor, ...], *tensors: Tensor) -> None:
+        """Launch the pass over all rows of single heads."""
         from vitfocus.kernels.diversity import triton as kernels
 
-        settings, (*tensors, begin, end) = self.settings("mean"), rest
-        kernels.unit_pass[(_ceil_div(end - begin, settings["BM"]) * self.maps,)](
-            *inputs, *tensors, *self.numbers, begin, end, self.maps, self.parts, **settings,
-            STORED=not self.alone,
+        settings = self.settings("mean")
+        kernels.unit_pass_alone[(_ceil_div(self.count, settings["BM"]) * self.maps,)](
+            *inputs, *tensors, *self.numbers, 0, self.count, self.maps, self.parts, **settings
+        )
+
+    def unit_pass(
+        self, mean_map: Tensor, squares: Tensor, sums: Tensor, units: Tensor, number: int, begin: int, end: int
+    ) -> None:
+        """Launch the pass over these rows of the stored map, the chunk of that number."""
+        from vitfocus.kernels.diversity import triton as kernels
+
+        high, wide = MAP_TILES["unit"]
+        before = sum(_ceil_div(last - start, ROWS_EACH) for start, last in self.chunks()[:number])
+        kernels.unit_pass[(_ceil_div(self.stride, wide) * _ceil_div(end - begin, ROWS_EACH) * self.maps,)](
+            mean_map, squares, sums, units, self.bound, self.stride, self.span, self.reach, begin, end, self.maps,
+            self.parts, ROWS_EACH, before, self.sum_blocks, BR=high, BK=wide, PAPER=self.paper, num_warps=4,
         )  # fmt: skip
+
+    def gradient_pass(
+        self, inputs: tuple[Tensor, ...], mean_map: Tensor, average: Tensor, lengths: Tensor, slopes: Tensor,
+        squares: Tensor, bounds: Tensor, begin: int, end: int,
+    ) -> Tensor:  # fmt: skip
+        """The gradient with respect to these rows of the mean map, which is computed again if it is not there."""
+        from vitfocus.kernels.diversity import triton as kernels
+
+        if self.alone:
+            return mean_map
+        if TURN_JOINT and self.joint:
+            out = torch.empty(self.maps, self.stride, _ceil_div(end, 16) * 16, dtype=mean_map.dtype, device=mean_map.device)
+        elif mean_map.shape[1]:
+            out = torch.empty_like(mean_map)
+        else:
+            mean_map = out = self.empty_map(end - begin)
+            squares = torch.empty_like(squares)
+            sums = self.empty(2, self.maps, self.sum_blocks, self.span) if self.whole else squares[None].expand(2, -1, -1, -1)
+            self.mean_pass(inputs, mean_map, sums[0], sums[1], squares, begin, end)
+        high, wide = MAP_TILES["turned" if TURN_JOINT and self.joint else "gradient"]
+        wide = min(wide, power_of_two(self.stride))
+        kernels.gradient_pass[(_ceil_div(end - begin, high) * self.maps,)](
+            mean_map, out, average, lengths, slopes, squares, bounds, self.bound, self.stride, self.span, self.reach,
+            begin, end, self.maps, self.parts, BR=high, BK=wide, PAPER=self.paper, TURNED=TURN_JOINT and self.joint,
+            num_warps=4,
+        )  # fmt: skip
+        return out
 
     @property
     def joint(self) -> bool:
@@ -386,12 +430,17 @@ class _Launch:
         """Block sizes and the other compile-time arguments of the kernels."""
         if kind == "columns":
             width = min(1024, power_of_two(self.keys))
-            return {"PAPER": self.paper, "BK": width, "BR": min(8, power_of_two(self.blocks)),
+            return {"PAPER": self.paper, "BK": width, "BR": min(8, power_of_two(self.sum_blocks)),
                     "num_warps": 8 if width > 256 else 4}  # fmt: skip
         rows, columns, stages = row_tiles(self.width, self.item, self.count, self.keys, self.space)
+        warps = 4
         if kind == "joint" or (self.item == 2 and self.width <= 64):
-            most_rows, most_columns, stages = TILES[kind]
+            if kind == "mean" and self.keys <= WHOLE_KEYS and not self.alone:
+                kind = "whole"
+            most_rows, most_columns, warps, stages = TILES[kind]
             rows, columns = min(most_rows, padded(self.count)), min(most_columns, padded(self.keys))
+            if rows * columns <= most_rows * most_columns // 2:
+                warps = 4
         elif kind == "key" and rows > columns:  # products are faster if the side kept by the program is longer
             rows, columns = min(columns, padded(self.count)), min(rows, padded(self.keys))
         return {
@@ -402,7 +451,7 @@ class _Launch:
             "HAS_BIAS": self.bias is not None,
             "HAS_ROWS": self.rows is not None,
             "PAPER": self.paper,
-            "num_warps": 8 if kind == "joint" and columns > 128 else 4,
+            "num_warps": warps,
             "num_stages": stages,
         }
 
