@@ -53,17 +53,21 @@ from vitfocus.treatments.cost import seconds_per_call
 
 #: What is measured first if time is limited: setting, model, tokens and variants.
 ORDER = (
-    ("recorded", "deit_s", 197, ("adl", "all")),
-    ("eager", "deit_s", 1025, ("adl", "all", "adl-paper")),
-    ("recorded", "deit_s", 1025, ("adl", "all")),
-    ("eager", "deit_s", 197, ("adl", "all", "adl-paper")),
-    ("compiled", "deit_s", 197, ("tap", "adl", "all", "cb")),
+    ("recorded", "deit_s", 197, ("cb", "tap", "adl", "all")),
+    ("compiled", "deit_s", 197, ("cb", "tap", "adl", "all")),
+    ("eager", "deit_s", 197, ("cb", "tap", "adl", "adl-paper", "all")),
     ("recorded", "vit_ti4", 65, ("tap", "adl", "tap+adl")),
+    ("recorded", "deit_s", 1025, ("adl", "all", "tap", "cb")),
+    ("recorded", "deit_s", 4097, ("adl", "all", "tap", "cb")),
     ("first", "deit_s", 197, ("adl", "all", "tap", "cb")),
-    ("recorded", "deit_s", 4097, ("adl",)),
-    ("eager", "vit_b", 197, ("adl", "tap", "all")),
-    ("eager", "swin_t", 3136, ("adl", "tap", "all")),
-    ("eager", "fan_s", 196, ("adl", "tap", "all")),
+    ("eager", "deit_s", 1025, ("adl", "all", "tap", "cb")),
+    ("recorded", "vit_b", 197, ("adl", "tap", "all", "cb")),
+    ("recorded", "swin_t", 3136, ("adl", "tap", "all", "cb")),
+    ("recorded", "fan_s", 196, ("adl", "tap", "all", "cb")),
+    ("eager", "vit_b", 197, ("adl", "tap", "all", "cb")),
+    ("eager", "swin_t", 3136, ("adl", "tap", "all", "cb")),
+    ("eager", "fan_s", 196, ("adl", "tap", "all", "cb")),
+    ("eager", "deit_s", 4097, ("adl", "all", "tap", "cb")),
 )
 DEFAULT = ("cb", "tap", "adl", "adl-paper", "all")
 PARTS = ("steps", "first", "kernels", "statistics")
@@ -192,7 +196,7 @@ def compare(plain: Step, step: Step, rounds: int) -> dict[str, float]:
     """Times of a step and the plain one, in turns."""
     for one in (plain, step):
         seconds_per_call(one, one.device, 2)  # the first call after another model's may compile again
-    repeats = 1 if plain.device == "cpu" else max(2, round(0.15 / seconds_per_call(plain, plain.device, 2)))
+    repeats = 1 if plain.device == "cpu" else max(2, round(0.1 / seconds_per_call(plain, plain.device, 2)))
     pairs = [[seconds_per_call(one, one.device, repeats) for one in (plain, step)] for _ in range(rounds)]
     ratios = [mine / theirs for theirs, mine in pairs]
     plain_ms, ms = (1e3 * statistics.median(times) for times in zip(*pairs, strict=True))
