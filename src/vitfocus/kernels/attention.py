@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from vitfocus.core.errors import VitfocusError
+
 #: Queries, keys, and optionally bias and normalisers, as the kernels take them.
 AttentionInputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
@@ -63,7 +65,9 @@ class Observation:
         """
         if self.map is not None:
             return _wide(self.map if rows is None else self.map[:, :, rows])
-        return self.scores(rows).softmax(dim=-1)
+        scores = self.scores(rows)
+        # As in torch's attention, a row with every key masked by a bias attends to nothing.
+        return scores.softmax(dim=-1) if self.bias is None else torch.ops.aten._safe_softmax(scores, -1)
 
     def scores(self, rows: slice | Tensor | None = None) -> Tensor:
         """The logits' rows before the softmax, in float32 or wider: (B, H, rows, K)."""
@@ -148,6 +152,12 @@ def matched(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     >>> key.shape, key.dtype
     (torch.Size([2, 3, 7, 8]), torch.float32)
     """
+    given = query.ndim == key.ndim == 4 and query.shape[3] == key.shape[3]
+    if not given or any(a != b and 1 not in (a, b) for a, b in zip(query.shape[:2], key.shape[:2], strict=True)):
+        raise VitfocusError(
+            f"Attention takes queries (B, H, Q, D) and keys (B, H, K, D) and was given {tuple(query.shape)} and "
+            f"{tuple(key.shape)}."
+        )
     if query.dtype != key.dtype:
         dtype = torch.promote_types(query.dtype, key.dtype)
         query, key = query.to(dtype), key.to(dtype)
@@ -155,6 +165,27 @@ def matched(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         both = torch.broadcast_shapes(query.shape[:2], key.shape[:2])
         query, key = (tensor.expand(*both, -1, -1) for tensor in (query, key))
     return query, key
+
+
+def readable(tokens: Tensor) -> Tensor:
+    """Queries or keys as the kernels read them: the channels of a token side by side, and no lazy negation."""
+    tokens = tokens.resolve_neg()
+    return tokens if tokens.stride(3) == 1 else tokens.contiguous()
+
+
+def with_four_axes(bias: Tensor | None, shape: tuple[int, int, int, int]) -> Tensor | None:
+    """An additive bias with leading axes of length one, so that it has the axes of maps (B, H, Q, K).
+
+    >>> with_four_axes(torch.zeros(5, 7), (2, 3, 5, 7)).shape
+    torch.Size([1, 1, 5, 7])
+    """
+    if bias is None:
+        return None
+    if bias.ndim > 4 or any(one not in (1, other) for one, other in zip(bias.shape[::-1], shape[::-1], strict=False)):
+        raise VitfocusError(f"A bias of shape {tuple(bias.shape)} does not fit attention of shape {tuple(shape)}.")
+    if bias.dtype == torch.bool:
+        raise VitfocusError("The bias is added to the logits, so a mask must be given as 0 and -inf, not as booleans.")
+    return bias[(None,) * (4 - bias.ndim)]
 
 
 def attention_with_normalisers(
