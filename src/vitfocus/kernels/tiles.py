@@ -71,7 +71,7 @@ def log_sum_exp(
     q, k, bias, out, scale, heads, queries, keys, qb, qh, qn, kb, kh, kn, bb, bh, bq, bk,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """The softmax's normalisers, natural logarithm: (B, H, Q), contiguous. A row with every key masked by a bias gives 0."""
+    """The softmax's normalisers, natural logarithm: (B, H, Q), contiguous. A row with every key masked gives 0."""
     scale = single(scale)
     pair, block = tl.program_id(0), tl.program_id(1)
     batch, head = pair // heads, pair % heads
@@ -91,10 +91,8 @@ def log_sum_exp(
         total = total * tl.exp2(most - safe) + tl.sum(tl.exp2(scores - safe[:, None]), 1)
         most = now
     result = (most + tl.log2(total)) / 1.4426950408889634
-    if HAS_BIAS:
-        result = tl.where(total == 0, 0.0, result)
-    else:  # nothing is masked: an infinite query or key
-        result = tl.where(total == 0, float("nan"), result)
+    # Without a bias nothing is masked, and a row of -inf comes from an infinite query or key.
+    result = tl.where(total == 0, 0.0 if HAS_BIAS else float("nan"), result)
     tl.store(out + pair.to(tl.int64) * queries + rows, result, mask=row_ok)
 
 
