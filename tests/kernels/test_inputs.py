@@ -87,18 +87,17 @@ def test_the_loss_of_nothing_is_0(name: str, sizes: dict[str, int]) -> None:
 @each
 @pytest.mark.parametrize("what", ["query", "key", "bias"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("place", [0, 3, 8])
+@pytest.mark.parametrize("place", [0, 8])
 def test_nothing_that_is_not_a_number_is_hidden(name: str, what: str, value: float, place: int) -> None:
     query, key = tokens()
-    given = {"query": query.abs(), "key": key, "bias": torch.zeros(1, 2, 9, 9)}
+    given = {"query": query.abs(), "key": key.clone(), "bias": torch.zeros(1, 2, 9, 9)}
     if value == float("inf"):  # so that some logits are inf, or inf - inf
         given["key"] = key.abs()
     given[what][0, 1, place, 1 % given[what].shape[3]] = value
-    for variant in ("official", "paper"):
-        for heads in ("mean", "each"):
-            for rows in (None, torch.tensor([8, 3, 0])):
-                with backend(name):
-                    assert loss(**given, variant=variant, heads=heads, rows=rows).isnan()
+    rows = torch.tensor([8, 3, 0])
+    for variant, heads, some in (("official", "mean", None), ("paper", "mean", rows), ("paper", "each", None)):
+        with backend(name):
+            assert loss(**given, variant=variant, heads=heads, rows=some).isnan()
     seen = Observation(**given, scale=0.3)
     clean = Observation(query=query, key=key, scale=0.3)
     with backend(name):
@@ -148,6 +147,8 @@ def test_pairs_may_differ_in_scale_width_type_and_form(name: str) -> None:
         Observation(map=(query @ key.mT).softmax(-1)),
         Observation(query=query.mT.contiguous().mT, key=key.repeat_interleave(2, 3)[..., ::2], scale=0.3),
     ]
+    if name == "triton":  # which, if forced, takes no float64
+        del others[2]
     for first, second in [(one, other) for other in others] + [(other, one) for other in others]:
         expected = map_statistics(first.attention(), second.attention()).products
         with backend(name):

@@ -52,7 +52,7 @@ def tiled_statistics(
         attention, entropy = _attention_and_entropy(piece, rows)
         sums.add(images, rows, attention, entropy)
         if partner is not None:
-            sums.add_pair(images, attention, partner.attention(rows))
+            sums.add_pair(images, attention, partner.attention(rows).to(attention.dtype))
     return sums.statistics(top)
 
 
