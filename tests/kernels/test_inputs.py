@@ -17,7 +17,9 @@ from torch import Tensor
 import vitfocus as vf
 from vitfocus.kernels.attention import Observation
 from vitfocus.kernels.backends import backend, interpreting
+from vitfocus.kernels.context.op import share_mean
 from vitfocus.kernels.diversity.op import diversity
+from vitfocus.kernels.pooling.op import mix_by_matrix, mix_dilated, predict_by_product, predict_hidden
 from vitfocus.kernels.statistics.op import statistics
 from vitfocus.kernels.statistics.reference import Numbers, map_statistics
 
@@ -239,3 +241,26 @@ def test_plain_torch_defaults_are_not_taken(default: Any) -> None:
     for row, other in zip(rows, expected, strict=True):
         numbers = {key: value for key, value in other.items() if isinstance(value, float)}
         assert {key: row[key] for key in numbers} == pytest.approx(numbers, rel=1e-6)
+
+
+@pytest.mark.skipif(interpreting(), reason="is run where Triton does not interpret")
+def test_plain_torch_pooling_hides_nothing() -> None:
+    check_pooling_of_nan(predict_by_product, lambda x, hidden, second: mix_by_matrix(x, hidden.softmax(dim=1)))
+
+
+@pytest.mark.skipif(not interpreting(), reason="needs TRITON_INTERPRET=1 from the start")
+def test_pooling_and_context_hide_nothing() -> None:
+    check_pooling_of_nan(predict_hidden, mix_dilated)
+    spoilt = torch.zeros(2, 5, 8)
+    spoilt[0, 4, 2] = float("nan")
+    for scale in (None, torch.ones(8)):
+        found = share_mean(spoilt, scale)
+        assert found[0, :, 2].isnan().all() and found[1].isfinite().all() and found[0, :, 3].isfinite().all()
+
+
+def check_pooling_of_nan(predict: Any, mix: Any) -> None:
+    """The token, its neighbours and all that they pool are not numbers; other images are."""
+    image, first, second = torch.randn(2, 13, 8), torch.randn(3, 8, 3, 3), torch.randn(3, 3, 3, 3)
+    image[0, 6, 2] = float("nan")
+    found = mix(image, predict(image, first, (3, 4)), second)
+    assert found[0, 6].isnan().all() and found[0, 1:].isnan().any(dim=-1).all() and found[1].isfinite().all()
