@@ -64,11 +64,7 @@ def backend(name: str) -> Iterator[None]:
 
 
 def chosen(first: Tensor, *others: Tensor | None) -> str:
-    """The backend for an operation on these tensors.
-
-    The reference while `torch.fx` traces a model, and for `torch.func` and forward-mode derivatives, which need plain
-    torch operations.
-    """
+    """The backend for these tensors; for torch.fx, torch.func and forward-mode derivatives, the reference."""
     if isinstance(first, torch.fx.Proxy) or _transforming():
         return "reference"
     name, fits, on_gpu = forced(), True, True
@@ -88,9 +84,9 @@ def chosen(first: Tensor, *others: Tensor | None) -> str:
 
 def _transforming() -> bool:
     """Whether a transform of `torch.func` is active, or forward-mode automatic differentiation."""
-    if torch.compiler.is_compiling():
-        return False
-    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+    return not torch.compiler.is_compiling() and (
+        torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+    )
 
 
 @torch.compiler.assume_constant_result

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vitfocus.core.errors import VitfocusError
-from vitfocus.kernels.attention import matched, readable, with_four_axes
+from vitfocus.kernels.attention import matched
 from vitfocus.kernels.backends import (
     chosen,
     compile_together,
@@ -30,6 +30,7 @@ from vitfocus.kernels.diversity.chunked import (
     on_whole_maps,
 )
 from vitfocus.kernels.diversity.reference import Heads, Variant
+from vitfocus.kernels.inputs import readable, with_four_axes
 from vitfocus.kernels.shared_memory import MOST_CHANNELS, available, padded, power_of_two, row_tiles
 
 #: Maps up to this many elements stay in a core's caches, and chunks are no faster than whole maps.

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from vitfocus.core.errors import VitfocusError
-from vitfocus.kernels.attention import AttentionInputs, Observation, matched, readable, with_four_axes
+from vitfocus.kernels.attention import AttentionInputs, Observation, matched
 from vitfocus.kernels.backends import chosen
+from vitfocus.kernels.inputs import readable, with_four_axes
 from vitfocus.kernels.shared_memory import MOST_CHANNELS
 from vitfocus.kernels.statistics.chunked import tiled_statistics
 from vitfocus.kernels.statistics.reference import THRESHOLD, Grids, Numbers, Statistics, map_statistics, top_tokens
