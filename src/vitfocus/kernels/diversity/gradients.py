@@ -41,22 +41,28 @@ def _tile_slope(
 @triton.jit
 def _slope(
     a, tile, map_index, begin, end, numbers, near, cols, towards, along, average, slopes, first, keys, stride, span,
-    reach, bound, ALONE: tl.constexpr, PAPER: tl.constexpr, TURNED: tl.constexpr,
+    reach, bound, ALONE: tl.constexpr, PAPER: tl.constexpr, JOINT: tl.constexpr,
 ):  # fmt: skip
-    """The slope of the sum of cosines with respect to K times the map: a tile (rows, cols) or TURNED (cols, rows).
+    """The slope of the sum of cosines with respect to K times the map, a tile (rows, cols).
 
-    It is read from memory, where it is in units of the map's bound, or follows from the `tile` of a single head.
+    It is read from memory, where it is in units of the map's bound, or follows from the `tile` of a single head. JOINT:
+    `a` has columns first, as `joint_gradient` takes it.
     """
     if ALONE:
         return _tile_slope(
             tile, map_index, numbers, cols, towards, along, average, slopes, first, keys, span, reach, bound, PAPER,
-            TURNED,
+            False,
         )  # fmt: skip
     else:
         # A chunk of a map has fewer than 2³¹ elements, so only its offset needs 64 bits.
-        mine = a + map_index.to(tl.int64) * (end - begin) * stride
-        place = by_row((near - begin) * stride, TURNED) + by_row(cols, not TURNED)
-        return tl.load(mine + place, mask=by_row(cols < stride, not TURNED), other=0.0).to(tl.float32)
+        if JOINT:
+            pitch = tl.cdiv(end, 16) * 16
+            mine = a + map_index.to(tl.int64) * stride * pitch
+            place = near[:, None] + cols[None, :] * pitch
+        else:
+            mine = a + map_index.to(tl.int64) * (end - begin) * stride
+            place = ((near - begin) * stride)[:, None] + cols[None, :]
+        return tl.load(mine + place, mask=(cols < stride)[None, :], other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -188,7 +194,10 @@ def joint_gradient(
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_ROWS: tl.constexpr, PAPER: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of queries and keys of one head, if one block holds all columns: each tile is computed once."""
+    """The gradients of queries and keys of one head, if one block holds all columns: each tile is computed once.
+
+    Tiles are turned, (cols, rows), and so is the stored slope `a`, whose rows are padded to a multiple of 16.
+    """
     share, scale, bound = single(share), single(scale), single(bound)
     _, map_index, batch, head = _program(1, heads, group)
     cols = tl.arange(0, BN)
@@ -211,12 +220,13 @@ def joint_gradient(
         power = logits(key, query, scale, bias, batch, head, there, query_rows, (bb, bh, bk, bq), HAS_BIAS)
         tile = tl.exp2(power - norm[None, :]) * exists[:, None]
         if ALONE:
-            slope = _slope(
-                a, tile, map_index, 0, row_count, numbers, near, cols, towards, along, average, slopes, first, keys,
-                stride, span, reach, bound, ALONE, PAPER, True,
+            slope = _tile_slope(
+                tile, map_index, numbers, cols, towards, along, average, slopes, first, keys, span, reach, bound, PAPER,
+                True,
             )  # fmt: skip
         else:
-            slope = tl.load(mine + numbers[None, :], mask=(cols < stride)[:, None] & (numbers < pitch)[None, :], other=0.0).to(tl.float32)
+            stored = (cols < stride)[:, None] & (numbers < pitch)[None, :]
+            slope = tl.load(mine + numbers[None, :], mask=stored, other=0.0).to(tl.float32)
         total = tl.sum(tile * slope, 0) * one
         if HAS_BIAS:
             tl.store(inner + pair + numbers, total)
@@ -234,6 +244,7 @@ def bias_gradient(
     queries, images, at_once, bias_heads,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_ROWS: tl.constexpr, PAPER: tl.constexpr, ALONE: tl.constexpr, BY_ROW: tl.constexpr,
+    JOINT: tl.constexpr,
 ):  # fmt: skip
     """The gradient of an additive bias of one head or of all, summed over some images, and over rows unless BY_ROW.
 
@@ -267,7 +278,7 @@ def bias_gradient(
             tile = tl.exp2(power - norm[:, None])
             slope = _slope(
                 a, tile, map_index, begin, end, numbers, near, cols, towards, along, average, slopes, first, keys,
-                stride, span, reach, bound, ALONE, PAPER, False,
+                stride, span, reach, bound, ALONE, PAPER, JOINT,
             )  # fmt: skip
             total += tile * (slope - shift[:, None]) * _factor(weight, bounds, map_index, share, 1.0, ALONE)
     start = out + (chunk * bias_heads + first_head).to(tl.int64) * (queries if BY_ROW else 1) * keys

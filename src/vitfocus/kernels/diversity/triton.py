@@ -47,21 +47,23 @@ def _rounded(mean, outside, bound, PAPER: tl.constexpr, DTYPE: tl.constexpr):
         return tl.where(outside, tl.minimum(mean, most), above).to(tl.float16).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["skip"])
 def mean_pass(
-    q, k, norms, bias, rows, a, column_sums, unit_sums, squares, scale, bound, heads, group, keys, row_count, first,
-    qb, qh, qn, kb, kh, kn, bb, bh, bq, bk, stride, span, reach, begin, end, maps, parts,
+    q, k, norms, bias, rows, a, column_sums, squares, scale, bound, heads, group, keys, row_count, first,
+    qb, qh, qn, kb, kh, kn, bb, bh, bq, bk, stride, span, reach, begin, end, maps, parts, skip,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_ROWS: tl.constexpr, PAPER: tl.constexpr, ALONE: tl.constexpr, WHOLE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_ROWS: tl.constexpr, PAPER: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
-    """The mean map a, unless ALONE. Per row: Σ_j t_ij², t being a above the threshold.
+    """The mean map a; if ALONE, the column sums of a (PAPER: t) per block of rows instead. Per row: Σ_j t_ij², t being
+    a above the threshold.
 
-    Per block of rows: column sums of a or t (ALONE or WHOLE), and of the rows t at unit length (WHOLE, if a tile holds
-    whole rows). A program covers a part of the columns, so its row sums are partial. Only rows `begin` to `end`.
+    A program covers a part of the columns, so its row sums are partial. Only rows `begin` to `end`, and maps from
+    `skip` on, with which `a` begins.
     """
     scale, bound = single(scale), single(bound)
     blocks, part = tl.cdiv(end - begin, BM), (tl.program_id(0) // tl.cdiv(end - begin, BM)) % parts
-    block, map_index = tl.program_id(0) % blocks, tl.program_id(0) // (blocks * parts)
+    block, place = tl.program_id(0) % blocks, tl.program_id(0) // (blocks * parts)
+    map_index = place + skip
     batch, head = _place(map_index, heads, group)
     numbers = begin + block * BM + tl.arange(0, BM)
     near = tl.minimum(numbers, end - 1)
@@ -70,7 +72,7 @@ def mean_pass(
         query_rows = tl.load(rows + near).to(tl.int32)
     square = tl.zeros([BM], tl.float32)
     block_sums = (map_index.to(tl.int64) * tl.cdiv(row_count, BM) + begin // BM + block) * span
-    mine = a + map_index.to(tl.int64) * (end - begin) * stride
+    mine = a + place.to(tl.int64) * (end - begin) * stride
     width = tl.cdiv(tl.cdiv(stride, BN), parts) * BN
     one = 1.0 / group
     start, h = part * width, tl.program_id(0) * 0
@@ -92,15 +94,12 @@ def mean_pass(
             mean = _rounded(mean, outside, bound, PAPER, a.dtype.element_ty)
             kept = tl.where(outside, 0.0, mean)
             square += tl.sum(kept * kept, 1)
-            if ALONE or WHOLE:
+            if ALONE:
                 tl.store(column_sums + block_sums + cols, tl.sum(kept if PAPER else mean, 0))
-            if WHOLE:
-                unit = _inverse(tl.sqrt(square))
-                tl.store(unit_sums + block_sums + cols, tl.sum(kept * unit[:, None], 0))
-            if not ALONE:
+            else:
                 inside = (numbers < end)[:, None] & (cols < stride)[None, :]
-                place = ((near - begin) * stride)[:, None] + cols[None, :]
-                tl.store(mine + place, mean.to(a.dtype.element_ty), mask=inside)
+                where = ((near - begin) * stride)[:, None] + cols[None, :]
+                tl.store(mine + where, mean.to(a.dtype.element_ty), mask=inside)
             total = tl.zeros([BM, BN], tl.float32)
             h = 0
             start += BN
@@ -129,7 +128,8 @@ def unit_pass(
 ):  # fmt: skip
     """Column sums over a block of rows of the map: of a (PAPER: t), and of the rows t at unit length.
 
-    A program has BK columns and `rows_each` rows of `begin` to `end`; it is the block `before` and so on of `blocks`.
+    A program has BK columns and `rows_each` rows of `begin` to `end`; its block is one of `blocks`, `before` of which
+    come from earlier rows.
     """
     bound = single(bound)
     across, down = tl.cdiv(stride, BK), tl.cdiv(end - begin, rows_each)
@@ -141,13 +141,14 @@ def unit_pass(
     for start in range(begin + block * rows_each, last, BR):
         numbers = start + tl.arange(0, BR)
         inside = (numbers < last)[:, None] & (cols < stride)[None, :]
-        mean = tl.load(mine + ((numbers - begin) * stride)[:, None] + cols[None, :], mask=inside, other=0.0).to(tl.float32)
+        where = ((numbers - begin) * stride)[:, None] + cols[None, :]
+        mean = tl.load(mine + where, mask=inside, other=0.0).to(tl.float32)
         kept = _above(mean, bound, PAPER)
         plain += kept if PAPER else mean
         units += kept * _unit(squares, map_index, tl.minimum(numbers, last - 1), reach, maps, parts)[:, None]
-    place = (map_index.to(tl.int64) * blocks + before + block) * span + cols
-    tl.store(column_sums + place, tl.sum(plain, 0), mask=cols < span)
-    tl.store(unit_sums + place, tl.sum(units, 0), mask=cols < span)
+    where = (map_index.to(tl.int64) * blocks + before + block) * span + cols
+    tl.store(column_sums + where, tl.sum(plain, 0), mask=cols < span)
+    tl.store(unit_sums + where, tl.sum(units, 0), mask=cols < span)
 
 
 @triton.jit
@@ -259,40 +260,40 @@ def slope_pass(
     tl.store(losses + map_index, cosine / row_count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["skip"])
 def gradient_pass(
-    a, out, average, lengths, slopes, squares, bounds, bound, stride, span, reach, begin, end, maps, parts,
+    a, out, average, lengths, slopes, squares, bounds, bound, stride, span, reach, begin, end, maps, parts, skip,
     BR: tl.constexpr, BK: tl.constexpr, PAPER: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the sum of cosines with respect to K·a, over the map's bound; 0 for columns past the end.
 
-    `out` may be the map itself. Only rows `begin` to `end`. TURNED: it has columns first, and rows up to a multiple of
-    16, which are 0 past the end.
+    Only rows `begin` to `end`; `a` and `out` begin with the map `skip`. TURNED: `out` has columns first, and rows up to
+    a multiple of 16, which are 0 past the end. Else it may be the map itself.
     """
     bound = single(bound)
     blocks = tl.cdiv(end - begin, BR)
-    block, map_index = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    block, place = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
+    map_index = place + skip
     numbers = begin + block * BR + tl.arange(0, BR)
     near = tl.minimum(numbers, end - 1)
     unit = _unit(squares, map_index, near, reach, maps, parts)
-    chunk = map_index.to(tl.int64) * (end - begin) * stride
-    place = ((near - begin) * stride)[:, None]
-    vector = map_index.to(tl.int64) * span
+    chunk, row = place * (end - begin) * stride, ((near - begin) * stride)[:, None]
+    vector = map_index * span
     dot = tl.zeros([BR, BK], tl.float32)
     for start in range(0, stride, BK):
         cols = start + tl.arange(0, BK)
-        mean = tl.load(a + chunk + place + cols[None, :], mask=(cols < stride)[None, :], other=0.0).to(tl.float32)
+        mean = tl.load(a + chunk + row + cols[None, :], mask=(cols < stride)[None, :], other=0.0).to(tl.float32)
         weight = tl.load(average + vector + cols, mask=cols < stride, other=0.0)
         dot += _above(mean, bound, PAPER) * weight[None, :]
-    most = tl.load(bounds + map_index)
-    toward = unit * _inverse(tl.load(lengths + map_index)) * _inverse(most)
+    over = _inverse(tl.load(bounds + map_index))
+    toward = unit * _inverse(tl.load(lengths + map_index)) * over
     back = toward * tl.sum(dot, 1) * unit * unit
     for start in range(0, stride, BK):
         cols = start + tl.arange(0, BK)
         there = (cols < stride)[None, :]
-        mean = tl.load(a + chunk + place + cols[None, :], mask=there, other=0.0).to(tl.float32)
+        mean = tl.load(a + chunk + row + cols[None, :], mask=there, other=0.0).to(tl.float32)
         weight = tl.load(average + vector + cols, mask=cols < stride, other=0.0)
-        shared = tl.load(slopes + vector + cols, mask=cols < stride, other=0.0) * _inverse(most)
+        shared = tl.load(slopes + vector + cols, mask=cols < stride, other=0.0) * over
         own = toward[:, None] * weight[None, :] - back[:, None] * mean
         if PAPER:
             slope = tl.where(mean < bound, 0.0, own + shared[None, :])
@@ -300,9 +301,8 @@ def gradient_pass(
             slope = tl.where(mean <= bound, 0.0, own) + shared[None, :]
         if TURNED:
             pitch = tl.cdiv(end, 16) * 16
-            where = map_index.to(tl.int64) * stride * pitch + cols[None, :] * pitch + numbers[:, None]
+            where = place * stride * pitch + (cols[None, :] * pitch + numbers[:, None])
             slope = tl.where((numbers < end)[:, None], slope, 0.0)
             tl.store(out + where, slope.to(out.dtype.element_ty), mask=there & (numbers < pitch)[:, None])
         else:
-            where = chunk + place + cols[None, :]
-            tl.store(out + where, slope.to(out.dtype.element_ty), mask=there & (numbers < end)[:, None])
+            tl.store(out + chunk + row + cols[None, :], slope.to(out.dtype.element_ty), mask=there & (numbers < end)[:, None])
