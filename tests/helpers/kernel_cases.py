@@ -13,6 +13,7 @@ from vitfocus.kernels.context.op import share_mean
 from vitfocus.kernels.context.reference import broadcast_mean, broadcast_scaled, token_mean
 from vitfocus.kernels.diversity.op import diversity
 from vitfocus.kernels.diversity.reference import row_similarity
+from vitfocus.kernels.diversity.with_attention import attention_with_diversity
 from vitfocus.kernels.pooling.op import mix_dilated, predict_hidden
 from vitfocus.kernels.pooling.reference import dilated_mean, mix_poolings
 
@@ -105,6 +106,40 @@ def check_attention(case: Attention, seed: int = 0, device: str = "cpu") -> None
     for name, mine, theirs in zip(("query", "key", "bias"), gradients, correct, strict=False):
         assert mine.dtype == query.dtype and mine.shape == theirs.shape
         compare(f"{name}'s gradient", mine, theirs, near_gradient, at_least=1e-7 * size)
+
+
+def joined(case: Attention, seed: int = 0, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+    """Queries, keys and values of one projection, and the options of `attention_with_diversity`."""
+    query, key, _, options = case.inputs(seed, device)
+    value = torch.randn(query.mT.shape, generator=torch.Generator().manual_seed(seed)).mT.to(device, case.dtype)
+    packed = torch.stack((query.detach(), key.detach(), value)).permute(1, 3, 0, 2, 4).contiguous()
+    leaves = [one.requires_grad_() for one in packed.permute(2, 0, 3, 1, 4).unbind()]
+    del options["rows"]
+    return leaves[0], leaves[1], leaves[2], options
+
+
+def check_joined(case: Attention, seed: int = 0, device: str = "cpu") -> None:
+    """Output, loss and gradients of attention and loss as one operation against float64."""
+    given = joined(case, seed, device)
+    tensors, options = given[:3], given[3]
+    exact = [one.detach().double().requires_grad_() for one in tensors]
+    expected = explicit(exact[0], exact[1], None, case.scale, {**options, "rows": None})
+    wanted = (exact[0] @ exact[1].mT * case.scale).softmax(-1) @ exact[2]
+    made = attention_with_diversity(*tensors, scale=case.scale, **options)
+    assert made is not None, "computed apart"
+    near, near_gradient = TOLERANCES[case.dtype]
+    compare("output", made[0], wanted, near_gradient)
+    compare("loss", made[1], expected, near)
+    # Gradients of about the same size from both, so that neither hides the other.
+    draw = torch.Generator().manual_seed(seed)
+    incoming = torch.randn(wanted.mT.shape, generator=draw).mT.to(device, case.dtype)
+    alone = [torch.autograd.grad(one, exact[0], retain_graph=True)[0].norm() for one in ((wanted * incoming).sum(), expected)]
+    factor = float(alone[0] / alone[1])
+    got = torch.autograd.grad((made[0] * incoming).sum() + made[1] * factor, tensors)
+    correct = torch.autograd.grad((wanted * incoming.double()).sum() + expected * factor, exact)
+    for name, mine, theirs in zip(("query", "key", "value"), got, correct, strict=True):
+        assert mine.dtype == case.dtype and mine.shape == theirs.shape
+        compare(f"{name}'s gradient", mine, theirs, near_gradient)
 
 
 def compare(name: str, got: Tensor, expected: Tensor, tolerance: float, at_least: float = 1e-7) -> None:

@@ -29,7 +29,13 @@ from vitfocus.attention.batches import TEXT, ImageBatch, PatchesInOrder, normali
 from vitfocus.core.arguments import require_values
 from vitfocus.core.errors import VitfocusError, nearest, reason, warn
 from vitfocus.core.modules import eval_mode, running_eagerly
-from vitfocus.kernels.attention import Observation, attention_with_normalisers, join_heads, matched
+from vitfocus.kernels.attention import (
+    Observation,
+    attention_with_normalisers,
+    join_heads,
+    keeps_normalisers,
+    matched,
+)
 from vitfocus.kernels.backends import chosen, exporting, outside_autocast
 
 #: Called with a block and the norms (B, rows, columns) of the patch tokens at its output.
@@ -50,9 +56,17 @@ class AttentionObserver(Protocol):
 class _AttentionRecorder(TorchFunctionMode):
     """Records every attention that is computed while it is active."""
 
-    def __init__(self, seen: list[Observation], finished_maps: bool, heads: int | None, batch: int | None) -> None:
+    def __init__(
+        self,
+        seen: list[Observation],
+        observer: AttentionObserver,
+        finished_maps: bool,
+        heads: int | None,
+        batch: int | None,
+    ) -> None:
         super().__init__()
         self.seen = seen
+        self.observer = observer
         self.finished_maps = finished_maps
         self.heads = heads
         self.batch = batch
@@ -64,13 +78,11 @@ class _AttentionRecorder(TorchFunctionMode):
                 self.seen.append(Observation(map=args[0]))
         elif func is F.scaled_dot_product_attention:
             seen, value = _from_call(self.heads, self.batch, *args, **kwargs)
-            made = None
-            wants_normalisers = value is not None and chosen(seen.source) == "triton" and not exporting()
-            if wants_normalisers and seen.query is not None and seen.key is not None and value is not None:
-                made = attention_with_normalisers(seen.query, seen.key, value, scale=seen.scale)
-            if made is not None:
-                self.seen.append(replace(seen, lse=made[1]))
-                return made[0]
+            if value is not None and chosen(seen.source) == "triton" and not exporting():
+                made = _attended(seen, value, self.observer)
+                if made is not None:
+                    self.seen.append(made[1])
+                    return made[0]
             self.seen.append(seen)
         elif func in (F.softmax, torch.softmax, Tensor.softmax):
             scores = args[0] if args else kwargs["input"]
@@ -78,6 +90,22 @@ class _AttentionRecorder(TorchFunctionMode):
             if scores.ndim >= 3 and dim in (-1, scores.ndim - 1):
                 self.seen.append(Observation(logits=_by_heads(scores, self.heads, self.batch)))
         return func(*args, **kwargs)
+
+
+def _attended(seen: Observation, value: Tensor, observer: AttentionObserver) -> tuple[Tensor, Observation] | None:
+    """The output of an unmasked attention, and the observation with all that its kernel tells; None if that is nothing.
+
+    An observer with a method `attend` may compute the attention itself, together with its loss.
+    """
+    assert seen.query is not None and seen.key is not None
+    attend = getattr(observer, "attend", None)
+    made = attend(seen, value) if attend is not None else None
+    if made is not None:
+        return made[0], replace(seen, loss=made[1])
+    if not keeps_normalisers(seen.query, seen.key, value, seen.scale):
+        return None
+    output, lse = attention_with_normalisers(seen.query, seen.key, value, scale=seen.scale)
+    return output, replace(seen, lse=lse)
 
 
 def _by_heads(tensor: Tensor, heads: int | None, batch: int | None) -> Tensor:
@@ -191,7 +219,7 @@ class ObservedForward:
         seen: list[Observation] = []
         given = args[0] if args else next(iter(kwargs.values()), None)
         batch = given.shape[0] if isinstance(given, Tensor) and given.ndim > 2 else None
-        with _AttentionRecorder(seen, self.reader == "dropout", heads_of(self.module), batch):
+        with _AttentionRecorder(seen, self.observer, self.reader == "dropout", heads_of(self.module), batch):
             output = self._original(*args, **kwargs)
         if not seen:
             raise VitfocusError(_unseen(self.module))

@@ -26,7 +26,8 @@ class Observation:
 
     Either `query` (B, H, Q, D) and `key` (B, H, K, D) with `scale` and an optional additive `bias` broadcastable to
     (B, H, Q, K), and, where known, the softmax normalisers `lse` (B, H, Q), log Σ exp; or the `logits` (B, H, Q, K)
-    that the model passed to its softmax; or the finished `map` (B, H, Q, K).
+    that the model passed to its softmax; or the finished `map` (B, H, Q, K). `loss` is that of an observer which
+    computed it together with the attention.
     """
 
     query: Tensor | None = None
@@ -36,6 +37,7 @@ class Observation:
     lse: Tensor | None = None
     logits: Tensor | None = None
     map: Tensor | None = None
+    loss: Tensor | None = None
 
     @property
     def source(self) -> Tensor:
@@ -124,7 +126,7 @@ class Observation:
         """The same observation with `change` applied to each tensor."""
         names = ("query", "key", "bias", "lse", "logits", "map")
         changed: Any = {name: change(one) for name in names if (one := getattr(self, name)) is not None}
-        return replace(self, **changed)
+        return replace(self, loss=None, **changed)
 
 
 def join_heads(seen: Sequence[Observation]) -> Observation:
@@ -167,37 +169,32 @@ def matched(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     return query, key
 
 
-def attention_with_normalisers(
-    query: Tensor, key: Tensor, value: Tensor, *, scale: float
-) -> tuple[Tensor, Tensor] | None:
-    """softmax(scale · q kᵀ) v and log Σ exp (B, H, Q), by the kernel torch would choose; None if it keeps none.
+def keeps_normalisers(query: Tensor, key: Tensor, value: Tensor, scale: float) -> bool:
+    """Whether torch chooses a kernel for these tensors whose normalisers `attention_with_normalisers` returns.
 
-    >>> attention_with_normalisers(*torch.zeros(3, 1, 1, 4, 8), scale=1.0) is None  # not on a CPU
-    True
+    >>> keeps_normalisers(*torch.zeros(3, 1, 1, 4, 8), scale=1.0)  # not on a CPU
+    False
     """
-    tensors = (query, key, value)
     if query.device.type != "cuda" or query.dtype not in (torch.bfloat16, torch.float16):
-        return None
-    widths = {tensor.shape[-1] for tensor in tensors}
-    alike = all(
-        tensor.shape[:-2] == query.shape[:2] and tensor.dtype == query.dtype and tensor.stride(-1) == 1
-        for tensor in tensors
-    )
-    if not alike or len(widths) > 1 or widths.pop() not in range(8, 129, 8) or min(query.shape[2], key.shape[2]) < 2:
-        return None
-    tracing = torch.compiler.is_compiling()
-    if not (_is_cudnn_first(query.device) if tracing else _is_cudnn_chosen(query, key, value, scale)):
-        return None
+        return False
+    for tensor in (query, key, value):
+        ends = (*query.shape[:2], query.shape[-1]) == (*tensor.shape[:-2], tensor.shape[-1])
+        if not ends or tensor.dtype != query.dtype or tensor.stride(-1) != 1:
+            return False
+    if query.shape[-1] not in range(8, 129, 8) or min(query.shape[2], key.shape[2]) < 2:
+        return False
+    if torch.compiler.is_compiling():
+        return _is_cudnn_first(query.device)
+    choice = torch._fused_sdp_choice(query, key, value, None, 0.0, False, scale=scale)
+    return bool(choice == SDPBackend.CUDNN_ATTENTION.value)
+
+
+def attention_with_normalisers(query: Tensor, key: Tensor, value: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
+    """softmax(scale · q kᵀ) v and log Σ exp (B, H, Q), by the kernel that torch would choose, if it keeps them."""
     made = torch.ops.aten._scaled_dot_product_cudnn_attention(
         query, key, value, None, True, 0.0, False, False, scale=scale
     )
     return made[0], made[1].detach().reshape(query.shape[:3])
-
-
-def _is_cudnn_chosen(query: Tensor, key: Tensor, value: Tensor, scale: float) -> bool:
-    """Whether torch chooses cuDNN's kernel for these tensors."""
-    choice = torch._fused_sdp_choice(query, key, value, None, 0.0, False, scale=scale)
-    return bool(choice == SDPBackend.CUDNN_ATTENTION.value)
 
 
 @torch.compiler.assume_constant_result

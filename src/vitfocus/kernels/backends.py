@@ -130,11 +130,12 @@ def outside_autocast(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def differentiable_gradients(
-    function: Callable[..., Tensor], given: Sequence[Tensor | None], gradient: Tensor
+    function: Callable[..., Any], given: Sequence[Tensor | None], gradient: Tensor | tuple[Tensor, ...]
 ) -> tuple[Tensor | None, ...]:
     """Differentiable gradients of a function made of plain torch operations, for double backward through a kernel.
 
-    The function is called with `given`; an entry that is None or needs no gradient gets None.
+    The function is called with `given`; an entry that is None or needs no gradient gets None. With several results,
+    `gradient` is a tuple.
     """
     # Views: if one input was computed from another, the latter's gradient would include the path through it.
     views = [None if one is None else one.view_as(one) for one in given]

@@ -20,6 +20,7 @@ from vitfocus.kernels.attention import Observation
 from vitfocus.kernels.backends import outside_autocast
 from vitfocus.kernels.diversity.op import diversity
 from vitfocus.kernels.diversity.reference import row_similarity
+from vitfocus.kernels.diversity.with_attention import attention_with_diversity
 from vitfocus.treatments.base import Layers, Treatment, choose_blocks, layers_option, number_option, option
 from vitfocus.treatments.operations import (
     AddHook,
@@ -131,10 +132,23 @@ class DiversityLoss(StatefulModule):
         """True only in training mode, so that eval mode has no cost."""
         return self.training
 
+    def attend(self, seen: Observation, value: Tensor) -> tuple[Tensor, Tensor] | None:
+        """The output of an unmasked attention and its loss, where their gradients are computed at once."""
+        first = self._first
+        sampled = self.config.rows is not None and self.config.rows < seen.shape[2] - first
+        if sampled or (self.context is not None and self.context.valid is not None):
+            return None
+        assert seen.query is not None and seen.key is not None
+        with outside_autocast(seen.device):
+            tensors = (seen.query, seen.key, value)
+            return attention_with_diversity(*tensors, scale=seen.scale, first=first, **self._form)
+
     def forward(self, seen: Observation) -> None:
         """Record the row similarity of one attention."""
         valid = self.context.valid if self.context is not None else None
-        if valid is None:
+        if seen.loss is not None:
+            loss = seen.loss
+        elif valid is None:
             loss = self._similarity(seen)
         else:
             loss = torch.stack([share * self._similarity(one) for one, share in without_padding(seen, valid)]).sum()
@@ -146,14 +160,22 @@ class DiversityLoss(StatefulModule):
                 "would be zero: use use_reentrant=False."
             )
 
+    @property
+    def _first(self) -> int:
+        """How many tokens are left out."""
+        return self.prefix_tokens if self.config.tokens == "patch" else 0
+
+    @property
+    def _form(self) -> dict[str, Any]:
+        """The form of the loss."""
+        return {"variant": self.config.variant, "heads": self.config.heads, "threshold": self.config.threshold}
+
     def _similarity(self, seen: Observation) -> Tensor:
-        config = self.config
-        first = self.prefix_tokens if config.tokens == "patch" else 0
+        config, first, form = self.config, self._first, self._form
         count = seen.shape[2] - first
         rows = None
         if config.rows is not None and config.rows < count:
             rows = self.choice.of(count, config.rows, first, seen.device, self.number)
-        form: Any = {"variant": config.variant, "heads": config.heads, "threshold": config.threshold}
         with outside_autocast(seen.device):
             if seen.query is not None and seen.key is not None:
                 place: Any = {"scale": seen.scale, "bias": seen.bias, "rows": rows, "first": first, "lse": seen.lse}

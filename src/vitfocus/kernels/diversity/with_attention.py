@@ -1,0 +1,158 @@
+"""Attention and the diversification loss of its maps as one operation, so that one kernel computes their gradients.
+
+Attention's backward pass computes the same tiles of the maps as the loss's does: together they are computed once, and
+the gradients of queries and keys are not added in memory. docs/kernels.md has the derivation.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vitfocus.kernels.attention import attention_with_normalisers, keeps_normalisers
+from vitfocus.kernels.backends import (
+    compile_together,
+    differentiable_gradients,
+    interpreting,
+    on_device_of_first,
+    wants_second_derivative,
+)
+from vitfocus.kernels.diversity.chunked import LossOptions, on_whole_maps
+from vitfocus.kernels.diversity.op import _Launch, launch_forward
+from vitfocus.kernels.diversity.reference import Heads, Variant
+from vitfocus.kernels.inputs import readable
+from vitfocus.kernels.shared_memory import LARGE, padded
+
+#: More keys than the first number, up to the second: with fewer, torch's attention and a pass for the loss take less.
+KEYS = (128, 256)
+#: Rows of a tile, warps and stages.
+ROWS, WARPS, STAGES = 32, 8, 2
+
+
+def attention_with_diversity(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float,
+    first: int = 0,
+    variant: Variant = "official",
+    heads: Heads = "mean",
+    threshold: float = 2.0,
+) -> tuple[Tensor, Tensor] | None:
+    """softmax(scale · q kᵀ) v, (B, H, N, D), and `diversity` of the maps; None where they are computed apart.
+
+    For tensors and a backend that the Triton kernels take.
+
+    >>> attention_with_diversity(*torch.zeros(3, 1, 1, 4, 8), scale=1.0) is None  # too few keys
+    True
+    """
+    options = LossOptions(scale, first, heads == "mean", variant == "paper", threshold)
+    if not _fits(query, key, value, options):
+        return None
+    query, key, value = readable(query), readable(key), readable(value)
+    if not torch.compiler.is_compiling() and type(query) is Tensor:
+        like = ("with attention", query.shape, query.dtype, query.stride(), options)
+        compile_together(query.device, like, partial(_launch_all, query, key, value, options))
+    made: tuple[Tensor, Tensor] = _Attention.apply(query, key, value, *options)
+    return made
+
+
+def _fits(query: Tensor, key: Tensor, value: Tensor, options: LossOptions) -> bool:
+    """Whether the kernel takes these tensors: one map per image, and heads enough to fill half the GPU."""
+    if query.ndim != 4 or not query.shape == key.shape == value.shape or not KEYS[0] < query.shape[2] <= KEYS[1]:
+        return False
+    if value.dtype != query.dtype or query.shape[3] % 16 or not options.average_heads or options.first >= query.shape[2]:
+        return False
+    launch = _Launch(query, key, None, None, options)
+    if launch.alone or not launch.joint or launch.space < LARGE:
+        return False
+    return keeps_normalisers(query, key, value, options.scale) or (interpreting() and query.device.type == "cpu")
+
+
+class _Attention(torch.autograd.Function):
+    """Attention by torch, the loss by the Triton kernels, and their gradients by one kernel."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        first: int,
+        average_heads: bool,
+        paper: bool,
+        threshold: float,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.options = (scale, first, average_heads, paper, threshold)
+        if query.device.type == "cuda":
+            out, lse = attention_with_normalisers(query, key, value, scale=scale)
+        else:  # in the interpreter
+            out, lse = _plain_attention(query, key, value, scale)
+        loss, *saved = launch_forward(query, key, None, None, lse, LossOptions(*ctx.options))
+        ctx.save_for_backward(query, key, value, lse, *saved)
+        return out, loss
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, weight: Tensor) -> tuple[Any, ...]:
+        query, key, value, lse, *saved = ctx.saved_tensors
+        options = LossOptions(*ctx.options)
+        if wants_second_derivative():
+            plain = partial(_plain, options=options)
+            return *differentiable_gradients(plain, (query, key, value), (gradient, weight)), *(None,) * 5
+        made = launch_gradients(readable(gradient), weight, query, key, value, lse, options, tuple(saved))
+        return *made, *(None,) * 5
+
+
+def _plain(query: Tensor, key: Tensor, value: Tensor, options: LossOptions) -> tuple[Tensor, Tensor]:
+    """Output and loss from whole maps, which can be differentiated twice."""
+    out, _ = _plain_attention(query, key, value, options.scale)
+    return out, on_whole_maps(query, key, None, None, options)
+
+
+def _plain_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention and log Σ exp (B, H, N), computed in float32."""
+    scores = query.float() * scale @ key.float().mT
+    return (scores.softmax(dim=-1) @ value.float()).to(query.dtype), scores.logsumexp(dim=-1)
+
+
+def _launch_all(query: Tensor, key: Tensor, value: Tensor, options: LossOptions) -> None:
+    """Run both passes, to collect the kernels that they launch."""
+    lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+    loss, *saved = launch_forward(query, key, None, None, lse, options)
+    if query.requires_grad or key.requires_grad or value.requires_grad:
+        launch_gradients(query, loss, query, key, value, lse, options, tuple(saved))
+
+
+@on_device_of_first
+def launch_gradients(
+    gradient: Tensor,
+    weight: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lse: Tensor,
+    options: LossOptions,
+    saved: tuple[Tensor, ...],
+) -> tuple[Tensor, ...]:
+    """Gradients of queries, keys and values, parts of one tensor (B, N, 3, H, D), from those of output and loss."""
+    from vitfocus.kernels.diversity.attention_gradient import attention_gradient
+
+    launch = _Launch(query, key, None, None, options)
+    norms, average, slopes, lengths, _, _, bounds, squares, mean_map = saved
+    vectors = (average, lengths, slopes, squares, bounds)
+    slope = launch.gradient_pass(launch.inputs(norms), mean_map, *vectors, 0, launch.count)
+    batch, heads, count, width = query.shape
+    made = query.new_empty(batch, count, 3, heads, width).permute(2, 0, 3, 1, 4)
+    share = launch.keys / (launch.maps * launch.count * launch.group)
+    strides = (stride for tensor in (query, key, value, gradient) for stride in tensor.stride()[:3])
+    attention_gradient[(batch * heads,)](
+        query, key, value, gradient, lse, slope, bounds, weight, made, options.scale, share, heads, count,
+        options.first, *slope.shape[1:], *strides, *made.stride()[:4], D=width, DP=padded(width), BM=ROWS, BN=KEYS[1],
+        num_warps=WARPS, num_stages=STAGES,
+    )  # fmt: skip
+    return made.unbind()

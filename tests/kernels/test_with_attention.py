@@ -1,0 +1,203 @@
+"""Attention and the diversification loss as one operation, in Triton's interpreter: see test_interpreted.py."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import Any
+
+import pytest
+import timm
+import torch
+from helpers.kernel_cases import Attention, check_joined, joined
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import vitfocus as vf
+from vitfocus.kernels.backends import backend, has_triton
+from vitfocus.kernels.diversity import op as diversity_op
+from vitfocus.kernels.diversity import with_attention
+from vitfocus.kernels.diversity.reference import row_similarity
+from vitfocus.kernels.diversity.with_attention import attention_with_diversity
+
+pytestmark = [
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1"),
+    pytest.mark.skipif(not has_triton(), reason="Triton is not installed"),
+]
+
+HALF = torch.float16
+
+
+@pytest.fixture(autouse=True)
+def heads_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diversity_op, "BUSY", 1)
+
+
+JOINED = [
+    Attention("plain", (1, 3, 197, 32), dtype=HALF),
+    Attention("paper", (1, 2, 197, 64), variant="paper", dtype=HALF),
+    Attention("two-images", (2, 2, 130, 16), dtype=HALF),
+    Attention("two-images-paper", (2, 2, 130, 48), variant="paper", dtype=HALF),
+    Attention("few", (1, 2, 129, 16), dtype=HALF),
+    Attention("most", (1, 2, 256, 16), dtype=HALF),
+    Attention("patches", (2, 2, 150, 16), first=1, dtype=HALF),
+    Attention("registers", (1, 2, 144, 16), first=5, variant="paper", dtype=HALF),
+    Attention("all-kept", (1, 2, 133, 16), threshold=0.0, dtype=HALF),
+    Attention("extreme", (1, 2, 130, 16), spread=25.0, dtype=HALF),
+]
+
+
+@pytest.mark.parametrize("case", JOINED, ids=lambda case: case.name)
+def test_output_loss_and_gradients(case: Attention) -> None:
+    with backend("triton"):
+        check_joined(case, seed=len(case.name))
+
+
+@pytest.mark.parametrize("part", ["output", "loss", "one value"])
+def test_either_gradient_may_be_absent(part: str) -> None:
+    """As when a model is trained without the loss, or attention is trained on nothing else."""
+    case = Attention("part", (1, 2, 130, 16), dtype=HALF)
+    query, key, value, options = joined(case, 0)
+    with backend("triton"):
+        made = attention_with_diversity(query, key, value, scale=case.scale, **options)
+    assert made is not None
+    exact = [one.detach().double().requires_grad_() for one in (query, key, value)]
+    scores = exact[0] @ exact[1].mT * case.scale
+    out, maps = scores.softmax(-1) @ exact[2], scores.softmax(-1)
+    loss = row_similarity(maps, threshold=case.threshold)
+    picks: dict[str, Any] = {
+        "output": lambda out, loss: out.sum(),
+        "loss": lambda out, loss: loss * 1024,
+        "one value": lambda out, loss: out[0, 1, 3, 5],
+    }
+    pick = picks[part]
+    got = torch.autograd.grad(pick(*made), (query, key, value))
+    wanted = torch.autograd.grad(pick(out, loss), exact, allow_unused=True, materialize_grads=True)
+    for mine, theirs in zip(got, wanted, strict=True):
+        torch.testing.assert_close(mine.double(), theirs, rtol=4e-3, atol=4e-3 * float(theirs.abs().max()) + 1e-6)
+
+
+def test_it_repeats_bit_by_bit() -> None:
+    query, key, value, options = joined(Attention("again", (1, 2, 130, 16), dtype=HALF), 3)
+    runs = []
+    with backend("triton"):
+        for _ in range(2):
+            made = attention_with_diversity(query, key, value, scale=0.3, **options)
+            assert made is not None
+            runs.append((*made, *torch.autograd.grad(made[0].square().sum() + made[1], (query, key, value))))
+    assert all(torch.equal(one, two) for one, two in zip(*runs, strict=True))
+
+
+def test_the_gradient_can_be_differentiated() -> None:
+    """From whole maps, as no kernel computes second derivatives."""
+    query, key, value, options = joined(Attention("twice", (1, 2, 130, 16), dtype=HALF), 0)
+    exact = [one.detach().double().requires_grad_() for one in (query, key, value)]
+
+    def twice(given: tuple[Tensor, ...] | list[Tensor], out: Tensor, loss: Tensor) -> tuple[Tensor, ...]:
+        slopes = torch.autograd.grad(out.square().sum() + loss * 100, given, create_graph=True)
+        return torch.autograd.grad(sum(one.double().square().sum() for one in slopes), given)
+
+    with backend("triton"):
+        made = attention_with_diversity(query, key, value, scale=0.3, **options)
+        assert made is not None
+        got = twice((query, key, value), *made)
+    maps = (exact[0] @ exact[1].mT * 0.3).softmax(-1)
+    wanted = twice(exact, maps @ exact[2], row_similarity(maps, threshold=1.5))
+    for mine, theirs in zip(got, wanted, strict=True):
+        torch.testing.assert_close(mine.double(), theirs, rtol=2e-2, atol=2e-2 * float(theirs.abs().max()))
+
+
+def test_what_does_not_fit_is_computed_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    def made(count: int = 130, width: int = 16, number: int = 2, dtype: torch.dtype = HALF, **options: Any) -> bool:
+        tensors = torch.randn(3, 1, number, count, width, dtype=dtype).unbind()
+        with backend("triton"):
+            return attention_with_diversity(*tensors, scale=1.0, **options) is not None
+
+    assert made() and made(256) and made(variant="paper") and made(first=129)
+    assert not (made(128) or made(257) or made(width=24) or made(width=80) or made(dtype=torch.float32))
+    assert not (made(number=1) or made(heads="each") or made(first=130))
+    query, key, value = torch.randn(3, 1, 2, 130, 16, dtype=HALF).unbind()
+    with backend("triton"):
+        for other in ((query, key[:, :, 1:], value[:, :, 1:]), (query, key, value[..., :8]), (query, key, value.float())):
+            assert attention_with_diversity(*other, scale=1.0) is None
+    monkeypatch.setattr(diversity_op, "BUSY", 264)
+    assert not made()
+
+
+def small_vit(spec: str) -> nn.Module:
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"img_size": 48, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2}
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=5, **options).half().train()
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attn.qkv.weight.mul_(8)  # so that some keys are attended to more
+    return vf.treat_(model, spec)
+
+
+def step(model: nn.Module, weight: float = 30.0) -> list[Tensor]:
+    """Output, loss and gradients of a step."""
+    images = torch.randn(2, 3, 48, 48, generator=torch.Generator().manual_seed(0)).half()
+    output = model(images)
+    loss = vf.auxiliary_loss(model)
+    model.zero_grad()
+    (output.float().square().mean() + weight * loss).backward()
+    return [output, loss, *(one.grad for one in model.parameters() if one.grad is not None)]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many heads' gradients each backward pass of attention and loss computed."""
+    made: list[int] = []
+    original = with_attention.launch_gradients
+
+    def spy(*args: Any) -> Any:
+        made.append(args[2].shape[:2].numel())
+        return original(*args)
+
+    monkeypatch.setattr(with_attention, "launch_gradients", spy)
+    return made
+
+
+@pytest.mark.parametrize(
+    "spec", ["adl(threshold=0.5,layers=all)", "adl(threshold=0.0,variant=paper,tokens=patch,layers=all,weight=0.5)"]
+)
+def test_a_treated_model_is_the_same(spec: str, calls: list[int]) -> None:
+    with backend("triton"):
+        got = step(small_vit(spec))
+    assert calls == [4, 4] and bool(got[1] > 0)
+    wanted = step(small_vit(spec))
+    assert len(calls) == 2 and len(got) == len(wanted)
+    torch.testing.assert_close(got[1], wanted[1], rtol=2e-3, atol=0)
+    for mine, theirs in zip(got, wanted, strict=True):
+        assert (mine - theirs).float().norm() <= 1e-2 * theirs.float().norm() + 1e-6
+
+
+def test_a_checkpointed_model_is_the_same(calls: list[int]) -> None:
+    with backend("triton"):
+        wanted = step(small_vit("adl(threshold=0.5,layers=all)"))
+        model = small_vit("adl(threshold=0.5,layers=all)")
+        for block in model.blocks:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        got = step(model)
+    assert calls == [4] * 4
+    assert all(torch.equal(one, two) for one, two in zip(got, wanted, strict=True))
+
+
+@pytest.mark.parametrize("spec", ["adl(rows=20)", "adl(heads=each)"])
+def test_other_options_of_a_model_are_computed_apart(spec: str, calls: list[int]) -> None:
+    with backend("triton"):
+        step(small_vit(spec))
+    assert not calls
+
+
+def test_a_model_without_gradients(calls: list[int]) -> None:
+    model = small_vit("adl(threshold=0.5,layers=all)")
+    with backend("triton"), torch.no_grad():
+        images = torch.randn(2, 3, 48, 48).half()
+        model(images)
+        loss = vf.auxiliary_loss(model)
+        assert 0 < float(loss) <= 1 and not loss.requires_grad
+        model.eval()
+        model(images)
+        assert float(vf.auxiliary_loss(model)) == 0
+    assert not calls
