@@ -149,6 +149,19 @@ def joint_diversity(biased: bool) -> None:
         op.launch_backward(torch.ones(()), query, key, bias, None, options, tuple(saved), biased)
 
 
+def joined_attention(count: int, dtype: torch.dtype) -> None:
+    """The gradients of attention and loss as one operation."""
+    from vitfocus.kernels.diversity import op, with_attention
+    from vitfocus.kernels.diversity.chunked import LossOptions
+
+    query, key, _ = attention(dtype, False, (6, 64), count)
+    options = LossOptions(0.125, count % 2, True, False, 2.0)
+    with patch.object(op, "BUSY", 1):
+        _, *saved = op.launch_forward(query, key, None, None, torch.ones(query.shape[:3]), options)
+        tensors = (query, key, query, torch.ones(query.shape[:3]))
+        with_attention.launch_gradients(query, torch.ones(()), *tensors, options, tuple(saved))
+
+
 def pooling(dtype: torch.dtype, branches: int = 4, channels: int = 64) -> None:
     from vitfocus.kernels.pooling import triton as fused
 
@@ -185,6 +198,8 @@ CASES: dict[str, tuple[Callable[..., None], tuple[Any, ...], set[str]]] = {
         {"mean_pass", "column_pass", "unit_pass", "slope_pass", "key_gradient", "query_gradient"},
     ),
     "loss, both gradients at once": (joint_diversity, (True,), {"mean_pass", "joint_gradient", "bias_gradient"}),
+    "loss, with attention": (joined_attention, (197, HALF), {"mean_pass", "gradient_pass", "attention_gradient"}),
+    "loss, with attention, all keys": (joined_attention, (256, torch.float16), {"attention_gradient"}),
     "loss, other form": (diversity, (SINGLE, False, True, True, True), {"bias_gradient", "log_sum_exp"}),
     "pooling": (
         pooling,
@@ -208,6 +223,7 @@ def test_kernels_compile(name: str, compiler: Compiler) -> None:
 
 #: What each kernel writes to.
 WRITTEN = {
+    "diversity.attention_gradient": {"out"},
     "context.block_sums": {"sums"},
     "context.share_mean_kernel": {"means", "out"},
     "diversity.bias_gradient": {"out"},

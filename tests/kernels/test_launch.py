@@ -58,6 +58,7 @@ def launch_all(images: int, device: str) -> None:
     """Every launcher there is, for so many images of few tokens."""
     from vitfocus.kernels.context import triton as context
     from vitfocus.kernels.diversity import op as diversity_op
+    from vitfocus.kernels.diversity import with_attention
     from vitfocus.kernels.diversity.chunked import LossOptions
     from vitfocus.kernels.pooling import triton as pooling
     from vitfocus.kernels.statistics import triton as statistics_kernels
@@ -80,6 +81,10 @@ def launch_all(images: int, device: str) -> None:
         with patch.multiple(diversity_op, JOINT_KEYS=keys, BUSY=busy):
             arguments = (query, query, bias, None, place, tuple(saved), True)
             diversity_op.launch_backward(torch.ones((), device=device), *arguments)
+    _, *saved = diversity_op.launch_forward(query, query, None, None, None, place)
+    with patch.object(diversity_op, "BUSY", 1):
+        normalisers, one = torch.empty(query.shape[:3], device=device), torch.ones((), device=device)
+        with_attention.launch_gradients(query, one, query, query, query, normalisers, place, tuple(saved))
     statistics_kernels.statistics((query, query, None, None), 1.0, [], 2.0, 1)
     statistics_kernels.pair_products((query, query, None, None), (query, query, None, None), 1.0)
 
@@ -98,6 +103,7 @@ KERNELS = {
         "query_gradient",
     ),
     *("key_gradient", "joint_gradient", "bias_gradient", "unit_pass"),
+    "attention_gradient",
     *("lower_kernel", "row_pass", "head_pass", "conclude_pass", "pair_pass"),
 }
 
