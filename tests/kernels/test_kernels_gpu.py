@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import timm
 import torch
-from helpers.kernel_cases import Attention, Pooling, check_attention, check_context, check_pooling
+from helpers.kernel_cases import Attention, Pooling, check_attention, check_context, check_joined, check_pooling
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -79,6 +79,29 @@ ATTENTION = [
 def test_diversity(case: Attention) -> None:
     with backend("triton"):
         check_attention(case, seed=len(case.name), device="cuda")
+
+
+JOINED = [
+    *(
+        Attention(f"{v}-{name}-{count}", (24, 6, count, 64), variant=v, dtype=DTYPES[name])
+        for v in ("official", "paper")
+        for name in ("bf16", "fp16")
+        for count in (197, 211)
+    ),
+    *(Attention(f"keys-{count}", (24, 6, count, 64), dtype=torch.bfloat16) for count in (129, 144, 256)),
+    Attention("deit-ti", (48, 3, 197, 64), dtype=torch.bfloat16),
+    *(Attention(f"width-{width}", (48, 4, 197, width), dtype=torch.float16) for width in (16, 32, 48)),
+    *(Attention(f"patches-{first}", (24, 6, 197, 64), first=first, dtype=torch.bfloat16) for first in (1, 5)),
+    Attention("extreme", (24, 6, 197, 64), spread=25.0, dtype=torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize("case", JOINED, ids=lambda case: case.name)
+def test_attention_with_diversity(case: Attention) -> None:
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("attention and loss are computed apart here")
+    with backend("triton"):
+        check_joined(case, seed=len(case.name), device="cuda")
 
 
 POOLING = [
@@ -188,6 +211,55 @@ def test_compiled_training_is_eager_training(mode: str) -> None:
     expected, got = train(eager, eager, 8), train(other, compiled, 8)
     torch.testing.assert_close(got, expected, rtol=5e-3, atol=1e-3)
     assert got[-1] != got[0]
+
+
+@pytest.mark.parametrize("how", ["eager", "model", "blocks", "reduce-overhead"])
+@pytest.mark.parametrize("family", ["deit_small_patch16_224", "deit_tiny_patch16_224"])
+def test_attention_and_loss_are_one_operation_in_a_model(
+    family: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two blocks at 224 px in bf16, eager and compiled, take it, and agree with chunks."""
+    from vitfocus.kernels.diversity import with_attention
+
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("attention and loss are computed apart here")
+    taken: list[bool] = []
+    original = with_attention.launch_gradients
+
+    def spy(*args: Any) -> Any:
+        taken.append(True)
+        return original(*args)
+
+    monkeypatch.setattr(with_attention, "launch_gradients", spy)
+    images = torch.randn(48, 3, 224, 224, generator=torch.Generator().manual_seed(1)).cuda()
+    results = []
+    for name in ("chunked", "auto"):
+        torch.manual_seed(0)
+        model = timm.create_model(family, depth=2, num_classes=5).train().cuda()
+        with torch.no_grad():
+            for block in model.blocks:
+                block.attn.qkv.weight.mul_(8)  # so that some keys are attended to more
+        vf.treat_(model, "adl(threshold=0.0,layers=all)")
+        with backend(name):
+            step: Any = model
+            if name == "auto" and how == "blocks":
+                for block in model.blocks:
+                    block.compile(fullgraph=True)
+            elif name == "auto" and how != "eager":
+                step = torch.compile(model, fullgraph=True, mode=None if how == "model" else how)
+            for _ in range(3 if name == "auto" else 1):
+                model.zero_grad()
+                torch.compiler.cudagraph_mark_step_begin()
+                with torch.autocast("cuda", torch.bfloat16):
+                    output = step(images)
+                loss = vf.auxiliary_loss(model)
+                (F.cross_entropy(output.float(), output.detach().float().softmax(1).roll(1, 1)) + 10 * loss).backward()
+            gradients = [(key, one.grad.clone()) for key, one in model.named_parameters() if one.grad is not None]
+            results.append((loss.detach().clone(), gradients))
+        assert bool(taken) == (name == "auto")
+    torch.testing.assert_close(results[1][0], results[0][0], rtol=2e-3, atol=0)
+    for (key, expected), (_, got) in zip(results[0][1], results[1][1], strict=True):
+        assert (got - expected).norm() <= 0.05 * expected.norm() + 1e-6, key
 
 
 def test_a_whole_step_is_captured_and_replayed() -> None:
