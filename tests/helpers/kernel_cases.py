@@ -133,7 +133,9 @@ def check_joined(case: Attention, seed: int = 0, device: str = "cpu") -> None:
     # Gradients of about the same size from both, so that neither hides the other.
     draw = torch.Generator().manual_seed(seed)
     incoming = torch.randn(wanted.mT.shape, generator=draw).mT.to(device, case.dtype)
-    alone = [torch.autograd.grad(one, exact[0], retain_graph=True)[0].norm() for one in ((wanted * incoming).sum(), expected)]
+    alone = [
+        torch.autograd.grad(one, exact[0], retain_graph=True)[0].norm() for one in ((wanted * incoming).sum(), expected)
+    ]
     factor = float(alone[0] / alone[1])
     got = torch.autograd.grad((made[0] * incoming).sum() + made[1] * factor, tensors)
     correct = torch.autograd.grad((wanted * incoming.double()).sum() + expected * factor, exact)

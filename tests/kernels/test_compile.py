@@ -159,7 +159,7 @@ def joined_attention(count: int, dtype: torch.dtype) -> None:
     with patch.object(op, "BUSY", 1):
         _, *saved = op.launch_forward(query, key, None, None, torch.ones(query.shape[:3]), options)
         tensors = (query, key, query, torch.ones(query.shape[:3]))
-        with_attention.launch_gradients(query, torch.ones(()), *tensors, options, tuple(saved))
+        with_attention.launch_gradients(query.transpose(1, 2), torch.ones(()), *tensors, options, tuple(saved))
 
 
 def pooling(dtype: torch.dtype, branches: int = 4, channels: int = 64) -> None:

@@ -84,7 +84,9 @@ def launch_all(images: int, device: str) -> None:
     _, *saved = diversity_op.launch_forward(query, query, None, None, None, place)
     with patch.object(diversity_op, "BUSY", 1):
         normalisers, one = torch.empty(query.shape[:3], device=device), torch.ones((), device=device)
-        with_attention.launch_gradients(query, one, query, query, query, normalisers, place, tuple(saved))
+        with_attention.launch_gradients(
+            query.transpose(1, 2), one, query, query, query, normalisers, place, tuple(saved)
+        )
     statistics_kernels.statistics((query, query, None, None), 1.0, [], 2.0, 1)
     statistics_kernels.pair_products((query, query, None, None), (query, query, None, None), 1.0)
 

@@ -118,7 +118,11 @@ def test_what_does_not_fit_is_computed_apart(monkeypatch: pytest.MonkeyPatch) ->
     assert not (made(number=1) or made(heads="each") or made(first=130))
     query, key, value = torch.randn(3, 1, 2, 130, 16, dtype=HALF).unbind()
     with backend("triton"):
-        for other in ((query, key[:, :, 1:], value[:, :, 1:]), (query, key, value[..., :8]), (query, key, value.float())):
+        for other in (
+            (query, key[:, :, 1:], value[:, :, 1:]),
+            (query, key, value[..., :8]),
+            (query, key, value.float()),
+        ):
             assert attention_with_diversity(*other, scale=1.0) is None
     monkeypatch.setattr(diversity_op, "BUSY", 264)
     assert not made()

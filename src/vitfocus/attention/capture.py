@@ -29,13 +29,7 @@ from vitfocus.attention.batches import TEXT, ImageBatch, PatchesInOrder, normali
 from vitfocus.core.arguments import require_values
 from vitfocus.core.errors import VitfocusError, nearest, reason, warn
 from vitfocus.core.modules import eval_mode, running_eagerly
-from vitfocus.kernels.attention import (
-    Observation,
-    attention_with_normalisers,
-    join_heads,
-    keeps_normalisers,
-    matched,
-)
+from vitfocus.kernels.attention import Observation, attention_with_normalisers, join_heads, keeps_normalisers, matched
 from vitfocus.kernels.backends import chosen, exporting, outside_autocast
 
 #: Called with a block and the norms (B, rows, columns) of the patch tokens at its output.
@@ -70,6 +64,7 @@ class _AttentionRecorder(TorchFunctionMode):
         self.finished_maps = finished_maps
         self.heads = heads
         self.batch = batch
+        self.unbound: tuple[Tensor, tuple[Tensor, ...]] | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -79,11 +74,15 @@ class _AttentionRecorder(TorchFunctionMode):
         elif func is F.scaled_dot_product_attention:
             seen, value = _from_call(self.heads, self.batch, *args, **kwargs)
             if value is not None and chosen(seen.source) == "triton" and not exporting():
-                made = _attended(seen, value, self.observer)
+                made = _attended(seen, value, self._whole(seen, value), self.observer)
                 if made is not None:
                     self.seen.append(made[1])
                     return made[0]
             self.seen.append(seen)
+        elif func in (torch.unbind, Tensor.unbind):
+            parts = func(*args, **kwargs)
+            self.unbound = (args[0], parts) if args else None
+            return parts
         elif func in (F.softmax, torch.softmax, Tensor.softmax):
             scores = args[0] if args else kwargs["input"]
             dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
@@ -91,15 +90,26 @@ class _AttentionRecorder(TorchFunctionMode):
                 self.seen.append(Observation(logits=_by_heads(scores, self.heads, self.batch)))
         return func(*args, **kwargs)
 
+    def _whole(self, seen: Observation, value: Tensor) -> Tensor | None:
+        """The tensor (3, B, H, N, D) that was unbound into these queries, keys and values, if there is one."""
+        if self.unbound is None:
+            return None
+        whole, parts = self.unbound
+        if whole.ndim != 5 or len(parts) != 3 or whole.shape[1:] != value.shape:
+            return None
+        return whole if parts[0] is seen.query and parts[1] is seen.key and parts[2] is value else None
 
-def _attended(seen: Observation, value: Tensor, observer: AttentionObserver) -> tuple[Tensor, Observation] | None:
+
+def _attended(
+    seen: Observation, value: Tensor, whole: Tensor | None, observer: AttentionObserver
+) -> tuple[Tensor, Observation] | None:
     """The output of an unmasked attention, and the observation with all that its kernel tells; None if that is nothing.
 
     An observer with a method `attend` may compute the attention itself, together with its loss.
     """
     assert seen.query is not None and seen.key is not None
     attend = getattr(observer, "attend", None)
-    made = attend(seen, value) if attend is not None else None
+    made = attend(seen, value, whole) if attend is not None else None
     if made is not None:
         return made[0], replace(seen, loss=made[1])
     if not keeps_normalisers(seen.query, seen.key, value, seen.scale):

@@ -132,8 +132,11 @@ class DiversityLoss(StatefulModule):
         """True only in training mode, so that eval mode has no cost."""
         return self.training
 
-    def attend(self, seen: Observation, value: Tensor) -> tuple[Tensor, Tensor] | None:
-        """The output of an unmasked attention and its loss, where their gradients are computed at once."""
+    def attend(self, seen: Observation, value: Tensor, whole: Tensor | None) -> tuple[Tensor, Tensor] | None:
+        """The output of an unmasked attention and its loss, where their gradients are computed at once.
+
+        `whole` (3, B, H, N, D) is what queries, keys and values were unbound from, if that is known.
+        """
         first = self._first
         sampled = self.config.rows is not None and self.config.rows < seen.shape[2] - first
         if sampled or (self.context is not None and self.context.valid is not None):
@@ -141,7 +144,7 @@ class DiversityLoss(StatefulModule):
         assert seen.query is not None and seen.key is not None
         with outside_autocast(seen.device):
             tensors = (seen.query, seen.key, value)
-            return attention_with_diversity(*tensors, scale=seen.scale, first=first, **self._form)
+            return attention_with_diversity(*tensors, scale=seen.scale, first=first, whole=whole, **self._form)
 
     def forward(self, seen: Observation) -> None:
         """Record the row similarity of one attention."""

@@ -23,7 +23,6 @@ from vitfocus.kernels.backends import (
 from vitfocus.kernels.diversity.chunked import LossOptions, on_whole_maps
 from vitfocus.kernels.diversity.op import _Launch, launch_forward
 from vitfocus.kernels.diversity.reference import Heads, Variant
-from vitfocus.kernels.inputs import readable
 from vitfocus.kernels.shared_memory import LARGE, padded
 
 #: More keys than the first number, up to the second: with fewer, torch's attention and a pass for the loss take less.
@@ -42,10 +41,12 @@ def attention_with_diversity(
     variant: Variant = "official",
     heads: Heads = "mean",
     threshold: float = 2.0,
+    whole: Tensor | None = None,
 ) -> tuple[Tensor, Tensor] | None:
     """softmax(scale · q kᵀ) v, (B, H, N, D), and `diversity` of the maps; None where they are computed apart.
 
-    For tensors and a backend that the Triton kernels take.
+    For tensors and a backend that the Triton kernels take. If queries, keys and values are views of a tensor `whole`
+    (3, B, H, N, D), it gets the gradient, without a copy.
 
     >>> attention_with_diversity(*torch.zeros(3, 1, 1, 4, 8), scale=1.0) is None  # too few keys
     True
@@ -53,11 +54,11 @@ def attention_with_diversity(
     options = LossOptions(scale, first, heads == "mean", variant == "paper", threshold)
     if not _fits(query, key, value, options):
         return None
-    query, key, value = readable(query), readable(key), readable(value)
     if not torch.compiler.is_compiling() and type(query) is Tensor:
         like = ("with attention", query.shape, query.dtype, query.stride(), options)
         compile_together(query.device, like, partial(_launch_all, query, key, value, options))
-    made: tuple[Tensor, Tensor] = _Attention.apply(query, key, value, *options)
+    tokens = (None, query, key, value) if whole is None else (whole, None, None, None)
+    made: tuple[Tensor, Tensor] = _Attention.apply(*tokens, *options)
     return made
 
 
@@ -65,7 +66,12 @@ def _fits(query: Tensor, key: Tensor, value: Tensor, options: LossOptions) -> bo
     """Whether the kernel takes these tensors: one map per image, and heads enough to fill half the GPU."""
     if query.ndim != 4 or not query.shape == key.shape == value.shape or not KEYS[0] < query.shape[2] <= KEYS[1]:
         return False
-    if value.dtype != query.dtype or query.shape[3] % 16 or not options.average_heads or options.first >= query.shape[2]:
+    if (
+        value.dtype != query.dtype
+        or query.shape[3] % 16
+        or not options.average_heads
+        or options.first >= query.shape[2]
+    ):
         return False
     launch = _Launch(query, key, None, None, options)
     if launch.alone or not launch.joint or launch.space < LARGE:
@@ -74,14 +80,18 @@ def _fits(query: Tensor, key: Tensor, value: Tensor, options: LossOptions) -> bo
 
 
 class _Attention(torch.autograd.Function):
-    """Attention by torch, the loss by the Triton kernels, and their gradients by one kernel."""
+    """Attention by torch, the loss by the Triton kernels, and their gradients by one kernel.
+
+    Of either `whole` (3, B, H, N, D), or queries, keys and values.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        whole: Tensor | None,
+        query: Tensor | None,
+        key: Tensor | None,
+        value: Tensor | None,
         scale: float,
         first: int,
         average_heads: bool,
@@ -89,29 +99,41 @@ class _Attention(torch.autograd.Function):
         threshold: float,
     ) -> tuple[Tensor, Tensor]:
         ctx.options = (scale, first, average_heads, paper, threshold)
-        if query.device.type == "cuda":
-            out, lse = attention_with_normalisers(query, key, value, scale=scale)
+        queries, keys, values = _parts(whole, query, key, value)
+        if queries.device.type == "cuda":
+            out, lse = attention_with_normalisers(queries, keys, values, scale=scale)
         else:  # in the interpreter
-            out, lse = _plain_attention(query, key, value, scale)
-        loss, *saved = launch_forward(query, key, None, None, lse, LossOptions(*ctx.options))
-        ctx.save_for_backward(query, key, value, lse, *saved)
+            out, lse = _plain_attention(queries, keys, values, scale)
+        loss, *saved = launch_forward(queries, keys, None, None, lse, LossOptions(*ctx.options))
+        ctx.save_for_backward(whole, query, key, value, lse, *saved)
         return out, loss
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, weight: Tensor) -> tuple[Any, ...]:
-        query, key, value, lse, *saved = ctx.saved_tensors
+        whole, query, key, value, lse, *saved = ctx.saved_tensors
         options = LossOptions(*ctx.options)
         if wants_second_derivative():
-            plain = partial(_plain, options=options)
-            return *differentiable_gradients(plain, (query, key, value), (gradient, weight)), *(None,) * 5
-        made = launch_gradients(readable(gradient), weight, query, key, value, lse, options, tuple(saved))
-        return *made, *(None,) * 5
+            plain, tokens = partial(_plain, options=options), (whole, query, key, value)
+            return *differentiable_gradients(plain, tokens, (gradient, weight)), *(None,) * 5
+        parts = _parts(whole, query, key, value)
+        # The strides of a gradient must not be read here: torch.compile would copy it first, as it cannot know them.
+        gradient = gradient.transpose(1, 2).resolve_neg().contiguous()
+        made = launch_gradients(gradient, weight, *parts, lse, options, tuple(saved))
+        return *((None, *made.unbind()) if whole is None else (made, None, None, None)), *(None,) * 5
 
 
-def _plain(query: Tensor, key: Tensor, value: Tensor, options: LossOptions) -> tuple[Tensor, Tensor]:
+def _parts(whole: Tensor | None, *tokens: Tensor | None) -> tuple[Tensor, ...]:
+    """Queries, keys and values."""
+    return whole.unbind() if whole is not None else tuple(one for one in tokens if one is not None)
+
+
+def _plain(
+    whole: Tensor | None, query: Tensor | None, key: Tensor | None, value: Tensor | None, options: LossOptions
+) -> tuple[Tensor, Tensor]:
     """Output and loss from whole maps, which can be differentiated twice."""
-    out, _ = _plain_attention(query, key, value, options.scale)
-    return out, on_whole_maps(query, key, None, None, options)
+    queries, keys, values = _parts(whole, query, key, value)
+    out, _ = _plain_attention(queries, keys, values, options.scale)
+    return out, on_whole_maps(queries, keys, None, None, options)
 
 
 def _plain_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -125,7 +147,8 @@ def _launch_all(query: Tensor, key: Tensor, value: Tensor, options: LossOptions)
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     loss, *saved = launch_forward(query, key, None, None, lse, options)
     if query.requires_grad or key.requires_grad or value.requires_grad:
-        launch_gradients(query, loss, query, key, value, lse, options, tuple(saved))
+        gradient = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
+        launch_gradients(gradient, loss, query, key, value, lse, options, tuple(saved))
 
 
 @on_device_of_first
@@ -138,8 +161,11 @@ def launch_gradients(
     lse: Tensor,
     options: LossOptions,
     saved: tuple[Tensor, ...],
-) -> tuple[Tensor, ...]:
-    """Gradients of queries, keys and values, parts of one tensor (B, N, 3, H, D), from those of output and loss."""
+) -> Tensor:
+    """Gradients of queries, keys and values, (3, B, H, N, D); in memory (B, N, 3, H, D).
+
+    From those of the output, `gradient` (B, N, H, D), contiguous, and of the loss, `weight`.
+    """
     from vitfocus.kernels.diversity.attention_gradient import attention_gradient
 
     launch = _Launch(query, key, None, None, options)
@@ -149,10 +175,11 @@ def launch_gradients(
     batch, heads, count, width = query.shape
     made = query.new_empty(batch, count, 3, heads, width).permute(2, 0, 3, 1, 4)
     share = launch.keys / (launch.maps * launch.count * launch.group)
-    strides = (stride for tensor in (query, key, value, gradient) for stride in tensor.stride()[:3])
+    strides = (stride for tensor in (query, key, value) for stride in tensor.stride()[:3])
+    incoming = (count * heads * width, width, heads * width)
     attention_gradient[(batch * heads,)](
         query, key, value, gradient, lse, slope, bounds, weight, made, options.scale, share, heads, count,
-        options.first, *slope.shape[1:], *strides, *made.stride()[:4], D=width, DP=padded(width), BM=ROWS, BN=KEYS[1],
+        options.first, *slope.shape[1:], *strides, *incoming, *made.stride()[:4], D=width, DP=padded(width), BM=ROWS, BN=KEYS[1],
         num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
-    return made.unbind()
+    return made
