@@ -70,16 +70,14 @@ def launch_all(images: int, device: str) -> None:
     pooling.scatter(hidden, (2, 2), 4, 24, torch.float16)
     weights = pooling.forward(tokens, hidden, second, (2, 2))[1]
     pooling.backward(tokens, tokens, hidden, second, weights, (2, 2))
-    query, bias, place = (
-        torch.empty(images, 2, 4, 16, **half),
-        torch.empty(1, 2, 4, 4, **half),
-        LossOptions(1, 0, True, True, 2),
-    )
-    _, *saved = diversity_op.launch_forward(query, query, bias, None, None, place)
-    for keys, busy in ((0, 264), (256, 1)):  # the gradients of queries and keys apart, and at once
-        with patch.multiple(diversity_op, JOINT_KEYS=keys, BUSY=busy):
-            arguments = (query, query, bias, None, place, tuple(saved), True)
-            diversity_op.launch_backward(torch.ones((), device=device), *arguments)
+    query, bias = torch.empty(images, 2, 4, 16, **half), torch.empty(1, 2, 4, 4, **half)
+    for mean in (True, False):
+        place = LossOptions(1, 0, mean, True, 2)
+        _, *saved = diversity_op.launch_forward(query, query, bias, None, None, place)
+        for keys, busy in ((0, 264), (256, 1)):  # the gradients of queries and keys apart, and at once
+            with patch.multiple(diversity_op, JOINT_KEYS=keys, BUSY=busy):
+                arguments = (query, query, bias, None, place, tuple(saved), True)
+                diversity_op.launch_backward(torch.ones((), device=device), *arguments)
     statistics_kernels.statistics((query, query, None, None), 1.0, [], 2.0, 1)
     statistics_kernels.pair_products((query, query, None, None), (query, query, None, None), 1.0)
 
@@ -87,17 +85,8 @@ def launch_all(images: int, device: str) -> None:
 #: All kernels, those that only others call left out.
 KERNELS = {
     *("share_mean_kernel", "block_sums", "gather_taps", "scatter_taps", "mix_forward", "mix_backward"),
-    *(
-        "mixing_weights",
-        "score_backward",
-        "log_sum_exp",
-        "mean_pass",
-        "column_pass",
-        "unit_pass",
-        "slope_pass",
-        "query_gradient",
-    ),
-    *("key_gradient", "joint_gradient", "bias_gradient", "unit_pass"),
+    *("mixing_weights", "score_backward", "log_sum_exp", "mean_pass", "column_pass", "unit_pass", "unit_pass_alone"),
+    *("slope_pass", "gradient_pass", "query_gradient", "key_gradient", "joint_gradient", "bias_gradient"),
     *("lower_kernel", "row_pass", "head_pass", "conclude_pass", "pair_pass"),
 }
 

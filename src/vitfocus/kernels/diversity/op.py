@@ -395,9 +395,7 @@ class _Launch:
             *inputs, *tensors, *self.numbers, 0, self.count, self.maps, self.parts, **settings
         )
 
-    def unit_pass(
-        self, mean_map: Tensor, squares: Tensor, sums: Tensor, units: Tensor, begin: int, end: int
-    ) -> None:
+    def unit_pass(self, mean_map: Tensor, squares: Tensor, sums: Tensor, units: Tensor, begin: int, end: int) -> None:
         """Launch the pass over these rows of the stored map."""
         from vitfocus.kernels.diversity import triton as kernels
 
@@ -453,6 +451,8 @@ class _Launch:
             rows, columns = min(most_rows, padded(self.count)), min(most_columns, padded(self.keys))
             if rows * columns <= most_rows * most_columns // 2:
                 warps = 4
+            if kind == "joint" and self.bias is not None:
+                stages -= 1  # a tile of the bias takes the space
         elif kind == "key" and rows > columns:  # products are faster if the side kept by the program is longer
             rows, columns = min(columns, padded(self.count)), min(rows, padded(self.keys))
         return {

@@ -305,4 +305,5 @@ def gradient_pass(
             slope = tl.where((numbers < end)[:, None], slope, 0.0)
             tl.store(out + where, slope.to(out.dtype.element_ty), mask=there & (numbers < pitch)[:, None])
         else:
-            tl.store(out + chunk + row + cols[None, :], slope.to(out.dtype.element_ty), mask=there & (numbers < end)[:, None])
+            where = chunk + row + cols[None, :]
+            tl.store(out + where, slope.to(out.dtype.element_ty), mask=there & (numbers < end)[:, None])
