@@ -138,6 +138,21 @@ def test_memory_is_linear_in_the_tokens(bias_rows: int | None, launches: list[La
     assert sum(name == "mean_pass" for name, *_ in launches) == 2 + 4, "in two chunks, of the longer one"
 
 
+@pytest.mark.usefixtures("launches")
+@pytest.mark.parametrize(("count", "kept"), [(197, 64), (1025, 17), (4097, 0)])
+def test_what_is_kept_for_the_backward_pass_is_smaller_than_the_queries(count: int, kept: int) -> None:
+    from vitfocus.kernels.diversity import op as diversity_op
+    from vitfocus.kernels.diversity.chunked import LossOptions
+
+    with FakeTensorMode():
+        query = torch.empty(64, count, 6, 64, dtype=torch.bfloat16, device="cuda:1").transpose(1, 2)
+        options = LossOptions(0.125, 0, True, False, 2.0)
+        _, *saved = diversity_op.launch_forward(query, query, None, None, None, options)
+        assert saved[-1].shape[0] == kept
+        assert sum(one.nbytes for one in saved) < 0.85 * query.nbytes
+        diversity_op.launch_backward(torch.ones((), device="cuda:1"), query, query, None, None, options, saved, False)
+
+
 def test_which_attention_comes_first_is_the_devices_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         torch.cuda, "get_device_capability", lambda device: ((8, 0), (9, 0))[torch.device(device).index]

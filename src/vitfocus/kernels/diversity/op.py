@@ -381,7 +381,7 @@ class _Launch:
         from vitfocus.kernels.diversity import triton as kernels
 
         settings = self.settings("mean")
-        kernels.mean_pass[(_ceil_div(end - begin, settings["BM"]) * self.parts * mean_map.shape[0],)](
+        kernels.mean_pass[(_ceil_div(end - begin, settings["BM"]) * self.parts * (self.maps - skip),)](
             *inputs, mean_map, sums, squares, *self.numbers, begin, end, self.maps, self.parts, skip, **settings,
             ALONE=self.alone,
         )  # fmt: skip
@@ -420,13 +420,14 @@ class _Launch:
         made = self.empty_map(self.maps, end - begin)
         if self.joint:
             made = made.new_empty(self.maps, self.stride, _ceil_div(self.count, 16) * 16)
-        others = self.empty_map(self.maps - kept, end - begin) if self.joint else made[kept:]
+        again = made
         if kept < self.maps:
-            self.mean_pass(inputs, others, squares, torch.empty_like(squares), begin, end, kept)
-        for skip, part in ((0, mean_map), (kept, others)):
-            if part.shape[0]:
-                kernels.gradient_pass[(_ceil_div(end - begin, high) * part.shape[0],)](
-                    part, made[skip:], average, lengths, slopes, squares, bounds, self.bound, self.stride, self.span,
+            again = self.empty_map(self.maps, end - begin) if self.joint else made
+            self.mean_pass(inputs, again, squares, torch.empty_like(squares), begin, end, kept)
+        for source, skip, number in ((mean_map, 0, kept), (again, kept, self.maps - kept)):
+            if number:
+                kernels.gradient_pass[(_ceil_div(end - begin, high) * number,)](
+                    source, made, average, lengths, slopes, squares, bounds, self.bound, self.stride, self.span,
                     self.reach, begin, end, self.maps, self.parts, skip, **settings, TURNED=self.joint,
                 )  # fmt: skip
         return made
