@@ -107,6 +107,25 @@ def test_the_gradient_can_be_differentiated() -> None:
         torch.testing.assert_close(mine.double(), theirs, rtol=2e-2, atol=2e-2 * float(theirs.abs().max()))
 
 
+def test_a_projection_gets_its_gradient_whole() -> None:
+    """The same numbers, in the memory layout of the projection's output; also what is differentiated twice."""
+    query, key, value, options = joined(Attention("whole", (2, 2, 130, 16), dtype=HALF), 0)
+    whole = torch.stack((query, key, value)).detach().permute(1, 3, 0, 2, 4).contiguous().permute(2, 0, 3, 1, 4)
+    results = []
+    for given in ((query, key, value), (whole.requires_grad_(),)):
+        parts = given[0].unbind() if len(given) == 1 else given
+        with backend("triton"):
+            made = attention_with_diversity(*parts, scale=0.3, whole=whole if len(given) == 1 else None, **options)
+        assert made is not None
+        target = made[0].square().sum() + made[1] * 100
+        slopes = torch.autograd.grad(target, given, retain_graph=True)
+        again = torch.autograd.grad(target, given, create_graph=True)
+        twice = torch.autograd.grad(sum(one.double().square().sum() for one in again), given)
+        results.append((*made, slopes[0] if len(given) == 1 else torch.stack(slopes), torch.stack(twice).squeeze(0)))
+    assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
+    assert results[1][2].permute(1, 3, 0, 2, 4).is_contiguous()
+
+
 def test_what_does_not_fit_is_computed_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     def made(count: int = 130, width: int = 16, number: int = 2, dtype: torch.dtype = HALF, **options: Any) -> bool:
         tensors = torch.randn(3, 1, number, count, width, dtype=dtype).unbind()

@@ -77,8 +77,8 @@ def _factor(weight, bounds, map_index, share, scale, ALONE: tl.constexpr):
 @triton.jit
 def _query_step(
     q_tile, k, norm, bias, a, batch, head, start, query_rows, numbers, near, weighted, plain, total, scale, bound,
-    map_index, towards, along, average, slopes, first, keys, stride, span, reach, begin, end, kb, kh, kn, bb, bh, bq, bk,
-    D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, HAS_BIAS: tl.constexpr, ALONE: tl.constexpr,
+    map_index, towards, along, average, slopes, first, keys, stride, span, reach, begin, end, kb, kh, kn, bb, bh, bq,
+    bk, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, HAS_BIAS: tl.constexpr, ALONE: tl.constexpr,
     PAPER: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
     cols = start + tl.arange(0, BN)
@@ -131,15 +131,15 @@ def query_gradient(
     full = keys // BN * BN
     for start in range(0, full, BN):
         weighted, plain, total = _query_step(
-            query, k, norm, bias, a, batch, head, start, query_rows, numbers, near, weighted, plain, total, scale, bound,
-            map_index, towards, along, average, slopes, first, keys, stride, span, reach, begin, end, kb, kh, kn, bb, bh,
-            bq, bk, D, DP, BN, HAS_BIAS, ALONE, PAPER, False,
+            query, k, norm, bias, a, batch, head, start, query_rows, numbers, near, weighted, plain, total, scale,
+            bound, map_index, towards, along, average, slopes, first, keys, stride, span, reach, begin, end, kb, kh, kn,
+            bb, bh, bq, bk, D, DP, BN, HAS_BIAS, ALONE, PAPER, False,
         )  # fmt: skip
     if full < keys:
         weighted, plain, total = _query_step(
-            query, k, norm, bias, a, batch, head, full, query_rows, numbers, near, weighted, plain, total, scale, bound,
-            map_index, towards, along, average, slopes, first, keys, stride, span, reach, begin, end, kb, kh, kn, bb, bh,
-            bq, bk, D, DP, BN, HAS_BIAS, ALONE, PAPER, True,
+            query, k, norm, bias, a, batch, head, full, query_rows, numbers, near, weighted, plain, total, scale,
+            bound, map_index, towards, along, average, slopes, first, keys, stride, span, reach, begin, end, kb, kh, kn,
+            bb, bh, bq, bk, D, DP, BN, HAS_BIAS, ALONE, PAPER, True,
         )  # fmt: skip
     total = total / keys
     tl.store(inner + pair + numbers, total)
@@ -188,9 +188,9 @@ def key_gradient(
 
 @triton.jit
 def joint_gradient(
-    q, k, norms, bias, rows, a, average, slopes, towards, along, bounds, inner, weight, out, key_out, share, scale, bound,
-    heads, group, keys, row_count, first, qb, qh, qn, kb, kh, kn, bb, bh, bq, bk, stride, span, reach, begin, end,
-    ob, oh, on, pb, ph, pn,
+    q, k, norms, bias, rows, a, average, slopes, towards, along, bounds, inner, weight, out, key_out, share, scale,
+    bound, heads, group, keys, row_count, first, qb, qh, qn, kb, kh, kn, bb, bh, bq, bk, stride, span, reach, begin,
+    end, ob, oh, on, pb, ph, pn,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_ROWS: tl.constexpr, PAPER: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip

@@ -381,7 +381,7 @@ class _Launch:
         from vitfocus.kernels.diversity import triton as kernels
 
         settings = self.settings("mean")
-        kernels.mean_pass[(_ceil_div(end - begin, settings["BM"]) * self.parts * mean_map.shape[0],)](
+        kernels.mean_pass[(_ceil_div(end - begin, settings["BM"]) * self.parts * (self.maps - skip),)](
             *inputs, mean_map, sums, squares, *self.numbers, begin, end, self.maps, self.parts, skip, **settings,
             ALONE=self.alone,
         )  # fmt: skip
@@ -395,9 +395,7 @@ class _Launch:
             *inputs, *tensors, *self.numbers, 0, self.count, self.maps, self.parts, **settings
         )
 
-    def unit_pass(
-        self, mean_map: Tensor, squares: Tensor, sums: Tensor, units: Tensor, begin: int, end: int
-    ) -> None:
+    def unit_pass(self, mean_map: Tensor, squares: Tensor, sums: Tensor, units: Tensor, begin: int, end: int) -> None:
         """Launch the pass over these rows of the stored map."""
         from vitfocus.kernels.diversity import triton as kernels
 
@@ -422,13 +420,14 @@ class _Launch:
         made = self.empty_map(self.maps, end - begin)
         if self.joint:
             made = made.new_empty(self.maps, self.stride, _ceil_div(self.count, 16) * 16)
-        others = self.empty_map(self.maps - kept, end - begin) if self.joint else made[kept:]
+        again = made
         if kept < self.maps:
-            self.mean_pass(inputs, others, squares, torch.empty_like(squares), begin, end, kept)
-        for skip, part in ((0, mean_map), (kept, others)):
-            if part.shape[0]:
-                kernels.gradient_pass[(_ceil_div(end - begin, high) * part.shape[0],)](
-                    part, made[skip:], average, lengths, slopes, squares, bounds, self.bound, self.stride, self.span,
+            again = self.empty_map(self.maps, end - begin) if self.joint else made
+            self.mean_pass(inputs, again, squares, torch.empty_like(squares), begin, end, kept)
+        for source, skip, number in ((mean_map, 0, kept), (again, kept, self.maps - kept)):
+            if number:
+                kernels.gradient_pass[(_ceil_div(end - begin, high) * number,)](
+                    source, made, average, lengths, slopes, squares, bounds, self.bound, self.stride, self.span,
                     self.reach, begin, end, self.maps, self.parts, skip, **settings, TURNED=self.joint,
                 )  # fmt: skip
         return made
@@ -453,6 +452,8 @@ class _Launch:
             rows, columns = min(most_rows, padded(self.count)), min(most_columns, padded(self.keys))
             if rows * columns <= most_rows * most_columns // 2:
                 warps = 4
+            if kind == "joint" and self.bias is not None:
+                stages -= 1  # a tile of the bias takes the space
         elif kind == "key" and rows > columns:  # products are faster if the side kept by the program is longer
             rows, columns = min(columns, padded(self.count)), min(rows, padded(self.keys))
         return {

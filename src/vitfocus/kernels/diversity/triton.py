@@ -58,12 +58,11 @@ def mean_pass(
     a above the threshold.
 
     A program covers a part of the columns, so its row sums are partial. Only rows `begin` to `end`, and maps from
-    `skip` on, with which `a` begins.
+    `skip` on.
     """
     scale, bound = single(scale), single(bound)
     blocks, part = tl.cdiv(end - begin, BM), (tl.program_id(0) // tl.cdiv(end - begin, BM)) % parts
-    block, place = tl.program_id(0) % blocks, tl.program_id(0) // (blocks * parts)
-    map_index = place + skip
+    block, map_index = tl.program_id(0) % blocks, tl.program_id(0) // (blocks * parts) + skip
     batch, head = _place(map_index, heads, group)
     numbers = begin + block * BM + tl.arange(0, BM)
     near = tl.minimum(numbers, end - 1)
@@ -72,7 +71,7 @@ def mean_pass(
         query_rows = tl.load(rows + near).to(tl.int32)
     square = tl.zeros([BM], tl.float32)
     block_sums = (map_index.to(tl.int64) * tl.cdiv(row_count, BM) + begin // BM + block) * span
-    mine = a + place.to(tl.int64) * (end - begin) * stride
+    mine = a + map_index.to(tl.int64) * (end - begin) * stride
     width = tl.cdiv(tl.cdiv(stride, BN), parts) * BN
     one = 1.0 / group
     start, h = part * width, tl.program_id(0) * 0
@@ -267,17 +266,16 @@ def gradient_pass(
 ):  # fmt: skip
     """The gradient of the sum of cosines with respect to K·a, over the map's bound; 0 for columns past the end.
 
-    Only rows `begin` to `end`; `a` and `out` begin with the map `skip`. TURNED: `out` has columns first, and rows up to
-    a multiple of 16, which are 0 past the end. Else it may be the map itself.
+    Only rows `begin` to `end`, and maps from `skip` on. TURNED: `out` has columns first, and rows up to a multiple of
+    16, which are 0 past the end. Else it may be the map itself.
     """
     bound = single(bound)
     blocks = tl.cdiv(end - begin, BR)
-    block, place = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
-    map_index = place + skip
+    block, map_index = tl.program_id(0) % blocks, (tl.program_id(0) // blocks + skip).to(tl.int64)
     numbers = begin + block * BR + tl.arange(0, BR)
     near = tl.minimum(numbers, end - 1)
     unit = _unit(squares, map_index, near, reach, maps, parts)
-    chunk, row = place * (end - begin) * stride, ((near - begin) * stride)[:, None]
+    chunk, row = map_index * (end - begin) * stride, ((near - begin) * stride)[:, None]
     vector = map_index * span
     dot = tl.zeros([BR, BK], tl.float32)
     for start in range(0, stride, BK):
@@ -301,8 +299,9 @@ def gradient_pass(
             slope = tl.where(mean <= bound, 0.0, own) + shared[None, :]
         if TURNED:
             pitch = tl.cdiv(end, 16) * 16
-            where = place * stride * pitch + (cols[None, :] * pitch + numbers[:, None])
+            where = map_index * stride * pitch + (cols[None, :] * pitch + numbers[:, None])
             slope = tl.where((numbers < end)[:, None], slope, 0.0)
             tl.store(out + where, slope.to(out.dtype.element_ty), mask=there & (numbers < pitch)[:, None])
         else:
-            tl.store(out + chunk + row + cols[None, :], slope.to(out.dtype.element_ty), mask=there & (numbers < end)[:, None])
+            where = chunk + row + cols[None, :]
+            tl.store(out + where, slope.to(out.dtype.element_ty), mask=there & (numbers < end)[:, None])

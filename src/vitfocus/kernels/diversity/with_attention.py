@@ -57,7 +57,10 @@ def attention_with_diversity(
     if not torch.compiler.is_compiling() and type(query) is Tensor:
         like = ("with attention", query.shape, query.dtype, query.stride(), options)
         compile_together(query.device, like, partial(_launch_all, query, key, value, options))
-    tokens = (None, query, key, value) if whole is None else (whole, None, None, None)
+    if whole is not None:
+        tokens = (whole.resolve_neg(), None, None, None)
+    else:
+        tokens = (None, query.resolve_neg(), key.resolve_neg(), value.resolve_neg())
     made: tuple[Tensor, Tensor] = _Attention.apply(*tokens, *options)
     return made
 
@@ -99,13 +102,15 @@ class _Attention(torch.autograd.Function):
         threshold: float,
     ) -> tuple[Tensor, Tensor]:
         ctx.options = (scale, first, average_heads, paper, threshold)
-        queries, keys, values = _parts(whole, query, key, value)
+        parts = _parts(whole, query, key, value)  # saved, as their strides are known to torch.compile
+        queries, keys, values = parts
         if queries.device.type == "cuda":
             out, lse = attention_with_normalisers(queries, keys, values, scale=scale)
+            lse = lse.contiguous()
         else:  # in the interpreter
             out, lse = _plain_attention(queries, keys, values, scale)
         loss, *saved = launch_forward(queries, keys, None, None, lse, LossOptions(*ctx.options))
-        ctx.save_for_backward(whole, query, key, value, lse, *saved)
+        ctx.save_for_backward(whole, *parts, lse, *saved)
         return out, loss
 
     @staticmethod
@@ -113,12 +118,11 @@ class _Attention(torch.autograd.Function):
         whole, query, key, value, lse, *saved = ctx.saved_tensors
         options = LossOptions(*ctx.options)
         if wants_second_derivative():
-            plain, tokens = partial(_plain, options=options), (whole, query, key, value)
+            tokens = (None, query, key, value) if whole is None else (whole, None, None, None)
+            plain = partial(_plain, options=options)
             return *differentiable_gradients(plain, tokens, (gradient, weight)), *(None,) * 5
-        parts = _parts(whole, query, key, value)
-        # The strides of a gradient must not be read here: torch.compile would copy it first, as it cannot know them.
         gradient = gradient.transpose(1, 2).resolve_neg().contiguous()
-        made = launch_gradients(gradient, weight, *parts, lse, options, tuple(saved))
+        made = launch_gradients(gradient, weight, query, key, value, lse, options, tuple(saved))
         return *((None, *made.unbind()) if whole is None else (made, None, None, None)), *(None,) * 5
 
 
@@ -164,7 +168,8 @@ def launch_gradients(
 ) -> Tensor:
     """Gradients of queries, keys and values, (3, B, H, N, D); in memory (B, N, 3, H, D).
 
-    From those of the output, `gradient` (B, N, H, D), contiguous, and of the loss, `weight`.
+    From those of the output, `gradient` (B, N, H, D), contiguous, and of the loss, `weight`. The strides of what is
+    made here, or comes from the gradient, must not be asked for: torch.compile would first copy the gradient.
     """
     from vitfocus.kernels.diversity.attention_gradient import attention_gradient
 
@@ -173,13 +178,13 @@ def launch_gradients(
     vectors = (average, lengths, slopes, squares, bounds)
     slope = launch.gradient_pass(launch.inputs(norms), mean_map, *vectors, 0, launch.count)
     batch, heads, count, width = query.shape
-    made = query.new_empty(batch, count, 3, heads, width).permute(2, 0, 3, 1, 4)
+    made = query.new_empty(batch, count, 3, heads, width)
     share = launch.keys / (launch.maps * launch.count * launch.group)
     strides = (stride for tensor in (query, key, value) for stride in tensor.stride()[:3])
-    incoming = (count * heads * width, width, heads * width)
+    row = heads * width
     attention_gradient[(batch * heads,)](
         query, key, value, gradient, lse, slope, bounds, weight, made, options.scale, share, heads, count,
-        options.first, *slope.shape[1:], *strides, *incoming, *made.stride()[:4], D=width, DP=padded(width), BM=ROWS, BN=KEYS[1],
-        num_warps=WARPS, num_stages=STAGES,
+        options.first, *slope.shape[1:], *strides, count * row, width, row, row, 3 * count * row, width, 3 * row,
+        D=width, DP=padded(width), BM=ROWS, BN=KEYS[1], num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
-    return made
+    return made.permute(2, 0, 3, 1, 4)
