@@ -58,7 +58,10 @@ def test_kernels_in_the_interpreter() -> None:
         "pytest",
         "-p",
         "no:cacheprovider",
-        *(str(here / name) for name in ("test_interpreted.py", "test_random_calls.py", "test_inputs.py")),
+        *(
+            str(here / name)
+            for name in ("test_interpreted.py", "test_with_attention.py", "test_random_calls.py", "test_inputs.py")
+        ),
         "-k",
         "not plain_torch",
     ]
