@@ -57,6 +57,7 @@ def attention_with_diversity(
     if not torch.compiler.is_compiling() and type(query) is Tensor:
         like = ("with attention", query.shape, query.dtype, query.stride(), options)
         compile_together(query.device, like, partial(_launch_all, query, key, value, options))
+    tokens: tuple[Tensor | None, ...]
     if whole is not None:
         tokens = (whole.resolve_neg(), None, None, None)
     else:
@@ -171,7 +172,7 @@ def launch_gradients(
     From those of the output, `gradient` (B, N, H, D), contiguous, and of the loss, `weight`. The strides of what is
     made here, or comes from the gradient, must not be asked for: torch.compile would first copy the gradient.
     """
-    from vitfocus.kernels.diversity.attention_gradient import attention_gradient
+    from vitfocus.kernels.diversity.gradients import attention_gradient
 
     launch = _Launch(query, key, None, None, options)
     norms, average, slopes, lengths, _, _, bounds, squares, mean_map = saved
