@@ -136,10 +136,11 @@ def compile_outside(model: nn.Module) -> None:
 
     In place and by instance attributes, whose removal undoes it. Evaluation runs what it ran before.
     """
+    from timm.layers import PatchEmbed
     from timm.models.vision_transformer import VisionTransformer
 
     root = anatomy(model).root
-    if not isinstance(root, VisionTransformer):
+    if not (isinstance(root, VisionTransformer) and isinstance(root.patch_embed, PatchEmbed)):
         return
     for module in root.patch_embed.modules():
         if type(module) is nn.Conv2d and "forward" not in module.__dict__ and _is_patch_product(module):
