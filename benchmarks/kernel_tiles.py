@@ -30,10 +30,15 @@ from vitfocus.kernels.statistics import triton as statistics_kernels
 
 #: Rows, columns, warps, stages; first the one in use.
 DIVERSITY = {
-    "mean": [(64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 3), (64, 32, 4, 4), (64, 128, 4, 2)],
-    "query": [(64, 32, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (64, 32, 4, 2), (64, 32, 4, 4)],
-    "key": [(32, 64, 4, 3), (64, 64, 4, 2), (32, 64, 4, 2), (64, 64, 4, 3), (32, 64, 4, 4)],
-    "joint": [(32, 256, 8, 2), (32, 256, 8, 1), (16, 256, 8, 2), (32, 256, 8, 3)],
+    "mean": [(64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 3), (64, 128, 4, 2), (128, 64, 8, 3)],
+    "query": [(64, 32, 4, 4), (64, 32, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2)],
+    "key": [(64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 4, 3), (64, 32, 4, 3)],
+    "joint": [(32, 256, 8, 3), (32, 256, 8, 2), (32, 256, 8, 1), (16, 256, 8, 2)],
+}
+#: Rows and columns of tiles of the stored mean map.
+MAPS = {
+    "unit": [(16, 128), (32, 64), (32, 128), (16, 256)],
+    "gradient": [(16, 256), (8, 256), (8, 512), (32, 128)],
 }
 STATISTICS = {
     "rows": [(64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 3), (64, 128, 4, 2)],
@@ -46,7 +51,9 @@ POOLING = {
 }
 #: The kernels whose settings these are. The joint gradient replaces both others.
 SHOWN = {
-    "mean": ("mean_pass", "unit_pass"),
+    "mean": ("mean_pass",),
+    "unit": ("unit_pass",),
+    "gradient": ("gradient_pass",),
     "query": ("query_gradient",),
     "key": ("key_gradient",),
     "joint": ("joint_gradient",),
@@ -55,6 +62,7 @@ SHOWN = {
     "forward": ("mix_forward", "mixing_weights"),
     "backward": ("mix_backward",),
 }
+CHOICES = DIVERSITY | MAPS | STATISTICS | POOLING
 RESULTS = Path(__file__).parent / "results" / "kernel-tiles-cuda.json"
 
 
@@ -85,19 +93,24 @@ def diversity_times(count: int, kind: str, choice: tuple[int, ...]) -> dict[str,
     key = key + 3 * (torch.rand(batch, 1, count, 1, device="cuda") < 0.3).to(key.dtype)
     query, key = (query + 1).requires_grad_(), key.requires_grad_()
     lse = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, scale=0.125)[1].detach()
-    settings = diversity_op._Launch.settings
+    settings, joint, tiles = diversity_op._Launch.settings, diversity_op._Launch.joint, dict(diversity_op.MAP_TILES)
 
     def chosen(self: Any, which: str) -> dict[str, Any]:
         made = settings(self, which)
         return made | dict(zip(("BM", "BN", "num_warps", "num_stages"), choice, strict=True)) if which == kind else made
 
     diversity_op._Launch.settings = chosen  # type: ignore[method-assign]
-    keys, diversity_op.JOINT_KEYS = diversity_op.JOINT_KEYS, 256 if kind == "joint" else 0
+    diversity_op._Launch.joint = property(  # type: ignore[method-assign]
+        lambda self: self.keys <= 256 and kind not in ("query", "key")
+    )
+    if kind in MAPS:
+        diversity_op.MAP_TILES[kind] = choice
     try:
         return kernel_times(lambda: diversity_op.diversity(query, key, scale=0.125, lse=lse).backward())
     finally:
         diversity_op._Launch.settings = settings  # type: ignore[method-assign]
-        diversity_op.JOINT_KEYS = keys
+        diversity_op._Launch.joint = joint  # type: ignore[method-assign]
+        diversity_op.MAP_TILES.update(tiles)
 
 
 def pooling_times(count: int, kind: str, choice: tuple[int, ...]) -> dict[str, float]:
@@ -122,7 +135,7 @@ def measure(count: int, kind: str, choice: tuple[int, ...]) -> dict[str, float]:
     """Microseconds of every kernel of the operation with this choice."""
     if kind in STATISTICS:
         return statistics_times(count, kind, choice)
-    return (diversity_times if kind in DIVERSITY else pooling_times)(count, kind, choice)
+    return (diversity_times if kind in DIVERSITY | MAPS else pooling_times)(count, kind, choice)
 
 
 def compile_some(wanted: list[tuple[int, str, tuple[int, ...]]]) -> None:
@@ -149,7 +162,7 @@ def main() -> None:
         for count in args.sizes
         for kind in args.kinds
         if kind != "joint" or count <= 256
-        for choice in (DIVERSITY | STATISTICS | POOLING)[kind]
+        for choice in CHOICES[kind]
     ]
     if args.ahead:  # forked before this process touches the GPU
         fork = multiprocessing.get_context("fork")
@@ -185,7 +198,7 @@ def main() -> None:
         args.out.write_text(json.dumps(content, indent=1) + "\n")
         best[kind, count] = min(best.get((kind, count), (math.inf, choice)), (sum(mine.values()), choice))
         times = "  ".join(f"{name} {taken:8.1f}" for name, taken in mine.items())
-        mark = "*" if choice == (DIVERSITY | STATISTICS | POOLING)[kind][0] else " "
+        mark = "*" if choice == CHOICES[kind][0] else " "
         print(f"{mark} {kind:<9}{choice!s:<18} N={count:<5} {times}  all {sum(found.values()):8.1f}", flush=True)
     for (kind, count), (taken, choice) in best.items():
         print(f"fastest {kind:<9} N={count:<5} {choice!s:<18} {taken:8.1f} us")
