@@ -218,6 +218,25 @@ def test_interpreted_entries_at_the_threshold_count_in_the_papers_form_only() ->
     assert numbers.paper.item() == pytest.approx(1.0) and numbers.effective.item() == pytest.approx(2.0)
 
 
+@interpreted
+@pytest.mark.parametrize("rows", [(16, 32, 4, 3), (32, 16, 4, 3)])
+def test_interpreted_passes_with_tiles_of_their_own(rows: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The column pass may read more rows than the row pass owns; memory that nobody wrote is NaN here."""
+    from vitfocus.kernels.statistics import triton as kernels
+
+    monkeypatch.setitem(kernels.TILES, "rows", {20: (16, 16, 4, 3), 1000: rows})
+    kernels.block_settings.cache_clear()
+    torch.use_deterministic_algorithms(True)  # fills new memory
+    try:
+        for count, side in ((65, 8), (50, 7), (17, 4)):
+            grids = Grids((side, side), (side, side), 1)
+            with backend("triton"):
+                check(Case("", (2, 3, count, 16), None, grids, dtype=torch.float16))
+    finally:
+        torch.use_deterministic_algorithms(False)
+        kernels.block_settings.cache_clear()
+
+
 def check_counts(device: str, spread: float) -> None:
     """Also of values that are not a number or out of range, of 64 bits, and of few bins."""
     values = 3 + spread * torch.randn(10_007, generator=torch.Generator().manual_seed(0))

@@ -332,13 +332,12 @@ def statistics(
     given_sizes = (width, query.element_size(), queries, keys, bias is not None, available(device))
     by_row, by_column = block_settings("rows", *given_sizes), block_settings("columns", *given_sizes)
     turned = bias_strides[:2] + bias_strides[:1:-1]
-    # All accumulators, zeroed in one launch.
-    zeros = torch.zeros(batch * heads * (2 * reach + keys), dtype=torch.float32, device=device)
-    entropies, squares, received = zeros.split([batch * heads * reach] * 2 + [batch * heads * keys])
-    rest = torch.empty(batch * (3 * reach + 4 * keys + 2 * heads), dtype=torch.float32, device=device)
-    lengths, distances, units, totals = rest.split(
-        [2 * batch * reach, batch * reach, 4 * batch * keys, 2 * batch * heads]
-    )
+    # All accumulators, zeroed in one launch; and lengths, of which one pass may read more rows than the other writes.
+    pairs = batch * heads
+    zeros = torch.zeros(2 * (pairs + batch) * reach + pairs * keys, dtype=torch.float32, device=device)
+    entropies, squares, lengths, received = zeros.split([pairs * reach] * 2 + [2 * batch * reach, pairs * keys])
+    rest = torch.empty(batch * (reach + 4 * keys) + 2 * pairs, dtype=torch.float32, device=device)
+    distances, units, totals = rest.split([batch * reach, 4 * batch * keys, 2 * pairs])
     entropy = torch.empty(batch, heads, queries, dtype=torch.float32, device=device)
     numbers = torch.empty(len(Numbers._fields), batch, heads, dtype=torch.float32, device=device)
     sizes, bound, places, last = (heads, queries, keys, reach), threshold / keys, _places(sides), _last(queries, keys)
@@ -347,7 +346,7 @@ def statistics(
         query, key, norms, given, entropies, squares, lengths, distances, scale, bound, *sizes, *places,
         query_strides, key_strides, bias_strides, **by_row, PLACED=bool(sides),
     )  # fmt: skip
-    head_pass[(batch * heads,)](squares, totals, queries, reach, **last)
+    head_pass[(pairs,)](squares, totals, queries, reach, **last)
     column_pass[batch, -(-keys // by_column["BN"])](
         query, key, norms, given, lengths, totals, received, units, scale, bound, *sizes, query_strides, key_strides,
         turned, **by_column,
