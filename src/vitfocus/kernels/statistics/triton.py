@@ -27,9 +27,12 @@ from vitfocus.kernels.shared_memory import available, padded, row_tiles
 from vitfocus.kernels.statistics.reference import Numbers
 from vitfocus.kernels.tiles import load_rows, logits, lower_norms, normalisers, single
 
-#: Rows, columns, warps and stages of tiles in half precision, up to 64 channels, each up to so many keys, in rising
-#: order; chosen with benchmarks/kernel_tiles.py.
-TILES = {"rows": {1 << 31: (64, 64, 4, 3)}, "columns": {1 << 31: (64, 64, 4, 3)}}
+#: Rows, columns, warps, stages and, if limited, registers per thread in half precision, up to 64 channels, each up to
+#: so many keys, in rising order; chosen with benchmarks/kernel_tiles.py.
+TILES: dict[str, dict[int, tuple[int, ...]]] = {
+    "rows": {1 << 31: (64, 64, 4, 3)},
+    "columns": {1 << 31: (64, 64, 4, 3)},
+}
 #: Columns per iteration of a program of the last pass.
 _COLUMNS = 1024
 
@@ -398,14 +401,14 @@ def block_settings(
     kind: str, width: int, item: int, queries: int, keys: int, biased: bool, space: int
 ) -> dict[str, Any]:
     """Compile-time arguments of a pass: "rows" or "columns" of one map, or a "pair" of maps."""
-    warps = 4
     rows, cols, stages = row_tiles(width, item, queries, keys, space, maps=2 if kind == "pair" else 1)
+    launch = {"num_warps": 4, "num_stages": stages}
     if kind in TILES and item == 2 and width <= 64:
         most_rows, most_cols, *how = next(tile for most, tile in TILES[kind].items() if keys <= most)
         if (how[1] + 1) * item * padded(width) * (most_rows + most_cols) + 4 * most_rows * most_cols <= space:
-            rows, cols, (warps, stages) = min(most_rows, padded(queries)), min(most_cols, padded(keys)), how
-    sizes: dict[str, Any] = {"D": width, "DP": padded(width), "BM": rows, "BN": cols, "HAS_BIAS": biased}
-    return sizes | {"num_warps": warps, "num_stages": stages}
+            rows, cols = min(most_rows, padded(queries)), min(most_cols, padded(keys))
+            launch = dict(zip(("num_warps", "num_stages", "maxnreg"), how, strict=False))
+    return {"D": width, "DP": padded(width), "BM": rows, "BN": cols, "HAS_BIAS": biased} | launch
 
 
 @cache
