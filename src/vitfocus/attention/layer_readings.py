@@ -258,8 +258,8 @@ class NormReadings:
                     row[key] += total / self.images[depth]
                 if depth not in found or found[depth].shape == outliers.shape:  # other images may have another grid
                     found[depth] = found[depth] + outliers if depth in found else outliers
-        places = {depth: (counts / self.images[depth]).tolist() for depth, counts in found.items()}
-        return rows, {depth: shares for depth, shares in places.items() if rows[depth]["high_norm"] > 0}
+        shares = {depth: (counts / self.images[depth]).tolist() for depth, counts in found.items()}
+        return rows, {depth: share for depth, share in shares.items() if rows[depth]["high_norm"] > 0}
 
 
 class Quantiles:
