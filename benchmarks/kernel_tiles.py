@@ -26,9 +26,10 @@ from step_cost import MODELS, kernel_times
 from vitfocus.kernels.diversity import op as diversity_op
 from vitfocus.kernels.pooling import triton as pooling
 from vitfocus.kernels.pooling.op import mix_dilated, predict_hidden
+from vitfocus.kernels.shared_memory import LARGE
 from vitfocus.kernels.statistics import triton as statistics_kernels
 
-#: Rows, columns, warps, stages; first the one in use.
+#: Rows, columns, warps, stages; first the one in use (of the statistics, `in_use` says which it is).
 DIVERSITY = {
     "mean": [(64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 3), (64, 128, 4, 2), (128, 64, 8, 3)],
     "query": [(64, 32, 4, 4), (64, 32, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2)],
@@ -40,9 +41,22 @@ MAPS = {
     "unit": [(16, 128), (32, 64), (32, 128), (16, 256)],
     "gradient": [(16, 256), (8, 256), (8, 512), (32, 128)],
 }
-STATISTICS = {
-    "rows": [(64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 3), (64, 128, 4, 2)],
-    "columns": [(64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 4, 3), (32, 64, 4, 4)],
+#: A fifth number limits the registers of a thread.
+STATISTICS: dict[str, list[tuple[int, ...]]] = {
+    "rows": [
+        *((64, 64, 4, stages) for stages in (3, 2, 4)),
+        *((64, 32, 4, stages) for stages in (3, 4)),
+        *((128, 64, 8, stages) for stages in (3, 2)),
+        *((128, 32, warps, 3) for warps in (4, 8)),
+        *((128, 128, 8, 2), (64, 128, 8, 2), (64, 128, 4, 2), (32, 64, 4, 3), (64, 64, 4, 3, 128), (64, 64, 8, 3)),
+    ],
+    "columns": [
+        *((64, 64, 4, stages) for stages in (3, 2, 4)),
+        *((32, 64, 4, stages) for stages in (3, 4)),
+        *((64, 128, 8, stages) for stages in (3, 2)),
+        *((32, 128, warps, 3) for warps in (4, 8)),
+        *((128, 128, 8, 2), (128, 64, 8, 2), (128, 64, 4, 2), (64, 32, 4, 3), (64, 64, 4, 3, 128), (64, 64, 8, 3)),
+    ],
 }
 #: Channels at a time, chunks of them, warps, stages.
 POOLING = {
@@ -63,6 +77,8 @@ SHOWN = {
     "backward": ("mix_backward",),
 }
 CHOICES = DIVERSITY | MAPS | STATISTICS | POOLING
+#: What the numbers of a choice are; the last one may be absent.
+SETTINGS = ("BM", "BN", "num_warps", "num_stages", "maxnreg")
 RESULTS = Path(__file__).parent / "results" / "kernel-tiles-cuda.json"
 
 
@@ -75,7 +91,7 @@ def statistics_times(count: int, kind: str, choice: tuple[int, ...]) -> dict[str
 
     def chosen(which: str, *rest: Any) -> dict[str, Any]:
         made = settings(which, *rest)
-        return made | dict(zip(("BM", "BN", "num_warps", "num_stages"), choice, strict=True)) if which == kind else made
+        return made | dict(zip(SETTINGS, choice, strict=False)) if which == kind else made
 
     statistics_kernels.block_settings = chosen
     try:
@@ -138,6 +154,14 @@ def measure(count: int, kind: str, choice: tuple[int, ...]) -> dict[str, float]:
     return (diversity_times if kind in DIVERSITY | MAPS else pooling_times)(count, kind, choice)
 
 
+def in_use(count: int, kind: str) -> tuple[int, ...]:
+    """The choice that the kernels make by themselves."""
+    if kind not in STATISTICS:
+        return CHOICES[kind][0]
+    made = statistics_kernels.block_settings(kind, 64, 2, count, count, False, LARGE)
+    return tuple(made[name] for name in SETTINGS if name in made)
+
+
 def compile_some(wanted: list[tuple[int, str, tuple[int, ...]]]) -> None:
     """Run these once, for what they leave in the compiler's cache."""
     globals()["kernel_times"] = lambda call: call() or {}  # in this process alone
@@ -198,8 +222,8 @@ def main() -> None:
         args.out.write_text(json.dumps(content, indent=1) + "\n")
         best[kind, count] = min(best.get((kind, count), (math.inf, choice)), (sum(mine.values()), choice))
         times = "  ".join(f"{name} {taken:8.1f}" for name, taken in mine.items())
-        mark = "*" if choice == CHOICES[kind][0] else " "
-        print(f"{mark} {kind:<9}{choice!s:<18} N={count:<5} {times}  all {sum(found.values()):8.1f}", flush=True)
+        mark = "*" if choice == in_use(count, kind) else " "
+        print(f"{mark} {kind:<9}{choice!s:<21} N={count:<5} {times}  all {sum(found.values()):8.1f}", flush=True)
     for (kind, count), (taken, choice) in best.items():
         print(f"fastest {kind:<9} N={count:<5} {choice!s:<18} {taken:8.1f} us")
 
