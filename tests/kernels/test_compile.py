@@ -183,11 +183,13 @@ def context(dtype: torch.dtype) -> None:
 
 def statistics(dtype: torch.dtype, biased: bool, size: tuple[int, int] | None = None, count: int = 70) -> None:
     from vitfocus.kernels.statistics import triton as statistics_kernels
+    from vitfocus.kernels.statistics.triton_counts import count as count_values
 
     query, key, bias = attention(dtype, biased, size, count)
     sides = [] if biased else [3, count // 3, 3, count // 3, count % 3]
     statistics_kernels.statistics((query, key, bias, None), 0.125, sides, 2.0, 3)
     statistics_kernels.pair_products((query, key, bias, None), (query, key, bias, None), 0.125)
+    count_values(torch.zeros(1000), torch.zeros(1 << 18, dtype=torch.int32), -1.0, 15.0)
 
 
 HALF, SINGLE = torch.bfloat16, torch.float32
@@ -211,7 +213,11 @@ CASES: dict[str, tuple[Callable[..., None], tuple[Any, ...], set[str]]] = {
         {"gather_taps", "scatter_taps", "mixing_weights", "mix_forward", "mix_backward", "score_backward"},
     ),
     "context": (context, (SINGLE,), {"share_mean_kernel", "block_sums"}),
-    "statistics": (statistics, (HALF, False), {"row_pass", "head_pass", "column_pass", "conclude_pass", "pair_pass"}),
+    "statistics": (
+        statistics,
+        (HALF, False),
+        {"row_pass", "head_pass", "column_pass", "conclude_pass", "pair_pass", "count_pass"},
+    ),
     "statistics, with a bias": (statistics, (SINGLE, True), {"row_pass", "column_pass", "pair_pass"}),
 }
 

@@ -1,9 +1,9 @@
 """The Attention Diversification Loss from queries and keys. docs/kernels.md has the derivation.
 
 Forward: `mean_pass` computes the heads' mean map a, `unit_pass` reads it again; after each comes a launch over vectors
-of length K. Backward: a pass by rows and one by columns, each for one head at a time, with the shape of fused
-attention's own backward pass; the map's gradient follows from a, which all heads share. No pass depends on the number
-of heads at compile time. All sums have a fixed order, so results are bitwise reproducible.
+of length K. Backward: `gradient_pass` turns a into its gradient, which all heads share; the passes over heads are in
+gradients.py. Maps of single heads are not stored, and have `unit_pass_alone`. No pass depends on the number of heads
+at compile time. All sums have a fixed order, so results are bitwise reproducible.
 
 Shapes: M maps of G heads, R rows, K keys of which the first `first` are left out. Vectors by row are (M, R), by
 column (M, K). Attention is in units of 1/K: a is stored as K·a, rounded to `a`'s dtype, (M, rows, stride), and
