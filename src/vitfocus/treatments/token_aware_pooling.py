@@ -24,6 +24,7 @@ from vitfocus.kernels.pooling.op import (
     MOST_PATCHES,
     mix_by_matrix,
     mix_dilated,
+    pool_tokens,
     predict_by_product,
     predict_hidden,
 )
@@ -169,8 +170,15 @@ class DilationPredictor(TokenPooling):
                 return super().forward(tokens)
             hidden = norm(predict_by_product(flat, first.weight, (rows, columns)))
             return mix_by_matrix(flat, second(hidden).softmax(dim=1)).view(tokens.shape)
-        if torch.is_autocast_enabled("cuda"):  # once, for the predictor's product and for the mixing
-            flat = flat.to(torch.get_autocast_dtype("cuda"))
+        dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else flat.dtype
+        if not torch.compiler.is_compiling():  # compiled code rounds the tokens where it reads them
+            flat = flat.to(dtype)
+        if _normalises_by_batch(norm, flat.shape[0] * rows * columns):
+            affine = (norm.weight, norm.bias, norm.eps)
+            pooled, statistics = pool_tokens(flat, first.weight, affine, second.weight, (rows, columns), dtype)
+            _track(norm, statistics, flat.shape[0] * rows * columns)
+            return pooled.view(tokens.shape)
+        flat = flat.to(dtype)
         hidden = norm(predict_hidden(flat, first.weight, (rows, columns)))
         return mix_dilated(flat, hidden, second.weight).view(tokens.shape)
 
@@ -196,6 +204,31 @@ def fits_kernel(tokens: Tensor, layout: str, branches: int) -> bool:
     if layout == "BCHW" or branches > MOST_BRANCHES or exporting():
         return False
     return chosen(tokens) == "triton"
+
+
+def _normalises_by_batch(norm: nn.Module, count: int) -> bool:
+    """Whether the norm is a plain batch norm that normalises by the statistics of this process's batch, and no more."""
+    several = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return (
+        type(norm) in (nn.BatchNorm2d, SharedBatchNorm2d)
+        and norm.training
+        and norm.affine
+        and norm.momentum is not None
+        and norm.weight.dtype == torch.float32
+        and not (norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks)
+        and "forward" not in norm.__dict__
+        and count > 1
+        and not (several and torch.distributed.get_world_size() > 1)
+    )
+
+
+@torch.no_grad()
+def _track(norm: nn.BatchNorm2d, statistics: Tensor, count: int) -> None:
+    """Update the running statistics as the norm would."""
+    if norm.running_mean is not None and norm.running_var is not None and norm.num_batches_tracked is not None:
+        norm.num_batches_tracked.add_(1)
+        norm.running_mean.lerp_(statistics[0], norm.momentum)
+        norm.running_var.lerp_(statistics[1] * (count / max(1, count - 1)), norm.momentum)
 
 
 class FixedPooling(TokenPooling):
