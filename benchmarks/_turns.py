@@ -1,56 +1,141 @@
-"""Timing several things by turns: each gets ready in a process of its own, then one at a time has the device."""
+"""Measuring several things on one machine: some processes get ready at a time, and one alone measures.
+
+While a process measures, the others are stopped (SIGSTOP), and so are the processes whose command line contains
+`pause`, for example a training run that uses the GPU in between.
+"""
 
 from __future__ import annotations
 
+import math
 import multiprocessing
-from collections.abc import Callable, Mapping
-from typing import Any
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection, wait
+from typing import Any, NamedTuple
 
-#: Gets ready, and returns what there is to say of it and a function from a number of repeats to seconds of one.
-Prepare = Callable[..., tuple[Any, Callable[[int], float]]]
-
-
-class Turns:
-    """`prepare(*arguments)` in a process for every name; `said` holds those that got ready, in order."""
-
-    def __init__(self, prepare: Prepare, cases: Mapping[str, tuple[Any, ...]]) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        self._pipes, self._processes, self.said = {}, [], {}
-        for name, arguments in cases.items():
-            self._pipes[name], theirs = spawn.Pipe()
-            self._processes.append(spawn.Process(target=_serve, args=(prepare, arguments, theirs)))
-            self._processes[-1].start()
-            theirs.close()
-        for name, pipe in self._pipes.items():
-            try:
-                ready, said = pipe.recv()
-            except EOFError:
-                ready, said = False, "its process ended"
-            if ready:
-                self.said[name] = said
-            else:
-                print(f"{name}: {said}", flush=True)
-
-    def seconds(self, name: str, repeats: int) -> float:
-        """Time one of them, while the others wait."""
-        self._pipes[name].send(repeats)
-        taken: float = self._pipes[name].recv()
-        return taken
-
-    def close(self) -> None:
-        """Let all processes end."""
-        for name in self.said:
-            self._pipes[name].send(0)
-        for process in self._processes:
-            process.join()
+#: Gets ready, and returns a function that measures.
+Prepare = Callable[..., Callable[[], Any]]
+#: Seconds until what other processes have queued on the GPU has run, and seconds for which they are stopped at most.
+SETTLE, LONGEST = 0.7, 90.0
 
 
-def _serve(prepare: Prepare, arguments: tuple[Any, ...], pipe: Any) -> None:
+class Job(NamedTuple):
+    """`prepare(*arguments)` in a process of its own."""
+
+    prepare: Prepare
+    arguments: tuple[Any, ...] = ()
+
+
+class Result(NamedTuple):
+    """What a job measured and how long it took to get ready; or what went wrong."""
+
+    name: str
+    value: Any = None
+    ready_seconds: float = math.nan
+    error: str = ""
+
+
+class _Running(NamedTuple):
+    name: str
+    process: Any
+    pipe: Connection
+
+
+def take_turns(
+    jobs: Mapping[str, Job], at_once: int = 1, deadline: float = math.inf, pause: str = "", settle: float = 0.0
+) -> Iterator[Result]:
+    """The results of jobs, which are started in order, `at_once` at a time; none is waited for after the deadline."""
+    waiting, running = list(jobs.items()), []
+    fork = multiprocessing.get_context("fork")  # saves importing everything again; this process never uses the GPU
     try:
-        said, seconds = prepare(*arguments)
+        while waiting or running:
+            while waiting and len(running) < at_once and time.time() < deadline:
+                name, job = waiting.pop(0)
+                mine, theirs = fork.Pipe()
+                process = fork.Process(target=_serve, args=(job, theirs))
+                process.start()
+                theirs.close()
+                running.append(_Running(name, process, mine))
+            if time.time() >= deadline:
+                yield from (Result(name, error="left out, no time") for name, _ in waiting)
+                yield from (Result(one.name, error="stopped, no time left") for one in running)
+                return
+            for pipe in wait([one.pipe for one in running], None if deadline == math.inf else 1.0):
+                one = next(one for one in running if one.pipe is pipe)
+                others = [other.process.pid for other in running if other is not one]
+                running.remove(one)
+                yield _measured(one, others, pause, settle, deadline)
+    finally:
+        for one in running:
+            _signal_group(one.process.pid, signal.SIGKILL)
+
+
+def _measured(one: _Running, others: list[int], pause: str, settle: float, deadline: float) -> Result:
+    """Let one job measure alone, once it is ready."""
+    try:
+        ready, said = one.pipe.recv()
+        if not ready:
+            return Result(one.name, error=said)
+        with _alone(others, pause, settle):
+            one.pipe.send("go")
+            done = one.pipe.poll(min(LONGEST, max(0.0, deadline - time.time())))
+        if not done and not one.pipe.poll(max(0.0, min(LONGEST, deadline - time.time()))):
+            return Result(one.name, error="stopped, it took too long")
+        succeeded, value = one.pipe.recv()
+        return Result(one.name, value, said) if succeeded else Result(one.name, error=value)
+    except EOFError:
+        one.process.join()
+        return Result(one.name, error=f"its process ended with code {one.process.exitcode}")
+    finally:
+        _signal_group(one.process.pid, signal.SIGKILL)
+        one.process.join()
+
+
+@contextmanager
+def _alone(others: list[int], pause: str, settle: float) -> Iterator[None]:
+    """Stop other processes for a moment."""
+    found = subprocess.run(["pgrep", "-f", pause], capture_output=True, text=True, check=False) if pause else None
+    paused = [int(pid) for pid in found.stdout.split() if int(pid) != os.getpid()] if found else []
+    paused = [pid for pid in paused if os.getpgid(pid) != os.getpgid(0)]
+    try:
+        for pid in paused:
+            with suppress(OSError):
+                os.kill(pid, signal.SIGSTOP)
+        for pid in others:
+            _signal_group(pid, signal.SIGSTOP)
+        time.sleep(settle)
+        yield
+    finally:
+        for pid in others:
+            _signal_group(pid, signal.SIGCONT)
+        for pid in paused:
+            with suppress(OSError):
+                os.kill(pid, signal.SIGCONT)
+
+
+def _signal_group(pid: int, number: int) -> None:
+    with suppress(OSError):
+        os.killpg(pid, number)
+
+
+def _serve(job: Job, pipe: Connection) -> None:
+    os.setsid()  # its compiler's processes are stopped with it
+    began = time.time()
+    try:
+        measure = job.prepare(*job.arguments)
+        pipe.send((True, time.time() - began))
+        pipe.recv()
+        pipe.send((True, measure()))
     except Exception as error:
-        pipe.send((False, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"))
-        return
-    pipe.send((True, said))
-    while repeats := pipe.recv():
-        pipe.send(seconds(repeats))
+        pipe.send((False, f"{type(error).__name__}: {str(error)[:2000]}"))
+
+
+def has_gpu() -> bool:
+    """Whether there is a GPU, found out by a process of its own: one that has looked cannot fork others that use it."""
+    look = "import sys, torch; sys.exit(not torch.cuda.is_available())"
+    return subprocess.run([sys.executable, "-c", look], check=False).returncode == 0

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _turns import Turns
+from _turns import SETTLE, Job, has_gpu, take_turns
 
 CASES = {
     f"{name}, batch {batch}": (spec, batch)
@@ -64,8 +64,8 @@ def running(spec: str, batch: int, *keys: str) -> tuple[Any, Any, tempfile.Tempo
     return trainer, batches, folder
 
 
-def prepare(spec: str, batch: int, compiled: str) -> tuple[None, Callable[[int], float]]:
-    """A run whose step is compiled and captured, and how to time it."""
+def prepare(spec: str, batch: int, compiled: str, rounds: int) -> Callable[[], float]:
+    """A run whose step is compiled and captured; measuring returns the seconds of an epoch, the best of the rounds."""
     from vitfocus.treatments.cost import seconds_per_call
 
     trainer, batches, folder = running(spec, batch, f"compile={compiled}")
@@ -74,10 +74,11 @@ def prepare(spec: str, batch: int, compiled: str) -> tuple[None, Callable[[int],
         trainer.train_step(batches)
         trainer.after_step(0)
 
-    def seconds(steps: int, held: Any = folder) -> float:
-        return seconds_per_call(step, "cuda", steps)
+    def measure(held: Any = folder) -> float:
+        steps = max(20, 15_000 // batch)
+        return min(seconds_per_call(step, "cuda", steps) for _ in range(rounds)) * IMAGES / batch
 
-    return None, seconds
+    return measure
 
 
 def by_kind(trainer: Any, batches: Any, steps: int = 4) -> dict[str, float]:
@@ -100,23 +101,23 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--whole", action="store_true", help="compile a model as one program")
     parser.add_argument("--kernels", action="store_true", help="a step of ViT-Ti/4 at batch 512 by kind of kernel")
+    parser.add_argument("--pause", default="", help="stop processes whose command line contains this while measuring")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    if not torch.cuda.is_available():
+    if not has_gpu():
         print("epoch_time measures a GPU, and there is no CUDA device here; skipped.")
         return
     from vitfocus.core.environment import device_name, versions
 
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "3")
     compiled = "yes" if args.whole else "blocks"
-    turns = Turns(prepare, {name: (*case, compiled) for name, case in CASES.items()})
+    jobs = {name: Job(prepare, (*case, compiled, args.rounds)) for name, case in CASES.items()}
     best: dict[str, float] = {}
-    for _ in range(args.rounds):
-        for name in turns.said:
-            batch = CASES[name][1]
-            taken = turns.seconds(name, max(20, 15_000 // batch)) * IMAGES / batch
-            best[name] = min(best.get(name, float("inf")), taken)
-    turns.close()
+    for measured in take_turns(jobs, len(jobs), pause=args.pause, settle=SETTLE):
+        if measured.error:
+            print(f"{measured.name}: {measured.error}", flush=True)
+        else:
+            best[measured.name] = measured.value
     for name, seconds in best.items():
         print(f"{name:<24}{seconds:6.2f} s an epoch")
     result: dict[str, Any] = {

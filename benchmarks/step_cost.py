@@ -14,11 +14,11 @@ a variant with less than 0.1 and 0.2 fails, like one that raises an error: the o
 exit status says that one failed. `--check` only builds every model and variant with few images, on the CPU, and prints
 both numbers. `released` variants are the papers' published formulations: poolings by unfold, attention maps in full.
 
-Each model, size and setting has a process of its own, so that an error on the GPU spoils no other and a time limit
-holds. `--seconds` leaves out what does not fit; the cases of `ORDER` come first. `--ahead 12` first compiles so many
-variants in parallel processes, which fills the compiler's caches (`ready_s` is then not the time of a cold start).
-Results go into benchmarks/results/step-cost-cuda.json, one variant at a time; what is there already stays, unless it is
-measured again. `--toy` tests the script itself: all of it with tiny models on the CPU.
+Each variant has a process of its own, in which it and the plain model get ready, so that an error on the GPU spoils no
+other and a time limit holds. `--seconds` leaves out what does not fit; the cases of `ORDER` come first. With
+`--at-once 6` so many processes compile at the same time; they are stopped while one of them measures (`_turns.py`), and
+so is what `--pause` names. Results go into benchmarks/results/step-cost-cuda.json, one variant at a time; what is there
+already stays, unless it is measured again. `--toy` tests the script itself: all of it with tiny models on the CPU.
 """
 
 from __future__ import annotations
@@ -26,10 +26,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import multiprocessing
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -46,6 +44,7 @@ import timm
 import torch
 from _activity import share_above
 from _step import LEAST_LOSS, LEAST_SHARE, MODELS, SETTINGS, VARIANTS, Step, build
+from _turns import SETTLE, Job, Result, has_gpu, take_turns
 from torch.nn import functional as F
 
 import vitfocus as vf
@@ -54,17 +53,21 @@ from vitfocus.treatments.cost import seconds_per_call
 
 #: What is measured first if time is limited: setting, model, tokens and variants.
 ORDER = (
-    ("recorded", "deit_s", 197, ("adl", "all")),
-    ("eager", "deit_s", 1025, ("adl", "all", "adl-paper")),
-    ("recorded", "deit_s", 1025, ("adl", "all")),
-    ("eager", "deit_s", 197, ("adl", "all", "adl-paper")),
-    ("compiled", "deit_s", 197, ("tap", "adl", "all", "cb")),
+    ("recorded", "deit_s", 197, ("cb", "tap", "adl", "all")),
+    ("compiled", "deit_s", 197, ("cb", "tap", "adl", "all")),
+    ("eager", "deit_s", 197, ("cb", "tap", "adl", "adl-paper", "all")),
     ("recorded", "vit_ti4", 65, ("tap", "adl", "tap+adl")),
+    ("recorded", "deit_s", 1025, ("adl", "all", "tap", "cb")),
+    ("recorded", "deit_s", 4097, ("adl", "all", "tap", "cb")),
     ("first", "deit_s", 197, ("adl", "all", "tap", "cb")),
-    ("recorded", "deit_s", 4097, ("adl",)),
-    ("eager", "vit_b", 197, ("adl", "tap", "all")),
-    ("eager", "swin_t", 3136, ("adl", "tap", "all")),
-    ("eager", "fan_s", 196, ("adl", "tap", "all")),
+    ("eager", "deit_s", 1025, ("adl", "all", "tap", "cb")),
+    ("recorded", "vit_b", 197, ("adl", "tap", "all", "cb")),
+    ("recorded", "swin_t", 3136, ("adl", "tap", "all", "cb")),
+    ("recorded", "fan_s", 196, ("adl", "tap", "all", "cb")),
+    ("eager", "vit_b", 197, ("adl", "tap", "all", "cb")),
+    ("eager", "swin_t", 3136, ("adl", "tap", "all", "cb")),
+    ("eager", "fan_s", 196, ("adl", "tap", "all", "cb")),
+    ("eager", "deit_s", 4097, ("adl", "all", "tap", "cb")),
 )
 DEFAULT = ("cb", "tap", "adl", "adl-paper", "all")
 PARTS = ("steps", "first", "kernels", "statistics")
@@ -74,7 +77,7 @@ RESULTS = Path(__file__).parent / "results" / "step-cost-cuda.json"
 
 
 class Case(NamedTuple):
-    """What one process measures: variants of one model at one size, in one setting, or their first calls."""
+    """Variants of one model at one size, in one setting, or their first calls."""
 
     setting: str
     model: str
@@ -152,70 +155,55 @@ def cases(args: argparse.Namespace, known: dict[str, Any]) -> Iterator[Case]:
             yield Case(setting, model, tokens, tuple(wanted))
 
 
-def measure_case(case: Case, rounds: int, device: str, out: Path, deadline: float, cached: bool) -> None:
-    """Times and peak memory of the variants of one case; exits with the number of those that failed."""
-    setting, model, tokens, variants = case
+def prepare_step(setting: str, model: str, tokens: int, variant: str, rounds: int, device: str) -> Callable[[], Any]:
+    """A variant and the plain model, ready to be timed; measuring returns the results of both."""
     torch.set_float32_matmul_precision("high")
-    label = f"{model} {tokens} {setting}"
-    began, failed, longest = time.time(), 0, 0.0
     plain = Step(model, tokens, "plain", setting, device)
     base = plain.prepare(setting)
-    print(f"{label} plain: ready after {time.time() - began:.1f} s", flush=True)
-    for name in dict.fromkeys([*variants, "plain-again"]):
-        began = time.time()
-        if began + longest > deadline:
-            print(f"{label} {name}: left out, no time", flush=True)
-            continue
-        try:
-            if setting == "recorded":  # the plain model's graph needs no compiled code any more
-                torch._dynamo.reset()
-            step = Step(model, tokens, name, setting, device)
-            cell: dict[str, Any] = step.prepare(setting)
-            ready = time.time() - began
-            with step.backend():
-                cell |= compare(plain, step, rounds)
-        except Exception as error:  # one variant that fails must not hide the others
-            print(f"{label} {name}: {type(error).__name__}: {str(error)[:2000]}", flush=True)
-            failed += 1
-            continue
-        cell["ready_cached_s" if cached else "ready_s"] = ready
+    if setting == "recorded":  # the plain model's graph needs no compiled code any more
+        torch._dynamo.reset()
+    step = Step(model, tokens, variant, setting, device)
+    cell: dict[str, Any] = step.prepare(setting)
+    if "memory" in cell:
+        cell["memory_ratio"] = cell["memory"] / base["memory"]
+
+    def measure() -> tuple[dict[str, Any], dict[str, Any]]:
+        with step.backend():
+            cell.update(compare(plain, step, rounds))
         cell["measured"] = datetime.now(UTC).isoformat(timespec="seconds")
-        if "memory" in cell:
-            cell["memory_ratio"] = cell["memory"] / base["memory"]
-        place = ("steps", setting, f"{model}-{tokens}")
-        save(out, device, cell, *place, name)
-        save(out, device, base | {"ms": cell["plain_ms"], "ratio": 1.0, "memory_ratio": 1.0}, *place, "plain")
-        active = f"  loss {cell['loss']:.3f} share {cell['share']:.2f}" if "loss" in cell else ""
-        print(
-            f"{model:<9}{tokens:<6}{setting:<10}{name:<13}{cell['ms']:8.2f} ms {cell['ratio']:7.3f} ×  memory "
-            f"{cell.get('memory_ratio', math.nan):.3f} ×  ready {ready:5.1f} s{active}",
-            flush=True,
-        )
-        del step
-        if device == "cuda":
-            torch.cuda.empty_cache()
-        longest = max(longest, time.time() - began)
-    sys.exit(min(failed, 100))
+        return cell, base | {"ms": cell["plain_ms"], "ratio": 1.0, "memory_ratio": 1.0}
+
+    return measure
+
+
+def save_step(result: Result, place: tuple[str, str, int, str], device: str, out: Path) -> None:
+    """Write what was measured of a variant, and print it as a row."""
+    setting, model, tokens, variant = place
+    cell, base = result.value
+    cell["ready_s"] = result.ready_seconds
+    case = ("steps", setting, f"{model}-{tokens}")
+    save(out, device, cell, *case, variant)
+    save(out, device, base, *case, "plain")
+    active = f"  loss {cell['loss']:.3f} share {cell['share']:.2f}" if "loss" in cell else ""
+    print(
+        f"{model:<9}{tokens:<6}{setting:<10}{variant:<13}{cell['ms']:8.2f} ms {cell['ratio']:7.3f} ×  memory "
+        f"{cell.get('memory_ratio', math.nan):.3f} ×  ready {result.ready_seconds:5.1f} s{active}",
+        flush=True,
+    )
 
 
 def compare(plain: Step, step: Step, rounds: int) -> dict[str, float]:
     """Times of a step and the plain one, in turns."""
     for one in (plain, step):
         seconds_per_call(one, one.device, 2)  # the first call after another model's may compile again
-    repeats = 1 if plain.device == "cpu" else max(2, round(0.15 / seconds_per_call(plain, plain.device, 2)))
+    repeats = 1 if plain.device == "cpu" else max(2, round(0.1 / seconds_per_call(plain, plain.device, 2)))
     pairs = [[seconds_per_call(one, one.device, repeats) for one in (plain, step)] for _ in range(rounds)]
     ratios = [mine / theirs for theirs, mine in pairs]
     plain_ms, ms = (1e3 * statistics.median(times) for times in zip(*pairs, strict=True))
     return {"ms": ms, "ratio": statistics.median(ratios), "plain_ms": plain_ms, "spread": max(ratios) - min(ratios)}
 
 
-def compile_one(setting: str, model: str, tokens: int, variant: str, device: str) -> None:
-    """Take one step, so that the caches hold what it compiles."""
-    torch.set_float32_matmul_precision("high")
-    Step(model, tokens, variant, setting, device).take()
-
-
-def first_call(variant: str, device: str, out: Path) -> None:
+def prepare_first_call(variant: str, device: str) -> Callable[[], float]:
     """Seconds that the first eager step takes longer than the second, with an empty Triton cache.
 
     A plain model's step has been taken before, and the model is built with plain operations, so that the step meets
@@ -223,66 +211,27 @@ def first_call(variant: str, device: str, out: Path) -> None:
     """
     from vitfocus.kernels.backends import backend
 
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["TRITON_CACHE_DIR"] = folder
-        with backend("chunked"):
-            plain, step = (Step("deit_s", 197, name, "eager", device) for name in ("plain", variant))
-        plain.take()
-        longer = seconds_per_call(step.take, device) - seconds_per_call(step.take, device)
-    print(f"first call of {variant} with an empty cache: {longer:.1f} s longer", flush=True)
-    save(out, device, longer, "first_call_s", variant)
+    folder = tempfile.TemporaryDirectory()
+    os.environ["TRITON_CACHE_DIR"] = folder.name
+    with backend("chunked"):
+        plain, step = (Step("deit_s", 197, name, "eager", device) for name in ("plain", variant))
+    plain.take()
+
+    def measure() -> float:
+        with folder:
+            return seconds_per_call(step.take, device) - seconds_per_call(step.take, device)
+
+    return measure
+
+
+def save_first_call(result: Result, variant: str, device: str, out: Path) -> None:
+    """Write the seconds of a first call."""
+    print(f"first call of {variant} with an empty cache: {result.value:.1f} s longer", flush=True)
+    save(out, device, result.value, "first_call_s", variant)
     save(out, device, [name for name in read(out).get("stale_first_calls", []) if name != variant], "stale_first_calls")
 
 
-class Processes:
-    """Runs functions in processes of their own until a deadline; `failed` names those that did not succeed."""
-
-    def __init__(self, deadline: float) -> None:
-        self.deadline = deadline
-        self.failed: list[str] = []
-
-    def start(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Forked, which saves importing everything again; the parent never touches the GPU."""
-        process = multiprocessing.get_context("fork").Process(target=call, args=args)
-        process.start()
-        return process
-
-    def wait(self, process: Any, label: str, deadline: float = math.inf) -> None:
-        """Wait for a process; stop it at the deadline."""
-        end = min(self.deadline, deadline)
-        process.join(None if end == math.inf else max(end - time.time(), 0))
-        if process.is_alive():
-            process.kill()
-            process.join()
-            print(f"{label}: stopped, no time left", flush=True)
-        elif process.exitcode:
-            self.failed.append(label)
-
-    def run(self, label: str, call: Callable[..., Any], *args: Any) -> None:
-        """Run one function, if there is time."""
-        if time.time() > self.deadline:
-            print(f"{label}: left out, no time", flush=True)
-        else:
-            self.wait(self.start(call, *args), label)
-
-
-def compile_ahead(planned: list[Case], most: int, device: str, processes: Processes) -> None:
-    """Fill the compiler's caches in parallel, for at most 0.4 of the time."""
-    jobs = [
-        (case.setting, case.model, case.tokens, variant)
-        for case in planned
-        if case.setting in ("compiled", "recorded")
-        for variant in ("plain", *case.variants)
-    ]
-    began, left = time.time(), processes.deadline - time.time()
-    running = [(job, processes.start(compile_one, *job, device)) for job in jobs[:most]]
-    for job, process in running:
-        processes.wait(process, f"compiling ahead {job}", began + 0.4 * left)
-    processes.failed.clear()  # what cannot be compiled will fail again when it is measured
-    print(f"compiled {len(running)} ahead in {time.time() - began:.1f} s", flush=True)
-
-
-def statistics_cost(tokens: int, out: Path) -> None:
+def prepare_statistics(tokens: int) -> Callable[[], dict[str, Any]]:
     """Reading every layer of some batches of DeiT-S, against the forward passes alone: time and peak memory."""
     name, _, _, sizes = MODELS["deit_s"]
     size, batch = sizes[tokens]
@@ -297,26 +246,34 @@ def statistics_cost(tokens: int, out: Path) -> None:
     def diagnose() -> None:
         vf.diagnose(model, [images] * BATCHES)
 
-    result: dict[str, float] = {}
+    result: dict[str, Any] = {}
     for label, call in (("forward", forward), ("diagnose", diagnose)):
         call()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         call()
         result[f"{label}_memory"] = float(torch.cuda.max_memory_allocated())
-    pairs = [[seconds_per_call(call, "cuda", 2) for call in (forward, diagnose)] for _ in range(3)]
-    result["forward_ms"] = 1e3 * statistics.median(forward for forward, _ in pairs)
-    result["extra_over_forward"] = statistics.median(read / forward for forward, read in pairs) - 1
     result["memory_ratio"] = result["diagnose_memory"] / result["forward_memory"]
-    more, memory = result["extra_over_forward"], result["memory_ratio"]
+
+    def measure() -> dict[str, Any]:
+        pairs = [[seconds_per_call(call, "cuda", 2) for call in (forward, diagnose)] for _ in range(3)]
+        result["forward_ms"] = 1e3 * statistics.median(forward for forward, _ in pairs)
+        result["extra_over_forward"] = statistics.median(read / forward for forward, read in pairs) - 1
+        alone, both = kernel_times(forward, 1), kernel_times(diagnose, 1)
+        extra = {name: (taken - alone.get(name, 0.0)) / (12 * BATCHES) for name, taken in both.items()}
+        result["extra_us_per_layer"] = dict(sorted(extra.items(), key=lambda item: -item[1])[:12])
+        return result
+
+    return measure
+
+
+def save_statistics(result: Result, tokens: int, out: Path) -> None:
+    """Write what readings cost, and print it."""
+    more, memory = result.value["extra_over_forward"], result.value["memory_ratio"]
     print(f"statistics at {tokens}: {more:.2f} × a forward more, memory {memory:.3f} ×", flush=True)
-    alone, both = kernel_times(forward, 1), kernel_times(diagnose, 1)
-    extra = {name: (taken - alone.get(name, 0.0)) / (12 * BATCHES) for name, taken in both.items()}
-    extra = dict(sorted(extra.items(), key=lambda item: -item[1])[:12])
-    for kernel, taken in extra.items():
+    for kernel, taken in result.value["extra_us_per_layer"].items():
         print(f"      {taken:8.1f} us per layer and batch  {kernel}", flush=True)
-    result["extra_us_per_layer"] = extra  # type: ignore[assignment]
-    save(out, "cuda", result, "statistics", str(tokens))
+    save(out, "cuda", result.value, "statistics", str(tokens))
 
 
 def ceiling() -> dict[str, float]:
@@ -345,13 +302,12 @@ def kernel_times(call: Callable[[], Any], repeats: int = 5) -> dict[str, float]:
     return dict(sorted(times.items(), key=lambda item: -item[1]))
 
 
-def kernel_rates(count: int, out: Path) -> None:
+def prepare_kernels(count: int) -> Callable[[], dict[str, Any]]:
     """The operations alone at one of DeiT-S's sizes, forward and backward: microseconds by kernel."""
     from vitfocus.kernels.context.op import share_mean
     from vitfocus.kernels.diversity.op import diversity
     from vitfocus.kernels.pooling.op import mix_dilated, predict_hidden
 
-    save(out, "cuda", ceiling(), "ceiling")
     pixels, batch = MODELS["deit_s"][3][count]
     side = pixels // 16
     draw = partial(torch.randn, device="cuda", dtype=torch.bfloat16)
@@ -378,14 +334,26 @@ def kernel_rates(count: int, out: Path) -> None:
         mixed = share_mean(tokens)
         mixed.backward(mixed.detach())
 
-    rates: dict[str, Any] = {}
-    print(f"N={count}: loss {float(diversity(query, key, scale=0.125, lse=lse)):.3f}", flush=True)
-    for name, call in {"sdpa": attend, "adl": diversify, "tap": pool, "cb": share}.items():
-        rates[name] = found = kernel_times(call)
+    calls = {"sdpa": attend, "adl": diversify, "tap": pool, "cb": share}
+    for call in calls.values():
+        call()
+
+    def measure() -> dict[str, Any]:
+        rates = {name: kernel_times(call) for name, call in calls.items()}
+        return {"rates": rates, "ceiling": ceiling(), "loss": float(diversity(query, key, scale=0.125, lse=lse))}
+
+    return measure
+
+
+def save_kernels(result: Result, count: int, out: Path) -> None:
+    """Write the times of the kernels, and print the longest."""
+    print(f"N={count}: loss {result.value['loss']:.3f}", flush=True)
+    for name, found in result.value["rates"].items():
         print(f"N={count} {name}: {sum(found.values()):8.1f} us in kernels", flush=True)
         for kernel, taken in list(found.items())[:9]:
             print(f"      {taken:8.1f}  {kernel}", flush=True)
-    save(out, "cuda", rates, "kernels", f"N={count}")
+    save(out, "cuda", result.value["ceiling"], "ceiling")
+    save(out, "cuda", result.value["rates"], "kernels", f"N={count}")
 
 
 def main() -> None:
@@ -401,7 +369,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=math.inf, help="stop after so many; finished results stay")
     parser.add_argument("--missing", action="store_true", help="only what the results lack, or have marked as stale")
-    parser.add_argument("--ahead", type=int, default=0, help="compile so many variants first, in parallel")
+    parser.add_argument("--at-once", type=int, default=1, help="processes that get ready at a time")
+    parser.add_argument("--pause", default="", help="stop processes whose command line contains this while measuring")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--check", action="store_true", help="only build the models, and print how active the loss is")
     parser.add_argument("--toy", action="store_true", help="tiny models on the CPU, to test this script; needs --out")
@@ -413,36 +382,40 @@ def main() -> None:
     if args.toy and args.out == RESULTS:
         parser.error("--toy needs --out: its times are not results.")
     device = "cpu" if args.toy else "cuda"
-    processes = Processes(time.time() + args.seconds)
-    processes.run("looking for a GPU", look_for_gpu if device == "cuda" else os.getpid)
-    if processes.failed:
+    if device == "cuda" and not has_gpu():
         print("step_cost measures GPU kernels, and there is no CUDA device here; skipped.")
         return
     known = read(args.out)
-    planned = list(cases(args, known))
-    if args.ahead:
-        compile_ahead(planned, args.ahead, device, processes)
-    for case in planned:
-        if case.setting == "first":
-            for variant in case.variants:
-                processes.run(f"first call of {variant}", first_call, variant, device, args.out)
-        else:
-            label = f"{case.model} {case.tokens} {case.setting}"
-            rest = (args.rounds, device, args.out, processes.deadline, args.ahead > 0)
-            processes.run(label, measure_case, case, *rest)
+    jobs: dict[str, Job] = {}
+    savers: dict[str, Callable[[Result], None]] = {}
+    for setting, model, tokens, variants in cases(args, known):
+        for variant in variants if setting == "first" else (*variants, "plain-again"):
+            name = f"first call of {variant}" if setting == "first" else f"{model} {tokens} {setting} {variant}"
+            if setting == "first":
+                jobs[name] = Job(prepare_first_call, (variant, device))
+                savers[name] = partial(save_first_call, variant=variant, device=device, out=args.out)
+            else:
+                jobs[name] = Job(prepare_step, (setting, model, tokens, variant, args.rounds, device))
+                savers[name] = partial(save_step, place=(setting, model, tokens, variant), device=device, out=args.out)
     for tokens in [size for size in MODELS["deit_s"][3] if device == "cuda" and (not sizes or size in sizes)]:
-        for part, call in (("kernels", kernel_rates), ("statistics", statistics_cost)):
-            key = f"N={tokens}" if part == "kernels" else str(tokens)
-            there = known.get(part, {}).get(key)
+        for part, prepare, saver in (
+            ("kernels", prepare_kernels, partial(save_kernels, count=tokens)),
+            ("statistics", prepare_statistics, partial(save_statistics, tokens=tokens)),
+        ):
+            there = known.get(part, {}).get(f"N={tokens}" if part == "kernels" else str(tokens))
             if part in args.parts and not (args.missing and there is not None and "stale" not in there):
-                processes.run(f"{part} at {tokens}", call, tokens, args.out)
-    if processes.failed:
-        raise SystemExit("Not everything could be measured: " + "; ".join(processes.failed))
-
-
-def look_for_gpu() -> None:
-    """Exits with an error if there is no GPU."""
-    sys.exit(not torch.cuda.is_available())
+                jobs[f"{part} at {tokens}"] = Job(prepare, (tokens,))
+                savers[f"{part} at {tokens}"] = partial(saver, out=args.out)
+    settle = SETTLE if args.at_once > 1 or args.pause else 0.0
+    failed = []
+    for result in take_turns(jobs, args.at_once, time.time() + args.seconds, args.pause, settle):
+        if result.error:
+            print(f"{result.name}: {result.error}", flush=True)
+            failed += [result.name] * ("no time" not in result.error)
+        else:
+            savers[result.name](result)
+    if failed:
+        raise SystemExit("Not everything could be measured: " + "; ".join(failed))
 
 
 if __name__ == "__main__":

@@ -45,6 +45,8 @@ ATTENTION = [
     ),
     *(Attention(f"deit-s-{name}", (4, 6, 197, 64), dtype=dtype) for name, dtype in DTYPES.items()),
     *(Attention(f"deit-s-{v}-{h}", (4, 6, 197, 64), variant=v, heads=h, dtype=torch.bfloat16) for v, h in FORMS),
+    *(Attention(f"deit-s-odd-{v}-{h}", (3, 6, 211, 64), variant=v, heads=h, dtype=torch.float16) for v, h in FORMS),
+    *(Attention(f"deit-s-odd-{name}", (3, 6, 211, 64), dtype=dtype) for name, dtype in DTYPES.items()),
     *(Attention(f"eight-of-{width}", (2, 8, 197, width), dtype=torch.float16) for width in (96, 128, 256)),
     # Heads enough for one program per head to compute both gradients.
     *(Attention(f"joint-{v}-{h}", (48, 6, 197, 64), variant=v, heads=h, dtype=torch.bfloat16) for v, h in FORMS),
@@ -83,6 +85,8 @@ POOLING = [
     *(Pooling(f"{name}-branches-4", (14, 14), channels=192, dtype=dtype) for name, dtype in DTYPES.items()),
     *(Pooling(f"branches-{count}", (14, 9), branches=count, channels=192) for count in (1, 2, 3, 5, 6, 7, 8)),
     *(Pooling(f"grid-{side}", (side, side), channels=192, batch=1, dtype=torch.bfloat16) for side in (1, 7, 28, 32)),
+    *(Pooling(f"deit-s-{name}", (14, 14), channels=384, dtype=dtype) for name, dtype in DTYPES.items()),
+    Pooling("deit-s-odd", (15, 13), channels=384, dtype=torch.bfloat16),
     Pooling("row", (1, 7), prefix=0, channels=192),
     Pooling("wide", (3, 130), prefix=5, channels=200),
 ]
@@ -98,6 +102,7 @@ def test_pooling(case: Pooling) -> None:
 @pytest.mark.parametrize("count", SIZES)
 def test_context(count: int, scaled: bool, dtype: torch.dtype) -> None:
     check_context((3, count, 200), scaled, dtype, "cuda")
+    check_context((3, count, 384), scaled, dtype, "cuda")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])

@@ -257,6 +257,13 @@ def test_gpu_kernels_at_size(side: int, dtype: torch.dtype) -> None:
 
 
 @on_a_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gpu_kernels_of_deit_s_at_odd_sizes(dtype: torch.dtype) -> None:
+    check(Case("", (3, 6, 211, 64), None, Grids((15, 14), (15, 14), 1), dtype=dtype), "cuda")
+    check(Case("", (3, 6, 211, 64), 103, bias=(1, 6, 211, 103), dtype=dtype), "cuda")
+
+
+@on_a_gpu
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_gpu_readings_equal_the_tile_pass(name: str) -> None:
     check_layer(name, "auto", "cuda")

@@ -362,7 +362,7 @@ def without_padding(batch: ImageBatch, pairs: int = 1) -> Iterator[ImageBatch]:
     half = len(shapes) // pairs
     for shape in dict.fromkeys(shapes[:half]):
         rows = [row for row in range(half) if shapes[row] == shape]
-        index = torch.tensor([row + half * part for part in range(pairs) for row in rows])
+        index = torch.tensor([row + half * part for part in range(pairs) for row in rows], device="cpu")
         yield _piece(batch, index, *shape)
 
 

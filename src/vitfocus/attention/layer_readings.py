@@ -268,7 +268,7 @@ class Quantiles:
     def _from_histogram(self, histogram: Tensor, probabilities: Sequence[float]) -> Tensor:
         """The values below which so many lie; within a bin, values are taken as evenly spread."""
         below = histogram.cumsum(0, dtype=torch.float64)
-        wanted = torch.tensor([probability * self.count for probability in probabilities], dtype=torch.float64)
+        wanted = torch.tensor([one * self.count for one in probabilities], dtype=torch.float64, device="cpu")
         wanted = wanted.to(below.device, non_blocking=True)
         bins = torch.searchsorted(below, wanted).clamp_(max=self.BINS - 1)
         inside = histogram[bins].double()

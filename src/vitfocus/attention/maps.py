@@ -141,7 +141,7 @@ def _bytes(number: int) -> str:
 
 
 def _indices(chosen: Indices, length: int, what: str) -> Tensor:
-    every = torch.arange(length)
+    every = torch.arange(length, device="cpu")
     if chosen is None or isinstance(chosen, slice):
         return every[chosen or slice(None)]
     try:

@@ -148,7 +148,7 @@ def high_norm(norms: Tensor) -> Tensor:
 
 def scaling_ratio(scale: Tensor) -> float | None:
     """|λ|₀.₁ / |λ|₀.₉ (Context Broadcasting's Figure 8): near 1 if all channels are scaled alike; None if all are 0."""
-    low, high = torch.quantile(scale.abs(), torch.tensor([0.1, 0.9], dtype=torch.float64)).tolist()
+    low, high = torch.quantile(scale.abs(), scale.new_tensor([0.1, 0.9])).tolist()
     return low / high if high > 0 else None
 
 

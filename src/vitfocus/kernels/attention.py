@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from vitfocus.core.errors import VitfocusError
+
 #: Queries, keys, and optionally bias and normalisers, as the kernels take them.
 AttentionInputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
@@ -63,7 +65,9 @@ class Observation:
         """
         if self.map is not None:
             return _wide(self.map if rows is None else self.map[:, :, rows])
-        return self.scores(rows).softmax(dim=-1)
+        scores = self.scores(rows)
+        # As in torch's attention, a row with every key masked by a bias attends to nothing.
+        return scores.softmax(dim=-1) if self.bias is None else torch.ops.aten._safe_softmax(scores, -1)
 
     def scores(self, rows: slice | Tensor | None = None) -> Tensor:
         """The logits' rows before the softmax, in float32 or wider: (B, H, rows, K)."""
@@ -148,6 +152,12 @@ def matched(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     >>> key.shape, key.dtype
     (torch.Size([2, 3, 7, 8]), torch.float32)
     """
+    given = query.ndim == key.ndim == 4 and query.shape[3] == key.shape[3]
+    if not given or any(a != b and 1 not in (a, b) for a, b in zip(query.shape[:2], key.shape[:2], strict=True)):
+        raise VitfocusError(
+            f"Attention takes queries (B, H, Q, D) and keys (B, H, K, D) and was given {tuple(query.shape)} and "
+            f"{tuple(key.shape)}."
+        )
     if query.dtype != key.dtype:
         dtype = torch.promote_types(query.dtype, key.dtype)
         query, key = query.to(dtype), key.to(dtype)

@@ -64,8 +64,8 @@ def backend(name: str) -> Iterator[None]:
 
 
 def chosen(first: Tensor, *others: Tensor | None) -> str:
-    """The backend for an operation on these tensors; while `torch.fx` traces a model, the reference."""
-    if isinstance(first, torch.fx.Proxy):
+    """The backend for these tensors; for torch.fx, torch.func and forward-mode derivatives, the reference."""
+    if isinstance(first, torch.fx.Proxy) or _transforming():
         return "reference"
     name, fits, on_gpu = forced(), True, True
     for tensor in (first, *others):
@@ -80,6 +80,13 @@ def chosen(first: Tensor, *others: Tensor | None) -> str:
     if name != "auto":
         return name
     return "triton" if on_gpu and fits and has_triton() and _compiles_for(first.device) else "chunked"
+
+
+def _transforming() -> bool:
+    """Whether a transform of `torch.func` is active, or forward-mode automatic differentiation."""
+    return not torch.compiler.is_compiling() and (
+        torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+    )
 
 
 @torch.compiler.assume_constant_result

@@ -90,7 +90,9 @@ def log_sum_exp(
         safe = tl.where(now == float("-inf"), 0.0, now)
         total = total * tl.exp2(most - safe) + tl.sum(tl.exp2(scores - safe[:, None]), 1)
         most = now
-    result = tl.where(total == 0, 0.0, (most + tl.log2(total)) / 1.4426950408889634)
+    result = (most + tl.log2(total)) / 1.4426950408889634
+    # Without a bias nothing is masked, and a row of -inf comes from an infinite query or key.
+    result = tl.where(total == 0, 0.0 if HAS_BIAS else float("nan"), result)
     tl.store(out + pair.to(tl.int64) * queries + rows, result, mask=row_ok)
 
 

@@ -91,7 +91,7 @@ class RowChoice:
         key = (count, first, device)
         if key not in self.drawn or self.drawn[key][0] == asker:
             # argsort of random numbers instead of randperm, because a CUDA graph can replay it.
-            self.drawn[key] = (asker, torch.rand(count, device=device).argsort()[:rows] + first)
+            self.drawn[key] = (asker, torch.rand(count, dtype=torch.float32, device=device).argsort()[:rows] + first)
         return self.drawn[key][1]
 
     def reset(self) -> None:
@@ -266,9 +266,9 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
         if unseen := [module for module in every if module.expecting]:
             raise VitfocusError(f"{unseen[0].config} saw no attention in the last forward pass, so there is no loss.")
         placed = next(model.parameters(), None)
-        return torch.zeros((), device=placed.device if placed is not None else None)
+        return torch.zeros((), dtype=torch.float32, device=placed.device if placed is not None else None)
     device = computed[0][1].device  # the first device of a model that is spread over several
-    total = torch.zeros((), device=device)
+    total = torch.zeros((), dtype=torch.float32, device=device)
     for config in dict.fromkeys(config for config, _ in computed):
         losses = [loss.to(device) for other, loss in computed if other == config]
         total = total + config.weight * torch.stack(losses).mean()

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vitfocus.kernels.backends import differentiable_gradients, wants_second_derivative
+from vitfocus.kernels.backends import differentiable_gradients, outside_autocast, wants_second_derivative
 from vitfocus.kernels.diversity.reference import row_similarity
 
 #: Elements per chunk of maps: what fits in a core's caches; a GPU without Triton needs more to be busy.
@@ -63,7 +63,8 @@ def on_whole_maps(query: Tensor, key: Tensor, bias: Tensor | None, rows: Tensor 
     """The loss from whole maps, as `row_similarity` defines it."""
     pick = slice(options.first, None) if rows is None else rows
     wide = torch.promote_types(query.dtype, torch.float32)
-    scores = query[:, :, pick].to(wide) * options.scale @ key.to(wide).mT
+    with outside_autocast(query.device):
+        scores = query[:, :, pick].to(wide) * options.scale @ key.to(wide).mT
     if bias is not None:
         scores = scores + (bias if bias.shape[-2] == 1 else bias[..., pick, :]).to(wide)
     # As an operator, because torch.compile does not trace the function of that name.
@@ -120,7 +121,7 @@ class _Maps:
         self.batch, self.heads, self.keys = query.shape[0], query.shape[1], key.shape[2]
         self.count = len(rows) if rows is not None else query.shape[2] - options.first
         self.groups = 1 if options.average_heads else self.heads
-        bound = torch.tensor(options.bound(self.keys), dtype=self.wide)
+        bound = torch.tensor(options.bound(self.keys), dtype=self.wide, device="cpu")
         # x ≥ bound is x > the float just below the bound.
         below = torch.nextafter(bound, torch.zeros_like(bound)) if options.paper else bound
         self.bound, self.below = float(bound), float(below)
@@ -280,7 +281,8 @@ def diversity_in_chunks(
     learning = torch.is_grad_enabled()
     wants_bias = learning and bias is not None and bias.requires_grad
     wants = wants_bias or (learning and (query.requires_grad or key.requires_grad))
-    loss: Tensor = _operator(query, key, bias, rows, *options, wants, wants_bias)[0]
+    with outside_autocast(query.device):
+        loss: Tensor = _operator(query, key, bias, rows, *options, wants, wants_bias)[0]
     return loss
 
 
@@ -327,8 +329,8 @@ def _gradient(ctx: Any, gradient: Tensor | None, *_: Any) -> tuple[Any, ...]:
         whole = partial(on_whole_maps, rows=rows, options=options)
         return *differentiable_gradients(whole, (query, key, bias), gradient), *(None,) * 8
     scaled: list[Any] = [
-        (one * gradient).to(given.dtype) if one.numel() else None
-        for one, given in zip(made, (query, key, bias), strict=True)
+        (one * gradient).to(given.dtype) if needed else None
+        for one, given, needed in zip(made, (query, key, bias), ctx.needs_input_grad, strict=False)
     ]
     if scaled[0] is not None and rows is not None:
         batch, heads, _, width = scaled[0].shape

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vitfocus.core.errors import VitfocusError
 from vitfocus.kernels.attention import matched
 from vitfocus.kernels.backends import (
     chosen,
@@ -29,6 +30,7 @@ from vitfocus.kernels.diversity.chunked import (
     on_whole_maps,
 )
 from vitfocus.kernels.diversity.reference import Heads, Variant
+from vitfocus.kernels.inputs import readable, with_four_axes
 from vitfocus.kernels.shared_memory import MOST_CHANNELS, available, padded, power_of_two, row_tiles
 
 #: Maps up to this many elements stay in a core's caches, and chunks are no faster than whole maps.
@@ -72,27 +74,40 @@ def diversity(
     True
     """
     query, key = matched(query, key)
+    bias = with_four_axes(bias, (*query.shape[:3], key.shape[2]))
+    rows = _row_numbers(rows) if rows is not None else None
+    if first < 0 or variant not in ("official", "paper") or heads not in ("mean", "each"):
+        raise VitfocusError(f"There is no loss with first={first}, variant={variant!r} and heads={heads!r}.")
     name = chosen(query, key, bias)
     count = query.shape[2] - first if rows is None else rows.shape[0]
-    if query.shape[0] * count * (key.shape[2] - first) == 0:
-        return (query.sum() + key.sum()).to(torch.promote_types(query.dtype, torch.float32)) * 0
+    if query.shape[0] * query.shape[1] == 0 or count <= 0 or key.shape[2] <= first:
+        nothing = query[:0].sum() + key[:0].sum() + (0 if bias is None else bias[:0].sum())
+        return nothing.to(torch.promote_types(query.dtype, torch.float32))
     if name == "triton" and query.shape[3] > MOST_CHANNELS:
         name = "chunked"
     if name == "chunked" and forced() == "auto" and query.shape[:3].numel() * key.shape[2] <= SMALL:
         name = "reference"
-    if bias is not None:
-        bias = bias[(None,) * (4 - bias.ndim)]
     options = LossOptions(scale, first, heads == "mean", variant == "paper", threshold)
     if name == "reference":
         return on_whole_maps(query, key, bias, rows, options)
     if name == "chunked":
         return diversity_in_chunks(query, key, bias, rows, options)
-    query, key = (one if one.stride(3) == 1 else one.contiguous() for one in (query, key))
+    query, key = readable(query), readable(key)
     if not torch.compiler.is_compiling() and type(query) is Tensor:
         like = (query.shape, key.shape, query.dtype, bias if bias is None else bias.shape, rows is None, lse is None)
         compile_together(query.device, (like, options), partial(_launch_all, query, key, bias, rows, lse, options))
     made: Tensor = _Diversity.apply(query, key, bias, rows, lse, *options)
     return made
+
+
+def _row_numbers(rows: Tensor) -> Tensor:
+    """Numbers of rows in int64, in which the kernels and torch index."""
+    if rows.ndim != 1 or rows.dtype not in (torch.int64, torch.int32):
+        raise VitfocusError(
+            f"rows takes the numbers of the rows, int64 of shape (R,), and was given {rows.dtype} of shape "
+            f"{tuple(rows.shape)}."
+        )
+    return rows.long()
 
 
 class _Diversity(torch.autograd.Function):

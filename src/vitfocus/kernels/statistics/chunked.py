@@ -52,7 +52,7 @@ def tiled_statistics(
         attention, entropy = _attention_and_entropy(piece, rows)
         sums.add(images, rows, attention, entropy)
         if partner is not None:
-            sums.add_pair(images, attention, partner.attention(rows))
+            sums.add_pair(images, attention, partner.attention(rows).to(attention.dtype))
     return sums.statistics(top)
 
 
@@ -93,7 +93,7 @@ def _pick(seen: Observation, images: slice) -> Observation:
 
 def _attention_and_entropy(seen: Observation, rows: slice) -> tuple[Tensor, Tensor]:
     """Rows of the map (B, H, T, K) and their entropies (B, H, T), from the logits in one pass."""
-    if seen.map is not None:
+    if seen.map is not None or seen.bias is not None:
         attention = seen.attention(rows)
         log = attention.clamp_min(torch.finfo(attention.dtype).tiny).log()
     else:
@@ -126,7 +126,7 @@ class _Sums:
         self.rows = like.new_zeros(2, 2, images, keys)
         self.pairs = like.new_zeros(2, images, heads) if paired else None
         # x ≥ t is x > the float just below t, which `threshold` applies in one operation.
-        bound, zero = torch.tensor([threshold / keys, 0.0], dtype=like.dtype)
+        bound, zero = torch.tensor([threshold / keys, 0.0], dtype=like.dtype, device="cpu")
         self.bound, self.below = threshold / keys, float(torch.nextafter(bound, zero))
         if grids is not None:
             self.query_positions = positions(grids.query, like)

@@ -12,13 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vitfocus.core.errors import VitfocusError
 from vitfocus.kernels.attention import AttentionInputs, Observation, matched
 from vitfocus.kernels.backends import chosen
+from vitfocus.kernels.inputs import readable, with_four_axes
 from vitfocus.kernels.shared_memory import MOST_CHANNELS
 from vitfocus.kernels.statistics.chunked import tiled_statistics
 from vitfocus.kernels.statistics.reference import THRESHOLD, Grids, Numbers, Statistics, map_statistics, top_tokens
 
 
+@torch.no_grad()
 def statistics(
     seen: Observation,
     other: Observation | None = None,
@@ -28,7 +31,7 @@ def statistics(
     top: int | None = None,
     budget: int | None = None,
 ) -> Statistics:
-    """`map_statistics` of an observed attention, with memory linear in the number of tokens.
+    """`map_statistics` of an observed attention, without gradients and with memory linear in the number of tokens.
 
     `other` holds the attention of the same images after corruption; `top` is the number of most attended keys, and
     `budget` limits the elements per tile. Heads of more than 256 channels are computed in tiles.
@@ -39,11 +42,14 @@ def statistics(
     True
     """
     top = top_tokens(seen.shape[3]) if top is None else top
-    if seen.bias is not None:
-        seen = replace(seen, bias=seen.bias[(None,) * (4 - seen.bias.ndim)])
-    if other is not None and other.bias is not None:
-        other = replace(other, bias=other.bias[(None,) * (4 - other.bias.ndim)])
+    if 0 in seen.shape[1:]:
+        raise VitfocusError(f"Statistics need a head, a query and a key; the attention has the shape {seen.shape}.")
+    if other is not None and other.shape != seen.shape:
+        raise VitfocusError(f"The statistics compare attention of one shape, not {seen.shape} with {other.shape}.")
+    seen, other = _biased(seen), None if other is None else _biased(other)
     name = backend_for(seen)
+    if name == "triton" and other is not None and not _alike(seen, other):
+        name = "chunked"
     if name == "chunked":
         return tiled_statistics(seen, other, grids, threshold, top, budget)
     if name == "reference":
@@ -64,9 +70,22 @@ def backend_for(seen: Observation) -> str:
     return "chunked" if name == "triton" and seen.query.shape[3] > MOST_CHANNELS else name
 
 
+def _biased(seen: Observation) -> Observation:
+    """The same observation, whose bias has four axes if it has one."""
+    return seen if seen.bias is None else replace(seen, bias=with_four_axes(seen.bias, seen.shape))
+
+
+def _alike(seen: Observation, other: Observation) -> bool:
+    """Whether one launch takes both: queries of the same width, multiplied by the same scale."""
+    if backend_for(other) != "triton" or other.scale != seen.scale or other.query is None or seen.query is None:
+        return False
+    return other.query.shape[3] == seen.query.shape[3]
+
+
 def _inputs(seen: Observation) -> AttentionInputs:
     assert seen.query is not None and seen.key is not None
-    return (*matched(seen.query, seen.key), seen.bias, seen.lse)
+    query, key = (readable(one) for one in matched(seen.query, seen.key))
+    return query, key, seen.bias, seen.lse
 
 
 def _products(one: AttentionInputs, other: AttentionInputs, scale: float) -> Tensor:

@@ -188,8 +188,12 @@ def _of_head(
     entropies, totals, received, entropy_out, numbers, mine, pairs, queries, keys, reach, top, BN: tl.constexpr
 ):
     """One head's five values, and its rows' entropies without padding."""
-    one = 1.0 / queries
     column = received + mine * keys
+    given = tl.zeros([BN], tl.float32)
+    for start in range(0, keys, BN):
+        cols = start + tl.arange(0, BN)
+        given += tl.load(column + cols, mask=cols < keys, other=0.0)
+    one = 1.0 / tl.sum(given, 0)  # the number of queries, less those with every key masked
     entropy = tl.zeros([BN], tl.float32)
     for start in range(0, queries, BN):
         rows = start + tl.arange(0, BN)
