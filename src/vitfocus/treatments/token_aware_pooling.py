@@ -170,15 +170,13 @@ class DilationPredictor(TokenPooling):
                 return super().forward(tokens)
             hidden = norm(predict_by_product(flat, first.weight, (rows, columns)))
             return mix_by_matrix(flat, second(hidden).softmax(dim=1)).view(tokens.shape)
-        dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else flat.dtype
-        if not torch.compiler.is_compiling():  # compiled code rounds the tokens where it reads them
-            flat = flat.to(dtype)
+        if torch.is_autocast_enabled("cuda"):  # once, for the predictor's product and for the mixing
+            flat = flat.to(torch.get_autocast_dtype("cuda"))
         if _normalises_by_batch(norm, flat.shape[0] * rows * columns):
             affine = (norm.weight, norm.bias, norm.eps)
-            pooled, statistics = pool_tokens(flat, first.weight, affine, second.weight, (rows, columns), dtype)
+            pooled, statistics = pool_tokens(flat, first.weight, affine, second.weight, (rows, columns))
             _track(norm, statistics, flat.shape[0] * rows * columns)
             return pooled.view(tokens.shape)
-        flat = flat.to(dtype)
         hidden = norm(predict_hidden(flat, first.weight, (rows, columns)))
         return mix_dilated(flat, hidden, second.weight).view(tokens.shape)
 

@@ -9,6 +9,7 @@ the next channels overlap with the product. Prefix tokens pass through.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -16,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vitfocus.kernels.backends import on_device_of_first
-from vitfocus.kernels.shared_memory import power_of_two
+from vitfocus.kernels.shared_memory import available, power_of_two
 
 #: Programs that keep a large GPU busy.
 BUSY = 264
@@ -170,7 +171,7 @@ def _best_window(height: int, width: int, reach: int, most: int) -> tuple[int, .
         padded = max(16, power_of_two(rows * columns))
         cost = (blocks * padded, blocks * rows * columns)
         if best is None or cost < best[0]:
-            best = (cost, (high, wide, rows, columns, most, padded))
+            best = (cost, (high, wide, rows, columns, padded))
     assert best is not None
     return best[1]
 
@@ -180,58 +181,82 @@ def best_window(height: int, width: int, reach: int, most: int) -> tuple[int, ..
     """The rectangle of at most so many patches that needs the fewest products, and the window around it.
 
     >>> best_window(14, 14, 3, 64)
-    (7, 7, 10, 10, 64, 128)
+    (7, 7, 10, 10, 128)
     """
     return _best_window(height, width, reach, most)
 
 
-def window(grid: tuple[int, int], branches: int, most: int) -> tuple[int, dict[str, int]]:
-    """The number of rectangles in a grid, and the arguments of the kernels."""
-    shape = dict(zip(("BH", "BW", "NH", "NW", "BM", "BN"), best_window(*grid, branches - 1, most), strict=True))
-    return -(-grid[0] // shape["BH"]) * -(-grid[1] // shape["BW"]), shape
+def tile_sizes(
+    kernel: str, patches: int, channels: int, dtype: torch.dtype, device: torch.device
+) -> tuple[int, int, int, int]:
+    """Patches of a program, channels at a time, warps and stages, for a window of so many patches.
+
+    As measured on an H200 for half precision.
+
+    >>> tile_sizes("mix", 128, 384, torch.bfloat16, torch.device("cpu"))
+    (64, 128, 8, 2)
+    """
+    chunk, roomy = max(16, power_of_two(channels)), available(device) >= 160 * 1024
+    if dtype == torch.float32:
+        return 16, min(32 if patches <= 256 else 16, chunk), 4, 2
+    if patches > 256 or (kernel == "mix" and patches > 128):  # with fewer warps, M does not fit into registers
+        return 64, min(64 if roomy and patches <= 256 else 32, chunk), 8, 2
+    if kernel == "mix" and channels % 128 == 0:
+        return 64, 128, 8, 2
+    return 64, min(64, chunk), 4, 3 if roomy else 2
 
 
-#: Patches per program, channels at a time, warps, stages.
-SIZES = {"mix": (64, 64, 4, 3), "score": (64, 64, 4, 3), "wide": (16, 32, 4, 2)}
+def _settings(kernel: str, tokens: Tensor, weights: Tensor, grid: tuple[int, int]) -> tuple[int, dict[str, Any]]:
+    """The number of rectangles in a grid, and the constants that both kernels have."""
+    branches, channels = weights.shape[2], tokens.shape[2]
+    most = 16 if tokens.dtype == torch.float32 else 64
+    shape = dict(zip(("BH", "BW", "NH", "NW", "BN"), best_window(*grid, branches - 1, most), strict=True))
+    rows, chunk, warps, stages = tile_sizes(kernel, shape["BN"], channels, tokens.dtype, tokens.device)
+    blocks = -(-grid[0] // shape["BH"]) * -(-grid[1] // shape["BW"])
+    return blocks, {**shape, "BM": rows, "BC": chunk, "K": branches, "num_warps": warps, "STAGES": stages}
+
+
+def mix_tokens(tokens: Tensor, weights: Tensor, grid: tuple[int, int]) -> Tensor:
+    """M · tokens (B, N, C), for weights (B, H·W, K)."""
+    return _product(tokens, weights, grid, "mix", tokens, tokens)
+
+
+def unmix_gradient(
+    gradient: Tensor, weights: Tensor, grid: tuple[int, int], spread: Tensor | None = None, matrix: Tensor | None = None
+) -> Tensor:
+    """Mᵀ · gradient (B, N, C), for weights (B, H·W, K); plus spread (B, N, P) · matrix (P, C)."""
+    if spread is None or matrix is None:
+        return _product(gradient, weights, grid, "unmix", gradient, gradient)
+    return _product(gradient, weights, grid, "unmix", spread, matrix, matrix.shape[0])
 
 
 @on_device_of_first
-def mix_tokens(
-    tokens: Tensor, weights: Tensor, grid: tuple[int, int], transpose: bool = False,
-    extra: tuple[Tensor, Tensor] | None = None, dtype: torch.dtype | None = None, sizes: tuple[int, ...] | None = None,
-) -> Tensor:  # fmt: skip
+def _product(
+    tokens: Tensor, weights: Tensor, grid: tuple[int, int], kernel: str, spread: Tensor, matrix: Tensor, rows: int = 0
+) -> Tensor:
     batch, count, channels = tokens.shape
-    branches = weights.shape[-1]
-    out = torch.empty_like(tokens, dtype=dtype or tokens.dtype)
-    most, chunk, warps, stages, *cap = sizes or SIZES["wide" if tokens.dtype == torch.float32 else "mix"]
-    chunk = min(chunk, max(16, power_of_two(channels)))
-    blocks, shape = window(grid, branches, most)
-    chunks = -(-channels // chunk)
+    out = torch.empty_like(tokens)
+    blocks, settings = _settings(kernel, tokens, weights, grid)
+    chunks = -(-channels // settings["BC"])
     groups = min(chunks, -(-BUSY // max(1, blocks * batch)))
     each = -(-chunks // groups)
     groups = -(-chunks // each)
-    padded = extra[1].shape[0] if extra else 0
-    spread, matrix = extra or (tokens, tokens)
     mix[(blocks * groups * batch,)](
         tokens, weights, spread, matrix, out, count, *grid, count - grid[0] * grid[1], channels, groups, each,
-        PRECISION="tf32x3", TRANSPOSE=transpose, ADD=extra is not None, P=padded, PP=max(16, power_of_two(max(1, padded))),
-        EVEN=channels % chunk == 0 and chunks % each == 0, K=branches, **shape, BC=chunk, STAGES=stages, num_warps=warps, **({"maxnreg": cap[0]} if cap else {}),
+        PRECISION="tf32x3", TRANSPOSE=kernel == "unmix", ADD=rows > 0, P=rows, PP=max(16, power_of_two(max(1, rows))),
+        EVEN=channels % settings["BC"] == 0 and chunks % each == 0, **settings,
     )  # fmt: skip
     return out
 
 
 @on_device_of_first
-def score_gradients(
-    gradient: Tensor, tokens: Tensor, weights: Tensor, grid: tuple[int, int], sizes: tuple[int, ...] | None = None
-) -> Tensor:
+def score_gradients(gradient: Tensor, tokens: Tensor, weights: Tensor, grid: tuple[int, int]) -> Tensor:
+    """The gradient of the scores (B, H·W, K), whose softmax are the weights."""
     batch, count, channels = tokens.shape
-    branches = weights.shape[-1]
     made = torch.empty_like(weights)
-    most, chunk, warps, stages, *cap = sizes or SIZES["wide" if tokens.dtype == torch.float32 else "score"]
-    chunk = min(chunk, max(16, power_of_two(channels)))
-    blocks, shape = window(grid, branches, most)
+    blocks, settings = _settings("score", tokens, weights, grid)
     score_gradient[(blocks * batch,)](
         tokens, weights, gradient, made, count, *grid, count - grid[0] * grid[1], channels,
-        PRECISION="tf32x3", EVEN=channels % chunk == 0, K=branches, **shape, BC=chunk, STAGES=stages, num_warps=warps, **({"maxnreg": cap[0]} if cap else {}),
+        PRECISION="tf32x3", EVEN=channels % settings["BC"] == 0, **settings,
     )  # fmt: skip
     return made

@@ -7,6 +7,7 @@ three. `predict_by_product` and `mix_by_matrix` are the two parts in plain torch
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
@@ -27,17 +28,16 @@ MOST_PATCHES = 256
 
 
 def pool_tokens(
-    tokens: Tensor, first: Tensor, norm: tuple[Tensor, Tensor, float], second: Tensor, grid: tuple[int, int],
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Pool tokens (B, N, C) with the predictor conv(first) → batch norm → conv(second), computed in that dtype.
+    tokens: Tensor, first: Tensor, norm: tuple[Tensor, Tensor, float], second: Tensor, grid: tuple[int, int]
+) -> tuple[Tensor, Tensor]:
+    """Pool tokens (B, N, C) with the predictor conv(first) → batch norm → conv(second).
 
     `norm` has the batch norm's weight, bias and eps. The patches are the last H·W tokens; others pass through. The
     second result are the mean and the biased variance of the values that were normalised, (2, K).
     """
     tokens = tokens.contiguous()
-    _prepare(tokens, first, grid, dtype, True)
-    made: tuple[Tensor, Tensor] = _Pool.apply(tokens, first, *norm[:2], second, norm[2], *grid, dtype)
+    _prepare(tokens, first, grid, _launch_whole)
+    made: tuple[Tensor, Tensor] = _Pool.apply(tokens, first, *norm[:2], second.contiguous(), norm[2], *grid)
     return made
 
 
@@ -48,7 +48,7 @@ def predict_hidden(tokens: Tensor, first: Tensor, grid: tuple[int, int]) -> Tens
     once, without a copy. cuDNN's convolution would need them as an image and pad the output to eight channels.
     """
     tokens = tokens.contiguous()
-    _prepare(tokens, first, grid, tokens.dtype, False)
+    _prepare(tokens, first, grid, _launch_parts)
     hidden: Tensor = _Predict.apply(tokens, first, *grid)
     return hidden.unflatten(1, grid).permute(0, 3, 1, 2)
 
@@ -94,20 +94,37 @@ def mix_by_matrix(tokens: Tensor, weights: Tensor) -> Tensor:
     return torch.cat((tokens[:, :prefix], mixed), dim=1) if prefix else mixed
 
 
-def _prepare(tokens: Tensor, first: Tensor, grid: tuple[int, int], dtype: torch.dtype, normed: bool) -> None:
+def _prepare(
+    tokens: Tensor, first: Tensor, grid: tuple[int, int], launch: Callable[[Tensor, Tensor, tuple[int, int]], None]
+) -> None:
     """Before the first eager launch with these sizes, compile all kernels of both directions in parallel."""
     if not torch.compiler.is_compiling() and type(tokens) is Tensor:
-        key = (tokens.shape, tokens.dtype, first.shape, first.dtype, grid, first.requires_grad, dtype, normed)
-        compile_together(tokens.device, key, partial(_launch_all, tokens, first, grid, dtype, normed))
+        key = (tokens.shape, tokens.dtype, first.shape, first.dtype, grid, first.requires_grad, launch)
+        compile_together(tokens.device, key, partial(launch, tokens, first, grid))
 
 
-def _launch_all(tokens: Tensor, first: Tensor, grid: tuple[int, int], dtype: torch.dtype, normed: bool) -> None:
-    """Run everything forward and backward, to collect the kernels that it launches."""
+def _launch_whole(tokens: Tensor, first: Tensor, grid: tuple[int, int]) -> None:
+    """Run `_Pool` forward and backward, to collect the kernels that it launches."""
     vector, second = first.new_empty(first.shape[0]), first.new_empty(first.shape[0], first.shape[0], 3, 3)
-    norm = (vector, vector, 1e-5) if normed else None
-    made = _forward(tokens, first, norm, second, grid, dtype)
+    mixed, *kept = _forward(tokens, first, (vector, vector, 1e-5), second, grid)
     if first.requires_grad:
-        _backward(made[0], made[2:], made[1], first, norm, second, grid, tokens.dtype)
+        _backward(mixed, tokens, kept, first, (vector, vector, 1e-5), second, grid)
+
+
+def _launch_parts(tokens: Tensor, first: Tensor, grid: tuple[int, int]) -> None:
+    """Run `_Predict` and `_Mix` forward and backward, to collect the kernels that they launch."""
+    from vitfocus.kernels.pooling import mixing, predictor
+
+    branches, rows = first.shape[0], _matrix_rows(first.shape[0])
+    second = first.new_empty(branches, branches, 3, 3)
+    hidden, _ = predictor.gather(tokens.new_empty(*tokens.shape[:2], rows), grid, branches)
+    weights, _ = predictor.weigh(hidden, second, grid)
+    mixing.mix_tokens(tokens, weights, grid)
+    if first.requires_grad:
+        scores = mixing.score_gradients(tokens, tokens, weights, grid)
+        predictor.unweigh(scores, hidden, second, grid)
+        mixing.unmix_gradient(tokens, weights, grid)
+        predictor.scatter(hidden, hidden, None, grid, tokens.shape[1], rows, tokens.dtype)
 
 
 def _matrix_rows(branches: int) -> int:
@@ -161,22 +178,13 @@ def _pool_plainly(
 
 def _matrix(first: Tensor, dtype: torch.dtype) -> Tensor:
     """The first convolution's weights (K, C, 3, 3) as (9·K, C), a row for each position and branch, and rows of 0."""
-    branches, channels = first.shape[:2]
+    branches = first.shape[0]
     rows = first.permute(2, 3, 0, 1).flatten(0, 2).to(dtype)
     return F.pad(rows, (0, 0, 0, _matrix_rows(branches) - 9 * branches))
 
 
-def _spread(tokens: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """What tokens contribute to their neighbours (B, N, P), and the tokens in the matrix's dtype."""
-    from vitfocus.kernels.pooling import predictor
-
-    if matrix.dtype == torch.float32:
-        return tokens @ matrix.mT, tokens
-    return predictor.spread_tokens(tokens, matrix)
-
-
-def _spread_gradient(slope: Tensor, tokens: Tensor, first: Tensor) -> Tensor:
-    """The gradient of `first`, from that of `spread`."""
+def _first_gradient(slope: Tensor, tokens: Tensor, first: Tensor) -> Tensor:
+    """The gradient of `first` from that of what tokens contribute to their neighbours, (B, N, P)."""
     branches, channels = first.shape[:2]
     made = (slope.flatten(0, 1).mT @ tokens.flatten(0, 1))[: 9 * branches]
     return made.view(3, 3, branches, channels).permute(2, 3, 0, 1).to(first.dtype)
@@ -190,62 +198,57 @@ def _second_gradient(totals: Tensor, second: Tensor) -> Tensor:
 
 
 def _forward(
-    tokens: Tensor, first: Tensor, norm: tuple[Tensor, Tensor, float] | None, second: Tensor, grid: tuple[int, int],
-    dtype: torch.dtype,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Mixed tokens and statistics, then what the backward pass needs: tokens, matrix, hidden values and weights."""
+    tokens: Tensor, first: Tensor, norm: tuple[Tensor, Tensor, float], second: Tensor, grid: tuple[int, int]
+) -> tuple[Tensor, ...]:
+    """Mixed tokens, then what the backward pass needs: statistics, matrix, hidden values and weights."""
     from vitfocus.kernels.pooling import mixing, predictor
 
-    matrix = _matrix(first, dtype)
-    spread, low = _spread(tokens, matrix)
-    hidden, parts = predictor.gather(spread, grid, first.shape[0], norm is not None)
-    weights, statistics = predictor.weigh(hidden, second, grid, norm and (parts, *norm))
-    return mixing.mix_tokens(low, weights, grid), statistics, low, matrix, hidden, weights
+    matrix = _matrix(first, tokens.dtype)
+    hidden, parts = predictor.gather(tokens @ matrix.mT, grid, first.shape[0], True)
+    weights, statistics = predictor.weigh(hidden, second, grid, (parts, *norm))
+    return mixing.mix_tokens(tokens, weights, grid), statistics, matrix, hidden, weights
 
 
 def _backward(
-    gradient: Tensor, kept: tuple[Tensor, ...], statistics: Tensor, first: Tensor, norm: tuple[Tensor, Tensor, float] | None,
-    second: Tensor, grid: tuple[int, int], dtype: torch.dtype,
+    gradient: Tensor, tokens: Tensor, kept: list[Tensor], first: Tensor, norm: tuple[Tensor, Tensor, float],
+    second: Tensor, grid: tuple[int, int],
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Gradients of tokens in that dtype, of `first`, of the norm's weight and bias, and of `second`."""
+    """Gradients of tokens, of `first`, of the norm's weight and bias, and of `second`."""
     from vitfocus.kernels.pooling import mixing, predictor
 
-    tokens, matrix, hidden, weights = kept
+    (gamma, beta, eps), (statistics, matrix, hidden, weights) = norm, kept
     rows, branches = matrix.shape[0], first.shape[0]
     scores = mixing.score_gradients(gradient, tokens, weights, grid)
-    normed, sums = predictor.unweigh(scores, hidden, second, grid, norm and (statistics, *norm))
-    through = norm and (statistics, norm[0], norm[2])
+    normed, sums = predictor.unweigh(scores, hidden, second, grid, (statistics, *norm))
+    through = (statistics, gamma, eps)
     slope, totals = predictor.scatter(normed, hidden, sums, grid, tokens.shape[1], rows, tokens.dtype, through)
-    made = mixing.mix_tokens(gradient, weights, grid, True, (slope, matrix), dtype)
-    beta, gamma = totals[9 * branches**2 :].chunk(2)
-    return made, _spread_gradient(slope, tokens, first), gamma, beta, _second_gradient(totals, second)
+    made = mixing.unmix_gradient(gradient, weights, grid, slope, matrix)
+    shift, scale = totals[9 * branches**2 :].chunk(2)
+    return made, _first_gradient(slope, tokens, first), scale, shift, _second_gradient(totals, second)
 
 
 class _Pool(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, tokens: Tensor, first: Tensor, gamma: Tensor, beta: Tensor, second: Tensor, eps: float, height: int,
-        width: int, dtype: torch.dtype,
+        width: int,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        mixed, statistics, *kept = _forward(tokens, first, (gamma, beta, eps), second, (height, width), dtype)
-        ctx.eps, ctx.grid, ctx.dtype = eps, (height, width), tokens.dtype
-        ctx.save_for_backward(first, gamma, beta, second, statistics, *kept)
-        ctx.mark_non_differentiable(statistics)
-        return mixed, statistics
+        mixed, *kept = _forward(tokens, first, (gamma, beta, eps), second, (height, width))
+        ctx.eps, ctx.grid = eps, (height, width)
+        ctx.save_for_backward(tokens, first, gamma, beta, second, *kept)
+        ctx.mark_non_differentiable(kept[0])
+        return mixed, kept[0]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Any, ...]:
-        first, gamma, beta, second, statistics, *kept = ctx.saved_tensors
+        tokens, first, gamma, beta, second, *kept = ctx.saved_tensors
         if wants_second_derivative():
             plain = partial(_pool_plainly, eps=ctx.eps, grid=ctx.grid)
-            made = differentiable_gradients(plain, (kept[0], first, gamma, beta, second), gradient)
+            made = differentiable_gradients(plain, (tokens, first, gamma, beta, second), gradient)
         else:
             norm = (gamma, beta, ctx.eps)
-            # In compiled code, the conversion is fused with the addition of the residual's gradient.
-            dtype = kept[0].dtype if torch.compiler.is_compiling() else ctx.dtype
-            made = _backward(gradient.contiguous(), kept, statistics, first, norm, second, ctx.grid, dtype)
-            made = (made[0] if dtype == ctx.dtype else made[0].to(ctx.dtype), *made[1:])
-        return *made, None, None, None, None
+            made = _backward(gradient.contiguous(), tokens, kept, first, norm, second, ctx.grid)
+        return *made, None, None, None
 
 
 class _Predict(torch.autograd.Function):
@@ -256,7 +259,7 @@ class _Predict(torch.autograd.Function):
         matrix = _matrix(first, tokens.dtype)
         ctx.grid = (height, width)
         ctx.save_for_backward(tokens, matrix, first)
-        return predictor.gather(_spread(tokens, matrix)[0], (height, width), first.shape[0])[0]
+        return predictor.gather(tokens @ matrix.mT, (height, width), first.shape[0])[0]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
@@ -268,7 +271,7 @@ class _Predict(torch.autograd.Function):
             return *differentiable_gradients(plain, (tokens, first), gradient), None, None
         gradient = gradient.contiguous()
         slope, _ = predictor.scatter(gradient, gradient, None, ctx.grid, tokens.shape[1], matrix.shape[0], tokens.dtype)
-        return slope @ matrix, _spread_gradient(slope, tokens, first), None, None
+        return slope @ matrix, _first_gradient(slope, tokens, first), None, None
 
 
 class _Mix(torch.autograd.Function):
@@ -292,5 +295,5 @@ class _Mix(torch.autograd.Function):
         gradient = gradient.contiguous()
         scores = mixing.score_gradients(gradient, tokens, weights, ctx.grid)
         made, sums = predictor.unweigh(scores, hidden, second, ctx.grid)
-        back = mixing.mix_tokens(gradient, weights, ctx.grid, True)
+        back = mixing.unmix_gradient(gradient, weights, ctx.grid)
         return back, made.to(hidden.dtype), _second_gradient(sums.sum(dim=0), second), None, None

@@ -17,35 +17,8 @@ from vitfocus.kernels.backends import on_device_of_first
 from vitfocus.kernels.shared_memory import power_of_two
 from vitfocus.kernels.tiles import single
 
-#: Programs that keep a large GPU busy.
-_BUSY = 264
-
-
-@triton.jit
-def predict(tokens, matrix, spread, low, total, C, P: tl.constexpr, PP: tl.constexpr, COPY: tl.constexpr,
-            EVEN: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """spread (T, P) = tokens (T, C) · matrixᵀ, for (P, C); with COPY, also the tokens rounded to `low`'s dtype."""
-    first = tl.program_id(0).to(tl.int64) * BT
-    row = tl.arange(0, BT)
-    exists = row < total - first
-    row = tl.where(exists, row, 0)
-    taps = tl.arange(0, PP)
-    sums = tl.zeros([BT, PP], tl.float32)
-    for channel in tl.range(0, C, BC, num_stages=STAGES):
-        channels = channel + tl.arange(0, BC)
-        place = row[:, None] * C + channels[None, :]
-        if EVEN:
-            values = tl.load(tokens + first * C + place).to(low.dtype.element_ty)
-            rows = tl.load(matrix + taps[:, None] * C + channels[None, :], mask=(taps < P)[:, None], other=0.0)
-        else:
-            inside = (channels < C)[None, :]
-            values = tl.load(tokens + first * C + place, mask=inside, other=0.0).to(low.dtype.element_ty)
-            rows = tl.load(matrix + taps[:, None] * C + channels[None, :], mask=(taps < P)[:, None] & inside, other=0.0)
-        if COPY:
-            tl.store(low + first * C + place, values, mask=exists[:, None] & (channels < C)[None, :])
-        sums = tl.dot(values, tl.trans(rows), sums)
-    place = row[:, None] * P + taps[None, :]
-    tl.store(spread + first * P + place, sums.to(spread.dtype.element_ty), mask=exists[:, None] & (taps < P)[None, :])
+#: Patches at a time, most programs and warps of `score_backward`.
+SUMS = (64, 1024, 4)
 
 
 @triton.jit
@@ -246,43 +219,6 @@ def scatter_taps(gradient, hidden, statistics, gamma, sums, spread, totals, toke
         tl.store(spread + place, value.to(spread.dtype.element_ty), mask=(token < tokens)[:, None] & (taps < P)[None, :])
 
 
-@triton.jit
-def first_gradient(spread, tokens, made, total, C, steps, P: tl.constexpr, PP: tl.constexpr, EVEN: tl.constexpr,
-                   BT: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """made (parts, PP, C) = spreadᵀ · tokens, for (T, P) and (T, C), in parts."""
-    groups = tl.cdiv(C, BC)
-    group, part = tl.program_id(0) % groups, (tl.program_id(0) // groups).to(tl.int64)
-    channels, taps = group * BC + tl.arange(0, BC), tl.arange(0, PP)
-    inside, kept = (channels < C)[None, :], (taps < P)[None, :]
-    sums = tl.zeros([PP, BC], tl.float32)
-    for step in tl.range(0, steps, num_stages=STAGES):
-        token = (part * steps + step) * BT + tl.arange(0, BT)
-        ok = (token < total)[:, None]
-        slopes = tl.load(spread + token[:, None] * P + taps[None, :], mask=ok & kept, other=0.0)
-        values = tl.load(tokens + token[:, None] * C + channels[None, :], mask=ok & inside, other=0.0)
-        sums = tl.dot(tl.trans(slopes), values, sums)
-    tl.store(made + (part * PP + taps[:, None]) * C + channels[None, :], sums, mask=(taps < P)[:, None] & inside)
-
-
-@on_device_of_first
-def spread_tokens(
-    tokens: Tensor, matrix: Tensor, sizes: tuple[int, int, int, int] = (64, 64, 4, 3)
-) -> tuple[Tensor, Tensor]:
-    """What each token contributes to its neighbours (B, N, P), and the tokens in the matrix's dtype, half precision."""
-    batch, count, channels = tokens.shape
-    total, (padded, _) = batch * count, matrix.shape
-    spread = torch.empty(batch, count, padded, dtype=matrix.dtype, device=tokens.device)
-    copy = tokens.dtype != matrix.dtype
-    low = torch.empty_like(tokens, dtype=matrix.dtype) if copy else tokens
-    rows, chunk, warps, stages = sizes
-    chunk = min(chunk, max(16, power_of_two(channels)))
-    predict[(-(-total // rows),)](
-        tokens, matrix, spread, low, total, channels, P=padded, PP=max(16, power_of_two(padded)), COPY=copy,
-        EVEN=channels % chunk == 0, BT=rows, BC=chunk, STAGES=stages, num_warps=warps,
-    )  # fmt: skip
-    return spread, low
-
-
 @on_device_of_first
 def gather(spread: Tensor, grid: tuple[int, int], branches: int, statistics: bool = False) -> tuple[Tensor, Tensor]:
     """Hidden values (B, H·W, K) in float32, and partial statistics."""
@@ -327,13 +263,13 @@ def weigh(
 @on_device_of_first
 def unweigh(
     score_gradient: Tensor, hidden: Tensor, second: Tensor, grid: tuple[int, int],
-    norm: tuple[Tensor, Tensor, Tensor, float] | None = None, sizes: tuple[int, int, int] = (64, 512, 4),
+    norm: tuple[Tensor, Tensor, Tensor, float] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The gradient of the second convolution's input (B, H·W, K), and the sums that `score_backward` describes."""
     batch, patches, branches = hidden.shape
     total = batch * patches
     statistics, gamma, beta, eps = norm if norm is not None else (hidden, hidden, hidden, 0.0)
-    rows, most, warps = sizes
+    rows, most, warps = SUMS
     steps = max(1, -(-total // (rows * most)))
     parts = -(-total // (rows * steps))
     gradient = torch.empty_like(hidden)
@@ -349,7 +285,7 @@ def unweigh(
 @on_device_of_first
 def scatter(
     gradient: Tensor, hidden: Tensor, sums: Tensor | None, grid: tuple[int, int], count: int, padded: int, dtype: torch.dtype,
-    norm: tuple[Tensor, Tensor, float] | None = None, rows: int = 32,
+    norm: tuple[Tensor, Tensor, float] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The gradient of what tokens contribute (B, N, P), and the totals of `sums`."""
     batch, patches, branches = gradient.shape
@@ -357,6 +293,7 @@ def scatter(
     spread = torch.empty(batch, count, padded, dtype=dtype, device=gradient.device)
     parts, size = (0, 0) if sums is None else (sums.shape[0], 9 * branches**2)
     totals = torch.empty(size + (2 * branches if norm else 0), dtype=torch.float32, device=gradient.device)
+    rows = 32
     blocks = -(-batch * count // rows)
     scatter_taps[(blocks + -(-size // 16),)](
         gradient, hidden, statistics, gamma, hidden if sums is None else sums, spread, totals, batch * count, count, *grid, count - patches,
@@ -364,21 +301,3 @@ def scatter(
         KP=power_of_two(branches), PARTS=power_of_two(max(1, parts)), BT=rows, num_warps=4,
     )  # fmt: skip
     return spread, totals
-
-
-@on_device_of_first
-def first_gradients(spread: Tensor, tokens: Tensor, sizes: tuple[int, int, int, int] = (64, 128, 4, 4)) -> Tensor:
-    """spreadᵀ · tokens, (P, C) in float32, for (B, N, P) and (B, N, C) in half precision."""
-    batch, count, channels = tokens.shape
-    total, padded = batch * count, spread.shape[2]
-    rows, chunk, warps, stages = sizes
-    chunk = min(chunk, max(16, power_of_two(channels)))
-    groups = -(-channels // chunk)
-    steps = max(1, -(-total // (rows * max(1, _BUSY // groups))))
-    parts, wide = -(-total // (rows * steps)), max(16, power_of_two(padded))
-    made = torch.empty(parts, wide, channels, dtype=torch.float32, device=tokens.device)
-    first_gradient[(parts * groups,)](
-        spread, tokens, made, total, channels, steps, P=padded, PP=wide, EVEN=False, BT=rows, BC=chunk, STAGES=stages,
-        num_warps=warps,
-    )  # fmt: skip
-    return made[:, :padded].sum(dim=0)
