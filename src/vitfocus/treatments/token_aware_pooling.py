@@ -10,7 +10,7 @@ Table 1 are here as baselines.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -204,29 +204,25 @@ def fits_kernel(tokens: Tensor, layout: str, branches: int) -> bool:
     return chosen(tokens) == "triton"
 
 
-def _normalises_by_batch(norm: nn.Module, count: int) -> bool:
+def _normalises_by_batch(norm: nn.Module, count: int) -> TypeGuard[nn.BatchNorm2d]:
     """Whether the norm is a plain batch norm that normalises by the statistics of this process's batch, and no more."""
+    if not isinstance(norm, nn.BatchNorm2d) or type(norm) not in (nn.BatchNorm2d, SharedBatchNorm2d):
+        return False
     several = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return (
-        type(norm) in (nn.BatchNorm2d, SharedBatchNorm2d)
-        and norm.training
-        and norm.affine
-        and norm.momentum is not None
-        and norm.weight.dtype == torch.float32
-        and not (norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks)
-        and "forward" not in norm.__dict__
-        and count > 1
-        and not (several and torch.distributed.get_world_size() > 1)
-    )
+    hooked = norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks
+    learned = norm.training and norm.affine and norm.momentum is not None and norm.weight.dtype == torch.float32
+    alone = not (several and torch.distributed.get_world_size() > 1)
+    return learned and alone and count > 1 and not hooked and "forward" not in norm.__dict__
 
 
 @torch.no_grad()
 def _track(norm: nn.BatchNorm2d, statistics: Tensor, count: int) -> None:
     """Update the running statistics as the norm would."""
-    if norm.running_mean is not None and norm.running_var is not None and norm.num_batches_tracked is not None:
+    mean, variance, momentum = norm.running_mean, norm.running_var, norm.momentum
+    if mean is not None and variance is not None and norm.num_batches_tracked is not None and momentum is not None:
         norm.num_batches_tracked.add_(1)
-        norm.running_mean.lerp_(statistics[0], norm.momentum)
-        norm.running_var.lerp_(statistics[1] * (count / max(1, count - 1)), norm.momentum)
+        mean.lerp_(statistics[0], momentum)
+        variance.lerp_(statistics[1] * (count / (count - 1)), momentum)
 
 
 class FixedPooling(TokenPooling):

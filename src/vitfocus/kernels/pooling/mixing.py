@@ -1,9 +1,9 @@
 """Mixing patches: products of tokens (B, N, C) with the matrix M of mixing coefficients, made in registers.
 
-M has a row for each patch: M[i, j] is the weight of patch j in patch i, nonzero only where j lies on one of the rings of
-eight around i, one ring per dilation. A program owns a rectangle of patches; what they need lies in a window around it.
-It makes the rectangle's part of M once and multiplies it with a few channels of the window at a time, so that loads of
-the next channels overlap with the product. Prefix tokens pass through.
+M has a row for each patch: M[i, j] is the weight of patch j in patch i, nonzero only where j lies on one of the rings
+of eight around i, one ring per dilation. A program owns a rectangle of patches; what they need lies in a window around
+it. It makes the rectangle's part of M once and multiplies it with a few channels of the window at a time, so that loads
+of the next channels overlap with the product. Prefix tokens pass through.
 """
 
 from __future__ import annotations
@@ -125,7 +125,8 @@ def mix(tokens, weights, spread, matrix, out, count, height, width, prefix, C, g
 @triton.jit
 def score_gradient(tokens, weights, gradient, made, count, height, width, prefix, C, PRECISION: tl.constexpr,
                    EVEN: tl.constexpr, K: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, NH: tl.constexpr,
-                   NW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr):
+                   NW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr,
+                   STAGES: tl.constexpr):  # fmt: skip
     """The scores' gradient (B, H·W, K): gradient · tokensᵀ is that of each M[i, j], summed over each ring."""
     blocks = tl.cdiv(height, BH) * tl.cdiv(width, BW)
     block, batch = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)

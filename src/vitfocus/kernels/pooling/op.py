@@ -216,11 +216,11 @@ def _backward(
     """Gradients of tokens, of `first`, of the norm's weight and bias, and of `second`."""
     from vitfocus.kernels.pooling import mixing, predictor
 
-    (gamma, beta, eps), (statistics, matrix, hidden, weights) = norm, kept
+    statistics, matrix, hidden, weights = kept
     rows, branches = matrix.shape[0], first.shape[0]
     scores = mixing.score_gradients(gradient, tokens, weights, grid)
     normed, sums = predictor.unweigh(scores, hidden, second, grid, (statistics, *norm))
-    through = (statistics, gamma, eps)
+    through = (statistics, norm[0], norm[2])
     slope, totals = predictor.scatter(normed, hidden, sums, grid, tokens.shape[1], rows, tokens.dtype, through)
     made = mixing.unmix_gradient(gradient, weights, grid, slope, matrix)
     shift, scale = totals[9 * branches**2 :].chunk(2)

@@ -213,10 +213,12 @@ def scatter_taps(gradient, hidden, statistics, gamma, sums, spread, totals, toke
             mean, variance = tl.load(statistics + k), tl.load(statistics + K + k)
             factor = tl.rsqrt(variance + single(eps))
             normal = (tl.load(hidden + place, mask=inside, other=0.0) - mean[None, :]) * factor[None, :]
-            value = (value - plain[None, :] - normal * scaled[None, :]) * (tl.load(gamma + k).to(tl.float32) * factor)[None, :]
+            factor *= tl.load(gamma + k).to(tl.float32)
+            value = (value - plain[None, :] - normal * scaled[None, :]) * factor[None, :]
             value = tl.where(inside, value, 0.0)
         place = token[:, None] * P + taps[None, :]
-        tl.store(spread + place, value.to(spread.dtype.element_ty), mask=(token < tokens)[:, None] & (taps < P)[None, :])
+        inside = (token < tokens)[:, None] & (taps < P)[None, :]
+        tl.store(spread + place, value.to(spread.dtype.element_ty), mask=inside)
 
 
 @on_device_of_first
@@ -273,7 +275,7 @@ def unweigh(
     steps = max(1, -(-total // (rows * most)))
     parts = -(-total // (rows * steps))
     gradient = torch.empty_like(hidden)
-    sums = torch.empty(parts, 9 * branches**2 + (2 * branches if norm else 0), dtype=torch.float32, device=hidden.device)
+    sums = hidden.new_empty(parts, 9 * branches**2 + (2 * branches if norm else 0))
     score_backward[(parts,)](
         score_gradient, hidden, statistics, gamma, beta, second, gradient, sums, total, *grid, steps, eps,
         NORM=norm is not None, K=branches, KP=16, TAPS=max(16, power_of_two(9 * branches)), BT=rows, num_warps=warps,
@@ -284,8 +286,8 @@ def unweigh(
 
 @on_device_of_first
 def scatter(
-    gradient: Tensor, hidden: Tensor, sums: Tensor | None, grid: tuple[int, int], count: int, padded: int, dtype: torch.dtype,
-    norm: tuple[Tensor, Tensor, float] | None = None,
+    gradient: Tensor, hidden: Tensor, sums: Tensor | None, grid: tuple[int, int], count: int, padded: int,
+    dtype: torch.dtype, norm: tuple[Tensor, Tensor, float] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The gradient of what tokens contribute (B, N, P), and the totals of `sums`."""
     batch, patches, branches = gradient.shape
@@ -296,8 +298,8 @@ def scatter(
     rows = 32
     blocks = -(-batch * count // rows)
     scatter_taps[(blocks + -(-size // 16),)](
-        gradient, hidden, statistics, gamma, hidden if sums is None else sums, spread, totals, batch * count, count, *grid, count - patches,
-        parts, blocks, eps, NORM=norm is not None, P=padded, PP=power_of_two(padded), K=branches,
-        KP=power_of_two(branches), PARTS=power_of_two(max(1, parts)), BT=rows, num_warps=4,
+        gradient, hidden, statistics, gamma, hidden if sums is None else sums, spread, totals, batch * count, count,
+        *grid, count - patches, parts, blocks, eps, NORM=norm is not None, P=padded, PP=power_of_two(padded),
+        K=branches, KP=power_of_two(branches), PARTS=power_of_two(max(1, parts)), BT=rows, num_warps=4,
     )  # fmt: skip
     return spread, totals
