@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,10 +11,13 @@ import torch
 from helpers.compiled_blocks import count_compilations, train_tiny
 from helpers.processes import start
 from helpers.train_tools import rows
+from torch.nn import functional as F
 
 import vitfocus as vf
-from vitfocus.train.compile import compile_blocks
+from vitfocus.train.compile import compile_blocks, compile_outside
 
+#: Compiled once, whatever the blocks: patch embedding, positions, last norm and head.
+OUTSIDE = 4
 TREATED = "deit_tiny_patch16_224+cb(layers=upper)+tap(branches=2)+adl(layers=all,threshold=0.5)"
 
 
@@ -29,7 +34,7 @@ def test_equal_blocks_are_compiled_once_and_others_separately(
     spec: str, depth: int, drop_path: float, expected: int
 ) -> None:
     counted = start(count_compilations, spec, depth, drop_path).results()
-    assert counted["frames"] == {"total": expected, "ok": expected}
+    assert counted["frames"] == {"total": expected + OUTSIDE, "ok": expected + OUTSIDE}
     assert counted["blocks"] == depth and not counted["graph_breaks"] and not counted["renamed"]
 
 
@@ -53,11 +58,45 @@ def test_a_run_compiled_by_blocks_goes_as_an_uncompiled_one(tmp_path: Path) -> N
     }
     counted = {how: process.results() for how, process in started.items()}
     assert not counted["no"]["compiled"] and counted["blocks"]["compiled"]
-    # Two kinds of blocks and the augmentation for training, nothing more for the evaluation.
-    assert counted["blocks"]["frames"] == {"total": 3, "ok": 3}
+    # Two kinds of blocks, the augmentation and the loss for training, nothing more for the evaluation.
+    assert counted["blocks"]["frames"] == {"total": 4 + OUTSIDE, "ok": 4 + OUTSIDE}
     losses = {how: [(row["loss"], row["adl"]) for row in rows(tmp_path / how)] for how in started}
     assert all(adl > 0.1 for _, adl in losses["no"])
     torch.testing.assert_close(torch.tensor(losses["blocks"]), torch.tensor(losses["no"]), rtol=1e-4, atol=1e-4)
     models = [vf.load(tmp_path / how / "model").state_dict() for how in ("no", "blocks")]
     for name, value in models[0].items():
         torch.testing.assert_close(models[1][name], value, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("spec", ["deit_tiny_patch16_224", "vit_base_patch16_siglip_224"])
+def test_what_is_compiled_outside_the_blocks_gives_the_same_gradients(
+    spec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = {"img_size": (16, 24), "patch_size": 4, "embed_dim": 24, "depth": 1, "num_heads": 2, "num_classes": 5}
+    model = vf.create_model(spec, **size).train()
+    plain = copy.deepcopy(model)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    compile_outside(model)
+    products: list[int] = []
+    monkeypatch.setattr(
+        F, "pixel_unshuffle", lambda *given, real=F.pixel_unshuffle: (products.append(1), real(*given))[1]
+    )
+    images, results = torch.randn(3, 3, 16, 24), []
+    for one in (model, plain):
+        out = one(images)
+        results.append((out, *torch.autograd.grad(out.square().sum(), list(one.parameters()))))
+    assert products
+    for mine, expected in zip(*results, strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-5)
+    products.clear()
+    torch.testing.assert_close(model.eval()(images), plain.eval()(images), rtol=1e-5, atol=1e-6)
+    assert not products, "evaluation runs the convolution"
+    assert list(model.state_dict()) == list(plain.state_dict())
+
+
+def test_a_compiled_model_can_be_read_as_before() -> None:
+    model = vf.create_model("deit_tiny_patch16_224", img_size=16, patch_size=4, embed_dim=24, depth=2, num_heads=2)
+    images = torch.rand(4, 3, 16, 16)
+    before = vf.diagnose(model, images).to_dict()
+    compile_blocks(model)
+    assert vf.diagnose(model, images).to_dict() == before

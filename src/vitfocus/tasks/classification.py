@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -102,8 +102,21 @@ class Teacher(nn.Module):
         return F.kl_div(F.log_softmax(student / heat, 1), targets, reduction="batchmean", log_target=True) * heat**2
 
 
+def cross_entropy(logits: Tensor, batch: ClassificationBatch, smoothing: float) -> Tensor:
+    """Cross-entropy with label smoothing and mixed labels; it is linear in the target, so no dense target is needed."""
+    loss = F.cross_entropy(logits, batch.labels, label_smoothing=smoothing)
+    if batch.weight is None or batch.other_weight is None:
+        return loss
+    other = F.cross_entropy(logits, batch.other_labels, label_smoothing=smoothing)
+    return batch.weight * loss + batch.other_weight * other
+
+
 def supervised_terms(
-    output: Any, batch: ClassificationBatch, smoothing: float, teacher: Teacher | None = None
+    output: Any,
+    batch: ClassificationBatch,
+    smoothing: float,
+    teacher: Teacher | None = None,
+    cross_entropy: Callable[[Tensor, ClassificationBatch, float], Tensor] = cross_entropy,
 ) -> list[Tensor]:
     """The cross-entropy of a classifier's output, and with a teacher the distillation loss, both weighted."""
     logits, distilled = split_output(output)
@@ -112,15 +125,6 @@ def supervised_terms(
         return [loss]
     weight = teacher.section.weight
     return [(1 - weight) * loss, weight * teacher.loss(distilled, teacher(batch.images))]
-
-
-def cross_entropy(logits: Tensor, batch: ClassificationBatch, smoothing: float) -> Tensor:
-    """Cross-entropy with label smoothing and mixed labels; it is linear in the target, so no dense target is needed."""
-    loss = F.cross_entropy(logits, batch.labels, label_smoothing=smoothing)
-    if batch.weight is None or batch.other_weight is None:
-        return loss
-    other = F.cross_entropy(logits, batch.other_labels, label_smoothing=smoothing)
-    return batch.weight * loss + batch.other_weight * other
 
 
 def split_output(output: Any) -> tuple[Tensor, Tensor]:
@@ -180,6 +184,7 @@ class ClassificationTask(Task):
         small = isinstance(self.train, ArrayImages) and isinstance(self.val, ArrayImages)
         self.resident = data.resident == "yes" or (data.resident == "auto" and small)
         self._check_settings()
+        self.cross_entropy = torch.compile(cross_entropy, dynamic=False) if context.compiled else cross_entropy
         mean, std, _ = input_spec(model)
         self.preprocessing = {"size": data.enlarge or data.size, "mean": mean, "std": std}
         self.teacher: Teacher | None = None
@@ -245,7 +250,7 @@ class ClassificationTask(Task):
     def terms(self, model: nn.Module, batch: ClassificationBatch, epoch: float) -> list[Tensor]:
         """Cross-entropy, attention diversification and distillation."""
         output = model(batch.images)
-        loss, *distilled = supervised_terms(output, batch, self.recipe.loss.smoothing, self.teacher)
+        loss, *distilled = supervised_terms(output, batch, self.recipe.loss.smoothing, self.teacher, self.cross_entropy)
         return [loss, *self.diversity_terms(epoch), *distilled]
 
     def first_pass(self, model: nn.Module, batch: ClassificationBatch) -> Tensor | None:
@@ -254,7 +259,7 @@ class ClassificationTask(Task):
         if not side:
             return None
         images = augment_patches(batch.images, side, self.augmenter.normalise)
-        return cross_entropy(split_output(model(images))[0], batch, self.recipe.loss.smoothing)
+        return self.cross_entropy(split_output(model(images))[0], batch, self.recipe.loss.smoothing)
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, accelerator: Accelerator) -> dict[str, float]:

@@ -1,7 +1,8 @@
 """A faster training step: torch.compile for the whole model or for each block, and CUDA graphs.
 
 Compiled as a whole, a transformer of twelve blocks has the same block compiled twelve times. Block by block, the second
-block reuses the first one's compiled code, at the cost of fusion across blocks.
+block reuses the first one's compiled code, at the cost of fusion across blocks. What timm's ViTs do before and after
+their blocks is compiled too.
 
 A small model's step is thousands of short kernels, and launching them one by one takes the host longer than the GPU
 needs to run them. The first steps run eagerly, so that everything is compiled and allocated; the next is captured as a
@@ -13,11 +14,13 @@ seeded at every step, so a captured run draws the same numbers as an eager one.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from types import MethodType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from vitfocus.anatomy import anatomy
@@ -121,10 +124,58 @@ def compile_blocks(model: nn.Module) -> int:
                 module.__dict__["keep"] = torch.tensor(1 - module.drop_prob, device=next(block.parameters()).device)
                 module.__dict__["forward"] = MethodType(_drop_paths, module)
         block.compile(dynamic=False)
+    compile_outside(model)
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, _VERSIONS * len(blocks))
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 2 * _VERSIONS * len(blocks))
     return len(blocks)
+
+
+def compile_outside(model: nn.Module) -> None:
+    """Compile what timm's ViTs do in training before and after their blocks: patches, positions, last norm and head.
+
+    In place and by instance attributes, whose removal undoes it. Evaluation runs what it ran before.
+    """
+    from timm.layers import PatchEmbed
+    from timm.models.vision_transformer import VisionTransformer
+
+    root = anatomy(model).root
+    if not (isinstance(root, VisionTransformer) and isinstance(root.patch_embed, PatchEmbed)):
+        return
+    for module in root.patch_embed.modules():
+        if type(module) is nn.Conv2d and "forward" not in module.__dict__ and _is_patch_product(module):
+            module.__dict__["forward"] = MethodType(_embed_patches, module)
+    methods = ((root.patch_embed, "forward"), (root, "_pos_embed"), (root.norm, "forward"), (root, "forward_head"))
+    for owner, name in methods:
+        if name not in owner.__dict__ and not isinstance(owner, nn.Identity):
+            # Only the method, so that the module's hooks stay outside.
+            owner.__dict__[name] = MethodType(_compiled_in_training(getattr(type(owner), name)), owner)
+
+
+def _compiled_in_training(method: Callable[..., Any]) -> Callable[..., Any]:
+    compiled = torch.compile(method, dynamic=False)
+
+    @wraps(method)
+    def call(module: nn.Module, *args: Any, **keywords: Any) -> Any:
+        return (compiled if module.training else method)(module, *args, **keywords)
+
+    return call
+
+
+def _is_patch_product(module: nn.Conv2d) -> bool:
+    """Whether a convolution multiplies squares that do not overlap."""
+    plain = module.padding == (0, 0) and module.dilation == (1, 1) and module.groups == 1
+    return plain and module.kernel_size == module.stride and module.stride[0] == module.stride[1]
+
+
+def _embed_patches(module: nn.Conv2d, images: Tensor) -> Tensor:
+    """Such a convolution; if compiled, as one product of patches and weight, whose gradient is one product too."""
+    side = module.stride[0]
+    if not torch.compiler.is_compiling() or images.shape[-2] % side or images.shape[-1] % side:
+        return type(module).forward(module, images)
+    patches = F.pixel_unshuffle(images, side)
+    embedded = F.linear(patches.flatten(2).mT, module.weight.flatten(1), module.bias)
+    return embedded.mT.unflatten(2, patches.shape[2:])
 
 
 def _drop_paths(module: DropPath, tokens: Tensor) -> Tensor:
