@@ -143,6 +143,7 @@ POOLING = [
     Pooling("wide", grid=(2, 66), channels=8, batch=1, branches=2),
     Pooling("parted", grid=(2, 80), channels=16, batch=1, branches=4),
     Pooling("fp16", grid=(5, 3), dtype=HALF, batch=1),
+    Pooling("rectangles", grid=(14, 15), channels=16, dtype=HALF, batch=1),
 ]
 
 

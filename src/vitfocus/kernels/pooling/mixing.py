@@ -167,8 +167,10 @@ def _best_window(height: int, width: int, reach: int, most: int) -> tuple[int, .
     for high in range(1, min(height, most) + 1):
         wide = min(width, most // high)
         wide = -(-width // -(-width // wide))  # as narrow as the same number of rectangles allows
-        rows, columns = min(height, high + 2 * reach), min(width, wide + 2 * reach)
-        blocks = -(-height // high) * -(-width // wide)
+        down, across = -(-height // high), -(-width // wide)
+        # One or two rectangles along an axis touch its ends, beyond which there is nothing.
+        rows, columns = min(height, high + min(2, down - 1) * reach), min(width, wide + min(2, across - 1) * reach)
+        blocks = down * across
         padded = max(16, power_of_two(rows * columns))
         cost = (blocks * padded, blocks * rows * columns)
         if best is None or cost < best[0]:
