@@ -26,18 +26,37 @@ from step_cost import MODELS, kernel_times
 from vitfocus.kernels.diversity import op as diversity_op
 from vitfocus.kernels.pooling import mixing
 from vitfocus.kernels.pooling.op import pool_tokens
+from vitfocus.kernels.shared_memory import LARGE
 from vitfocus.kernels.statistics import triton as statistics_kernels
 
-#: Rows, columns, warps, stages; first the one in use.
+#: Rows, columns, warps, stages; first the one in use (of the statistics, `in_use` says which it is).
 DIVERSITY = {
-    "mean": [(64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 3), (64, 32, 4, 4), (64, 128, 4, 2)],
-    "query": [(64, 32, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (64, 32, 4, 2), (64, 32, 4, 4)],
-    "key": [(32, 64, 4, 3), (64, 64, 4, 2), (32, 64, 4, 2), (64, 64, 4, 3), (32, 64, 4, 4)],
-    "joint": [(32, 256, 8, 2), (32, 256, 8, 1), (16, 256, 8, 2), (32, 256, 8, 3)],
+    "mean": [(64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 3), (64, 128, 4, 2), (128, 64, 8, 3)],
+    "query": [(64, 32, 4, 4), (64, 32, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2)],
+    "key": [(64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 4, 3), (64, 32, 4, 3)],
+    "joint": [(32, 256, 8, 3), (32, 256, 8, 2), (32, 256, 8, 1), (16, 256, 8, 2)],
 }
-STATISTICS = {
-    "rows": [(64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 3), (64, 128, 4, 2)],
-    "columns": [(64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 4, 3), (32, 64, 4, 4)],
+#: Rows and columns of tiles of the stored mean map.
+MAPS = {
+    "unit": [(16, 128), (32, 64), (32, 128), (16, 256)],
+    "gradient": [(16, 256), (8, 256), (8, 512), (32, 128)],
+}
+#: A fifth number limits the registers of a thread.
+STATISTICS: dict[str, list[tuple[int, ...]]] = {
+    "rows": [
+        *((64, 64, 4, stages) for stages in (3, 2, 4)),
+        *((64, 32, 4, stages) for stages in (3, 4)),
+        *((128, 64, 8, stages) for stages in (3, 2)),
+        *((128, 32, warps, 3) for warps in (4, 8)),
+        *((128, 128, 8, 2), (64, 128, 8, 2), (64, 128, 4, 2), (32, 64, 4, 3), (64, 64, 4, 3, 128), (64, 64, 8, 3)),
+    ],
+    "columns": [
+        *((64, 64, 4, stages) for stages in (3, 2, 4)),
+        *((32, 64, 4, stages) for stages in (3, 4)),
+        *((64, 128, 8, stages) for stages in (3, 2)),
+        *((32, 128, warps, 3) for warps in (4, 8)),
+        *((128, 128, 8, 2), (128, 64, 8, 2), (128, 64, 4, 2), (64, 32, 4, 3), (64, 64, 4, 3, 128), (64, 64, 8, 3)),
+    ],
 }
 #: Patches, channels at a time, warps, stages; of `mix`, the first is in use for N=197 and the second for N=1025.
 POOLING = {
@@ -47,7 +66,9 @@ POOLING = {
 }
 #: The kernels whose settings these are. The joint gradient replaces both others.
 SHOWN = {
-    "mean": ("mean_pass", "unit_pass"),
+    "mean": ("mean_pass",),
+    "unit": ("unit_pass",),
+    "gradient": ("gradient_pass",),
     "query": ("query_gradient",),
     "key": ("key_gradient",),
     "joint": ("joint_gradient",),
@@ -57,6 +78,9 @@ SHOWN = {
     "unmix": ("mix",),
     "score": ("score_gradient",),
 }
+CHOICES = DIVERSITY | MAPS | STATISTICS | POOLING
+#: What the numbers of a choice are; the last one may be absent.
+SETTINGS = ("BM", "BN", "num_warps", "num_stages", "maxnreg")
 RESULTS = Path(__file__).parent / "results" / "kernel-tiles-cuda.json"
 
 
@@ -69,7 +93,7 @@ def statistics_times(count: int, kind: str, choice: tuple[int, ...]) -> dict[str
 
     def chosen(which: str, *rest: Any) -> dict[str, Any]:
         made = settings(which, *rest)
-        return made | dict(zip(("BM", "BN", "num_warps", "num_stages"), choice, strict=True)) if which == kind else made
+        return made | dict(zip(SETTINGS, choice, strict=False)) if which == kind else made
 
     statistics_kernels.block_settings = chosen
     try:
@@ -87,19 +111,24 @@ def diversity_times(count: int, kind: str, choice: tuple[int, ...]) -> dict[str,
     key = key + 3 * (torch.rand(batch, 1, count, 1, device="cuda") < 0.3).to(key.dtype)
     query, key = (query + 1).requires_grad_(), key.requires_grad_()
     lse = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, scale=0.125)[1].detach()
-    settings = diversity_op._Launch.settings
+    settings, joint, tiles = diversity_op._Launch.settings, diversity_op._Launch.joint, dict(diversity_op.MAP_TILES)
 
     def chosen(self: Any, which: str) -> dict[str, Any]:
         made = settings(self, which)
         return made | dict(zip(("BM", "BN", "num_warps", "num_stages"), choice, strict=True)) if which == kind else made
 
     diversity_op._Launch.settings = chosen  # type: ignore[method-assign]
-    keys, diversity_op.JOINT_KEYS = diversity_op.JOINT_KEYS, 256 if kind == "joint" else 0
+    diversity_op._Launch.joint = property(  # type: ignore[method-assign]
+        lambda self: self.keys <= 256 and kind not in ("query", "key")
+    )
+    if kind in MAPS:
+        diversity_op.MAP_TILES[kind] = choice
     try:
         return kernel_times(lambda: diversity_op.diversity(query, key, scale=0.125, lse=lse).backward())
     finally:
         diversity_op._Launch.settings = settings  # type: ignore[method-assign]
-        diversity_op.JOINT_KEYS = keys
+        diversity_op._Launch.joint = joint  # type: ignore[method-assign]
+        diversity_op.MAP_TILES.update(tiles)
 
 
 def pooling_times(count: int, kind: str, choice: tuple[int, ...]) -> dict[str, float]:
@@ -125,7 +154,15 @@ def measure(count: int, kind: str, choice: tuple[int, ...]) -> dict[str, float]:
     """Microseconds of every kernel of the operation with this choice."""
     if kind in STATISTICS:
         return statistics_times(count, kind, choice)
-    return (diversity_times if kind in DIVERSITY else pooling_times)(count, kind, choice)
+    return (diversity_times if kind in DIVERSITY | MAPS else pooling_times)(count, kind, choice)
+
+
+def in_use(count: int, kind: str) -> tuple[int, ...]:
+    """The choice that the kernels make by themselves."""
+    if kind not in STATISTICS:
+        return CHOICES[kind][0]
+    made = statistics_kernels.block_settings(kind, 64, 2, count, count, False, LARGE)
+    return tuple(made[name] for name in SETTINGS if name in made)
 
 
 def compile_some(wanted: list[tuple[int, str, tuple[int, ...]]]) -> None:
@@ -152,7 +189,7 @@ def main() -> None:
         for count in args.sizes
         for kind in args.kinds
         if kind != "joint" or count <= 256
-        for choice in (DIVERSITY | STATISTICS | POOLING)[kind]
+        for choice in CHOICES[kind]
     ]
     if args.ahead:  # forked before this process touches the GPU
         fork = multiprocessing.get_context("fork")
@@ -188,8 +225,8 @@ def main() -> None:
         args.out.write_text(json.dumps(content, indent=1) + "\n")
         best[kind, count] = min(best.get((kind, count), (math.inf, choice)), (sum(mine.values()), choice))
         times = "  ".join(f"{name} {taken:8.1f}" for name, taken in mine.items())
-        mark = "*" if choice == (DIVERSITY | STATISTICS | POOLING)[kind][0] else " "
-        print(f"{mark} {kind:<9}{choice!s:<18} N={count:<5} {times}  all {sum(found.values()):8.1f}", flush=True)
+        mark = "*" if choice == in_use(count, kind) else " "
+        print(f"{mark} {kind:<9}{choice!s:<21} N={count:<5} {times}  all {sum(found.values()):8.1f}", flush=True)
     for (kind, count), (taken, choice) in best.items():
         print(f"fastest {kind:<9} N={count:<5} {choice!s:<18} {taken:8.1f} us")
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
+import timm
 import torch
 from helpers.naive_readings import naive_row
 from helpers.tiny import build
@@ -19,13 +22,14 @@ import vitfocus.attention.layer_readings as layer_module
 import vitfocus.attention.readings as readings_module
 from vitfocus.attention.diagnosis import Diagnosis
 from vitfocus.attention.findings import findings
-from vitfocus.attention.layer_readings import Geometry, LayerReadings, Quantiles, layer_rows
+from vitfocus.attention.layer_readings import Geometry, LayerReadings, NormReadings, Quantiles, layer_rows
 from vitfocus.attention.readings import Chart, Reading, Threshold
 from vitfocus.kernels.attention import Observation
 from vitfocus.kernels.backends import backend
 from vitfocus.kernels.statistics.reference import (
     effective_tokens,
     head_similarity,
+    map_statistics,
     overfocus,
     received,
     relative_distance,
@@ -180,16 +184,6 @@ def test_quantiles_stay_close_once_folded_into_a_histogram() -> None:
     assert folded.quantiles(0.15, 0.85) == pytest.approx(exact.quantiles(0.15, 0.85), rel=2e-4)
 
 
-@pytest.mark.parametrize("spread", [5.0, 1e-3])
-def test_a_histogram_in_copies_counts_the_same_values(spread: float) -> None:
-    """As on a GPU. A value may be rounded to the neighbouring bin, and no further."""
-    values = 3 + torch.rand(10_007, generator=torch.Generator().manual_seed(0)) * spread
-    one, several = (Quantiles()._counts(values, copies) for copies in (1, Quantiles.COPIES))
-    assert one.shape == several.shape and several.sum() == len(values)
-    quantiles = [torch.searchsorted(counts.cumsum(0), torch.tensor([1500.5, 8500.5])) for counts in (one, several)]
-    assert (quantiles[0] - quantiles[1]).abs().max() <= 1
-
-
 def test_quantiles_of_zeros_below_zero_by_rounding() -> None:
     folded = Quantiles(exact=10)
     folded.add(torch.full((1000,), -1e-7))
@@ -197,16 +191,17 @@ def test_quantiles_of_zeros_below_zero_by_rounding() -> None:
     assert folded.quantiles(0.15, 0.85).tolist() == [0.0, 0.0]
 
 
-def test_a_histogram_counts_beyond_what_single_precision_counts() -> None:
+def test_a_histogram_counts_beyond_what_32_bits_count() -> None:
     folded = Quantiles(exact=1)
-    folded.EXACT_COUNTS = 3000
     values = torch.tensor([1.0, 2.0, 3.0]).repeat(1000)
     folded.add(values)
     assert folded.histogram is not None
-    folded.histogram *= 2**24 / 1000  # as if so many had been added
-    folded.count = 3 * 2**24
-    folded.add(values[:1].expand(1))
-    assert int(folded.histogram.sum()) == folded.count == 3 * 2**24 + 1
+    folded.histogram.memory *= (2**31 - 1) // 1000  # as if so many had been added
+    folded.histogram.total *= (2**31 - 1) // 1000
+    before = int(folded.histogram.counts().sum())
+    folded.add(values)
+    assert folded.histogram.counts().max() == (2**31 - 1) // 1000 * 1000 + 1000 > 2**31 - 1
+    assert int(folded.histogram.counts().sum()) == before + 3000
 
 
 class LargestTensor(TorchDispatchMode):
@@ -274,15 +269,81 @@ def test_readings_of_finished_sums_launch_little_and_keep_little(monkeypatch: py
         monkeypatch.setattr(layer_module, "statistics", lambda *args, **kwargs: made)
         with Launches() as launches:
             layer.observe(seen, geometry)
-        assert launches.count <= 4
+        assert launches.count == 0
         # One number a row, for the quantiles; and a few for each head of each image.
         by_row, by_head = 4 * images * heads * tokens, 4 * images * heads
+        with Launches() as launches:
+            layer_module.add_up([layer, layer])
+        assert launches.count <= 2
         assert sum(kept_by(layer, {}).values()) <= by_row + 12 * by_head
         layer.entropies.exact = 1
         for _ in range(100):
             layer.observe(seen, geometry)
     histogram = 4 * Quantiles.BINS
-    assert sum(kept_by(layer, {}).values()) <= histogram + 12 * 8
+    assert sum(kept_by(layer, {}).values()) <= histogram + 12 * 8 + 12 * by_head
+
+
+@pytest.mark.parametrize("against", [False, True])
+def test_layers_added_up_together_equal_layers_alone(against: bool) -> None:
+    """Also those of other shapes, those that saw one batch fewer, and those that saw two between."""
+    shapes = [(4, 3, 13, 13), (4, 3, 13, 13), (4, 2, 13, 13), (4, 3, 13, 13)]
+    alone, together = ([LayerReadings(True, against) for _ in shapes] for _ in range(2))
+    for batch in range(3):
+        for number, (one, other, shape) in enumerate(zip(alone, together, shapes, strict=True)):
+            for time in range(2 if number == 3 else batch > 0 or number != 1):
+                seen = Observation(map=random_maps(*shape, seed=100 * batch + 10 * number + time))
+                for layer in (one, other):
+                    layer.observe(seen, GEOMETRIES["class token"])
+            layer_module.add_up([one])
+        layer_module.add_up(together)
+    assert layer_rows(together) == layer_rows(alone)
+
+
+@pytest.mark.parametrize("against", [False, True])
+def test_norms_added_up_together_equal_norms_alone(against: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    pairs = 2 if against else 1
+    together, alone = NormReadings(pairs), [NormReadings(pairs) for _ in range(3)]
+    blocks: Any = [SimpleNamespace(depth=depth) for depth in range(3)]
+    for batch, sides in enumerate([(4, 5), (4, 5), (6, 3)]):
+        for block, one in zip(blocks, alone, strict=True):
+            shape = (2 * (batch + 1), *sides) if block.depth < 2 else (2, 3, 3)
+            norms = torch.rand(shape, generator=generator)
+            norms[0, 1, block.depth] *= 40
+            together(block, norms), one(block, norms)
+            one.add_up()
+        together.add_up()
+    rows, places = together.finish()
+    for depth, one in enumerate(alone):
+        expected, expected_places = one.finish()
+        assert rows[depth] == pytest.approx(expected[depth]) and places[depth] == expected_places[depth]
+        assert set(rows[depth]) == {"high_norm", "norm_ratio"} and rows[depth]["high_norm"] > 0
+
+
+def test_a_diagnosis_launches_little_per_layer() -> None:
+    """Beside the model and the statistics: medians and sums are computed once per batch, for all layers."""
+    made: dict[tuple[int, ...], Any] = {}
+
+    def statistics(seen: Observation, *args: Any, **kwargs: Any) -> Any:
+        if seen.shape not in made:
+            made[seen.shape] = map_statistics(torch.full(seen.shape, 1 / seen.shape[3]))
+        return made[seen.shape]
+
+    def launches(depth: int, batches: int) -> int:
+        model = timm.create_model("vit_tiny_patch16_224", depth=depth, img_size=64, num_classes=0).eval()
+        images = torch.randn(2, 3, 64, 64)
+        counts = []
+        for call in (lambda: [model(images) for _ in range(batches)], lambda: vf.diagnose(model, [images] * batches)):
+            with torch.no_grad(), Launches() as seen:
+                call()
+            counts.append(seen.count)
+        return counts[1] - counts[0]
+
+    with patch.object(layer_module, "statistics", statistics):
+        launches(1, 1)  # what is computed once
+        few, many = (launches(depth, 3) - launches(depth, 2) for depth in (2, 6))
+    assert many - few <= 4  # the norms of the tokens, once per layer
+    assert few <= 30
 
 
 def test_adl_official_equals_the_released_code(shared: Path) -> None:

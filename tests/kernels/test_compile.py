@@ -170,11 +170,13 @@ def context(dtype: torch.dtype) -> None:
 
 def statistics(dtype: torch.dtype, biased: bool, size: tuple[int, int] | None = None, count: int = 70) -> None:
     from vitfocus.kernels.statistics import triton as statistics_kernels
+    from vitfocus.kernels.statistics.triton_counts import count as count_values
 
     query, key, bias = attention(dtype, biased, size, count)
     sides = [] if biased else [3, count // 3, 3, count // 3, count % 3]
     statistics_kernels.statistics((query, key, bias, None), 0.125, sides, 2.0, 3)
     statistics_kernels.pair_products((query, key, bias, None), (query, key, bias, None), 0.125)
+    count_values(torch.zeros(1000), torch.zeros(1 << 18, dtype=torch.int32), -1.0, 15.0)
 
 
 HALF, SINGLE = torch.bfloat16, torch.float32
@@ -182,17 +184,25 @@ CASES: dict[str, tuple[Callable[..., None], tuple[Any, ...], set[str]]] = {
     "loss": (
         diversity,
         (HALF, True, False, False, False),
-        {"mean_pass", "column_pass", "unit_pass", "slope_pass", "key_gradient", "query_gradient"},
+        {"mean_pass", "column_pass", "unit_pass", "slope_pass", "gradient_pass", "key_gradient", "query_gradient"},
     ),
-    "loss, both gradients at once": (joint_diversity, (True,), {"mean_pass", "joint_gradient", "bias_gradient"}),
-    "loss, other form": (diversity, (SINGLE, False, True, True, True), {"bias_gradient", "log_sum_exp"}),
+    "loss, both gradients at once": (joint_diversity, (True,), {"gradient_pass", "joint_gradient", "bias_gradient"}),
+    "loss, other form": (
+        diversity,
+        (SINGLE, False, True, True, True),
+        {"unit_pass_alone", "bias_gradient", "log_sum_exp"},
+    ),
     "pooling": (
         pooling,
         (HALF,),
         {"gather_taps", "scatter_taps", "mixing_weights", "mix", "score_gradient", "score_backward"},
     ),
     "context": (context, (SINGLE,), {"share_mean_kernel", "block_sums"}),
-    "statistics": (statistics, (HALF, False), {"row_pass", "head_pass", "column_pass", "conclude_pass", "pair_pass"}),
+    "statistics": (
+        statistics,
+        (HALF, False),
+        {"row_pass", "head_pass", "column_pass", "conclude_pass", "pair_pass", "count_pass"},
+    ),
     "statistics, with a bias": (statistics, (SINGLE, True), {"row_pass", "column_pass", "pair_pass"}),
 }
 
@@ -210,12 +220,14 @@ WRITTEN = {
     "context.share_mean_kernel": {"means", "out"},
     "diversity.bias_gradient": {"out"},
     "diversity.column_pass": {"average", "lengths"},
+    "diversity.gradient_pass": {"out"},
     "diversity.joint_gradient": {"inner", "key_out", "out"},
     "diversity.key_gradient": {"out"},
     "diversity.mean_pass": {"a", "column_sums", "squares"},
     "diversity.query_gradient": {"inner", "out"},
-    "diversity.slope_pass": {"losses", "slopes"},
-    "diversity.unit_pass": {"along", "towards", "unit_sums"},
+    "diversity.slope_pass": {"bounds", "losses", "slopes"},
+    "diversity.unit_pass": {"column_sums", "unit_sums"},
+    "diversity.unit_pass_alone": {"along", "towards", "unit_sums"},
     "kernels.log_sum_exp": {"out"},
     "kernels.lower_kernel": {"norms"},
     "pooling.gather_taps": {"hidden", "partial"},

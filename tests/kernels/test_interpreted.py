@@ -198,6 +198,13 @@ JOINT = [
     *(Attention(f"joint-{v}-{h}", (2, 2, 49, 32), variant=v, heads=h, dtype=HALF) for v, h in FORMS),
     Attention("joint-sampled", (2, 2, 50, 64), rows=11, first=2, dtype=HALF),
     Attention("joint-bias", (1, 2, 37, 48), keys=23, bias=(1, 2, 37, 23), masked=0.3, dtype=HALF),
+    # More images than are summed at once, of sizes that are no multiples of a tile.
+    *(
+        Attention(f"joint-bias-{v}-{h}", (5, 2, 19, 16), bias=(1, 2, 19, 19), variant=v, heads=h, dtype=HALF)
+        for v, h in FORMS
+    ),
+    Attention("joint-bias-of-images", (3, 2, 19, 16), bias=(3, 1, 19, 19), rows=13, dtype=HALF),
+    Attention("joint-bias-by-key", (5, 3, 35, 16), bias=(1, 1, 1, 35), first=1, dtype=HALF),
 ]
 
 
@@ -207,6 +214,27 @@ def test_both_gradients_at_once(case: Attention, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(diversity_op, "BUSY", 1)  # as if there were heads enough
     check_attention(case, seed=len(case.name))
+
+
+@pytest.mark.parametrize("joint", [False, True], ids=["apart", "joint"])
+@pytest.mark.parametrize("kept", [0, 1, 2, 3, 5])
+@pytest.mark.parametrize("variant", ["official", "paper"])
+def test_some_maps_are_kept_and_the_others_computed_again(
+    variant: str, kept: int, joint: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which ones changes no bit."""
+    from vitfocus.kernels.diversity import op as diversity_op
+
+    monkeypatch.setattr(diversity_op, "BUSY", 1 if joint else diversity_op.BUSY)
+    case = Attention("kept", (5, 2, 23, 16), bias=(1, 2, 23, 23), variant=variant, first=1, rows=19, dtype=HALF)
+    check_attention(case, seed=1)
+    query, key, bias, options = case.inputs(1)
+    results = []
+    for number in (5, kept):
+        monkeypatch.setattr(diversity_op._Launch, "kept", number)
+        loss = diversity(query, key, scale=case.scale, bias=bias, **options)
+        results.append((loss, *torch.autograd.grad(loss, (query, key, bias))))
+    assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize(

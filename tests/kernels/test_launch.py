@@ -69,16 +69,14 @@ def launch_all(images: int, device: str) -> None:
     tokens, first = torch.empty(images, 4, 8, **half), torch.empty(2, 8, 3, 3, requires_grad=True, **half)
     for launch in (pooling._launch_whole, pooling._launch_parts):
         launch(tokens, first, (2, 2))
-    query, bias, place = (
-        torch.empty(images, 2, 4, 16, **half),
-        torch.empty(1, 2, 4, 4, **half),
-        LossOptions(1, 0, True, True, 2),
-    )
-    _, *saved = diversity_op.launch_forward(query, query, bias, None, None, place)
-    for keys, busy in ((0, 264), (256, 1)):  # the gradients of queries and keys apart, and at once
-        with patch.multiple(diversity_op, JOINT_KEYS=keys, BUSY=busy):
-            arguments = (query, query, bias, None, place, tuple(saved), True)
-            diversity_op.launch_backward(torch.ones((), device=device), *arguments)
+    query, bias = torch.empty(images, 2, 4, 16, **half), torch.empty(1, 2, 4, 4, **half)
+    for mean in (True, False):
+        place = LossOptions(1, 0, mean, True, 2)
+        _, *saved = diversity_op.launch_forward(query, query, bias, None, None, place)
+        for keys, busy in ((0, 264), (256, 1)):  # the gradients of queries and keys apart, and at once
+            with patch.multiple(diversity_op, JOINT_KEYS=keys, BUSY=busy):
+                arguments = (query, query, bias, None, place, tuple(saved), True)
+                diversity_op.launch_backward(torch.ones((), device=device), *arguments)
     statistics_kernels.statistics((query, query, None, None), 1.0, [], 2.0, 1)
     statistics_kernels.pair_products((query, query, None, None), (query, query, None, None), 1.0)
 
@@ -86,17 +84,8 @@ def launch_all(images: int, device: str) -> None:
 #: All kernels, those that only others call left out.
 KERNELS = {
     *("share_mean_kernel", "block_sums", "gather_taps", "scatter_taps", "mix", "score_gradient"),
-    *(
-        "mixing_weights",
-        "score_backward",
-        "log_sum_exp",
-        "mean_pass",
-        "column_pass",
-        "unit_pass",
-        "slope_pass",
-        "query_gradient",
-    ),
-    *("key_gradient", "joint_gradient", "bias_gradient", "unit_pass"),
+    *("mixing_weights", "score_backward", "log_sum_exp", "mean_pass", "column_pass", "unit_pass", "unit_pass_alone"),
+    *("slope_pass", "gradient_pass", "query_gradient", "key_gradient", "joint_gradient", "bias_gradient"),
     *("lower_kernel", "row_pass", "head_pass", "conclude_pass", "pair_pass"),
 }
 
@@ -146,6 +135,21 @@ def test_memory_is_linear_in_the_tokens(bias_rows: int | None, launches: list[La
     else:
         assert peaks[1] < 4096 * 4096 * 2 and peaks[1] < 3 * peaks[0], peaks
     assert sum(name == "mean_pass" for name, *_ in launches) == 2 + 4, "in two chunks, of the longer one"
+
+
+@pytest.mark.usefixtures("launches")
+@pytest.mark.parametrize(("count", "kept"), [(197, 64), (1025, 17), (4097, 0)])
+def test_what_is_kept_for_the_backward_pass_is_smaller_than_the_queries(count: int, kept: int) -> None:
+    from vitfocus.kernels.diversity import op as diversity_op
+    from vitfocus.kernels.diversity.chunked import LossOptions
+
+    with FakeTensorMode():
+        query = torch.empty(64, count, 6, 64, dtype=torch.bfloat16, device="cuda:1").transpose(1, 2)
+        options = LossOptions(0.125, 0, True, False, 2.0)
+        _, *saved = diversity_op.launch_forward(query, query, None, None, None, options)
+        assert saved[-1].shape[0] == kept
+        assert sum(one.nbytes for one in saved) < 0.85 * query.nbytes
+        diversity_op.launch_backward(torch.ones((), device="cuda:1"), query, query, None, None, options, saved, False)
 
 
 def test_which_attention_comes_first_is_the_devices_matter(monkeypatch: pytest.MonkeyPatch) -> None:

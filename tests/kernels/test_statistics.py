@@ -24,6 +24,7 @@ from vitfocus.attention.layer_readings import Geometry, LayerReadings, layer_row
 from vitfocus.kernels.attention import Observation
 from vitfocus.kernels.backends import backend, has_triton, interpreting
 from vitfocus.kernels.statistics import op as module
+from vitfocus.kernels.statistics.histogram import Histogram
 from vitfocus.kernels.statistics.op import statistics
 from vitfocus.kernels.statistics.reference import Grids, Numbers, Statistics, map_statistics, stability
 
@@ -215,6 +216,58 @@ def test_interpreted_entries_at_the_threshold_count_in_the_papers_form_only() ->
     numbers = Numbers(*found.numbers)
     assert numbers.official.item() == 0.0
     assert numbers.paper.item() == pytest.approx(1.0) and numbers.effective.item() == pytest.approx(2.0)
+
+
+@interpreted
+@pytest.mark.parametrize("rows", [(16, 32, 4, 3), (32, 16, 4, 3)])
+def test_interpreted_passes_with_tiles_of_their_own(rows: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The column pass may read more rows than the row pass owns; memory that nobody wrote is NaN here."""
+    from vitfocus.kernels.statistics import triton as kernels
+
+    monkeypatch.setitem(kernels.TILES, "rows", {20: (16, 16, 4, 3), 1000: rows})
+    kernels.block_settings.cache_clear()
+    torch.use_deterministic_algorithms(True)  # fills new memory
+    try:
+        for count, side in ((65, 8), (50, 7), (17, 4)):
+            grids = Grids((side, side), (side, side), 1)
+            with backend("triton"):
+                check(Case("", (2, 3, count, 16), None, grids, dtype=torch.float16))
+    finally:
+        torch.use_deterministic_algorithms(False)
+        kernels.block_settings.cache_clear()
+
+
+def check_counts(device: str, spread: float) -> None:
+    """Also of values that are not a number or out of range, of 64 bits, and of few bins."""
+    values = 3 + spread * torch.randn(10_007, generator=torch.Generator().manual_seed(0))
+    values[:5] = torch.tensor([torch.nan, torch.inf, -torch.inf, -1.0, 15.0])
+    for bins, wide in ((1 << 18, False), (1 << 18, True), (100, False)):
+        alike = [Histogram(-1.0, 15.0, bins, torch.device(one)) for one in ("cpu", device)]
+        for one, name in zip(alike, ("chunked", "triton"), strict=True):
+            if wide:
+                one.MOST = 10
+            with backend(name):
+                for part in values.to(one.memory.device).split(6000):
+                    one.add(part)
+        expected, found = (one.counts().cpu() for one in alike)
+        assert found.dtype == (torch.int64 if wide else torch.int32)
+        if bins == 100:  # a value may be rounded to the neighbouring bin
+            assert found.sum() == expected.sum()
+            assert (found.cumsum(0) - expected.cumsum(0)).abs().max() <= 1
+        else:
+            assert torch.equal(found, expected)
+
+
+@interpreted
+@pytest.mark.parametrize("spread", [3.0, 1e-4])
+def test_interpreted_counts_equal_torchs_histogram(spread: float) -> None:
+    check_counts("cpu", spread)
+
+
+@on_a_gpu
+@pytest.mark.parametrize("spread", [3.0, 1e-4])
+def test_gpu_counts_equal_torchs_histogram(spread: float) -> None:
+    check_counts("cuda", spread)
 
 
 def numbers(row: dict[str, Any]) -> dict[str, float]:

@@ -41,6 +41,9 @@ from vitfocus.data.vqa.dataset import tokenizer_of
 
 Images = Any  # see `diagnose`
 
+#: So many batches on a GPU are read before their values are checked.
+_UNCHECKED = 32
+
 #: The input names of models that take videos, patches or text.
 _OTHERS = ("pixel_values_videos", "hidden_states", "input_ids")
 
@@ -93,6 +96,7 @@ class Batches:
     def __iter__(self) -> Iterator[ImageBatch]:
         if self.batch_size is not None and self.batch_size < 1:
             raise VitfocusError(f"batch_size must be at least 1, not {self.batch_size}.")
+        later: list[Any] = []
         for batch in _batches(self.images, self.batch_size, self.body):
             pixels = batch.pixels
             require_values("A batch", pixels, pixels=True)
@@ -111,22 +115,35 @@ class Batches:
                 self.taken_as = self.taken_as or "pixels"
                 yield batch
                 continue
-            low, high = map(float, pixels.aminmax()) if pixels.numel() else (0.0, 0.0)
-            in_range = low >= -1e-3 and high <= 1 + 1e-3
-            if math.isnan(low):
-                raise VitfocusError("The images contain values that are not a number (NaN).")
-            if self.normalised:
-                self.taken_as = "normalised"
-                self._suspect(low, high, in_range)
-            elif self.normalised is None and not self.taken_as and not in_range and not (low >= 0 and high > 16):
-                self.taken_as = "normalised (assumed)"
-            self.taken_as = self.taken_as or "pixels"
-            if self.taken_as != "pixels":
-                yield batch
-            elif in_range:
-                yield replace(batch, pixels=scaled(pixels.float(), self.body).to(pixels.dtype))
+            bounds = pixels.aminmax() if pixels.numel() else pixels.new_zeros(2).unbind()
+            if self.taken_as and pixels.is_cuda:
+                # Looking at the values now would wait for the model's work on the batches before.
+                later.append(bounds)
+                if len(later) == _UNCHECKED:
+                    self._check_all(later)
             else:
-                raise VitfocusError(out_of_range(low, high, "say normalised=True if they are normalised"))
+                self._check(*bounds)
+            yield batch if self.taken_as != "pixels" else _scaled(batch, self.body)
+        self._check_all(later)
+
+    def _check_all(self, later: list[Any]) -> None:
+        while later:
+            self._check(*later.pop(0))
+
+    def _check(self, lowest: Tensor, highest: Tensor) -> None:
+        """Refuse NaN and values out of range; the first batch decides what the images are taken as."""
+        low, high = float(lowest), float(highest)
+        in_range = low >= -1e-3 and high <= 1 + 1e-3
+        if math.isnan(low):
+            raise VitfocusError("The images contain values that are not a number (NaN).")
+        if self.normalised:
+            self.taken_as = "normalised"
+            self._suspect(low, high, in_range)
+        elif self.normalised is None and not self.taken_as and not in_range and not (low >= 0 and high > 16):
+            self.taken_as = "normalised (assumed)"
+        self.taken_as = self.taken_as or "pixels"
+        if self.taken_as == "pixels" and not in_range:
+            raise VitfocusError(out_of_range(low, high, "say normalised=True if they are normalised"))
 
     def _suspect(self, low: float, high: float, in_range: bool) -> None:
         """Warn about normalised images with the range of pixels, unless normalising does not change it."""
@@ -136,6 +153,10 @@ class Batches:
                 "have not been normalised.",
                 VitfocusWarning,
             )
+
+
+def _scaled(batch: ImageBatch, body: Anatomy) -> ImageBatch:
+    return replace(batch, pixels=scaled(batch.pixels.float(), body).to(batch.pixels.dtype))
 
 
 def _is_prepared(batch: ImageBatch) -> bool:

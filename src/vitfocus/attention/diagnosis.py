@@ -20,7 +20,7 @@ from vitfocus.anatomy.block import Size
 from vitfocus.attention.batches import Batches, ImageBatch, Images, paired, text_length, with_text, without_padding
 from vitfocus.attention.capture import can_be_read, model_name, pick_blocks, reading
 from vitfocus.attention.findings import SECOND, Finding, Situation, default_thresholds, explain, uniform_note
-from vitfocus.attention.layer_readings import LayerReadings, NormReadings, geometry_of, layer_rows
+from vitfocus.attention.layer_readings import LayerReadings, NormReadings, add_up, geometry_of, layer_rows
 from vitfocus.attention.plots import plot, png
 from vitfocus.attention.readings import READINGS, LayerRow, cell, columns, context_scale, figures
 from vitfocus.core.arguments import checked
@@ -414,6 +414,7 @@ def diagnose(
             for piece in [batch] if body.text is None else reader.without_padding(batch):
                 reader.images = len(piece.pixels) // reader.pairs
                 session.run(piece)
+                reader.add_up()
                 count += reader.images
     if count == 0:
         raise VitfocusError("There are no images to diagnose with: the iterable was empty.")
@@ -455,6 +456,11 @@ class _ReadingCollector:
             # Windows are averaged into the image they belong to.
             self.stability[block.name].append(cosines.unflatten(0, (self.images, -1)).mean(dim=1))
 
+    def add_up(self) -> None:
+        """Add the batch that was run to the sums of all layers."""
+        add_up(list(self.layers.values()))
+        self.norms.add_up()
+
     def without_padding(self, batch: ImageBatch) -> Iterator[ImageBatch]:
         """The batch in pieces without padding, for a model that reads text."""
         for piece in without_padding(batch, self.pairs):
@@ -463,7 +469,7 @@ class _ReadingCollector:
 
     def rows(self) -> dict[str, dict[str, float]]:
         """The numbers of each layer that was observed, by its name."""
-        read = [name for name, layer in self.layers.items() if layer.sums is not None]
+        read = [name for name, layer in self.layers.items() if layer.heads]
         rows = dict(zip(read, layer_rows([self.layers[name] for name in read]), strict=True))
         for name, row in rows.items():
             if math.isnan(row["entropy"]):

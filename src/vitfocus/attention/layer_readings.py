@@ -1,13 +1,13 @@
 """Every reading of one layer, summed over any number of batches, with memory linear in the number of tokens.
 
-The statistics of each batch (`vitfocus.kernels.statistics`) are added up where they are, on the CPU or a GPU. The
-numbers of all layers are copied to the host once, when the last batch has been read.
+The statistics of each batch (`vitfocus.kernels.statistics`) are added up where they are, on the CPU or a GPU, those of
+all layers together at the end of the batch. They are copied to the host once, when the last batch has been read.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from vitfocus.anatomy.block import Block, Size
-from vitfocus.attention.readings import READINGS, high_norm
+from vitfocus.attention.readings import READINGS, median_and_outliers
 from vitfocus.core.environment import float64_capable
 from vitfocus.kernels.attention import Observation
 from vitfocus.kernels.statistics.chunked import row_sums
+from vitfocus.kernels.statistics.histogram import Histogram
 from vitfocus.kernels.statistics.op import statistics
 from vitfocus.kernels.statistics.reference import Grids, Numbers, Statistics
 
@@ -77,7 +78,9 @@ class LayerReadings:
         self.token_attention, self.against, self.budget = token_attention, against, budget
         self.rows = {key: reading.rows for key, reading in READINGS.items() if reading.rows is not None}
         self.names = [*Numbers._fields, *(["stability"] if against else []), *self.rows]
+        self.latest: Tensor | None = None  # not in the sums yet
         self.sums: Tensor | None = None
+        self.further_sums: Tensor | None = None  # of `names` after the fields of `Numbers`
         self.bound = 0.0
         self.counts: Counter[str] = Counter()
         self.entropies = Quantiles()
@@ -95,18 +98,21 @@ class LayerReadings:
 
     def add(self, made: Statistics, seen: Observation, geometry: Geometry) -> Tensor | None:
         """Add the statistics of one batch; return the stability (maps, heads) if they have it."""
-        grids = geometry.grids if self.token_attention else None
+        grids, cosines = geometry.grids if self.token_attention else None, None
         self.entropies.add(made.entropy)
-        sums, cosines = [float64_capable(made.numbers).sum(dim=(1, 2), dtype=torch.float64)], None
+        add_up([self])
+        self.latest = float64_capable(made.numbers)
+        further = []
         if made.products is not None:
             both, clean, corrupted = made.products
             cosines = (both / (clean * corrupted).sqrt_()).clamp_(max=1)
-            sums.append(float64_capable(cosines).sum(dtype=torch.float64)[None])
+            further.append(float64_capable(cosines).sum(dtype=torch.float64)[None])
         if self.rows:
             extra = row_sums(seen, list(self.rows.values()), self.budget)
-            sums.append(float64_capable(torch.stack(extra)).double())
-        added = torch.cat(sums) if len(sums) > 1 else sums[0]
-        self.sums = added if self.sums is None else self.sums.add_(added)
+            further.append(float64_capable(torch.stack(extra)).double())
+        if further:
+            added = torch.cat(further)
+            self.further_sums = added if self.further_sums is None else self.further_sums.add_(added)
         self._count(seen, geometry, grids)
         return cosines
 
@@ -126,8 +132,10 @@ class LayerReadings:
 
     def totals(self) -> Tensor:
         """What was added up, and two quantiles, in double precision on the layer's device."""
+        add_up([self])
         assert self.sums is not None
-        return torch.cat([self.sums, self.entropies.quantiles(0.15, 0.85)])
+        further = [] if self.further_sums is None else [self.further_sums]
+        return torch.cat([self.sums, *further, self.entropies.quantiles(0.15, 0.85)])
 
     def row(self, totals: Sequence[float]) -> dict[str, float]:
         """The layer's numbers by key, from `totals` on the host."""
@@ -141,10 +149,30 @@ class LayerReadings:
         return row
 
 
+def add_up(layers: Sequence[LayerReadings]) -> None:
+    """Add what each layer observed last to its sums: all layers in a few operations, at the end of a batch.
+
+    One by one they would take the host longer than the GPU.
+    """
+    alike: dict[tuple[torch.Size, torch.device], list[LayerReadings]] = defaultdict(list)
+    for layer in layers:
+        if layer.latest is not None:
+            alike[layer.latest.shape, layer.latest.device].append(layer)
+    for group in alike.values():
+        numbers = torch.stack([layer.latest for layer in group if layer.latest is not None])
+        sums = [layer.sums for layer in group if layer.sums is not None]
+        added = numbers.sum(dim=(2, 3), dtype=torch.float64).unbind()
+        if sums:
+            torch._foreach_add_(sums, [new for layer, new in zip(group, added, strict=True) if layer.sums is not None])
+        for layer, new in zip(group, added, strict=True):
+            layer.sums, layer.latest = new if layer.sums is None else layer.sums, None
+
+
 def layer_rows(layers: Sequence[LayerReadings]) -> list[dict[str, float]]:
     """The rows of several layers, copied to the host at once."""
     if not layers:
         return []
+    add_up(layers)
     totals = [layer.totals() for layer in layers]
     values = torch.cat([one.to(totals[0].device) for one in totals]).cpu()
     pieces = values.split([len(one) for one in totals])
@@ -190,32 +218,48 @@ class NormReadings:
 
     pairs: int = 1
     images: Counter[int] = field(default_factory=Counter)
-    sums: dict[tuple[int, str], Tensor] = field(default_factory=dict)
-    outliers: dict[int, Tensor] = field(default_factory=dict)
+    latest: list[tuple[int, Tensor]] = field(default_factory=list)
+    #: By depths of blocks and token grid: sums of each reading (readings, blocks), outliers (blocks, rows, columns).
+    sums: dict[tuple[tuple[int, ...], torch.Size], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def __call__(self, block: Block, norms: Tensor) -> None:
-        """Add the norms (B, rows, columns) at the output of a block."""
+        """Note the norms (B, rows, columns) at the output of a block."""
         norms = norms[: len(norms) // self.pairs]
-        flat, depth = norms.flatten(1), block.depth
-        outliers = high_norm(flat)
-        self.images[depth] += len(norms)
-        for key, reading in READINGS.items():
-            if reading.norms is not None:
-                self.sums[depth, key] = self.sums.get((depth, key), 0.0) + reading.norms(flat, outliers).sum()
-        found, before = outliers.sum(dim=0).view(norms.shape[1:]), self.outliers.get(depth)
-        if before is None or before.shape == found.shape:  # images of another size have another grid
-            self.outliers[depth] = found if before is None else before + found
+        self.images[block.depth] += len(norms)
+        self.latest.append((block.depth, norms))
+
+    def add_up(self) -> None:
+        """Add what was noted since the last call to the sums, of all blocks in a few operations."""
+        alike: dict[tuple[torch.Size, torch.device], list[tuple[int, Tensor]]] = defaultdict(list)
+        for depth, norms in self.latest:
+            alike[norms.shape, norms.device].append((depth, norms))
+        self.latest.clear()
+        for (shape, _), group in alike.items():
+            norms = torch.cat([one.flatten(1) for _, one in group])
+            median, outliers = median_and_outliers(norms)
+            made = [one.norms(norms, median, outliers) for one in READINGS.values() if one.norms is not None]
+            sums = torch.stack(made).view(len(made), len(group), -1).sum(dim=2)
+            places = outliers.view(len(group), *shape).sum(dim=1)
+            key = tuple(depth for depth, _ in group), shape[1:]
+            if key in self.sums:
+                sums, places = sums + self.sums[key][0], places + self.sums[key][1]
+            self.sums[key] = sums, places
 
     def finish(self) -> tuple[dict[int, dict[str, float]], dict[int, list[list[float]]]]:
         """The numbers of each layer; and for those with outliers, the share of images with one at each place."""
+        self.add_up()
         rows: dict[int, dict[str, float]] = {}
-        places: dict[int, list[list[float]]] = {}
-        for (depth, key), total in self.sums.items():
-            rows.setdefault(depth, {})[key] = float(total) / self.images[depth]
-        for depth, counts in self.outliers.items():
-            if rows[depth]["high_norm"] > 0:
-                places[depth] = (counts / self.images[depth]).tolist()
-        return rows, places
+        found: dict[int, Tensor] = {}
+        keys = [key for key, reading in READINGS.items() if reading.norms is not None]
+        for (depths, _), (sums, places) in self.sums.items():
+            for depth, totals, outliers in zip(depths, sums.mT.tolist(), places.cpu(), strict=True):
+                row = rows.setdefault(depth, dict.fromkeys(keys, 0.0))
+                for key, total in zip(keys, totals, strict=True):
+                    row[key] += total / self.images[depth]
+                if depth not in found or found[depth].shape == outliers.shape:  # other images may have another grid
+                    found[depth] = found[depth] + outliers if depth in found else outliers
+        shares = {depth: (counts / self.images[depth]).tolist() for depth, counts in found.items()}
+        return rows, {depth: share for depth, share in shares.items() if rows[depth]["high_norm"] > 0}
 
 
 class Quantiles:
@@ -230,32 +274,28 @@ class Quantiles:
     #: Entropies lie in [0, log K], up to rounding; 15 nats cover three million keys, in steps of 6e-5.
     LOW, HIGH, BINS = -1.0, 15.0, 1 << 18
 
-    #: Single precision counts one by one up to here.
-    EXACT_COUNTS = 1 << 24
-
-    #: Histograms that a GPU fills side by side: entropies of a layer are alike, and additions to one bin take turns.
-    COPIES = 8
-
     def __init__(self, exact: int = 1 << 19) -> None:
         self.exact = exact
         self.parts: list[Tensor] = []
         self.count = 0
-        self.histogram: Tensor | None = None
+        self.histogram: Histogram | None = None
 
     def add(self, values: Tensor) -> None:
         """Add every value of a tensor."""
         self.count += values.numel()
         values = float64_capable(values).float().flatten()
+        self.parts.append(values)
         if self.count > self.exact:
-            self._add_to_histogram(torch.cat([*self.parts, values]) if self.parts else values)
+            if self.histogram is None:
+                self.histogram = Histogram(self.LOW, self.HIGH, self.BINS, values.device)
+            for part in self.parts:
+                self.histogram.add(part)
             self.parts = []
-        else:
-            self.parts.append(values)
 
     def quantiles(self, *probabilities: float) -> Tensor:
         """Quantiles with linear interpolation, in double precision, on the values' device."""
         if self.histogram is not None:
-            return self._from_histogram(self.histogram, probabilities)
+            return self._from_histogram(self.histogram.counts(), probabilities)
         # torch.quantile would wait for the GPU, and takes at most 2²⁴ values.
         ordered = torch.cat(self.parts).sort().values.double()
         found = []
@@ -274,21 +314,3 @@ class Quantiles:
         inside = histogram[bins].double()
         share = (wanted - (below[bins] - inside)) / inside.clamp_min(1)
         return (self.LOW + (bins + share) * ((self.HIGH - self.LOW) / self.BINS)).clamp_min(0)
-
-    def _counts(self, values: Tensor, copies: int) -> Tensor:
-        """How many values lie in each bin, counted in so many copies of the bins, one after the other."""
-        length, even = self.HIGH - self.LOW, len(values) // copies * copies
-        if copies > 1:
-            shift = torch.arange(copies, dtype=values.dtype, device=values.device)[:, None] * length
-            values = torch.cat([(values[:even].view(copies, -1) + shift).flatten(), values[even:]])
-        counts = torch.histc(values, copies * self.BINS, self.LOW, self.LOW + copies * length)
-        return counts.view(copies, -1).sum(dim=0)
-
-    def _add_to_histogram(self, values: Tensor) -> None:
-        counts = self._counts(values, self.COPIES if values.is_cuda else 1)
-        if self.histogram is None:
-            self.histogram = counts
-            return
-        if self.count > self.EXACT_COUNTS:
-            self.histogram = self.histogram.double()
-        self.histogram += counts

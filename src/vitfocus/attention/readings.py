@@ -105,8 +105,8 @@ class Reading:
         per: what the total is divided by, a key of `LayerReadings.counts`, or nothing; absent if the count is 0.
         finish: applied to the mean and the number of heads.
         rows: a function of attention rows (..., T, K) to (..., T), averaged over images, heads and rows.
-        norms: a function of the norms (B, N) of patch tokens at the block's output, and of which of them are
-            outliers (`high_norm`), to (B,), averaged over images.
+        norms: a function of the norms (B, N) of patch tokens at the block's output, of their medians (B, 1), and of
+            which of them are outliers (`high_norm`), to (B,), averaged over images.
         scale: a function of the scaling weights λ (float64) that Context Broadcasting added to the block.
         thresholds: when it deserves a sentence.
         chart: how it is drawn by depth.
@@ -120,7 +120,7 @@ class Reading:
     per: str = "rows"
     finish: Callable[[float, int], float] | None = None
     rows: Callable[[Tensor], Tensor] | None = None
-    norms: Callable[[Tensor, Tensor], Tensor] | None = None
+    norms: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
     scale: Callable[[Tensor], float | None] | None = None
     thresholds: tuple[Threshold, ...] = ()
     chart: Chart | None = None
@@ -135,15 +135,21 @@ def context_scale(block: nn.Module) -> Tensor | None:
 def high_norm(norms: Tensor) -> Tensor:
     """Which of the norms (B, N) of each image's patches are far above the others: (B, N), boolean.
 
-    The median and the median absolute deviation of the image decide, so the outliers themselves do not move the
-    threshold.
-
     >>> high_norm(torch.tensor([[1.0, 1.1, 0.9, 1.0, 9.0], [1.0, 2.0, 3.0, 4.0, 5.0]])).tolist()
     [[False, False, False, False, True], [False, False, False, False, False]]
     """
+    return median_and_outliers(norms)[1]
+
+
+def median_and_outliers(norms: Tensor) -> tuple[Tensor, Tensor]:
+    """The median (B, 1) of the norms (B, N) of each image's patches, and which are far above the others (B, N).
+
+    The median and the median absolute deviation of the image decide, so the outliers themselves do not move the
+    threshold.
+    """
     median = norms.median(dim=1, keepdim=True).values
     spread = 1.4826 * (norms - median).abs().median(dim=1, keepdim=True).values
-    return norms > torch.maximum(TIMES * median, median + DEVIATIONS * spread)
+    return median, norms > torch.maximum(TIMES * median, median + DEVIATIONS * spread)
 
 
 def scaling_ratio(scale: Tensor) -> float | None:
@@ -330,7 +336,7 @@ READINGS: dict[str, Reading] = {
             "high norm",
             ".2%",
             label="the share of high-norm patch tokens",
-            norms=lambda norms, outliers: outliers.float().mean(dim=1),
+            norms=lambda norms, median, outliers: outliers.float().mean(dim=1),
             thresholds=(
                 Threshold(
                     "high_norm", 0.005, "{} of the patch tokens have a norm far above the others of their image."
@@ -350,7 +356,7 @@ READINGS: dict[str, Reading] = {
         ),
         Reading(
             "norm_ratio",
-            norms=lambda norms, outliers: norms.amax(dim=1) / norms.median(dim=1).values.clamp_min(1e-12),
+            norms=lambda norms, median, outliers: norms.amax(dim=1) / median[:, 0].clamp_min(1e-12),
         ),
         Reading(
             "scaling_mean",

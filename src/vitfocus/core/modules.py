@@ -7,7 +7,8 @@ with a few values of every parameter: if one of them has changed, the model was 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from threading import Lock
@@ -264,7 +265,7 @@ def is_trained(model: nn.Module) -> bool:
     >>> is_trained(model)
     True
     """
-    return any(_has_moved(module) for module in model.modules())
+    return any(_has_moved(vector, bound) for vector, bound in _on_host(_vectors(model)))
 
 
 def mark_inserted(model: nn.Module, specs: Sequence[str]) -> None:
@@ -334,22 +335,39 @@ class _Mark:
         return bool(common) and all(_same(self.values[name], now[name]) for name in common)
 
 
-def _has_moved(module: nn.Module) -> bool:
-    # The dicts are read directly: a diagnosis does this for every module, and torch's generators are slow.
-    statistics = ((name, buffer) for name, buffer in module._buffers.items() if name.startswith("running_"))
-    weight = module._parameters.get("weight")
-    for name, value in (*module._parameters.items(), *statistics):
-        if value is None or value.ndim != 1 or len(value) < 2 or not _readable(value):
-            continue
-        if "embed" in name or "token" in name:
-            continue  # CLIP's class embedding is a vector that starts at random
-        value = value.detach().float()
-        moved = bool((value != value[0]).any())
-        if moved and name == "bias" and weight is not None and weight.ndim > 1 and _readable(weight):
-            moved = float(value.abs().max()) > 1.001 * weight[0].numel() ** -0.5
-        if moved:
-            return True
-    return False
+def _vectors(model: nn.Module) -> Iterator[tuple[Tensor, float | None]]:
+    """Vectors whose values are all equal before training, or at most the number beside them."""
+    for module in model.modules():
+        # The dicts are read directly: a diagnosis does this for every module, and torch's generators are slow.
+        statistics = ((name, buffer) for name, buffer in module._buffers.items() if name.startswith("running_"))
+        weight = module._parameters.get("weight")
+        for name, value in (*module._parameters.items(), *statistics):
+            if value is None or value.ndim != 1 or len(value) < 2 or not _readable(value):
+                continue
+            if "embed" in name or "token" in name:
+                continue  # CLIP's class embedding is a vector that starts at random
+            random = name == "bias" and weight is not None and weight.ndim > 1 and _readable(weight)
+            yield value.detach(), 1.001 * weight[0].numel() ** -0.5 if random and weight is not None else None
+
+
+def _on_host(vectors: Iterable[tuple[Tensor, float | None]]) -> Iterator[tuple[Tensor, float | None]]:
+    """The same, on the CPU: those of one GPU and dtype are copied together, because each copy waits for the GPU."""
+    alike: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, float | None]]] = defaultdict(list)
+    for vector, bound in vectors:
+        if vector.device.type == "cpu":
+            yield vector, bound
+        else:
+            alike[vector.device, vector.dtype].append((vector, bound))
+    for group in alike.values():
+        joined = torch.cat([vector for vector, _ in group]).cpu()
+        pieces = joined.split([len(vector) for vector, _ in group])
+        yield from zip(pieces, (bound for _, bound in group), strict=True)
+
+
+def _has_moved(vector: Tensor, bound: float | None) -> bool:
+    vector = vector.float()
+    moved = bool((vector != vector[0]).any())
+    return moved and (bound is None or float(vector.abs().max()) > bound)
 
 
 def _readable(value: Tensor) -> bool:

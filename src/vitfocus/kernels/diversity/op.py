@@ -39,12 +39,16 @@ SMALL = 1 << 18
 BUSY = 264
 #: Up to this many keys, one program computes both gradients of a head, if there are enough heads to fill half a GPU.
 JOINT_KEYS = 256
-#: Rows, columns and stages of tiles in half precision, up to 64 channels, as benchmarks/kernel_tiles.py found.
-TILES = {"mean": (64, 64, 3), "query": (64, 32, 3), "key": (32, 64, 3), "joint": (32, JOINT_KEYS, 2)}
+#: Rows, columns, warps and stages of tiles in half precision, up to 64 channels, as benchmarks/kernel_tiles.py found.
+TILES = {"mean": (64, 64, 4, 3), "query": (64, 32, 4, 4), "key": (64, 64, 4, 3), "joint": (32, JOINT_KEYS, 8, 3)}
+#: Rows and columns of tiles of the mean map, which take four warps.
+MAP_TILES = {"unit": (16, 128), "gradient": (16, 256)}
 #: Bytes of shared memory for a joint tile with 256 keys and a bias, plus a margin.
 JOINT_SPACE = 140 * 1024
 #: Bytes of mean maps that exist at a time: at least the first, and at most the second times those of the queries.
 LEAST_MAP, MAP_OVER_QUERIES = 1 << 24, 4
+#: Bytes of mean maps that are kept for the backward pass, over those of the queries.
+KEPT_OVER_QUERIES = 0.75
 
 
 def diversity(
@@ -159,10 +163,9 @@ def launch_forward(
     query: Tensor, key: Tensor, bias: Tensor | None, rows: Tensor | None, lse: Tensor | None, options: LossOptions
 ) -> tuple[Tensor, ...]:
     """The loss, then what the backward pass needs: normalisers, column averages and slopes, norms of the averages, two
-    vectors by row, a map.
+    vectors by row if maps are of single heads, bounds of the gradient, squares of the rows, mean maps.
 
-    The mean map over heads is kept if it is smaller than the queries, else empty. If it is computed in chunks, the
-    vectors by row are left to the backward pass, which recomputes the chunks.
+    Only so many of the mean maps over heads, from the first on, as `kept` says.
     """
     from vitfocus.kernels.diversity import triton as kernels
     from vitfocus.kernels.tiles import lower_norms, normalisers
@@ -171,32 +174,27 @@ def launch_forward(
     maps, count, span, empty = launch.maps, launch.count, launch.span, launch.empty
     lse = normalisers(query, key, bias, options.scale) if lse is None else lse.contiguous()
     inputs = launch.inputs(lower_norms(lse, rows, launch.count, launch.first, math.log2(launch.keys)))
-    blocks, chunks, columns = launch.blocks, launch.chunks(), launch.settings("columns")
-    at_once = len(chunks) == 1
+    blocks, columns, kept = launch.blocks, launch.settings("columns"), launch.kept
     sums, squares = empty(maps, blocks, span), empty(launch.parts, maps, launch.reach)
-    average, slopes, lengths, losses = empty(maps, span), empty(maps, span), empty(maps), empty(maps)
-    towards, along = launch.by_row(), launch.by_row()
-    mean_map = launch.empty_map(0)
-    if at_once:
-        units = sums  # last read before this is written
-    else:
-        units = empty(maps, blocks, span)
-        average.zero_()
-        lengths.zero_()
-    for begin, end in chunks:
-        mean_map = launch.empty_map(0 if launch.alone else end - begin)
+    units = empty(maps, blocks, span)
+    average, slopes, lengths, losses, bounds = (empty(maps, span), empty(maps, span), *(empty(maps) for _ in range(3)))
+    towards, along = (launch.by_row() if launch.alone else empty(0) for _ in range(2))
+    mean_map = launch.empty_map(0, 0)
+    for begin, end in launch.chunks():
+        mean_map = launch.empty_map(maps, 0 if launch.alone else end - begin)
         launch.mean_pass(inputs, mean_map, sums, squares, begin, end)
-        if at_once:
-            kernels.column_pass[(maps,)](
-                sums, average, lengths, launch.bound, blocks, launch.keys, span, count, **columns
-            )
-        launch.unit_pass(inputs, mean_map, average, lengths, squares, towards, along, units, begin, end)
-        if not at_once or launch.keys > launch.group * launch.width:
-            mean_map = launch.empty_map(0)
-    if not at_once:
-        kernels.column_pass[(maps,)](sums, average, lengths, launch.bound, blocks, launch.keys, span, count, **columns)
-    kernels.slope_pass[(maps,)](units, average, lengths, slopes, losses, blocks, launch.keys, span, count, **columns)
-    return losses.mean(), inputs[2], average, slopes, lengths, towards, along, mean_map
+        if not launch.alone:
+            launch.unit_pass(mean_map, squares, sums, units, begin, end)
+        # In a launch of their own, too few maps to fill the GPU would take longer than this copy.
+        mean_map = mean_map if kept == maps else mean_map[:kept].clone()
+    kernels.column_pass[(maps,)](sums, average, lengths, launch.bound, blocks, launch.keys, span, count, **columns)
+    if launch.alone:
+        launch.unit_pass_alone(inputs, average, lengths, squares, towards, along, units)
+    kernels.slope_pass[(maps,)](
+        units, average, lengths, squares, slopes, losses, bounds, blocks, launch.keys, span, count, launch.reach, maps,
+        launch.parts, **columns,
+    )  # fmt: skip
+    return losses.mean(), inputs[2], average, slopes, lengths, towards, along, bounds, squares, mean_map
 
 
 @on_device_of_first
@@ -211,11 +209,11 @@ def launch_backward(
     wants_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients of queries, keys and bias, from what the forward pass saved."""
-    from vitfocus.kernels.diversity import triton as kernels
+    from vitfocus.kernels.diversity import gradients as kernels
 
     launch = _Launch(query, key, bias, rows, options)
     maps, count, group = launch.maps, launch.count, launch.group
-    norms, average, slopes, lengths, towards, along, mean_map = saved
+    norms, average, slopes, lengths, towards, along, bounds, squares, mean_map = saved
     inputs, chunks = launch.inputs(norms), launch.chunks()
     mine, theirs = (launch.settings(kind) | {"ALONE": launch.alone} for kind in ("query", "key"))
     inner, share = torch.empty_like(norms), 1 / (maps * count * group)
@@ -225,21 +223,14 @@ def launch_backward(
     key_sum = key_gradient if len(chunks) == 1 else empty_like_tokens(key, torch.float32)
     bias_sum = None
     if bias is not None and wants_bias and (bias.shape[3] > 1 or launch.keys == 1):
-        bias_sum = _BiasSum(bias, launch, mine)
-        inner.zero_()  # the bias kernel's blocks of rows may extend past those that are written
+        bias_sum = _BiasSum(bias, launch, mine | {"JOINT": launch.joint})
+    if bias_sum is not None or mine["BM"] % theirs["BM"]:
+        inner.zero_()  # blocks of rows may extend past those that are written
     for begin, end in chunks:
-        if not launch.alone and not mean_map.shape[1]:
-            mean_map = launch.empty_map(end - begin)
-            sums, squares = (
-                launch.empty(maps, launch.blocks, launch.span),
-                launch.empty(launch.parts, maps, launch.reach),
-            )
-            launch.mean_pass(inputs, mean_map, sums, squares, begin, end)
-            if len(chunks) > 1:
-                launch.unit_pass(inputs, mean_map, average, lengths, squares, towards, along, sums, begin, end)
-        given = (*inputs, mean_map, average, slopes, towards, along, inner, gradient)
+        slope = launch.gradient_pass(inputs, mean_map, average, lengths, slopes, squares, bounds, begin, end)
+        given = (*inputs, slope, average, slopes, towards, along, bounds, inner, gradient)
         rest = (share, *launch.numbers, begin, end)
-        if launch.joint and len(chunks) == 1:
+        if launch.joint:
             kernels.joint_gradient[(group * maps,)](
                 *given, query_gradient, key_gradient, *rest, *query_gradient.stride()[:3], *key_gradient.stride()[:3],
                 **launch.settings("joint"), ALONE=launch.alone,
@@ -253,8 +244,7 @@ def launch_backward(
             )
         if bias_sum is not None:
             bias_sum.add(given, rest, begin, end)
-        mean_map = launch.empty_map(0)
-        del given  # so that the next chunk's map reuses this memory
+        del given, slope  # so that the next chunk's map reuses this memory
     if len(chunks) > 1:
         key_gradient.copy_(key_sum)
     if bias is None or not wants_bias:
@@ -279,7 +269,7 @@ class _BiasSum:
         self.sums = torch.zeros(parts, *shape, dtype=torch.float32, device=bias.device)
 
     def add(self, given: tuple[Any, ...], rest: tuple[Any, ...], begin: int, end: int) -> None:
-        from vitfocus.kernels.diversity import triton as kernels
+        from vitfocus.kernels.diversity import gradients as kernels
 
         launch, settings = self.launch, self.settings
         row_blocks = _ceil_div(end - begin, settings["BM"]) if self.by_row else 1
@@ -340,26 +330,41 @@ class _Launch:
         made = self.empty(self.maps, self.reach)
         return made if self.settings("mean")["BM"] % longest == 0 else made.zero_()
 
-    def empty_map(self, rows: int) -> Tensor:
-        """Space for `rows` rows of each map; a single head's map is never stored or rounded."""
+    def empty_map(self, maps: int, rows: int) -> Tensor:
+        """Space for so many maps and rows of them; a single head's map is never stored or rounded."""
         wide = self.alone or self.item == 4 or self.keys > 65504  # K·a, up to K, would overflow float16
         dtype = torch.float32 if wide else torch.float16
-        return torch.empty(self.maps, rows, self.stride, dtype=dtype, device=self.query.device)
+        return torch.empty(maps, rows, self.stride, dtype=dtype, device=self.query.device)
 
     def chunks(self) -> list[tuple[int, int]]:
         """Start and end of each chunk of rows whose mean maps exist at the same time, in multiples of a block."""
         if self.alone:
             return [(0, self.count)]
-        block = self.settings("mean")["BM"]
+        block = max(self.settings(kind)["BM"] for kind in ("mean", "query", "key"))
         most = max(LEAST_MAP, MAP_OVER_QUERIES * self.batch * self.heads * self.queries * self.width * self.item)
         rows = min(most // (self.maps * self.item), 2**31 - 1) // self.stride
         rows = max(1, rows // block) * block
         return [(begin, min(begin + rows, self.count)) for begin in range(0, self.count, rows)]
 
     @property
+    def kept(self) -> int:
+        """How many maps are kept for the backward pass, the first ones of the batch; it computes the others again."""
+        if self.alone or len(self.chunks()) > 1:
+            return 0
+        most = int(KEPT_OVER_QUERIES * self.batch * self.heads * self.queries * self.width)
+        return min(self.maps, most // (self.count * self.stride))
+
+    @property
+    def rows_each(self) -> int:
+        """Rows per program where columns are summed."""
+        if self.alone:
+            return int(self.settings("mean")["BM"])
+        return 64 if self.keys <= JOINT_KEYS else 256
+
+    @property
     def blocks(self) -> int:
-        """Blocks of rows of a map."""
-        return _ceil_div(self.count, self.settings("mean")["BM"])
+        """Blocks of rows of a map for which there are column sums."""
+        return sum(_ceil_div(end - begin, self.rows_each) for begin, end in self.chunks())
 
     @property
     def parts(self) -> int:
@@ -369,33 +374,70 @@ class _Launch:
         return max(1, min(_ceil_div(self.keys, 2 * settings["BN"]), 2 * BUSY // programs))
 
     def mean_pass(
-        self, inputs: tuple[Tensor, ...], mean_map: Tensor, sums: Tensor, squares: Tensor, begin: int, end: int
-    ) -> None:
-        """Launch the pass over these rows."""
+        self, inputs: tuple[Tensor, ...], mean_map: Tensor, sums: Tensor, squares: Tensor, begin: int, end: int,
+        skip: int = 0,
+    ) -> None:  # fmt: skip
+        """Launch the pass over these rows of the maps, the first `skip` left out."""
         from vitfocus.kernels.diversity import triton as kernels
 
         settings = self.settings("mean")
-        kernels.mean_pass[(_ceil_div(end - begin, settings["BM"]) * self.parts * self.maps,)](
-            *inputs, mean_map, sums, squares, *self.numbers, begin, end, self.maps, self.parts, **settings,
-            STORED=not self.alone,
+        kernels.mean_pass[(_ceil_div(end - begin, settings["BM"]) * self.parts * (self.maps - skip),)](
+            *inputs, mean_map, sums, squares, *self.numbers, begin, end, self.maps, self.parts, skip, **settings,
+            ALONE=self.alone,
         )  # fmt: skip
 
-    def unit_pass(self, inputs: tuple[Tensor, ...], *rest: Any) -> None:
-        """Launch the pass over these rows."""
+    def unit_pass_alone(self, inputs: tuple[Tensor, ...], *tensors: Tensor) -> None:
+        """Launch the pass over all rows of single heads."""
         from vitfocus.kernels.diversity import triton as kernels
 
-        settings, (*tensors, begin, end) = self.settings("mean"), rest
-        kernels.unit_pass[(_ceil_div(end - begin, settings["BM"]) * self.maps,)](
-            *inputs, *tensors, *self.numbers, begin, end, self.maps, self.parts, **settings,
-            STORED=not self.alone,
+        settings = self.settings("mean")
+        kernels.unit_pass_alone[(_ceil_div(self.count, settings["BM"]) * self.maps,)](
+            *inputs, *tensors, *self.numbers, 0, self.count, self.maps, self.parts, **settings
+        )
+
+    def unit_pass(self, mean_map: Tensor, squares: Tensor, sums: Tensor, units: Tensor, begin: int, end: int) -> None:
+        """Launch the pass over these rows of the stored map."""
+        from vitfocus.kernels.diversity import triton as kernels
+
+        (high, wide), each = MAP_TILES["unit"], self.rows_each
+        before = sum(_ceil_div(last - start, each) for start, last in self.chunks() if last <= begin)
+        kernels.unit_pass[(_ceil_div(self.stride, wide) * _ceil_div(end - begin, each) * self.maps,)](
+            mean_map, squares, sums, units, self.bound, self.stride, self.span, self.reach, begin, end, self.maps,
+            self.parts, each, before, self.blocks, BR=high, BK=wide, PAPER=self.paper, num_warps=4,
         )  # fmt: skip
+
+    def gradient_pass(
+        self, inputs: tuple[Tensor, ...], mean_map: Tensor, average: Tensor, lengths: Tensor, slopes: Tensor,
+        squares: Tensor, bounds: Tensor, begin: int, end: int,
+    ) -> Tensor:  # fmt: skip
+        """The gradient with respect to these rows of the mean maps, of which those not kept are computed again."""
+        from vitfocus.kernels.diversity import triton as kernels
+
+        if self.alone:
+            return mean_map
+        kept, (high, wide) = mean_map.shape[0], MAP_TILES["gradient"]
+        settings = {"BR": high, "BK": min(wide, power_of_two(self.stride)), "PAPER": self.paper, "num_warps": 4}
+        made = self.empty_map(self.maps, end - begin)
+        if self.joint:
+            made = made.new_empty(self.maps, self.stride, _ceil_div(self.count, 16) * 16)
+        again = made
+        if kept < self.maps:
+            again = self.empty_map(self.maps, end - begin) if self.joint else made
+            self.mean_pass(inputs, again, squares, torch.empty_like(squares), begin, end, kept)
+        for source, skip, number in ((mean_map, 0, kept), (again, kept, self.maps - kept)):
+            if number:
+                kernels.gradient_pass[(_ceil_div(end - begin, high) * number,)](
+                    source, made, average, lengths, slopes, squares, bounds, self.bound, self.stride, self.span,
+                    self.reach, begin, end, self.maps, self.parts, skip, **settings, TURNED=self.joint,
+                )  # fmt: skip
+        return made
 
     @property
     def joint(self) -> bool:
         """Whether one program takes all columns of a head, for both gradients."""
         fills = 2 * self.batch * self.heads >= BUSY
         fits = self.keys <= JOINT_KEYS and self.item == 2 and self.width <= 64 and self.space >= JOINT_SPACE
-        return fills and fits
+        return fills and fits and len(self.chunks()) == 1
 
     def settings(self, kind: str) -> dict[str, Any]:
         """Block sizes and the other compile-time arguments of the kernels."""
@@ -404,9 +446,14 @@ class _Launch:
             return {"PAPER": self.paper, "BK": width, "BR": min(8, power_of_two(self.blocks)),
                     "num_warps": 8 if width > 256 else 4}  # fmt: skip
         rows, columns, stages = row_tiles(self.width, self.item, self.count, self.keys, self.space)
+        warps = 4
         if kind == "joint" or (self.item == 2 and self.width <= 64):
-            most_rows, most_columns, stages = TILES[kind]
+            most_rows, most_columns, warps, stages = TILES[kind]
             rows, columns = min(most_rows, padded(self.count)), min(most_columns, padded(self.keys))
+            if rows * columns <= most_rows * most_columns // 2:
+                warps = 4
+            if kind == "joint" and self.bias is not None:
+                stages -= 1  # a tile of the bias takes the space
         elif kind == "key" and rows > columns:  # products are faster if the side kept by the program is longer
             rows, columns = min(columns, padded(self.count)), min(rows, padded(self.keys))
         return {
@@ -417,7 +464,7 @@ class _Launch:
             "HAS_BIAS": self.bias is not None,
             "HAS_ROWS": self.rows is not None,
             "PAPER": self.paper,
-            "num_warps": 8 if kind == "joint" and columns > 128 else 4,
+            "num_warps": warps,
             "num_stages": stages,
         }
 

@@ -27,8 +27,12 @@ from vitfocus.kernels.shared_memory import available, padded, row_tiles
 from vitfocus.kernels.statistics.reference import Numbers
 from vitfocus.kernels.tiles import load_rows, logits, lower_norms, normalisers, single
 
-#: Rows, columns and stages of tiles in half precision, up to 64 channels, for benchmarks/kernel_tiles.py to try.
-TILES = {"rows": (64, 64, 3), "columns": (64, 64, 3)}
+#: Rows, columns, warps, stages and, if limited, registers per thread in half precision, up to 64 channels, each up to
+#: so many keys, in rising order; chosen with benchmarks/kernel_tiles.py.
+TILES: dict[str, dict[int, tuple[int, ...]]] = {
+    "rows": {1 << 31: (64, 64, 4, 3)},
+    "columns": {1 << 31: (64, 64, 4, 3)},
+}
 #: Columns per iteration of a program of the last pass.
 _COLUMNS = 1024
 
@@ -331,13 +335,12 @@ def statistics(
     given_sizes = (width, query.element_size(), queries, keys, bias is not None, available(device))
     by_row, by_column = block_settings("rows", *given_sizes), block_settings("columns", *given_sizes)
     turned = bias_strides[:2] + bias_strides[:1:-1]
-    # All accumulators, zeroed in one launch.
-    zeros = torch.zeros(batch * heads * (2 * reach + keys), dtype=torch.float32, device=device)
-    entropies, squares, received = zeros.split([batch * heads * reach] * 2 + [batch * heads * keys])
-    rest = torch.empty(batch * (3 * reach + 4 * keys + 2 * heads), dtype=torch.float32, device=device)
-    lengths, distances, units, totals = rest.split(
-        [2 * batch * reach, batch * reach, 4 * batch * keys, 2 * batch * heads]
-    )
+    # All accumulators, zeroed in one launch; and lengths, of which one pass may read more rows than the other writes.
+    pairs = batch * heads
+    zeros = torch.zeros(2 * (pairs + batch) * reach + pairs * keys, dtype=torch.float32, device=device)
+    entropies, squares, lengths, received = zeros.split([pairs * reach] * 2 + [2 * batch * reach, pairs * keys])
+    rest = torch.empty(batch * (reach + 4 * keys) + 2 * pairs, dtype=torch.float32, device=device)
+    distances, units, totals = rest.split([batch * reach, 4 * batch * keys, 2 * pairs])
     entropy = torch.empty(batch, heads, queries, dtype=torch.float32, device=device)
     numbers = torch.empty(len(Numbers._fields), batch, heads, dtype=torch.float32, device=device)
     sizes, bound, places, last = (heads, queries, keys, reach), threshold / keys, _places(sides), _last(queries, keys)
@@ -346,7 +349,7 @@ def statistics(
         query, key, norms, given, entropies, squares, lengths, distances, scale, bound, *sizes, *places,
         query_strides, key_strides, bias_strides, **by_row, PLACED=bool(sides),
     )  # fmt: skip
-    head_pass[(batch * heads,)](squares, totals, queries, reach, **last)
+    head_pass[(pairs,)](squares, totals, queries, reach, **last)
     column_pass[batch, -(-keys // by_column["BN"])](
         query, key, norms, given, lengths, totals, received, units, scale, bound, *sizes, query_strides, key_strides,
         turned, **by_column,
@@ -399,11 +402,13 @@ def block_settings(
 ) -> dict[str, Any]:
     """Compile-time arguments of a pass: "rows" or "columns" of one map, or a "pair" of maps."""
     rows, cols, stages = row_tiles(width, item, queries, keys, space, maps=2 if kind == "pair" else 1)
+    launch = {"num_warps": 4, "num_stages": stages}
     if kind in TILES and item == 2 and width <= 64:
-        most_rows, most_cols, stages = TILES[kind]
-        rows, cols = min(most_rows, padded(queries)), min(most_cols, padded(keys))
-    sizes: dict[str, Any] = {"D": width, "DP": padded(width), "BM": rows, "BN": cols, "HAS_BIAS": biased}
-    return sizes | {"num_warps": 4, "num_stages": stages}
+        most_rows, most_cols, *how = next(tile for most, tile in TILES[kind].items() if keys <= most)
+        if (how[1] + 1) * item * padded(width) * (most_rows + most_cols) + 4 * most_rows * most_cols <= space:
+            rows, cols = min(most_rows, padded(queries)), min(most_cols, padded(keys))
+            launch = dict(zip(("num_warps", "num_stages", "maxnreg"), how, strict=False))
+    return {"D": width, "DP": padded(width), "BM": rows, "BN": cols, "HAS_BIAS": biased} | launch
 
 
 @cache
