@@ -24,8 +24,8 @@ import torch
 from step_cost import MODELS, kernel_times
 
 from vitfocus.kernels.diversity import op as diversity_op
-from vitfocus.kernels.pooling import triton as pooling
-from vitfocus.kernels.pooling.op import mix_dilated, predict_hidden
+from vitfocus.kernels.pooling import mixing
+from vitfocus.kernels.pooling.op import pool_tokens
 from vitfocus.kernels.shared_memory import LARGE
 from vitfocus.kernels.statistics import triton as statistics_kernels
 
@@ -58,10 +58,11 @@ STATISTICS: dict[str, list[tuple[int, ...]]] = {
         *((128, 128, 8, 2), (128, 64, 8, 2), (128, 64, 4, 2), (64, 32, 4, 3), (64, 64, 4, 3, 128), (64, 64, 8, 3)),
     ],
 }
-#: Channels at a time, chunks of them, warps, stages.
+#: Patches, channels at a time, warps, stages; of `mix`, the first is in use for N=197 and the second for N=1025.
 POOLING = {
-    "forward": [(128, 3, 8, 3), (64, 3, 8, 3), (64, 6, 8, 3), (64, 3, 8, 2)],
-    "backward": [(64, 3, 4, 3), (64, 3, 8, 3), (128, 2, 8, 3), (64, 3, 8, 2)],
+    "mix": [(64, 128, 8, 2), (64, 64, 8, 2), (64, 64, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3)],
+    "unmix": [(64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 8, 2), (64, 64, 8, 3), (64, 128, 8, 2)],
+    "score": [(64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 4), (64, 64, 8, 2)],
 }
 #: The kernels whose settings these are. The joint gradient replaces both others.
 SHOWN = {
@@ -73,8 +74,9 @@ SHOWN = {
     "joint": ("joint_gradient",),
     "rows": ("row_pass",),
     "columns": ("column_pass",),
-    "forward": ("mix_forward", "mixing_weights"),
-    "backward": ("mix_backward",),
+    "mix": ("mix",),  # of both directions
+    "unmix": ("mix",),
+    "score": ("score_gradient",),
 }
 CHOICES = DIVERSITY | MAPS | STATISTICS | POOLING
 #: What the numbers of a choice are; the last one may be absent.
@@ -134,17 +136,18 @@ def pooling_times(count: int, kind: str, choice: tuple[int, ...]) -> dict[str, f
     pixels, batch = MODELS["deit_s"][3][count]
     draw = partial(torch.randn, device="cuda", dtype=torch.bfloat16)
     tokens, first = draw(batch, count, 384).requires_grad_(), draw(4, 384, 3, 3).float()
-    second, sizes = draw(4, 4, 3, 3).float(), pooling.block_sizes
-    pooling.block_sizes = lambda which, *rest: choice if which == kind else sizes(which, *rest)  # type: ignore
+    second, sizes = draw(4, 4, 3, 3).float(), mixing.tile_sizes
+    norm = (torch.ones(4, device="cuda"), torch.zeros(4, device="cuda"), 1e-5)
+    mixing.tile_sizes = lambda which, *rest: choice if which == kind else sizes(which, *rest)  # type: ignore
 
     def call() -> None:
-        mixed = mix_dilated(tokens, predict_hidden(tokens, first, (pixels // 16, pixels // 16)), second)
+        mixed, _ = pool_tokens(tokens, first, norm, second, (pixels // 16, pixels // 16))
         mixed.backward(mixed.detach())
 
     try:
         return kernel_times(call)
     finally:
-        pooling.block_sizes = sizes
+        mixing.tile_sizes = sizes
 
 
 def measure(count: int, kind: str, choice: tuple[int, ...]) -> dict[str, float]:

@@ -306,7 +306,7 @@ def prepare_kernels(count: int) -> Callable[[], dict[str, Any]]:
     """The operations alone at one of DeiT-S's sizes, forward and backward: microseconds by kernel."""
     from vitfocus.kernels.context.op import share_mean
     from vitfocus.kernels.diversity.op import diversity
-    from vitfocus.kernels.pooling.op import mix_dilated, predict_hidden
+    from vitfocus.kernels.pooling.op import pool_tokens
 
     pixels, batch = MODELS["deit_s"][3][count]
     side = pixels // 16
@@ -318,6 +318,7 @@ def prepare_kernels(count: int) -> Callable[[], dict[str, Any]]:
     lse = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, scale=0.125)[1].detach()
     tokens = draw(batch, count, 384).requires_grad_()
     first, second = draw(4, 384, 3, 3).float().requires_grad_(), draw(4, 4, 3, 3).float().requires_grad_()
+    scale, shift = torch.ones(4, device="cuda").requires_grad_(), torch.zeros(4, device="cuda").requires_grad_()
 
     def attend() -> None:
         F.scaled_dot_product_attention(query, key, value).sum().backward()
@@ -326,8 +327,7 @@ def prepare_kernels(count: int) -> Callable[[], dict[str, Any]]:
         diversity(query, key, scale=0.125, lse=lse).backward()
 
     def pool() -> None:
-        hidden = predict_hidden(tokens, first, (side, side))
-        mixed = mix_dilated(tokens, hidden, second)
+        mixed, _ = pool_tokens(tokens, first, (scale, shift, 1e-5), second, (side, side))
         mixed.backward(mixed.detach())
 
     def share() -> None:

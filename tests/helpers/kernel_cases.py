@@ -14,7 +14,7 @@ from vitfocus.kernels.context.reference import broadcast_mean, broadcast_scaled,
 from vitfocus.kernels.diversity.op import diversity
 from vitfocus.kernels.diversity.reference import row_similarity
 from vitfocus.kernels.diversity.with_attention import attention_with_diversity
-from vitfocus.kernels.pooling.op import mix_dilated, predict_hidden
+from vitfocus.kernels.pooling.op import mix_dilated, pool_tokens, predict_hidden
 from vitfocus.kernels.pooling.reference import dilated_mean, mix_poolings
 
 #: Largest relative error of (loss or output, gradients), by the dtype of the inputs. Sums are in float32 everywhere;
@@ -166,31 +166,68 @@ class Pooling:
 
 def check_pooling(case: Pooling, seed: int = 0, device: str = "cpu") -> None:
     """Both halves of the pooling, without a norm between them, and all gradients, against the reference in float64."""
-    draw = torch.Generator().manual_seed(seed)
-    height, width = case.grid
-    count, branches, channels = case.prefix + height * width, case.branches, case.channels
-
-    def made(*shape: int, spread: float = 1.0) -> Tensor:
-        return torch.randn(shape, generator=draw) * spread
-
-    tokens = made(case.batch, count, channels).to(device, case.dtype).requires_grad_()
-    first = made(branches, channels, 3, 3, spread=(9 * channels) ** -0.5).to(device, case.dtype).float()
-    second = made(branches, branches, 3, 3).to(device)
-    given = [tokens, first.requires_grad_(), second.requires_grad_()]
-    slope = made(case.batch, count, channels).to(device, case.dtype)
-    exact = [one.detach().double().requires_grad_() for one in given]
-    image = exact[0][:, case.prefix :].mT.unflatten(2, case.grid)
-    scores = F.conv2d(F.conv2d(image, exact[1], padding=1), exact[2], padding=1)
-    mixed = mix_poolings(image, scores.softmax(1), dilated_mean).flatten(2).mT
-    expected = torch.cat((exact[0][:, : case.prefix], mixed), dim=1)
+    given, slope = pooling_inputs(case, seed, device)
+    tokens, first, second = given[:3]
+    exact = [one.detach().double().requires_grad_() for one in given[:3]]
+    expected = pool_exactly(exact, case)
     got = mix_dilated(tokens, predict_hidden(tokens, first, case.grid), second)
     assert torch.equal(got[:, : case.prefix], tokens[:, : case.prefix])
-    near = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[case.dtype]
-    gradients = torch.autograd.grad(got, given, slope)
+    near = POOLING_TOLERANCES[case.dtype]
+    gradients = torch.autograd.grad(got, given[:3], slope)
     correct = torch.autograd.grad(expected, exact, slope.double())
     names = ("output", "tokens' gradient", "first convolution's gradient", "second convolution's gradient")
     for name, mine, theirs in zip(names, (got, *gradients), (expected, *correct), strict=True):
         compare(name, mine, theirs, near, at_least=1e-5)
+
+
+def check_pooling_with_norm(case: Pooling, seed: int = 0, device: str = "cpu") -> None:
+    """The whole pooling with its batch norm, its statistics and all gradients, against the reference in float64."""
+    given, slope = pooling_inputs(case, seed, device)
+    tokens, first, second, gamma, beta = given
+    exact = [one.detach().double().requires_grad_() for one in given]
+    expected = pool_exactly(exact, case)
+    got, statistics = pool_tokens(tokens, first, (gamma, beta, 1e-3), second, case.grid)
+    assert torch.equal(got[:, : case.prefix], tokens[:, : case.prefix])
+    hidden = F.conv2d(exact[0][:, case.prefix :].mT.unflatten(2, case.grid), exact[1], padding=1)
+    near = POOLING_TOLERANCES[case.dtype]
+    compare("mean", statistics[0], hidden.mean((0, 2, 3)), near, at_least=1e-2 * near)
+    compare("variance", statistics[1], hidden.var((0, 2, 3), correction=0), near, at_least=1e-6)
+    gradients = torch.autograd.grad(got, given, slope)
+    correct = torch.autograd.grad(expected, exact, slope.double())
+    names = ("output", "tokens' gradient", "first's gradient", "second's gradient", "gamma's", "beta's")
+    for name, mine, theirs in zip(names, (got, *gradients), (expected, *correct), strict=True):
+        assert mine.dtype == (case.dtype if name in names[:2] else torch.float32)
+        compare(name, mine, theirs, 2 * near, at_least=1e-5 + near * float(slope.norm()) / 100)
+
+
+#: Largest relative error of the pooling and of its gradients.
+POOLING_TOLERANCES = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+def pooling_inputs(case: Pooling, seed: int, device: str) -> tuple[list[Tensor], Tensor]:
+    """Tokens, both convolutions, and the norm's weight and bias; and a gradient of the output."""
+    draw = torch.Generator().manual_seed(seed)
+    count, branches, channels = case.prefix + case.grid[0] * case.grid[1], case.branches, case.channels
+
+    def made(*shape: int, spread: float = 1.0) -> Tensor:
+        return torch.randn(shape, generator=draw) * spread
+
+    tokens = made(case.batch, count, channels).to(device, case.dtype)
+    first = made(branches, channels, 3, 3, spread=(9 * channels) ** -0.5).to(device, case.dtype).float()
+    second = made(branches, branches, 3, 3).to(device)
+    slope = made(case.batch, count, channels).to(device, case.dtype)
+    norm = [(1 + made(branches, spread=0.2)).to(device), made(branches).to(device)]
+    return [one.requires_grad_() for one in (tokens, first, second, *norm)], slope
+
+
+def pool_exactly(exact: list[Tensor], case: Pooling) -> Tensor:
+    """The reference, with a batch norm if its weight and bias are given."""
+    image = exact[0][:, case.prefix :].mT.unflatten(2, case.grid)
+    hidden = F.conv2d(image, exact[1], padding=1)
+    if len(exact) > 3:
+        hidden = F.batch_norm(hidden, None, None, exact[3], exact[4], training=True, eps=1e-3)
+    mixed = mix_poolings(image, F.conv2d(hidden, exact[2], padding=1).softmax(1), dilated_mean).flatten(2).mT
+    return torch.cat((exact[0][:, : case.prefix], mixed), dim=1)
 
 
 def check_context(

@@ -93,6 +93,7 @@ def compiler(request: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> It
 
     from vitfocus.kernels import tiles
     from vitfocus.kernels.diversity import op as diversity_op
+    from vitfocus.kernels.pooling import mixing
     from vitfocus.kernels.statistics import triton as statistics_kernels
 
     made = Compiler(*request.param) if isinstance(request.param, tuple) else Compiler(request.param)
@@ -100,7 +101,7 @@ def compiler(request: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> It
         monkeypatch.setattr(CUDABackend, "make_cubin", lambda *_: b"not assembled")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(JITFunction, "run", lambda self, *args, **keywords: made.run(self, *args, **keywords))
-    for launch in (diversity_op, statistics_kernels, tiles):
+    for launch in (diversity_op, statistics_kernels, tiles, mixing):
         monkeypatch.setattr(launch, "available", lambda device: made.shared)
     yield made
 
@@ -162,14 +163,13 @@ def joined_attention(count: int, dtype: torch.dtype) -> None:
         with_attention.launch_gradients(query.transpose(1, 2), torch.ones(()), *tensors, options, tuple(saved))
 
 
-def pooling(dtype: torch.dtype, branches: int = 4, channels: int = 64) -> None:
-    from vitfocus.kernels.pooling import triton as fused
+def pooling(dtype: torch.dtype, branches: int = 4, channels: int = 64, side: int = 7) -> None:
+    """All that a training step launches, with and without the norm."""
+    from vitfocus.kernels.pooling import op
 
-    tokens, second = torch.randn(2, 50, channels, dtype=dtype), torch.randn(branches, branches, 3, 3)
-    hidden = fused.gather(torch.randn(2, 50, -(-9 * branches // 8) * 8, dtype=dtype), (7, 7), branches)
-    fused.scatter(hidden, (7, 7), 50, -(-9 * branches // 8) * 8, dtype)
-    weights = fused.forward(tokens, hidden, second, (7, 7))[1]
-    fused.backward(tokens, tokens, hidden, second, weights, (7, 7))
+    tokens, first = torch.randn(2, side**2 + 1, channels, dtype=dtype), torch.randn(branches, channels, 3, 3)
+    for launch in (op._launch_whole, op._launch_parts):
+        launch(tokens, first.requires_grad_(), (side, side))
 
 
 def context(dtype: torch.dtype) -> None:
@@ -210,7 +210,7 @@ CASES: dict[str, tuple[Callable[..., None], tuple[Any, ...], set[str]]] = {
     "pooling": (
         pooling,
         (HALF,),
-        {"gather_taps", "scatter_taps", "mixing_weights", "mix_forward", "mix_backward", "score_backward"},
+        {"gather_taps", "scatter_taps", "mixing_weights", "mix", "score_gradient", "score_backward"},
     ),
     "context": (context, (SINGLE,), {"share_mean_kernel", "block_sums"}),
     "statistics": (
@@ -225,8 +225,6 @@ CASES: dict[str, tuple[Callable[..., None], tuple[Any, ...], set[str]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_compile(name: str, compiler: Compiler) -> None:
     call, arguments, kernels = CASES[name]
-    if call is pooling and compiler.real == "fp64":
-        pytest.skip("has no float arguments")
     call(*arguments)
     assert kernels <= set(compiler.compiled)
 
@@ -248,12 +246,12 @@ WRITTEN = {
     "diversity.unit_pass_alone": {"along", "towards", "unit_sums"},
     "kernels.log_sum_exp": {"out"},
     "kernels.lower_kernel": {"norms"},
-    "pooling.gather_taps": {"hidden"},
-    "pooling.mix_backward": {"score_gradient", "token_gradient"},
-    "pooling.mix_forward": {"out"},
-    "pooling.mixing_weights": {"weights"},
-    "pooling.scatter_taps": {"spread"},
-    "pooling.score_backward": {"hidden_gradient", "weight_gradient"},
+    "pooling.gather_taps": {"hidden", "partial"},
+    "pooling.mix": {"out"},
+    "pooling.mixing_weights": {"weights", "statistics"},
+    "pooling.scatter_taps": {"spread", "totals"},
+    "pooling.score_backward": {"hidden_gradient", "sums"},
+    "pooling.score_gradient": {"made"},
 }
 
 
@@ -266,6 +264,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
 
     from vitfocus.kernels import tiles
     from vitfocus.kernels.diversity import op as diversity_op
+    from vitfocus.kernels.pooling import mixing
     from vitfocus.kernels.statistics import triton as statistics_kernels
 
     class Driver:
@@ -287,7 +286,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
 
     monkeypatch.setattr(triton.runtime.driver, "_active", Driver(), raising=False)
     monkeypatch.setattr("triton.runtime.jit.JITFunction.run", run)
-    for launch in (diversity_op, statistics_kernels, tiles):
+    for launch in (diversity_op, statistics_kernels, tiles, mixing):
         monkeypatch.setattr(launch, "available", lambda device: SHARED[90])
     return found
 
@@ -358,7 +357,7 @@ def test_wide_heads_fit_where_there_is_least_shared_memory(compiler: Compiler, t
     pooling(HALF, 4, 768)
     context(HALF)
     names = {"mean_pass", "key_gradient", "query_gradient", "bias_gradient", "row_pass", "column_pass", "pair_pass"}
-    assert names | {"mix_forward", "mix_backward", "share_mean_kernel"} <= set(taken)
+    assert names | {"mix", "score_gradient", "share_mean_kernel"} <= set(taken)
     assert max(taken.values()) <= compiler.shared, taken
 
 
@@ -394,10 +393,10 @@ def test_statistics_fit_into_shared_memory(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compiler", [80, 89, 90], indirect=True, ids=["sm80", "sm89", "sm90"])
-@pytest.mark.parametrize(("branches", "channels"), [(1, 96), (4, 384), (8, 768)])
+@pytest.mark.parametrize(("branches", "channels", "side"), [(1, 96, 7), (4, 384, 14), (4, 192, 32), (8, 768, 32)])
 @pytest.mark.parametrize("dtype", TYPED.values(), ids=TYPED)
 def test_pooling_fits_into_shared_memory(
-    dtype: torch.dtype, branches: int, channels: int, compiler: Compiler, taken: dict[str, int]
+    dtype: torch.dtype, branches: int, channels: int, side: int, compiler: Compiler, taken: dict[str, int]
 ) -> None:
-    pooling(dtype, branches, channels)
+    pooling(dtype, branches, channels, side)
     assert max(taken.values()) <= compiler.shared, taken

@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 import timm
 import torch
-from helpers.kernel_cases import Attention, Pooling, check_attention, check_context, check_joined, check_pooling
+from helpers.kernel_cases import (
+    Attention,
+    Pooling,
+    check_attention,
+    check_context,
+    check_joined,
+    check_pooling,
+    check_pooling_with_norm,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -118,6 +126,7 @@ POOLING = [
 @pytest.mark.parametrize("case", POOLING, ids=lambda case: case.name)
 def test_pooling(case: Pooling) -> None:
     check_pooling(case, seed=len(case.name), device="cuda")
+    check_pooling_with_norm(case, seed=len(case.name), device="cuda")
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
@@ -296,10 +305,10 @@ def test_a_whole_step_is_captured_and_replayed() -> None:
 
 def test_kernels_are_chosen_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
     from vitfocus.kernels.diversity import op as diversity_op
-    from vitfocus.kernels.pooling import triton as pooling
+    from vitfocus.kernels.pooling import mixing
 
     calls = []
-    for module, name in ((diversity_op, "launch_forward"), (diversity_op, "launch_backward"), (pooling, "forward")):
+    for module, name in ((diversity_op, "launch_forward"), (diversity_op, "launch_backward"), (mixing, "mix_tokens")):
         original = getattr(module, name)
 
         def spy(*args: Any, _original: Any = original, _label: Any = (module.__name__, name)) -> Any:

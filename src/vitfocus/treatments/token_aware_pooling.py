@@ -10,7 +10,7 @@ Table 1 are here as baselines.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from vitfocus.kernels.pooling.op import (
     MOST_PATCHES,
     mix_by_matrix,
     mix_dilated,
+    pool_tokens,
     predict_by_product,
     predict_hidden,
 )
@@ -171,6 +172,11 @@ class DilationPredictor(TokenPooling):
             return mix_by_matrix(flat, second(hidden).softmax(dim=1)).view(tokens.shape)
         if torch.is_autocast_enabled("cuda"):  # once, for the predictor's product and for the mixing
             flat = flat.to(torch.get_autocast_dtype("cuda"))
+        if _normalises_by_batch(norm, flat.shape[0] * rows * columns):
+            affine = (norm.weight, norm.bias, norm.eps)
+            pooled, statistics = pool_tokens(flat, first.weight, affine, second.weight, (rows, columns))
+            _track(norm, statistics, flat.shape[0] * rows * columns)
+            return pooled.view(tokens.shape)
         hidden = norm(predict_hidden(flat, first.weight, (rows, columns)))
         return mix_dilated(flat, hidden, second.weight).view(tokens.shape)
 
@@ -196,6 +202,27 @@ def fits_kernel(tokens: Tensor, layout: str, branches: int) -> bool:
     if layout == "BCHW" or branches > MOST_BRANCHES or exporting():
         return False
     return chosen(tokens) == "triton"
+
+
+def _normalises_by_batch(norm: nn.Module, count: int) -> TypeGuard[nn.BatchNorm2d]:
+    """Whether the norm is a plain batch norm that normalises by the statistics of this process's batch, and no more."""
+    if not isinstance(norm, nn.BatchNorm2d) or type(norm) not in (nn.BatchNorm2d, SharedBatchNorm2d):
+        return False
+    several = torch.distributed.is_available() and torch.distributed.is_initialized()
+    hooked = norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks
+    learned = norm.training and norm.affine and norm.momentum is not None and norm.weight.dtype == torch.float32
+    alone = not (several and torch.distributed.get_world_size() > 1)
+    return learned and alone and count > 1 and not hooked and "forward" not in norm.__dict__
+
+
+@torch.no_grad()
+def _track(norm: nn.BatchNorm2d, statistics: Tensor, count: int) -> None:
+    """Update the running statistics as the norm would."""
+    mean, variance, momentum = norm.running_mean, norm.running_var, norm.momentum
+    if mean is not None and variance is not None and norm.num_batches_tracked is not None and momentum is not None:
+        norm.num_batches_tracked.add_(1)
+        mean.lerp_(statistics[0], momentum)
+        variance.lerp_(statistics[1] * (count / (count - 1)), momentum)
 
 
 class FixedPooling(TokenPooling):

@@ -1,11 +1,13 @@
 """Token-aware Average Pooling on tokens (B, N, C), without a copy into an image.
 
-`predict_hidden` and `mix_dilated` are the parts before and after the predictor's norm, as Triton kernels;
-torch.compile traces into both. `predict_by_product` and `mix_by_matrix` are the same in plain torch, for small grids.
+`pool_tokens` is the whole operation as Triton kernels, including a batch norm that normalises by the batch. If the norm
+is another module, `predict_hidden` and `mix_dilated` are the parts before and after it. torch.compile traces into all
+three. `predict_by_product` and `mix_by_matrix` are the two parts in plain torch, for small grids.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
@@ -25,6 +27,20 @@ from vitfocus.kernels.pooling.reference import dilated_mean, mix_poolings
 MOST_PATCHES = 256
 
 
+def pool_tokens(
+    tokens: Tensor, first: Tensor, norm: tuple[Tensor, Tensor, float], second: Tensor, grid: tuple[int, int]
+) -> tuple[Tensor, Tensor]:
+    """Pool tokens (B, N, C) with the predictor conv(first) → batch norm → conv(second).
+
+    `norm` has the batch norm's weight, bias and eps. The patches are the last H·W tokens; others pass through. The
+    second result are the mean and the biased variance of the values that were normalised, (2, K).
+    """
+    tokens = tokens.contiguous()
+    _prepare(tokens, first, grid, _launch_whole)
+    made: tuple[Tensor, Tensor] = _Pool.apply(tokens, first, *norm[:2], second.contiguous(), norm[2], *grid)
+    return made
+
+
 def predict_hidden(tokens: Tensor, first: Tensor, grid: tuple[int, int]) -> Tensor:
     """The predictor's first convolution, `first` (K, C, 3, 3), on the last H·W of the tokens (B, N, C): (B, K, H, W).
 
@@ -32,9 +48,7 @@ def predict_hidden(tokens: Tensor, first: Tensor, grid: tuple[int, int]) -> Tens
     once, without a copy. cuDNN's convolution would need them as an image and pad the output to eight channels.
     """
     tokens = tokens.contiguous()
-    if not torch.compiler.is_compiling() and type(tokens) is Tensor:
-        key = (tokens.shape, tokens.dtype, first.shape, first.dtype, grid, first.requires_grad)
-        compile_together(tokens.device, key, partial(_launch_all, tokens, first, grid))
+    _prepare(tokens, first, grid, _launch_parts)
     hidden: Tensor = _Predict.apply(tokens, first, *grid)
     return hidden.unflatten(1, grid).permute(0, 3, 1, 2)
 
@@ -80,18 +94,37 @@ def mix_by_matrix(tokens: Tensor, weights: Tensor) -> Tensor:
     return torch.cat((tokens[:, :prefix], mixed), dim=1) if prefix else mixed
 
 
-def _launch_all(tokens: Tensor, first: Tensor, grid: tuple[int, int]) -> None:
-    """Run both functions forward and backward, to collect the kernels that they launch."""
-    from vitfocus.kernels.pooling import triton as fused
+def _prepare(
+    tokens: Tensor, first: Tensor, grid: tuple[int, int], launch: Callable[[Tensor, Tensor, tuple[int, int]], None]
+) -> None:
+    """Before the first eager launch with these sizes, compile all kernels of both directions in parallel."""
+    if not torch.compiler.is_compiling() and type(tokens) is Tensor:
+        key = (tokens.shape, tokens.dtype, first.shape, first.dtype, grid, first.requires_grad, launch)
+        compile_together(tokens.device, key, partial(launch, tokens, first, grid))
 
-    branches = first.shape[0]
-    rows = _matrix_rows(branches)
-    second = first.new_empty(branches, branches, 3, 3)
-    hidden = fused.gather(tokens.new_empty(*tokens.shape[:2], rows), grid, branches)
-    _, weights = fused.forward(tokens, hidden, second, grid)
+
+def _launch_whole(tokens: Tensor, first: Tensor, grid: tuple[int, int]) -> None:
+    """Run `_Pool` forward and backward, to collect the kernels that it launches."""
+    vector, second = first.new_empty(first.shape[0]), first.new_empty(first.shape[0], first.shape[0], 3, 3)
+    mixed, *kept = _forward(tokens, first, (vector, vector, 1e-5), second, grid)
     if first.requires_grad:
-        fused.backward(tokens, tokens, hidden, second, weights, grid)
-        fused.scatter(hidden, grid, tokens.shape[1], rows, tokens.dtype)
+        _backward(mixed, tokens, kept, first, (vector, vector, 1e-5), second, grid)
+
+
+def _launch_parts(tokens: Tensor, first: Tensor, grid: tuple[int, int]) -> None:
+    """Run `_Predict` and `_Mix` forward and backward, to collect the kernels that they launch."""
+    from vitfocus.kernels.pooling import mixing, predictor
+
+    branches, rows = first.shape[0], _matrix_rows(first.shape[0])
+    second = first.new_empty(branches, branches, 3, 3)
+    hidden, _ = predictor.gather(tokens.new_empty(*tokens.shape[:2], rows), grid, branches)
+    weights, _ = predictor.weigh(hidden, second, grid)
+    mixing.mix_tokens(tokens, weights, grid)
+    if first.requires_grad:
+        scores = mixing.score_gradients(tokens, tokens, weights, grid)
+        predictor.unweigh(scores, hidden, second, grid)
+        mixing.unmix_gradient(tokens, weights, grid)
+        predictor.scatter(hidden, hidden, None, grid, tokens.shape[1], rows, tokens.dtype)
 
 
 def _matrix_rows(branches: int) -> int:
@@ -134,50 +167,133 @@ def _mix_by_pooling(tokens: Tensor, hidden: Tensor, second: Tensor, grid: tuple[
     return torch.cat((tokens[:, : tokens.shape[1] - grid[0] * grid[1]], mixed.to(tokens.dtype)), dim=1)
 
 
+def _pool_plainly(
+    tokens: Tensor, first: Tensor, gamma: Tensor, beta: Tensor, second: Tensor, eps: float, grid: tuple[int, int]
+) -> Tensor:
+    """What `_Pool` computes, in plain torch."""
+    hidden = F.conv2d(_image(tokens, grid).to(torch.float32), first.to(torch.float32), padding=1)
+    hidden = F.batch_norm(hidden, None, None, gamma, beta, True, 0.0, eps)
+    return _mix_by_pooling(tokens, hidden.flatten(2).mT, second, grid)
+
+
+def _matrix(first: Tensor, dtype: torch.dtype) -> Tensor:
+    """The first convolution's weights (K, C, 3, 3) as (9·K, C), a row for each position and branch, and rows of 0."""
+    branches = first.shape[0]
+    rows = first.permute(2, 3, 0, 1).flatten(0, 2).to(dtype)
+    return F.pad(rows, (0, 0, 0, _matrix_rows(branches) - 9 * branches))
+
+
+def _first_gradient(slope: Tensor, tokens: Tensor, first: Tensor) -> Tensor:
+    """The gradient of `first` from that of what tokens contribute to their neighbours, (B, N, P)."""
+    branches, channels = first.shape[:2]
+    made = (slope.flatten(0, 1).mT @ tokens.flatten(0, 1))[: 9 * branches]
+    return made.view(3, 3, branches, channels).permute(2, 3, 0, 1).to(first.dtype)
+
+
+def _second_gradient(totals: Tensor, second: Tensor) -> Tensor:
+    """The gradient of `second` from the totals of the kernels."""
+    branches = second.shape[0]
+    made = totals[: 9 * branches**2].view(branches, 9, branches).mT.reshape(second.shape)
+    return made.to(second.dtype)
+
+
+def _forward(
+    tokens: Tensor, first: Tensor, norm: tuple[Tensor, Tensor, float], second: Tensor, grid: tuple[int, int]
+) -> tuple[Tensor, ...]:
+    """Mixed tokens, then what the backward pass needs: statistics, matrix, hidden values and weights."""
+    from vitfocus.kernels.pooling import mixing, predictor
+
+    matrix = _matrix(first, tokens.dtype)
+    hidden, parts = predictor.gather(tokens @ matrix.mT, grid, first.shape[0], True)
+    weights, statistics = predictor.weigh(hidden, second, grid, (parts, *norm))
+    return mixing.mix_tokens(tokens, weights, grid), statistics, matrix, hidden, weights
+
+
+def _backward(
+    gradient: Tensor, tokens: Tensor, kept: list[Tensor], first: Tensor, norm: tuple[Tensor, Tensor, float],
+    second: Tensor, grid: tuple[int, int],
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Gradients of tokens, of `first`, of the norm's weight and bias, and of `second`."""
+    from vitfocus.kernels.pooling import mixing, predictor
+
+    statistics, matrix, hidden, weights = kept
+    rows, branches = matrix.shape[0], first.shape[0]
+    scores = mixing.score_gradients(gradient, tokens, weights, grid)
+    normed, sums = predictor.unweigh(scores, hidden, second, grid, (statistics, *norm))
+    through = (statistics, norm[0], norm[2])
+    slope, totals = predictor.scatter(normed, hidden, sums, grid, tokens.shape[1], rows, tokens.dtype, through)
+    made = mixing.unmix_gradient(gradient, weights, grid, slope, matrix)
+    shift, scale = totals[9 * branches**2 :].chunk(2)
+    return made, _first_gradient(slope, tokens, first), scale, shift, _second_gradient(totals, second)
+
+
+class _Pool(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tokens: Tensor, first: Tensor, gamma: Tensor, beta: Tensor, second: Tensor, eps: float, height: int,
+        width: int,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        mixed, *kept = _forward(tokens, first, (gamma, beta, eps), second, (height, width))
+        ctx.eps, ctx.grid = eps, (height, width)
+        ctx.save_for_backward(tokens, first, gamma, beta, second, *kept)
+        ctx.mark_non_differentiable(kept[0])
+        return mixed, kept[0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Any, ...]:
+        tokens, first, gamma, beta, second, *kept = ctx.saved_tensors
+        if wants_second_derivative():
+            plain = partial(_pool_plainly, eps=ctx.eps, grid=ctx.grid)
+            made = differentiable_gradients(plain, (tokens, first, gamma, beta, second), gradient)
+        else:
+            norm = (gamma, beta, ctx.eps)
+            made = _backward(gradient.contiguous(), tokens, kept, first, norm, second, ctx.grid)
+        return *made, None, None, None
+
+
 class _Predict(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, first: Tensor, height: int, width: int) -> Tensor:
-        from vitfocus.kernels.pooling import triton as fused
+        from vitfocus.kernels.pooling import predictor
 
-        branches, channels = first.shape[:2]
-        matrix = tokens.new_zeros(_matrix_rows(branches), channels)
-        matrix[: 9 * branches].view(3, 3, branches, channels).copy_(first.permute(2, 3, 0, 1))
+        matrix = _matrix(first, tokens.dtype)
         ctx.grid = (height, width)
         ctx.save_for_backward(tokens, matrix, first)
-        return fused.gather(tokens @ matrix.mT, (height, width), branches)
+        return predictor.gather(tokens @ matrix.mT, (height, width), first.shape[0])[0]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        from vitfocus.kernels.pooling import triton as fused
+        from vitfocus.kernels.pooling import predictor
 
         tokens, matrix, first = ctx.saved_tensors
         if wants_second_derivative():
             plain = partial(_predict_by_convolution, grid=ctx.grid)
             return *differentiable_gradients(plain, (tokens, first), gradient), None, None
-        branches, (rows, channels) = gradient.shape[2], matrix.shape
-        slope = fused.scatter(gradient.contiguous(), ctx.grid, tokens.shape[1], rows, tokens.dtype)
-        weights = (slope.flatten(0, 1).mT @ tokens.flatten(0, 1))[: 9 * branches]
-        weights = weights.view(3, 3, branches, channels).permute(2, 3, 0, 1).to(first.dtype)
-        return slope @ matrix, weights, None, None
+        gradient = gradient.contiguous()
+        slope, _ = predictor.scatter(gradient, gradient, None, ctx.grid, tokens.shape[1], matrix.shape[0], tokens.dtype)
+        return slope @ matrix, _first_gradient(slope, tokens, first), None, None
 
 
 class _Mix(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, hidden: Tensor, second: Tensor, height: int, width: int) -> Tensor:
-        from vitfocus.kernels.pooling import triton as fused
+        from vitfocus.kernels.pooling import mixing, predictor
 
-        mixed, weights = fused.forward(tokens, hidden, second, (height, width))
+        weights, _ = predictor.weigh(hidden, second, (height, width))
         ctx.grid = (height, width)
         ctx.save_for_backward(tokens, hidden, second, weights)
-        return mixed
+        return mixing.mix_tokens(tokens, weights, ctx.grid)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        from vitfocus.kernels.pooling import triton as fused
+        from vitfocus.kernels.pooling import mixing, predictor
 
         tokens, hidden, second, weights = ctx.saved_tensors
         if wants_second_derivative():
             plain = partial(_mix_by_pooling, grid=ctx.grid)
             return *differentiable_gradients(plain, (tokens, hidden, second), gradient), None, None
-        made = fused.backward(gradient.contiguous(), tokens, hidden, second, weights, ctx.grid)
-        return made[0], made[1].to(hidden.dtype), made[2].to(second.dtype), None, None
+        gradient = gradient.contiguous()
+        scores = mixing.score_gradients(gradient, tokens, weights, ctx.grid)
+        made, sums = predictor.unweigh(scores, hidden, second, ctx.grid)
+        back = mixing.unmix_gradient(gradient, weights, ctx.grid)
+        return back, made.to(hidden.dtype), _second_gradient(sums.sum(dim=0), second), None, None
