@@ -99,9 +99,10 @@ def _measured(one: _Running, others: list[int], pause: str, settle: float, deadl
 @contextmanager
 def _alone(others: list[int], pause: str, settle: float) -> Iterator[None]:
     """Stop other processes for a moment."""
-    found = subprocess.run(["pgrep", "-f", pause], capture_output=True, text=True, check=False) if pause else None
-    paused = [int(pid) for pid in found.stdout.split() if int(pid) != os.getpid()] if found else []
-    paused = [pid for pid in paused if os.getpgid(pid) != os.getpgid(0)]
+    found = subprocess.run(["pgrep", "-fa", pause], capture_output=True, text=True, check=False) if pause else None
+    # This process and its children have the pattern in their own command line.
+    lines = [line for line in found.stdout.splitlines() if "--pause" not in line] if found else []
+    paused = [int(line.split()[0]) for line in lines]
     try:
         for pid in paused:
             with suppress(OSError):
