@@ -168,6 +168,14 @@ def context(dtype: torch.dtype) -> None:
         fused.share_mean(tokens, torch.zeros(64), 1.0, dtype)
 
 
+def short_attention(dtype: torch.dtype, count: int, width: int = 64) -> None:
+    from vitfocus.kernels import short_attention as op
+
+    packed = torch.randn(2, count, 3, 3, width, dtype=dtype).permute(2, 0, 3, 1, 4)
+    out, lse = op.launch_forward(*packed, 0.125)
+    op.launch_backward(*packed, out, lse, torch.empty_like(packed), 0.125)
+
+
 def statistics(dtype: torch.dtype, biased: bool, size: tuple[int, int] | None = None, count: int = 70) -> None:
     from vitfocus.kernels.statistics import triton as statistics_kernels
 
@@ -192,6 +200,7 @@ CASES: dict[str, tuple[Callable[..., None], tuple[Any, ...], set[str]]] = {
         {"gather_taps", "scatter_taps", "mixing_weights", "mix_forward", "mix_backward", "score_backward"},
     ),
     "context": (context, (SINGLE,), {"share_mean_kernel", "block_sums"}),
+    "attention among few tokens": (short_attention, (HALF, 65), {"attend_forward", "attend_backward"}),
     "statistics": (statistics, (HALF, False), {"row_pass", "head_pass", "column_pass", "conclude_pass", "pair_pass"}),
     "statistics, with a bias": (statistics, (SINGLE, True), {"row_pass", "column_pass", "pair_pass"}),
 }
@@ -226,6 +235,8 @@ WRITTEN = {
     "pooling.mixing_weights": {"weights"},
     "pooling.scatter_taps": {"spread"},
     "pooling.score_backward": {"hidden_gradient", "weight_gradient"},
+    "kernels.attend_backward": {"out"},
+    "kernels.attend_forward": {"lse", "out"},
 }
 
 
@@ -373,3 +384,11 @@ def test_pooling_fits_into_shared_memory(
 ) -> None:
     pooling(dtype, branches, channels)
     assert max(taken.values()) <= compiler.shared, taken
+
+
+@pytest.mark.parametrize("compiler", [90], indirect=True, ids=["sm90"])
+@pytest.mark.parametrize(("count", "width"), [(33, 16), (50, 64), (65, 80), (128, 64), (128, 128)])
+def test_short_attention_compiles_where_it_is_used(count: int, width: int, compiler: Compiler) -> None:
+    """Any number of tokens and channels that `takes` accepts fits into shared memory."""
+    short_attention(HALF, count, width)
+    assert set(compiler.compiled) == {"attend_forward", "attend_backward"}

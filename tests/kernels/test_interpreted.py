@@ -8,15 +8,26 @@ from __future__ import annotations
 
 import mmap
 import os
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import timm
 import torch
-from helpers.kernel_cases import Attention, Pooling, check_attention, check_context, check_pooling, compare, explicit
+from helpers.kernel_cases import (
+    Attention,
+    Pooling,
+    check_attention,
+    check_context,
+    check_pooling,
+    check_short_attention,
+    compare,
+    explicit,
+)
 from torch.nn import functional as F
 
 import vitfocus as vf
+from vitfocus.kernels import short_attention as short
 from vitfocus.kernels.attention import Observation
 from vitfocus.kernels.backends import backend, has_triton
 from vitfocus.kernels.context.op import share_mean
@@ -142,6 +153,52 @@ def test_pooling(case: Pooling) -> None:
 @pytest.mark.parametrize(("count", "channels"), [(1, 5), (7, 33), (50, 40), (700, 8)])
 def test_context(count: int, channels: int, scaled: bool) -> None:
     check_context((2, count, channels), scaled)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["fp32", "fp16"])
+@pytest.mark.parametrize("count", [1, 7, 16, 17, 33, 50, 64, 65, 66, 81, 128])
+def test_short_attention(count: int, dtype: torch.dtype) -> None:
+    check_short_attention(count, 16, dtype)
+
+
+@pytest.mark.parametrize(("width", "spread"), [(48, 1.5), (64, 1.5), (80, 1.5), (128, 1.5), (64, 4.5)])
+def test_short_attention_of_other_widths_and_saturated(width: int, spread: float) -> None:
+    check_short_attention(65, width, spread=spread)
+
+
+def test_short_attention_can_be_differentiated_twice() -> None:
+    packed = torch.randn(2, 7, 3, 2, 16).permute(2, 0, 3, 1, 4).requires_grad_()
+    exact = packed.detach().double().requires_grad_()
+    expected = twice(lambda one: (one[0] @ one[1].mT * 0.3).softmax(-1) @ one[2], [exact])
+    compare("packed", twice(lambda one: short.packed_attention(one, scale=0.3), [packed])[0], expected[0], 1e-4)
+    apart = twice(lambda *three: short.short_attention(*three, scale=0.3)[0], list(packed.detach().requires_grad_()))
+    compare("apart", torch.stack(apart), expected[0], 1e-4)
+
+
+@pytest.mark.parametrize("change", ["", "norm", "mask", "dropout", "long", "wide", "off"])
+def test_short_attention_takes_the_place_of_torchs_where_it_can(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In timm's attention: directly from the projection's output if that is unchanged, and not with a mask."""
+    torch.manual_seed(0)
+    width = 288 if change == "wide" else 32
+    drop = 0.5 if change == "dropout" else 0.0
+    layer = timm.layers.Attention(width, 2, qk_norm=change == "norm", norm_layer=torch.nn.LayerNorm, attn_drop=drop)
+    tokens = torch.randn(2, 130 if change == "long" else 33, width, requires_grad=True)
+    mask = torch.ones(33, 33, dtype=torch.bool).tril() if change == "mask" else None
+    calls = []
+    for name in ("packed_attention", "short_attention"):
+        real = getattr(short, name)
+        monkeypatch.setattr(short, name, lambda *a, _n=name, _r=real, **k: (calls.append(_n), _r(*a, **k))[1])
+    if change != "off":
+        monkeypatch.setattr(short, "MOST_TOKENS", 128)
+    results = []
+    for mode in (nullcontext(), short.ShortAttention()):
+        torch.manual_seed(1)
+        with backend("triton"), mode:
+            made = layer(tokens, attn_mask=mask)
+        results.append((made, *torch.autograd.grad(made.square().sum(), (tokens, layer.qkv.weight))))
+    assert calls == {"": ["packed_attention"], "norm": ["short_attention"]}.get(change, [])
+    for mine, theirs in zip(*results, strict=True):
+        compare("as torch's", mine, theirs.double(), 1e-5)
 
 
 JOINT = [

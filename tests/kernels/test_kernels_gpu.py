@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 import timm
 import torch
-from helpers.kernel_cases import Attention, Pooling, check_attention, check_context, check_pooling
+from helpers.kernel_cases import (
+    Attention,
+    Pooling,
+    check_attention,
+    check_context,
+    check_pooling,
+    check_short_attention,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -103,6 +110,14 @@ def test_pooling(case: Pooling) -> None:
 def test_context(count: int, scaled: bool, dtype: torch.dtype) -> None:
     check_context((3, count, 200), scaled, dtype, "cuda")
     check_context((3, count, 384), scaled, dtype, "cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("count", "width"), [(1, 16), (7, 32), (33, 64), (50, 64), (65, 64), (65, 128), (81, 48), (128, 64)]
+)
+def test_short_attention(count: int, width: int, dtype: torch.dtype) -> None:
+    check_short_attention(count, width, dtype, device="cuda")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])

@@ -56,6 +56,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
 
 def launch_all(images: int, device: str) -> None:
     """Every launcher there is, for so many images of few tokens."""
+    from vitfocus.kernels import short_attention
     from vitfocus.kernels.context import triton as context
     from vitfocus.kernels.diversity import op as diversity_op
     from vitfocus.kernels.diversity.chunked import LossOptions
@@ -80,6 +81,8 @@ def launch_all(images: int, device: str) -> None:
         with patch.multiple(diversity_op, JOINT_KEYS=keys, BUSY=busy):
             arguments = (query, query, bias, None, place, tuple(saved), True)
             diversity_op.launch_backward(torch.ones((), device=device), *arguments)
+    out, lse = short_attention.launch_forward(query, query, query, 1.0)
+    short_attention.launch_backward(query, query, query, out, lse, torch.empty(3, images, 2, 4, 16, **half), 1.0)
     statistics_kernels.statistics((query, query, None, None), 1.0, [], 2.0, 1)
     statistics_kernels.pair_products((query, query, None, None), (query, query, None, None), 1.0)
 
@@ -99,6 +102,7 @@ KERNELS = {
     ),
     *("key_gradient", "joint_gradient", "bias_gradient", "unit_pass"),
     *("lower_kernel", "row_pass", "head_pass", "conclude_pass", "pair_pass"),
+    *("attend_forward", "attend_backward"),
 }
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from vitfocus.core.errors import VitfocusError
+from vitfocus.kernels.short_attention import short_attention, takes
 
 #: Queries, keys, and optionally bias and normalisers, as the kernels take them.
 AttentionInputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
@@ -170,11 +171,15 @@ def matched(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
 def attention_with_normalisers(
     query: Tensor, key: Tensor, value: Tensor, *, scale: float
 ) -> tuple[Tensor, Tensor] | None:
-    """softmax(scale · q kᵀ) v and log Σ exp (B, H, Q), by the kernel torch would choose; None if it keeps none.
+    """softmax(scale · q kᵀ) v and log Σ exp (B, H, Q); None if the kernel torch would choose keeps none.
+
+    By our kernel for few tokens in compiled code, else by torch's.
 
     >>> attention_with_normalisers(*torch.zeros(3, 1, 1, 4, 8), scale=1.0) is None  # not on a CPU
     True
     """
+    if takes(query, key, value):
+        return short_attention(query, key, value, scale=scale)
     tensors = (query, key, value)
     if query.device.type != "cuda" or query.dtype not in (torch.bfloat16, torch.float16):
         return None

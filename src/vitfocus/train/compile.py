@@ -2,7 +2,7 @@
 
 Compiled as a whole, a transformer of twelve blocks has the same block compiled twelve times. Block by block, the second
 block reuses the first one's compiled code, at the cost of fusion across blocks. What timm's ViTs do before and after
-their blocks is compiled too.
+their blocks is compiled too, and attention among few tokens can run our kernels (kernels/short_attention.py).
 
 A small model's step is thousands of short kernels, and launching them one by one takes the host longer than the GPU
 needs to run them. The first steps run eagerly, so that everything is compiled and allocated; the next is captured as a
@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from vitfocus.anatomy import anatomy
+from vitfocus.kernels import short_attention
 from vitfocus.recipes import Recipe
 from vitfocus.tasks import find_task
 from vitfocus.treatments.attention_diversification import reset_losses
@@ -125,6 +126,8 @@ def compile_blocks(model: nn.Module) -> int:
                 module.__dict__["forward"] = MethodType(_drop_paths, module)
         block.compile(dynamic=False)
     compile_outside(model)
+    if short_attention.MOST_TOKENS:
+        shorten_attention(model)
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, _VERSIONS * len(blocks))
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 2 * _VERSIONS * len(blocks))
@@ -176,6 +179,25 @@ def _embed_patches(module: nn.Conv2d, images: Tensor) -> Tensor:
     patches = F.pixel_unshuffle(images, side)
     embedded = F.linear(patches.flatten(2).mT, module.weight.flatten(1), module.bias)
     return embedded.mT.unflatten(2, patches.shape[2:])
+
+
+def shorten_attention(model: nn.Module) -> None:
+    """Let compiled attention use the kernels for few tokens in training, in place, where they apply.
+
+    Attention that is observed, as for the diversification loss, uses them by itself.
+    """
+    for block in anatomy(model):
+        module = block.attention
+        if module is not None and block.reader == "call" and "forward" not in module.__dict__:
+            module.__dict__["forward"] = MethodType(_attend, module)
+
+
+def _attend(module: nn.Module, *args: Any, **keywords: Any) -> Any:
+    """An attention module's own forward pass, with the kernels for few tokens if it is compiled for training."""
+    if not (module.training and torch.compiler.is_compiling()):
+        return type(module).forward(module, *args, **keywords)
+    with short_attention.ShortAttention():
+        return type(module).forward(module, *args, **keywords)
 
 
 def _drop_paths(module: DropPath, tokens: Tensor) -> Tensor:
