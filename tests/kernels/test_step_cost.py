@@ -102,3 +102,10 @@ def test_a_job_that_is_not_ready_at_the_deadline_is_stopped(monkeypatch: pytest.
     found = {result.name: result.error for result in turns.take_turns(jobs, 1, deadline=time.time() + 1)}
     assert time.time() - began < 10
     assert found == {"slow": "stopped, no time left", "later": "left out, no time"}
+
+
+def test_the_tables_in_the_documentation_are_those_of_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    report = importlib.import_module("step_cost_report")
+    for path, text in report.texts(json.loads(report.RESULTS.read_text())).items():
+        assert path.read_text() == report.updated(path, text), "run benchmarks/step_cost_report.py"
