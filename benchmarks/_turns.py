@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cache
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
@@ -136,7 +137,8 @@ def _serve(job: Job, pipe: Connection) -> None:
         pipe.send((False, f"{type(error).__name__}: {str(error)[:2000]}"))
 
 
-def has_gpu() -> bool:
-    """Whether there is a GPU, found out by a process of its own: one that has looked cannot fork others that use it."""
-    look = "import sys, torch; sys.exit(not torch.cuda.is_available())"
-    return subprocess.run([sys.executable, "-c", look], check=False).returncode == 0
+@cache
+def gpu_name() -> str:
+    """The GPU's name or nothing, by a process of its own: one that has looked cannot fork others that use it."""
+    look = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
+    return subprocess.run([sys.executable, "-c", look], check=True, capture_output=True, text=True).stdout.strip()

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _turns import SETTLE, Job, has_gpu, take_turns
+from _turns import SETTLE, Job, gpu_name, take_turns
 
 CASES = {
     f"{name}, batch {batch}": (spec, batch)
@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--pause", default="", help="stop processes whose command line contains this while measuring")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    if not has_gpu():
+    if not gpu_name():
         print("epoch_time measures a GPU, and there is no CUDA device here; skipped.")
         return
     from vitfocus.core.environment import device_name, versions

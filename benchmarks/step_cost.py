@@ -44,7 +44,7 @@ import timm
 import torch
 from _activity import share_above
 from _step import LEAST_LOSS, LEAST_SHARE, MODELS, SETTINGS, VARIANTS, Step, build
-from _turns import SETTLE, Job, Result, has_gpu, take_turns
+from _turns import SETTLE, Job, Result, gpu_name, take_turns
 from torch.nn import functional as F
 
 import vitfocus as vf
@@ -114,7 +114,7 @@ def save(out: Path, device: str, value: Any, *place: str) -> None:
         import triton
 
         versions = {"torch": torch.__version__, "triton": triton.__version__, "timm": timm.__version__}
-        result |= {"device": torch.cuda.get_device_name(), "versions": versions}
+        result |= {"device": gpu_name(), "versions": versions}
     inner = result
     for name in place[:-1]:
         inner = inner.setdefault(name, {})
@@ -382,7 +382,7 @@ def main() -> None:
     if args.toy and args.out == RESULTS:
         parser.error("--toy needs --out: its times are not results.")
     device = "cpu" if args.toy else "cuda"
-    if device == "cuda" and not has_gpu():
+    if device == "cuda" and not gpu_name():
         print("step_cost measures GPU kernels, and there is no CUDA device here; skipped.")
         return
     known = read(args.out)

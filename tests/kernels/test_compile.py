@@ -183,7 +183,7 @@ def context(dtype: torch.dtype) -> None:
 
 def statistics(dtype: torch.dtype, biased: bool, size: tuple[int, int] | None = None, count: int = 70) -> None:
     from vitfocus.kernels.statistics import triton as statistics_kernels
-    from vitfocus.kernels.statistics.triton_counts import count as count_values
+    from vitfocus.kernels.statistics.triton import count as count_values
 
     query, key, bias = attention(dtype, biased, size, count)
     sides = [] if biased else [3, count // 3, 3, count // 3, count % 3]

@@ -348,11 +348,15 @@ class _Launch:
 
     @property
     def kept(self) -> int:
-        """How many maps are kept for the backward pass, the first ones of the batch; it computes the others again."""
+        """How many maps are kept for the backward pass, the first ones of the batch; it computes the others again.
+
+        Compiled code keeps all or none: the memory of a step there grew as if a copy of some maps kept them all.
+        """
         if self.alone or len(self.chunks()) > 1:
             return 0
         most = int(KEPT_OVER_QUERIES * self.batch * self.heads * self.queries * self.width)
-        return min(self.maps, most // (self.count * self.stride))
+        some = min(self.maps, most // (self.count * self.stride))
+        return 0 if torch.compiler.is_compiling() and some < self.maps else some
 
     @property
     def rows_each(self) -> int:

@@ -27,6 +27,8 @@ from vitfocus.kernels.shared_memory import LARGE, padded
 
 #: More keys than the first number, up to the second: with fewer, torch's attention and a pass for the loss take less.
 KEYS = (128, 256)
+#: Heads of fewer channels are computed apart: products of 16 columns have been wrong on a GPU before.
+LEAST_CHANNELS = 32
 #: Rows of a tile, warps and stages.
 ROWS, WARPS, STAGES = 32, 8, 2
 
@@ -73,6 +75,7 @@ def _fits(query: Tensor, key: Tensor, value: Tensor, options: LossOptions) -> bo
     if (
         value.dtype != query.dtype
         or query.shape[3] % 16
+        or query.shape[3] < LEAST_CHANNELS
         or not options.average_heads
         or options.first >= query.shape[2]
     ):

@@ -31,7 +31,7 @@ class Histogram:
         if self.total > self.MOST:
             self.memory = self.memory.long()
         if chosen(values) == "triton" or self.scattered:
-            from vitfocus.kernels.statistics.triton_counts import count
+            from vitfocus.kernels.statistics.triton import count
 
             self.scattered = True
             count(values, self.memory, self.low, self.high)
@@ -42,6 +42,6 @@ class Histogram:
         """The number of values in each bin, (bins,), int32 or int64."""
         if not self.scattered:
             return self.memory
-        from vitfocus.kernels.statistics.triton_counts import gathered
+        from vitfocus.kernels.statistics.triton import gathered
 
         return gathered(self.memory)
