@@ -321,7 +321,8 @@ def analyse(plan: Mapping[str, Any], found: Mapping[tuple[str, str, int], Mappin
     """Every comparison: difference, intervals, p-value and what may be said, if there are two common seeds or more.
 
     Holm's correction counts every comparison of the plan, run or not, so a later run can never take a claim back. With
-    one common seed the row has the two values and neither a difference nor a claim.
+    one common seed the row has the two values and neither a difference nor a claim. "No effect" waits for all seeds of
+    the plan, because with few of them an interval may be narrow by chance.
     """
     rows = []
     for comparison in plan["comparisons"]:
@@ -344,7 +345,8 @@ def analyse(plan: Mapping[str, Any], found: Mapping[tuple[str, str, int], Mappin
             row |= {
                 "difference": effect,
                 "interval": (effect - wide, effect + wide),
-                "equivalent": max(abs(effect - narrow), abs(effect + narrow)) <= plan["equivalence_points"],
+                "equivalent": len(seeds) >= _planned_seeds(plan, group, arm)
+                and max(abs(effect - narrow), abs(effect + narrow)) <= plan["equivalence_points"],
                 "degrees_of_freedom": freedom,
                 "p_value": 1 - within(abs(effect) / error, freedom) if error else float(effect == 0),
             }
@@ -353,6 +355,10 @@ def analyse(plan: Mapping[str, Any], found: Mapping[tuple[str, str, int], Mappin
             up = "higher" if row["difference"] > 0 else "lower"
             row["outcome"] = up if rejected else "no effect" if row["equivalent"] else "undecided"
     return rows
+
+
+def _planned_seeds(plan: Mapping[str, Any], group: str, arm: str) -> int:
+    return next(len(tier["seeds"]) for tier in plan["tiers"] if tier["group"] == group and arm in tier["arms"])
 
 
 def _seeds(found: Mapping[tuple[str, str, int], Any], group: str, arm: str) -> set[int]:

@@ -71,6 +71,8 @@ def test_effects_are_told_apart_from_none_and_from_noise() -> None:
     assert by_claim["tap-adl", "clean.accuracy"]["outcome"] == "higher"
     assert by_claim["cb-upper", "clean.accuracy"]["outcome"] == "no effect"
     assert by_claim["adl", "clean.accuracy"]["outcome"] == "not run"
+    early = results({"plain": 0.0, "cb-upper": 0.0, "tap-adl": 2.0}, noise=0.01, seeds=2)
+    assert "no effect" not in {row["outcome"] for row in tiers.analyse(plan, early)}
     noisy = results({"plain": 0.0, "cb-upper": 0.7, "tap-adl": 0.3}, noise=1.5)
     rows = [row for row in tiers.analyse(plan, noisy) if row.get("metric") == "clean.accuracy" and "difference" in row]
     assert {row["outcome"] for row in rows} == {"undecided"}
