@@ -37,13 +37,13 @@ def test_two_processes_give_the_curve_of_one(alone: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("model", "norms", "within"),
+    ("model", "norms"),
     [
-        (["spec=vit_tiny_patch16_224+tap+adl(threshold=0.5)", "model.arguments.patch_size=4"], 2, 1e-5),
-        (["spec=localvit_tiny+adl(threshold=0.5)", "model.arguments={depth=1}", "size=32"], 3, 1e-4),
+        (["spec=vit_tiny_patch16_224+tap+adl(threshold=0.5)", "model.arguments.patch_size=4"], 2),
+        (["spec=localvit_tiny+adl(threshold=0.5)", "model.arguments={depth=1}", "size=32"], 3),
     ],
 )
-def test_batch_normalisation_over_both_processes(model: list[str], norms: int, within: float, tmp_path: Path) -> None:
+def test_batch_normalisation_over_both_processes(model: list[str], norms: int, tmp_path: Path) -> None:
     """That of Token-aware Average Pooling and of models: loss, weights and running statistics are those of one."""
     keys = [*model, *MANY[1:]]
     start(tmp_path / "one", *keys).results()
@@ -54,7 +54,11 @@ def test_batch_normalisation_over_both_processes(model: list[str], norms: int, w
     same_curve(tmp_path / "one", tmp_path / "two")
     one, two = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("one", "two"))
     assert sum("running_var" in key for key in one) == norms
-    assert max(float((one[key].double() - two[key].double()).abs().max()) for key in one) < within
+    assert max(float((one[key] - two[key]).abs().max()) for key in one if "qkv.bias" not in key) < 1e-5
+    for key in (key for key in one if "qkv.bias" in key):
+        (query, _, value), (others, _, other) = one[key].chunk(3), two[key].chunk(3)
+        # A bias of the keys changes nothing: its gradient is rounding alone, which AdamW blows up.
+        assert max(float((query - others).abs().max()), float((value - other).abs().max())) < 1e-5
 
 
 def test_accumulation_with_batch_normalisation_says_what_differs(tmp_path: Path) -> None:

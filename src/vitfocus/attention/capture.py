@@ -324,9 +324,6 @@ class _BlockObserver:
     wants_attention: ClassVar[bool] = True
 
     def __call__(self, seen: Observation) -> None:
-        if not torch.is_autocast_enabled(seen.device.type):  # entering a context takes as long as several launches
-            self.callback(self.block, seen)
-            return
         with outside_autocast(seen.device):
             self.callback(self.block, seen)
 
