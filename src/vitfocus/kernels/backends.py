@@ -126,9 +126,8 @@ def outside_autocast(device: torch.device) -> AbstractContextManager[Any]:
     torch.float32
     """
     if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
-        return (
-            nullcontext()
-        )  # the meta device has no autocast; and entering a context takes as long as several launches
+        # The meta device has no autocast; elsewhere, entering a context takes as long as several launches.
+        return nullcontext()
     return torch.autocast(device.type, enabled=False)
 
 
