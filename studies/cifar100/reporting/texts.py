@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -153,10 +153,8 @@ def sentence(row: Row) -> str:
         "no effect": f"{arm} did not change {measure} (90 % interval within ±0.5 points)",
         "undecided": f"the effect of {arm} on {measure} is {open_ones}",
     }[row["outcome"]]
-    return (
-        f"{said[0].upper()}{said[1:]}: {difference(row)} points from plain's {row['plain']:.2f} % "
-        f"({row['seeds']} seeds, {row['degrees_of_freedom']} degrees of freedom)."
-    )
+    effect = f"{difference(row)} points from plain's {row['plain']:.2f} % ({row['seeds']} seeds)"
+    return f"{said[0].upper()}{said[1:]}: {effect}."
 
 
 def _conclusion(
@@ -188,7 +186,17 @@ def _conclusion(
 def _seeds(values: Mapping[int, float]) -> str:
     if len(values) == 1:
         return f"seed {next(iter(values))} alone"
-    return f"mean of seeds {', '.join(map(str, values))}: {', '.join(f'{value:.2f}' for value in values.values())} %"
+    return f"mean of seeds {_listed(values)}: {_listed(f'{value:.2f}' for value in values.values())} %"
+
+
+def _listed(words: Iterable[object]) -> str:
+    """Words joined as in a sentence.
+
+    >>> _listed([0, 1, 2]), _listed(["alone"])
+    ('0, 1 and 2', 'alone')
+    """
+    *most, last = map(str, words)
+    return f"{', '.join(most)} and {last}" if most else last
 
 
 def _runs(tiers: Mapping[str, tuple[int, int]]) -> str:
@@ -242,22 +250,20 @@ def _progress(tiers: Mapping[str, tuple[int, int]], rows: Sequence[Row]) -> str:
 def _headline(
     first: tuple[int, int], found: Results, accuracy: Sequence[Row], kept: Sequence[Row], rows: Sequence[Row]
 ) -> str:
-    plain = _plain(found)
-    where = f"ViT-S/4 on CIFAR-100, 200 epochs; plain {fmean(plain.values()):.2f} %, {_seeds(plain)}"
-    if all(row["seeds"] < 2 for row in (*accuracy, *kept)):
-        begun = [row for row in accuracy if row["seeds"]]
-        return (
-            f"What to expect of them over a well-trained model is not known yet. The study at the accuracy of the CB "
-            f"paper ({where}) has {first[0]} of {first[1]} runs of its first tier, which allow no conclusion about a "
-            "treatment." + "".join(f" {sentence(row)}" for row in begun)
-        )
-    said = " ".join(sentence(row) for row in (*accuracy, *kept))
-    rest = [row for row in rows if row["seeds"] < 2]
-    return (
-        f"What to expect of them over a well-trained model ({where}; {first[0]} of {first[1]} runs of the first "
-        f"tier): {said}"
-        + (f" Of the {len(rows)} planned comparisons, {len(rest)} have fewer than two seeds." if rest else "")
+    plain, shown = _plain(found), [row for row in (*accuracy, *kept) if row["seeds"]]
+    decided = [row for row in shown if row["outcome"] in ("higher", "lower", "no effect")]
+    said = (
+        "What to expect of them over a well-trained model"
+        + (" is not known yet" if not decided else "")
+        + ". A study at the accuracy of the CB paper trains ViT-S/4 on CIFAR-100 for 200 epochs; plain reaches "
+        + f"{fmean(plain.values()):.2f} % ({_seeds(plain)}). Of its first tier, {first[0]} of {first[1]} runs are "
+        + "finished"
     )
+    rest = [row for row in rows if row["seeds"] < 2]
+    parts = [said + (":" if shown else "."), _shown(shown)] + [sentence(row) for row in decided]
+    if rest:
+        parts.append(f"Of the {len(rows)} planned comparisons, {len(rest)} have fewer than two seeds.")
+    return "\n\n".join(filter(None, parts))
 
 
 def _verdict(row: Row, otherwise: str) -> str:
@@ -321,23 +327,25 @@ def _situations(by: Mapping[tuple[str, str, str], Row]) -> str:
     return table(["your situation", "TAP, ADL", "CB, CB\\_S", "qknorm, sigma, gate, registers, ttr"], rows)
 
 
-def _shown(rows: Sequence[Row], group: str) -> str:
-    """The comparisons of a group that have runs, as a table."""
+def _shown(rows: Sequence[Row], group: str = "") -> str:
+    """The comparisons that have runs, of one group or of all, as a table."""
     body = [
         [
             ARMS[row["arm"]],
             MEASURES[row["metric"]],
             f"{row['plain']:.2f}",
             f"{row['value']:.2f}",
-            difference(row),
+            difference(row) or "–",
             str(row["seeds"]),
             row["outcome"],
         ]
         for row in rows
-        if row["group"] == group and row["seeds"]
+        if row["group"] == (group or row["group"]) and row["seeds"]
     ]
     return (
-        table(["with", "measure", "plain (%)", "treated (%)", "difference", "seeds", "outcome"], body) if body else ""
+        table(["with", "measure", "plain (%)", "treated (%)", "difference [95 % interval]", "seeds", "outcome"], body)
+        if body
+        else ""
     )
 
 
