@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 from matplotlib.figure import Figure
 
 from vitfocus.core.files import atomic_path, write_text
@@ -54,6 +55,8 @@ TARGETS = {
     ("vit_ti4-65", "adl"): {"recorded": 1.09},
     ("vit_ti4-65", "tap+adl"): {"recorded": 1.25},
 }
+#: How the tables mark what is out of date or missing.
+ITALICS = "Numbers in italics are from earlier kernels, a dash was not measured:"
 #: Setting and case drawn, with label, marker and colour.
 DRAWN = {
     ("eager", "deit_s-197"): ("eager, 197 tokens", "o", "#0072B2"),
@@ -70,18 +73,26 @@ def cell(result: dict[str, Any], case: str, variant: str, setting: str, key: str
 
 
 def times(result: dict[str, Any], case: str, variants: dict[str, str], targets: bool = True) -> Iterator[str]:
-    """The rows of a table: the plain model in milliseconds, then each variant as a multiple of it."""
+    """The rows of a table: the plain model in milliseconds, then each variant as a multiple of it.
+
+    What was measured with kernels that have changed since is in italics.
+    """
+
+    def shown(variant: str, setting: str, key: str, form: str) -> str:
+        found = result["steps"].get(setting, {}).get(case, {}).get(variant, {})
+        text = form.format(found[key]) if key in found else "–"
+        return f"*{text}*" if "stale" in found else text
+
     yield f"| {CASES[case]} | " + " | ".join(SETTINGS.values()) + " |"
     yield "|---" * (len(SETTINGS) + 1) + "|"
-    plain = [cell(result, case, "plain", setting, "ms") for setting in SETTINGS]
-    yield "| plain | " + " | ".join("–" if ms is None else f"{ms:.1f} ms" for ms in plain) + " |"
+    yield "| plain | " + " | ".join(shown("plain", setting, "ms", "{:.1f} ms") for setting in SETTINGS) + " |"
     for variant, name in variants.items():
-        row = []
-        for setting in SETTINGS:
-            ratio = cell(result, case, variant, setting)
-            target = TARGETS.get((case, variant), {}).get(setting) if targets else None
-            row.append("–" if ratio is None else f"{ratio:.2f}" + (f" ({target:.2f})" if target else ""))
+        row = [shown(variant, setting, "ratio", "{:.2f}") for setting in SETTINGS]
         if set(row) != {"–"}:
+            goals = TARGETS.get((case, variant), {}) if targets else {}
+            for place, setting in enumerate(SETTINGS):
+                if setting in goals and row[place] != "–":
+                    row[place] += f" ({goals[setting]:.2f})"
             yield f"| {name} | " + " | ".join(row) + " |"
 
 
@@ -118,7 +129,7 @@ def texts(result: dict[str, Any]) -> dict[Path, str]:
     """The text between the marks of each file."""
     about = f"NVIDIA {result['device'].removeprefix('NVIDIA ')}, torch {result['versions']['torch'].split('+')[0]}"
     about += f", Triton {result['versions']['triton']}"
-    parts = [f"{about}. Times of a training step as multiples of the plain model's, targets in brackets:"]
+    parts = [f"{about}. Times of a training step as multiples of the plain model's, targets in brackets.\n{ITALICS}"]
     for case in CASES:
         rows = list(times(result, case, NAMES))
         parts += ["\n".join(rows)] if len(rows) > 3 else []
@@ -127,7 +138,7 @@ def texts(result: dict[str, Any]) -> dict[Path, str]:
     table = "\n".join(times(result, "deit_s-197", short, targets=False))
     return {
         ROOT / "docs" / "kernels.md": "\n\n".join(parts),
-        ROOT / "README.md": f"{about}, bf16; a dash was not measured with the present kernels:\n\n{table}",
+        ROOT / "README.md": f"{about}, bf16. {ITALICS}\n\n{table}",
     }
 
 
@@ -176,7 +187,8 @@ def main() -> None:
     for path, text in texts(result).items():
         write_text(path, updated(path, text))
         print(f"updated: {path}")
-    with atomic_path(PICTURE) as path:
+    # Without a fixed salt, every run would give the elements other ids.
+    with atomic_path(PICTURE) as path, matplotlib.rc_context({"svg.hashsalt": "step-cost"}):
         draw(result).savefig(path, format="svg", metadata={"Date": None})
     print(f"written: {PICTURE}")
 
