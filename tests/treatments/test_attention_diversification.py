@@ -210,6 +210,20 @@ def test_outputs_do_not_change() -> None:
         assert torch.equal(vf.treat_(model, "adl")(images), before)
 
 
+def test_reading_a_model_in_training_mode_sees_its_attention_and_keeps_the_loss() -> None:
+    """The loss would compute attention too, which looks like the model's."""
+    model, images = build("vit")
+    vf.treat_(model, "adl(threshold=1.0)").train()
+    model(images)
+    loss, maps = vf.auxiliary_loss(model), []
+    with observing(vf.anatomy(model).blocks, lambda _, seen: maps.append(seen.attention())):
+        model(images * 2)
+    assert torch.equal(vf.auxiliary_loss(model), loss)
+    expected = vf.attention_maps(model, images * 2, layers=[0, 1])
+    for one, other in zip(maps, expected, strict=True):
+        torch.testing.assert_close(one, torch.as_tensor(other))
+
+
 def test_gradient_checkpointing_gives_the_same_gradient() -> None:
     model, images = build("vit")
     vf.treat_(model, "adl(variant=paper,threshold=1.0)+tap").train()

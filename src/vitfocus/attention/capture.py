@@ -258,6 +258,7 @@ def _unseen(module: nn.Module) -> str:
 _SEEN = ("sdpa", "eager")
 
 
+#: How many contexts of `observing` are active.
 _readers = 0
 
 
@@ -267,26 +268,18 @@ def only_reading() -> bool:
 
 
 @contextmanager
-def _read_only() -> Iterator[None]:
-    """Context in which `only_reading` returns True."""
-    global _readers
-    _readers += 1
-    try:
-        yield
-    finally:
-        _readers -= 1
-
-
-@contextmanager
 def observing(blocks: Sequence[Block], callback: Callable[[Block, Observation], None]) -> Iterator[None]:
     """Context in which every attention of these blocks is passed to `callback(block, observation)`.
 
     Inside it, compiled models run eagerly, and transformers models whose attention is one opaque kernel use "sdpa", so
-    that they can be observed too. On exit, also after an exception, every module is restored.
+    that they can be observed too; in training mode, no diversification loss is computed. On exit, also after an
+    exception, every module is restored.
     """
     watched: list[tuple[nn.Module, ObservedForward]] = []
     hidden: list[tuple[Any, str]] = []
     skipped, fast = False, torch.backends.mha.get_fastpath_enabled()
+    global _readers
+    _readers += 1
     try:
         for block in blocks:
             skipped = skipped or isinstance(block.host, nn.TransformerEncoderLayer)
@@ -305,6 +298,7 @@ def observing(blocks: Sequence[Block], callback: Callable[[Block, Observation], 
         with running_eagerly():
             yield
     finally:
+        _readers -= 1
         torch.backends.mha.set_fastpath_enabled(fast)
         for config, kernel in hidden:
             config._attn_implementation = kernel
@@ -411,7 +405,7 @@ def reading(
             handles.append(block.host.register_forward_hook(partial(session.observe_norms, block, norms)))
     try:
         order = nullcontext() if body.text is None else PatchesInOrder()
-        with eval_mode(model), torch.no_grad(), _read_only(), order, observing(blocks, session.observe):
+        with eval_mode(model), torch.no_grad(), order, observing(blocks, session.observe):
             yield session
     finally:
         for handle in handles:

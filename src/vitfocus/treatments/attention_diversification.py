@@ -129,8 +129,8 @@ class DiversityLoss(StatefulModule):
 
     @property
     def wants_attention(self) -> bool:
-        """True only in training mode, so that eval mode has no cost."""
-        return self.training
+        """True only in training mode, so that eval mode has no cost, and not while the model is only read."""
+        return self.training and not only_reading()
 
     def attend(self, seen: Observation, value: Tensor, whole: Tensor | None) -> tuple[Tensor, Tensor] | None:
         """The output of an unmasked attention and its loss, where their gradients are computed at once.
