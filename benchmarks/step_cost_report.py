@@ -56,7 +56,7 @@ TARGETS = {
     ("vit_ti4-65", "tap+adl"): {"recorded": 1.25},
 }
 #: How the tables mark what is out of date or missing.
-ITALICS = "Numbers in italics are from earlier kernels, a dash was not measured:"
+ITALICS = "Numbers in italics were measured with earlier kernels; a dash means not measured."
 #: Setting and case drawn, with label, marker and colour.
 DRAWN = {
     ("eager", "deit_s-197"): ("eager, 197 tokens", "o", "#0072B2"),
@@ -66,28 +66,27 @@ DRAWN = {
 }
 
 
-def cell(result: dict[str, Any], case: str, variant: str, setting: str, key: str = "ratio") -> float | None:
-    """One number of the results; None if it was not measured, or with kernels that have changed since."""
+def current(result: dict[str, Any], case: str, variant: str, setting: str) -> float | None:
+    """A ratio for the picture; None if it was not measured, or with kernels that have changed since."""
     found = result["steps"].get(setting, {}).get(case, {}).get(variant)
-    return None if found is None or "stale" in found else found.get(key)
+    return None if found is None or "stale" in found else found.get("ratio")
+
+
+def shown(result: dict[str, Any], case: str, variant: str, setting: str, key: str, form: str = "{:.2f}") -> str:
+    """One number as the tables have it: in italics if it was measured with kernels that have changed since."""
+    found = result["steps"].get(setting, {}).get(case, {}).get(variant, {})
+    text = form.format(found[key]) if key in found else "–"
+    return f"*{text}*" if "stale" in found and key in found else text
 
 
 def times(result: dict[str, Any], case: str, variants: dict[str, str], targets: bool = True) -> Iterator[str]:
-    """The rows of a table: the plain model in milliseconds, then each variant as a multiple of it.
-
-    What was measured with kernels that have changed since is in italics.
-    """
-
-    def shown(variant: str, setting: str, key: str, form: str) -> str:
-        found = result["steps"].get(setting, {}).get(case, {}).get(variant, {})
-        text = form.format(found[key]) if key in found else "–"
-        return f"*{text}*" if "stale" in found else text
-
+    """The rows of a table: the plain model in milliseconds, then each variant as a multiple of it."""
     yield f"| {CASES[case]} | " + " | ".join(SETTINGS.values()) + " |"
     yield "|---" * (len(SETTINGS) + 1) + "|"
-    yield "| plain | " + " | ".join(shown("plain", setting, "ms", "{:.1f} ms") for setting in SETTINGS) + " |"
+    plain = [shown(result, case, "plain", setting, "ms", "{:.1f} ms") for setting in SETTINGS]
+    yield f"| plain | {' | '.join(plain)} |"
     for variant, name in variants.items():
-        row = [shown(variant, setting, "ratio", "{:.2f}") for setting in SETTINGS]
+        row = [shown(result, case, variant, setting, "ratio") for setting in SETTINGS]
         if set(row) != {"–"}:
             goals = TARGETS.get((case, variant), {}) if targets else {}
             for place, setting in enumerate(SETTINGS):
@@ -98,19 +97,13 @@ def times(result: dict[str, Any], case: str, variants: dict[str, str], targets: 
 
 def memory(result: dict[str, Any]) -> Iterator[str]:
     """Peak memory as a multiple of the plain model's: one row per treatment, one column per case and setting."""
-    places = [(case, setting) for case in CASES for setting in SETTINGS]
-    found = {
-        (case, setting): {
-            name: cell(result, case, name, setting, "memory_ratio") for name in ("cb", "tap", "adl", "all")
-        }
-        for case, setting in places
-    }
     yield "| peak memory, × plain | CB | TAP | ADL | CB + TAP + ADL |"
     yield "|---|---|---|---|---|"
-    for (case, setting), row in found.items():
-        if any(value is not None for value in row.values()):
-            values = ("–" if value is None else f"{value:.2f}" for value in row.values())
-            yield f"| {CASES[case].rsplit(',', 1)[0]}, {SETTINGS[setting]} | " + " | ".join(values) + " |"
+    for case in CASES:
+        for setting in SETTINGS:
+            row = [shown(result, case, name, setting, "memory_ratio") for name in ("cb", "tap", "adl", "all")]
+            if set(row) != {"–"}:
+                yield f"| {CASES[case].rsplit(',', 1)[0]}, {SETTINGS[setting]} | " + " | ".join(row) + " |"
 
 
 def first_calls(result: dict[str, Any]) -> str:
@@ -121,7 +114,7 @@ def first_calls(result: dict[str, Any]) -> str:
         return "The latency of the first call was not measured with these kernels."
     listed = ", ".join(f"{seconds:.1f} s with {name}" for name, seconds in found.items())
     return (
-        f"The first eager step with an empty Triton cache takes longer by {listed}, because its kernels are compiled."
+        f"The first eager step with an empty Triton cache takes longer by {listed}, because the kernels are compiled."
     )
 
 
@@ -132,13 +125,14 @@ def texts(result: dict[str, Any]) -> dict[Path, str]:
     parts = [f"{about}. Times of a training step as multiples of the plain model's, targets in brackets.\n{ITALICS}"]
     for case in CASES:
         rows = list(times(result, case, NAMES))
-        parts += ["\n".join(rows)] if len(rows) > 3 else []
+        treated = any(not row.startswith("| plain") for row in rows[2:])
+        parts += ["\n".join(rows)] if treated else []
     parts += ["\n".join(memory(result)), first_calls(result)]
     short = {name: NAMES[name] for name in ("plain-again", "cb", "tap", "adl", "all")}
     table = "\n".join(times(result, "deit_s-197", short, targets=False))
     return {
         ROOT / "docs" / "kernels.md": "\n\n".join(parts),
-        ROOT / "README.md": f"{about}, bf16. {ITALICS}\n\n{table}",
+        ROOT / "README.md": f"{about}, bf16.\n{ITALICS}\n\n{table}",
     }
 
 
@@ -162,7 +156,7 @@ def draw(result: dict[str, Any]) -> Figure:
     variants = [name for name in NAMES if name not in ("adl-paper", "tap+adl")]
     for place, ((setting, case), (label, marker, colour)) in enumerate(DRAWN.items()):
         shift = (place - (len(DRAWN) - 1) / 2) * 0.14
-        ratios = [cell(result, case, name, setting) for name in variants]
+        ratios = [current(result, case, name, setting) for name in variants]
         found = [(ratio, index + shift) for index, ratio in enumerate(ratios) if ratio is not None]
         if found:
             axes.plot(*zip(*found, strict=True), marker, color=colour, label=label, markersize=5.5)

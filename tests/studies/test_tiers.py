@@ -143,7 +143,7 @@ def test_sentences_follow_the_outcome() -> None:
     assert (
         "1.25 (as trained), 1.50 (eager)" in written["conclusion"] and "outside this interval" in written["conclusion"]
     )
-    assert "15 of 15 runs" in written["headline"] and "is not known yet" not in written["headline"]
+    assert "15 of the 15 runs" in written["headline"] and "is not known yet" not in written["headline"]
     assert "higher in a well-trained model (7" in written["situations"]
     lowered = results({"plain": 0.0, "cb-upper": 0.0, "tap-adl": -2.0}, noise=0.1)
     rows = tiers.analyse(plan, lowered)

@@ -20,7 +20,11 @@ from reporting.readme import table
 Row = Mapping[str, Any]
 #: The paper's accuracy of the plain model and gain by CB (CB supplement, Table S4).
 PAPER, PAPER_GAIN = 74.73, 0.70
-MEASURES = {"clean.accuracy": "clean accuracy", "kept": "the share kept under corruption", "clean.miou": "mIoU"}
+MEASURES = {
+    "clean.accuracy": "clean accuracy",
+    "kept": "the share of accuracy kept under corruption",
+    "clean.miou": "mIoU",
+}
 #: Arms in words, for sentences.
 ARMS = {
     "cb-upper": "CB in the upper half",
@@ -30,7 +34,7 @@ ARMS = {
     "adl": "ADL",
     "average3": "a fixed 3 × 3 average",
     "plain-longer": "plain trained for as long as TAP + ADL",
-    "all": "CB_S, TAP and ADL",
+    "all": "CB_S + TAP + ADL",
 }
 PLACES = {"vit-s": "ViT-S/4", "vit-ti": "ViT-Ti/4", "fine-tune": "DeiT-Ti fine-tuned for 10 epochs", "camvid": "CamVid"}
 #: The first line of the recipe `cifar100`.
@@ -209,13 +213,13 @@ def _step(arm: str, costs: Mapping[str, Any]) -> str:
         words: costs[key][arm]["ratio"]
         for key, words in (
             ("vit-s", "as trained"),
-            ("vit-s, compiled", "compiled in an own loop"),
+            ("vit-s, compiled", "compiled in your own loop"),
             ("vit-s, eager", "eager"),
         )
         if arm in costs.get(key, {})
     }
     if not ratios:
-        return "The cost of a training step was not measured."
+        return "The cost of a training step was not measured with this recipe."
     return (
         "A training step takes "
         + ", ".join(f"{ratio:.2f} ({words})" for words, ratio in ratios.items())
@@ -253,11 +257,11 @@ def _headline(
     plain, shown = _plain(found), [row for row in (*accuracy, *kept) if row["seeds"]]
     decided = [row for row in shown if row["outcome"] in ("higher", "lower", "no effect")]
     said = (
-        "What to expect of them over a well-trained model"
+        "What to expect of the treatments over a well-trained plain model"
         + (" is not known yet" if not decided else "")
         + ". A study at the accuracy of the CB paper trains ViT-S/4 on CIFAR-100 for 200 epochs; plain reaches "
-        + f"{fmean(plain.values()):.2f} % ({_seeds(plain)}). Of its first tier, {first[0]} of {first[1]} runs are "
-        + "finished"
+        + f"{fmean(plain.values()):.2f} % ({_seeds(plain)}). {first[0]} of the {first[1]} runs that compare it with CB "
+        + "and with TAP + ADL are finished"
     )
     rest = [row for row in rows if row["seeds"] < 2]
     parts = [said + (":" if shown else "."), _shown(shown)] + [sentence(row) for row in decided]
@@ -281,7 +285,7 @@ def _situations(by: Mapping[tuple[str, str, str], Row]) -> str:
     rows = [
         [
             "training from scratch on little data",
-            "worth a try if your baseline trains badly; " + _verdict(tap, "gain over a good baseline not known"),
+            "tune the learning rate of the plain model first; " + _verdict(tap, "gain over a good baseline not known"),
             _verdict(cb, "not known"),
             "not measured at a rate at which plain trains well",
         ],
