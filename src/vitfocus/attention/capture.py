@@ -83,6 +83,8 @@ class _AttentionRecorder(TorchFunctionMode):
             parts = func(*args, **kwargs)
             self.unbound = (args[0], parts) if args else None
             return parts
+        elif func is Tensor.unflatten:  # calls super(), which torch 2.11 does not compile within a mode
+            return torch.unflatten(*args, **kwargs)
         elif func in (F.softmax, torch.softmax, Tensor.softmax):
             scores = args[0] if args else kwargs["input"]
             dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
