@@ -181,13 +181,16 @@ def context(dtype: torch.dtype) -> None:
         fused.share_mean(tokens, torch.zeros(64), 1.0, dtype)
 
 
-def statistics(dtype: torch.dtype, biased: bool, size: tuple[int, int] | None = None, count: int = 70) -> None:
+def statistics(
+    dtype: torch.dtype, biased: bool, size: tuple[int, int] | None = None, count: int = 70, one_loop: bool = True
+) -> None:
     from vitfocus.kernels.statistics import triton as statistics_kernels
     from vitfocus.kernels.statistics.triton import count as count_values
 
     query, key, bias = attention(dtype, biased, size, count)
     sides = [] if biased else [3, count // 3, 3, count // 3, count % 3]
-    statistics_kernels.statistics((query, key, bias, None), 0.125, sides, 2.0, 3)
+    with patch.object(statistics_kernels, "ONE_LOOP_KEYS", count if one_loop else 0):
+        statistics_kernels.statistics((query, key, bias, None), 0.125, sides, 2.0, 3)
     statistics_kernels.pair_products((query, key, bias, None), (query, key, bias, None), 0.125)
     count_values(torch.zeros(1000), torch.zeros(1 << 18, dtype=torch.int32), -1.0, 15.0)
 
@@ -218,7 +221,9 @@ CASES: dict[str, tuple[Callable[..., None], tuple[Any, ...], set[str]]] = {
         (HALF, False),
         {"row_pass", "head_pass", "column_pass", "conclude_pass", "pair_pass", "count_pass"},
     ),
+    "statistics, in two loops": (statistics, (HALF, False, None, 70, False), {"row_pass", "column_pass"}),
     "statistics, with a bias": (statistics, (SINGLE, True), {"row_pass", "column_pass", "pair_pass"}),
+    "statistics, with a bias, in two loops": (statistics, (SINGLE, True, None, 70, False), {"row_pass"}),
 }
 
 
@@ -353,7 +358,8 @@ def test_eight_heads_of_128_channels_fit_into_shared_memory(compiler: Compiler, 
 def test_wide_heads_fit_where_there_is_least_shared_memory(compiler: Compiler, taken: dict[str, int]) -> None:
     """A sample of the slow tests, with a count of tokens that 16 divides and one that it does not."""
     diversity(torch.float16, True, False, True, False, (8, 96))
-    statistics(HALF, True, (8, 128), 128)
+    for one_loop in (True, False):
+        statistics(HALF, True, (8, 128), 128, one_loop)
     pooling(HALF, 4, 768)
     context(HALF)
     names = {"mean_pass", "key_gradient", "query_gradient", "bias_gradient", "row_pass", "column_pass", "pair_pass"}
@@ -386,7 +392,8 @@ def test_statistics_fit_into_shared_memory(
     dtype: torch.dtype, size: tuple[int, int], compiler: Compiler, taken: dict[str, int]
 ) -> None:
     for biased, count in ((False, 70), (True, 70), (True, 128)):
-        statistics(dtype, biased, size, count)
+        for one_loop in (True, False):
+            statistics(dtype, biased, size, count, one_loop)
     assert {"row_pass", "column_pass", "pair_pass"} <= set(taken)
     assert max(taken.values()) <= compiler.shared, taken
 

@@ -161,6 +161,26 @@ def test_what_is_kept_for_the_backward_pass_is_smaller_than_the_queries(count: i
         diversity_op.launch_backward(torch.ones((), device="cuda:1"), query, query, None, None, options, saved, False)
 
 
+@pytest.mark.usefixtures("launches")
+def test_statistics_of_many_keys_go_over_tiles_and_heads_in_two_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime.jit import JITFunction
+
+    from vitfocus.kernels.statistics import triton as statistics_kernels
+
+    forms: list[tuple[str, bool]] = []
+
+    def run(self: Any, *args: Any, **keywords: Any) -> None:
+        if "ONE_LOOP" in keywords:
+            forms.append((self.fn.__name__, keywords["ONE_LOOP"]))
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    for queries, keys, one_loop in ((197, 197, True), (1025, 1025, True), (3136, 49, True), (1026, 1026, False)):
+        forms.clear()
+        query, key = (torch.empty(1, 2, count, 64, dtype=torch.bfloat16) for count in (queries, keys))
+        statistics_kernels.statistics((query, key, None, None), 0.125, [], 2.0, 1)
+        assert forms == [("row_pass", one_loop), ("column_pass", one_loop)]
+
+
 def test_which_attention_comes_first_is_the_devices_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         torch.cuda, "get_device_capability", lambda device: ((8, 0), (9, 0))[torch.device(device).index]

@@ -93,6 +93,15 @@ CASES = [
 by_name = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
+@pytest.fixture(params=[1 << 31, 0], ids=["one loop", "two loops"])
+def loops(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both forms of the dense passes, whatever the number of keys."""
+    monkeypatch.setattr("vitfocus.kernels.statistics.triton.ONE_LOOP_KEYS", request.param)
+
+
+in_both_forms = pytest.mark.usefixtures("loops")
+
+
 def exact_maps(seen: Observation) -> Tensor:
     assert seen.query is not None and seen.key is not None
     scores = seen.query.double() @ seen.key.double().mT * seen.scale
@@ -134,10 +143,25 @@ def test_by_the_reference(case: Case) -> None:
 
 
 @interpreted
+@in_both_forms
 @by_name
 def test_interpreted_kernels(case: Case) -> None:
     with backend("triton"):
         check(case)
+
+
+@interpreted
+@pytest.mark.parametrize("number", [1, 5, 13, 14], ids=lambda number: CASES[number].name)
+def test_interpreted_one_loop_and_two_are_equal(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit by bit, of one tile and several, with a bias and without."""
+    from vitfocus.kernels.statistics import triton as kernels
+
+    case, found = CASES[number], []
+    for most in (1 << 31, 0):
+        monkeypatch.setattr(kernels, "ONE_LOOP_KEYS", most)
+        with backend("triton"):
+            found.append(statistics(case.observation(), grids=case.grids, top=2))
+    assert torch.equal(found[0].entropy, found[1].entropy) and torch.equal(found[0].numbers, found[1].numbers)
 
 
 @interpreted
@@ -219,6 +243,7 @@ def test_interpreted_entries_at_the_threshold_count_in_the_papers_form_only() ->
 
 
 @interpreted
+@in_both_forms
 @pytest.mark.parametrize("rows", [(16, 32, 4, 3), (32, 16, 4, 3)])
 def test_interpreted_passes_with_tiles_of_their_own(rows: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """The column pass may read more rows than the row pass owns; memory that nobody wrote is NaN here."""
@@ -228,7 +253,7 @@ def test_interpreted_passes_with_tiles_of_their_own(rows: tuple[int, ...], monke
     kernels.block_settings.cache_clear()
     torch.use_deterministic_algorithms(True)  # fills new memory
     try:
-        for count, side in ((65, 8), (50, 7), (17, 4)):
+        for count, side in ((65, 8), (17, 4)):
             grids = Grids((side, side), (side, side), 1)
             with backend("triton"):
                 check(Case("", (2, 3, count, 16), None, grids, dtype=torch.float16))
@@ -297,12 +322,14 @@ def test_kernels_in_the_interpreter() -> None:
 
 
 @on_a_gpu
+@in_both_forms
 @by_name
 def test_gpu_kernels(case: Case) -> None:
     check(case, "cuda")
 
 
 @on_a_gpu
+@in_both_forms
 @pytest.mark.parametrize("side", [14, 28, 32])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gpu_kernels_at_size(side: int, dtype: torch.dtype) -> None:
@@ -310,6 +337,7 @@ def test_gpu_kernels_at_size(side: int, dtype: torch.dtype) -> None:
 
 
 @on_a_gpu
+@in_both_forms
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_gpu_kernels_of_deit_s_at_odd_sizes(dtype: torch.dtype) -> None:
     check(Case("", (3, 6, 211, 64), None, Grids((15, 14), (15, 14), 1), dtype=dtype), "cuda")
@@ -323,6 +351,7 @@ def test_gpu_readings_equal_the_tile_pass(name: str) -> None:
 
 
 @on_a_gpu
+@in_both_forms
 def test_gpu_repeats_bit_by_bit_and_waits_for_nothing() -> None:
     case = Case("", (4, 6, 1025, 64), None, Grids((32, 32), (32, 32), 1), dtype=torch.bfloat16)
     seen = case.observation(device="cuda")

@@ -3,7 +3,7 @@
 A program of `row_pass` owns rows and loops over keys; one of `column_pass` owns keys and loops over rows, and needs the
 norms that the first pass computed, of each row of the heads' mean and of each head's whole map. So each sum is owned by
 one program, which adds it up in a fixed order, and results are bitwise reproducible. Sums of one head are accumulated
-in memory, as heads change in the inner loop; the number of heads is not a compile-time constant. From these sums, whose
+in memory, as heads change from step to step; the number of heads is not a compile-time constant. From these sums, whose
 size is linear in the tokens, `conclude_pass` computes nine values per head.
 
 `norms`, `entropies` and `squares` are (B, H, reach), `lengths` (2, B, reach) one over the lengths of the heads' mean
@@ -24,6 +24,7 @@ from torch import Tensor
 from vitfocus.kernels.attention import AttentionInputs
 from vitfocus.kernels.backends import on_device_of_first
 from vitfocus.kernels.shared_memory import available, padded, row_tiles
+from vitfocus.kernels.statistics.passes import column_pass, head_pass, row_pass
 from vitfocus.kernels.statistics.reference import Numbers
 from vitfocus.kernels.tiles import load_rows, logits, lower_norms, normalisers, single
 
@@ -33,129 +34,14 @@ TILES: dict[str, dict[int, tuple[int, ...]]] = {
     "rows": {1 << 31: (64, 64, 4, 3)},
     "columns": {1 << 31: (64, 64, 4, 3)},
 }
+#: Up to so many keys, the two dense passes go over tiles and heads in one loop; beyond, that took longer.
+ONE_LOOP_KEYS = 1025
 #: Adjacent bins are this many apart in memory. Entropies of a layer are alike, and atomic additions to one cache line
 #: take turns.
 _APART = 512
 _BLOCK = 1024
 #: Columns per iteration of a program of the last pass.
 _COLUMNS = 1024
-
-
-@triton.jit
-def _position(tokens, prefix, width, down, across):
-    """Row and column of tokens on a grid of that width, times the step sizes; prefix tokens are at the first patch."""
-    place = tl.maximum(tokens - prefix, 0).to(tl.float32)
-    row = tl.floor((place + 0.5) * (1.0 / width))  # avoids a division per token
-    return row * down, (place - row * width) * across
-
-
-@triton.jit
-def _one_over_root(square):
-    """One over a norm, from its square; that of an empty row is large but multiplies only zeros."""
-    return 1.0 / tl.maximum(tl.sqrt(square), 1e-8)
-
-
-@triton.jit
-def row_pass(
-    q, k, norms, bias, entropies, squares, lengths, distances, scale, bound, heads, queries, keys, reach,
-    prefix, query_width, key_width, query_down, query_across, key_down, key_across,
-    q_strides, k_strides, bias_strides,
-    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    HAS_BIAS: tl.constexpr, PLACED: tl.constexpr,
-):  # fmt: skip
-    """By row and head: entropy, Σ_j p². By row of the heads' mean a: Σ_j t² of both thresholds, Σ_j a‖p_i − p_j‖₁."""
-    scale, bound, query_down, query_across = single(scale), single(bound), single(query_down), single(query_across)
-    key_down, key_across = single(key_down), single(key_across)
-    batch, block = tl.program_id(0), tl.program_id(1)
-    numbers = block * BM + tl.arange(0, BM)
-    rows = tl.minimum(numbers, queries - 1)
-    length, length_paper = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
-    distance, one = tl.zeros([BM], tl.float32), 1.0 / heads
-    row, column = _position(rows, prefix, query_width, query_down, query_across)
-    for start in range(0, keys, BN):
-        cols = start + tl.arange(0, BN)
-        there, exists = tl.minimum(cols, keys - 1), tl.where(cols < keys, 1.0, 0.0)
-        total = tl.zeros([BM, BN], tl.float32)
-        for h in range(heads):
-            head, place = batch * 0 + h, (batch * heads + h).to(tl.int64) * reach + numbers
-            query = load_rows(q, batch, head, rows, q_strides, D, DP)
-            key = load_rows(k, batch, head, there, k_strides, D, DP)
-            log = logits(query, key, scale, bias, batch, head, rows, there, bias_strides, HAS_BIAS)
-            log -= tl.load(norms + place)[:, None]
-            if HAS_BIAS:  # replace -inf by a finite value whose exp2 is 0
-                log = tl.maximum(log, -1e30, propagate_nan=tl.PropagateNan.ALL)
-            tile = tl.exp2(log) * exists[None, :]
-            total += tile
-            tl.atomic_add(entropies + place, tl.sum(tile * log, 1) * -0.6931471805599453, sem="relaxed")
-            tl.atomic_add(squares + place, tl.sum(tile * tile, 1), sem="relaxed")
-        mean = total * one
-        above = tl.where(mean > bound, mean, 0.0)
-        length += tl.sum(above * above, 1)
-        above = tl.where(mean >= bound, mean, 0.0)
-        length_paper += tl.sum(above * above, 1)
-        if PLACED:
-            down, across = _position(cols, prefix, key_width, key_down, key_across)
-            away = tl.abs(row[:, None] - down[None, :]) + tl.abs(column[:, None] - across[None, :])
-            distance += tl.sum(tl.where((cols >= prefix)[None, :], mean, 0.0) * away, 1)
-    mine, images = batch.to(tl.int64) * reach + numbers, tl.num_programs(0).to(tl.int64)
-    tl.store(lengths + mine, _one_over_root(length))
-    tl.store(lengths + images * reach + mine, _one_over_root(length_paper))
-    if PLACED:
-        tl.store(distances + mine, tl.where(numbers >= prefix, distance, 0.0))
-
-
-@triton.jit
-def head_pass(squares, totals, queries, reach, BN: tl.constexpr):
-    """Of each head of each image, Σ_ij p² and one over its root: (2, B, H)."""
-    pair = tl.program_id(0).to(tl.int64)
-    total = tl.zeros([BN], tl.float32)
-    for start in range(0, queries, BN):
-        rows = start + tl.arange(0, BN)
-        total += tl.load(squares + pair * reach + rows, mask=rows < queries, other=0.0)
-    tl.store(totals + pair, tl.sum(total, 0))
-    tl.store(totals + tl.num_programs(0) + pair, _one_over_root(tl.sum(total, 0)))
-
-
-@triton.jit
-def column_pass(
-    q, k, norms, bias, lengths, totals, received, units, scale, bound, heads, queries, keys, reach,
-    q_strides, k_strides, bias_strides,
-    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, HAS_BIAS: tl.constexpr,
-):  # fmt: skip
-    """By column and head: Σ_i p. By column: Σ_i t at unit length for both thresholds, Σ_i t, Σ_i (Σ_h p_h / ‖p_h‖)²."""
-    scale, bound = single(scale), single(bound)
-    batch, block = tl.program_id(0), tl.program_id(1)
-    cols = block * BN + tl.arange(0, BN)
-    there, one = tl.minimum(cols, keys - 1), 1.0 / heads
-    official, paper = tl.zeros([BN], tl.float32), tl.zeros([BN], tl.float32)
-    kept, joint = tl.zeros([BN], tl.float32), tl.zeros([BN], tl.float32)
-    images = tl.num_programs(0).to(tl.int64)
-    for start in range(0, queries, BM):
-        numbers = start + tl.arange(0, BM)
-        rows = tl.minimum(numbers, queries - 1)
-        total, weighted = tl.zeros([BN, BM], tl.float32), tl.zeros([BN, BM], tl.float32)
-        for h in range(heads):
-            head, pair = batch * 0 + h, (batch * heads + h).to(tl.int64)
-            query = load_rows(q, batch, head, rows, q_strides, D, DP)
-            key = load_rows(k, batch, head, there, k_strides, D, DP)
-            log = logits(key, query, scale, bias, batch, head, there, rows, bias_strides, HAS_BIAS)
-            tile = tl.exp2(log - tl.load(norms + pair * reach + numbers)[None, :])
-            total += tile
-            weighted += tile * tl.load(totals + images * heads + pair)
-            tl.atomic_add(received + pair * keys + cols, tl.sum(tile, 1), mask=cols < keys, sem="relaxed")
-        mine = batch.to(tl.int64) * reach + numbers
-        mean = total * one
-        above = tl.where(mean > bound, mean, 0.0)
-        official += tl.sum(above * tl.load(lengths + mine)[None, :], 1)
-        above = tl.where(mean >= bound, mean, 0.0)
-        paper += tl.sum(above * tl.load(lengths + images * reach + mine)[None, :], 1)
-        kept += tl.sum(above, 1)
-        joint += tl.sum(weighted * weighted, 1)
-    place, ok = units + batch.to(tl.int64) * keys + cols, cols < keys
-    tl.store(place, official, mask=ok)
-    tl.store(place + images * keys, paper, mask=ok)
-    tl.store(place + 2 * images * keys, kept, mask=ok)
-    tl.store(place + 3 * images * keys, joint, mask=ok)
 
 
 @triton.jit
@@ -348,15 +234,16 @@ def statistics(
     entropy = torch.empty(batch, heads, queries, dtype=torch.float32, device=device)
     numbers = torch.empty(len(Numbers._fields), batch, heads, dtype=torch.float32, device=device)
     sizes, bound, places, last = (heads, queries, keys, reach), threshold / keys, _places(sides), _last(queries, keys)
+    one_loop = keys <= ONE_LOOP_KEYS
     # There may be many windows, and only the first grid axis is long enough.
     row_pass[batch, -(-queries // by_row["BM"])](
         query, key, norms, given, entropies, squares, lengths, distances, scale, bound, *sizes, *places,
-        query_strides, key_strides, bias_strides, **by_row, PLACED=bool(sides),
+        query_strides, key_strides, bias_strides, **by_row, PLACED=bool(sides), ONE_LOOP=one_loop,
     )  # fmt: skip
     head_pass[(pairs,)](squares, totals, queries, reach, **last)
     column_pass[batch, -(-keys // by_column["BN"])](
         query, key, norms, given, lengths, totals, received, units, scale, bound, *sizes, query_strides, key_strides,
-        turned, **by_column,
+        turned, **by_column, ONE_LOOP=one_loop,
     )  # fmt: skip
     conclude_pass[batch, heads + 1](
         entropies, totals, distances, received, units, entropy, numbers, bound, *sizes, top,

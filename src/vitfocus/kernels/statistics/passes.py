@@ -1,0 +1,210 @@
+"""The passes of the statistics over whole maps: `row_pass` and `column_pass`, and `head_pass` between them.
+
+A program goes over tiles, and in each tile over heads: in two loops or, with `ONE_LOOP`, in one, so that loads for the
+next tile begin before the last head of this one is done. Both forms add the same numbers in the same order.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from vitfocus.kernels.tiles import load_rows, logits, single
+
+
+@triton.jit
+def _position(tokens, prefix, width, down, across):
+    """Row and column of tokens on a grid of that width, times the step sizes; prefix tokens are at the first patch."""
+    place = tl.maximum(tokens - prefix, 0).to(tl.float32)
+    row = tl.floor((place + 0.5) * (1.0 / width))  # avoids a division per token
+    return row * down, (place - row * width) * across
+
+
+@triton.jit
+def _one_over_root(square):
+    """One over a norm, from its square; that of an empty row is large but multiplies only zeros."""
+    return 1.0 / tl.maximum(tl.sqrt(square), 1e-8)
+
+
+@triton.jit
+def _row_head(
+    total, q, k, norms, bias, entropies, squares, scale, batch, h, heads, rows, numbers, there, exists, reach,
+    q_strides, k_strides, bias_strides, D: tl.constexpr, DP: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """A tile's total over heads with one head's map added, whose sums by row are added to that head's."""
+    head, place = batch * 0 + h, (batch * heads + h).to(tl.int64) * reach + numbers
+    query = load_rows(q, batch, head, rows, q_strides, D, DP)
+    key = load_rows(k, batch, head, there, k_strides, D, DP)
+    log = logits(query, key, scale, bias, batch, head, rows, there, bias_strides, HAS_BIAS)
+    log -= tl.load(norms + place)[:, None]
+    if HAS_BIAS:  # replace -inf by a finite value whose exp2 is 0
+        log = tl.maximum(log, -1e30, propagate_nan=tl.PropagateNan.ALL)
+    tile = tl.exp2(log) * exists[None, :]
+    total += tile
+    tl.atomic_add(entropies + place, tl.sum(tile * log, 1) * -0.6931471805599453, sem="relaxed")
+    tl.atomic_add(squares + place, tl.sum(tile * tile, 1), sem="relaxed")
+    return total
+
+
+@triton.jit
+def _row_mean(
+    mean, length, length_paper, distance, cols, bound, row, column, prefix, key_width, key_down, key_across,
+    PLACED: tl.constexpr,
+):  # fmt: skip
+    """The three sums by row, with those of a tile of the heads' mean added."""
+    above = tl.where(mean > bound, mean, 0.0)
+    length += tl.sum(above * above, 1)
+    above = tl.where(mean >= bound, mean, 0.0)
+    length_paper += tl.sum(above * above, 1)
+    if PLACED:
+        down, across = _position(cols, prefix, key_width, key_down, key_across)
+        away = tl.abs(row[:, None] - down[None, :]) + tl.abs(column[:, None] - across[None, :])
+        distance += tl.sum(tl.where((cols >= prefix)[None, :], mean, 0.0) * away, 1)
+    return length, length_paper, distance
+
+
+@triton.jit
+def row_pass(
+    q, k, norms, bias, entropies, squares, lengths, distances, scale, bound, heads, queries, keys, reach,
+    prefix, query_width, key_width, query_down, query_across, key_down, key_across,
+    q_strides, k_strides, bias_strides,
+    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    HAS_BIAS: tl.constexpr, PLACED: tl.constexpr, ONE_LOOP: tl.constexpr,
+):  # fmt: skip
+    """By row and head: entropy, Σ_j p². By row of the heads' mean a: Σ_j t² of both thresholds, Σ_j a‖p_i − p_j‖₁."""
+    scale, bound, query_down, query_across = single(scale), single(bound), single(query_down), single(query_across)
+    key_down, key_across = single(key_down), single(key_across)
+    batch, block = tl.program_id(0), tl.program_id(1)
+    numbers = block * BM + tl.arange(0, BM)
+    rows = tl.minimum(numbers, queries - 1)
+    length, length_paper = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
+    distance, one = tl.zeros([BM], tl.float32), 1.0 / heads
+    row, column = _position(rows, prefix, query_width, query_down, query_across)
+    if ONE_LOOP:
+        total = tl.zeros([BM, BN], tl.float32)
+        for step in range(tl.cdiv(keys, BN) * heads):
+            h = step % heads
+            cols = step // heads * BN + tl.arange(0, BN)
+            there, exists = tl.minimum(cols, keys - 1), tl.where(cols < keys, 1.0, 0.0)
+            total = _row_head(
+                total, q, k, norms, bias, entropies, squares, scale, batch, h, heads, rows, numbers, there, exists,
+                reach, q_strides, k_strides, bias_strides, D, DP, HAS_BIAS,
+            )  # fmt: skip
+            if h == heads - 1:
+                length, length_paper, distance = _row_mean(
+                    total * one, length, length_paper, distance, cols, bound, row, column, prefix, key_width, key_down,
+                    key_across, PLACED,
+                )  # fmt: skip
+                total = tl.zeros([BM, BN], tl.float32)
+    else:
+        for start in range(0, keys, BN):
+            cols = start + tl.arange(0, BN)
+            there, exists = tl.minimum(cols, keys - 1), tl.where(cols < keys, 1.0, 0.0)
+            total = tl.zeros([BM, BN], tl.float32)
+            for h in range(heads):
+                total = _row_head(
+                    total, q, k, norms, bias, entropies, squares, scale, batch, h, heads, rows, numbers, there, exists,
+                    reach, q_strides, k_strides, bias_strides, D, DP, HAS_BIAS,
+                )  # fmt: skip
+            length, length_paper, distance = _row_mean(
+                total * one, length, length_paper, distance, cols, bound, row, column, prefix, key_width, key_down,
+                key_across, PLACED,
+            )  # fmt: skip
+    mine, images = batch.to(tl.int64) * reach + numbers, tl.num_programs(0).to(tl.int64)
+    tl.store(lengths + mine, _one_over_root(length))
+    tl.store(lengths + images * reach + mine, _one_over_root(length_paper))
+    if PLACED:
+        tl.store(distances + mine, tl.where(numbers >= prefix, distance, 0.0))
+
+
+@triton.jit
+def head_pass(squares, totals, queries, reach, BN: tl.constexpr):
+    """Of each head of each image, Σ_ij p² and one over its root: (2, B, H)."""
+    pair = tl.program_id(0).to(tl.int64)
+    total = tl.zeros([BN], tl.float32)
+    for start in range(0, queries, BN):
+        rows = start + tl.arange(0, BN)
+        total += tl.load(squares + pair * reach + rows, mask=rows < queries, other=0.0)
+    tl.store(totals + pair, tl.sum(total, 0))
+    tl.store(totals + tl.num_programs(0) + pair, _one_over_root(tl.sum(total, 0)))
+
+
+@triton.jit
+def _column_head(
+    total, weighted, q, k, norms, bias, totals, received, scale, batch, h, heads, rows, numbers, there, cols, keys,
+    reach, images, q_strides, k_strides, bias_strides, D: tl.constexpr, DP: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """A tile's two totals over heads with one head's map added, whose sums by column are added to that head's."""
+    head, pair = batch * 0 + h, (batch * heads + h).to(tl.int64)
+    query = load_rows(q, batch, head, rows, q_strides, D, DP)
+    key = load_rows(k, batch, head, there, k_strides, D, DP)
+    log = logits(key, query, scale, bias, batch, head, there, rows, bias_strides, HAS_BIAS)
+    tile = tl.exp2(log - tl.load(norms + pair * reach + numbers)[None, :])
+    total += tile
+    weighted += tile * tl.load(totals + images * heads + pair)
+    tl.atomic_add(received + pair * keys + cols, tl.sum(tile, 1), mask=cols < keys, sem="relaxed")
+    return total, weighted
+
+
+@triton.jit
+def _column_mean(mean, weighted, official, paper, kept, joint, lengths, mine, images, reach, bound):
+    """The four sums by column, with those of a tile of the heads' mean and of their weighted sum added."""
+    above = tl.where(mean > bound, mean, 0.0)
+    official += tl.sum(above * tl.load(lengths + mine)[None, :], 1)
+    above = tl.where(mean >= bound, mean, 0.0)
+    paper += tl.sum(above * tl.load(lengths + images * reach + mine)[None, :], 1)
+    kept += tl.sum(above, 1)
+    joint += tl.sum(weighted * weighted, 1)
+    return official, paper, kept, joint
+
+
+@triton.jit
+def column_pass(
+    q, k, norms, bias, lengths, totals, received, units, scale, bound, heads, queries, keys, reach,
+    q_strides, k_strides, bias_strides,
+    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ONE_LOOP: tl.constexpr,
+):  # fmt: skip
+    """By column and head: Σ_i p. By column: Σ_i t at unit length for both thresholds, Σ_i t, Σ_i (Σ_h p_h / ‖p_h‖)²."""
+    scale, bound = single(scale), single(bound)
+    batch, block = tl.program_id(0), tl.program_id(1)
+    cols = block * BN + tl.arange(0, BN)
+    there, one = tl.minimum(cols, keys - 1), 1.0 / heads
+    official, paper = tl.zeros([BN], tl.float32), tl.zeros([BN], tl.float32)
+    kept, joint = tl.zeros([BN], tl.float32), tl.zeros([BN], tl.float32)
+    images = tl.num_programs(0).to(tl.int64)
+    if ONE_LOOP:
+        total, weighted = tl.zeros([BN, BM], tl.float32), tl.zeros([BN, BM], tl.float32)
+        for step in range(tl.cdiv(queries, BM) * heads):
+            h = step % heads
+            numbers = step // heads * BM + tl.arange(0, BM)
+            rows = tl.minimum(numbers, queries - 1)
+            total, weighted = _column_head(
+                total, weighted, q, k, norms, bias, totals, received, scale, batch, h, heads, rows, numbers, there,
+                cols, keys, reach, images, q_strides, k_strides, bias_strides, D, DP, HAS_BIAS,
+            )  # fmt: skip
+            if h == heads - 1:
+                official, paper, kept, joint = _column_mean(
+                    total * one, weighted, official, paper, kept, joint, lengths,
+                    batch.to(tl.int64) * reach + numbers, images, reach, bound,
+                )  # fmt: skip
+                total, weighted = tl.zeros([BN, BM], tl.float32), tl.zeros([BN, BM], tl.float32)
+    else:
+        for start in range(0, queries, BM):
+            numbers = start + tl.arange(0, BM)
+            rows = tl.minimum(numbers, queries - 1)
+            total, weighted = tl.zeros([BN, BM], tl.float32), tl.zeros([BN, BM], tl.float32)
+            for h in range(heads):
+                total, weighted = _column_head(
+                    total, weighted, q, k, norms, bias, totals, received, scale, batch, h, heads, rows, numbers, there,
+                    cols, keys, reach, images, q_strides, k_strides, bias_strides, D, DP, HAS_BIAS,
+                )  # fmt: skip
+            official, paper, kept, joint = _column_mean(
+                total * one, weighted, official, paper, kept, joint, lengths, batch.to(tl.int64) * reach + numbers,
+                images, reach, bound,
+            )  # fmt: skip
+    place, ok = units + batch.to(tl.int64) * keys + cols, cols < keys
+    tl.store(place, official, mask=ok)
+    tl.store(place + images * keys, paper, mask=ok)
+    tl.store(place + 2 * images * keys, kept, mask=ok)
+    tl.store(place + 3 * images * keys, joint, mask=ok)
