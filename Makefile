@@ -29,9 +29,9 @@ test-adversarial: .venv/installed
 # The lowest version of every dependency that pyproject.toml allows, in a virtual environment of its own (6 GB); the newest
 # are what `make test` installs. LOWEST_TESTS is a selection that uses every dependency.
 LOWEST ?= .venv-lowest
-LOWEST_TESTS ?= tests/anatomy tests/attention tests/core tests/data tests/models tests/report/test_report.py \
-  tests/report/test_serve.py tests/robustness tests/tasks tests/train/test_trainer.py tests/train/test_checkpoint.py \
-  tests/train/test_optimiser.py tests/treatments src/vitfocus
+LOWEST_TESTS ?= tests/anatomy tests/attention tests/core tests/data tests/kernels tests/models \
+  tests/report/test_report.py tests/report/test_serve.py tests/robustness tests/tasks tests/train/test_trainer.py \
+  tests/train/test_checkpoint.py tests/train/test_compile.py tests/train/test_optimiser.py tests/treatments src/vitfocus
 test-lowest: .venv-tools/installed
 	.venv-tools/bin/uv venv --allow-existing --quiet --python $(PYTHON) $(LOWEST)
 	.venv-tools/bin/uv pip install --quiet --python $(LOWEST)/bin/python --resolution lowest-direct --editable ".[dev]"
