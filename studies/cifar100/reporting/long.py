@@ -127,8 +127,8 @@ RULE = (
     "Differences are those of the additive model arm + seed over all arms of the group that have the same seeds, with "
     "(arms − 1) × (seeds − 1) degrees of freedom (d.f.). Higher and lower: significant after Holm's correction at 5 % "
     "over all comparisons of the plan, run or not. Within ±0.5 points: all planned seeds are finished and the 90 % "
-    "interval lies between these bounds. Undecided: neither. With one common seed there is neither an interval nor a "
-    "claim."
+    "interval (not corrected) lies between these bounds. Undecided: neither. With one common seed there is neither an "
+    "interval nor a claim."
 )
 
 

@@ -45,7 +45,7 @@ PLACES = {
 }
 OUTCOMES = (
     "Higher and lower: significant at 5 % after Holm's correction for all planned comparisons. Within ±0.5 points: all "
-    "planned seeds are finished, and the 90 % interval lies between these bounds. Undecided: neither."
+    "planned seeds are finished, and the 90 % interval (not corrected) lies between these bounds. Undecided: neither."
 )
 #: The first line of the recipe `cifar100`.
 HEADER = re.compile(r"\A# Plain ViT-S/4 reaches [^\n]*\n")
