@@ -278,7 +278,7 @@ def _headline(
 ) -> str:
     shown, (done, planned) = [row for row in (*accuracy, *kept) if row["seeds"]], first
     decided = [row for row in shown if row["seeds"] > 1 and row["outcome"] != "undecided"]
-    runs = "runs that compare it with CB and with TAP + ADL"
+    runs = "runs that compare it with CB in the upper half of the layers and with TAP + ADL"
     so_far = f"so far, {done} of the {planned} {runs} {'is' if done == 1 else 'are'} finished"
     said = (
         ("" if decided else "What to expect of the treatments over a well-trained plain model is not known yet. ")
@@ -320,9 +320,9 @@ def _shown(rows: Sequence[Row], group: str = "") -> str:
 
 def _scratch(first: tuple[int, int], found: Results, rows: Sequence[Row], costs: Mapping[str, Any]) -> str:
     parts = [
-        f"*At the paper's accuracy:* ViT-S/4 with the recipe `cifar100` (Muon, 200 epochs). Plain "
-        f"{_reaches(_plain(found))}. {first[0]} of the {first[1]} runs with plain, CB and TAP + ADL "
-        f"{'is' if first[0] == 1 else 'are'} finished."
+        f"*At the paper's accuracy:* ViT-S/4 with the recipe `cifar100` (the optimiser Muon, 200 epochs). Plain "
+        f"{_reaches(_plain(found))}. {first[0]} of the {first[1]} runs with plain, CB in the upper half of the layers "
+        f"and TAP + ADL {'is' if first[0] == 1 else 'are'} finished."
     ]
     if shown := _shown(rows, "vit-s"):
         here = [row for row in rows if row["group"] == "vit-s"]
