@@ -11,9 +11,12 @@ import timm
 import torch
 from helpers.kernel_cases import Attention, check_joined, joined
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import vitfocus as vf
+from vitfocus.attention.capture import ObservedForward
+from vitfocus.kernels.attention import Observation
 from vitfocus.kernels.backends import backend, has_triton
 from vitfocus.kernels.diversity import op as diversity_op
 from vitfocus.kernels.diversity import with_attention
@@ -125,6 +128,29 @@ def test_a_projection_gets_its_gradient_whole() -> None:
         results.append((*made, slopes[0] if len(given) == 1 else torch.stack(slopes), torch.stack(twice).squeeze(0)))
     assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
     assert results[1][2].permute(1, 3, 0, 2, 4).is_contiguous()
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_a_projection_is_known_only_if_its_first_axis_was_unbound(axis: int) -> None:
+    """With three images of three heads, what was unbound along another axis has the same shape."""
+    wholes = []
+
+    class Observer:
+        wants_attention = True
+
+        def attend(self, seen: Observation, value: Tensor, whole: Tensor | None) -> None:
+            wholes.append(whole)
+
+        def __call__(self, seen: Observation) -> None: ...
+
+    class Attending(nn.Module):
+        def forward(self, whole: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(*whole.unbind(axis))
+
+    whole = torch.randn(3, 3, 3, 5, 16)
+    with backend("triton"):
+        ObservedForward(Attending(), "sdpa", Observer())(whole)
+    assert wholes == [whole if axis == 0 else None]
 
 
 def test_what_does_not_fit_is_computed_apart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,7 +81,8 @@ class _AttentionRecorder(TorchFunctionMode):
             self.seen.append(seen)
         elif func in (torch.unbind, Tensor.unbind):
             parts = func(*args, **kwargs)
-            self.unbound = (args[0], parts) if args else None
+            if args and (args[1] if len(args) > 1 else kwargs.get("dim", 0)) == 0:
+                self.unbound = (args[0], parts)
             return parts
         elif func is Tensor.unflatten:  # calls super(), which torch 2.11 does not compile within a mode
             return torch.unflatten(*args, **kwargs)
