@@ -377,12 +377,13 @@ class Session:
         grid = (block.query_rule or block.grid_rule)(self.size)
         if not isinstance(tokens, Tensor) or not all(grid):
             return
+        precision = torch.promote_types(tokens.dtype, torch.float32)
         if tokens.ndim == 3 and tokens.shape[1] >= grid[0] * grid[1]:
             patches = tokens[:, tokens.shape[1] - grid[0] * grid[1] :]  # after prefix tokens and text
-            callback(block, torch.linalg.vector_norm(patches, dim=-1, dtype=torch.float32).unflatten(1, grid))
+            callback(block, torch.linalg.vector_norm(patches, dim=-1, dtype=precision).unflatten(1, grid))
         elif tokens.ndim == 4 and grid in (tokens.shape[1:3], tokens.shape[2:]):
             axis = -1 if tokens.shape[1:3] == grid and tokens.shape[1] != block.width else 1
-            callback(block, torch.linalg.vector_norm(tokens, dim=axis, dtype=torch.float32))
+            callback(block, torch.linalg.vector_norm(tokens, dim=axis, dtype=precision))
 
 
 @contextmanager

@@ -222,7 +222,8 @@ class ResetLosses:
         self.losses = losses
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if only_reading():  # a diagnosis between the forward pass of a training step and its loss
+        # A diagnosis between the forward pass of a training step and its loss, or a checkpoint around the whole model.
+        if only_reading() or grad_is_recomputed():
             return
         for loss in self.losses:
             loss.reset()
