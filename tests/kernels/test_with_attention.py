@@ -92,19 +92,22 @@ def test_it_repeats_bit_by_bit() -> None:
     assert all(torch.equal(one, two) for one, two in zip(*runs, strict=True))
 
 
-def test_the_gradient_can_be_differentiated() -> None:
-    """From whole maps, as no kernel computes second derivatives."""
-    query, key, value, options = joined(Attention("twice", (1, 2, 130, 16), dtype=HALF), 0)
-    exact = [one.detach().double().requires_grad_() for one in (query, key, value)]
+@pytest.mark.parametrize("learning", [(0, 1, 2), (2,)], ids=["all", "values"])
+def test_the_gradient_can_be_differentiated(learning: tuple[int, ...]) -> None:
+    """From whole maps, as no kernel computes second derivatives. The loss does not depend on the values."""
+    *tensors, options = joined(Attention("twice", (1, 2, 130, 16), dtype=HALF), 0)
+    given = [one.detach().requires_grad_(place in learning) for place, one in enumerate(tensors)]
+    exact = [one.detach().double().requires_grad_() for one in tensors]
 
-    def twice(given: tuple[Tensor, ...] | list[Tensor], out: Tensor, loss: Tensor) -> tuple[Tensor, ...]:
+    def twice(given: list[Tensor], out: Tensor, loss: Tensor) -> tuple[Tensor, ...]:
+        given = [given[place] for place in learning]
         slopes = torch.autograd.grad(out.square().sum() + loss * 100, given, create_graph=True)
         return torch.autograd.grad(sum(one.double().square().sum() for one in slopes), given)
 
     with backend("triton"):
-        made = attention_with_diversity(query, key, value, scale=0.3, **options)
+        made = attention_with_diversity(*given, scale=0.3, **options)
         assert made is not None
-        got = twice((query, key, value), *made)
+        got = twice(given, *made)
     maps = (exact[0] @ exact[1].mT * 0.3).softmax(-1)
     wanted = twice(exact, maps @ exact[2], row_similarity(maps, threshold=1.5))
     for mine, theirs in zip(got, wanted, strict=True):

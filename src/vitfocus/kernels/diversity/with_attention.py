@@ -23,6 +23,7 @@ from vitfocus.kernels.backends import (
 from vitfocus.kernels.diversity.chunked import LossOptions, on_whole_maps
 from vitfocus.kernels.diversity.op import _Launch, launch_forward
 from vitfocus.kernels.diversity.reference import Heads, Variant
+from vitfocus.kernels.inputs import packed
 from vitfocus.kernels.shared_memory import LARGE, padded
 
 #: More keys than the first number, up to the second: with fewer, torch's attention and a pass for the loss take less.
@@ -125,7 +126,7 @@ class _Attention(torch.autograd.Function):
             tokens = (None, query, key, value) if whole is None else (whole, None, None, None)
             plain = partial(_plain, options=options)
             return *differentiable_gradients(plain, tokens, (gradient, weight)), *(None,) * 5
-        gradient = gradient.transpose(1, 2).resolve_neg().contiguous()
+        gradient = packed(gradient.transpose(1, 2))
         made = launch_gradients(gradient, weight, query, key, value, lse, options, tuple(saved))
         return *((None, *made.unbind()) if whole is None else (made, None, None, None)), *(None,) * 5
 
