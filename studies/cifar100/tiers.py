@@ -321,9 +321,10 @@ def analyse(plan: Mapping[str, Any], found: Mapping[tuple[str, str, int], Mappin
     """Every comparison: difference, intervals, p-value and what may be said, if there are two common seeds or more.
 
     Holm's correction counts every comparison of the plan, run or not, so a later run can never take a claim back. With
-    one common seed the row has the two values and neither a difference nor a claim. "No effect" waits for all seeds of
-    the plan, because with few of them an interval may be narrow by chance.
+    one common seed the row has the two values and neither a difference nor a claim. Equivalence, "within ±0.5 points",
+    waits for all seeds of the plan, because with few of them an interval may be narrow by chance.
     """
+    bound = f"within ±{plan['equivalence_points']:g} points"
     rows = []
     for comparison in plan["comparisons"]:
         group, arm, metric = comparison["group"], comparison["arm"], comparison["metric"]
@@ -331,7 +332,10 @@ def analyse(plan: Mapping[str, Any], found: Mapping[tuple[str, str, int], Mappin
         row: dict[str, Any] = {
             **comparison,
             "seeds": len(seeds),
-            "outcome": "one seed: no claim" if seeds else "not run",
+            "planned": _planned_seeds(plan, group, arm),
+            "outcome": "one seed: no claim"
+            if seeds
+            else ("no common seed" if _seeds(found, group, arm) else "not run"),
         }
         rows.append(row)
         names = {a for g, a, _ in found if g == group and set(seeds) <= _seeds(found, group, a)} | {"plain", arm}
@@ -345,7 +349,7 @@ def analyse(plan: Mapping[str, Any], found: Mapping[tuple[str, str, int], Mappin
             row |= {
                 "difference": effect,
                 "interval": (effect - wide, effect + wide),
-                "equivalent": len(seeds) >= _planned_seeds(plan, group, arm)
+                "equivalent": len(seeds) >= row["planned"]
                 and max(abs(effect - narrow), abs(effect + narrow)) <= plan["equivalence_points"],
                 "degrees_of_freedom": freedom,
                 "p_value": 1 - within(abs(effect) / error, freedom) if error else float(effect == 0),
@@ -353,7 +357,7 @@ def analyse(plan: Mapping[str, Any], found: Mapping[tuple[str, str, int], Mappin
     for row, rejected in zip(rows, holm([row.get("p_value", 1.0) for row in rows]), strict=True):
         if "difference" in row:
             up = "higher" if row["difference"] > 0 else "lower"
-            row["outcome"] = up if rejected else "no effect" if row["equivalent"] else "undecided"
+            row["outcome"] = up if rejected else bound if row["equivalent"] else "undecided"
     return rows
 
 
@@ -374,7 +378,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
             low, high = row["interval"]
             text += (
                 f"; {row['difference']:+.2f} [{low:+.2f}, {high:+.2f}] beside plain's {row['plain']:.2f}, "
-                f"{row['seeds']} seeds, {row['degrees_of_freedom']} degrees of freedom, p = {row['p_value']:.3f}"
+                f"{row['seeds']} of {row['planned']} seeds, {row['degrees_of_freedom']} degrees of freedom, "
+                f"p = {row['p_value']:.3f}"
             )
         lines.append(text)
     return "\n".join(lines)

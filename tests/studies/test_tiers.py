@@ -70,10 +70,10 @@ def test_effects_are_told_apart_from_none_and_from_noise() -> None:
     found = results({"plain": 0.0, "cb-upper": 0.0, "tap-adl": 2.0}, noise=0.1)
     by_claim = {(row["arm"], row["metric"]): row for row in tiers.analyse(plan, found) if row["group"] == "vit-s"}
     assert by_claim["tap-adl", "clean.accuracy"]["outcome"] == "higher"
-    assert by_claim["cb-upper", "clean.accuracy"]["outcome"] == "no effect"
+    assert by_claim["cb-upper", "clean.accuracy"]["outcome"] == "within ±0.5 points"
     assert by_claim["adl", "clean.accuracy"]["outcome"] == "not run"
     early = results({"plain": 0.0, "cb-upper": 0.0, "tap-adl": 2.0}, noise=0.01, seeds=2)
-    assert "no effect" not in {row["outcome"] for row in tiers.analyse(plan, early)}
+    assert "within ±0.5 points" not in {row["outcome"] for row in tiers.analyse(plan, early)}
     noisy = results({"plain": 0.0, "cb-upper": 0.7, "tap-adl": 0.3}, noise=1.5)
     rows = [row for row in tiers.analyse(plan, noisy) if row.get("metric") == "clean.accuracy" and "difference" in row]
     assert {row["outcome"] for row in rows} == {"undecided"}
@@ -93,8 +93,8 @@ def test_one_common_seed_gives_neither_an_interval_nor_a_claim() -> None:
     assert row.keys().isdisjoint({"difference", "interval", "p_value"})
     written = texts.texts(tiers.count_runs(runs, uneven), uneven, rows, {})
     assert (
-        "is not known: there is one seed" in written["conclusion"]
-        and "gain over a good baseline not known" in written["situations"]
+        "is not known: one of the 5 planned seeds" in written["conclusion"]
+        and "200 epochs, ViT-S: no claim (1 of 5 seeds)" in written["situations"]
     )
     assert "raised" not in written["headline"] and not re.search(r"\[[−+]", written["headline"])
     assert "is not known yet" in written["headline"]
@@ -136,18 +136,94 @@ def test_sentences_follow_the_outcome() -> None:
     plan = tiers.read_plan()
     runs = list(tiers.planned_runs(plan))
     found = results({"plain": 0.0, "cb-upper": 0.0, "tap-adl": 2.0}, noise=0.1)
-    costs = {"vit-s": {"tap-adl": {"ratio": 1.25}}, "vit-s, eager": {"tap-adl": {"ratio": 1.5}}}
+    costs = {"vit-s": {"tap-adl": {"ratio": 1.25}}, "vit-s, eager": {"tap-adl": {"ratio": 1.5}}, "device": "a GPU"}
     written = texts.texts(tiers.count_runs(runs, found), found, tiers.analyse(plan, found), costs)
     assert "TAP + ADL raised clean accuracy: +" in written["conclusion"]
-    assert "CB in the upper half did not change clean accuracy" in written["conclusion"]
-    assert (
-        "1.25 (as trained), 1.50 (eager)" in written["conclusion"] and "outside this interval" in written["conclusion"]
-    )
-    assert "15 of the 15 runs" in written["headline"] and "is not known yet" not in written["headline"]
-    assert "higher in a well-trained model (7" in written["situations"]
+    assert "The effect of CB in the upper half on clean accuracy is within ±0.5 points (90 %" in written["conclusion"]
+    cost = "1.25 times (recorded as a CUDA graph, as trained here) and 1.50 times (eager) as long as plain's on a GPU"
+    assert cost in written["conclusion"] and "outside this interval" in written["conclusion"]
+    assert "all 15 runs" in written["headline"] and "is not known yet" not in written["headline"]
+    assert "200 epochs, ViT-S: higher, +" in written["situations"]
     lowered = results({"plain": 0.0, "cb-upper": 0.0, "tap-adl": -2.0}, noise=0.1)
     rows = tiers.analyse(plan, lowered)
-    assert "TAP + ADL lowered" in texts.texts(tiers.count_runs(runs, lowered), lowered, rows, {})["headline"]
+    written = texts.texts(tiers.count_runs(runs, lowered), lowered, rows, {})
+    assert "TAP + ADL lowered clean accuracy: −" in written["conclusion"]
+    assert re.search(r"\| TAP \+ ADL \| clean accuracy \| .* \| −2\..* \| 5 of 5 \| lower \|", written["headline"])
+
+
+def stage(group: str, seeds: dict[str, int], **effects: float) -> dict[tuple[str, str, int], dict[str, object]]:
+    """Results of a group with so many seeds per arm, and an effect on accuracy of 0 unless given."""
+    draw = np.random.default_rng(0)
+    found = {}
+    for arm, count in seeds.items():
+        for seed in range(count):
+            score = 75 + seed / 10 + effects.get(arm.replace("-", "_"), 0.0) + draw.normal(0, 0.05)
+            found[group, arm, seed] = result(group, arm, seed, score, 80 + draw.normal(0, 0.05))
+            found[group, arm, seed]["clean"] = {"miou" if group == "camvid" else "accuracy": score}
+    return found
+
+
+FIRST = {"plain": 5, "cb-upper": 5, "tap-adl": 5}
+SECOND = {"cbs": 3, "tap": 3, "adl": 3, "average3": 3, "plain-longer": 3}
+#: Stages of the study, and what its texts must and must not say then.
+STAGES = {
+    "nothing": ({}, ["Plain has no finished run; so far, 0 of the 15 runs", "not known yet"], ["| TAP + ADL |"]),
+    "treated before plain": (
+        stage("vit-s", {"tap-adl": 1}),
+        ["no seed has a run both with and without it"],
+        ["raised"],
+    ),
+    "one run": (stage("vit-s", {"plain": 1}), ["1 of the 15 runs", "is finished", "(seed 0 alone)"], ["are finished"]),
+    "one seed": (stage("vit-s", dict.fromkeys(FIRST, 1)), ["one of the 5 planned seeds", "not known yet"], ["raised"]),
+    "two seeds": (
+        stage("vit-s", {"plain": 2, "cb-upper": 1, "tap-adl": 2}, tap_adl=4.0),
+        ["(2 of 5 planned seeds)", "is undecided (not significant after Holm's correction", "not known yet"],
+        ["raised", "is within", "*Undecided:* ViT-S/4, clean accuracy: CB"],
+    ),
+    "first tier": (
+        stage("vit-s", FIRST, tap_adl=2.0, cb_upper=-2.0),
+        ["TAP + ADL raised clean accuracy: +", "CB in the upper half lowered clean accuracy: −", "all 15 runs"],
+        ["not known yet", "*One seed:*"],
+    ),
+    "some of the second tier": (
+        stage("vit-s", FIRST | {"cbs": 1, "tap": 2, "adl": 3}, adl=-3.0),
+        ["*One seed:* ViT-S/4, clean accuracy: CB\\_S.", "| 1 of 3 | one seed: no claim |", "| 3 of 3 | lower |"],
+        ["not known yet"],
+    ),
+    "everything": (
+        stage("vit-s", FIRST | SECOND, tap_adl=2.0)
+        | stage("vit-ti", dict.fromkeys(FIRST, 3), tap_adl=2.0)
+        | stage("fine-tune", dict.fromkeys(("plain", "cbs", "tap", "adl", "all"), 5), adl=-2.0)
+        | stage("camvid", dict.fromkeys(("plain", "cbs", "tap-adl"), 5), tap_adl=2.0),
+        ["None of the planned comparisons.", "the share of mIoU kept under corruption", "10 epochs: ADL: lower, −"],
+        ["*Undecided:*", "fewer than two seeds", "not known yet", "mIoU, the share of accuracy"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_texts_are_written_at_every_stage(name: str) -> None:
+    found, said, unsaid = STAGES[name]
+    plan = tiers.read_plan()
+    counts = tiers.count_runs(list(tiers.planned_runs(plan)), found)
+    costs = {"vit-s": {"tap-adl": {"ratio": 1.25}}, "device": "NVIDIA H200"} if name == "everything" else {}
+    written = texts.texts(counts, found, tiers.analyse(plan, found), costs)
+    together = "\n".join(written.values())
+    assert not [words for words in said if words not in together]
+    assert not [words for words in unsaid if words in together]
+    assert "no effect" not in together and "did not change" not in together  # equivalence is a bound
+    for text in written.values():
+        sentences = [line for line in text.split("\n") if line and not line.startswith("|")]
+        assert text and "nan" not in text
+        assert all(line.endswith((".", ":")) for line in sentences)
+        assert not [line for line in sentences if re.search(r"  | [.,;:]|\(\)|\.\.", line)]
+        assert all(
+            words[0].isupper() or words[0].isdigit()
+            for line in sentences
+            for words in line.replace("*", "").split(". ")
+        )
+    header = texts.update_recipe("# Plain ViT-S/4 reaches 1.00 % once.\n", found)
+    assert re.fullmatch(r"# Plain ViT-S/4 reaches [\d.]+ % (once|on the test images \(.+\))\.\n", header)
 
 
 def test_every_planned_run_has_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,7 +321,7 @@ def test_the_report_shows_what_is_finished(tmp_path: Path) -> None:
     failed = {**one, "group": "collapse", "arm": "plain", "attention": rows}
     path = long.write_report(tmp_path, runs, {**found, ("collapse", "plain", 0): failed}, tiers.analyse(plan, found))
     text = path.read_text()
-    assert "ViT-S/4 on CIFAR-100: 4 of 30" in text and "collapse: " not in text
+    assert "Finished runs: 4 of 30 (ViT-S/4 on CIFAR-100), 0 of 9" in text and "collapse: " not in text
     assert "| failed |" in text and "| 50 |" in text
     assert "DeiT-Ti fine-tuned" in text and "fine-tune-training" not in text
     gains = (tmp_path / "vit-s-training.svg").read_text()

@@ -119,15 +119,16 @@ def how_far(runs: Sequence[Planned], found: Results) -> str:
     groups = []
     for group in dict.fromkeys(run.group for run in runs):
         planned = [(run.group, run.arm, run.seed) for run in runs if run.group == group]
-        groups.append(f"{TITLES.get(group, group)}: {sum(key in found for key in planned)} of {len(planned)}")
-    return "Finished runs. " + "; ".join(groups) + ". `tiers.py report` writes this page from the result files."
+        groups.append(f"{sum(key in found for key in planned)} of {len(planned)} ({TITLES.get(group, group)})")
+    return "Finished runs: " + ", ".join(groups) + ". `tiers.py report` writes this page from the result files."
 
 
 RULE = (
     "Differences are those of the additive model arm + seed over all arms of the group that have the same seeds, with "
-    "(arms − 1) × (seeds − 1) degrees of freedom. Higher and lower hold after Holm's correction at 5 % over all "
-    "comparisons of the table, run or not. No effect: the 90 % interval lies within ±0.5 points. With one common seed "
-    "there is neither an interval nor a claim."
+    "(arms − 1) × (seeds − 1) degrees of freedom (d.f.). Higher and lower: significant after Holm's correction at 5 % "
+    "over all comparisons of the plan, run or not. Within ±0.5 points: all planned seeds are finished and the 90 % "
+    "interval lies between these bounds. Undecided: neither. With one common seed there is neither an interval nor a "
+    "claim."
 )
 
 
@@ -142,7 +143,18 @@ def comparisons(rows: Sequence[Mapping[str, Any]]) -> str:
                 str(row["degrees_of_freedom"]),
                 f"{row['p_value']:.4f}" if row["p_value"] >= 0.0001 else "< 0.0001",
             )
-        body.append([row["claim"], row["group"], plain, effect, str(row["seeds"]), freedom, p_value, row["outcome"]])
+        body.append(
+            [
+                row["claim"],
+                row["group"],
+                plain,
+                effect,
+                f"{row['seeds']} of {row['planned']}",
+                freedom,
+                p_value,
+                row["outcome"],
+            ]
+        )
     headings = ["claim", "group", "plain", "difference [95 % interval]", "seeds", "d.f.", "p", "outcome"]
     return table(headings, body)
 
@@ -271,11 +283,11 @@ def collapse(arms: Mapping[str, Sequence[Result]]) -> str:
         for one in results:
             seen = [row["epoch"] for row in one["attention"] if collapsed_layers(row)]
             first = f"{seen[0]:.0f}" if seen else ""
-            body.append([arm, str(one["seed"]), f"{one['clean']['accuracy']:.2f}", first, _state(one)])
+            body.append([arm, str(one["seed"]), f"{one['clean']['accuracy']:.2f}", first, state(one)])
     return table(["arm", "seed", "accuracy (%)", "collapse first seen (epoch)", "outcome"], body)
 
 
-def _state(one: Result) -> str:
+def state(one: Result) -> str:
     """How a run's attention ended."""
     if not one["attention"] or not any(collapsed_layers(row) for row in one["attention"]):
         return "trains"
@@ -283,4 +295,4 @@ def _state(one: Result) -> str:
 
 
 def _states(results: Sequence[Result]) -> str:
-    return " and ".join(dict.fromkeys(_state(one) for one in results))
+    return " and ".join(dict.fromkeys(state(one) for one in results))

@@ -16,6 +16,7 @@ from typing import Any
 
 from reporting.long import Results, comparisons, difference
 from reporting.readme import table
+from reporting.situations import situations
 
 Row = Mapping[str, Any]
 #: The paper's accuracy of the plain model and gain by CB (CB supplement, Table S4).
@@ -33,10 +34,19 @@ ARMS = {
     "tap": "TAP",
     "adl": "ADL",
     "average3": "a fixed 3 × 3 average",
-    "plain-longer": "plain trained for as long as TAP + ADL",
+    "plain-longer": "longer plain training (for as long as TAP + ADL take)",
     "all": "CB_S + TAP + ADL",
 }
-PLACES = {"vit-s": "ViT-S/4", "vit-ti": "ViT-Ti/4", "fine-tune": "DeiT-Ti fine-tuned for 10 epochs", "camvid": "CamVid"}
+PLACES = {
+    "vit-s": "ViT-S/4",
+    "vit-ti": "ViT-Ti/4",
+    "fine-tune": "DeiT-Ti fine-tuned for 10 epochs",
+    "camvid": "UperNet with DeiT-Ti on CamVid",
+}
+OUTCOMES = (
+    "Higher and lower: significant at 5 % after Holm's correction for all planned comparisons. Within ±0.5 points: all "
+    "planned seeds are finished, and the 90 % interval lies between these bounds. Undecided: neither."
+)
 #: The first line of the recipe `cifar100`.
 HEADER = re.compile(r"\A# Plain ViT-S/4 reaches [^\n]*\n")
 
@@ -96,11 +106,9 @@ def recipe(root: Path) -> Path:
 
 def update_recipe(text: str, found: Results) -> str:
     """The recipe with plain's accuracy in its first line."""
-    values = _plain(found)
-    seeds = ", ".join(f"{value:.2f} % with seed {seed}" for seed, value in values.items())
-    return HEADER.sub(
-        lambda _: f"# Plain ViT-S/4 reaches {fmean(values.values()):.2f} % on the test images ({seeds}).\n", text
-    )
+    if not (values := _plain(found)):
+        return text
+    return HEADER.sub(lambda _: f"# Plain ViT-S/4 {_reaches(values, 'on the test images ')}.\n", text)
 
 
 def texts(
@@ -122,7 +130,7 @@ def texts(
         "conclusion": "\n".join(f"{i}. {one}" for i, one in enumerate(_conclusion(tiers, found, rows, by, costs), 1)),
         "progress": _progress(tiers, rows),
         "headline": _headline(first, found, [tap, cb], kept, rows),
-        "situations": _situations(by),
+        "situations": situations(by, found),
         "from scratch": _scratch(first, found, rows, costs),
         "fine-tuning": _fine_tuning(rows, found),
         "dense prediction": _dense(rows, found),
@@ -139,26 +147,36 @@ def _plain(found: Results) -> dict[int, float]:
     }
 
 
+def _measure(row: Row) -> str:
+    """What a comparison is about, in words."""
+    dense = row["group"] == "camvid"
+    return MEASURES[row["metric"]].replace("accuracy", "mIoU" if dense else "accuracy")
+
+
 def sentence(row: Row) -> str:
     """What may be said of a comparison: no difference from one seed, no claim without significance or equivalence."""
-    arm, measure = ARMS[row["arm"]], MEASURES[row["metric"]]
-    if not row["seeds"]:
+    arm, measure = ARMS[row["arm"]], _measure(row)
+    if row["outcome"] == "not run":
         return f"The effect of {arm} on {measure} was not measured."
+    if not row["seeds"]:
+        return f"The effect of {arm} on {measure} is not known: no seed has a run both with and without it."
     if row["seeds"] == 1:
         return (
-            f"The effect of {arm} on {measure} is not known: there is one seed ({row['value']:.2f} %, plain "
-            f"{row['plain']:.2f} %)."
+            f"The effect of {arm} on {measure} is not known: one of the {row['planned']} planned seeds is finished "
+            f"({row['value']:.2f} %, plain {row['plain']:.2f} %)."
         )
     low, high = row["interval"]
-    open_ones = "undecided" + (" (not significant after Holm's correction)" if low > 0 or high < 0 else "")
-    said = {
-        "higher": f"{arm} raised {measure}",
-        "lower": f"{arm} lowered {measure}",
-        "no effect": f"{arm} did not change {measure} (90 % interval within ±0.5 points)",
-        "undecided": f"the effect of {arm} on {measure} is {open_ones}",
-    }[row["outcome"]]
-    effect = f"{difference(row)} points from plain's {row['plain']:.2f} % ({row['seeds']} seeds)"
-    return f"{said[0].upper()}{said[1:]}: {effect}."
+    if row["outcome"] == "higher":
+        said = f"{arm} raised {measure}"
+    elif row["outcome"] == "lower":
+        said = f"{arm} lowered {measure}"
+    elif row["outcome"] == "undecided":
+        said = f"the effect of {arm} on {measure} is undecided"
+        said += " (not significant after Holm's correction for multiple comparisons)" if low > 0 or high < 0 else ""
+    else:  # a bound
+        said = f"the effect of {arm} on {measure} is {row['outcome']} (90 % interval)"
+    seeds = f"{row['seeds']} of {row['planned']} planned seeds"
+    return f"{said[0].upper()}{said[1:]}: {difference(row)} points from plain's {row['plain']:.2f} % ({seeds})."
 
 
 def _conclusion(
@@ -168,29 +186,35 @@ def _conclusion(
     by: Mapping[tuple[str, str, str], Row],
     costs: Mapping[str, Any],
 ) -> list[str]:
-    plain = _plain(found)
-    mean = fmean(plain.values())
     cb = by["vit-s", "cb-upper", "clean.accuracy"]
     paper = ""
     if "interval" in cb:
         inside = cb["interval"][0] <= PAPER_GAIN <= cb["interval"][1]
         paper = f" The +{PAPER_GAIN:.2f} of the CB paper is {'inside' if inside else 'outside'} this interval."
-    sound = "The baseline is sound" if mean >= PAPER else "The baseline is below that of the paper"
     said = [
-        f"**{sound}.** Plain ViT-S/4 reaches {mean:.2f} % ({_seeds(plain)}); the CB paper reports {PAPER:.2f} %.",
+        f"**Baseline.** Plain ViT-S/4 {_reaches(_plain(found))}; the CB paper reports {PAPER:.2f} % and states "
+        "neither the patch size nor the length of training.",
         f"**TAP + ADL.** {sentence(by['vit-s', 'tap-adl', 'clean.accuracy'])} {_step('tap-adl', costs)}",
         f"**CB.** {sentence(cb)}{paper}",
         "**Robustness beyond clean accuracy.** "
         + " ".join(sentence(by["vit-s", arm, "kept"]) for arm in ("tap-adl", "cb-upper")),
-        f"**Not known.** {_not_known(rows)}",
+        f"**Still open.** {_still_open(rows)}",
     ]
     return [one.replace("CB_S", "CB\\_S") for one in said]
 
 
-def _seeds(values: Mapping[int, float]) -> str:
-    if len(values) == 1:
-        return f"seed {next(iter(values))} alone"
-    return f"mean of seeds {_listed(values)}: {_listed(f'{value:.2f}' for value in values.values())} %"
+def _reaches(plain: Mapping[int, float], where: str = "") -> str:
+    """What plain reaches, with every seed.
+
+    >>> _reaches({0: 76.0, 1: 75.96}), _reaches({2: 75.5})
+    ('reaches 75.98 % (mean of seeds 0 and 1: 76.00 and 75.96 %)', 'reaches 75.50 % (seed 2 alone)')
+    """
+    if not plain:
+        return "has no finished run"
+    each = f"seed {next(iter(plain))} alone"
+    if len(plain) > 1:
+        each = f"mean of seeds {_listed(plain)}: {_listed(f'{value:.2f}' for value in plain.values())} %"
+    return f"reaches {fmean(plain.values()):.2f} % {where}({each})"
 
 
 def _listed(words: Iterable[object]) -> str:
@@ -212,25 +236,23 @@ def _step(arm: str, costs: Mapping[str, Any]) -> str:
     ratios = {
         words: costs[key][arm]["ratio"]
         for key, words in (
-            ("vit-s", "as trained"),
-            ("vit-s, compiled", "compiled in your own loop"),
+            ("vit-s", "recorded as a CUDA graph, as trained here"),
+            ("vit-s, compiled", "in your own loop with compiled blocks"),
             ("vit-s, eager", "eager"),
         )
         if arm in costs.get(key, {})
     }
     if not ratios:
-        return "The cost of a training step was not measured with this recipe."
-    return (
-        "A training step takes "
-        + ", ".join(f"{ratio:.2f} ({words})" for words, ratio in ratios.items())
-        + " times plain's."
-    )
+        return f"The cost of a training step with {ARMS[arm]} was not measured with this recipe."
+    times = _listed(f"{ratio:.2f} times ({words})" for words, ratio in ratios.items())
+    return f"With {ARMS[arm]}, a training step takes {times} as long as plain's on {costs['device']}."
 
 
-def _not_known(rows: Sequence[Row]) -> str:
-    """Which comparisons say nothing yet."""
+def _still_open(rows: Sequence[Row]) -> str:
+    """Which planned comparisons say nothing yet."""
     states = {
-        "Not measured": [row for row in rows if row["seeds"] == 0],
+        "Not measured": [row for row in rows if row["outcome"] == "not run"],
+        "No common seed": [row for row in rows if row["outcome"] == "no common seed"],
         "One seed": [row for row in rows if row["seeds"] == 1],
         "Undecided": [row for row in rows if row["outcome"] == "undecided"],
     }
@@ -238,97 +260,40 @@ def _not_known(rows: Sequence[Row]) -> str:
     for state, some in states.items():
         parts = []
         for group in dict.fromkeys(row["group"] for row in some):
-            for metric in dict.fromkeys(row["metric"] for row in some if row["group"] == group):
-                arms = [ARMS[row["arm"]] for row in some if (row["group"], row["metric"]) == (group, metric)]
-                parts.append(f"{PLACES[group]}, {MEASURES[metric]} ({', '.join(arms)})")
-        said += [f"{state}: {'; '.join(parts)}."] if parts else []
-    return " ".join(said) or "Every planned comparison is decided."
+            for measure in dict.fromkeys(_measure(row) for row in some if row["group"] == group):
+                arms = [ARMS[row["arm"]] for row in some if (row["group"], _measure(row)) == (group, measure)]
+                parts.append(f"{PLACES[group]}, {measure}: {', '.join(arms)}")
+        said += [f"*{state}:* {'; '.join(parts)}."] if parts else []
+    return " ".join(said) or "None of the planned comparisons."
 
 
 def _progress(tiers: Mapping[str, tuple[int, int]], rows: Sequence[Row]) -> str:
     begun = [row for row in rows if row["seeds"]]
-    parts = [f"{_runs(tiers)}. Of the {len(rows)} planned comparisons, {len(begun)} have runs of both arms."]
+    parts = [f"{_runs(tiers)}. Comparisons with a run of both arms: {len(begun)} of {len(rows)}."]
     return "\n\n".join(parts + ([comparisons(begun)] if begun else []))
 
 
 def _headline(
     first: tuple[int, int], found: Results, accuracy: Sequence[Row], kept: Sequence[Row], rows: Sequence[Row]
 ) -> str:
-    plain, shown = _plain(found), [row for row in (*accuracy, *kept) if row["seeds"]]
-    decided = [row for row in shown if row["outcome"] in ("higher", "lower", "no effect")]
+    shown, (done, planned) = [row for row in (*accuracy, *kept) if row["seeds"]], first
+    decided = [row for row in shown if row["seeds"] > 1 and row["outcome"] != "undecided"]
+    runs = "runs that compare it with CB and with TAP + ADL"
+    so_far = f"so far, {done} of the {planned} {runs} {'is' if done == 1 else 'are'} finished"
     said = (
-        "What to expect of the treatments over a well-trained plain model"
-        + (" is not known yet" if not decided else "")
-        + ". A study at the accuracy of the CB paper trains ViT-S/4 on CIFAR-100 for 200 epochs; plain reaches "
-        + f"{fmean(plain.values()):.2f} % ({_seeds(plain)}). {first[0]} of the {first[1]} runs that compare it with CB "
-        + "and with TAP + ADL are finished"
+        ("" if decided else "What to expect of the treatments over a well-trained plain model is not known yet. ")
+        + "A study at the accuracy of the CB paper trains ViT-S/4 on CIFAR-100 for 200 epochs. Plain "
+        + f"{_reaches(_plain(found))}; {so_far if done < planned else f'all {planned} {runs} are finished'}"
     )
-    rest = [row for row in rows if row["seeds"] < 2]
-    parts = [said + (":" if shown else "."), _shown(shown)] + [sentence(row) for row in decided]
-    if rest:
-        parts.append(f"Of the {len(rows)} planned comparisons, {len(rest)} have fewer than two seeds.")
-    return "\n\n".join(filter(None, parts))
+    rest = sum(row["seeds"] < 2 for row in rows)
+    few = f"Of the {len(rows)} planned comparisons, {rest} {'has' if rest == 1 else 'have'} fewer than two seeds."
+    last = " ".join(filter(None, [_legend(shown), few * (rest > 0)]))
+    return "\n\n".join(filter(None, [said + (":" if shown else "."), _shown(shown), last]))
 
 
-def _verdict(row: Row, otherwise: str) -> str:
-    """A cell of the table of situations."""
-    if row["seeds"] < 2:
-        return otherwise
-    return f"{row['outcome']} in a well-trained model ({row['plain']:.1f} %): {difference(row)}"
-
-
-def _situations(by: Mapping[tuple[str, str, str], Row]) -> str:
-    tap, cb = by["vit-s", "tap-adl", "clean.accuracy"], by["vit-s", "cb-upper", "clean.accuracy"]
-    tuned = {arm: by["fine-tune", arm, "clean.accuracy"] for arm in ("cbs", "tap", "adl", "all")}
-    dense = {arm: by["camvid", arm, "clean.miou"] for arm in ("cbs", "tap-adl")}
-    kept = {arm: by["vit-s", arm, "kept"] for arm in ("tap-adl", "cb-upper")}
-    rows = [
-        [
-            "training from scratch on little data",
-            "tune the learning rate of the plain model first; " + _verdict(tap, "gain over a good baseline not known"),
-            _verdict(cb, "not known"),
-            "not measured at a rate at which plain trains well",
-        ],
-        [
-            "training whose attention collapses",
-            "lower the learning rate first; TAP + ADL prevented the collapse (two seeds)",
-            "CB did not prevent it; CB_S: not measured",
-            "qknorm and sigma prevented it, gate and registers did not (two seeds)",
-        ],
-        [
-            "fine-tuning a trained model",
-            "do not add ADL for a short fine-tuning; TAP: no significant difference"
-            + "".join(
-                f"; 10 epochs, {ARMS[arm]}: {_verdict(tuned[arm], '')}"
-                for arm in ("tap", "adl")
-                if tuned[arm]["seeds"] > 1
-            ),
-            "CB_S: no significant difference; CB: not measured"
-            + (f"; 10 epochs, CB_S: {_verdict(tuned['cbs'], '')}" if tuned["cbs"]["seeds"] > 1 else ""),
-            "not measured",
-        ],
-        [
-            "dense prediction",
-            _verdict(dense["tap-adl"], "not measured"),
-            _verdict(dense["cbs"], "not measured"),
-            "not measured",
-        ],
-        [
-            "robustness to corruptions",
-            "short training: no gain found beyond that in clean accuracy"
-            + ("; accuracy kept: " + _verdict(kept["tap-adl"], "") if kept["tap-adl"]["seeds"] > 1 else ""),
-            "short training: no significant change in corruption error"
-            + ("; accuracy kept: " + _verdict(kept["cb-upper"], "") if kept["cb-upper"]["seeds"] > 1 else ""),
-            "ttr, without training: the mCE of two small models rose a little; others not measured",
-        ],
-        [
-            "high-norm tokens in a trained model",
-            "not measured",
-            "not measured",
-            "ttr removed most of them without training; accuracy did not rise (two small models)",
-        ],
-    ]
-    return table(["your situation", "TAP, ADL", "CB, CB\\_S", "qknorm, sigma, gate, registers, ttr"], rows)
+def _legend(rows: Sequence[Row]) -> str:
+    """What the outcomes of a table mean, once there are any."""
+    return OUTCOMES if any(row["seeds"] > 1 for row in rows) else ""
 
 
 def _shown(rows: Sequence[Row], group: str = "") -> str:
@@ -336,11 +301,11 @@ def _shown(rows: Sequence[Row], group: str = "") -> str:
     body = [
         [
             ARMS[row["arm"]],
-            MEASURES[row["metric"]],
+            _measure(row),
             f"{row['plain']:.2f}",
             f"{row['value']:.2f}",
             difference(row) or "–",
-            str(row["seeds"]),
+            f"{row['seeds']} of {row['planned']}",
             row["outcome"],
         ]
         for row in rows
@@ -354,13 +319,14 @@ def _shown(rows: Sequence[Row], group: str = "") -> str:
 
 
 def _scratch(first: tuple[int, int], found: Results, rows: Sequence[Row], costs: Mapping[str, Any]) -> str:
-    plain = _plain(found)
     parts = [
-        f"*At the paper's accuracy:* ViT-S/4, the recipe `cifar100` (Muon, 200 epochs), {first[0]} of {first[1]} runs "
-        f"of the first tier. Plain reaches {fmean(plain.values()):.2f} % ({_seeds(plain)})."
+        f"*At the paper's accuracy:* ViT-S/4 with the recipe `cifar100` (Muon, 200 epochs). Plain "
+        f"{_reaches(_plain(found))}. {first[0]} of the {first[1]} runs with plain, CB and TAP + ADL "
+        f"{'is' if first[0] == 1 else 'are'} finished."
     ]
     if shown := _shown(rows, "vit-s"):
-        parts += [shown, f"With TAP + ADL: {_step('tap-adl', costs)[0].lower()}{_step('tap-adl', costs)[1:]}"]
+        here = [row for row in rows if row["group"] == "vit-s"]
+        parts += [shown, " ".join(filter(None, [_legend(here), _step("tap-adl", costs)]))]
     if not any(row["seeds"] > 1 for row in rows if row["group"] == "vit-s"):
         parts.append(
             "No treatment has two seeds there, so the gain over a well-tuned baseline is *not known*. We expect it "
@@ -377,7 +343,7 @@ def _fine_tuning(rows: Sequence[Row], found: Results) -> str:
         return "*Not measured:* more epochs, larger models, other data, ADL with a warm-up (`loss.adl_warmup_epochs`)."
     return "\n\n".join(
         [
-            "*Ten epochs, ADL with a warm-up of three* (the same weights and size):",
+            "*Ten epochs, ADL with a warm-up of three epochs* (the same weights and image size):",
             shown,
             "*Not measured:* larger models, other data.",
         ]
