@@ -73,7 +73,7 @@ class _AttentionRecorder(TorchFunctionMode):
                 self.seen.append(Observation(map=args[0]))
         elif func is F.scaled_dot_product_attention:
             seen, value = _from_call(self.heads, self.batch, *args, **kwargs)
-            if value is not None and chosen(seen.source) == "triton" and not exporting():
+            if value is not None and chosen(seen.source) != "reference" and not exporting():
                 made = _attended(seen, value, self._whole(seen, value), self.observer)
                 if made is not None:
                     self.seen.append(made[1])
@@ -115,7 +115,7 @@ def _attended(
     made = attend(seen, value, whole) if attend is not None else None
     if made is not None:
         return made[0], replace(seen, loss=made[1])
-    if not keeps_normalisers(seen.query, seen.key, value, seen.scale):
+    if chosen(seen.query) != "triton" or not keeps_normalisers(seen.query, seen.key, value, seen.scale):
         return None
     output, lse = attention_with_normalisers(seen.query, seen.key, value, scale=seen.scale)
     return output, replace(seen, lse=lse)
