@@ -34,11 +34,12 @@ def test_every_number_quoted_about_the_study_is_printed_by_its_commands(tmp_path
     rows = tiers.analyse(plan, found)
     runs = list(tiers.planned_runs(plan))
     long = write_report(tmp_path, runs, found, rows, costs)
-    lines += [
-        long.read_text(encoding="utf-8"),
-        *texts.texts(tiers.count_runs(runs, found), found, rows, costs).values(),
-    ]
+    written = texts.texts(tiers.count_runs(runs, found), found, rows, costs)
+    camvid = json.loads((root / "benchmarks" / "results" / "camvid-cuda.json").read_text(encoding="utf-8"))
+    lines += [f"{100 * run['scores']['miou']:.2f}" for run in camvid["runs"].values()]
+    lines += [long.read_text(encoding="utf-8"), *(text for name, text in written.items() if name != "situations")]
     printed |= set(re.findall(r"\d+\.\d+", "\n".join(lines)))
+    assert set(re.findall(r"\d+\.\d+", written["situations"])) <= printed  # the table sums up the other texts
     for text, least in ((words, 10), (headline, 10), (page, 10), (collapse, 4)):
         quoted = re.findall(r"\d+\.\d+", text)
         assert len(quoted) > least and not [number for number in quoted if number not in printed]

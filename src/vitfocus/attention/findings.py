@@ -91,8 +91,9 @@ _EXPLORE = "look at them: `vitfocus diagnose MODEL --images DIR --explore --out 
 _OVERFOCUS = Advice(
     ("tap", "adl"),
     "reduce this",
-    "Our study found no gain from adding TAP or ADL to trained weights: in a short fine-tuning ADL cost 0.52 points of "
-    "accuracy, and TAP made no significant difference. From scratch both helped a baseline that trained badly; the "
+    "Our study found no gain from adding TAP or ADL to trained weights: in a short fine-tuning of DeiT-Ti (plain "
+    "80.87 %), ADL cost 0.52 points of accuracy (95 % interval 0.19 to 0.86), and TAP made no significant difference. "
+    "From scratch both helped a baseline that trained badly; the "
     'docs\' page "Should I use it?" says what is known about a good one.',
     "measure whether it matters: `vitfocus evaluate MODEL --suite imagenet-c --data DIR`. If you trained the model and "
     "its accuracy is poor, try a lower learning rate first.",

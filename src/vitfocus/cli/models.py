@@ -48,8 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--all",
         action="store_true",
-        help="try every attention model of timm, torchvision and transformers (half an hour), and print which are "
-        "dissected, by record or by structure, and whose attention can be read; the pattern is then a library",
+        help="try every attention model of timm, torchvision and transformers (slow), and print whose blocks are "
+        "found, by record or by structure, and whose attention can be read; the pattern is then a library",
     )
 
 
