@@ -94,7 +94,7 @@ def forward(
     losses = query.new_empty(maps.batch * maps.groups, dtype=maps.wide)
     for images in maps.images():
         mine = slice(images.start * maps.groups, images.stop * maps.groups)
-        losses[mine] = _Images(maps, images, made if wants_gradient else None, wants_bias).loss()
+        losses[mine] = _Images(maps, images, made if wants_gradient else None, wants_bias).all()
     return losses.mean(), made
 
 
@@ -150,49 +150,35 @@ class Maps:
         return values.unsqueeze(1) if self.options.average_heads else values.unflatten(0, (-1, self.heads))
 
 
-class _Rows(NamedTuple):
-    """Some rows: those of each head (b, H, r, K); the compared ones (m, r, K), the heads' mean or each head's own; and
-    the compared ones with entries that do not pass the threshold set to 0.
-    """
-
-    attention: Tensor
-    mean: Tensor
-    kept: Tensor
-
-
 class Compared(ABC):
-    """The compared rows of some images' maps."""
+    """Compared rows of maps: each map is the mean of an image's heads, or one head's own."""
 
-    def __init__(self, maps: Maps, images: slice, wants_gradient: bool) -> None:
-        self.maps, self.options, self.images = maps, maps.options, images
-        self.wants_gradient = wants_gradient
-        self.count = (images.stop - images.start) * maps.groups
+    def __init__(self, maps: Maps, count: int) -> None:
+        self.maps, self.options, self.count = maps, maps.options, count
 
     @abstractmethod
-    def attention(self, part: slice) -> Tensor:
-        """Attention of some rows, (b, H, r, K)."""
+    def rows(self, part: slice) -> Tensor:
+        """Some compared rows, (m, r, K)."""
 
     @abstractmethod
-    def take(self, attention: Tensor, slope: Tensor, part: slice) -> None:
-        """Use the gradient of the loss with respect to some rows of the compared maps, (m, r, K)."""
+    def take(self, slope: Tensor, part: slice) -> None:
+        """Use the gradient of the loss with respect to some compared rows, which were the last ones unless all stay."""
 
-    def loss(self) -> Tensor:
-        """The loss of each map."""
-        maps, parts = self.maps, self.maps.parts()
+    def loss(self, parts: list[slice], wants_gradient: bool, stays: bool) -> Tensor:
+        """The loss of each map; `stays` says that all rows stay in memory for the gradient."""
+        maps = self.maps
         like = maps.query.new_empty(0, dtype=maps.wide)
         sums, units = (like.new_zeros(self.count, maps.keys) for _ in range(2))
         unit = like.new_empty(self.count, maps.count)
-        size = self.count // maps.groups * maps.heads * maps.keys
-        keeps = self.wants_gradient and size * maps.count <= max(KEPT_CHUNK, size * 2 * LEAST_ROWS)
         waiting = []
         for part in parts:
-            rows = self._rows(part)
-            unit[:, part] = _inverse(torch.linalg.vector_norm(rows.kept, dim=-1))
-            sums += (rows.kept if self.options.paper else rows.mean).sum(dim=1)
-            units += torch.bmm(unit[:, None, part], rows.kept)[:, 0]
-            if keeps:
-                waiting.append(rows)
-            del rows  # free them before the next ones are computed
+            rows, kept = self._rows(part)
+            unit[:, part] = _inverse(torch.linalg.vector_norm(kept, dim=-1))
+            sums += (kept if self.options.paper else rows).sum(dim=1)
+            units += torch.bmm(unit[:, None, part], kept)[:, 0]
+            if wants_gradient and stays:
+                waiting.append((rows, kept))
+            del rows, kept  # free them before the next ones are computed
         average = sums / maps.count
         if not self.options.paper:
             average = torch.threshold(average, maps.bound, 0)
@@ -200,36 +186,37 @@ class Compared(ABC):
                 average[:, : self.options.first] = 0
         one_over = _inverse(torch.linalg.vector_norm(average, dim=-1))[:, None]
         cosine = (units * average).sum(dim=-1, keepdim=True)
-        if self.wants_gradient:
+        if wants_gradient:
             share = one_over / (maps.batch * maps.count * maps.heads)
             slopes = (units - cosine * one_over.square() * average) * (share / maps.count)
             if not self.options.paper:
                 slopes *= average > 0
             for index, part in enumerate(parts):
-                rows = waiting[index] if waiting else self._rows(part)
-                self.take(rows.attention, self._slope(rows, average, slopes, unit[:, part], share), part)
-                del rows
+                rows, kept = waiting[index] if waiting else self._rows(part)
+                self.take(self._slope(rows, kept, average, slopes, unit[:, part], share), part)
+                del rows, kept
         return (cosine * one_over)[:, 0] / maps.count
 
-    def _rows(self, part: slice) -> _Rows:
-        """Compute some rows."""
-        attention = self.attention(part)
-        mean = attention.mean(dim=1) if self.options.average_heads else attention.flatten(0, 1)
-        kept = torch.threshold(mean, self.maps.below, 0)
+    def _rows(self, part: slice) -> tuple[Tensor, Tensor]:
+        """Some rows, and these with entries that do not pass the threshold set to 0."""
+        rows = self.rows(part)
+        kept = torch.threshold(rows, self.maps.below, 0)
         if self.options.first:
             kept[..., : self.options.first] = 0
-        return _Rows(attention, mean, kept)
+        return rows, kept
 
-    def _slope(self, rows: _Rows, average: Tensor, slopes: Tensor, unit: Tensor, share: Tensor) -> Tensor:
-        """The gradient of the loss with respect to some rows of the compared maps, (m, r, K)."""
-        maps, options, mean = self.maps, self.options, rows.mean
+    def _slope(
+        self, rows: Tensor, kept: Tensor, average: Tensor, slopes: Tensor, unit: Tensor, share: Tensor
+    ) -> Tensor:
+        """The gradient of the loss with respect to some rows, (m, r, K)."""
+        options, below = self.options, self.maps.below
         towards = unit * share
-        along = towards * torch.bmm(rows.kept, average[..., None])[..., 0] * unit.square()
+        along = towards * torch.bmm(kept, average[..., None])[..., 0] * unit.square()
         slope = towards[..., None] * average[:, None]
-        slope.addcmul_(mean, along[..., None], value=-1)
+        slope.addcmul_(rows, along[..., None], value=-1)
         if options.paper:
             slope += slopes[:, None]
-        slope = torch.ops.aten.threshold_backward(slope, mean, maps.below)
+        slope = torch.ops.aten.threshold_backward(slope, rows, below)
         if not options.paper:
             slope += slopes[:, None]
         if options.first:
@@ -238,31 +225,46 @@ class Compared(ABC):
 
 
 class _Images(Compared):
-    """Maps of some images whose gradients go to `made`, where it is given."""
+    """Maps of some images, from queries and keys; gradients go to `made`, where it is given."""
 
     def __init__(self, maps: Maps, images: slice, made: Gradients | None, wants_bias: bool) -> None:
-        super().__init__(maps, images, made is not None)
-        self.made, self.wants_bias = made, wants_bias
+        super().__init__(maps, (images.stop - images.start) * maps.groups)
+        self.images, self.made, self.wants_bias = images, made, wants_bias
         self.query = (maps.pick(maps.query[images]).to(maps.wide) * self.options.scale).contiguous()
         self.key = maps.key[images].to(maps.wide).contiguous()
         self.bias: Tensor | None = None
         if maps.bias is not None:
             bias = maps.bias if maps.bias.shape[0] == 1 else maps.bias[images]
             self.bias = bias if bias.shape[2] == 1 else maps.pick(bias)
+        size = len(self.query) * maps.heads * maps.keys
+        self.stays = size * maps.count <= max(KEPT_CHUNK, size * 2 * LEAST_ROWS)
+        self.attention: dict[int, Tensor] = {}
 
-    def attention(self, part: slice) -> Tensor:
-        """Attention of some rows, (b, H, r, K)."""
+    def all(self) -> Tensor:
+        """The loss of each map."""
+        return self.loss(self.maps.parts(), self.made is not None, self.stays)
+
+    def rows(self, part: slice) -> Tensor:
+        """Some compared rows, (m, r, K)."""
         scores = products(self.query[:, :, part], self.key.mT)
         if self.bias is None:
-            return scores.softmax(dim=-1)
-        scores += self.bias if self.bias.shape[2] == 1 else self.bias[:, :, part]
-        return torch._safe_softmax(scores, dim=-1)  # a row with every key masked is 0
+            attention = scores.softmax(dim=-1)
+        else:
+            scores += self.bias if self.bias.shape[2] == 1 else self.bias[:, :, part]
+            attention = torch._safe_softmax(scores, dim=-1)  # a row with every key masked is 0
+        if self.made is not None:
+            if not self.stays:
+                self.attention.clear()
+            self.attention[part.start] = attention
+        return attention.mean(dim=1) if self.options.average_heads else attention.flatten(0, 1)
 
-    def take(self, attention: Tensor, slope: Tensor, part: slice) -> None:
-        """Add the gradients of queries, keys and bias from the slopes of some rows."""
+    def take(self, slope: Tensor, part: slice) -> None:
+        """Add the gradients of queries, keys and bias."""
         maps, made = self.maps, self.made
         assert made is not None
-        slope = through_softmax(attention, maps.by_head(slope))
+        attention = self.attention.pop(part.start)
+        slope = attention * maps.by_head(slope)
+        slope.addcmul_(attention, slope.sum(dim=-1, keepdim=True), value=-1)
         torch.mul(products(slope, self.key), self.options.scale, out=made.query[self.images, :, part])
         keys = products(slope.mT, self.query[:, :, part])
         made.key[self.images] = keys if part.start == 0 else made.key[self.images] + keys
@@ -273,12 +275,6 @@ class _Images(Compared):
 def products(left: Tensor, right: Tensor) -> Tensor:
     """(b, H, ·, ·) matrices, multiplied."""
     return torch.bmm(left.flatten(0, 1), right.flatten(0, 1)).unflatten(0, left.shape[:2])
-
-
-def through_softmax(attention: Tensor, slope: Tensor) -> Tensor:
-    """The gradient of the logits from that of attention, which may have a single head: (b, H, r, K)."""
-    slope = attention * slope
-    return slope.addcmul_(attention, slope.sum(dim=-1, keepdim=True), value=-1)
 
 
 def _add_bias(total: Tensor, slope: Tensor, images: slice, rows: Tensor | None, part: slice, first: int) -> None:

@@ -7,11 +7,13 @@ are small beside what a block keeps anyway are kept.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vitfocus.kernels.diversity.chunked import Compared, LossOptions, Maps, products
+from vitfocus.kernels.diversity.chunked import IMAGES_CHUNK, Compared, LossOptions, Maps
 
 #: Maps are kept if they take at most this many times the memory of the queries: up to 320 keys with heads of 64
 #: channels. A block of a transformer keeps about sixteen times the queries for its backward pass.
@@ -27,6 +29,7 @@ def fits(query: Tensor, key: Tensor, value: Tensor, options: LossOptions) -> boo
         and query.ndim == 4
         and query.shape == key.shape == value.shape
         and query.numel() > 0
+        and options.average_heads
         and options.first < query.shape[2] <= KEPT_OVER_QUERIES * query.shape[3]
     )
 
@@ -34,36 +37,50 @@ def fits(query: Tensor, key: Tensor, value: Tensor, options: LossOptions) -> boo
 def forward(
     query: Tensor, key: Tensor, value: Tensor, options: LossOptions, wants_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Output and loss; attention (B, H, N, N), and the gradient of the loss with respect to the compared maps."""
-    maps = Maps(query, key, None, None, options)
+    """Output and loss; attention (H, B, N, N), and the gradient of the loss with respect to the compared maps."""
+    batch, heads, count, _ = query.shape
     out = F.scaled_dot_product_attention(query, key, value, scale=options.scale)
-    losses = query.new_empty(maps.batch * maps.groups)
-    kept = maps.batch if wants_gradient else 0
-    attention = query.new_empty(kept, maps.heads, maps.keys, maps.keys)
-    slopes = query.new_empty(kept * maps.groups, maps.count, maps.keys)
-    for images in maps.images():
-        mine = slice(images.start * maps.groups, images.stop * maps.groups)
-        losses[mine] = _Kept(maps, images, attention[images], slopes[mine], wants_gradient).loss()
-    return out, losses.mean(), attention, slopes
+    attention = query.new_empty(heads, batch if wants_gradient else 0, count, count)
+    mean = query.new_empty(batch, count, count)
+    scaled = query * options.scale
+    for images, head in _chunks(query):
+        chunk = torch.bmm(scaled[images, head], key[images, head].mT)
+        if wants_gradient:
+            chunk = torch.softmax(chunk, dim=-1, out=attention[head, images])
+        else:
+            chunk = chunk.softmax(dim=-1)
+        if head == 0:
+            torch.mul(chunk, 1 / heads, out=mean[images])
+        else:
+            mean[images].add_(chunk, alpha=1 / heads)
+    maps = _Mean(Maps(query, key, None, None, options), mean)
+    loss = maps.loss([slice(0, count - options.first)], wants_gradient, True).mean()
+    return out, loss, attention, maps.slope
 
 
-class _Kept(Compared):
-    """Maps of some images, which are written to `kept`, and their gradients to `slopes`."""
+def _chunks(query: Tensor) -> Iterator[tuple[slice, int]]:
+    """Images and a head, so that their maps fit into a core's fastest caches. A head's tokens are read in place."""
+    batch, heads, count, _ = query.shape
+    at_once = max(1, IMAGES_CHUNK // count**2)
+    for start in range(0, batch, at_once):
+        for head in range(heads):
+            yield slice(start, min(start + at_once, batch)), head
 
-    def __init__(self, maps: Maps, images: slice, kept: Tensor, slopes: Tensor, wants_gradient: bool) -> None:
-        super().__init__(maps, images, wants_gradient)
-        query, key = (maps.query[images] * self.options.scale), maps.key[images]
-        scores = products(query, key.mT)
-        self.whole = torch.softmax(scores, dim=-1, out=kept) if wants_gradient else scores.softmax(dim=-1)
-        self.slopes = slopes
 
-    def attention(self, part: slice) -> Tensor:
-        """Attention of some rows, (b, H, r, K)."""
-        return self.maps.pick(self.whole)[:, :, part]
+class _Mean(Compared):
+    """Mean maps (B, N, N); `slope` is the gradient with respect to the compared rows."""
 
-    def take(self, attention: Tensor, slope: Tensor, part: slice) -> None:
-        """Keep the gradient of some rows of the compared maps."""
-        self.slopes[:, part] = slope
+    def __init__(self, maps: Maps, mean: Tensor) -> None:
+        super().__init__(maps, len(mean))
+        self.mean, self.slope = mean, mean.new_empty(0)
+
+    def rows(self, part: slice) -> Tensor:
+        """All compared rows."""
+        return self.mean[:, self.options.first :]
+
+    def take(self, slope: Tensor, part: slice) -> None:
+        """Keep the gradient."""
+        self.slope = slope
 
 
 def gradients(
@@ -80,16 +97,15 @@ def gradients(
 
     From those of the output, `gradient` (B, H, N, D), and of the loss, `weight`, and from what `forward` kept.
     """
-    maps = Maps(query, key, None, None, options)
     batch, heads, count, width = query.shape
     made = query.new_empty(batch, count, 3, heads, width).permute(2, 0, 3, 1, 4)
-    for images in maps.images():
-        mine = slice(images.start * maps.groups, images.stop * maps.groups)
-        incoming, whole = gradient[images].contiguous(), attention[images]
-        slope = products(incoming, value[images].mT)
-        slope[:, :, options.first :] += maps.by_head(slopes[mine] * weight)
-        slope = torch._softmax_backward_data(slope, whole, -1, whole.dtype)
-        torch.mul(products(slope, key[images]), options.scale, out=made[0, images])
-        torch.mul(products(slope.mT, query[images]), options.scale, out=made[1, images])
-        made[2, images] = products(whole.mT, incoming)
+    slopes = slopes * weight
+    for images, head in _chunks(query):
+        incoming, chunk = gradient[images, head], attention[head, images]
+        slope = torch.bmm(incoming, value[images, head].mT)
+        slope[:, options.first :] += slopes[images]
+        slope = torch._softmax_backward_data(slope, chunk, -1, chunk.dtype)
+        torch.mul(torch.bmm(slope, key[images, head]), options.scale, out=made[0, images, head])
+        torch.mul(torch.bmm(slope.mT, query[images, head]), options.scale, out=made[1, images, head])
+        made[2, images, head] = torch.bmm(chunk.mT, incoming)
     return made
