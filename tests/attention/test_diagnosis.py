@@ -301,12 +301,13 @@ def test_a_model_inside_another_is_read_at_the_size_its_stem_sees() -> None:
     assert "distance" in diagnosis.rows[0]
 
 
-def test_half_precision_is_kept_and_read() -> None:
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.05), (torch.float64, 1e-4)])
+def test_other_precisions_are_kept_and_read(dtype: torch.dtype, tolerance: float) -> None:
     model, images = tiny_vit(), images_of(64, 64)
     expected = diagnose(model, images)
-    half = diagnose(model.bfloat16(), images)
-    assert next(model.parameters()).dtype == torch.bfloat16
-    assert same_rows(half, expected, rel=0.05)
+    other = diagnose(model.to(dtype), images)
+    assert next(model.parameters()).dtype == dtype
+    assert same_rows(other, expected, rel=tolerance)
 
 
 @pytest.mark.parametrize(

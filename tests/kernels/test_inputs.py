@@ -19,7 +19,7 @@ from vitfocus.kernels.attention import Observation
 from vitfocus.kernels.backends import backend, interpreting
 from vitfocus.kernels.context.op import share_mean
 from vitfocus.kernels.diversity.op import diversity
-from vitfocus.kernels.pooling.op import mix_by_matrix, mix_dilated, predict_by_product, predict_hidden
+from vitfocus.kernels.pooling.op import mix_by_matrix, mix_dilated, pool_tokens, predict_by_product, predict_hidden
 from vitfocus.kernels.statistics.op import statistics
 from vitfocus.kernels.statistics.reference import Numbers, map_statistics
 
@@ -246,6 +246,27 @@ def test_plain_torch_defaults_are_not_taken(default: Any) -> None:
 @pytest.mark.skipif(interpreting(), reason="is run where Triton does not interpret")
 def test_plain_torch_pooling_hides_nothing() -> None:
     check_pooling_of_nan(predict_by_product, lambda x, hidden, second: mix_by_matrix(x, hidden.softmax(dim=1)))
+
+
+@pytest.mark.skipif(not interpreting(), reason="needs TRITON_INTERPRET=1 from the start")
+def test_lazy_negation_of_tokens_and_of_gradients_counts() -> None:
+    image, first, second = torch.randn(2, 13, 8), torch.randn(3, 8, 3, 3), torch.randn(3, 3, 3, 3)
+    norm = (torch.ones(3), torch.zeros(3), 1e-5)
+    functions: list[Callable[[Tensor], Tensor]] = [
+        share_mean,
+        lambda x: predict_hidden(x, first, (3, 4)),
+        lambda x: mix_dilated(x, torch.ones(2, 3, 3, 4), second),
+        lambda x: pool_tokens(x, first, norm, second, (3, 4))[0],
+    ]
+    for function in functions:
+        results = []
+        for lazy in (True, False):
+            given = torch._neg_view(image) if lazy else -image
+            made = function(given.requires_grad_())
+            slope = torch.arange(float(made.numel())).view(made.shape)
+            (gradient,) = torch.autograd.grad(made, given, torch._neg_view(slope) if lazy else -slope)
+            results.append((made, gradient))
+        assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
 @pytest.mark.skipif(not interpreting(), reason="needs TRITON_INTERPRET=1 from the start")

@@ -11,9 +11,12 @@ import timm
 import torch
 from helpers.kernel_cases import Attention, check_joined, joined
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import vitfocus as vf
+from vitfocus.attention.capture import ObservedForward
+from vitfocus.kernels.attention import Observation
 from vitfocus.kernels.backends import backend, has_triton
 from vitfocus.kernels.diversity import op as diversity_op
 from vitfocus.kernels.diversity import with_attention
@@ -89,19 +92,22 @@ def test_it_repeats_bit_by_bit() -> None:
     assert all(torch.equal(one, two) for one, two in zip(*runs, strict=True))
 
 
-def test_the_gradient_can_be_differentiated() -> None:
-    """From whole maps, as no kernel computes second derivatives."""
-    query, key, value, options = joined(Attention("twice", (1, 2, 130, 16), dtype=HALF), 0)
-    exact = [one.detach().double().requires_grad_() for one in (query, key, value)]
+@pytest.mark.parametrize("learning", [(0, 1, 2), (2,)], ids=["all", "values"])
+def test_the_gradient_can_be_differentiated(learning: tuple[int, ...]) -> None:
+    """From whole maps, as no kernel computes second derivatives. The loss does not depend on the values."""
+    *tensors, options = joined(Attention("twice", (1, 2, 130, 16), dtype=HALF), 0)
+    given = [one.detach().requires_grad_(place in learning) for place, one in enumerate(tensors)]
+    exact = [one.detach().double().requires_grad_() for one in tensors]
 
-    def twice(given: tuple[Tensor, ...] | list[Tensor], out: Tensor, loss: Tensor) -> tuple[Tensor, ...]:
+    def twice(given: list[Tensor], out: Tensor, loss: Tensor) -> tuple[Tensor, ...]:
+        given = [given[place] for place in learning]
         slopes = torch.autograd.grad(out.square().sum() + loss * 100, given, create_graph=True)
         return torch.autograd.grad(sum(one.double().square().sum() for one in slopes), given)
 
     with backend("triton"):
-        made = attention_with_diversity(query, key, value, scale=0.3, **options)
+        made = attention_with_diversity(*given, scale=0.3, **options)
         assert made is not None
-        got = twice((query, key, value), *made)
+        got = twice(given, *made)
     maps = (exact[0] @ exact[1].mT * 0.3).softmax(-1)
     wanted = twice(exact, maps @ exact[2], row_similarity(maps, threshold=1.5))
     for mine, theirs in zip(got, wanted, strict=True):
@@ -125,6 +131,29 @@ def test_a_projection_gets_its_gradient_whole() -> None:
         results.append((*made, slopes[0] if len(given) == 1 else torch.stack(slopes), torch.stack(twice).squeeze(0)))
     assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
     assert results[1][2].permute(1, 3, 0, 2, 4).is_contiguous()
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_a_projection_is_known_only_if_its_first_axis_was_unbound(axis: int) -> None:
+    """With three images of three heads, what was unbound along another axis has the same shape."""
+    wholes = []
+
+    class Observer:
+        wants_attention = True
+
+        def attend(self, seen: Observation, value: Tensor, whole: Tensor | None) -> None:
+            wholes.append(whole)
+
+        def __call__(self, seen: Observation) -> None: ...
+
+    class Attending(nn.Module):
+        def forward(self, whole: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(*whole.unbind(axis))
+
+    whole = torch.randn(3, 3, 3, 5, 16)
+    with backend("triton"):
+        ObservedForward(Attending(), "sdpa", Observer())(whole)
+    assert wholes == [whole if axis == 0 else None]
 
 
 def test_what_does_not_fit_is_computed_apart(monkeypatch: pytest.MonkeyPatch) -> None:

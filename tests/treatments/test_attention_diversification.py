@@ -265,6 +265,23 @@ def test_reentrant_checkpointing_is_refused_rather_than_silent() -> None:
         out.sum().backward()
 
 
+def test_a_checkpoint_around_the_whole_model_keeps_the_loss_or_refuses() -> None:
+    model, images = build("vit")
+    vf.treat_(model, "adl(variant=paper,threshold=1.0)").train()
+    images.requires_grad_()
+    model(images)
+    loss = vf.auxiliary_loss(model)
+    weight = model.blocks[0].attn.qkv.weight
+    (expected,) = torch.autograd.grad(loss, weight)
+    out = torch.utils.checkpoint.checkpoint(model, images, use_reentrant=False)
+    (0 * out.sum() + vf.auxiliary_loss(model)).backward()
+    torch.testing.assert_close(weight.grad, expected)
+    torch.testing.assert_close(vf.auxiliary_loss(model), loss)
+    out = torch.utils.checkpoint.checkpoint(model, images, use_reentrant=True)
+    with pytest.raises(vf.VitfocusError, match="use_reentrant=False"):
+        (out.sum() + vf.auxiliary_loss(model)).backward()
+
+
 @pytest.mark.parametrize("family", ["mixer", "xcit"])
 def test_refused_without_token_attention(family: str) -> None:
     model, _ = build(family)

@@ -73,7 +73,7 @@ class _AttentionRecorder(TorchFunctionMode):
                 self.seen.append(Observation(map=args[0]))
         elif func is F.scaled_dot_product_attention:
             seen, value = _from_call(self.heads, self.batch, *args, **kwargs)
-            if value is not None and chosen(seen.source) == "triton" and not exporting():
+            if value is not None and chosen(seen.source) != "reference" and not exporting():
                 made = _attended(seen, value, self._whole(seen, value), self.observer)
                 if made is not None:
                     self.seen.append(made[1])
@@ -81,7 +81,8 @@ class _AttentionRecorder(TorchFunctionMode):
             self.seen.append(seen)
         elif func in (torch.unbind, Tensor.unbind):
             parts = func(*args, **kwargs)
-            self.unbound = (args[0], parts) if args else None
+            if args and (args[1] if len(args) > 1 else kwargs.get("dim", 0)) == 0:
+                self.unbound = (args[0], parts)
             return parts
         elif func is Tensor.unflatten:  # calls super(), which torch 2.11 does not compile within a mode
             return torch.unflatten(*args, **kwargs)
@@ -114,7 +115,7 @@ def _attended(
     made = attend(seen, value, whole) if attend is not None else None
     if made is not None:
         return made[0], replace(seen, loss=made[1])
-    if not keeps_normalisers(seen.query, seen.key, value, seen.scale):
+    if chosen(seen.query) != "triton" or not keeps_normalisers(seen.query, seen.key, value, seen.scale):
         return None
     output, lse = attention_with_normalisers(seen.query, seen.key, value, scale=seen.scale)
     return output, replace(seen, lse=lse)
@@ -376,12 +377,13 @@ class Session:
         grid = (block.query_rule or block.grid_rule)(self.size)
         if not isinstance(tokens, Tensor) or not all(grid):
             return
+        precision = torch.promote_types(tokens.dtype, torch.float32)
         if tokens.ndim == 3 and tokens.shape[1] >= grid[0] * grid[1]:
             patches = tokens[:, tokens.shape[1] - grid[0] * grid[1] :]  # after prefix tokens and text
-            callback(block, torch.linalg.vector_norm(patches, dim=-1, dtype=torch.float32).unflatten(1, grid))
+            callback(block, torch.linalg.vector_norm(patches, dim=-1, dtype=precision).unflatten(1, grid))
         elif tokens.ndim == 4 and grid in (tokens.shape[1:3], tokens.shape[2:]):
             axis = -1 if tokens.shape[1:3] == grid and tokens.shape[1] != block.width else 1
-            callback(block, torch.linalg.vector_norm(tokens, dim=axis, dtype=torch.float32))
+            callback(block, torch.linalg.vector_norm(tokens, dim=axis, dtype=precision))
 
 
 @contextmanager

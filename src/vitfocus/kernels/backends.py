@@ -137,12 +137,15 @@ def differentiable_gradients(
     """Differentiable gradients of a function made of plain torch operations, for double backward through a kernel.
 
     The function is called with `given`; an entry that is None or needs no gradient gets None. With several results,
-    `gradient` is a tuple.
+    `gradient` is a tuple, and results that depend on nothing wanted are left out.
     """
     # Views: if one input was computed from another, the latter's gradient would include the path through it.
     views = [None if one is None else one.view_as(one) for one in given]
     wanted = [one for one in views if one is not None and one.requires_grad]
-    made = iter(torch.autograd.grad(function(*views), wanted, gradient, create_graph=True))
+    results = function(*views)
+    both = zip(results, gradient, strict=True) if isinstance(gradient, tuple) else [(results, gradient)]
+    outputs, slopes = zip(*((result, slope) for result, slope in both if result.requires_grad), strict=True)
+    made = iter(torch.autograd.grad(outputs, wanted, slopes, create_graph=True))
     return tuple(next(made) if one is not None and one.requires_grad else None for one in views)
 
 

@@ -1,4 +1,4 @@
-"""Queries, keys and biases in the form that the kernels take, or a sentence about why they do not fit."""
+"""Tensors in the form that the kernels take, or a sentence about why they do not fit."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ def readable(tokens: Tensor) -> Tensor:
     """Queries or keys as the kernels read them: the channels of a token side by side, and no lazy negation."""
     tokens = tokens.resolve_neg()
     return tokens if tokens.stride(3) == 1 else tokens.contiguous()
+
+
+def packed(tensor: Tensor) -> Tensor:
+    """The tensor as kernels read it that take no strides: contiguous, and no lazy negation."""
+    return tensor.resolve_neg().contiguous()
 
 
 def with_four_axes(bias: Tensor | None, shape: tuple[int, int, int, int]) -> Tensor | None:

@@ -141,6 +141,8 @@ class DiversityLoss(StatefulModule):
         sampled = self.config.rows is not None and self.config.rows < seen.shape[2] - first
         if sampled or (self.context is not None and self.context.valid is not None):
             return None
+        if seen.device.type == "cpu" and torch.is_autocast_enabled("cpu"):  # the model's attention rounds to bfloat16
+            return None
         assert seen.query is not None and seen.key is not None
         with outside_autocast(seen.device):
             tensors = (seen.query, seen.key, value)
@@ -222,7 +224,8 @@ class ResetLosses:
         self.losses = losses
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if only_reading():  # a diagnosis between the forward pass of a training step and its loss
+        # A diagnosis between the forward pass of a training step and its loss, or a checkpoint around the whole model.
+        if only_reading() or grad_is_recomputed():
             return
         for loss in self.losses:
             loss.reset()

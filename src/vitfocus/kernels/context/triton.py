@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vitfocus.kernels.backends import on_device_of_first
+from vitfocus.kernels.inputs import packed
 from vitfocus.kernels.shared_memory import power_of_two
 from vitfocus.kernels.tiles import single
 
@@ -69,7 +70,7 @@ def block_sums(values, sums, count, C, BT: tl.constexpr, BC: tl.constexpr):
 @on_device_of_first
 def share_mean(values: Tensor, scale: Tensor | None, kept: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(B, N, C) to the same in that dtype, and the means (B, C) in float32."""
-    values, scale = values.contiguous(), scale.contiguous() if scale is not None else None
+    values, scale = packed(values), None if scale is None else packed(scale)
     batch, count, channels = values.shape
     out = torch.empty_like(values, dtype=dtype)
     rows = max(16, power_of_two(count))

@@ -7,6 +7,7 @@ from the same rows if an image's map is small enough to be kept, else from recom
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -87,13 +88,13 @@ def forward(
     wants_bias: bool,
 ) -> tuple[Tensor, Gradients]:
     """The loss and its gradients."""
-    maps = _Maps(query, key, bias, rows, options)
+    maps = Maps(query, key, bias, rows, options)
     made = empty_gradients(query, key, bias, maps.count, wants_gradient, wants_bias)
     made.bias.zero_()
     losses = query.new_empty(maps.batch * maps.groups, dtype=maps.wide)
     for images in maps.images():
         mine = slice(images.start * maps.groups, images.stop * maps.groups)
-        losses[mine] = _Images(maps, images).loss(made if wants_gradient else None, wants_bias)
+        losses[mine] = _Images(maps, images, made if wants_gradient else None, wants_bias).all()
     return losses.mean(), made
 
 
@@ -110,7 +111,7 @@ def empty_gradients(
     )
 
 
-class _Maps:
+class Maps:
     """Sizes of all maps, and how they are cut into chunks."""
 
     def __init__(
@@ -144,46 +145,40 @@ class _Maps:
         """The compared rows of (b, H, Q, ·)."""
         return tensor[:, :, self.options.first :] if self.rows is None else tensor.index_select(2, self.rows)
 
-
-class _Rows(NamedTuple):
-    """Some rows: those of each head (b, H, r, K); the compared ones (m, r, K), the heads' mean or each head's own; and
-    the compared ones with entries that do not pass the threshold set to 0.
-    """
-
-    attention: Tensor
-    mean: Tensor
-    kept: Tensor
+    def by_head(self, values: Tensor) -> Tensor:
+        """Maps (m, ·, ·) with an axis of heads, of length one if they are the heads' mean."""
+        return values.unsqueeze(1) if self.options.average_heads else values.unflatten(0, (-1, self.heads))
 
 
-class _Images:
-    """The maps of some images."""
+class Compared(ABC):
+    """Compared rows of maps: each map is the mean of an image's heads, or one head's own."""
 
-    def __init__(self, maps: _Maps, images: slice) -> None:
-        self.maps, self.options, self.images = maps, maps.options, images
-        self.query = (maps.pick(maps.query[images]).to(maps.wide) * self.options.scale).contiguous()
-        self.key = maps.key[images].to(maps.wide).contiguous()
-        self.bias: Tensor | None = None
-        if maps.bias is not None:
-            bias = maps.bias if maps.bias.shape[0] == 1 else maps.bias[images]
-            self.bias = bias if bias.shape[2] == 1 else maps.pick(bias)
-        self.count = len(self.query) * maps.groups
+    def __init__(self, maps: Maps, count: int) -> None:
+        self.maps, self.options, self.count = maps, maps.options, count
 
-    def loss(self, made: Gradients | None, wants_bias: bool) -> Tensor:
-        """The loss of each map; where `made` is given, its gradients go there."""
-        maps, parts = self.maps, self.maps.parts()
-        sums, units = (self.query.new_zeros(self.count, maps.keys) for _ in range(2))
-        unit = self.query.new_empty(self.count, maps.count)
-        size = len(self.query) * maps.heads * maps.keys
-        keeps = made is not None and size * maps.count <= max(KEPT_CHUNK, size * 2 * LEAST_ROWS)
+    @abstractmethod
+    def rows(self, part: slice) -> Tensor:
+        """Some compared rows, (m, r, K)."""
+
+    @abstractmethod
+    def take(self, slope: Tensor, part: slice) -> None:
+        """Use the gradient of the loss with respect to some compared rows, which were the last ones unless all stay."""
+
+    def loss(self, parts: list[slice], wants_gradient: bool, stays: bool) -> Tensor:
+        """The loss of each map; `stays` says that all rows stay in memory for the gradient."""
+        maps = self.maps
+        like = maps.query.new_empty(0, dtype=maps.wide)
+        sums, units = (like.new_zeros(self.count, maps.keys) for _ in range(2))
+        unit = like.new_empty(self.count, maps.count)
         waiting = []
         for part in parts:
-            rows = self.rows(part)
-            unit[:, part] = _inverse(torch.linalg.vector_norm(rows.kept, dim=-1))
-            sums += (rows.kept if self.options.paper else rows.mean).sum(dim=1)
-            units += torch.bmm(unit[:, None, part], rows.kept)[:, 0]
-            if keeps:
-                waiting.append(rows)
-            del rows  # free them before the next ones are computed
+            rows, kept = self._rows(part)
+            unit[:, part] = _inverse(torch.linalg.vector_norm(kept, dim=-1))
+            sums += (kept if self.options.paper else rows).sum(dim=1)
+            units += torch.bmm(unit[:, None, part], kept)[:, 0]
+            if wants_gradient and stays:
+                waiting.append((rows, kept))
+            del rows, kept  # free them before the next ones are computed
         average = sums / maps.count
         if not self.options.paper:
             average = torch.threshold(average, maps.bound, 0)
@@ -191,61 +186,93 @@ class _Images:
                 average[:, : self.options.first] = 0
         one_over = _inverse(torch.linalg.vector_norm(average, dim=-1))[:, None]
         cosine = (units * average).sum(dim=-1, keepdim=True)
-        if made is not None:
+        if wants_gradient:
             share = one_over / (maps.batch * maps.count * maps.heads)
             slopes = (units - cosine * one_over.square() * average) * (share / maps.count)
             if not self.options.paper:
                 slopes *= average > 0
             for index, part in enumerate(parts):
-                rows = waiting[index] if waiting else self.rows(part)
-                slope = self.logit_slopes(rows, average, slopes, unit[:, part], share)
-                self.add(made, slope, part, wants_bias)
-                del rows, slope
+                rows, kept = waiting[index] if waiting else self._rows(part)
+                self.take(self._slope(rows, kept, average, slopes, unit[:, part], share), part)
+                del rows, kept
         return (cosine * one_over)[:, 0] / maps.count
 
-    def rows(self, part: slice) -> _Rows:
-        """Compute some rows."""
-        scores = _products(self.query[:, :, part], self.key.mT)
+    def _rows(self, part: slice) -> tuple[Tensor, Tensor]:
+        """Some rows, and these with entries that do not pass the threshold set to 0."""
+        rows = self.rows(part)
+        kept = torch.threshold(rows, self.maps.below, 0)
+        if self.options.first:
+            kept[..., : self.options.first] = 0
+        return rows, kept
+
+    def _slope(
+        self, rows: Tensor, kept: Tensor, average: Tensor, slopes: Tensor, unit: Tensor, share: Tensor
+    ) -> Tensor:
+        """The gradient of the loss with respect to some rows, (m, r, K)."""
+        options, below = self.options, self.maps.below
+        towards = unit * share
+        along = towards * torch.bmm(kept, average[..., None])[..., 0] * unit.square()
+        slope = towards[..., None] * average[:, None]
+        slope.addcmul_(rows, along[..., None], value=-1)
+        if options.paper:
+            slope += slopes[:, None]
+        slope = torch.ops.aten.threshold_backward(slope, rows, below)
+        if not options.paper:
+            slope += slopes[:, None]
+        if options.first:
+            slope[..., : options.first] = 0
+        return slope
+
+
+class _Images(Compared):
+    """Maps of some images, from queries and keys; gradients go to `made`, where it is given."""
+
+    def __init__(self, maps: Maps, images: slice, made: Gradients | None, wants_bias: bool) -> None:
+        super().__init__(maps, (images.stop - images.start) * maps.groups)
+        self.images, self.made, self.wants_bias = images, made, wants_bias
+        self.query = (maps.pick(maps.query[images]).to(maps.wide) * self.options.scale).contiguous()
+        self.key = maps.key[images].to(maps.wide).contiguous()
+        self.bias: Tensor | None = None
+        if maps.bias is not None:
+            bias = maps.bias if maps.bias.shape[0] == 1 else maps.bias[images]
+            self.bias = bias if bias.shape[2] == 1 else maps.pick(bias)
+        size = len(self.query) * maps.heads * maps.keys
+        self.stays = size * maps.count <= max(KEPT_CHUNK, size * 2 * LEAST_ROWS)
+        self.attention: dict[int, Tensor] = {}
+
+    def all(self) -> Tensor:
+        """The loss of each map."""
+        return self.loss(self.maps.parts(), self.made is not None, self.stays)
+
+    def rows(self, part: slice) -> Tensor:
+        """Some compared rows, (m, r, K)."""
+        scores = products(self.query[:, :, part], self.key.mT)
         if self.bias is None:
             attention = scores.softmax(dim=-1)
         else:
             scores += self.bias if self.bias.shape[2] == 1 else self.bias[:, :, part]
             attention = torch._safe_softmax(scores, dim=-1)  # a row with every key masked is 0
-        mean = attention.mean(dim=1) if self.options.average_heads else attention.flatten(0, 1)
-        kept = torch.threshold(mean, self.maps.below, 0)
-        if self.options.first:
-            kept[..., : self.options.first] = 0
-        return _Rows(attention, mean, kept)
+        if self.made is not None:
+            if not self.stays:
+                self.attention.clear()
+            self.attention[part.start] = attention
+        return attention.mean(dim=1) if self.options.average_heads else attention.flatten(0, 1)
 
-    def logit_slopes(self, rows: _Rows, average: Tensor, slopes: Tensor, unit: Tensor, share: Tensor) -> Tensor:
-        """The gradient of the loss with respect to the logits of some rows: (b, H, r, K)."""
-        maps, options, mean = self.maps, self.options, rows.mean
-        towards = unit * share
-        along = towards * torch.bmm(rows.kept, average[..., None])[..., 0] * unit.square()
-        slope = towards[..., None] * average[:, None]
-        slope.addcmul_(mean, along[..., None], value=-1)
-        if options.paper:
-            slope += slopes[:, None]
-        slope = torch.ops.aten.threshold_backward(slope, mean, maps.below)
-        if not options.paper:
-            slope += slopes[:, None]
-        if options.first:
-            slope[..., : options.first] = 0
-        slope = slope.unsqueeze(1) if options.average_heads else slope.unflatten(0, (-1, maps.heads))
-        slope = rows.attention * slope
-        return slope.addcmul_(rows.attention, slope.sum(dim=-1, keepdim=True), value=-1)
-
-    def add(self, made: Gradients, slope: Tensor, part: slice, wants_bias: bool) -> None:
-        """Add the gradients of queries, keys and bias from the slopes of some rows' logits."""
-        maps = self.maps
-        torch.mul(_products(slope, self.key), self.options.scale, out=made.query[self.images, :, part])
-        keys = _products(slope.mT, self.query[:, :, part])
+    def take(self, slope: Tensor, part: slice) -> None:
+        """Add the gradients of queries, keys and bias."""
+        maps, made = self.maps, self.made
+        assert made is not None
+        attention = self.attention.pop(part.start)
+        slope = attention * maps.by_head(slope)
+        slope.addcmul_(attention, slope.sum(dim=-1, keepdim=True), value=-1)
+        torch.mul(products(slope, self.key), self.options.scale, out=made.query[self.images, :, part])
+        keys = products(slope.mT, self.query[:, :, part])
         made.key[self.images] = keys if part.start == 0 else made.key[self.images] + keys
-        if wants_bias:
+        if self.wants_bias:
             _add_bias(made.bias, slope, self.images, maps.rows, part, self.options.first)
 
 
-def _products(left: Tensor, right: Tensor) -> Tensor:
+def products(left: Tensor, right: Tensor) -> Tensor:
     """(b, H, ·, ·) matrices, multiplied."""
     return torch.bmm(left.flatten(0, 1), right.flatten(0, 1)).unflatten(0, left.shape[:2])
 

@@ -1,4 +1,4 @@
-"""Attention and the diversification loss of its maps as one operation, so that one kernel computes their gradients.
+"""Attention and the diversification loss of its maps as one operation, whose gradients are computed at once.
 
 Attention's backward pass computes the same tiles of the maps as the loss's does: together they are computed once, and
 the gradients of queries and keys are not added in memory. docs/kernels.md has the derivation.
@@ -14,15 +14,18 @@ from torch import Tensor
 
 from vitfocus.kernels.attention import attention_with_normalisers, keeps_normalisers
 from vitfocus.kernels.backends import (
+    chosen,
     compile_together,
     differentiable_gradients,
     interpreting,
     on_device_of_first,
     wants_second_derivative,
 )
+from vitfocus.kernels.diversity import with_attention_chunked as in_chunks
 from vitfocus.kernels.diversity.chunked import LossOptions, on_whole_maps
 from vitfocus.kernels.diversity.op import _Launch, launch_forward
 from vitfocus.kernels.diversity.reference import Heads, Variant
+from vitfocus.kernels.inputs import packed
 from vitfocus.kernels.shared_memory import LARGE, padded
 
 #: More keys than the first number, up to the second: with fewer, torch's attention and a pass for the loss take less.
@@ -47,16 +50,19 @@ def attention_with_diversity(
 ) -> tuple[Tensor, Tensor] | None:
     """softmax(scale · q kᵀ) v, (B, H, N, D), and `diversity` of the maps; None where they are computed apart.
 
-    For tensors and a backend that the Triton kernels take. If queries, keys and values are views of a tensor `whole`
-    (3, B, H, N, D), it gets the gradient, without a copy.
+    For tensors that the Triton kernels take, and on a CPU for few tokens. If queries, keys and values are views of a
+    tensor `whole` (3, B, H, N, D), it gets the gradient, without a copy.
 
-    >>> attention_with_diversity(*torch.zeros(3, 1, 1, 4, 8), scale=1.0) is None  # too few keys
-    True
+    >>> output, loss = attention_with_diversity(*torch.zeros(3, 1, 1, 4, 8), scale=1.0, threshold=0.5)
+    >>> output.shape, loss.item()
+    (torch.Size([1, 1, 4, 8]), 1.0)
     """
     options = LossOptions(scale, first, heads == "mean", variant == "paper", threshold)
-    if not _fits(query, key, value, options):
+    backend = chosen(query, key, value)
+    fits = {"triton": _fits_kernel, "chunked": _fits_chunks}.get(backend)
+    if fits is None or not fits(query, key, value, options):
         return None
-    if not torch.compiler.is_compiling() and type(query) is Tensor:
+    if backend == "triton" and not torch.compiler.is_compiling() and type(query) is Tensor:
         like = ("with attention", query.shape, query.dtype, query.stride(), options)
         compile_together(query.device, like, partial(_launch_all, query, key, value, options))
     tokens: tuple[Tensor | None, ...]
@@ -64,11 +70,16 @@ def attention_with_diversity(
         tokens = (whole.resolve_neg(), None, None, None)
     else:
         tokens = (None, query.resolve_neg(), key.resolve_neg(), value.resolve_neg())
-    made: tuple[Tensor, Tensor] = _Attention.apply(*tokens, *options)
+    made: tuple[Tensor, Tensor] = _Attention.apply(*tokens, backend == "triton", *options)
     return made
 
 
-def _fits(query: Tensor, key: Tensor, value: Tensor, options: LossOptions) -> bool:
+def _fits_chunks(query: Tensor, key: Tensor, value: Tensor, options: LossOptions) -> bool:
+    """Whether the maps are kept on a CPU; compiled code computes attention and loss apart."""
+    return not torch.compiler.is_compiling() and in_chunks.fits(query, key, value, options)
+
+
+def _fits_kernel(query: Tensor, key: Tensor, value: Tensor, options: LossOptions) -> bool:
     """Whether the kernel takes these tensors: one map per image, and heads enough to fill half the GPU."""
     if query.ndim != 4 or not query.shape == key.shape == value.shape or not KEYS[0] < query.shape[2] <= KEYS[1]:
         return False
@@ -87,7 +98,7 @@ def _fits(query: Tensor, key: Tensor, value: Tensor, options: LossOptions) -> bo
 
 
 class _Attention(torch.autograd.Function):
-    """Attention by torch, the loss by the Triton kernels, and their gradients by one kernel.
+    """Attention by torch, the loss by the Triton kernels or in plain torch, and their gradients at once.
 
     Of either `whole` (3, B, H, N, D), or queries, keys and values.
     """
@@ -99,15 +110,21 @@ class _Attention(torch.autograd.Function):
         query: Tensor | None,
         key: Tensor | None,
         value: Tensor | None,
+        by_kernel: bool,
         scale: float,
         first: int,
         average_heads: bool,
         paper: bool,
         threshold: float,
     ) -> tuple[Tensor, Tensor]:
-        ctx.options = (scale, first, average_heads, paper, threshold)
+        ctx.by_kernel, ctx.options = by_kernel, (scale, first, average_heads, paper, threshold)
         parts = _parts(whole, query, key, value)  # saved, as their strides are known to torch.compile
         queries, keys, values = parts
+        if not by_kernel:
+            wants = any(ctx.needs_input_grad)
+            out, loss, *saved = in_chunks.forward(queries, keys, values, LossOptions(*ctx.options), wants)
+            ctx.save_for_backward(whole, *parts, *saved)
+            return out, loss
         if queries.device.type == "cuda":
             out, lse = attention_with_normalisers(queries, keys, values, scale=scale)
             lse = lse.contiguous()
@@ -119,15 +136,18 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, weight: Tensor) -> tuple[Any, ...]:
-        whole, query, key, value, lse, *saved = ctx.saved_tensors
+        whole, query, key, value, *saved = ctx.saved_tensors
         options = LossOptions(*ctx.options)
         if wants_second_derivative():
             tokens = (None, query, key, value) if whole is None else (whole, None, None, None)
             plain = partial(_plain, options=options)
-            return *differentiable_gradients(plain, tokens, (gradient, weight)), *(None,) * 5
-        gradient = gradient.transpose(1, 2).resolve_neg().contiguous()
-        made = launch_gradients(gradient, weight, query, key, value, lse, options, tuple(saved))
-        return *((None, *made.unbind()) if whole is None else (made, None, None, None)), *(None,) * 5
+            return *differentiable_gradients(plain, tokens, (gradient, weight)), *(None,) * 6
+        if ctx.by_kernel:
+            gradient = packed(gradient.transpose(1, 2))
+            made = launch_gradients(gradient, weight, query, key, value, saved[0], options, tuple(saved[1:]))
+        else:
+            made = in_chunks.gradients(gradient, weight, query, key, value, options, *saved)
+        return *((None, *made.unbind()) if whole is None else (made, None, None, None)), *(None,) * 6
 
 
 def _parts(whole: Tensor | None, *tokens: Tensor | None) -> tuple[Tensor, ...]:
@@ -145,9 +165,10 @@ def _plain(
 
 
 def _plain_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention and log Σ exp (B, H, N), computed in float32."""
-    scores = query.float() * scale @ key.float().mT
-    return (scores.softmax(dim=-1) @ value.float()).to(query.dtype), scores.logsumexp(dim=-1)
+    """Attention and log Σ exp (B, H, N), computed in float32 or wider."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    scores = query.to(wide) * scale @ key.to(wide).mT
+    return (scores.softmax(dim=-1) @ value.to(wide)).to(query.dtype), scores.logsumexp(dim=-1)
 
 
 def _launch_all(query: Tensor, key: Tensor, value: Tensor, options: LossOptions) -> None:

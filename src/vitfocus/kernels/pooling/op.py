@@ -21,6 +21,7 @@ from vitfocus.kernels.backends import (
     outside_autocast,
     wants_second_derivative,
 )
+from vitfocus.kernels.inputs import packed
 from vitfocus.kernels.pooling.reference import dilated_mean, mix_poolings
 
 #: Up to this many patches, one product with an N×N matrix is faster on a CPU than pooling per branch.
@@ -35,9 +36,9 @@ def pool_tokens(
     `norm` has the batch norm's weight, bias and eps. The patches are the last H·W tokens; others pass through. The
     second result are the mean and the biased variance of the values that were normalised, (2, K).
     """
-    tokens = tokens.contiguous()
+    tokens = packed(tokens)
     _prepare(tokens, first, grid, _launch_whole)
-    made: tuple[Tensor, Tensor] = _Pool.apply(tokens, first, *norm[:2], second.contiguous(), norm[2], *grid)
+    made: tuple[Tensor, Tensor] = _Pool.apply(tokens, first, *norm[:2], packed(second), norm[2], *grid)
     return made
 
 
@@ -47,7 +48,7 @@ def predict_hidden(tokens: Tensor, first: Tensor, grid: tuple[int, int]) -> Tens
     One product with a (C, 9·K) matrix; each position then sums nine of the results from its neighbours. Tokens are read
     once, without a copy. cuDNN's convolution would need them as an image and pad the output to eight channels.
     """
-    tokens = tokens.contiguous()
+    tokens = packed(tokens)
     _prepare(tokens, first, grid, _launch_parts)
     hidden: Tensor = _Predict.apply(tokens, first, *grid)
     return hidden.unflatten(1, grid).permute(0, 3, 1, 2)
@@ -58,8 +59,8 @@ def mix_dilated(tokens: Tensor, hidden: Tensor, second: Tensor) -> Tensor:
 
     `second` (K, K, 3, 3) are the convolution's weights. The patches are the last H·W tokens; others pass through.
     """
-    flat = hidden.permute(0, 2, 3, 1).flatten(1, 2).contiguous()
-    mixed: Tensor = _Mix.apply(tokens.contiguous(), flat, second.contiguous(), *hidden.shape[2:])
+    flat = packed(hidden.permute(0, 2, 3, 1).flatten(1, 2))
+    mixed: Tensor = _Mix.apply(packed(tokens), flat, packed(second), *hidden.shape[2:])
     return mixed
 
 
@@ -247,7 +248,7 @@ class _Pool(torch.autograd.Function):
             made = differentiable_gradients(plain, (tokens, first, gamma, beta, second), gradient)
         else:
             norm = (gamma, beta, ctx.eps)
-            made = _backward(gradient.contiguous(), tokens, kept, first, norm, second, ctx.grid)
+            made = _backward(packed(gradient), tokens, kept, first, norm, second, ctx.grid)
         return *made, None, None, None
 
 
@@ -269,7 +270,7 @@ class _Predict(torch.autograd.Function):
         if wants_second_derivative():
             plain = partial(_predict_by_convolution, grid=ctx.grid)
             return *differentiable_gradients(plain, (tokens, first), gradient), None, None
-        gradient = gradient.contiguous()
+        gradient = packed(gradient)
         slope, _ = predictor.scatter(gradient, gradient, None, ctx.grid, tokens.shape[1], matrix.shape[0], tokens.dtype)
         return slope @ matrix, _first_gradient(slope, tokens, first), None, None
 
@@ -292,7 +293,7 @@ class _Mix(torch.autograd.Function):
         if wants_second_derivative():
             plain = partial(_mix_by_pooling, grid=ctx.grid)
             return *differentiable_gradients(plain, (tokens, hidden, second), gradient), None, None
-        gradient = gradient.contiguous()
+        gradient = packed(gradient)
         scores = mixing.score_gradients(gradient, tokens, weights, ctx.grid)
         made, sums = predictor.unweigh(scores, hidden, second, ctx.grid)
         back = mixing.unmix_gradient(gradient, weights, ctx.grid)

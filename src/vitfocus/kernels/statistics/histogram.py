@@ -23,24 +23,24 @@ class Histogram:
     def __init__(self, low: float, high: float, bins: int, device: torch.device) -> None:
         self.low, self.high, self.bins, self.total = low, high, bins, 0
         self.memory = torch.zeros(bins, dtype=torch.int32, device=device)
-        self.scattered = False
+        #: Whether the kernel counts, which keeps the bins in an order of its own.
+        self.by_kernel = chosen(torch.empty(0, dtype=torch.float32, device=device)) == "triton"
 
     def add(self, values: Tensor) -> None:
         """Count every value of a float32 tensor (n,)."""
         self.total += len(values)
         if self.total > self.MOST:
             self.memory = self.memory.long()
-        if chosen(values) == "triton" or self.scattered:
+        if self.by_kernel:
             from vitfocus.kernels.statistics.triton import count
 
-            self.scattered = True
             count(values, self.memory, self.low, self.high)
         else:
             self.memory += torch.histc(values, self.bins, self.low, self.high).to(self.memory.dtype)
 
     def counts(self) -> Tensor:
         """The number of values in each bin, (bins,), int32 or int64."""
-        if not self.scattered:
+        if not self.by_kernel:
             return self.memory
         from vitfocus.kernels.statistics.triton import gathered
 

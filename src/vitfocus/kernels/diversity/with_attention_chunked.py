@@ -1,0 +1,111 @@
+"""Attention and the diversification loss in plain torch on a CPU, whose gradients share the maps.
+
+Torch's attention gives the output. The loss needs the maps of all heads, which are kept for the backward pass: from
+them it computes the gradients of both, in fewer passes than attention's own takes for short sequences. Only maps that
+are small beside what a block keeps anyway are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from vitfocus.kernels.diversity.chunked import IMAGES_CHUNK, Compared, LossOptions, Maps
+
+#: Maps are kept if they take at most this many times the memory of the queries: up to 320 keys with heads of 64
+#: channels. A block of a transformer keeps about sixteen times the queries for its backward pass.
+KEPT_OVER_QUERIES = 5
+
+
+def fits(query: Tensor, key: Tensor, value: Tensor, options: LossOptions) -> bool:
+    """Whether the maps of these tensors are kept: self-attention on a CPU, in full precision, of few tokens."""
+    return (
+        query.device.type == "cpu"
+        and query.dtype in (torch.float32, torch.float64)
+        and query.dtype == key.dtype == value.dtype
+        and query.ndim == 4
+        and query.shape == key.shape == value.shape
+        and query.numel() > 0
+        and options.average_heads
+        and options.first < query.shape[2] <= KEPT_OVER_QUERIES * query.shape[3]
+    )
+
+
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, options: LossOptions, wants_gradient: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Output and loss; attention (H, B, N, N), and the gradient of the loss with respect to the compared maps."""
+    batch, heads, count, _ = query.shape
+    out = F.scaled_dot_product_attention(query, key, value, scale=options.scale)
+    attention = query.new_empty(heads, batch if wants_gradient else 0, count, count)
+    mean = query.new_empty(batch, count, count)
+    scaled = query * options.scale
+    for images, head in _chunks(query):
+        chunk = torch.bmm(scaled[images, head], key[images, head].mT)
+        if wants_gradient:
+            chunk = torch.softmax(chunk, dim=-1, out=attention[head, images])
+        else:
+            chunk = chunk.softmax(dim=-1)
+        if head == 0:
+            torch.mul(chunk, 1 / heads, out=mean[images])
+        else:
+            mean[images].add_(chunk, alpha=1 / heads)
+    maps = _Mean(Maps(query, key, None, None, options), mean)
+    loss = maps.loss([slice(0, count - options.first)], wants_gradient, True).mean()
+    return out, loss, attention, maps.slope
+
+
+def _chunks(query: Tensor) -> Iterator[tuple[slice, int]]:
+    """Images and a head, so that their maps fit into a core's fastest caches. A head's tokens are read in place."""
+    batch, heads, count, _ = query.shape
+    at_once = max(1, IMAGES_CHUNK // count**2)
+    for start in range(0, batch, at_once):
+        for head in range(heads):
+            yield slice(start, min(start + at_once, batch)), head
+
+
+class _Mean(Compared):
+    """Mean maps (B, N, N); `slope` is the gradient with respect to the compared rows."""
+
+    def __init__(self, maps: Maps, mean: Tensor) -> None:
+        super().__init__(maps, len(mean))
+        self.mean, self.slope = mean, mean.new_empty(0)
+
+    def rows(self, part: slice) -> Tensor:
+        """All compared rows."""
+        return self.mean[:, self.options.first :]
+
+    def take(self, slope: Tensor, part: slice) -> None:
+        """Keep the gradient."""
+        self.slope = slope
+
+
+def gradients(
+    gradient: Tensor,
+    weight: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: LossOptions,
+    attention: Tensor,
+    slopes: Tensor,
+) -> Tensor:
+    """Gradients of queries, keys and values, (3, B, H, N, D); in memory (B, N, 3, H, D).
+
+    From those of the output, `gradient` (B, H, N, D), and of the loss, `weight`, and from what `forward` kept.
+    """
+    batch, heads, count, width = query.shape
+    made = query.new_empty(batch, count, 3, heads, width).permute(2, 0, 3, 1, 4)
+    slopes = slopes * weight
+    for images, head in _chunks(query):
+        incoming, chunk = gradient[images, head], attention[head, images]
+        slope = torch.bmm(incoming, value[images, head].mT)
+        slope[:, options.first :] += slopes[images]
+        slope = torch._softmax_backward_data(slope, chunk, -1, chunk.dtype)
+        torch.mul(torch.bmm(slope, key[images, head]), options.scale, out=made[0, images, head])
+        torch.mul(torch.bmm(slope.mT, query[images, head]), options.scale, out=made[1, images, head])
+        made[2, images, head] = torch.bmm(chunk.mT, incoming)
+    return made
