@@ -94,7 +94,7 @@ def forward(
     losses = query.new_empty(maps.batch * maps.groups, dtype=maps.wide)
     for images in maps.images():
         mine = slice(images.start * maps.groups, images.stop * maps.groups)
-        losses[mine] = _Images(maps, images, made if wants_gradient else None, wants_bias).all()
+        losses[mine] = _Images(maps, images, made if wants_gradient else None, wants_bias).loss()
     return losses.mean(), made
 
 
@@ -145,16 +145,16 @@ class Maps:
         """The compared rows of (b, H, Q, ·)."""
         return tensor[:, :, self.options.first :] if self.rows is None else tensor.index_select(2, self.rows)
 
-    def by_head(self, values: Tensor) -> Tensor:
-        """Maps (m, ·, ·) with an axis of heads, of length one if they are the heads' mean."""
-        return values.unsqueeze(1) if self.options.average_heads else values.unflatten(0, (-1, self.heads))
-
 
 class Compared(ABC):
-    """Compared rows of maps: each map is the mean of an image's heads, or one head's own."""
+    """The compared rows of `count` maps: each is the mean of an image's heads, or one head's own.
 
-    def __init__(self, maps: Maps, count: int) -> None:
-        self.maps, self.options, self.count = maps, maps.options, count
+    The rows come in `parts`. If `learns`, there is a gradient; if the rows `stay`, they are kept for it.
+    """
+
+    def __init__(self, maps: Maps, count: int, parts: list[slice], learns: bool, stay: bool = True) -> None:
+        self.maps, self.options, self.count, self.parts = maps, maps.options, count, parts
+        self.learns, self.stay = learns, stay
 
     @abstractmethod
     def rows(self, part: slice) -> Tensor:
@@ -162,21 +162,21 @@ class Compared(ABC):
 
     @abstractmethod
     def take(self, slope: Tensor, part: slice) -> None:
-        """Use the gradient of the loss with respect to some compared rows, which were the last ones unless all stay."""
+        """Use the gradient of the loss with respect to some compared rows; unless they stay, the last ones made."""
 
-    def loss(self, parts: list[slice], wants_gradient: bool, stays: bool) -> Tensor:
-        """The loss of each map; `stays` says that all rows stay in memory for the gradient."""
+    def loss(self) -> Tensor:
+        """The loss of each map."""
         maps = self.maps
         like = maps.query.new_empty(0, dtype=maps.wide)
         sums, units = (like.new_zeros(self.count, maps.keys) for _ in range(2))
         unit = like.new_empty(self.count, maps.count)
         waiting = []
-        for part in parts:
+        for part in self.parts:
             rows, kept = self._rows(part)
             unit[:, part] = _inverse(torch.linalg.vector_norm(kept, dim=-1))
             sums += (kept if self.options.paper else rows).sum(dim=1)
             units += torch.bmm(unit[:, None, part], kept)[:, 0]
-            if wants_gradient and stays:
+            if self.learns and self.stay:
                 waiting.append((rows, kept))
             del rows, kept  # free them before the next ones are computed
         average = sums / maps.count
@@ -186,12 +186,12 @@ class Compared(ABC):
                 average[:, : self.options.first] = 0
         one_over = _inverse(torch.linalg.vector_norm(average, dim=-1))[:, None]
         cosine = (units * average).sum(dim=-1, keepdim=True)
-        if wants_gradient:
+        if self.learns:
             share = one_over / (maps.batch * maps.count * maps.heads)
             slopes = (units - cosine * one_over.square() * average) * (share / maps.count)
             if not self.options.paper:
                 slopes *= average > 0
-            for index, part in enumerate(parts):
+            for index, part in enumerate(self.parts):
                 rows, kept = waiting[index] if waiting else self._rows(part)
                 self.take(self._slope(rows, kept, average, slopes, unit[:, part], share), part)
                 del rows, kept
@@ -228,7 +228,9 @@ class _Images(Compared):
     """Maps of some images, from queries and keys; gradients go to `made`, where it is given."""
 
     def __init__(self, maps: Maps, images: slice, made: Gradients | None, wants_bias: bool) -> None:
-        super().__init__(maps, (images.stop - images.start) * maps.groups)
+        pairs = (images.stop - images.start) * maps.heads
+        stay = pairs * maps.keys * maps.count <= max(KEPT_CHUNK, pairs * maps.keys * 2 * LEAST_ROWS)
+        super().__init__(maps, (images.stop - images.start) * maps.groups, maps.parts(), made is not None, stay)
         self.images, self.made, self.wants_bias = images, made, wants_bias
         self.query = (maps.pick(maps.query[images]).to(maps.wide) * self.options.scale).contiguous()
         self.key = maps.key[images].to(maps.wide).contiguous()
@@ -236,25 +238,19 @@ class _Images(Compared):
         if maps.bias is not None:
             bias = maps.bias if maps.bias.shape[0] == 1 else maps.bias[images]
             self.bias = bias if bias.shape[2] == 1 else maps.pick(bias)
-        size = len(self.query) * maps.heads * maps.keys
-        self.stays = size * maps.count <= max(KEPT_CHUNK, size * 2 * LEAST_ROWS)
-        self.attention: dict[int, Tensor] = {}
-
-    def all(self) -> Tensor:
-        """The loss of each map."""
-        return self.loss(self.maps.parts(), self.made is not None, self.stays)
+        self.attention: dict[int, Tensor] = {}  # by the first row
 
     def rows(self, part: slice) -> Tensor:
         """Some compared rows, (m, r, K)."""
-        scores = products(self.query[:, :, part], self.key.mT)
+        if not self.stay:
+            self.attention.clear()
+        scores = _products(self.query[:, :, part], self.key.mT)
         if self.bias is None:
             attention = scores.softmax(dim=-1)
         else:
             scores += self.bias if self.bias.shape[2] == 1 else self.bias[:, :, part]
             attention = torch._safe_softmax(scores, dim=-1)  # a row with every key masked is 0
-        if self.made is not None:
-            if not self.stays:
-                self.attention.clear()
+        if self.learns:
             self.attention[part.start] = attention
         return attention.mean(dim=1) if self.options.average_heads else attention.flatten(0, 1)
 
@@ -263,16 +259,17 @@ class _Images(Compared):
         maps, made = self.maps, self.made
         assert made is not None
         attention = self.attention.pop(part.start)
-        slope = attention * maps.by_head(slope)
+        by_head = slope.unsqueeze(1) if self.options.average_heads else slope.unflatten(0, (-1, maps.heads))
+        slope = attention * by_head
         slope.addcmul_(attention, slope.sum(dim=-1, keepdim=True), value=-1)
-        torch.mul(products(slope, self.key), self.options.scale, out=made.query[self.images, :, part])
-        keys = products(slope.mT, self.query[:, :, part])
+        torch.mul(_products(slope, self.key), self.options.scale, out=made.query[self.images, :, part])
+        keys = _products(slope.mT, self.query[:, :, part])
         made.key[self.images] = keys if part.start == 0 else made.key[self.images] + keys
         if self.wants_bias:
             _add_bias(made.bias, slope, self.images, maps.rows, part, self.options.first)
 
 
-def products(left: Tensor, right: Tensor) -> Tensor:
+def _products(left: Tensor, right: Tensor) -> Tensor:
     """(b, H, ·, ·) matrices, multiplied."""
     return torch.bmm(left.flatten(0, 1), right.flatten(0, 1)).unflatten(0, left.shape[:2])
 

@@ -1,8 +1,8 @@
 """Attention and the diversification loss in plain torch on a CPU, whose gradients share the maps.
 
-Torch's attention gives the output. The loss needs the maps of all heads, which are kept for the backward pass: from
-them it computes the gradients of both, in fewer passes than attention's own takes for short sequences. Only maps that
-are small beside what a block keeps anyway are kept.
+Torch's attention gives the output, unchanged. The maps that the loss computes are kept, and the backward pass computes
+the gradients of both from them, so that they are computed once and not three times. This is for short sequences only,
+whose maps are small beside what a block keeps for its backward pass anyway.
 """
 
 from __future__ import annotations
@@ -45,17 +45,14 @@ def forward(
     scaled = query * options.scale
     for images, head in _chunks(query):
         chunk = torch.bmm(scaled[images, head], key[images, head].mT)
-        if wants_gradient:
-            chunk = torch.softmax(chunk, dim=-1, out=attention[head, images])
-        else:
-            chunk = chunk.softmax(dim=-1)
+        place = attention[head, images] if wants_gradient else None
+        chunk = torch.softmax(chunk, dim=-1, out=place)
         if head == 0:
             torch.mul(chunk, 1 / heads, out=mean[images])
         else:
             mean[images].add_(chunk, alpha=1 / heads)
-    maps = _Mean(Maps(query, key, None, None, options), mean)
-    loss = maps.loss([slice(0, count - options.first)], wants_gradient, True).mean()
-    return out, loss, attention, maps.slope
+    maps = _Mean(Maps(query, key, None, None, options), mean, wants_gradient)
+    return out, maps.loss().mean(), attention, maps.slope
 
 
 def _chunks(query: Tensor) -> Iterator[tuple[slice, int]]:
@@ -70,8 +67,8 @@ def _chunks(query: Tensor) -> Iterator[tuple[slice, int]]:
 class _Mean(Compared):
     """Mean maps (B, N, N); `slope` is the gradient with respect to the compared rows."""
 
-    def __init__(self, maps: Maps, mean: Tensor) -> None:
-        super().__init__(maps, len(mean))
+    def __init__(self, maps: Maps, mean: Tensor, learns: bool) -> None:
+        super().__init__(maps, len(mean), [slice(0, maps.count)], learns)
         self.mean, self.slope = mean, mean.new_empty(0)
 
     def rows(self, part: slice) -> Tensor:
