@@ -75,7 +75,7 @@ def attention_with_diversity(
 
 
 def _fits_chunks(query: Tensor, key: Tensor, value: Tensor, options: LossOptions) -> bool:
-    """Whether the maps are kept on a CPU; compiled code computes attention and loss apart."""
+    """Whether both come from the same maps on a CPU; compiled code computes attention and loss apart."""
     return not torch.compiler.is_compiling() and in_chunks.fits(query, key, value, options)
 
 

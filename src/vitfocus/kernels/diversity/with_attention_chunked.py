@@ -1,8 +1,7 @@
-"""Attention and the diversification loss in plain torch on a CPU, whose gradients share the maps.
+"""Attention and the diversification loss in plain torch on a CPU, both from the same maps.
 
-Torch's attention gives the output, unchanged. The maps that the loss computes are kept, and the backward pass computes
-the gradients of both from them, so that they are computed once and not three times. This is for short sequences only,
-whose maps are small beside what a block keeps for its backward pass anyway.
+The maps are computed for one head of some images at a time, and none is kept: only the loss's gradient with respect to
+the mean maps. The backward pass computes each head's maps once more, as attention's own does.
 """
 
 from __future__ import annotations
@@ -11,17 +10,16 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from vitfocus.kernels.diversity.chunked import IMAGES_CHUNK, Compared, LossOptions, Maps
 
-#: Maps are kept if they take at most this many times the memory of the queries: up to 320 keys with heads of 64
-#: channels. A block of a transformer keeps about sixteen times the queries for its backward pass.
-KEPT_OVER_QUERIES = 5
+#: The most tokens, as a multiple of a block's channels, and so the most that is kept, as a multiple of the queries. A
+#: block of a transformer keeps about sixteen times the queries for its backward pass.
+KEPT_OVER_QUERIES = 1.1
 
 
 def fits(query: Tensor, key: Tensor, value: Tensor, options: LossOptions) -> bool:
-    """Whether the maps of these tensors are kept: self-attention on a CPU, in full precision, of few tokens."""
+    """Whether both are computed together: self-attention on a CPU, in full precision, of few tokens."""
     return (
         query.device.type == "cpu"
         and query.dtype in (torch.float32, torch.float64)
@@ -30,29 +28,27 @@ def fits(query: Tensor, key: Tensor, value: Tensor, options: LossOptions) -> boo
         and query.shape == key.shape == value.shape
         and query.numel() > 0
         and options.average_heads
-        and options.first < query.shape[2] <= KEPT_OVER_QUERIES * query.shape[3]
+        and options.first < query.shape[2] <= KEPT_OVER_QUERIES * query.shape[1] * query.shape[3]
     )
 
 
 def forward(
     query: Tensor, key: Tensor, value: Tensor, options: LossOptions, wants_gradient: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Output and loss; attention (H, B, N, N), and the gradient of the loss with respect to the compared maps."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output and loss, and the gradient of the loss with respect to the compared rows of the mean maps."""
     batch, heads, count, _ = query.shape
-    out = F.scaled_dot_product_attention(query, key, value, scale=options.scale)
-    attention = query.new_empty(heads, batch if wants_gradient else 0, count, count)
+    out = value.new_empty(batch, count, heads, value.shape[3]).transpose(1, 2)
     mean = query.new_empty(batch, count, count)
     scaled = query * options.scale
     for images, head in _chunks(query):
-        chunk = torch.bmm(scaled[images, head], key[images, head].mT)
-        place = attention[head, images] if wants_gradient else None
-        chunk = torch.softmax(chunk, dim=-1, out=place)
+        chunk = torch.bmm(scaled[images, head], key[images, head].mT).softmax(dim=-1)
+        out[images, head] = torch.bmm(chunk, value[images, head])
         if head == 0:
             torch.mul(chunk, 1 / heads, out=mean[images])
         else:
             mean[images].add_(chunk, alpha=1 / heads)
     maps = _Mean(Maps(query, key, None, None, options), mean, wants_gradient)
-    return out, maps.loss().mean(), attention, maps.slope
+    return out, maps.loss().mean(), maps.slope
 
 
 def _chunks(query: Tensor) -> Iterator[tuple[slice, int]]:
@@ -87,7 +83,6 @@ def gradients(
     key: Tensor,
     value: Tensor,
     options: LossOptions,
-    attention: Tensor,
     slopes: Tensor,
 ) -> Tensor:
     """Gradients of queries, keys and values, (3, B, H, N, D); in memory (B, N, 3, H, D).
@@ -96,13 +91,14 @@ def gradients(
     """
     batch, heads, count, width = query.shape
     made = query.new_empty(batch, count, 3, heads, width).permute(2, 0, 3, 1, 4)
-    slopes = slopes * weight
+    slopes, scaled = slopes * weight, query * options.scale
     for images, head in _chunks(query):
-        incoming, chunk = gradient[images, head], attention[head, images]
+        incoming = gradient[images, head]
+        chunk = torch.bmm(scaled[images, head], key[images, head].mT).softmax(dim=-1)
         slope = torch.bmm(incoming, value[images, head].mT)
         slope[:, options.first :] += slopes[images]
         slope = torch._softmax_backward_data(slope, chunk, -1, chunk.dtype)
         torch.mul(torch.bmm(slope, key[images, head]), options.scale, out=made[0, images, head])
-        torch.mul(torch.bmm(slope.mT, query[images, head]), options.scale, out=made[1, images, head])
+        made[1, images, head] = torch.bmm(slope.mT, scaled[images, head])
         made[2, images, head] = torch.bmm(chunk.mT, incoming)
     return made
