@@ -14,7 +14,9 @@ import json
 import os
 import platform
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +63,10 @@ def seconds(name: str, query: Tensor, key: Tensor, options: dict[str, Any]) -> f
     return time.process_time() - start
 
 
-def peak_megabytes(name: str, query: Tensor, key: Tensor, options: dict[str, Any]) -> float:
-    """Most memory that the tensors of a step held at a time."""
+def peak_megabytes(call: Callable[[], Any]) -> float:
+    """Most memory that the tensors made by a call held at a time."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        step(name, query, key, options)
+        call()
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     now = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
@@ -92,7 +94,7 @@ def measure(count: int, images: int, form: str, turns: int) -> dict[str, Any]:
     result: dict[str, Any] = {"tokens": count, "images": images, "form": form}
     for name in names:
         result[f"{name}_ms"] = round(1e3 * min(times[name]), 2)
-        result[f"{name}_peak_mb"] = round(peak_megabytes(name, query, key, options), 2)
+        result[f"{name}_peak_mb"] = round(peak_megabytes(partial(step, name, query, key, options)), 2)
     if naive:
         result["times_faster"] = round(min(times["reference"]) / min(times["chunked"]), 3)
     print(result, flush=True)

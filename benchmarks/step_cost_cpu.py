@@ -5,7 +5,8 @@
 The model, batch and optimiser are those of the recipe `shapes`, with images of the data set, float32, one thread. The
 diversification loss is active (`_activity.py`); its value and the share of entries above the threshold are printed.
 Models alternate step by step in one process; a ratio is the median over rounds of consecutive CPU times. `plain-again`
-is a second plain model and shows the noise. Writes benchmarks/results/step-cost-cpu.json.
+is a second plain model and shows the noise. Memory is the peak of what a step allocates. Writes
+benchmarks/results/step-cost-cpu.json.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from _activity import activate_diversity, share_above
-from diversity_cpu import processor
+from diversity_cpu import peak_megabytes, processor
 from torch.nn import functional as F
 
 import vitfocus as vf
@@ -92,10 +93,12 @@ def main() -> None:
     for _ in range(args.rounds):
         for name, step in steps.items():
             times[name].append(step())
+    memory = {name: peak_megabytes(step) for name, step in steps.items()}
     rows = {}
     for name, step in steps.items():
         ratios = [mine / plain for mine, plain in zip(times[name], times["plain"], strict=True)]
         row = {"ms": 1e3 * statistics.median(times[name]), "ratio": statistics.median(ratios)}
+        row |= {"mb": memory[name], "memory": memory[name] / memory["plain"]}
         if "adl" in VARIANTS[name]:
             row |= {"loss": step.extra, "share": step.share}
             if not (step.extra >= 0.1 and step.share >= 0.2):
