@@ -202,11 +202,12 @@ def test_two_hundred_steps_by_whole_maps_and_by_chunks_are_one_curve(monkeypatch
 
 
 def test_compiled_training_is_eager_training() -> None:
-    eager, other = small_vit(), small_vit()
+    """Compiled code computes attention and the loss apart."""
+    eager, other = small_vit().double(), small_vit().double()
     compiled = torch.compile(other, fullgraph=True, backend="aot_eager")
-    assert train(eager, eager, 4) == pytest.approx(train(other, compiled, 4), rel=1e-5)
+    assert train(eager, eager, 4) == pytest.approx(train(other, compiled, 4), rel=1e-9)
     for mine, theirs in zip(eager.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(mine, theirs, atol=1e-9, rtol=1e-7)
 
 
 @pytest.mark.parametrize("spec", ["cb", "tap", "adl(variant=paper,threshold=1.0)"])

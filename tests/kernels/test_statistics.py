@@ -24,8 +24,7 @@ from vitfocus.attention.layer_readings import Geometry, LayerReadings, layer_row
 from vitfocus.kernels.attention import Observation
 from vitfocus.kernels.backends import backend, has_triton, interpreting
 from vitfocus.kernels.statistics import op as module
-from vitfocus.kernels.statistics.histogram import Histogram
-from vitfocus.kernels.statistics.op import statistics
+from vitfocus.kernels.statistics.op import Histogram, statistics
 from vitfocus.kernels.statistics.reference import Grids, Numbers, Statistics, map_statistics, stability
 
 interpreted = pytest.mark.skipif(not interpreting(), reason="needs TRITON_INTERPRET=1 from the start")

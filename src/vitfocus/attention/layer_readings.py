@@ -19,8 +19,7 @@ from vitfocus.attention.readings import READINGS, median_and_outliers
 from vitfocus.core.environment import float64_capable
 from vitfocus.kernels.attention import Observation
 from vitfocus.kernels.statistics.chunked import row_sums
-from vitfocus.kernels.statistics.histogram import Histogram
-from vitfocus.kernels.statistics.op import statistics
+from vitfocus.kernels.statistics.op import Histogram, statistics
 from vitfocus.kernels.statistics.reference import Grids, Numbers, Statistics
 
 

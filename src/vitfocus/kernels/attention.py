@@ -172,9 +172,12 @@ def matched(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
 def keeps_normalisers(query: Tensor, key: Tensor, value: Tensor, scale: float) -> bool:
     """Whether torch chooses a kernel for these tensors whose normalisers `attention_with_normalisers` returns.
 
-    >>> keeps_normalisers(*torch.zeros(3, 1, 1, 4, 8), scale=1.0)  # not on a CPU
-    False
+    >>> keeps_normalisers(*torch.zeros(3, 1, 1, 4, 8), scale=1.0)
+    True
     """
+    if query.device.type == "cpu":
+        choice = torch._fused_sdp_choice(query, key, value, None, 0.0, False, scale=scale)
+        return bool(choice == SDPBackend.FLASH_ATTENTION.value)
     if query.device.type != "cuda" or query.dtype not in (torch.bfloat16, torch.float16):
         return False
     for tensor in (query, key, value):
@@ -191,6 +194,9 @@ def keeps_normalisers(query: Tensor, key: Tensor, value: Tensor, scale: float) -
 
 def attention_with_normalisers(query: Tensor, key: Tensor, value: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
     """softmax(scale · q kᵀ) v and log Σ exp (B, H, Q), by the kernel that torch would choose, if it keeps them."""
+    if query.device.type == "cpu":
+        output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, scale=scale)
+        return output, lse.detach()
     made = torch.ops.aten._scaled_dot_product_cudnn_attention(
         query, key, value, None, True, 0.0, False, False, scale=scale
     )

@@ -1,7 +1,8 @@
 """Attention and the diversification loss in plain torch on a CPU, both from the same maps.
 
-The maps are computed for one head of some images at a time, and none is kept: only the loss's gradient with respect to
-the mean maps. The backward pass computes each head's maps once more, as attention's own does.
+Torch's attention gives the output and the normalisers of the maps, which are computed for one head of some images at a
+time. None is kept, only the loss's gradient with respect to the mean maps: the backward pass computes each head's maps
+once more, as attention's own does.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from vitfocus.kernels.attention import attention_with_normalisers, keeps_normalisers
 from vitfocus.kernels.diversity.chunked import IMAGES_CHUNK, Compared, LossOptions, Maps
 
 #: The most tokens, as a multiple of a block's channels, and so the most that is kept, as a multiple of the queries. A
@@ -28,27 +30,26 @@ def fits(query: Tensor, key: Tensor, value: Tensor, options: LossOptions) -> boo
         and query.shape == key.shape == value.shape
         and query.numel() > 0
         and options.average_heads
+        and keeps_normalisers(query, key, value, options.scale)
         and options.first < query.shape[2] <= KEPT_OVER_QUERIES * query.shape[1] * query.shape[3]
     )
 
 
 def forward(
     query: Tensor, key: Tensor, value: Tensor, options: LossOptions, wants_gradient: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Output and loss, and the gradient of the loss with respect to the compared rows of the mean maps."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Output, loss, log Σ exp (B, H, N), and the gradient of the loss with respect to the compared mean maps."""
     batch, heads, count, _ = query.shape
-    out = value.new_empty(batch, count, heads, value.shape[3]).transpose(1, 2)
+    out, lse = attention_with_normalisers(query, key, value, scale=options.scale)
     mean = query.new_empty(batch, count, count)
-    scaled = query * options.scale
     for images, head in _chunks(query):
-        chunk = torch.bmm(scaled[images, head], key[images, head].mT).softmax(dim=-1)
-        out[images, head] = torch.bmm(chunk, value[images, head])
+        chunk = _maps(query, key, lse, options.scale, images, head)
         if head == 0:
             torch.mul(chunk, 1 / heads, out=mean[images])
         else:
             mean[images].add_(chunk, alpha=1 / heads)
     maps = _Mean(Maps(query, key, None, None, options), mean, wants_gradient)
-    return out, maps.loss().mean(), maps.slope
+    return out, maps.loss().mean(), lse, maps.slope
 
 
 def _chunks(query: Tensor) -> Iterator[tuple[slice, int]]:
@@ -58,6 +59,11 @@ def _chunks(query: Tensor) -> Iterator[tuple[slice, int]]:
     for start in range(0, batch, at_once):
         for head in range(heads):
             yield slice(start, min(start + at_once, batch)), head
+
+
+def _maps(query: Tensor, key: Tensor, lse: Tensor, scale: float, images: slice, head: int) -> Tensor:
+    """Attention (b, N, N) of one head."""
+    return torch.baddbmm(-lse[images, head, :, None], query[images, head], key[images, head].mT, alpha=scale).exp_()
 
 
 class _Mean(Compared):
@@ -83,6 +89,7 @@ def gradients(
     key: Tensor,
     value: Tensor,
     options: LossOptions,
+    lse: Tensor,
     slopes: Tensor,
 ) -> Tensor:
     """Gradients of queries, keys and values, (3, B, H, N, D); in memory (B, N, 3, H, D).
@@ -91,14 +98,14 @@ def gradients(
     """
     batch, heads, count, width = query.shape
     made = query.new_empty(batch, count, 3, heads, width).permute(2, 0, 3, 1, 4)
-    slopes, scaled = slopes * weight, query * options.scale
+    slopes = slopes * weight
     for images, head in _chunks(query):
         incoming = gradient[images, head]
-        chunk = torch.bmm(scaled[images, head], key[images, head].mT).softmax(dim=-1)
+        chunk = _maps(query, key, lse, options.scale, images, head)
         slope = torch.bmm(incoming, value[images, head].mT)
         slope[:, options.first :] += slopes[images]
         slope = torch._softmax_backward_data(slope, chunk, -1, chunk.dtype)
         torch.mul(torch.bmm(slope, key[images, head]), options.scale, out=made[0, images, head])
-        made[1, images, head] = torch.bmm(slope.mT, scaled[images, head])
+        torch.mul(torch.bmm(slope.mT, query[images, head]), options.scale, out=made[1, images, head])
         made[2, images, head] = torch.bmm(chunk.mT, incoming)
     return made
