@@ -163,7 +163,7 @@ def test_pooling_repeats_bit_by_bit() -> None:
     assert all(torch.equal(one, two) for one, two in zip(*runs, strict=True))
 
 
-@pytest.mark.parametrize("what", ["plain", "average", "hooked", "evaluated", "no statistics", "one value"])
+@pytest.mark.parametrize("what", ["plain", "average", "hooked", "evaluated", "paused", "no statistics", "one value"])
 def test_the_predictors_norm_does_what_the_module_would(what: str) -> None:
     """Outputs, gradients and running statistics; a norm that does more than to normalise by the batch is called."""
     results = []
@@ -175,6 +175,7 @@ def test_the_predictors_norm_does_what_the_module_would(what: str) -> None:
         norm.momentum = None if what == "average" else 0.3
         if what == "hooked":
             norm.register_forward_hook(lambda *_, seen=seen: seen.append(1))
+        norm.track_running_stats = what != "paused"
         if what == "no statistics":
             norm.track_running_stats, norm.running_mean, norm.running_var = False, None, None
         module.train(what != "evaluated")
@@ -186,6 +187,21 @@ def test_the_predictors_norm_does_what_the_module_would(what: str) -> None:
         results.append((pooled, *gradients, *module.buffers()))
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_predictor_in_half_precision(training: bool) -> None:
+    results = []
+    for name in ("triton", "reference"):
+        torch.manual_seed(0)
+        module = DilationPredictor(TokenAwarePooling(), 16, "BHWC", 0, GridRule(()), None).half().train(training)
+        tokens = torch.randn(3, 4, 4, 16, dtype=HALF, requires_grad=True)
+        with backend(name):
+            pooled = module(tokens)
+        results.append((pooled, *torch.autograd.grad(pooled.float().square().sum(), (tokens, *module.parameters()))))
+    for one, other in zip(*results, strict=True):
+        assert one.dtype == HALF
+        compare("half", one, other.double(), 5e-3)
 
 
 @pytest.mark.parametrize("scaled", [False, True])

@@ -12,6 +12,7 @@ from helpers.tiny import build
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 
 import vitfocus as vf
 from vitfocus.kernels.backends import backend
@@ -97,6 +98,41 @@ def test_by_a_matrix_as_by_poolings(family: str) -> None:
     for one, other in zip(*results, strict=True):
         assert other.abs().max() > 0
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+class Tripled(nn.Module):
+    """What peft puts in place of a convolution."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+
+    def forward(self, image: Tensor) -> Tensor:
+        return 3 * self.base(image)
+
+
+@pytest.mark.parametrize("part", [0, 2])
+@pytest.mark.parametrize("what", ["wrapped", "hooked", "pruned", "with a bias"])
+def test_convolutions_that_do_more_are_called(what: str, part: int) -> None:
+    model, images = build("vit_rect")
+    vf.treat_(model, "tap(layers=[1],branches=3)").train()
+    module = vf.anatomy(model)[1].host.dilation_predictor
+    conv = module.proj[part]
+    if what == "wrapped":
+        module.proj[part] = Tripled(conv)
+    elif what == "hooked":
+        conv.register_forward_hook(lambda module, args, output: 3 * output)
+    elif what == "pruned":
+        prune.random_unstructured(conv, "weight", 0.5)
+    else:
+        conv.bias = nn.Parameter(torch.randn(3))
+    for _ in range(2):  # a pruned weight is made anew for every step
+        results = []
+        for name in ("auto", "reference"):
+            with backend(name):
+                output = model(images)
+                results.append((output, *torch.autograd.grad(output.square().sum(), list(module.parameters()))))
+        assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
 
 
 def test_shortcut_keeps_the_unpooled_tokens() -> None:

@@ -141,7 +141,7 @@ class DilationPredictor(TokenPooling):
 
     def __init__(self, config: TokenAwarePooling, width: int, *where: object) -> None:
         super().__init__(*where)  # type: ignore[arg-type]
-        count = config.branches
+        count = self.branches = config.branches
         self.dilated = config.mode == "dilation"
         self.proj = nn.Sequential(
             nn.Conv2d(width, count, 3, padding=1, bias=False),
@@ -154,10 +154,11 @@ class DilationPredictor(TokenPooling):
     def forward(self, tokens: Tensor) -> Tensor:
         """Channels-last tokens are pooled without reshaping them, by the kernel or by a matrix."""
         first, norm, second = self.proj
-        assert isinstance(first, nn.Conv2d) and isinstance(second, nn.Conv2d)
         if not self.dilated or self.layout == "BCHW" or exporting():
             return super().forward(tokens)
-        by_kernel = fits_kernel(tokens, self.layout, first.out_channels)
+        if not _is_convolution(first) or not _is_convolution(second) or _is_hooked(self.proj):
+            return super().forward(tokens)
+        by_kernel = fits_kernel(tokens, self.layout, self.branches)
         if not by_kernel and (chosen(tokens) == "reference" or tokens.device.type != "cpu"):
             return super().forward(tokens)
         if self.layout == "BHWC":
@@ -177,13 +178,14 @@ class DilationPredictor(TokenPooling):
             pooled, statistics = pool_tokens(flat, first.weight, affine, second.weight, (rows, columns))
             _track(norm, statistics, flat.shape[0] * rows * columns)
             return pooled.view(tokens.shape)
-        hidden = norm(predict_hidden(flat, first.weight, (rows, columns)))
-        return mix_dilated(flat, hidden, second.weight).view(tokens.shape)
+        # In the dtype of the convolution's output, as the norm's parameters may be in half precision too.
+        hidden = norm(predict_hidden(flat, first.weight, (rows, columns)).to(first.weight.dtype))
+        return mix_dilated(flat, hidden.float(), second.weight).view(tokens.shape)
 
     def pool(self, image: Tensor) -> Tensor:
         """Σ_k softmax(proj(x))_k · pool_k(x)."""
-        pool, count = dilated_mean if self.dilated else box_mean, self.proj[0].out_channels
-        return mix_poolings(image, self.proj(image).softmax(dim=1), pool, int(count))  # type: ignore[arg-type]
+        pool = dilated_mean if self.dilated else box_mean
+        return mix_poolings(image, self.proj(image).softmax(dim=1), pool, self.branches)
 
     @torch.no_grad()
     def _start_near_identity(self, count: int) -> None:
@@ -204,25 +206,37 @@ def fits_kernel(tokens: Tensor, layout: str, branches: int) -> bool:
     return chosen(tokens) == "triton"
 
 
+def _is_hooked(module: nn.Module) -> bool:
+    """Whether calling a module does more than its class says."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks) or "forward" in module.__dict__
+
+
+def _is_convolution(module: nn.Module) -> TypeGuard[nn.Conv2d]:
+    """Whether a module is a convolution with its weight and no more: peft may replace it, and pruning adds a hook."""
+    return type(module).forward is nn.Conv2d.forward and module.bias is None and not _is_hooked(module)
+
+
 def _normalises_by_batch(norm: nn.Module, count: int) -> TypeGuard[nn.BatchNorm2d]:
     """Whether the norm is a plain batch norm that normalises by the statistics of this process's batch, and no more."""
     if not isinstance(norm, nn.BatchNorm2d) or type(norm) not in (nn.BatchNorm2d, SharedBatchNorm2d):
         return False
     several = torch.distributed.is_available() and torch.distributed.is_initialized()
-    hooked = norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks
     learned = norm.training and norm.affine and norm.momentum is not None and norm.weight.dtype == torch.float32
     alone = not (several and torch.distributed.get_world_size() > 1)
-    return learned and alone and count > 1 and not hooked and "forward" not in norm.__dict__
+    return learned and alone and count > 1 and not _is_hooked(norm)
 
 
 @torch.no_grad()
 def _track(norm: nn.BatchNorm2d, statistics: Tensor, count: int) -> None:
     """Update the running statistics as the norm would."""
     mean, variance, momentum = norm.running_mean, norm.running_var, norm.momentum
-    if mean is not None and variance is not None and norm.num_batches_tracked is not None and momentum is not None:
+    if not norm.track_running_stats or mean is None or variance is None or momentum is None:
+        return
+    if norm.num_batches_tracked is not None:
         norm.num_batches_tracked.add_(1)
-        mean.lerp_(statistics[0], momentum)
-        variance.lerp_(statistics[1] * (count / (count - 1)), momentum)
+    mean.lerp_(statistics[0], momentum)
+    variance.lerp_(statistics[1] * (count / (count - 1)), momentum)
 
 
 class FixedPooling(TokenPooling):
