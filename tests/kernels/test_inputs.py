@@ -43,6 +43,26 @@ def test_a_bias_that_does_not_fit_is_refused(name: str, bias: tuple[int, ...]) -
                 function(query, key, bias=torch.zeros(bias))
 
 
+@each
+@pytest.mark.parametrize("heads", ["mean", "each"])
+@pytest.mark.parametrize("variant", ["official", "paper"])
+def test_rows_that_attend_to_a_class_token_alone(name: str, variant: Any, heads: Any) -> None:
+    """What is left of such a row is too short for a gradient; the other rows have theirs."""
+    query, key = tokens(heads=1)
+    key[:, :, 0] = 5.0
+    for strength in (0.1, 0.5, 0.6, 0.8, 1.2):  # a logit of the class token of 8 to 96
+        query[:, :, 1::2] = strength
+        results = []
+        for dtype in (torch.float32, torch.float64):
+            given = [one.to(dtype, copy=True).requires_grad_() for one in (query, key)]
+            with backend("reference" if dtype == torch.float64 else name):
+                made = diversity(*given, scale=1.0, first=1, threshold=0.0, variant=variant, heads=heads)
+            results.append((made, *torch.autograd.grad(made, given)))
+        for one, other in zip(*results, strict=True):
+            torch.testing.assert_close(one.double(), other, rtol=1e-3, atol=1e-5)
+        assert (results[0][1][:, :, 1::2].abs().max() > 1e-6) == (strength == 0.1)
+
+
 REFUSED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "boolean bias": lambda q, k: loss(q, k, bias=torch.ones(9, 9, dtype=torch.bool)),
     "boolean rows": lambda q, k: loss(q, k, rows=torch.ones(9, dtype=torch.bool)),

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from vitfocus.kernels.backends import differentiable_gradients, outside_autocast, wants_second_derivative
-from vitfocus.kernels.diversity.reference import row_similarity
+from vitfocus.kernels.diversity.reference import SHORTEST, row_similarity
 
 #: Elements per chunk of maps: what fits in a core's caches; a GPU without Triton needs more to be busy.
 CPU_CHUNK, GPU_CHUNK = 1 << 19, 1 << 24
@@ -173,7 +173,7 @@ class Compared(ABC):
         waiting = []
         for part in self.parts:
             rows, kept = self._rows(part)
-            unit[:, part] = _inverse(torch.linalg.vector_norm(kept, dim=-1))
+            unit[:, part] = _inverse_length(kept)
             sums += (kept if self.options.paper else rows).sum(dim=1)
             units += torch.bmm(unit[:, None, part], kept)[:, 0]
             if self.learns and self.stay:
@@ -184,7 +184,7 @@ class Compared(ABC):
             average = torch.threshold(average, maps.bound, 0)
             if self.options.first:
                 average[:, : self.options.first] = 0
-        one_over = _inverse(torch.linalg.vector_norm(average, dim=-1))[:, None]
+        one_over = _inverse_length(average)[:, None]
         cosine = (units * average).sum(dim=-1, keepdim=True)
         if self.learns:
             share = one_over / (maps.batch * maps.count * maps.heads)
@@ -288,9 +288,10 @@ def _add_bias(total: Tensor, slope: Tensor, images: slice, rows: Tensor | None, 
         mine[:, :, first + part.start : first + part.stop] += slope
 
 
-def _inverse(lengths: Tensor) -> Tensor:
-    """1 / length, and 0 for 0."""
-    return torch.where(lengths == 0, lengths, lengths.reciprocal())
+def _inverse_length(rows: Tensor) -> Tensor:
+    """1 / ‖row‖, and 0 for rows that count as empty."""
+    lengths = torch.linalg.vector_norm(rows, dim=-1)
+    return torch.where(lengths < SHORTEST / rows.shape[-1], 0.0, lengths.reciprocal())
 
 
 def diversity_in_chunks(

@@ -16,7 +16,9 @@ from torch import Tensor
 Variant = Literal["official", "paper"]
 Heads = Literal["mean", "each"]
 
-_EPS = 1e-8
+#: Rows of K entries that are shorter than this over K count as empty: their gradient would overflow. All that a row
+#: attends to may be a class token, which is left out.
+SHORTEST = 1e-8
 
 
 def row_similarity(
@@ -50,8 +52,8 @@ def _drop(values: Tensor, where: Tensor) -> Tensor:
 
 
 def _inverse_norm(vectors: Tensor) -> Tensor:
-    """1 / max(‖v‖, ε), and 0 with a gradient of 0 for the zero vector."""
+    """1 / ‖v‖, and 0 with a gradient of 0 for vectors that count as empty."""
     squares = vectors.square().sum(dim=-1)
-    empty = squares == 0
-    inverse = torch.where(empty, torch.ones_like(squares), squares).rsqrt().clamp(max=1 / _EPS)
+    empty = squares < (SHORTEST / vectors.shape[-1]) ** 2
+    inverse = torch.where(empty, torch.ones_like(squares), squares).rsqrt()
     return torch.where(empty, torch.zeros_like(inverse), inverse)

@@ -107,8 +107,9 @@ def mean_pass(
 
 @triton.jit
 def _inverse(length):
-    """1 / length, and 0 for 0."""
-    return tl.where(length == 0, 0.0, 1.0 / tl.where(length == 0, 1.0, length))
+    """1 / length, and 0 for rows that count as empty: those shorter than `reference.SHORTEST`."""
+    empty = length < 1e-8
+    return tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, length))
 
 
 @triton.jit
