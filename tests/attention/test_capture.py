@@ -16,6 +16,7 @@ from vitfocus.kernels.attention import Observation
 from vitfocus.kernels.backends import backend
 from vitfocus.kernels.diversity.op import diversity
 from vitfocus.kernels.diversity.reference import row_similarity
+from vitfocus.kernels.diversity.with_attention import attention_with_diversity
 
 
 def differential() -> tuple[nn.Module, torch.Tensor]:
@@ -128,3 +129,30 @@ def test_a_model_under_autocast_is_read_in_single_precision() -> None:
     exact = (one.query.double() * one.scale @ one.key.double().mT).softmax(-1)
     torch.testing.assert_close(maps.double(), exact, rtol=1e-5, atol=1e-7)
     assert row["entropy"] == pytest.approx(float(torch.special.entr(exact).sum(-1).mean()), rel=1e-5)
+
+
+class Projected(nn.Module):
+    """Attention of queries, keys and values (3, B, H, N, D), the first of which has a hook."""
+
+    def forward(self, whole: torch.Tensor) -> torch.Tensor:
+        query, key, value = whole.unbind()
+        query.register_hook(lambda gradient: 2 * gradient)
+        query.retain_grad()
+        self.query = query
+        return F.scaled_dot_product_attention(query, key, value)
+
+
+def test_hooks_of_queries_see_their_gradient() -> None:
+    """Also where the observer computes attention, whose gradient could pass the queries by."""
+
+    class Observer(Collector):
+        def attend(self, seen: Observation, value: torch.Tensor, whole: torch.Tensor | None) -> object:
+            return attention_with_diversity(seen.query, seen.key, value, scale=seen.scale, whole=whole)
+
+    given, results = torch.randn(3, 2, 2, 5, 16), []
+    for observer in (Observer([]), Collector([])):
+        module, whole = Projected(), given.clone().requires_grad_()
+        ObservedForward(module, "sdpa", observer)(whole).square().sum().backward()
+        results.append((whole.grad, module.query.grad))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)

@@ -94,13 +94,19 @@ class _AttentionRecorder(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _whole(self, seen: Observation, value: Tensor) -> Tensor | None:
-        """The tensor (3, B, H, N, D) that was unbound into these queries, keys and values, if there is one."""
+        """The tensor (3, B, H, N, D) that was unbound into these queries, keys and values, if there is one.
+
+        Its gradient will not pass through them: there must be no hook on the way.
+        """
         if self.unbound is None:
             return None
         whole, parts = self.unbound
         if whole.ndim != 5 or len(parts) != 3 or whole.shape[1:] != value.shape:
             return None
-        return whole if parts[0] is seen.query and parts[1] is seen.key and parts[2] is value else None
+        if parts[0] is not seen.query or parts[1] is not seen.key or parts[2] is not value:
+            return None
+        hooked = not torch.compiler.is_compiling() and any(one._backward_hooks or one.retains_grad for one in parts)
+        return None if hooked else whole
 
 
 def _attended(
