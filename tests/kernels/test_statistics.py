@@ -243,13 +243,15 @@ def test_interpreted_entries_at_the_threshold_count_in_the_papers_form_only() ->
 
 @interpreted
 @in_both_forms
-@pytest.mark.parametrize("rows", [(16, 32, 4, 3), (32, 16, 4, 3)])
-def test_interpreted_passes_with_tiles_of_their_own(rows: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rows", [{"BM": 16, "BN": 32}, {"BM": 32, "BN": 16}])
+def test_interpreted_passes_with_tiles_of_their_own(rows: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """The column pass may read more rows than the row pass owns; memory that nobody wrote is NaN here."""
     from vitfocus.kernels.statistics import triton as kernels
 
-    monkeypatch.setitem(kernels.TILES, "rows", {20: (16, 16, 4, 3), 1000: rows})
-    kernels.block_settings.cache_clear()
+    made = kernels.block_settings
+    monkeypatch.setattr(
+        kernels, "block_settings", lambda kind, *rest: made(kind, *rest) | (rows if kind == "rows" else {})
+    )
     torch.use_deterministic_algorithms(True)  # fills new memory
     try:
         for count, side in ((65, 8), (17, 4)):
@@ -258,7 +260,6 @@ def test_interpreted_passes_with_tiles_of_their_own(rows: tuple[int, ...], monke
                 check(Case("", (2, 3, count, 16), None, grids, dtype=torch.float16))
     finally:
         torch.use_deterministic_algorithms(False)
-        kernels.block_settings.cache_clear()
 
 
 def check_counts(device: str, spread: float) -> None:

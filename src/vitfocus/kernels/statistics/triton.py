@@ -28,12 +28,6 @@ from vitfocus.kernels.statistics.passes import column_pass, head_pass, row_pass
 from vitfocus.kernels.statistics.reference import Numbers
 from vitfocus.kernels.tiles import load_rows, logits, lower_norms, normalisers, single
 
-#: Rows, columns, warps, stages and, if limited, registers per thread in half precision, up to 64 channels, each up to
-#: so many keys, in rising order; chosen with benchmarks/kernel_tiles.py.
-TILES: dict[str, dict[int, tuple[int, ...]]] = {
-    "rows": {1 << 31: (64, 64, 4, 3)},
-    "columns": {1 << 31: (64, 64, 4, 3)},
-}
 #: Up to so many keys, the two dense passes go over tiles and heads in one loop; beyond, that took longer.
 ONE_LOOP_KEYS = 1025
 #: Adjacent bins are this many apart in memory. Entropies of a layer are alike, and atomic additions to one cache line
@@ -293,13 +287,8 @@ def block_settings(
 ) -> dict[str, Any]:
     """Compile-time arguments of a pass: "rows" or "columns" of one map, or a "pair" of maps."""
     rows, cols, stages = row_tiles(width, item, queries, keys, space, maps=2 if kind == "pair" else 1)
-    launch = {"num_warps": 4, "num_stages": stages}
-    if kind in TILES and item == 2 and width <= 64:
-        most_rows, most_cols, *how = next(tile for most, tile in TILES[kind].items() if keys <= most)
-        if (how[1] + 1) * item * padded(width) * (most_rows + most_cols) + 4 * most_rows * most_cols <= space:
-            rows, cols = min(most_rows, padded(queries)), min(most_cols, padded(keys))
-            launch = dict(zip(("num_warps", "num_stages", "maxnreg"), how, strict=False))
-    return {"D": width, "DP": padded(width), "BM": rows, "BN": cols, "HAS_BIAS": biased} | launch
+    tile = {"D": width, "DP": padded(width), "BM": rows, "BN": cols, "HAS_BIAS": biased}
+    return tile | {"num_warps": 4, "num_stages": stages}
 
 
 @cache
