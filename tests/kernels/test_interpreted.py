@@ -419,7 +419,7 @@ def test_keys_may_be_shared_and_of_another_type(shared: str, dtypes: tuple[torch
 
 
 def test_what_lies_apart_is_read_where_it_lies() -> None:
-    """Rows, a scale and gradients that are every second number of something longer."""
+    """Rows, a scale, a norm and gradients that are every second number of something longer."""
     query, key, _, options = Attention("apart", (2, 2, 50, 16)).inputs(2)
     rows = torch.randperm(50, generator=torch.Generator().manual_seed(0))[:40:2]
     options |= {"rows": rows, "variant": "paper"}
@@ -428,6 +428,10 @@ def test_what_lies_apart_is_read_where_it_lies() -> None:
     tokens, scale = torch.randn(2, 5, 16)[..., ::2], torch.randn(16)[::2]
     expected = tokens + scale * tokens.mean(dim=1, keepdim=True)
     torch.testing.assert_close(share_mean(tokens, scale), expected)
+    (image, first, second, *norm), _ = pooling_inputs(Pooling("apart", (3, 4), branches=3, channels=8), 0, "cpu")
+    apart = [one.repeat_interleave(2)[::2] for one in norm]
+    pooled, plain = (pool_tokens(image, first, (*affine, 1e-5), second, (3, 4))[0] for affine in (apart, norm))
+    assert torch.equal(pooled, plain)
 
 
 @pytest.mark.parametrize("name", ["triton", "chunked"])

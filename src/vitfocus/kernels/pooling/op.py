@@ -38,7 +38,8 @@ def pool_tokens(
     """
     tokens = packed(tokens)
     _prepare(tokens, first, grid, _launch_whole)
-    made: tuple[Tensor, Tensor] = _Pool.apply(tokens, first, *norm[:2], packed(second), norm[2], *grid)
+    weight, bias = map(packed, norm[:2])
+    made: tuple[Tensor, Tensor] = _Pool.apply(tokens, first, weight, bias, packed(second), norm[2], *grid)
     return made
 
 
