@@ -262,6 +262,13 @@ def test_interpreted_passes_with_tiles_of_their_own(rows: dict[str, int], monkey
         torch.use_deterministic_algorithms(False)
 
 
+def test_one_bin_counts_beyond_what_single_precision_counts() -> None:
+    """As of uniform attention, whose rows have one entropy."""
+    histogram = Histogram(-1.0, 15.0, 16, torch.device("cpu"))
+    histogram.add(torch.zeros(1).expand((1 << 24) + 1000))
+    assert int(histogram.counts().sum()) == (1 << 24) + 1000
+
+
 def check_counts(device: str, spread: float) -> None:
     """Also of values that are not a number or out of range, of 64 bits, of few bins, and if the backend changes."""
     values = 3 + spread * torch.randn(10_007, generator=torch.Generator().manual_seed(0))

@@ -187,16 +187,12 @@ class Histogram:
         if self.total > self.MOST:
             self.memory = self.memory.long()
         if self.by_kernel:
-            from vitfocus.kernels.statistics.triton import count
-
-            count(values, self.memory, self.low, self.high)
-        else:
-            self.memory += torch.histc(values, self.bins, self.low, self.high).to(self.memory.dtype)
+            _launch().count(values, self.memory, self.low, self.high)
+            return
+        for part in values.split(1 << 24):  # histc counts in single precision
+            self.memory += torch.histc(part, self.bins, self.low, self.high).to(self.memory.dtype)
 
     def counts(self) -> Tensor:
         """The number of values in each bin, (bins,), int32 or int64."""
-        if not self.by_kernel:
-            return self.memory
-        from vitfocus.kernels.statistics.triton import gathered
-
-        return gathered(self.memory)
+        made: Tensor = _launch().gathered(self.memory) if self.by_kernel else self.memory
+        return made
