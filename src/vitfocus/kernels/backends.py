@@ -157,16 +157,14 @@ def wants_second_derivative() -> bool:
 def on_device_of_first(launch: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Run the function with its first tensor's GPU as the current device, on which Triton launches.
 
-    The first argument is that tensor, or a tuple that begins with it. On a CPU, for the interpreter, nothing changes,
-    and compiled code takes care of the device itself.
+    It is the first argument or begins the first one. On a CPU nothing changes; compiled code does this by itself.
     """
 
     @wraps(launch)
     def launch_there(*args: Arguments.args, **keywords: Arguments.kwargs) -> Result:
         if torch.compiler.is_compiling():
             return launch(*args, **keywords)
-        first = args[0][0] if isinstance(args[0], tuple) else args[0]
-        assert isinstance(first, Tensor)
+        first: Any = args[0][0] if isinstance(args[0], tuple) else args[0]
         with torch.cuda.device_of(first):
             return launch(*args, **keywords)
 
