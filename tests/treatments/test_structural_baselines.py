@@ -82,6 +82,15 @@ def test_extra_block_sits_behind_the_last() -> None:
         torch.testing.assert_close(model(images), expected, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["tnt_s_patch16_224", "tiny_vit_5m_224"])
+def test_extra_block_needs_the_tokens_at_the_end_of_the_block(name: str) -> None:
+    """TNT's blocks return pixels before patches, and those of TinyViT a map of channels."""
+    model = timm.create_model(name)
+    with pytest.raises(vf.VitfocusError, match="extra"):
+        vf.treat_(model, "extra")
+    assert not vf.applied(model)
+
+
 def test_squeeze_excitation() -> None:
     model, images = build("swin")
     vf.treat_(model, "se(reduction=2)")
