@@ -113,12 +113,15 @@ def stored_weight(module: nn.Module) -> Tensor:
 
 
 def _scaled(module: nn.Module) -> Tensor:
-    """Ŵ; the stored matrix while it is sharded, which FSDP2 looks up between forward passes."""
+    """Ŵ; the stored matrix while it is sharded (FSDP2 looks it up then) or only partly loaded (`from_pretrained`)."""
+    scales: SpectralScale = module.__dict__[_SCALE]
     try:
         weight = stored_weight(module)
     except VitfocusError:
         raise AttributeError("weight") from None  # so that torch returns the parameter
-    scale: Tensor = module.__dict__[_SCALE](weight)
+    if weight.is_meta != scales.left.is_meta:
+        raise AttributeError("weight")
+    scale: Tensor = scales(weight)
     if isinstance(scale, torch.fx.Proxy):  # whose graph would read the rescaled weight as the stored one
         raise VitfocusError("torch.fx cannot trace layers that rescale their weight: use torch.export.")
     return weight * scale.to(weight.dtype)
