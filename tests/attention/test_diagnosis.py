@@ -287,6 +287,14 @@ def test_a_compiled_model_can_be_read() -> None:
     assert same_rows(diagnose(compiled, images), diagnose(model, images))
 
 
+def test_a_quantised_model_can_be_read() -> None:
+    """The weight of a quantised layer is a method."""
+    model, images = tiny_vit(), images_of(64, 64)
+    quantised = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+    for row, plain in zip(diagnose(quantised, images).rows, diagnose(model, images).rows, strict=True):
+        assert row["entropy"] == pytest.approx(plain["entropy"], rel=0.01)
+
+
 def test_a_model_inside_another_is_read_at_the_size_its_stem_sees() -> None:
     class Segmenter(nn.Module):
         def __init__(self) -> None:

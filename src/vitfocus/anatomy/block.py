@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, overload
 
-from torch import nn
+from torch import Tensor, nn
 
 Layout = Literal["BNC", "BHWC", "BCHW"]
 Size = tuple[int, int]
@@ -409,7 +409,7 @@ def _width(module: nn.Module | None, side: str) -> int | None:
         return layer.in_channels if side == "input" else layer.out_channels
     for inner in module.modules():
         weight = getattr(inner, "weight", None)
-        if weight is not None and weight.ndim == 1:
+        if isinstance(weight, Tensor) and weight.ndim == 1:
             return int(weight.shape[0])
     return None
 

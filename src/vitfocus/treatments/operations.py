@@ -107,7 +107,7 @@ class AddHook:
             self.module.register_forward_hook(self.hook, prepend=self.first)
             hooks = self.module._forward_hooks
             for key in [key for key, hook in hooks.items() if not isinstance(hook, OutputHook)]:
-                hooks.move_to_end(key)
+                hooks[key] = hooks.pop(key)
 
     def revert(self) -> None:
         """Remove it."""
@@ -359,8 +359,3 @@ class TokenSlot:
     def __getstate__(self) -> dict[str, Any]:
         """A copy or a pickle starts empty: the tokens may be part of a graph that cannot be copied."""
         return {"tokens": None}
-
-
-def grad_is_recomputed() -> bool:
-    """Whether this forward runs inside a backward pass, because gradient checkpointing recomputes a block."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
