@@ -402,6 +402,16 @@ def test_it_travels_as_json_and_is_saved_whole_or_not_at_all(diagnosis: Diagnosi
     assert Diagnosis.load(tmp_path / "new") == diagnosis == Diagnosis.from_dict(json.loads(diagnosis.to_json()))
     before = (tmp_path / "new/diagnosis.json").read_bytes()
 
+    def forbidden(self: Path, *args: object, **options: object) -> None:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(VitfocusError, match=r"not writable \(Permission denied\): .*there"),
+    ):
+        patch.setattr(Path, "mkdir", forbidden)
+        diagnosis.save(tmp_path / "there")
+
     def full(self: Path, target: Path) -> Path:
         raise OSError("no space left on device")
 
