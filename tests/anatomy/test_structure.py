@@ -108,6 +108,42 @@ def test_treatments_through_places_that_were_found(make: Any) -> None:
             assert torch.equal(model(images), plain) and list(model.state_dict()) == keys, spec
 
 
+def test_products_with_relative_positions_are_not_products_with_keys() -> None:
+    """VitDet adds queries times a table of relative positions to the scores: tokens still attend to each other."""
+    transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
+    sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 64}
+    config = transformers.VitDetConfig(**sizes, use_relative_position_embeddings=True)
+    model = transformers.VitDetModel._from_config(config, attn_implementation="eager").eval()
+    shake(model)
+    images = torch.randn(2, 3, 64, 48)
+    assert [block.attention_kind for block in vf.anatomy(model)] == ["global", "global"]
+    with torch.no_grad():
+        own = model(images, output_attentions=True).attentions
+    for read, theirs in zip(vf.attention_maps(model, images, layers=[0, 1]), own, strict=True):
+        torch.testing.assert_close(read, theirs.reshape(read.shape))
+
+
+class Pooled(nn.Module):
+    """The first of the patches attends to all, and no block mixes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.query, self.key = nn.Conv2d(3, 32, 8, 8), nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = self.patches(x).flatten(2).transpose(1, 2)
+        scores = self.query(tokens[:, :1]) @ self.key(tokens).transpose(1, 2)
+        return (scores.softmax(-1) @ tokens).mean(1)
+
+
+@pytest.mark.parametrize("spec", ["registers", "extra", "cb"])
+def test_a_model_without_blocks_of_image_tokens_is_refused(spec: str) -> None:
+    model = Pooled()
+    assert not vf.anatomy(model).trunk
+    with pytest.raises(vf.VitfocusError, match="Pooled has none"):
+        vf.treat_(model, spec)
+
+
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_maps_of_a_multihead_attention_are_its_own(batch_first: bool) -> None:
     torch.manual_seed(0)

@@ -287,6 +287,14 @@ def test_a_compiled_model_can_be_read() -> None:
     assert same_rows(diagnose(compiled, images), diagnose(model, images))
 
 
+def test_a_quantised_model_can_be_read() -> None:
+    """The weight of a quantised layer is a method."""
+    model, images = tiny_vit(), images_of(64, 64)
+    quantised = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+    for row, plain in zip(diagnose(quantised, images).rows, diagnose(model, images).rows, strict=True):
+        assert row["entropy"] == pytest.approx(plain["entropy"], rel=0.01)
+
+
 def test_a_model_inside_another_is_read_at_the_size_its_stem_sees() -> None:
     class Segmenter(nn.Module):
         def __init__(self) -> None:
@@ -393,6 +401,16 @@ def test_it_travels_as_json_and_is_saved_whole_or_not_at_all(diagnosis: Diagnosi
     assert {f"{kind}.png" for kind in diagnosis.plots()} < {file.name for file in files}
     assert Diagnosis.load(tmp_path / "new") == diagnosis == Diagnosis.from_dict(json.loads(diagnosis.to_json()))
     before = (tmp_path / "new/diagnosis.json").read_bytes()
+
+    def forbidden(self: Path, *args: object, **options: object) -> None:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(VitfocusError, match=r"not writable \(Permission denied\): .*there"),
+    ):
+        patch.setattr(Path, "mkdir", forbidden)
+        diagnosis.save(tmp_path / "there")
 
     def full(self: Path, target: Path) -> Path:
         raise OSError("no space left on device")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -168,6 +169,17 @@ def copy_to_file(model: nn.Module) -> str:
     path = f"{tempfile.mkdtemp()}/plain.safetensors"
     save_file({name: value.contiguous() for name, value in model.state_dict().items()}, path)
     return path
+
+
+def test_scales_may_be_loaded_before_their_weights(tmp_path: Path) -> None:
+    """`from_pretrained` reads each weight when it replaces it; in LeViT the scales come before."""
+    transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
+    sizes = {"hidden_sizes": [16, 24, 32], "num_attention_heads": [1, 1, 1], "depths": [1, 1, 1], "key_dim": [8, 8, 8]}
+    model = transformers.LevitModel(transformers.LevitConfig(image_size=64, **sizes)).eval()
+    vf.treat_(model, "sigma").save_pretrained(tmp_path)
+    images = torch.randn(2, 3, 64, 64)
+    again = transformers.LevitModel.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(again(images).pooler_output, model(images).pooler_output)
 
 
 def test_spectral_scales_reach_attention_in_c() -> None:

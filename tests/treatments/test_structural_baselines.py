@@ -82,6 +82,29 @@ def test_extra_block_sits_behind_the_last() -> None:
         torch.testing.assert_close(model(images), expected, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["tnt_s_patch16_224", "tiny_vit_5m_224"])
+def test_extra_block_needs_the_tokens_at_the_end_of_the_block(name: str) -> None:
+    """TNT's blocks return pixels before patches, and those of TinyViT a map of channels."""
+    model = timm.create_model(name)
+    with pytest.raises(vf.VitfocusError, match="extra"):
+        vf.treat_(model, "extra")
+    assert not vf.applied(model)
+
+
+@pytest.mark.parametrize("run_before", [False, True])
+def test_extra_block_reaches_the_feature_maps_of_a_backbone(run_before: bool) -> None:
+    """transformers records hidden states by hooks, which it adds in the first forward pass."""
+    transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
+    sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 42, "patch_size": 14}
+    backbone = transformers.AutoBackbone.from_config(transformers.Dinov2Config(**sizes, out_indices=[2])).train()
+    images = torch.randn(2, 3, 42, 42)
+    if run_before:
+        backbone(images)
+    vf.treat_(backbone, "extra")
+    backbone(images).feature_maps[-1].square().sum().backward()
+    assert all(p.grad is not None for p in backbone.encoder.layer[-1].extra.parameters())
+
+
 def test_squeeze_excitation() -> None:
     model, images = build("swin")
     vf.treat_(model, "se(reduction=2)")

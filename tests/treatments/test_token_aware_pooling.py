@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
@@ -318,3 +319,18 @@ def test_published_names_of_full_size_models(shared: Path, name: str) -> None:
         model = vf.create_model(f"{name}+tap(branches=4)")
     shapes = {key: list(tensor.shape) for key, tensor in model.state_dict().items() if not is_record(key)}
     assert shapes == published
+
+
+def test_checkpointing_does_not_count_a_batch_twice() -> None:
+    """What gradient checkpointing recomputes leaves the running statistics, and so the model in eval mode, alone."""
+    model, images = build("vit")
+    vf.treat_(model, "tap").train()
+    twin = copy.deepcopy(model)
+    twin.set_grad_checkpointing()
+    for one in (model, twin):
+        one(images).square().mean().backward()
+    assert int(twin.blocks[0].dilation_predictor.proj[1].num_batches_tracked) == 1
+    state = twin.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)

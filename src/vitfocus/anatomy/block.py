@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, overload
 
-from torch import nn
+from torch import Tensor, nn
 
 Layout = Literal["BNC", "BHWC", "BCHW"]
 Size = tuple[int, int]
@@ -105,7 +105,7 @@ class Block:
         host: The module to which treatments add theirs, under a name that ends in `suffix`.
         ports: The places "pool" (Token-aware Average Pooling: before the norm before attention, so that the shortcut
             keeps the original tokens), "mlp.front", "mlp.mid", "mlp.end", "attention.front", "attention.mid" and
-            "attention.end", as far as the family has them.
+            "attention.end", as far as the family has them; found by structure, also "block.end".
         window: The grid of one window of windowed attention.
         feeds_pyramid: Whether the output of the block is also a feature map of a detector or segmenter.
         query_key: The outputs of queries and keys, whose last axis has the channels of one head or of all heads.
@@ -409,7 +409,7 @@ def _width(module: nn.Module | None, side: str) -> int | None:
         return layer.in_channels if side == "input" else layer.out_channels
     for inner in module.modules():
         weight = getattr(inner, "weight", None)
-        if weight is not None and weight.ndim == 1:
+        if isinstance(weight, Tensor) and weight.ndim == 1:
             return int(weight.shape[0])
     return None
 

@@ -226,18 +226,17 @@ class _Finder:
         ordered = node is not None and trace.in_order(node)
         if not ordered:  # where tokens lie is not known
             window, query, key = None, NOWHERE, NOWHERE
-        ports: dict[str, PortNames] = {}
         sides: dict[str, tuple[Call, str] | None] = {}
         if kind != "cross":
             if maps:
                 sides |= self._mlp_sides(maps, second, host)
             sides |= self._attention_sides(core, norm, total, shortcut, tokens, grid)
+            if host.result is not None and self._all_of(host.result, tokens):
+                sides["block.end"] = (host, "output")
             if kind in ("class", "channel", "linear") or grid is None or not ordered or not all(trace.image):
                 sides.pop("pool", None)
-        for place, side in sides.items():
-            port = self._port(side, host, grid) if side is not None else None
-            if port is not None:
-                ports[place] = port
+        found = {place: self._port(side, host, grid) for place, side in sides.items() if side is not None}
+        ports = {place: port for place, port in found.items() if port is not None}
         mlp = common(maps[0], maps[-1]) if maps else None
         passed = {
             "shortcut": total is not None,

@@ -312,18 +312,24 @@ class Tracer(TorchFunctionMode):
             trace.cores.append(Core(node, common[-1], trace.shapes[node], int(channels), *factors[:2]))
 
     def _product_before(self, node: int) -> int | None:
-        """The product of queries and keys that a softmax normalises, if it is one: nearby, in the same module."""
-        trace, left, seen = self.trace, [(node, 0)], set()
+        """The product of queries and keys that a softmax normalises, if it is one: nearby, in the same module.
+
+        A product with fewer numbers in a row, such as that of queries and relative positions, counts if no other does.
+        """
+        trace, left, seen, other = self.trace, [(node, 0)], set(), None
         around = next((call for call in reversed(self.stack) if call.module._modules), self.stack[0])
         while left:
             at, far = left.pop(0)
             if at < around.start or at in seen or far > 14 or trace.ops[at] in ("layer_norm", "batch_norm"):
                 continue
-            if trace.ops[at] in _PRODUCTS and trace.calls_of[at] is not None and len(trace.parents[at]) > 1:
-                return at
             seen.add(at)
+            if trace.ops[at] in _PRODUCTS and trace.calls_of[at] is not None and len(trace.parents[at]) > 1:
+                if trace.shapes[at][-1] == trace.shapes[node][-1]:
+                    return at
+                other = at if other is None else other
+                continue
             left += [(parent, far + 1) for parent in trace.parents[at]]
-        return None
+        return other
 
     @contextmanager
     def watching(self, root: nn.Module) -> Iterator[None]:

@@ -25,7 +25,7 @@ from vitfocus.attention.plots import plot, png
 from vitfocus.attention.readings import READINGS, LayerRow, cell, columns, context_scale, figures
 from vitfocus.core.arguments import checked
 from vitfocus.core.errors import VitfocusError
-from vitfocus.core.files import write_bytes
+from vitfocus.core.files import writable_folder, write_bytes
 from vitfocus.core.modules import inserted, insertion_sentence, is_trained, treatment_specs
 from vitfocus.core.records import Count, convert, read_json
 from vitfocus.core.tables import Table, bullet, counted, html_list
@@ -224,7 +224,10 @@ class Diagnosis:
         Raises:
             VitfocusError: The folder cannot be written.
         """
-        folder = Path(folder)
+        try:
+            folder = writable_folder(folder)
+        except OSError as error:
+            raise VitfocusError(f"{error.strerror}: {folder}.") from None
         text = "\n".join([self.table().text(), *(bullet(str(one), 120) for one in self.explained), ""])
         files = {"diagnosis.json": self.to_json().encode(), "diagnosis.txt": text.encode()}
         if importlib.util.find_spec("matplotlib") is not None:

@@ -173,12 +173,18 @@ def separate_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return result
 
 
+def grad_is_recomputed() -> bool:
+    """Whether this forward runs inside a backward pass, because gradient checkpointing recomputes a block."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
 class SharedBatchNorm2d(nn.BatchNorm2d):
     """Batch normalisation over the images of all processes, on any device.
 
     Statistics and gradients are those of the whole batch, so a run does not depend on the number of processes. A custom
     operator adds the sums, so that a compiled model stays one graph. In a single process it equals `nn.BatchNorm2d`,
-    except that a channel with a single value (batch size 1, 1 × 1 map) is normalised by the running statistics.
+    except that a channel with a single value (batch size 1, 1 × 1 map) is normalised by the running statistics, and
+    that a forward pass which gradient checkpointing repeats does not change them.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -188,9 +194,10 @@ class SharedBatchNorm2d(nn.BatchNorm2d):
             return F.batch_norm(x, *statistics, self.training, self.momentum or 0.0, self.eps)
         several = torch.distributed.is_available() and torch.distributed.is_initialized()
         if not (self.training and several and torch.distributed.get_world_size() > 1):
-            if self.training and x.numel() == x.shape[1]:
+            single = x.numel() == x.shape[1]
+            if self.training and (single or grad_is_recomputed()):
                 statistics = (self.running_mean, self.running_var, self.weight, self.bias)
-                return F.batch_norm(x, *statistics, False, 0.0, self.eps)
+                return F.batch_norm(x, *statistics, not single, 0.0, self.eps)
             return super().forward(x)
         assert self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None
         values = x if x.dtype == torch.float64 else x.float()
@@ -200,12 +207,13 @@ class SharedBatchNorm2d(nn.BatchNorm2d):
         mean = sums[:-1] / count
         centred = values - mean[:, None, None]
         variance = sum_over_processes(centred.square().sum((0, 2, 3))) / count
-        with torch.no_grad():
-            self.num_batches_tracked += 1
-            share = self.momentum if self.momentum is not None else 1 / self.num_batches_tracked.item()
-            self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
-            unbiased = variance * count / (count - 1).clamp(min=1)
-            self.running_var.lerp_(unbiased.to(self.running_var.dtype), share)
+        if not grad_is_recomputed():
+            with torch.no_grad():
+                self.num_batches_tracked += 1
+                share = self.momentum if self.momentum is not None else 1 / self.num_batches_tracked.item()
+                self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
+                unbiased = variance * count / (count - 1).clamp(min=1)
+                self.running_var.lerp_(unbiased.to(self.running_var.dtype), share)
         scale = self.weight * (variance + self.eps).rsqrt()
         return (centred * scale[:, None, None] + self.bias[:, None, None]).to(x.dtype)
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from vitfocus.anatomy import Anatomy
 from vitfocus.attention.capture import ObservedForward, only_reading
 from vitfocus.core.errors import VitfocusError
+from vitfocus.core.modules import grad_is_recomputed
 from vitfocus.kernels.attention import Observation
 from vitfocus.kernels.backends import outside_autocast
 from vitfocus.kernels.diversity.op import diversity
@@ -28,7 +29,6 @@ from vitfocus.treatments.operations import (
     Override,
     StatefulModule,
     Surgeon,
-    grad_is_recomputed,
     track_sequence,
 )
 from vitfocus.treatments.surgery import handles

@@ -254,12 +254,15 @@ def insert_extra_block(config: ExtraBlock, anatomy: Anatomy, surgeon: Surgeon) -
     """Put a half-block after the last block."""
     last = anatomy.trunk[-1]
     heads = last.heads
-    plain = last.layout == "BNC" and last.attention_kind == "global" and anatomy.text is None
+    if anatomy.found_by == "structure":  # the host may return something else than the tokens of the block
+        surgeon.ports([last], "block.end")
+    end = last.ports.get("block.end", Port(last.host, "output", last.layout, last.width))
+    plain = end.layout == "BNC" and last.attention_kind == "global" and anatomy.text is None
     if not plain or not heads or last.width % heads:
         raise VitfocusError(
             f"{config} follows a plain ViT's last block, and {last.name} of {type(anatomy.root).__name__} has "
-            f"{last.attention_kind} attention on {last.layout} tokens."
+            f"{last.attention_kind} attention on {end.layout} tokens."
         )
     half = HalfBlock(config.kind, last.width, heads)
     surgeon.add(last, "block.end", "extra", half)
-    surgeon.route(Port(last.host, "output", last.layout, last.width), half)
+    surgeon.route(end, half)

@@ -89,7 +89,10 @@ def _module_state(module: nn.Module) -> tuple[Any, ...]:
 
 @dataclass(eq=False)
 class AddHook:
-    """Adds a hook on the input or output of a module; with `first`, it runs before existing hooks."""
+    """Adds a hook on the input or output of a module; with `first`, it runs before existing hooks.
+
+    Hooks on the output run before those of others: what these record must not depend on when they were added.
+    """
 
     module: nn.Module
     side: str
@@ -102,6 +105,9 @@ class AddHook:
             self.module.register_forward_pre_hook(self.hook, with_kwargs=True, prepend=self.first)
         else:
             self.module.register_forward_hook(self.hook, prepend=self.first)
+            hooks = self.module._forward_hooks
+            for key in [key for key, hook in hooks.items() if not isinstance(hook, OutputHook)]:
+                hooks[key] = hooks.pop(key)
 
     def revert(self) -> None:
         """Remove it."""
@@ -353,8 +359,3 @@ class TokenSlot:
     def __getstate__(self) -> dict[str, Any]:
         """A copy or a pickle starts empty: the tokens may be part of a graph that cannot be copied."""
         return {"tokens": None}
-
-
-def grad_is_recomputed() -> bool:
-    """Whether this forward runs inside a backward pass, because gradient checkpointing recomputes a block."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from vitfocus.anatomy import Anatomy
 from vitfocus.anatomy.block import ADDED_TOKENS
 from vitfocus.core.errors import VitfocusError
+from vitfocus.core.modules import grad_is_recomputed
 from vitfocus.treatments.base import Treatment, number_option
 from vitfocus.treatments.operations import (
     AddHook,
@@ -30,7 +31,6 @@ from vitfocus.treatments.operations import (
     StatefulModule,
     Surgeon,
     TokenSlot,
-    grad_is_recomputed,
 )
 from vitfocus.treatments.surgery import handles
 

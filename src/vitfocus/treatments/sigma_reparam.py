@@ -20,9 +20,10 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from vitfocus.anatomy import Anatomy, Block
 from vitfocus.attention.capture import only_reading
 from vitfocus.core.errors import VitfocusError
+from vitfocus.core.modules import grad_is_recomputed
 from vitfocus.kernels.backends import outside_autocast
 from vitfocus.treatments.base import Layers, Treatment, choose_blocks, layers_option, option
-from vitfocus.treatments.operations import AddHook, Surgeon, grad_is_recomputed
+from vitfocus.treatments.operations import AddHook, Surgeon
 from vitfocus.treatments.surgery import handles
 
 #: Initial steps of power iteration, as in the spectral norm of torch.
@@ -113,12 +114,15 @@ def stored_weight(module: nn.Module) -> Tensor:
 
 
 def _scaled(module: nn.Module) -> Tensor:
-    """Ŵ; the stored matrix while it is sharded, which FSDP2 looks up between forward passes."""
+    """Ŵ; the stored matrix while it is sharded (FSDP2 looks it up then) or only partly loaded (`from_pretrained`)."""
+    scales: SpectralScale = module.__dict__[_SCALE]
     try:
         weight = stored_weight(module)
     except VitfocusError:
         raise AttributeError("weight") from None  # so that torch returns the parameter
-    scale: Tensor = module.__dict__[_SCALE](weight)
+    if weight.is_meta != scales.left.is_meta:
+        raise AttributeError("weight")
+    scale: Tensor = scales(weight)
     if isinstance(scale, torch.fx.Proxy):  # whose graph would read the rescaled weight as the stored one
         raise VitfocusError("torch.fx cannot trace layers that rescale their weight: use torch.export.")
     return weight * scale.to(weight.dtype)

@@ -292,9 +292,12 @@ def treated_roots(model: nn.Module) -> list[nn.Module]:
 
 def _anatomy_for(model: nn.Module, config: Treatment) -> Anatomy:
     try:
-        return anatomy(model)
+        seen = anatomy(model)
     except VitfocusError as error:
         raise VitfocusError(f"{config} cannot be applied: {error}") from None
+    if not seen.trunk:
+        raise VitfocusError(f"{config} treats blocks of image tokens, and {type(seen.root).__name__} has none.")
+    return seen
 
 
 def _forget_compiled_code() -> None:

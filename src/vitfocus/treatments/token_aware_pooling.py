@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from vitfocus.anatomy import Anatomy, Block, GridRule
 from vitfocus.core.arguments import only_with
 from vitfocus.core.errors import VitfocusError
-from vitfocus.core.modules import SharedBatchNorm2d
+from vitfocus.core.modules import SharedBatchNorm2d, grad_is_recomputed
 from vitfocus.kernels.backends import chosen, exporting
 from vitfocus.kernels.pooling.op import (
     MOST_PATCHES,
@@ -176,7 +176,8 @@ class DilationPredictor(TokenPooling):
         if _normalises_by_batch(norm, flat.shape[0] * rows * columns):
             affine = (norm.weight, norm.bias, norm.eps)
             pooled, statistics = pool_tokens(flat, first.weight, affine, second.weight, (rows, columns))
-            _track(norm, statistics, flat.shape[0] * rows * columns)
+            if not grad_is_recomputed():
+                _track(norm, statistics, flat.shape[0] * rows * columns)
             return pooled.view(tokens.shape)
         # In the dtype of the convolution's output, as the norm's parameters may be in half precision too.
         hidden = norm(predict_hidden(flat, first.weight, (rows, columns)).to(first.weight.dtype))
