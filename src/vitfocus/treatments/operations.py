@@ -91,7 +91,7 @@ def _module_state(module: nn.Module) -> tuple[Any, ...]:
 class AddHook:
     """Adds a hook on the input or output of a module; with `first`, it runs before existing hooks.
 
-    Hooks on the output run before those of others: what these record must not depend on when they were added.
+    It runs before the hooks by which transformers records outputs, which are added in the first forward pass.
     """
 
     module: nn.Module
@@ -106,7 +106,7 @@ class AddHook:
         else:
             self.module.register_forward_hook(self.hook, prepend=self.first)
             hooks = self.module._forward_hooks
-            for key in [key for key, hook in hooks.items() if not isinstance(hook, OutputHook)]:
+            for key in [key for key, hook in hooks.items() if str(hook.__module__).startswith("transformers.")]:
                 hooks[key] = hooks.pop(key)
 
     def revert(self) -> None:

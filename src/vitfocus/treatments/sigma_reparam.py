@@ -92,8 +92,7 @@ class SpectralScale(nn.Module):
         for _ in range(_FIRST_STEPS):
             self.step(weight)
         self.gain.fill_(1.0)
-        if self.spectral:
-            self.gain.copy_(1 / self(weight))
+        self.gain.div_(self(weight) if self.spectral else 1.0)
 
     @torch.no_grad()
     def step(self, weight: Tensor) -> None:
@@ -119,9 +118,9 @@ def _scaled(module: nn.Module) -> Tensor:
     try:
         weight = stored_weight(module)
     except VitfocusError:
-        raise AttributeError("weight") from None  # so that torch returns the parameter
-    if weight.is_meta != scales.left.is_meta:
-        raise AttributeError("weight")
+        weight = None
+    if weight is None or weight.is_meta != scales.left.is_meta:
+        raise AttributeError("weight")  # so that torch returns the parameter
     scale: Tensor = scales(weight)
     if isinstance(scale, torch.fx.Proxy):  # whose graph would read the rescaled weight as the stored one
         raise VitfocusError("torch.fx cannot trace layers that rescale their weight: use torch.export.")
@@ -167,11 +166,9 @@ class BlockScales(nn.ModuleList):
     """The inserted module: the scales of a block's layers, by number; transformers renames what sounds like layers."""
 
     def __init__(self, layers: Iterable[nn.Module], spectral: bool) -> None:
-        super().__init__()
-        self.rescaled: list[Rescale] = []
-        for module in layers:
-            self.append(scale := SpectralScale(stored_weight(module).detach(), spectral))
-            self.rescaled.append(Rescale(module, scale, type(module)))
+        scales = [(one, SpectralScale(stored_weight(one).detach(), spectral)) for one in layers]
+        super().__init__(scale for _, scale in scales)
+        self.rescaled = [Rescale(one, scale, type(one)) for one, scale in scales]
 
     def step(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """A pre-hook of the block: in training, one step of power iteration for each matrix that is not frozen."""
@@ -207,9 +204,8 @@ def _linear_layers(block: Block, site: str) -> Iterator[nn.Module]:
     for half, part in (("attention", block.attention), ("mlp", block.mlp)):
         ends = [port.module for place, port in block.ports.items() if place.startswith(f"{half}.")]
         for outer in (part, *ends) if site in ("both", half) else ():
-            for module in _untreated_modules(outer) if outer is not None else ():
-                if type(module) in _CLASSES and stored_weight(module) is not None:
-                    yield module
+            inner = _untreated_modules(outer) if outer is not None else ()
+            yield from (one for one in inner if type(one) in _CLASSES and stored_weight(one) is not None)
 
 
 def _untreated_modules(module: nn.Module) -> Iterator[nn.Module]:
