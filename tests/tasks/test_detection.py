@@ -197,6 +197,17 @@ def test_region_pooling_uses_the_true_scale_despite_padding() -> None:
     assert pooler(maps, [boxes], [(256, 256)]).amax((1, 2, 3)).tolist() == [0.0, 0.0, 1.0, 2.0]
 
 
+def test_detections_do_not_depend_on_the_other_images_of_a_batch() -> None:
+    torch.manual_seed(0)
+    options = {**SMALL, "min_size": 32, "max_size": 96, "box_detections_per_img": 5, "box_score_thresh": 0.0}
+    model = vf.create_model("maskrcnn:vit_tiny_patch16_224", num_classes=3, **options).eval()
+    images = [torch.randn(3, 32, width) for width in (32, 90, 32, 60)]
+    with torch.no_grad():
+        together, alone = model(images), [model([image])[0] for image in images]
+    for one, other in zip(together, alone, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("spec", "options", "sentence"),
     [

@@ -72,6 +72,19 @@ class _Boxes(FastRCNNPredictor):
 class VisionMaskRCNN(MaskRCNN):
     """torchvision's Mask R-CNN on a vision transformer; see `mask_rcnn` for its arguments."""
 
+    def forward(self, images: list[Tensor], targets: list[dict[str, Tensor]] | None = None) -> Any:
+        """Losses in training, otherwise detections, which do not depend on the other images.
+
+        Tokens attend to padding and its size changes the position embedding, so each size of images passes separately.
+        """
+        if self.training:
+            return super().forward(images, targets)
+        found: dict[int, Any] = {}
+        for shape in dict.fromkeys(image.shape for image in images):
+            rows = [row for row, image in enumerate(images) if image.shape == shape]
+            found |= zip(rows, super().forward([images[row] for row in rows]), strict=True)
+        return [found[row] for row in range(len(images))]
+
     def no_weight_decay(self) -> set[str]:
         return no_decay_names(self)
 
