@@ -147,6 +147,12 @@ def test_any_size_dtype_and_layout(name: str, flavour: str) -> None:
     assert corrupt(image[:0], name, flavour=flavour).shape == (0, 3, 33, 40)
 
 
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_fog_on_an_image_of_one_pixel(flavour: str) -> None:
+    fogged = corrupt(torch.full((8, 3, 1, 1), 60, dtype=torch.uint8), "fog", flavour=flavour)
+    assert 0 < int(fogged.min()) <= int(fogged.max()) <= 60  # the brightest value of the image stays the limit
+
+
 def test_glass_blur_equals_the_sequential_scan() -> None:
     """Guards the pointer jumping: the literal scan of the reference, with the same offsets, pixel after pixel."""
     height, width = 40, 31

@@ -107,7 +107,7 @@ def fog(x: Tensor, setting: Setting, draws: Draws) -> Tensor:
     """Add a cloud and scale back to the image's own maximum."""
     amount, decay = setting.constants
     side = max(x.shape[-2:])
-    base = {"imagenet": 256, "cifar": 32, "any": 1}[setting.flavour]
+    base = {"imagenet": 256, "cifar": 32, "any": 2}[setting.flavour]
     cloud = plasma(max(base, 1 << (side - 1).bit_length()), decay, draws)[:, None, : x.shape[-2], : x.shape[-1]]
     brightest = x.amax((1, 2, 3), keepdim=True).float() / 255
     fogged = x + cloud * (255.0 * amount)
