@@ -82,8 +82,9 @@ def test_scores_equal_a_naive_count() -> None:
     assert scores["miou"] == pytest.approx(np.mean(iou)) and len(iou) == 7  # class 6 is only ever guessed
     assert scores["macc"] == pytest.approx(np.mean(accuracy)) and len(accuracy) == 6
     assert scores["aacc"] == pytest.approx((truth == guess)[counted].mean())
-    with pytest.raises(VitfocusError, match="has the class 5, but the model has 3"):
-        class_counts(torch.tensor([[5]]), torch.tensor([[0]]), 3)
+    for wrong in (5, -1):
+        with pytest.raises(VitfocusError, match=f"has the class {wrong}, but the model has 3"):
+            class_counts(torch.tensor([[2, wrong]]), torch.tensor([[0, 0]]), 3)
 
 
 def test_full_size_window_changes_nothing_and_smaller_windows_are_averaged() -> None:

@@ -44,8 +44,9 @@ def class_counts(truth: Tensor, guess: Tensor, classes: int, ignore: int = IGNOR
     counted = truth != ignore
     rows = torch.arange(len(truth), device=truth.device)[:, None].expand_as(truth)[counted]
     truth, guess = truth[counted].long(), guess[counted].long()
-    if len(truth) and not 0 <= int(truth.min()) <= int(truth.max()) < classes:
-        raise VitfocusError(f"A mask has the class {int(truth.max())}, but the model has {classes} classes.")
+    wrong = truth[(truth < 0) | (truth >= classes)]
+    if len(wrong):
+        raise VitfocusError(f"A mask has the class {int(wrong[0])}, but the model has {classes} classes.")
     bins = (rows * classes + truth) * classes + guess
     confusion = torch.bincount(bins, minlength=len(counted) * classes**2).view(-1, classes, classes)
     return torch.stack([confusion.diagonal(dim1=1, dim2=2), confusion.sum(2), confusion.sum(1)], 1)
