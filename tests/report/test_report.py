@@ -21,10 +21,11 @@ from vitfocus.cli import main
 from vitfocus.core.errors import VitfocusError
 from vitfocus.data.shapes.dataset import Shapes, shapes_batch
 from vitfocus.report import model_card
-from vitfocus.report.comparison import Difference, Estimate, MetricRow, _contradicted_by_mce
+from vitfocus.report.comparison import Difference, Estimate, MetricRow, SharedTest, _contradicted_by_mce
 from vitfocus.report.model_card import TreatedPlace, measure_cost, multiply_adds
 from vitfocus.report.runs import collect_models
-from vitfocus.robustness.results import load_scores
+from vitfocus.report.scores import severity_chart
+from vitfocus.robustness.results import Scores, load_scores
 from vitfocus.train import train
 
 SECTIONS = [
@@ -92,6 +93,17 @@ def test_the_first_screen_has_the_result_its_figures_and_next_steps(runs: Path, 
     assert result.count("<svg") == 3 and "Improvement over plain" in result and "error by severity" in result
     assert "attention is nearly uniform" in result  # two hardly trained models of five tokens
     assert "engine.seed=1" in result and "<code>vitfocus train" in result
+
+
+def test_means_by_severity_are_over_the_same_corruptions() -> None:
+    """The noises of Cityscapes-C have severities 1 to 3 only; with them the mean would rise at 4."""
+    snow = {"severities": {severity: 70.0 - severity for severity in range(1, 6)}}
+    noise = {"severities": dict.fromkeys(range(1, 4), 20.0)}
+    charts = []
+    for cells in ({"snow": snow, "shot_noise": noise}, {"snow": snow}):
+        test = SharedTest("cityscapes-c", {"a": Scores("cityscapes-c", 4, {"a": {"cells": cells}})})
+        charts.append(severity_chart(test, {"a": 0}))
+    assert charts[0] is not None and charts[0] == charts[1]
 
 
 def test_a_single_model_is_described_and_not_compared(runs: Path, tmp_path: Path) -> None:

@@ -106,6 +106,15 @@ class Grid:
         gaps = [{key: value - first[key] for key, value in cells.items() if key in first} for cells in others]
         return dict(zip(list(self.cells)[1:], gaps, strict=True))
 
+    @property
+    def by_severity(self) -> dict[str, list[tuple[float, float]]]:
+        """Each model's (severity, mean over the corruptions), over the same corruptions at every severity."""
+        means = {}
+        for model, cells in self.cells.items():
+            whole = [name for name in self.corruptions if all((name, s) in cells for s in self.severities)]
+            means[model] = [(float(s), fmean(cells[name, s] for name in whole)) for s in self.severities if whole]
+        return means
+
     def difference_map(self, title: str, gap: Cells) -> str:
         """A heat map of differences: blue where the model is better than the baseline, orange where it is worse."""
         values = [abs(value) for cells in self.differences.values() for value in cells.values()]
@@ -141,12 +150,8 @@ def severity_chart(test: SharedTest, colours: Mapping[str, int]) -> str | None:
     grid = corruption_grid(test)
     if grid is None:
         return None
-    lines = []
-    for name, cells in grid.cells.items():
-        severities = sorted({severity for _, severity in cells})
-        points = [(float(s), fmean(v for (_, severity), v in cells.items() if severity == s)) for s in severities]
-        lines.append(Line(name, points, colours[name]))
-    if max(len(line.points) for line in lines) < 2:
+    lines = [Line(name, points, colours[name]) for name, points in grid.by_severity.items() if len(points) > 1]
+    if not lines:
         return None
     title = f"{test.name}: {grid.measure} by severity"
     return line_chart(title, lines, "severity", f"mean {grid.measure} over the corruptions (%)", whole_x=True)

@@ -114,7 +114,7 @@ def _figures(
             yield (
                 f"{test.name} by severity",
                 chart,
-                f"{test.name}, mean over the corruptions; 1 is the mildest severity.",
+                f"{test.name}, mean over the corruptions measured at every severity; 1 is the mildest.",
             )
             break
     for diagnoses in group_diagnoses(models)[:1]:
