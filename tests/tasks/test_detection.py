@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,49 @@ def test_detections_inside_a_crowd_are_ignored(coco: Path) -> None:
     outside = {**inside, "image_id": bare, "bbox": [0, 0, 5, 5]}
     assert coco_scores(truth, [*right, outside])["box_ap"] < 1.0
     assert coco_scores(truth, [])["box_ap"] == 0.0
+
+
+@pytest.mark.parametrize(("objects", "first"), [(0, 1), (7, -40), (1, 2**60)], ids=["zero", "negative", "huge"])
+def test_scores_do_not_depend_on_ids(coco: Path, objects: int, first: int) -> None:
+    images = CocoDetections(coco, "val")
+    truth, detections = images.truth(), disturbed(images, 0)
+    ids = {image["id"]: first + place for place, image in enumerate(truth["images"])}
+    changed = {
+        **truth,
+        "images": [{**image, "id": ids[image["id"]]} for image in truth["images"]],
+        "annotations": [{**one, "id": objects, "image_id": ids[one["image_id"]]} for one in truth["annotations"]],
+    }
+    scores = [
+        coco_scores(content, coco_results(detections, [image["id"] for image in content["images"]], images.category_ids))
+        for content in (truth, changed)
+    ]
+    assert scores[0] == scores[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"iscrowd": 1}, "The validation images have no objects"),
+        ({"segmentation": {"size": [64, 64], "counts": [5, 5]}}, "The run lengths of annotation .* are not a mask"),
+        ({"segmentation": {"size": [64, 64], "counts": "!!"}}, "The run lengths of annotation .* are not a mask"),
+        ({"segmentation": {"size": [64, 64], "counts": [-1, 4097]}}, "The run lengths of annotation .* are not a mask"),
+        ({"segmentation": {"size": [9, 9], "counts": [81]}}, "The run lengths of annotation .* is 9 x 9 pixels"),
+    ],
+)
+def test_a_truth_that_cannot_be_scored_is_refused_before_evaluation(
+    coco: Path, tmp_path: Path, change: dict[str, Any], sentence: str
+) -> None:
+    root = tmp_path / "root"
+    shutil.copytree(coco, root)
+    file = root / "annotations" / "instances_val2017.json"
+    content = json.loads(file.read_text())
+    content["annotations"] = [{**one, **change} for one in content["annotations"]]
+    file.write_text(json.dumps(content))
+    model = vf.create_model("maskrcnn:vit_tiny_patch16_224", num_classes=10, img_size=64, patch_size=8, **SMALL)
+    with pytest.raises(vf.VitfocusError, match=sentence):
+        vf.evaluate(model, "detection", data=root)
+    with pytest.raises(vf.VitfocusError, match=sentence):
+        train(tiny("source=coco", f"root={root}"), tmp_path / "run")
 
 
 def encoded(images: CocoDetections, annotation: dict[str, Any]) -> dict[str, Any]:
