@@ -55,7 +55,9 @@ def check_truth(truth: dict[str, Any]) -> None:
                 decode_mask(one["segmentation"], *sizes[one["image_id"]])
         except (RuntimeError, ValueError) as error:
             said = str(error).partition("\n")[0].rstrip(".")
-            raise VitfocusError(f"The run lengths of annotation {one['id']} are not a mask of its image: {said}.") from None
+            raise VitfocusError(
+                f"The run lengths of annotation {one['id']} are not a mask of its image: {said}."
+            ) from None
 
 
 def coco_scores(truth: dict[str, Any], found: Sequence[dict[str, Any]]) -> dict[str, float]:
