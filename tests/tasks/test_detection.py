@@ -21,7 +21,7 @@ from vitfocus.data.shapes.layouts import write_layout
 from vitfocus.tasks.detection.evaluation import coco_results, coco_scores, draw_detections
 from vitfocus.train import Recipe, load_recipe
 from vitfocus.train.run import assemble_run, train
-from vitfocus.treatments.save_load import task_of
+from vitfocus.treatments.save_load import remember_task, task_of
 
 SMALL = {"depth": 6, "embed_dim": 24, "num_heads": 2, "channels": 8, "box_width": 16, "mask_layers": 1, "min_size": 64}
 TINY = [
@@ -314,6 +314,9 @@ def test_the_suite_scores_a_folder_and_draws_pictures(coco: Path, tmp_path: Path
     truth = CocoDetections(coco, "val").truth() | {"images": kept}
     truth["annotations"] = [one for one in truth["annotations"] if one["image_id"] in numbers]
     assert scores["mask_ap"] == pytest.approx(100 * coco_scores(truth, found)["mask_ap"])
+    remember_task(model, {"task": "detect", "classes": CocoDetections(coco, "val").classes[::-1]})
+    with pytest.raises(vf.VitfocusError, match="than the data has: the same names in another order"):
+        vf.evaluate(model, "detection", coco, limit=3, progress=False)
     with pytest.raises(vf.VitfocusError, match="has 3 classes, and the data has 10"):
         other = vf.create_model("maskrcnn:vit_tiny_patch16_224", num_classes=3, **SMALL)
         vf.evaluate({"a": other}, "detection", coco, device="cpu", progress=False)

@@ -506,3 +506,5 @@ def test_a_run_is_evaluated_with_the_layout_of_its_recipe(
     assert main(["evaluate", str(tmp_path / "run"), "--json", "--device", "cpu"]) == 0
     (scores,) = json.loads(capsys.readouterr().out)["models"].values()
     assert scores["miou"] == pytest.approx(100 * trained["last"]["miou"])
+    assert main(["evaluate", str(tmp_path / "run"), "--suite", "segmentation", "--data", str(written)]) == 2
+    assert "run was trained on other classes than the data has: airplane, animal" in capsys.readouterr().err

@@ -80,7 +80,7 @@ def _check_classes(name: str, model: nn.Module, images: DetectionDataset) -> Non
         raise VitfocusError(f"{name} is a {type(model).__name__}, but detection evaluates detectors (maskrcnn:NAME).")
     trained = task_of(model).get("classes")
     if trained and list(trained) != list(images.classes):
-        differing = sorted(set(trained) ^ set(images.classes))[:3]
+        differing = sorted(set(trained) ^ set(images.classes))[:3] or ["the same names in another order"]
         raise VitfocusError(f"{name} was trained on other classes than the data has: {', '.join(differing)}.")
     count = heads.box_predictor.cls_score.out_features - 1
     if count != len(images.classes):
