@@ -508,3 +508,13 @@ def test_a_run_is_evaluated_with_the_layout_of_its_recipe(
     assert scores["miou"] == pytest.approx(100 * trained["last"]["miou"])
     assert main(["evaluate", str(tmp_path / "run"), "--suite", "segmentation", "--data", str(written)]) == 2
     assert "run was trained on other classes than the data has: airplane, animal" in capsys.readouterr().err
+
+
+def test_two_masks_of_one_image_are_refused(tmp_path: Path) -> None:
+    root = write_layout(tmp_path / "ade20k", "ade20k", 2, val_count=1, size=32)
+    mask = root / "annotations" / "training" / "ADE_train_00000001.png"
+    Image.open(mask).save(mask.with_suffix(".jpg"))
+    with pytest.raises(
+        VitfocusError, match=r"two masks of one image, ADE_train_00000001.jpg and ADE_train_00000001.png"
+    ):
+        open_masks(Data(source="ade20k", root=str(root)), "train")
