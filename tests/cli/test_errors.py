@@ -244,6 +244,9 @@ def test_shapes_are_drawn_as_large_as_the_model_takes_them(
     assert scores["top1"] == pytest.approx(100 * trained["last"]["top1"])
     assert main(["evaluate", str(tmp_path / "run" / "model"), "--suite", "clean", "--data", "shapes:3"]) == 0
     assert main(["report", str(tmp_path / "run"), "--out", f"{tmp_path / 'pages'}/"]) == 0  # a folder, and says so
+    (tmp_path / "notes.txt").write_text("kept")
+    assert main(["report", str(tmp_path / "run"), "--out", str(tmp_path / "notes.txt")]) == 2
+    assert (tmp_path / "notes.txt").read_text() == "kept"
     assert (tmp_path / "pages" / "report.html").is_file()
     capsys.readouterr()
     assert main(["diagnose", f"{tmp_path / 'run'}+cb"]) == 2 and "--treat cb" in capsys.readouterr().err

@@ -85,7 +85,11 @@ def test_pictures_without_an_object_are_kept_for_evaluation_and_dropped_for_trai
         ),
         (lambda c: c["annotations"][0].update(image_id=7_777_777), "refers to the image 7777777"),
         (lambda c: c["annotations"][0].update(category_id=999), "category 999"),
-        (lambda c: c["annotations"][0].update(segmentation=[]), r"segmentation is \[\]"),
+        (
+            lambda c: c["annotations"][0].update(segmentation=[]),
+            r"segmentation is \[\]; expected a list of at least 1 value or a table",
+        ),
+        (lambda c: c["annotations"][0].update(bbox=[1, 2, 3]), r"bbox is \[1, 2, 3\]; expected a list of 4 values"),
         (lambda c: c["images"][0].pop("height"), "lacks the key 'height'"),
         (lambda c: c["images"].append(dict(c["images"][0])), "twice"),
         (lambda c: c["categories"][0].pop("name"), "lacks the key 'name'"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from vitfocus.data.shapes.layouts import write_layout
 from vitfocus.tasks.detection.evaluation import coco_results, coco_scores, draw_detections
 from vitfocus.train import Recipe, load_recipe
 from vitfocus.train.run import assemble_run, train
-from vitfocus.treatments.save_load import task_of
+from vitfocus.treatments.save_load import remember_task, task_of
 
 SMALL = {"depth": 6, "embed_dim": 24, "num_heads": 2, "channels": 8, "box_width": 16, "mask_layers": 1, "min_size": 64}
 TINY = [
@@ -117,6 +118,47 @@ def test_detections_inside_a_crowd_are_ignored(coco: Path) -> None:
     outside = {**inside, "image_id": bare, "bbox": [0, 0, 5, 5]}
     assert coco_scores(truth, [*right, outside])["box_ap"] < 1.0
     assert coco_scores(truth, [])["box_ap"] == 0.0
+
+
+@pytest.mark.parametrize(("objects", "first"), [(0, 1), (7, -40), (1, 2**60)], ids=["zero", "negative", "huge"])
+def test_scores_do_not_depend_on_ids(coco: Path, objects: int, first: int) -> None:
+    images = CocoDetections(coco, "val")
+    truth, detections = images.truth(), disturbed(images, 0)
+    ids = {image["id"]: first + place for place, image in enumerate(truth["images"])}
+    changed = {
+        **truth,
+        "images": [{**image, "id": ids[image["id"]]} for image in truth["images"]],
+        "annotations": [{**one, "id": objects, "image_id": ids[one["image_id"]]} for one in truth["annotations"]],
+    }
+    found = coco_results(detections, ids, images.category_ids)
+    moved = [{**one, "image_id": ids[one["image_id"]]} for one in found]
+    assert coco_scores(changed, moved) == coco_scores(truth, found)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"iscrowd": 1}, "The validation images have no objects"),
+        ({"segmentation": {"size": [64, 64], "counts": [5, 5]}}, "The run lengths of annotation .* are not a mask"),
+        ({"segmentation": {"size": [64, 64], "counts": "!!"}}, "The run lengths of annotation .* are not a mask"),
+        ({"segmentation": {"size": [64, 64], "counts": [-1, 4097]}}, "The run lengths of annotation .* are not a mask"),
+        ({"segmentation": {"size": [9, 9], "counts": [81]}}, "The run lengths of annotation .* is 9 x 9 pixels"),
+    ],
+)
+def test_a_truth_that_cannot_be_scored_is_refused_before_evaluation(
+    coco: Path, tmp_path: Path, change: dict[str, Any], sentence: str
+) -> None:
+    root = tmp_path / "root"
+    shutil.copytree(coco, root)
+    file = root / "annotations" / "instances_val2017.json"
+    content = json.loads(file.read_text())
+    content["annotations"] = [{**one, **change} for one in content["annotations"]]
+    file.write_text(json.dumps(content))
+    model = vf.create_model("maskrcnn:vit_tiny_patch16_224", num_classes=10, img_size=64, patch_size=8, **SMALL)
+    with pytest.raises(vf.VitfocusError, match=sentence):
+        vf.evaluate(model, "detection", data=root)
+    with pytest.raises(vf.VitfocusError, match=sentence):
+        train(tiny("source=coco", f"root={root}"), tmp_path / "run")
 
 
 def encoded(images: CocoDetections, annotation: dict[str, Any]) -> dict[str, Any]:
@@ -283,6 +325,9 @@ def test_the_suite_scores_a_folder_and_draws_pictures(coco: Path, tmp_path: Path
     truth = CocoDetections(coco, "val").truth() | {"images": kept}
     truth["annotations"] = [one for one in truth["annotations"] if one["image_id"] in numbers]
     assert scores["mask_ap"] == pytest.approx(100 * coco_scores(truth, found)["mask_ap"])
+    remember_task(model, {"task": "detect", "classes": CocoDetections(coco, "val").classes[::-1]})
+    with pytest.raises(vf.VitfocusError, match="than the data has: the same names in another order"):
+        vf.evaluate(model, "detection", coco, limit=3, progress=False)
     with pytest.raises(vf.VitfocusError, match="has 3 classes, and the data has 10"):
         other = vf.create_model("maskrcnn:vit_tiny_patch16_224", num_classes=3, **SMALL)
         vf.evaluate({"a": other}, "detection", coco, device="cpu", progress=False)

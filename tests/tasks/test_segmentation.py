@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -489,3 +490,32 @@ def test_unsupported_segmentation_settings_are_refused(tmp_path: Path, overrides
 def test_protocol_with_negative_sizes_is_refused() -> None:
     with pytest.raises(VitfocusError, match="0 or more"):
         InferenceSettings(window=32, stride=-5)
+
+
+def test_a_run_is_evaluated_with_the_layout_of_its_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not with that which the names of its files suggest; "~" in a path is the home folder."""
+    written = write_layout(tmp_path / "ade20k", "ade20k", 4, val_count=2, size=32)
+    home = tmp_path / "home"
+    for split, folder in (("train", "training"), ("val", "validation")):
+        shutil.copytree(written / "images" / folder, home / "mine" / "images" / split)
+        shutil.copytree(written / "annotations" / folder, home / "mine" / "annotations" / split)
+    (home / "mine" / "classes.txt").write_text("\n".join(f"c{number}" for number in range(12)))
+    monkeypatch.setenv("HOME", str(home))
+    trained = train(tiny("source=masks", "root=~/mine", "val_length=0"), tmp_path / "run")
+    assert main(["evaluate", str(tmp_path / "run"), "--json", "--device", "cpu"]) == 0
+    (scores,) = json.loads(capsys.readouterr().out)["models"].values()
+    assert scores["miou"] == pytest.approx(100 * trained["last"]["miou"])
+    assert main(["evaluate", str(tmp_path / "run"), "--suite", "segmentation", "--data", str(written)]) == 2
+    assert "run was trained on other classes than the data has: airplane, animal" in capsys.readouterr().err
+
+
+def test_two_masks_of_one_image_are_refused(tmp_path: Path) -> None:
+    root = write_layout(tmp_path / "ade20k", "ade20k", 2, val_count=1, size=32)
+    mask = root / "annotations" / "training" / "ADE_train_00000001.png"
+    Image.open(mask).save(mask.with_suffix(".jpg"))
+    with pytest.raises(
+        VitfocusError, match=r"two masks of one image, ADE_train_00000001.jpg and ADE_train_00000001.png"
+    ):
+        open_masks(Data(source="ade20k", root=str(root)), "train")

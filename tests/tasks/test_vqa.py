@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from PIL import Image
 
 import vitfocus as vf
+from vitfocus.cli import main
 from vitfocus.data.shapes.dataset import Shapes
 from vitfocus.data.shapes.layouts import write_layout
 from vitfocus.data.vqa.batches import VqaPreprocessing, fitted_size
@@ -218,6 +219,33 @@ def test_files_of_another_kind_are_refused(vqav2: Path, tmp_path: Path) -> None:
         (tmp_path / answered).write_text(json.dumps({"annotations": [{"question_id": 1, "answers": answers}]}))
         with pytest.raises(vf.VitfocusError, match=said):
             read_vqav2(tmp_path, "val2014")
+
+
+@pytest.mark.parametrize(("what", "key"), [("questions", "OpenEnded_mscoco"), ("annotations", "mscoco")])
+def test_a_question_that_is_listed_twice_is_refused(vqav2: Path, tmp_path: Path, what: str, key: str) -> None:
+    root = tmp_path / "root"
+    shutil.copytree(vqav2, root)
+    file = root / f"v2_{key}_val2014_{what}.json"
+    content = json.loads(file.read_text())
+    content[what].append({**content[what][0], "question": "Another?", "answers": [{"answer": "another"}]})
+    file.write_text(json.dumps(content))
+    number = content[what][0]["question_id"]
+    with pytest.raises(vf.VitfocusError, match=f"{what}.json lists the question {number} twice"):
+        read_vqav2(root, "val2014")
+
+
+def test_images_are_held_out_of_the_default_training_split(
+    vqav2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command evaluates no run on images that it was trained on unless a split is named."""
+    recipe = load_recipe("shapes_answer", overrides(vqav2, **{"data.holdout": 3}))
+    training, held = (open_questions(recipe.data, split) for split in ("train", "val"))
+    assert {Path(held.name(index)).parent.name for index in range(len(held))} == {"train2014"}
+    assert len(held) + len(training) == len(read_vqav2(vqav2, "train2014"))
+    train(recipe, out=tmp_path / "run")
+    assert main(["evaluate", str(tmp_path / "run")]) == 2
+    assert "holds out 3 images, which no suite can select: give --split" in capsys.readouterr().err
+    assert main(["evaluate", str(tmp_path / "run"), "--split", "val2014"]) == 0
 
 
 def test_word_pieces_equal_those_of_bert(tmp_path: Path) -> None:

@@ -159,6 +159,7 @@ UNUSED = [
     ("shapes_segment", "auxiliary=0.2", "auxiliary head", ["model.arguments.auxiliary_channels=8"]),
     ("shapes_segment", "augment.erase=0.25", "task=segment does not use augment.erase", ["task=classify"]),
     ("shapes_detect", "keep_empty=true", "always show an object", ["source=coco"]),
+    ("shapes_answer", "holdout=5", "holds out images of files", ["source=vqav2"]),
 ]
 #: What makes an override idle that would count in the shipped recipe.
 IDLE = {

@@ -49,9 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_weights(parser)
     parser.add_argument("--treat", metavar="SPEC", help="treatments to insert into every model first, such as tap+cb")
-    parser.add_argument(
-        "--out", metavar="RUN", help="folder for results.json and, until the run ends, its partial results"
-    )
+    parser.add_argument("--out", metavar="RUN", help="folder for results.json and partial results of a run")
     parser.add_argument("--resume", action="store_true", help="resume the run in --out")
     parser.add_argument("--limit", type=positive, metavar="N", help="use at most N images, evenly spaced")
     parser.add_argument(
@@ -79,9 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             shape: dict[str, Any] = {"nargs": "+"} if option.several else {}
             shape |= {"type": whole, "metavar": "N"} if option.type is int else {"type": option.type}
             suites.add_argument(flag, help=text, **{"metavar": "X" if option.type is float else "TEXT"} | shape)
-    evaluating = OnlyWith(
-        lambda args: not args.compare, "has no effect with --compare, which reads finished runs: leave --compare out"
-    )
+    why = "has no effect with --compare, which reads finished runs: leave --compare out"
+    evaluating = OnlyWith(lambda args: not args.compare, why)
     comparing = OnlyWith(lambda args: bool(args.compare), "is for --compare RUN_A RUN_B: add that")
     for declared in parser._actions:
         if declared.dest not in ("help", "compare", "seed"):
@@ -102,7 +99,7 @@ def _compare(args: argparse.Namespace) -> int:
     from vitfocus.core.environment import is_main_process
     from vitfocus.robustness.results import compare, load_scores
 
-    first, second = (load_scores(folder) for folder in args.compare)
+    first, second = map(load_scores, args.compare)
     if Path(args.compare[0]) == Path(args.compare[1]) and len(first.models) == 2:  # one run of two models
         first, second = (first.only(name) for name in first.models)
     comparison = compare(first, second, force=args.force, seed=args.seed)
@@ -121,13 +118,11 @@ def _evaluate(args: argparse.Namespace) -> int:
         suites = {name: {"about": about[name], "options": options[name]} for name in SUITES}
         print(json.dumps(suites, indent=2) if args.json else listing(about))
         return 0
-    for flag, value in (("MODEL", args.model), ("--suite", args.suite), ("--data", args.data)):
-        if not value:
-            raise VitfocusError(f"{flag} is missing: vitfocus evaluate MODEL --suite NAME --data DIR.")
+    needed = {"MODEL": args.model, "--suite": args.suite, "--data": args.data}
+    if missing := [flag for flag, value in needed.items() if not value]:
+        raise VitfocusError(f"{missing[0]} is missing: vitfocus evaluate MODEL --suite NAME --data DIR.")
     given = {name: getattr(args, name) for name in switches() if getattr(args, name) is not None}
-    suite, _ = find_suite(args.suite, given)
-    data: Any = args.data
-    length = shapes_named(args.data, args.limit or 2000)
+    suite, length = find_suite(args.suite, given)[0], shapes_named(args.data, args.limit or 2000)
     if length is None and not Path(args.data).is_dir():
         raise VitfocusError(f"There is no folder {args.data}; --data expects the folder of the images, or shapes:N.")
 
@@ -139,11 +134,11 @@ def _evaluate(args: argparse.Namespace) -> int:
         label: open_named_model(name, file, args.treat, pretrained=args.pretrained, quiet=not is_main_process())
         for label, (name, file) in label_models(args, args.treat).items()
     }
+    data: Any = args.data
     if length is not None and suite.task == "classify" and drawn_size:  # as the run was trained
-        needed = (32, 32) if suite.small_images else input_spec(next(iter(models.values()))).size
+        sides = (32, 32) if suite.small_images else input_spec(next(iter(models.values()))).size
         drawn = image_size(drawn_size)
-        resize = None if drawn == needed else partial(_enlarge, needed)
-        data = Shapes("val", length=length, size=drawn, transform=resize)
+        data = Shapes("val", length=length, size=drawn, transform=None if drawn == sides else partial(_enlarge, sides))
     scores = evaluate(
         models,
         args.suite,
@@ -196,8 +191,13 @@ def _fill_in_from_run(args: argparse.Namespace) -> int | None:
     data = convert(tree, Data, recipe, writer="vitfocus train", hint="give --data instead")
     drawn = data.source == "shapes"
     args.data = f"shapes:{data.val_length}".removesuffix(":0") if drawn else data.root or None
-    if any(option.name == "split" for option in SUITES[suite].option_list):
+    options = {option.name for option in SUITES[suite].option_list}
+    if "source" in options and not drawn:
+        args.source = args.source or data.source
+    if "split" in options:
         args.split = args.split or data.val_split or None
+        if data.holdout and not args.split and not drawn:
+            raise VitfocusError(f"{recipe} holds out {data.holdout} images, which no suite can select: give --split.")
     elif args.data is not None and not drawn:
         args.data = _class_folders(recipe, data)
     return data.size

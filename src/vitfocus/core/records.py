@@ -334,6 +334,9 @@ def describe(kind: inspect.Type) -> str:
             low_text, high_text = (f"{bound:,}" if isinstance(bound, int) else f"{bound:g}" for bound in (low, high))
             return f"{name} from {low_text} to {high_text}"
         return f"{name} of at least {low:g}" if low is not None else name
+    if isinstance(kind, inspect.ListType) and kind.min_length:
+        most = "" if kind.max_length == kind.min_length else "at least "
+        return f"a list of {most}{kind.min_length} value{'s' * (kind.min_length > 1)}"
     if isinstance(kind, inspect.TupleType):
         return f"{len(kind.item_types)} values, each {describe(kind.item_types[0])}"
     if isinstance(kind, inspect.UnionType):

@@ -111,7 +111,13 @@ class Data(Section, frozen=True):
     ] = ""
     train_length: Count = 0  # only the first N images; 0: all (Shapes: 20,000 and 2,000)
     val_length: Count = 0
-    holdout: Count = 0  # N training images, drawn once, are the validation set; 0: the data set's own
+    holdout: Annotated[
+        Count,
+        OnlyWith(
+            lambda recipe: recipe.task != "answer" or _reads_files(recipe),
+            "holds out images of files: set data.source=vqav2",
+        ),
+    ] = 0  # N training images, drawn once, are the validation set; 0: the data set's own
     size: Annotated[int, Meta(ge=8)] = 224
     batch: Annotated[int, Meta(ge=1, le=10**6)] = 1024  # over all processes and all accumulated parts
     repeats: Positive = 1  # repeated augmentation: each chosen image N times, usually in one batch

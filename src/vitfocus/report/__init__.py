@@ -120,6 +120,8 @@ def report(
     target = Path(out) if out is not None else (Path(runs[0]) if len(runs) == 1 else Path()) / REPORT
     if out is not None and (target.is_dir() or str(out).endswith("/")):
         target = target / REPORT
+    if target.is_file() and target.suffix.lower() not in (".html", ".htm"):
+        raise VitfocusError(f"{target} exists and would be replaced; expected a folder, or a file that ends in .html.")
     if is_gallery(models) if gallery is None else gallery:
         page, rows = build_gallery(models, target, title, about)
         data = explorer

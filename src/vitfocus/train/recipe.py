@@ -12,8 +12,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from vitfocus.core.errors import VitfocusError, nearest
-from vitfocus.core.files import is_file, is_folder
+from vitfocus.core.files import home_path, is_file, is_folder
 from vitfocus.core.records import convert, parse_toml, read_text
 from vitfocus.recipes import CONDITIONS, KEYS, SECTIONS, Recipe, changed, is_changeable, value_of
 from vitfocus.tasks import TASKS, find_task
@@ -102,6 +104,8 @@ def build_recipe(tree: Mapping[str, Any], name: str = "recipe") -> Recipe:
         raise VitfocusError(f"There is no task {recipe.task!r}: {nearest(recipe.task, TASKS)}")
     if not (recipe.name.strip(".") and recipe.name == Path(recipe.name).name and recipe.name.isprintable()):
         raise VitfocusError(f"A recipe's name is also its run's folder, which {recipe.name!r} cannot be.")
+    if recipe.data.root:
+        recipe = replace(recipe, data=replace(recipe.data, root=str(home_path(recipe.data.root))))
     schedule = recipe.schedule
     if not (schedule.steps or schedule.warmup_steps) and schedule.warmup_epochs > schedule.epochs:
         raise VitfocusError(f"warmup_epochs={schedule.warmup_epochs:g} is more than epochs={schedule.epochs:g}.")

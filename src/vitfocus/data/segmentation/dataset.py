@@ -192,7 +192,11 @@ def _require_folder(root: Path, what: str, *folders: Path) -> Path:
 
 def _pairs_by_stem(images: Path, masks: Path) -> list[Pair]:
     """Pair files of the same name in both folders; their extensions may differ."""
-    known = {path.relative_to(masks).with_suffix(""): path for path in files_below(masks)}
+    known: dict[Path, Path] = {}
+    for path in sorted(files_below(masks)):
+        first = known.setdefault(path.relative_to(masks).with_suffix(""), path)
+        if first != path:
+            raise VitfocusError(f"{first.parent} has two masks of one image, {first.name} and {path.name}: keep one.")
     files = sorted(files_below(images))
     if not files:
         raise VitfocusError(f"{images} has no image.")

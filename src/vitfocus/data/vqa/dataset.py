@@ -222,7 +222,8 @@ def open_questions(data: Data, split: str, annotated: bool = True) -> VqaDataset
         return shapes_questions(split, length or {"train": 10_000, "val": 1_000}[split], data.size)
     if data.source != "vqav2":
         raise VitfocusError(f"There is no source of questions {data.source!r}: {nearest(data.source, SOURCES)}")
-    given = (data.train_split if split == "train" or data.holdout else data.val_split) or DEFAULT_SPLITS[split]
+    opened = "train" if data.holdout else split
+    given = (data.train_split if opened == "train" else data.val_split) or DEFAULT_SPLITS[opened]
     found = read_vqav2(data.root, given, annotated)
     if data.holdout:
         found = _hold_out(found, split, data.holdout, given.rpartition("+")[2].strip())
@@ -309,11 +310,13 @@ class _Annotations(msgspec.Struct):
 
 def _read_split(root: Path, split: str, annotated: bool, first: int) -> tuple[list[Question], list[Path]]:
     options: dict[str, Any] = {"writer": "VQAv2", "max_bytes": MAX_ANNOTATION_BYTES}
-    asked = read_json(_find_json(root, split, "questions"), _Questions, **options).questions
+    file = _find_json(root, split, "questions")
+    asked = read_json(file, _Questions, **options).questions
+    _by_number(file, asked)
     answered: dict[int, _AnnotationRecord] = {}
     file = _find_json(root, split, "annotations", needed=annotated)
     if file is not None:
-        answered = {one.question_id: one for one in read_json(file, _Annotations, **options).annotations}
+        answered = _by_number(file, read_json(file, _Annotations, **options).annotations)
         without = [one.question_id for one in asked if one.question_id not in answered]
         if without:
             raise VitfocusError(
@@ -324,6 +327,14 @@ def _read_split(root: Path, split: str, annotated: bool, first: int) -> tuple[li
     images = _find_images(root, split, numbers)
     places = {number: first + place for place, number in enumerate(numbers)}
     return [_question(one, places[one.image_id], answered.get(one.question_id)) for one in asked], images
+
+
+def _by_number(file: Path, records: Iterable[Any]) -> dict[int, Any]:
+    found: dict[int, Any] = {}
+    for one in records:
+        if found.setdefault(one.question_id, one) is not one:
+            raise VitfocusError(f"{file} lists the question {one.question_id} twice.")
+    return found
 
 
 def _question(asked: _QuestionRecord, place: int, answered: _AnnotationRecord | None) -> Question:

@@ -21,7 +21,7 @@ from vitfocus.robustness.engine import Condition, EvaluationArguments, Evaluatio
 from vitfocus.robustness.pixel_model import PixelModel
 from vitfocus.robustness.run_folder import Columns
 from vitfocus.robustness.suites import DataForm
-from vitfocus.tasks.detection.evaluation import DetectionWriter, coco_results, coco_scores
+from vitfocus.tasks.detection.evaluation import DetectionWriter, check_truth, coco_results, coco_scores
 from vitfocus.treatments.save_load import task_of
 
 _SHAPES = 1000  # scenes of "shapes" without a number
@@ -41,6 +41,7 @@ def detection(arguments: EvaluationArguments) -> EvaluationPlan:
     for model in arguments.models:
         _check_classes(model.name, model.model, images)
     pick = evenly_spaced(len(images), arguments.limit)
+    check_truth(_truth(images, pick))
     samples = Samples(images, read=images.image)
     source = ItemSource(samples, pick, _collate, digest=images.digest(), **arguments.reading)
     normalise = {model.name: Normalise(model.mean, model.std, arguments.device) for model in arguments.models}
@@ -79,7 +80,7 @@ def _check_classes(name: str, model: nn.Module, images: DetectionDataset) -> Non
         raise VitfocusError(f"{name} is a {type(model).__name__}, but detection evaluates detectors (maskrcnn:NAME).")
     trained = task_of(model).get("classes")
     if trained and list(trained) != list(images.classes):
-        differing = sorted(set(trained) ^ set(images.classes))[:3]
+        differing = sorted(set(trained) ^ set(images.classes))[:3] or ["the same names in another order"]
         raise VitfocusError(f"{name} was trained on other classes than the data has: {', '.join(differing)}.")
     count = heads.box_predictor.cls_score.out_features - 1
     if count != len(images.classes):
@@ -112,13 +113,17 @@ def _detect(
     return {"detections": lines}
 
 
-def _reduce(images: DetectionDataset, pick: Sequence[int], outcomes: Mapping[str, Columns], seed: int) -> ModelResults:
-    found = [one for line in outcomes["clean"]["detections"] for one in json.loads(line)]
+def _truth(images: DetectionDataset, pick: Sequence[int]) -> dict[str, Any]:
+    """The ground truth of some images."""
     truth, ids = images.truth(), {images.image_id(index) for index in pick}
-    truth = {
+    return {
         **truth,
         "images": [one for one in truth["images"] if one["id"] in ids],
         "annotations": [one for one in truth["annotations"] if one["image_id"] in ids],
     }
-    scores = {name: 100 * value for name, value in coco_scores(truth, found).items()}
+
+
+def _reduce(images: DetectionDataset, pick: Sequence[int], outcomes: Mapping[str, Columns], seed: int) -> ModelResults:
+    found = [one for line in outcomes["clean"]["detections"] for one in json.loads(line)]
+    scores = {name: 100 * value for name, value in coco_scores(_truth(images, pick), found).items()}
     return ModelResults({**scores, "cells": {"clean": scores}}, files={"detections": found})

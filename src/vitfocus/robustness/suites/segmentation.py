@@ -257,6 +257,11 @@ def open_masked_images(arguments: EvaluationArguments, weather: str = "") -> Mas
         masks: SegmentationDataset = MaskFiles(root, acdc_layout(root, "val", options.split, weather))
     else:
         masks = open_masks(Data(source=layout, root=str(root), val_split=options.split), "val")
+    for model in arguments.models:
+        trained = task_of(model.model).get("classes")
+        if trained and masks.classes and list(trained) != list(masks.classes):
+            differing = sorted(set(trained) ^ set(masks.classes))[:3] or ["the same names in another order"]
+            raise VitfocusError(f"{model.name} was trained on other classes than the data has: {', '.join(differing)}.")
     return _file_source(arguments, masks, test, layout)
 
 

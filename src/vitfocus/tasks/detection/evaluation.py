@@ -11,8 +11,9 @@ from PIL import Image
 from torch import Tensor
 from torchvision.ops import box_convert
 
+from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import atomic_path
-from vitfocus.data.detection.dataset import DetectionDataset, encode_masks, mask_tools
+from vitfocus.data.detection.dataset import DetectionDataset, decode_mask, encode_masks, mask_tools
 
 KINDS = {"box": "bbox", "mask": "segm"}
 _NAMES = {"ap": "AP_all", "ap50": "AP_50", "ap75": "AP_75"} | {
@@ -43,6 +44,22 @@ def coco_results(
     return results
 
 
+def check_truth(truth: dict[str, Any]) -> None:
+    """Refuse a ground truth in the form of COCO's JSON without objects, or with run lengths that are not a mask."""
+    if all(one.get("iscrowd") for one in truth["annotations"]):
+        raise VitfocusError("The validation images have no objects, so nothing can be scored: use more of them.")
+    sizes = {image["id"]: (image["height"], image["width"]) for image in truth["images"]}
+    for one in truth["annotations"]:
+        try:
+            if isinstance(one["segmentation"], dict):
+                decode_mask(one["segmentation"], *sizes[one["image_id"]])
+        except (RuntimeError, ValueError) as error:
+            said = str(error).partition("\n")[0].rstrip(".")
+            raise VitfocusError(
+                f"The run lengths of annotation {one['id']} are not a mask of its image: {said}."
+            ) from None
+
+
 def coco_scores(truth: dict[str, Any], found: Sequence[dict[str, Any]]) -> dict[str, float]:
     """COCO's average precision.
 
@@ -64,7 +81,16 @@ def coco_scores(truth: dict[str, Any], found: Sequence[dict[str, Any]]) -> dict[
     mask_tools()  # raises an error that says what to install, if missing
     from faster_coco_eval import COCO, COCOeval_faster
 
-    known = COCO({"info": {}, **truth}, use_deepcopy=True)
+    # COCO's tools take the annotation 0 for "unmatched", and repeat one of two with the same id; images need ids below
+    # 2^53 that are not negative.
+    images = {number: place for place, number in enumerate(sorted(image["id"] for image in truth["images"]), start=1)}
+    objects = [
+        {**one, "id": place, "image_id": images[one["image_id"]]}
+        for place, one in enumerate(truth["annotations"], start=1)
+    ]
+    pictures = [{**image, "id": images[image["id"]]} for image in truth["images"]]
+    found = [{**one, "image_id": images[one["image_id"]]} for one in found]
+    known = COCO({"info": {}, **truth, "images": pictures, "annotations": objects}, use_deepcopy=True)
     scores: dict[str, float] = {}
     for kind, measure in KINDS.items():
         # Without the box the size of an object is the area of its mask, as COCO defines it for masks.

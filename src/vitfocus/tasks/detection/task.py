@@ -15,7 +15,7 @@ from vitfocus.data.detection.batches import DetectionAugment, DetectionBatch, co
 from vitfocus.data.detection.dataset import DetectionDataset, mask_tools, open_detections
 from vitfocus.data.loader import Samples, first_images, strided_batches
 from vitfocus.tasks.base import DENSE_TASK_KEYS, RunContext, Task, build_model
-from vitfocus.tasks.detection.evaluation import coco_results, coco_scores
+from vitfocus.tasks.detection.evaluation import check_truth, coco_results, coco_scores
 from vitfocus.treatments.builder import split_library
 from vitfocus.treatments.spec import split_spec
 
@@ -47,8 +47,7 @@ class DetectionTask(Task):
             )
         self.train = open_detections(data, "train", self.recipe.detect.keep_empty)
         self.val = open_detections(data, "val", classes=self.train.classes)
-        if all(one.get("iscrowd") for one in self.val.truth()["annotations"]):
-            raise VitfocusError("The validation images have no objects, so nothing can be scored: use more of them.")
+        check_truth(self.val.truth())
         self.classes = list(self.train.classes)
 
     def build_model(self) -> nn.Module:
