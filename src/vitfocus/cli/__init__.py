@@ -41,7 +41,7 @@ GROUPS = {
         "bench": "measure the time and memory that each treatment costs",
     },
     "Get started": {
-        "demo": "train, diagnose and evaluate three tiny models on built-in data, one of which fails",
+        "demo": "train, diagnose and evaluate three tiny models on built-in data, one at too high a rate",
         "completion": "print a shell completion script for bash, zsh, fish or tcsh",
     },
 }

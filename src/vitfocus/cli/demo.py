@@ -1,4 +1,4 @@
-"""`vitfocus demo`: a failed training run and its diagnosis, in a few minutes on a laptop without downloads.
+"""`vitfocus demo`: three tiny models trained, diagnosed and compared, in minutes on a laptop without downloads.
 
 It trains three tiny ViTs on the built-in data set Shapes: `plain`; `treated`, which differs by its treatments; and
 `high-rate`, plain with a learning rate that is too high. It diagnoses all three, evaluates them on the same corrupted
