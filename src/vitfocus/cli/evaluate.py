@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_weights(parser)
     parser.add_argument("--treat", metavar="SPEC", help="treatments to insert into every model first, such as tap+cb")
-    parser.add_argument("--out", metavar="RUN", help="folder for results.json and partial results of a run")
+    parser.add_argument("--out", metavar="RUN", help="folder for results.json and, during the run, partial results")
     parser.add_argument("--resume", action="store_true", help="resume the run in --out")
     parser.add_argument("--limit", type=positive, metavar="N", help="use at most N images, evenly spaced")
     parser.add_argument(
@@ -114,15 +114,15 @@ def _evaluate(args: argparse.Namespace) -> int:
     drawn_size = _fill_in_from_run(args) if args.model else None
     if args.suite == "list":
         about = {name: suite.description for name, suite in SUITES.items()}
-        options = {name: [option.name for option in suite.option_list] for name, suite in SUITES.items()}
-        suites = {name: {"about": about[name], "options": options[name]} for name in SUITES}
+        suites = {n: {"about": about[n], "options": [one.name for one in s.option_list]} for n, s in SUITES.items()}
         print(json.dumps(suites, indent=2) if args.json else listing(about))
         return 0
     needed = {"MODEL": args.model, "--suite": args.suite, "--data": args.data}
     if missing := [flag for flag, value in needed.items() if not value]:
         raise VitfocusError(f"{missing[0]} is missing: vitfocus evaluate MODEL --suite NAME --data DIR.")
     given = {name: getattr(args, name) for name in switches() if getattr(args, name) is not None}
-    suite, length = find_suite(args.suite, given)[0], shapes_named(args.data, args.limit or 2000)
+    suite, _ = find_suite(args.suite, given)
+    length = shapes_named(args.data, args.limit or 2000)
     if length is None and not Path(args.data).is_dir():
         raise VitfocusError(f"There is no folder {args.data}; --data expects the folder of the images, or shapes:N.")
 
