@@ -126,7 +126,8 @@ POOLING = [
 @pytest.mark.parametrize("case", POOLING, ids=lambda case: case.name)
 def test_pooling(case: Pooling) -> None:
     check_pooling(case, seed=len(case.name), device="cuda")
-    check_pooling_with_norm(case, seed=len(case.name), device="cuda")
+    if case.batch * case.grid[0] * case.grid[1] > 1:  # torch's batch norm needs more than one value per channel
+        check_pooling_with_norm(case, seed=len(case.name), device="cuda")
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
