@@ -88,8 +88,26 @@ def explicit(query: Tensor, key: Tensor, bias: Tensor | None, scale: float, opti
     return row_similarity(maps, **form)
 
 
+def clear_seed(case: Attention, seed: int) -> int:
+    """The first seed from this one on that leaves no column's mean within 1e-4 of the threshold.
+
+    There the gradient jumps, and rounding the map to float16 may carry the mean across.
+    """
+    rounded = case.dtype in (torch.float16, torch.bfloat16) and case.heads == "mean"
+    while rounded and case.variant == "official" and case.threshold and case.bias is None:
+        query, key, _, options = case.inputs(seed)
+        maps = (query.detach().double() @ key.detach().double().mT * case.scale).softmax(-1).mean(1)
+        rows = options["rows"] if options["rows"] is not None else slice(case.first, None)
+        columns = maps[:, rows, case.first :].mean(1)
+        if (columns * columns.shape[1] / case.threshold - 1).abs().min() > 1e-4:
+            break
+        seed += 100
+    return seed
+
+
 def check_attention(case: Attention, seed: int = 0, device: str = "cpu") -> None:
     """Loss and gradients of the chosen backend against `explicit`; the loss is scaled, as for half precision."""
+    seed = clear_seed(case, seed)
     query, key, bias, options = case.inputs(seed, device)
     wanted = [one for one in (query, key, bias) if one is not None]
     exact = [one.detach().double().requires_grad_() for one in wanted]
@@ -120,6 +138,7 @@ def joined(case: Attention, seed: int = 0, device: str = "cpu") -> tuple[Tensor,
 
 def check_joined(case: Attention, seed: int = 0, device: str = "cpu") -> None:
     """Output, loss and gradients of attention and loss as one operation against float64."""
+    seed = clear_seed(case, seed)
     given = joined(case, seed, device)
     tensors, options = given[:3], given[3]
     exact = [one.detach().double().requires_grad_() for one in tensors]

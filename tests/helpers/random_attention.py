@@ -118,6 +118,13 @@ def _bias(shape: tuple[int, int, int, int], dtype: torch.dtype, pick: Random, dr
     return (bias.mT.contiguous().mT if pick.random() < 0.3 else bias).to(dtype)
 
 
+def has_entry_at_threshold(call: Call) -> bool:
+    """Whether an entry of the map is within 1e-6 of the threshold: where a row attends to one key alone, say."""
+    maps = call.exact_logits.softmax(-1)
+    maps = maps.mean(1, keepdim=True) if call.options["heads"] == "mean" else maps
+    return bool((maps * maps.shape[3] - call.options["threshold"]).abs().min() < 1e-6)
+
+
 def check_loss(call: Call) -> None:
     """The loss and its gradients of the chosen backend."""
     given = [one for one in (call.query, call.key, call.bias) if one is not None]
@@ -129,6 +136,8 @@ def check_loss(call: Call) -> None:
     expected = explicit(exact[0], widened, bias, call.scale, call.options)
     got = diversity(call.query, call.key, scale=call.scale, bias=call.bias, lse=call.lse, **call.options)
     near, near_gradient = TOLERANCES[call.query.dtype]
+    if call.query.dtype != torch.float64 and has_entry_at_threshold(call):
+        return  # rounding may carry it across, where loss and gradient jump
     assert got.dtype == torch.promote_types(call.query.dtype, torch.float32)
     assert abs(got.item() - expected.item()) <= near * expected.item() + 1e-7, (got.item(), expected.item())
     factor = 1024.0
