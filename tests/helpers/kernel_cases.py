@@ -105,15 +105,19 @@ def clear_seed(case: Attention, seed: int) -> int:
     return seed
 
 
-def check_attention(case: Attention, seed: int = 0, device: str = "cpu") -> None:
-    """Loss and gradients of the chosen backend against `explicit`; the loss is scaled, as for half precision."""
+def check_attention(case: Attention, seed: int = 0, device: str = "cpu", given: bool = False) -> None:
+    """Loss and gradients of the chosen backend against `explicit`; the loss is scaled, as for half precision.
+
+    With `given`, the softmax's normalisers are given, of logits without a bias.
+    """
     seed = clear_seed(case, seed)
     query, key, bias, options = case.inputs(seed, device)
     wanted = [one for one in (query, key, bias) if one is not None]
     exact = [one.detach().double().requires_grad_() for one in wanted]
     expected = explicit(exact[0], exact[1], exact[2] if bias is not None else None, case.scale, options)
     assert (expected < 1e-3) == case.silent, "a case that shows nothing"
-    got = diversity(query, key, scale=case.scale, bias=bias, **options)
+    lse = (exact[0] @ exact[1].mT * case.scale).logsumexp(-1).detach().float() if given else None
+    got = diversity(query, key, scale=case.scale, bias=bias, lse=lse, **options)
     near, near_gradient = TOLERANCES[case.dtype]
     compare("loss", got, expected, near)
     factor = 1024.0

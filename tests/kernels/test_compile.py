@@ -150,6 +150,20 @@ def joint_diversity(biased: bool) -> None:
         op.launch_backward(torch.ones(()), query, key, bias, None, options, tuple(saved), biased)
 
 
+def whole_maps(dtype: torch.dtype, paper: bool, biased: bool, given: bool, joint: bool, count: int) -> None:
+    """The loss of maps that a program keeps in registers, with gradients that are kept and without."""
+    from vitfocus.kernels.diversity import op
+    from vitfocus.kernels.diversity.chunked import LossOptions
+
+    query, key, bias = attention(dtype, biased, (6, 64), count)
+    lse = torch.ones(query.shape[:3]) if given else None
+    options = LossOptions(0.125, count % 2, True, paper, 2.0)
+    with patch.object(op, "BUSY", 1 if joint else 10**6):
+        for wants in (True, False):
+            _, *saved = op.launch_forward(query, key, bias, None, lse, options, wants)
+        op.launch_backward(torch.ones(()), query, key, bias, None, options, tuple(saved), biased)
+
+
 def joined_attention(count: int, dtype: torch.dtype) -> None:
     """The gradients of attention and loss as one operation."""
     from vitfocus.kernels.diversity import op, with_attention
@@ -199,7 +213,7 @@ HALF, SINGLE = torch.bfloat16, torch.float32
 CASES: dict[str, tuple[Callable[..., None], tuple[Any, ...], set[str]]] = {
     "loss": (
         diversity,
-        (HALF, True, False, False, False),
+        (HALF, True, False, False, False, None, 150),
         {"mean_pass", "column_pass", "unit_pass", "slope_pass", "gradient_pass", "key_gradient", "query_gradient"},
     ),
     "loss, both gradients at once": (joint_diversity, (True,), {"gradient_pass", "joint_gradient", "bias_gradient"}),
@@ -208,6 +222,10 @@ CASES: dict[str, tuple[Callable[..., None], tuple[Any, ...], set[str]]] = {
         (SINGLE, False, True, True, True),
         {"unit_pass_alone", "bias_gradient", "log_sum_exp"},
     ),
+    "loss, whole maps": (whole_maps, (HALF, False, False, True, True, 65), {"whole_pass", "joint_gradient"}),
+    "loss, whole maps of all keys": (whole_maps, (HALF, True, False, False, False, 128), {"whole_pass"}),
+    "loss, whole maps with a bias": (whole_maps, (HALF, False, True, True, True, 49), {"whole_pass", "bias_gradient"}),
+    "loss, whole maps in float32": (whole_maps, (SINGLE, True, False, True, False, 65), {"whole_pass"}),
     "loss, with attention": (joined_attention, (197, HALF), {"mean_pass", "gradient_pass", "attention_gradient"}),
     "loss, with attention, all keys": (joined_attention, (256, torch.float16), {"attention_gradient"}),
     "loss, with attention, long": (
@@ -257,6 +275,7 @@ WRITTEN = {
     "diversity.slope_pass": {"bounds", "losses", "slopes"},
     "diversity.unit_pass": {"column_sums", "unit_sums"},
     "diversity.unit_pass_alone": {"along", "towards", "unit_sums"},
+    "diversity.whole_pass": {"bounds", "losses", "norms", "slope"},
     "kernels.log_sum_exp": {"out"},
     "kernels.lower_kernel": {"norms"},
     "pooling.gather_taps": {"hidden", "partial"},
@@ -348,10 +367,15 @@ def taken(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]
 
 
 def check_diversity(compiler: Compiler, taken: dict[str, int], width: int, dtype: torch.dtype) -> None:
-    for heads, count in ((6, 70), (48, 128), (1, 70)):
+    from vitfocus.kernels.diversity import op
+
+    for heads, count in ((6, 50), (6, 70), (48, 128), (1, 70)):
         for biased in (False, True):
-            diversity(dtype, True, False, biased, False, (heads, width), count)
+            for most in (0, op.WHOLE):
+                with patch.object(op, "WHOLE", most):
+                    diversity(dtype, True, False, biased, False, (heads, width), count)
     assert {"mean_pass", "key_gradient", "query_gradient", "bias_gradient", "log_sum_exp"} <= set(taken)
+    assert ("whole_pass" in taken) == (width <= 64)
     assert max(taken.values()) <= compiler.shared, taken
 
 

@@ -32,6 +32,7 @@ from vitfocus.anatomy import GridRule
 from vitfocus.kernels.attention import Observation
 from vitfocus.kernels.backends import backend, has_triton
 from vitfocus.kernels.context.op import share_mean
+from vitfocus.kernels.diversity.chunked import LossOptions
 from vitfocus.kernels.diversity.op import diversity
 from vitfocus.kernels.diversity.reference import row_similarity
 from vitfocus.kernels.pooling.op import mix_dilated, pool_tokens, predict_hidden
@@ -92,8 +93,65 @@ def test_diversity(case: Attention) -> None:
         check_attention(case, seed=len(case.name))
 
 
+@pytest.fixture(params=[True, False], ids=["whole", "passes"])
+def whole(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Small maps in one launch and, as larger ones are, in several."""
+    from vitfocus.kernels.diversity import op as diversity_op
+
+    monkeypatch.setattr(diversity_op, "WHOLE", diversity_op.WHOLE if request.param else 0)
+    return bool(request.param)
+
+
+SEVERAL = [case for case in ATTENTION if case.heads == "mean" and case.shape[1] > 1 and case.shape[3] <= 64]
+
+
+@pytest.mark.parametrize("case", SEVERAL, ids=lambda case: case.name)
+def test_small_maps_in_several_launches(case: Attention, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vitfocus.kernels.diversity import op as diversity_op
+
+    monkeypatch.setattr(diversity_op, "WHOLE", 0)
+    with backend("triton"):
+        check_attention(case, seed=len(case.name))
+
+
+WHOLE = [
+    *(
+        Attention(f"{variant}-{count}", (2, 3, count, 16), variant=variant, silent=count == 1)
+        for variant in ("official", "paper")
+        for count in (1, 7, 49, 65, 128)
+    ),
+    *(Attention(f"half-{v}", (2, 3, 65, 64), variant=v, dtype=HALF) for v in ("official", "paper")),
+    *(Attention(f"half-first-{first}", (1, 2, 50, 32), first=first, dtype=HALF) for first in (1, 5)),
+    *(Attention(f"no-threshold-{v}", (1, 2, 50, 24), variant=v, first=1, threshold=0.0) for v in ("official", "paper")),
+    Attention("sampled", (2, 2, 128, 16), rows=60, first=1, variant="paper", dtype=HALF),
+    Attention("fewer-keys", (2, 2, 100, 16), keys=20),
+    Attention("more-keys", (2, 2, 20, 48), keys=128, dtype=HALF),
+    Attention("silent", (2, 2, 50, 16), threshold=30.0, silent=True),
+]
+
+
+@pytest.mark.parametrize("joint", [False, True], ids=["apart", "joint"])
+@pytest.mark.parametrize("given", [False, True], ids=["", "normalisers"])
+@pytest.mark.parametrize("case", WHOLE, ids=lambda case: case.name)
+def test_maps_in_registers(case: Attention, given: bool, joint: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing but this kernel and those of the gradients of queries and keys is launched."""
+    from vitfocus.kernels.diversity import op as diversity_op
+
+    if joint and case.dtype != HALF:
+        return  # only tiles in half precision hold all columns
+    monkeypatch.setattr(diversity_op, "BUSY", 1 if joint else diversity_op.BUSY)
+    for name in ("mean_pass", "unit_pass", "gradient_pass"):
+        monkeypatch.setattr(diversity_op._Launch, name, None)
+    with backend("triton"):
+        check_attention(case, seed=len(case.name), given=given)
+        query, key, _, options = case.inputs(len(case.name))
+        losses = [diversity(q, k, scale=0.3, **options) for q, k in ((query, key), (query.detach(), key.detach()))]
+    assert torch.equal(*losses), "gradients that are not wanted are not computed"
+
+
 @pytest.mark.parametrize("up", [False, True], ids=["down", "up"])
 @pytest.mark.parametrize("variant", ["official", "paper"])
+@pytest.mark.usefixtures("whole")
 def test_rounding_carries_no_entry_across_the_threshold(variant: str, up: bool) -> None:
     """The stored map is float16: a threshold between an entry and what it rounds to must still tell them apart."""
     case = Attention("between", (1, 3, 20, 16), variant=variant, dtype=HALF)
@@ -121,6 +179,7 @@ def test_logits_are_as_extreme_as_they_should_be() -> None:
     assert (query @ key.mT).abs().max() * case.scale > 80
 
 
+@pytest.mark.usefixtures("whole")
 def test_diversity_repeats_bit_by_bit() -> None:
     query, key, _, options = Attention("again").inputs(3)
     with backend("triton"):
@@ -224,6 +283,7 @@ JOINT = [
 ]
 
 
+@pytest.mark.usefixtures("whole")
 @pytest.mark.parametrize("case", JOINT, ids=lambda case: case.name)
 def test_both_gradients_at_once(case: Attention, monkeypatch: pytest.MonkeyPatch) -> None:
     from vitfocus.kernels.diversity import op as diversity_op
@@ -242,6 +302,7 @@ def test_some_maps_are_kept_and_the_others_computed_again(
     from vitfocus.kernels.diversity import op as diversity_op
 
     monkeypatch.setattr(diversity_op, "BUSY", 1 if joint else diversity_op.BUSY)
+    monkeypatch.setattr(diversity_op, "WHOLE", 0)
     case = Attention("kept", (5, 2, 23, 16), bias=(1, 2, 23, 23), variant=variant, first=1, rows=19, dtype=HALF)
     check_attention(case, seed=1)
     query, key, bias, options = case.inputs(1)
@@ -253,6 +314,31 @@ def test_some_maps_are_kept_and_the_others_computed_again(
     assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
 
 
+@pytest.mark.parametrize("joint", [False, True], ids=["apart", "joint"])
+@pytest.mark.parametrize("variant", ["official", "paper"])
+def test_gradients_of_maps_in_registers_are_kept_or_computed_again(
+    variant: str, joint: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With as many channels as keep them, and with fewer; which changes no bit."""
+    from vitfocus.kernels.diversity import op as diversity_op
+
+    monkeypatch.setattr(diversity_op, "BUSY", 1 if joint else diversity_op.BUSY)
+    case = Attention("again", (5, 3, 50, 64), variant=variant, first=1, dtype=HALF)
+    check_attention(case, seed=1)
+    query, key, _, options = case.inputs(1)
+    results = []
+    for share in (diversity_op.KEPT_OVER_QUERIES, 0):
+        monkeypatch.setattr(diversity_op, "KEPT_OVER_QUERIES", share)
+        _, _, _, slope = diversity_op.launch_forward(
+            query, key, None, None, None, LossOptions(case.scale, 1, True, variant == "paper", 1.5)
+        )
+        assert slope.shape[0] == (5 if share else 0)
+        loss = diversity(query, key, scale=case.scale, **options)
+        results.append((loss, *torch.autograd.grad(loss, (query, key))))
+    assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
+
+
+@pytest.mark.usefixtures("whole")
 @pytest.mark.parametrize(
     "case",
     [
@@ -363,6 +449,7 @@ def test_a_shared_mean_can_be_differentiated_twice_or_says_no() -> None:
         twice(share_mean, [tokens, torch.ones(8, requires_grad=True)])
 
 
+@pytest.mark.usefixtures("whole")
 def test_a_query_that_is_not_a_number_is_not_hidden() -> None:
     query, key, _, options = Attention("nan", (2, 2, 23, 16)).inputs(0)
     spoilt = query.detach().clone()
@@ -505,6 +592,7 @@ def test_no_images_at_all() -> None:
     assert mix_dilated(tokens, predict_hidden(tokens, first, (2, 2)), torch.zeros(3, 3, 3, 3)).shape == (0, 5, 8)
 
 
+@pytest.mark.usefixtures("whole")
 def test_given_normalisers_change_nothing() -> None:
     query, key, _, options = Attention("given", (2, 2, 50, 16)).inputs(5)
     lse = (query.detach() * 0.25 @ key.detach().mT).logsumexp(-1)

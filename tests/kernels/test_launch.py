@@ -71,20 +71,19 @@ def launch_all(images: int, device: str) -> None:
     for launch in (pooling._launch_whole, pooling._launch_parts):
         launch(tokens, first, (2, 2))
     query, bias = torch.empty(images, 2, 4, 16, **half), torch.empty(1, 2, 4, 4, **half)
-    for mean in (True, False):
+    for mean, most in ((True, diversity_op.WHOLE), (True, 0), (False, 0)):
         place = LossOptions(1, 0, mean, True, 2)
-        _, *saved = diversity_op.launch_forward(query, query, bias, None, None, place)
         for keys, busy in ((0, 264), (256, 1)):  # the gradients of queries and keys apart, and at once
-            with patch.multiple(diversity_op, JOINT_KEYS=keys, BUSY=busy):
+            with patch.multiple(diversity_op, WHOLE=most, JOINT_KEYS=keys, BUSY=busy):
+                _, *saved = diversity_op.launch_forward(query, query, bias, None, None, place)
                 arguments = (query, query, bias, None, place, tuple(saved), True)
                 diversity_op.launch_backward(torch.ones((), device=device), *arguments)
-    _, *saved = diversity_op.launch_forward(query, query, None, None, None, LossOptions(1, 0, True, True, 2))
     lse, one = torch.empty(query.shape[:3], device=device), torch.ones((), device=device)
+    place = LossOptions(1, 0, True, True, 2)
     for busy in (1, 1 << 40):  # a program per head, and blocks of queries and keys
-        with patch.object(diversity_op, "BUSY", busy):
-            with_attention.launch_gradients(
-                query.transpose(1, 2), one, *(query,) * 4, lse, LossOptions(1, 0, True, True, 2), tuple(saved)
-            )
+        with patch.multiple(diversity_op, WHOLE=0, BUSY=busy):
+            _, *saved = diversity_op.launch_forward(query, query, None, None, None, place)
+            with_attention.launch_gradients(query.transpose(1, 2), one, *(query,) * 4, lse, place, tuple(saved))
     statistics_kernels.statistics((query, query, None, None), 1.0, [], 2.0, 1)
     statistics_kernels.pair_products((query, query, None, None), (query, query, None, None), 1.0)
 
@@ -93,7 +92,7 @@ def launch_all(images: int, device: str) -> None:
 KERNELS = {
     *("share_mean_kernel", "block_sums", "gather_taps", "scatter_taps", "mix", "score_gradient"),
     *("mixing_weights", "score_backward", "log_sum_exp", "mean_pass", "column_pass", "unit_pass", "unit_pass_alone"),
-    *("slope_pass", "gradient_pass", "query_gradient", "key_gradient", "joint_gradient", "bias_gradient"),
+    *("whole_pass", "slope_pass", "gradient_pass", "query_gradient", "key_gradient", "joint_gradient", "bias_gradient"),
     *("attention_gradient", "attention_query_gradient", "attention_key_gradient"),
     *("lower_kernel", "row_pass", "head_pass", "conclude_pass", "pair_pass"),
 }
@@ -147,7 +146,7 @@ def test_memory_is_linear_in_the_tokens(bias_rows: int | None, launches: list[La
 
 
 @pytest.mark.usefixtures("launches")
-@pytest.mark.parametrize(("count", "kept"), [(197, 64), (1025, 17), (4097, 0)])
+@pytest.mark.parametrize(("count", "kept"), [(65, 64), (128, 64), (197, 64), (1025, 17), (4097, 0)])
 def test_what_is_kept_for_the_backward_pass_is_smaller_than_the_queries(count: int, kept: int) -> None:
     from vitfocus.kernels.diversity import op as diversity_op
     from vitfocus.kernels.diversity.chunked import LossOptions
@@ -244,11 +243,13 @@ def test_block_sizes_are_powers_of_two(count: int, width: int, monkeypatch: pyte
 
     monkeypatch.setattr(JITFunction, "run", run)
     query = torch.empty(1, count, 3, width, dtype=torch.bfloat16).transpose(1, 2)
-    for rows in (None, torch.arange(0, count, 2)):
+    for rows, most in itertools.product((None, torch.arange(0, count, 2)), (0, diversity_op.WHOLE)):
         options = LossOptions(1.0, 0, True, False, 2.0)
-        _, *saved = diversity_op.launch_forward(query, query, None, rows, None, options)
-        diversity_op.launch_backward(torch.ones(()), query, query, None, rows, options, tuple(saved), False)
+        with patch.object(diversity_op, "WHOLE", most):
+            _, *saved = diversity_op.launch_forward(query, query, None, rows, None, options)
+            diversity_op.launch_backward(torch.ones(()), query, query, None, rows, options, tuple(saved), False)
     statistics_kernels.statistics((query, query, None, None), 1.0, [], 2.0, 1)
     statistics_kernels.pair_products((query, query, None, None), (query, query, None, None), 1.0)
     assert {"lower_kernel.BLOCK", "mean_pass.BM", "row_pass.BN"} <= set(blocks)
+    assert ("whole_pass.BM" in blocks) == (count < 128 and width <= 64)
     assert not {name: sizes for name, sizes in blocks.items() if any(size & (size - 1) for size in sizes)}

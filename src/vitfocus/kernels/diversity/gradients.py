@@ -6,8 +6,13 @@ the tile itself. See triton.py, which has the shapes; attention_gradients.py add
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from vitfocus.kernels.diversity.triton import _place
 from vitfocus.kernels.tiles import by_row, load_rows, logits, single, store_rows
@@ -293,3 +298,37 @@ def bias_gradient(
     else:
         before = tl.load(start + cols, mask=col_ok, other=0.0)
         tl.store(start + cols, before + tl.sum(total, 0), mask=col_ok)
+
+
+class BiasSum:
+    """The gradient of a bias: per image if the bias is; else summed over images in parts, to occupy many SMs.
+
+    Nothing is larger than the bias in float32, or `least` bytes: heads and rows that share a bias are summed at once.
+    """
+
+    def __init__(self, bias: Tensor, sizes: tuple[int, int, int], settings: dict[str, Any], least: int) -> None:
+        self.bias, self.settings, (self.images, self.queries, self.keys) = bias, settings, sizes
+        self.by_row = bias.shape[2] > 1 or self.queries == 1
+        shape = (bias.shape[1], self.queries if self.by_row else 1, self.keys)
+        most = max(1, least // (4 * math.prod(shape)))
+        self.at_once = 1 if bias.shape[0] > 1 else -(-self.images // min(64, most, self.images))
+        parts = -(-self.images // self.at_once)
+        self.sums = torch.zeros(parts, *shape, dtype=torch.float32, device=bias.device)
+
+    def add(self, given: tuple[Any, ...], rest: tuple[Any, ...], begin: int, end: int) -> None:
+        """Add what these rows give."""
+        row_blocks = -(-(end - begin) // self.settings["BM"]) if self.by_row else 1
+        tiles = row_blocks * -(-self.keys // self.settings["BN"])
+        parts, heads = self.sums.shape[:2]
+        bias_gradient[(tiles * heads * parts,)](
+            *given, self.sums, *rest, self.queries, self.images, self.at_once, heads, **self.settings,
+            BY_ROW=self.by_row,
+        )  # fmt: skip
+
+    def total(self) -> Tensor:
+        """The sum in the shape and dtype of the bias."""
+        sums = self.sums
+        for axis in range(4):
+            if self.bias.shape[axis] == 1 and sums.shape[axis] > 1:
+                sums = sums.sum(dim=axis, keepdim=True)
+        return sums.expand(self.bias.shape).to(self.bias.dtype)

@@ -39,6 +39,10 @@ SMALL = 1 << 18
 BUSY = 264
 #: Up to this many keys, one program computes both gradients of a head, if there are enough heads to fill half a GPU.
 JOINT_KEYS = 256
+#: Up to this many rows and keys, a program keeps a map in registers; with a bias up to half, or they would not suffice.
+WHOLE = 128
+#: The warps of that program, up to 64 x 64 and beyond.
+WHOLE_WARPS = (4, 8)
 #: Rows, columns, warps and stages of tiles in half precision, up to 64 channels, as benchmarks/kernel_tiles.py found.
 TILES = {"mean": (64, 64, 4, 3), "query": (64, 32, 4, 4), "key": (64, 64, 4, 3), "joint": (32, JOINT_KEYS, 8, 3)}
 #: Rows and columns of tiles of the mean map, which take four warps.
@@ -97,10 +101,12 @@ def diversity(
     if name == "chunked":
         return diversity_in_chunks(query, key, bias, rows, options)
     query, key = readable(query), readable(key)
+    wants = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in (query, key, bias))
+    given = (query, key, bias, rows, lse)
     if not torch.compiler.is_compiling() and type(query) is Tensor:
-        like = (query.shape, key.shape, query.dtype, bias if bias is None else bias.shape, rows is None, lse is None)
-        compile_together(query.device, (like, options), partial(_launch_all, query, key, bias, rows, lse, options))
-    made: Tensor = _Diversity.apply(query, key, bias, rows, lse, *options)
+        like = (query.shape, key.shape, query.dtype, None if bias is None else bias.shape, rows is None, lse is None)
+        compile_together(query.device, (like, options, wants), partial(_launch_all, *given, options, wants))
+    made: Tensor = _Diversity.apply(*given, wants, *options)
     return made
 
 
@@ -125,6 +131,7 @@ class _Diversity(torch.autograd.Function):
         bias: Tensor | None,
         rows: Tensor | None,
         lse: Tensor | None,
+        wants: bool,
         scale: float,
         first: int,
         average_heads: bool,
@@ -133,7 +140,7 @@ class _Diversity(torch.autograd.Function):
     ) -> Tensor:
         ctx.options = (scale, first, average_heads, paper, threshold)
         ctx.wants_bias = bias is not None and bias.requires_grad
-        loss, *saved = launch_forward(query, key, bias, rows, lse, LossOptions(*ctx.options))
+        loss, *saved = launch_forward(query, key, bias, rows, lse, LossOptions(*ctx.options), wants)
         ctx.save_for_backward(query, key, bias, rows, *saved)
         return loss
 
@@ -143,34 +150,40 @@ class _Diversity(torch.autograd.Function):
         options = LossOptions(*ctx.options)
         if wants_second_derivative():
             whole = partial(on_whole_maps, rows=rows, options=options)
-            return *differentiable_gradients(whole, (query, key, bias), gradient), *(None,) * 7
+            return *differentiable_gradients(whole, (query, key, bias), gradient), *(None,) * 8
         made = launch_backward(gradient, query, key, bias, rows, options, tuple(saved), ctx.wants_bias)
-        return (*made, *(None,) * 7)
+        return (*made, *(None,) * 8)
 
 
 def _launch_all(
-    query: Tensor, key: Tensor, bias: Tensor | None, rows: Tensor | None, lse: Tensor | None, options: LossOptions
-) -> None:
+    query: Tensor, key: Tensor, bias: Tensor | None, rows: Tensor | None, lse: Tensor | None, options: LossOptions,
+    wants: bool,
+) -> None:  # fmt: skip
     """Run both passes, to collect the kernels that they launch."""
-    loss, *saved = launch_forward(query, key, bias, rows, lse, options)
-    if query.requires_grad or key.requires_grad:
+    loss, *saved = launch_forward(query, key, bias, rows, lse, options, wants)
+    if wants:
         learns = bias is not None and bias.requires_grad
         launch_backward(loss, query, key, bias, rows, options, tuple(saved), learns)
 
 
 @on_device_of_first
 def launch_forward(
-    query: Tensor, key: Tensor, bias: Tensor | None, rows: Tensor | None, lse: Tensor | None, options: LossOptions
-) -> tuple[Tensor, ...]:
+    query: Tensor, key: Tensor, bias: Tensor | None, rows: Tensor | None, lse: Tensor | None, options: LossOptions,
+    wants: bool = True,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """The loss, then what the backward pass needs: normalisers, column averages and slopes, norms of the averages, two
     vectors by row if maps are of single heads, bounds of the gradient, squares of the rows, mean maps.
 
-    Only so many of the mean maps over heads, from the first on, as `kept` says.
+    Only so many of the mean maps over heads, from the first on, as `kept` says. Of maps in registers: normalisers,
+    bounds and the gradient with respect to the maps, if all are kept and gradients are wanted (`wants`).
     """
     from vitfocus.kernels.diversity import triton as kernels
     from vitfocus.kernels.tiles import lower_norms, normalisers
 
     launch = _Launch(query, key, bias, rows, options)
+    if launch.whole:
+        losses, *made = launch.whole_pass(lse, wants and launch.kept == launch.maps)
+        return losses.mean(), *made
     maps, count, span, empty = launch.maps, launch.count, launch.span, launch.empty
     lse = normalisers(query, key, bias, options.scale) if lse is None else lse.contiguous()
     inputs = launch.inputs(lower_norms(lse, rows, launch.count, launch.first, math.log2(launch.keys)))
@@ -213,7 +226,13 @@ def launch_backward(
 
     launch = _Launch(query, key, bias, rows, options)
     maps, count, group = launch.maps, launch.count, launch.group
-    norms, average, slopes, lengths, towards, along, bounds, squares, mean_map = saved
+    if launch.whole:
+        norms, bounds, slope = saved
+        if slope.shape[0] == 0:
+            _, norms, bounds, slope = launch.whole_pass(None, True)
+        average = slopes = towards = along = norms  # stand in for what is read for maps of single heads
+    else:
+        norms, average, slopes, lengths, towards, along, bounds, squares, mean_map = saved
     inputs, chunks = launch.inputs(norms), launch.chunks()
     mine, theirs = (launch.settings(kind) | {"ALONE": launch.alone} for kind in ("query", "key"))
     inner, share = torch.empty_like(norms), 1 / (maps * count * group)
@@ -223,11 +242,13 @@ def launch_backward(
     key_sum = key_gradient if len(chunks) == 1 else empty_like_tokens(key, torch.float32)
     bias_sum = None
     if bias is not None and wants_bias and (bias.shape[3] > 1 or launch.keys == 1):
-        bias_sum = _BiasSum(bias, launch, mine | {"JOINT": launch.joint})
+        sizes = (launch.batch, launch.queries, launch.keys)
+        bias_sum = kernels.BiasSum(bias, sizes, mine | {"JOINT": launch.joint}, LEAST_MAP)
     if bias_sum is not None or mine["BM"] % theirs["BM"]:
         inner.zero_()  # blocks of rows may extend past those that are written
     for begin, end in chunks:
-        slope = launch.gradient_pass(inputs, mean_map, average, lengths, slopes, squares, bounds, begin, end)
+        if not launch.whole:
+            slope = launch.gradient_pass(inputs, mean_map, average, lengths, slopes, squares, bounds, begin, end)
         given = (*inputs, slope, average, slopes, towards, along, bounds, inner, gradient)
         rest = (share, *launch.numbers, begin, end)
         if launch.joint:
@@ -251,40 +272,6 @@ def launch_backward(
         return query_gradient, key_gradient, None
     # Adding a constant to all logits of a row does not change attention.
     return query_gradient, key_gradient, bias_sum.total() if bias_sum is not None else torch.zeros_like(bias)
-
-
-class _BiasSum:
-    """The gradient of a bias: per image if the bias is; else summed over images in parts, to occupy many SMs.
-
-    Nothing is larger than the bias in float32, or a few megabytes: heads and rows that share a bias are summed at once.
-    """
-
-    def __init__(self, bias: Tensor, launch: _Launch, settings: dict[str, Any]) -> None:
-        self.bias, self.launch, self.settings = bias, launch, settings
-        self.by_row = bias.shape[2] > 1 or launch.queries == 1
-        shape = (bias.shape[1], launch.queries if self.by_row else 1, launch.keys)
-        most = max(1, LEAST_MAP // (4 * math.prod(shape)))
-        self.at_once = 1 if bias.shape[0] > 1 else _ceil_div(launch.batch, min(64, most, launch.batch))
-        parts = _ceil_div(launch.batch, self.at_once)
-        self.sums = torch.zeros(parts, *shape, dtype=torch.float32, device=bias.device)
-
-    def add(self, given: tuple[Any, ...], rest: tuple[Any, ...], begin: int, end: int) -> None:
-        from vitfocus.kernels.diversity import gradients as kernels
-
-        launch, settings = self.launch, self.settings
-        row_blocks = _ceil_div(end - begin, settings["BM"]) if self.by_row else 1
-        tiles = row_blocks * _ceil_div(launch.keys, settings["BN"])
-        parts, heads = self.sums.shape[:2]
-        kernels.bias_gradient[(tiles * heads * parts,)](
-            *given, self.sums, *rest, launch.queries, launch.batch, self.at_once, heads, **settings, BY_ROW=self.by_row
-        )
-
-    def total(self) -> Tensor:
-        sums = self.sums
-        for axis in range(4):
-            if self.bias.shape[axis] == 1 and sums.shape[axis] > 1:
-                sums = sums.sum(dim=axis, keepdim=True)
-        return sums.expand(self.bias.shape).to(self.bias.dtype)
 
 
 class _Launch:
@@ -336,6 +323,11 @@ class _Launch:
         dtype = torch.float32 if wide else torch.float16
         return torch.empty(maps, rows, self.stride, dtype=dtype, device=self.query.device)
 
+    def empty_slope(self, maps: int, rows: int) -> Tensor:
+        """Space for the gradient with respect to so many maps, as the kernels for queries and keys read it."""
+        made = self.empty_map(0 if self.joint else maps, rows)
+        return made.new_empty(maps, self.stride, _ceil_div(rows, 16) * 16) if self.joint else made
+
     def chunks(self) -> list[tuple[int, int]]:
         """Start and end of each chunk of rows whose mean maps exist at the same time, in multiples of a block."""
         if self.alone:
@@ -376,6 +368,29 @@ class _Launch:
         settings, (begin, end) = self.settings("mean"), self.chunks()[0]
         programs = _ceil_div(end - begin, settings["BM"]) * self.maps
         return max(1, min(_ceil_div(self.keys, 2 * settings["BN"]), 2 * BUSY // programs))
+
+    @property
+    def whole(self) -> bool:
+        """Whether one program takes a map of all heads, with its loss and gradient."""
+        most = WHOLE if self.bias is None else WHOLE // 2
+        return not self.alone and max(self.count, self.keys) <= most and self.width <= 64 and len(self.chunks()) == 1
+
+    def whole_pass(self, lse: Tensor | None, wants: bool) -> tuple[Tensor, ...]:
+        """Losses, normalisers, bounds and, if it is wanted, the gradient with respect to the maps."""
+        from vitfocus.kernels.diversity.triton import whole_pass
+
+        losses, bounds, norms = (
+            self.empty(self.maps),
+            self.empty(self.maps),
+            self.empty(*self.query.shape[:2], self.reach),
+        )
+        slope = self.empty_slope(self.maps if wants else 0, self.count)
+        whole_pass[(self.maps,)](
+            *self.inputs(self.query if lse is None else lse.contiguous()), norms, losses, bounds, slope, *self.numbers,
+            self.queries, math.log2(self.keys), **self.settings("whole"), HAS_LSE=lse is not None, WANTS_SLOPE=wants,
+            TURNED=self.joint,
+        )  # fmt: skip
+        return losses, norms, bounds, slope
 
     def mean_pass(
         self, inputs: tuple[Tensor, ...], mean_map: Tensor, sums: Tensor, squares: Tensor, begin: int, end: int,
@@ -421,9 +436,7 @@ class _Launch:
             return mean_map
         kept, (high, wide) = mean_map.shape[0], MAP_TILES["gradient"]
         settings = {"BR": high, "BK": min(wide, power_of_two(self.stride)), "PAPER": self.paper, "num_warps": 4}
-        made = self.empty_map(self.maps, end - begin)
-        if self.joint:
-            made = made.new_empty(self.maps, self.stride, _ceil_div(self.count, 16) * 16)
+        made = self.empty_slope(self.maps, end - begin)
         again = made
         if kept < self.maps:
             again = self.empty_map(self.maps, end - begin) if self.joint else made
@@ -451,7 +464,10 @@ class _Launch:
                     "num_warps": 8 if width > 256 else 4}  # fmt: skip
         rows, columns, stages = row_tiles(self.width, self.item, self.count, self.keys, self.space)
         warps = 4
-        if kind == "joint" or (self.item == 2 and self.width <= 64):
+        if kind == "whole":
+            rows, columns, stages = padded(self.count), padded(self.keys), 2 if self.item == 2 else 1
+            warps = WHOLE_WARPS[0] if rows * columns <= 4096 else WHOLE_WARPS[1]
+        elif kind == "joint" or (self.item == 2 and self.width <= 64):
             most_rows, most_columns, warps, stages = TILES[kind]
             rows, columns = min(most_rows, padded(self.count)), min(most_columns, padded(self.keys))
             if rows * columns <= most_rows * most_columns // 2:
