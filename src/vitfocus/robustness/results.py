@@ -219,6 +219,9 @@ class Scores:
 
         Returns:
             The folder.
+
+        Raises:
+            VitfocusError: The files cannot be written; those of an earlier save are kept.
         """
         RunFolder(folder).finish(self.to_dict(), flatten(self.samples))
         return Path(folder)
