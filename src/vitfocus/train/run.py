@@ -19,7 +19,7 @@ from torch import nn
 from vitfocus.core.arguments import checked
 from vitfocus.core.environment import Processes, device_name, usable_device, versions
 from vitfocus.core.errors import VitfocusError, VitfocusWarning
-from vitfocus.core.files import write_text
+from vitfocus.core.files import not_written, write_text
 from vitfocus.core.modules import SharedBatchNorm2d, mark_inserted, share_batch_norms
 from vitfocus.core.progress import Progress
 from vitfocus.core.records import convert, parse_json, parse_toml, read_json, read_text
@@ -234,8 +234,8 @@ def _assemble(
     schedule = TrainingSchedule.of(recipe, task.train_images)
     progress.total = schedule.steps
     progress.say(
-        f"{recipe.name}: {recipe.model.spec}, {task.train_images} training and {task.val_images} validation images, "
-        f"{schedule.steps} steps of {data.batch} on {device_name(device)}."
+        f"{recipe.name}: {recipe.model.spec}, {task.train_images} training and {task.val_images} validation "
+        f"{task.items}, {schedule.steps} steps of {data.batch} on {device_name(device)}."
     )
     norms = trained_batch_norms(model, frozen_norms) if checkpoint is None else []
     if recipe.engine.accumulate > 1 and norms:
@@ -301,7 +301,7 @@ def _export(trainer: Trainer, folder: Path, must: bool = True) -> None:
             replace_folder(folder, partial(save, model, base=base, arguments=arguments))
         except (OSError, VitfocusError) as error:
             if must:
-                raise
+                raise error if isinstance(error, VitfocusError) else not_written(folder, error) from None
             trainer.progress.say(
                 f"The best model so far cannot be saved ({str(error).rstrip('.')}). Training continues."
             )

@@ -131,8 +131,8 @@ class Trainer:
         state = checkpoint.state
         if state.images != self.schedule.images:
             raise VitfocusError(
-                f"The run began with {state.images} training images and there are {self.schedule.images} now, so it "
-                "cannot be resumed: restore the data, or train into another folder."
+                f"The run began with {state.images} training {self.task.items} and there are {self.schedule.images} "
+                "now, so it cannot be resumed: restore the data, or train into another folder."
             )
         restore(checkpoint, self.unwrapped, self.optimiser.optimizer, self.ema and self.ema.module)
         if self.accelerator.scaler is not None and state.scaler:
@@ -294,7 +294,7 @@ class Trainer:
         speed = (self.step - self._logged_step) * self.recipe.data.batch / max(1e-9, now - self._logged_at)
         row = {"kind": "train", "step": self.step, "epoch": self.schedule.epoch(self.step), "loss": loss, **terms}
         row |= {"lr": self.schedule.learning_rate(self.step - 1), "images_per_second": speed}
-        self.progress.update(self.step, row_text(row, self.score))
+        self.progress.update(self.step, row_text(row, self.score, self.task.items))
         if self.metrics is not None:
             self.metrics.add(row)
         self._logged_at, self._logged_step = now, self.step

@@ -51,6 +51,7 @@ class AnswerTask(Task):
     """A `ViltForQuestionAnswering`, small and from scratch or from a checkpoint."""
 
     name: ClassVar[str] = "answer"
+    items: ClassVar[str] = "questions"
     best: ClassVar[str] = "accuracy"
     compiles: ClassVar[bool] = False  # ViLT selects patches in loops over the batch
     reads: ClassVar[Mapping[str, frozenset[str]]] = {
