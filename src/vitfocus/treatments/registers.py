@@ -28,6 +28,7 @@ from vitfocus.treatments.operations import (
     AddHook,
     InputHook,
     OutputHook,
+    Override,
     StatefulModule,
     Surgeon,
     TokenSlot,
@@ -123,6 +124,28 @@ class JoinHook(InputHook):
         return mask
 
 
+class JoinedForward:
+    """The `forward` of the first block, which inserts the tokens itself: hooks on the block see its input without them.
+
+    transformers records the input of the first block as the first hidden state.
+    """
+
+    def __init__(self, host: nn.Module, join: JoinHook) -> None:
+        inner = host.__dict__.get("forward")
+        before = inner if isinstance(inner, JoinedForward) else None  # of another treatment, which inserts first
+        self.host = host
+        self.joins: list[JoinHook] = [*before.joins, join] if before else [join]
+        self.inner = before.inner if before else inner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The output of the block, with the added tokens."""
+        for join in self.joins:
+            args, kwargs = join(self.host, args, kwargs)
+        if self.inner is not None:
+            return self.inner(*args, **kwargs)
+        return type(self.host).forward(self.host, *args, **kwargs)
+
+
 class SplitTokens:
     """At the output of a block: removes the added tokens and stores them in the slot for the next block."""
 
@@ -183,7 +206,10 @@ def add_tokens(module: AddedTokens, name: str, anatomy: Anatomy, surgeon: Surgeo
         module.slots += [slot] if slot is not None else []
         surgeon.apply(CountTokens(block.host, module.count))
         join, split = JoinTokens(source, block.prefix_tokens), SplitTokens(block.prefix_tokens, module.count, slot)
-        surgeon.apply(AddHook(block.host, "input", JoinHook(join, module.count)))
+        hook = JoinHook(join, module.count)
+        first = block is blocks[0]
+        forward = Override(block.host, "forward", JoinedForward(block.host, hook)) if first else None
+        surgeon.apply(forward or AddHook(block.host, "input", hook))
         surgeon.apply(AddHook(block.host, "output", OutputHook(split), first=True))
         source = slot or given
 
