@@ -12,7 +12,7 @@ import sys
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from io import BufferedReader
@@ -230,6 +230,33 @@ def writable_folder(folder: str | Path) -> Path:
             return folder
     except OSError as error:
         raise NotWritten(f"The folder is not writable ({error.strerror or error}): {folder}.") from None
+
+
+def require_run_folder(folder: str | Path, marks: Collection[str], what: str) -> None:
+    """Refuse a folder that holds files but none of the `marks` of a run, which would mix with those files.
+
+    Args:
+        folder: The folder; it may be missing or empty.
+        marks: Names of files and folders, one of which every run has that was begun there.
+        what: What wrote the run, such as "vitfocus train".
+
+    Example:
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> require_run_folder(folder, ["config.toml"], "vitfocus train")
+        >>> (folder / "thesis.tex").touch()
+        >>> require_run_folder(folder, ["config.toml"], "vitfocus train")
+        Traceback (most recent call last):
+        vitfocus.core.errors.VitfocusError: ... holds thesis.tex and no run of vitfocus train: name a new or an ...
+    """
+    try:
+        present = sorted(path.name for path in Path(folder).iterdir())
+    except OSError:  # a new folder, or what `lock_folder` refuses
+        return
+    names = [name for name in present if name != LOCK and not name.startswith(_TEMPORARY)]
+    if names and not set(names) & set(marks):
+        more = len(names) - 3
+        found = ", ".join(names[:3]) + (f", {more} more" if more > 0 else "")
+        raise VitfocusError(f"{folder} holds {found} and no run of {what}: name a new or an empty folder.")
 
 
 class FolderInUse(VitfocusError):
