@@ -114,7 +114,6 @@ class AnswerTask(Task):
         return {**names, **(sizes if self.checkpoint.isidentifier() else {}), **given}
 
     def start(self, model: nn.Module, context: RunContext) -> None:
-        """Prepare the batches; each question counts as one image."""
         super().start(model, context)
         recipe, tokenizer = self.recipe, self.tokenizer
         self.preprocessing = preprocessing = preprocessing_of(model, recipe.data.size)
