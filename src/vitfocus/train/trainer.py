@@ -262,7 +262,12 @@ class Trainer:
         stop, late = self._stop_or_late(log)
         self.record.evaluation_due = last or self._evaluation_is_due(epoch)
         if self.record.evaluation_due and not stop:
-            stop = not self._evaluate()
+            try:
+                stop = not self._evaluate()
+            except VitfocusError:  # such as a damaged validation image; the steps since the last checkpoint are kept
+                if self.accelerator.num_processes == 1:  # others may wait for this one in the evaluation
+                    self._checkpoint(must=False)
+                raise
         by_steps = bool(engine.checkpoint_steps) and self.step % engine.checkpoint_steps == 0
         if last or stop or late or by_steps:
             self._checkpoint(must=last or stop)
