@@ -212,6 +212,7 @@ class Diagnosis:
         """
         return [kind for kind, key in figures().items() if any(key in row for row in self.rows)]
 
+    @checked
     def save(self, folder: str | Path) -> list[Path]:
         """Save as diagnosis.json and diagnosis.txt and, if matplotlib is installed, every figure as a PNG file.
 
@@ -235,6 +236,7 @@ class Diagnosis:
                 path.write_bytes(content)
         return paths
 
+    @checked
     def compare(self, other: Diagnosis, labels: Sequence[str] | None = None) -> DiagnosisComparison:
         """Compare with the diagnosis of a model with the same number of layers, layer by layer.
 

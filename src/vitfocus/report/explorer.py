@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from vitfocus.attention.capture import Models, named_models
-from vitfocus.core.arguments import checked, require_values
+from vitfocus.core.arguments import check_int, checked, require_values
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.files import writable_path, write_text
 from vitfocus.core.records import Count, convert, parse_json, read_json, read_text
@@ -119,7 +119,7 @@ def explorer_data(
         )
     if not budget > 0:
         raise VitfocusError(f"budget is a number of megabytes above 0, not {budget}.")
-    chosen = list(evenly_spaced(len(images), limit))
+    chosen = list(evenly_spaced(len(images), check_int("limit", limit, low=1)))
     pictures = images[chosen].cpu()
     titles = [str(names[index]) if names is not None else f"image {index}" for index in chosen]
     conditions = [pictures]

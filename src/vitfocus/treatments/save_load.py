@@ -5,6 +5,7 @@ The folder has the layout of the Hugging Face hub, so it can be pushed there unc
 
 from __future__ import annotations
 
+import reprlib
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -135,6 +136,9 @@ def save(
         raise VitfocusError("This model has no treatment, so there is nothing to save with only='treatments'.")
     if arguments is not None and base is None:
         raise VitfocusError("arguments are those of base: pass base=... (the model's name) as well, or neither.")
+    measured: list[ScoresLike] = list(scores) if isinstance(scores, tuple | list) else [scores]
+    if wrong := [one for one in measured if not hasattr(one, "models")]:
+        raise VitfocusError(f"scores holds {reprlib.repr(wrong[0])}; expected what vitfocus.evaluate returns.")
     # The config of a transformers model is enough; the checkpoint it came from may be gone by the time of loading.
     if base is not None and split_library(base)[0] != "transformers":
         origin = Origin(*split_library(base), dict(arguments or {}))
@@ -189,7 +193,6 @@ def save(
             content = {**transformers_fields(model, treatments), **content}
             processor = json_text(image_processor(input_spec(model)))
             files["preprocessor_config.json"].write_bytes(encoded(processor))
-        measured: list[ScoresLike] = list(scores) if isinstance(scores, tuple | list) else [scores]
         card = model_card(model, config.spec, origin.library, config.task, measured, "+".join(config.inserted))
         files["README.md"].write_bytes(encoded(card))
         if tokenizer is not None:
@@ -381,14 +384,19 @@ def push(model: nn.Module | str | Path, repository: str, *, scores: Any = (), **
         The address of the upload.
 
     Raises:
-        VitfocusError: If it cannot be inferred how the model was built.
+        VitfocusError: If it cannot be inferred how the model was built, or `repository` is no valid name.
 
     Example:
         >>> push(vf.create_model("deit_small_patch16_224+cb"), "me/deit-small-cb")  # doctest: +SKIP
         'https://huggingface.co/me/deit-small-cb/tree/main/'
     """
     from huggingface_hub import HfApi
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
 
+    try:
+        validate_repo_id(repository)
+    except HFValidationError:
+        raise VitfocusError(f"{repository!r} is no name of a repository on the hub; expected USER/NAME.") from None
     hub = HfApi()
     with tempfile.TemporaryDirectory() as folder:
         model = model.absolute() if isinstance(model, Path) else model
