@@ -88,7 +88,8 @@ def write_report(
     Returns:
         The path of report.md.
     """
-    parts = ["# The long study", how_far(runs, found), "## Comparisons", comparisons(rows), RULE, f"{KEPT_IMAGES} On CamVid, both are all images."]
+    parts = ["# The long study", how_far(runs, found), "## Comparisons", comparisons(rows), RULE]
+    parts.append(f"{KEPT_IMAGES} On CamVid, both are all images.")
     for group in dict.fromkeys(run.group for run in runs):
         arms = list(dict.fromkeys(run.arm for run in runs if run.group == group))
         here = {arm: [one for (g, a, _), one in sorted(found.items()) if (g, a) == (group, arm)] for arm in arms}
