@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4, help="steps a round")
     parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "engine-overhead-cpu.json")
     parser.add_argument("overrides", nargs="*", default=[], help="of the shapes recipe")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     count = (args.rounds + 2) * args.steps
     recipe = load_recipe(
         "shapes",

@@ -48,7 +48,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipes", nargs="*", default=list(RECIPES))
     parser.add_argument("--out", type=Path, default=RESULTS)
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     result: dict[str, Any] = json.loads(args.out.read_text()) if args.out.is_file() else {}
     runs = result.get("runs", {})
     for recipe in args.recipes:

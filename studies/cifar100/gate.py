@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--at-once", type=int, default=2, help="processes at a time")
     parser.add_argument("--here", action="store_true", help="run in this process; one candidate, one seed")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()  # names may follow options
     if args.command == "table":
         print(table())
         return

@@ -437,7 +437,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--at-once", type=int, default=2, help="processes at a time")
     parser.add_argument("--cache-in", type=Path, help="run: an archive that --cache-out wrote, unpacked first if there")
     parser.add_argument("--cache-out", type=Path, help="run: keep what was compiled in this archive, for a new machine")
-    args = parser.parse_args(arguments)
+    args = parser.parse_intermixed_args(arguments)  # names may follow options
     plan = read_plan()
     runs = named_runs(list(planned_runs(plan, args.tier)), args.names)
     missing = [run for run in runs if not (RESULTS / f"{run.place}.json").is_file()]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.tiny import build
 
 import vitfocus as vf
 from vitfocus.cli import main
@@ -67,3 +69,24 @@ def test_the_home_of_a_user_who_does_not_exist(capsys: pytest.CaptureFixture[str
         vf.corrupt(torch.rand(1, 3, 32, 32), "frost", severity=1, frost=path)
     assert main(["reproduce", "cb/table8", "--rows", "1", "--data", path, "--scale", "imagenet"]) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("vitfocus: ")
+
+
+def test_values_of_other_types_in_methods_and_options(tmp_path: Path) -> None:
+    from vitfocus.attention.diagnosis import Diagnosis
+    from vitfocus.robustness.results import Scores
+
+    diagnosis = Diagnosis([{"layer": 0, "name": "blocks.0", "entropy": 4.2}], "vit", images=2, size=(64, 64))
+    model = build("vit")[0]
+    images = torch.zeros(1, 3, 64, 64, dtype=torch.uint8)
+    cases: list[tuple[Callable[[], Any], str]] = [
+        (lambda: diagnosis.save(3), "save: folder is 3; expected"),  # type: ignore[arg-type]
+        (lambda: diagnosis.compare(3), "compare: other is 3; expected"),  # type: ignore[arg-type]
+        (lambda: Scores("clean", 2, {"vit": {"cells": {}}}).save(None), "save: folder is None; expected"),  # type: ignore[arg-type]
+        (lambda: vf.save(model, tmp_path / "a", scores=[3]), r"scores holds 3; expected what vitfocus\.evaluate"),
+        (lambda: vf.explore(model, images, limit=0), "limit is 0; expected a whole number of at least 1"),
+        (lambda: vf.push(model, "no repository"), "'no repository' is no name of a repository"),
+    ]
+    for call, said in cases:
+        with pytest.raises(vf.VitfocusError, match=said):
+            call()
+    assert not any(tmp_path.iterdir())

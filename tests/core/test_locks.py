@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.processes import start
-from helpers.train_tools import tiny
+from helpers.train_tools import TINY, tiny
 
 import vitfocus as vf
 from vitfocus.cli import main
@@ -105,6 +105,7 @@ def test_a_link_in_a_run_folder_leads_no_file_out_of_it(name: str, tmp_path: Pat
     elsewhere.mkdir()
     (elsewhere / "clean.00000000.0.npz").write_bytes(b"not a part")
     run.mkdir()
+    (run / "metrics.jsonl").touch()
     (run / name).symlink_to(elsewhere)
     with pytest.raises(VitfocusError, match=f"{name}.* is behind a link out of "):
         if name == "parts":
@@ -114,3 +115,34 @@ def test_a_link_in_a_run_folder_leads_no_file_out_of_it(name: str, tmp_path: Pat
         else:
             train(tiny("epochs=1", "tensorboard=true"), run, resume="auto")
     assert [file.name for file in elsewhere.iterdir()] == ["clean.00000000.0.npz"]
+
+
+@pytest.mark.parametrize("command", [["train", "shapes", *TINY, "epochs=1"], ["demo", "--treat", "nonsense"]])
+@pytest.mark.parametrize("resume", [[], ["--resume", "auto"]])
+def test_a_folder_of_other_files_is_refused(
+    command: list[str], resume: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a killed run left before it wrote anything is not in the way; a run that was begun is."""
+    out = tmp_path / "mine"
+    out.mkdir()
+    words = [*command, *(resume if command[0] == "train" else []), "--out", str(out)]
+    for name in ("a.txt", "b.txt", "c.txt", "d.txt"):
+        (out / name).write_text("precious")
+    assert main(words) == 2
+    said = (
+        f"{out} holds a.txt, b.txt, c.txt, 1 more and no run of vitfocus {command[0]}: name a new or an empty folder."
+    )
+    assert said in capsys.readouterr().err
+    assert {path.read_text() for path in out.iterdir()} == {"precious"} and len(list(out.iterdir())) == 4
+    for path in out.iterdir():
+        path.unlink()
+    (out / ".lock").write_text("process 1")
+    (out / ".vitfocus-metrics.jsonl.abc").write_text("")
+    reached = main(words)
+    error = capsys.readouterr().err
+    if command[0] == "demo":  # which is refused for its treatment, later
+        assert reached == 2 and "nonsense" in error
+        return
+    assert reached == 0
+    assert main(words) == (0 if resume else 2)
+    assert ("nothing is left to do" if resume else "holds a run already") in capsys.readouterr().err

@@ -51,6 +51,19 @@ def test_examples() -> None:
         assert doctest.testmod(module, optionflags=doctest.ELLIPSIS).failed == 0
 
 
+def test_names_may_stand_before_and_after_options(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = []
+    for words in ("plan --tier 1 vit-s/plain", "plan vit-s/plain --tier 1", "--tier 1 plan vit-s/plain"):
+        tiers.main(words.split())
+        printed.append(capsys.readouterr().out)
+    assert printed[0].count("vit-s/plain/seed") == 5 and len(set(printed)) == 1
+    tiers.main(["plan", "--tier", "1", "vit-s/plain/seed0", "vit-s/tap-adl"])
+    assert [line.split()[2] for line in capsys.readouterr().out.splitlines()][:2] == [
+        "vit-s/plain/seed0",
+        "vit-s/tap-adl/seed0",
+    ]
+
+
 def test_the_additive_model_is_least_squares() -> None:
     draw = np.random.default_rng(1)
     arms = {name: draw.normal(70, 1, 4).tolist() for name in ("plain", "a", "b")}

@@ -519,3 +519,30 @@ def test_two_masks_of_one_image_are_refused(tmp_path: Path) -> None:
         VitfocusError, match=r"two masks of one image, ADE_train_00000001.jpg and ADE_train_00000001.png"
     ):
         open_masks(Data(source="ade20k", root=str(root)), "train")
+
+
+@pytest.mark.parametrize(("split", "number"), [("train", 0), ("val", 0), ("train", 1), ("val", 1)])
+def test_a_mask_with_an_unknown_class_is_named(
+    split: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before training if it is among those that are checked, and otherwise in the first batch that holds it."""
+    steps: list[int] = []
+    for part in ("train", "val"):
+        for one in range(16):  # of which every second is checked
+            for kind, pixels in (("images", np.zeros((32, 32, 3), np.uint8)), ("masks", np.zeros((32, 32), np.uint8))):
+                pixels[:16] = 255 if one % 2 else 2
+                if kind == "masks" and (part, one) == (split, number):
+                    pixels[20:] = 5
+                place = tmp_path / kind / part / f"{one:02d}.png"
+                place.parent.mkdir(parents=True, exist_ok=True)
+                Image.fromarray(pixels).save(place)
+    (tmp_path / "classes.txt").write_text("a\nb\nc\n")
+    lengths = ["train_length=16", "val_length=16", "segment.scale=[1,1]"]
+    recipe = tiny("source=masks", f"root={tmp_path}", *lengths)
+    said = rf"The mask of {tmp_path}/images/{split}/0{number}.png has the class 5, but the model has 3 classes: set "
+    with pytest.raises(VitfocusError, match=said + r"model\.arguments\.num_classes=6, or use 255"):
+        train(recipe, tmp_path / "run", before_step=steps.append)
+    assert len(steps) in {("train", 1): range(5), ("val", 1): [4]}.get((split, number), [0])
+    more = tiny("source=masks", f"root={tmp_path}", *lengths, "model.arguments.num_classes=6")
+    if number == 0:
+        assert train(more, tmp_path / "more")["finished"]

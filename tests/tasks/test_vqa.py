@@ -444,3 +444,16 @@ def test_train_and_val_are_trained_on_and_test_dev_is_answered(vqav2: Path, tmp_
     assert "test-dev2015" in note and all(isinstance(one["answer"], str) for one in written)
     with pytest.raises(vf.VitfocusError, match=r"data\.holdout=10 leaves none of the 10 images of val2014"):
         open_questions(replace(recipe.data, holdout=10), "train")
+
+
+def test_questions_are_counted_as_questions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the progress, the result and the report of a run."""
+    out = tmp_path / "run"
+    assert main(["train", "shapes_answer", *overrides(), "log_every=1", "--out", str(out)]) == 0
+    said = capsys.readouterr()
+    assert "72 training and 30 validation questions, 6 steps" in said.err
+    assert " questions/s" in said.err and " questions/s). Model" in said.out
+    assert "images" not in said.err + said.out
+    page = (out / "report.html").read_text("utf-8")
+    assert "training questions" in page and "questions per second of the training run" in page
+    assert "end of training" in page and not any(f"{kind} images" in page for kind in ("training", "validation"))

@@ -15,6 +15,7 @@ import pytest
 import torch
 from helpers.train_tools import AUGMENTED, KILL_AT, rows, start, tiny
 from msgspec.structs import replace
+from PIL import Image
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -346,3 +347,24 @@ def test_a_second_run_in_the_same_folder_is_refused_until_the_first_is_dead(tmp_
     assert results["finished"] and results["model_sha256"] == expected["model_sha256"]
     assert [row["step"] for row in rows(folder)] == [row["step"] for row in rows(tmp_path / "alone")]
     assert not (folder / ".lock").exists()
+
+
+def test_an_image_that_cannot_be_validated_loses_no_training(tmp_path: Path) -> None:
+    """The error comes after the last checkpoint by time, which may be long ago."""
+    for split in ("train", "val"):
+        for name in ("a/0.png", "a/1.png", "b/0.png", "b/1.png"):
+            (tmp_path / split / name).parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (16, 16), "red" if name[0] == "a" else "blue").save(tmp_path / split / name)
+    (tmp_path / "val/b/1.png").rename(tmp_path / "whole.png")
+    (tmp_path / "val/b/1.png").write_bytes(b"damaged")
+    data = ["source=folder", f"root={tmp_path}", "workers=0", "train_length=0", "val_length=0", "batch=2", "epochs=3"]
+    recipe, steps = tiny(*data, "checkpoint_steps=0", "checkpoint_minutes=0"), []
+    with pytest.raises(VitfocusError, match=r"b/1\.png"):
+        train(recipe, tmp_path / "run", before_step=steps.append)
+    assert steps == [0, 1]
+    (tmp_path / "whole.png").rename(tmp_path / "val/b/1.png")
+    resumed = train(recipe, tmp_path / "run", resume="auto", before_step=steps.append)
+    assert steps == [0, 1, 2, 3, 4, 5]
+    evaluated = [row["step"] for row in rows(tmp_path / "run", "eval")]
+    assert evaluated == [2, 4, 6]
+    assert resumed["model_sha256"] == train(recipe, tmp_path / "other")["model_sha256"]

@@ -272,3 +272,26 @@ def test_a_mask_of_transformers_covers_patches_and_not_registers(attention: str)
         assert not torch.allclose(masked, whole, atol=1e-4)
         registers.neg_()
         assert not torch.allclose(model(images, attention_mask=torch.ones(2, 17)).logits, whole, atol=1e-4)
+
+
+@pytest.mark.parametrize("spec", ["registers(count=3)", "ttr(neurons=[[0,1]])", "registers+ttr(neurons=[[0,1]])"])
+@pytest.mark.parametrize("recorded_before", [False, True])
+def test_hidden_states_of_transformers_hold_no_added_tokens(spec: str, recorded_before: bool) -> None:
+    """Of any layer, also the input of the first: a backbone with out_indices=[0, ...] makes a feature map of it."""
+    transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
+    torch.manual_seed(0)
+    options = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 32, "patch_size": 8}
+    model = transformers.Dinov2Backbone(transformers.Dinov2Config(**options, out_indices=[0, 2])).eval()
+    shake(model)
+    images = torch.randn(2, 3, 32, 32)
+    plain = copy.deepcopy(model)(images)
+    if recorded_before:  # transformers adds its hooks in the first forward pass
+        model(images)
+    treated = vf.treat_(model, spec)(images)
+    assert torch.equal(treated.feature_maps[0], plain.feature_maps[0])
+    assert treated.feature_maps[1].shape == plain.feature_maps[1].shape
+    assert not torch.equal(treated.feature_maps[1], plain.feature_maps[1])
+    twin = copy.deepcopy(model)
+    vf.untreat_(model)
+    assert torch.equal(model(images).feature_maps[1], plain.feature_maps[1])
+    assert torch.equal(twin(images).feature_maps[1], treated.feature_maps[1]), "a copy has a first block of its own"

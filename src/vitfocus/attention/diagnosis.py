@@ -25,7 +25,7 @@ from vitfocus.attention.plots import plot, png
 from vitfocus.attention.readings import READINGS, LayerRow, cell, columns, context_scale, figures
 from vitfocus.core.arguments import checked
 from vitfocus.core.errors import VitfocusError
-from vitfocus.core.files import writable_folder, write_bytes
+from vitfocus.core.files import atomic_paths, writable_folder
 from vitfocus.core.modules import inserted, insertion_sentence, is_trained, treatment_specs
 from vitfocus.core.records import Count, convert, read_json
 from vitfocus.core.tables import Table, bullet, counted, html_list
@@ -212,6 +212,7 @@ class Diagnosis:
         """
         return [kind for kind, key in figures().items() if any(key in row for row in self.rows)]
 
+    @checked
     def save(self, folder: str | Path) -> list[Path]:
         """Save as diagnosis.json and diagnosis.txt and, if matplotlib is installed, every figure as a PNG file.
 
@@ -224,18 +225,18 @@ class Diagnosis:
         Raises:
             VitfocusError: The folder cannot be written.
         """
-        try:
-            folder = writable_folder(folder)
-        except OSError as error:
-            raise VitfocusError(f"{error.strerror}: {folder}.") from None
+        folder = writable_folder(folder)
         text = "\n".join([self.table().text(), *(bullet(str(one), 120) for one in self.explained), ""])
         files = {"diagnosis.json": self.to_json().encode(), "diagnosis.txt": text.encode()}
         if importlib.util.find_spec("matplotlib") is not None:
             files |= {f"{kind}.png": png(self.plot(kind)) for kind in self.plots()}
-        for name, content in files.items():
-            write_bytes(folder / name, content)
-        return [folder / name for name in files]
+        paths = [folder / name for name in files]
+        with atomic_paths(paths) as temporary:
+            for path, content in zip(temporary, files.values(), strict=True):
+                path.write_bytes(content)
+        return paths
 
+    @checked
     def compare(self, other: Diagnosis, labels: Sequence[str] | None = None) -> DiagnosisComparison:
         """Compare with the diagnosis of a model with the same number of layers, layer by layer.
 

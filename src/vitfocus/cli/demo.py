@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from vitfocus.cli.common import positive, positive_float, say, whole
 from vitfocus.core.errors import VitfocusError
-from vitfocus.core.files import lock_folder
+from vitfocus.core.files import lock_folder, require_run_folder
 from vitfocus.core.tables import Table, bullet
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train, diagnose, evaluate and report, in a folder of this process alone."""
     args.out = Path(args.out)
+    require_run_folder(args.out, arms(), "vitfocus demo")
     with lock_folder(args.out):
         return _run(args)
 

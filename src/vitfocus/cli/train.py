@@ -41,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
     recipe = load_recipe(args.recipe, args.overrides)
 
     from vitfocus.core.environment import is_main_process
+    from vitfocus.tasks import items_of
     from vitfocus.train.run import train
 
     results = train(recipe, out=args.out, resume=args.resume)
@@ -52,9 +53,10 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(results, indent=1))
     elif results["finished"]:
+        speed = f"{results['images_per_second']:.0f} {items_of(recipe.task)}/s"
         print(
             f"{recipe.name}: {results['headline']} after {counted(results['epochs'], 'epoch', '.4g')} "
-            f"({results['seconds']:.0f} s, {results['images_per_second']:.0f} images/s). Model: {out}/model"
+            f"({results['seconds']:.0f} s, {speed}). Model: {out}/model"
         )
     sys.stdout.flush()
     return 130 if results.get("signal") == 2 else 0

@@ -12,8 +12,8 @@ import sys
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from io import BufferedReader
 from pathlib import Path
@@ -38,6 +38,15 @@ _locks: set[int] = set()  # descriptors of the locks that this process holds
 _roots: list[Path] = []  # the folders that no link may lead out of, without resolving links
 
 
+class NotWritten(VitfocusError, OSError):
+    """A file or folder cannot be written; also an `OSError`, so that a full disk is handled like one."""
+
+
+def not_written(target: Path, error: OSError) -> NotWritten:
+    """The error for a file or folder that the system refuses to write."""
+    return NotWritten(f"{target} cannot be written: {str(error.strerror or error).rstrip('.')}.")
+
+
 def writable_path(target: str | Path, folder: bool = False) -> Path:
     """Check that a path is new or a regular file (with `folder`: a folder), so that it can be written.
 
@@ -53,7 +62,8 @@ def writable_path(target: str | Path, folder: bool = False) -> Path:
     try:
         kind = stat.S_IFMT(target.stat().st_mode)
     except NotADirectoryError:
-        raise VitfocusError(f"{target} cannot be written: {target.parent} is not a folder.") from None
+        above = next((place for place in target.parents if place.exists()), target.parent)
+        raise VitfocusError(f"{target} cannot be written: {above} is not a folder.") from None
     except ValueError:  # NUL, or what has no encoding
         raise VitfocusError(f"{str(target)!r} cannot be the name of a file; {expected}.") from None
     except FileNotFoundError:
@@ -134,30 +144,63 @@ def open_file(path: str | Path) -> BufferedReader:
 def atomic_path(target: str | Path, sync: bool = True) -> Iterator[Path]:
     """A temporary path that replaces the target when the block succeeds, and is removed when it fails.
 
+    If the file cannot be written, `NotWritten` is raised.
+
     >>> folder = Path(tempfile.mkdtemp())
     >>> with atomic_path(folder / "a.txt") as path:
     ...     _ = path.write_text("whole")
     >>> [file.name for file in folder.iterdir()], (folder / "a.txt").read_text()
     (['a.txt'], 'whole')
     """
-    target = writable_path(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_paths([target], sync) as [temporary]:
+        yield temporary
+
+
+@contextmanager
+def atomic_paths(targets: Iterable[str | Path], sync: bool = True) -> Iterator[list[Path]]:
+    """The same for files that belong together: none is replaced before all are written."""
+    with ExitStack() as stack:
+        files = {stack.enter_context(_temporary_file(one)): one for one in map(writable_path, targets)}
+        try:
+            yield list(files)
+        except NotWritten:
+            raise
+        except OSError as error:
+            mine = files if error.filename is None else [one for one in files if str(one) == str(error.filename)]
+            if not mine:  # a file that was read
+                raise
+            wanted = [files[one] for one in mine]
+            raise not_written(wanted[0] if len(wanted) == 1 else wanted[0].parent, error) from None
+        for temporary, target in files.items():
+            try:
+                if sync:
+                    with temporary.open("rb+") as file:
+                        os.fsync(file.fileno())
+                temporary.chmod(0o666 & ~_umask())
+            except OSError as error:
+                raise not_written(target, error) from None
+        for temporary, target in files.items():
+            try:
+                temporary.replace(target)
+            except OSError as error:
+                raise not_written(target, error) from None
+
+
+@contextmanager
+def _temporary_file(target: Path) -> Iterator[Path]:
+    """An empty file beside the target, locked, and removed at the end if it is still there."""
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
         # A long name is shortened to leave room for the random part.
         handle, name = tempfile.mkstemp(target.suffix[:20], f"{_TEMPORARY}{target.name[:40]}.", target.parent)
-    except OSError as error:  # which names the temporary file
-        raise type(error)(error.errno, error.strerror, str(target)) from None
+    except OSError as error:
+        raise not_written(target, error) from None
     temporary = Path(name)
     locked = _lock(handle)  # until it is closed, which a killed process does too: see _remove_stale
     if not locked:
         os.close(handle)
     try:
         yield temporary
-        if sync:
-            with temporary.open("rb+") as file:
-                os.fsync(file.fileno())
-        temporary.chmod(0o666 & ~_umask())
-        temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)
         if locked:
@@ -186,7 +229,34 @@ def writable_folder(folder: str | Path) -> Path:
         with tempfile.TemporaryFile(dir=folder):
             return folder
     except OSError as error:
-        raise type(error)(error.errno, f"The folder is not writable ({error.strerror})", str(folder)) from None
+        raise NotWritten(f"The folder is not writable ({error.strerror or error}): {folder}.") from None
+
+
+def require_run_folder(folder: str | Path, marks: Collection[str], what: str) -> None:
+    """Refuse a folder that holds files but none of the `marks` of a run, which would mix with those files.
+
+    Args:
+        folder: The folder; it may be missing or empty.
+        marks: Names of files and folders, one of which every run has that was begun there.
+        what: What wrote the run, such as "vitfocus train".
+
+    Example:
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> require_run_folder(folder, ["config.toml"], "vitfocus train")
+        >>> (folder / "thesis.tex").touch()
+        >>> require_run_folder(folder, ["config.toml"], "vitfocus train")
+        Traceback (most recent call last):
+        vitfocus.core.errors.VitfocusError: ... holds thesis.tex and no run of vitfocus train: name a new or an ...
+    """
+    try:
+        present = sorted(path.name for path in Path(folder).iterdir())
+    except OSError:  # a new folder, or what `lock_folder` refuses
+        return
+    names = [name for name in present if name != LOCK and not name.startswith(_TEMPORARY)]
+    if names and not set(names) & set(marks):
+        more = len(names) - 3
+        found = ", ".join(names[:3]) + (f", {more} more" if more > 0 else "")
+        raise VitfocusError(f"{folder} holds {found} and no run of {what}: name a new or an empty folder.")
 
 
 class FolderInUse(VitfocusError):
@@ -274,10 +344,15 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_leave_locks)
 
 
+def encoded(text: str) -> bytes:
+    """Text as UTF-8; characters that cannot be encoded (file names may hold any bytes) are escaped."""
+    return text.encode("utf-8", errors="backslashreplace")
+
+
 def write_text(target: str | Path, text: str) -> None:
-    """Write a text file atomically; characters that UTF-8 cannot encode (file names may hold any bytes) are escaped."""
+    """Write a text file atomically, `encoded`."""
     with atomic_path(target) as path:
-        path.write_text(text, encoding="utf-8", errors="backslashreplace")
+        path.write_bytes(encoded(text))
 
 
 def write_bytes(target: str | Path, content: bytes, sync: bool = True) -> None:

@@ -228,7 +228,12 @@ def convert(
 
 def write_json(path: str | Path, content: Any, *, indent: int | None = 2) -> None:
     """Write a record or plain data as JSON, atomically."""
-    write_text(path, json.dumps(msgspec.to_builtins(content), indent=indent) + "\n")
+    write_text(path, json_text(content, indent=indent))
+
+
+def json_text(content: Any, *, indent: int | None = 2) -> str:
+    """A record or plain data as the text of a JSON file."""
+    return json.dumps(msgspec.to_builtins(content), indent=indent) + "\n"
 
 
 def _integer(digits: str) -> int:

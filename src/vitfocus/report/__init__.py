@@ -104,7 +104,7 @@ def report(
         The page's path and size, and the metrics it shows.
 
     Raises:
-        VitfocusError: If no folder is given, or one of them holds nothing to report on.
+        VitfocusError: If no folder is given, one of them holds nothing to report on, or the page cannot be written.
 
     Example:
         >>> import tempfile, timm, torch, vitfocus as vf

@@ -21,6 +21,7 @@ from vitfocus.report.runs import ReportModel
 from vitfocus.robustness.metrics import ALEXNET_FLIPS, mce_shares
 from vitfocus.robustness.results import Scores
 from vitfocus.robustness.run_folder import MAY_DIFFER, Columns, differences
+from vitfocus.tasks import items_of
 
 Interval = tuple[float, float]
 
@@ -290,7 +291,8 @@ def _training_rows(models: Sequence[ReportModel]) -> Iterator[MetricRow]:
             data = str((results.get("data_sha256") or {}).get("val") or model.name)
             groups.setdefault(data, {})[model.name] = results
     for runs in groups.values():
-        count = int(next(iter(runs.values()))["val_images"])
+        first = next(iter(runs.values()))
+        count, items = int(first["val_images"]), items_of(str(first.get("task"))).removesuffix("s")
         for key in dict.fromkeys(key for results in runs.values() for key in results["last"]):
             shares = {name: results["last"].get(key) for name, results in runs.items()}
             known = {name: float(share) for name, share in shares.items() if isinstance(share, int | float)}
@@ -301,7 +303,7 @@ def _training_rows(models: Sequence[ReportModel]) -> Iterator[MetricRow]:
             for name, share in known.items():
                 low, high = wilson_interval(share, count)
                 values[name] = Estimate(100 * share, (100 * low, 100 * high) if key in ("top1", "top5") else None)
-            yield _training_row(f"end of training, {counted(count, 'image')}", key, values)
+            yield _training_row(f"end of training, {counted(count, items)}", key, values)
 
 
 def _training_row(test: str, key: str, values: dict[str, Estimate]) -> MetricRow:

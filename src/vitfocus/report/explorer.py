@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from vitfocus.attention.capture import Models, named_models
-from vitfocus.core.arguments import checked, require_values
+from vitfocus.core.arguments import check_int, checked, require_values
 from vitfocus.core.errors import VitfocusError
-from vitfocus.core.files import write_text
+from vitfocus.core.files import writable_path, write_text
 from vitfocus.core.records import Count, convert, parse_json, read_json, read_text
 from vitfocus.core.statistics import evenly_spaced
 from vitfocus.core.tables import counted
@@ -119,7 +119,7 @@ def explorer_data(
         )
     if not budget > 0:
         raise VitfocusError(f"budget is a number of megabytes above 0, not {budget}.")
-    chosen = list(evenly_spaced(len(images), limit))
+    chosen = list(evenly_spaced(len(images), check_int("limit", limit, low=1)))
     pictures = images[chosen].cpu()
     titles = [str(names[index]) if names is not None else f"image {index}" for index in chosen]
     conditions = [pictures]
@@ -232,7 +232,8 @@ def explore(
         The explorer, which is also a path if it was written.
 
     Raises:
-        VitfocusError: If the images are not uint8, or no layer of a model attends to the whole image.
+        VitfocusError: If the images are not uint8, no layer of a model attends to the whole image, or the page cannot
+            be written.
 
     Example:
         >>> import tempfile, timm
@@ -244,6 +245,8 @@ def explore(
         >>> explore(model, images, out=Path(tempfile.mkdtemp()) / "explorer.html").path.name
         'explorer.html'
     """
+    if out is not None:
+        writable_path(out)  # before any slow work
     data = explorer_data(models, images, against, **options)
     if out is None:
         return Explorer(data, title)

@@ -12,6 +12,7 @@ from vitfocus.report.charts import Line, drawing, element, line_chart, text
 from vitfocus.report.model_card import BlockCard, Card
 from vitfocus.report.page import Cell, Page
 from vitfocus.report.runs import ReportModel
+from vitfocus.tasks import items_of
 from vitfocus.treatments import TREATMENTS, all_treatments
 
 COLUMN, GAP, PER_ROW, LEFT = 50.0, 14.0, 12, 84.0
@@ -187,7 +188,7 @@ def _training_costs(model: ReportModel) -> Costs:
     condition = ", ".join([*(str(part) for part in parts if part), "during training"])
     values = {
         "step of the training run (ms)": 1e3 * results["seconds"] / results["steps"],
-        "images per second of the training run": results.get("images_per_second", 0.0),
+        f"{items_of(str(results.get('task')))} per second of the training run": results.get("images_per_second", 0.0),
         "whole training run (s)": results["seconds"],
         "peak memory of the training run (MiB)": results.get("peak_memory_bytes", 0.0) / 2**20,
     }

@@ -9,6 +9,7 @@ from vitfocus.report.comparison import SharedTest
 from vitfocus.report.page import Cell, Page
 from vitfocus.report.runs import ReportModel, setting_of, short_path
 from vitfocus.robustness.run_folder import MAY_DIFFER, differences, flat_settings
+from vitfocus.tasks import items_of
 
 
 def add_provenance(page: Page, models: Sequence[ReportModel], tests: Sequence[SharedTest]) -> None:
@@ -23,7 +24,10 @@ def add_provenance(page: Page, models: Sequence[ReportModel], tests: Sequence[Sh
     trained = [_training(one) for one in models if one.training is not None]
     if trained:
         page.heading("Trained on")
-        headings = ["model", "recipe", "data", "training images", "validation images", "epochs", "seed", "data digest"]
+        tasks = [str(one.training.results.get("task")) for one in models if one.training is not None]
+        items = " or ".join(dict.fromkeys(map(items_of, tasks)))
+        headings = ["model", "recipe", "data", f"training {items}", f"validation {items}", "epochs", "seed"]
+        headings.append("data digest")
         page.table("training", headings, trained)
     for sentence in _protocol_differences(tests):
         page.text(sentence, quiet=True)

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from vitfocus.core.arguments import checked
 from vitfocus.core.errors import VitfocusError, nearest
 from vitfocus.core.files import DAMAGED, open_file
 from vitfocus.core.metrics import METRICS
@@ -211,6 +212,7 @@ class Scores:
             )
         return Scores(self.suite, self.images, {model: self.models[model]}, notes, fingerprint, samples)
 
+    @checked
     def save(self, folder: str | Path) -> Path:
         """Save as results.json and samples.npz.
 
@@ -219,6 +221,9 @@ class Scores:
 
         Returns:
             The folder.
+
+        Raises:
+            VitfocusError: The files cannot be written; those of an earlier save are kept.
         """
         RunFolder(folder).finish(self.to_dict(), flatten(self.samples))
         return Path(folder)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from vitfocus.core.environment import Processes
 from vitfocus.core.errors import VitfocusError
-from vitfocus.core.files import DAMAGED, atomic_path, open_file, writable_path, write_text
+from vitfocus.core.files import DAMAGED, atomic_path, atomic_paths, encoded, open_file, writable_path, write_text
 from vitfocus.core.records import read_json
 
 Columns = dict[str, npt.NDArray[Any]]  # one entry per image, in order of position
@@ -59,10 +59,7 @@ class RunFolder:
             return
         if (self.folder / RESULTS).exists() or (self.folder / PARTS).exists():
             raise VitfocusError(f"{self.folder} holds files of a run but no {PROTOCOL}; choose another folder.")
-        try:
-            write_text(known, json.dumps(fingerprint, indent=2) + "\n")
-        except OSError as error:
-            raise VitfocusError(f"The run cannot be written to {self.folder}: {error.strerror or error}.") from None
+        write_text(known, json.dumps(fingerprint, indent=2) + "\n")
 
     def release(self) -> None:
         """Release the folder if nothing was measured, so that a run that failed early can be repeated."""
@@ -88,9 +85,10 @@ class RunFolder:
 
     def finish(self, results: dict[str, Any], columns: Columns) -> None:
         """Write the results and remove the parts."""
-        with atomic_path(self.folder / SAMPLES) as path:
-            np.savez_compressed(path, **columns)  # type: ignore[arg-type]
-        write_text(self.folder / RESULTS, json.dumps(results, indent=2) + "\n")
+        with atomic_paths([self.folder / SAMPLES, self.folder / RESULTS]) as [samples, path]:
+            with samples.open("wb") as file:
+                np.savez_compressed(file, **columns)  # type: ignore[arg-type]
+            path.write_bytes(encoded(json.dumps(results, indent=2) + "\n"))
         shutil.rmtree(self.folder / PARTS, ignore_errors=True)
 
 

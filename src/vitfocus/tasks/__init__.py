@@ -41,3 +41,12 @@ def find_task(name: str) -> type[Task]:
         raise VitfocusError(f"There is no task {name!r}: {nearest(name, TASKS)}")
     found: type[Task] = TASKS[name]
     return found
+
+
+def items_of(name: str) -> str:
+    """What a task counts in messages; "images" if there is no such task.
+
+    >>> items_of("answer"), items_of("detect")
+    ('questions', 'images')
+    """
+    return find_task(name).items if name in TASKS else "images"

@@ -70,6 +70,7 @@ class Task(ABC):
     """One task of one recipe. `open_data` must set `train`, `val` and `classes`, `start` the `names` and `batches`."""
 
     name: ClassVar[str]
+    items: ClassVar[str] = "images"  # what is counted in messages: the samples of a batch
     best: ClassVar[str]  # the score by which the best model is chosen; higher is better
     #: Keys of a recipe's shared sections that this task reads; sections that are missing here are read completely.
     reads: ClassVar[Mapping[str, frozenset[str]]] = {}

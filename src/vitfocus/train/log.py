@@ -210,13 +210,13 @@ def scalars(row: dict[str, Any]) -> dict[str, float]:
     return found
 
 
-def row_text(row: dict[str, Any], score: str = "") -> str:
+def row_text(row: dict[str, Any], score: str = "", items: str = "images") -> str:
     """A training row for the progress line: speed, loss and its terms, and the `score` of the last evaluation.
 
     >>> row_text({"images_per_second": 512.3, "loss": 2.5, "epoch": 1.25, "adl": 0.2}, "top1 0.4000")
     'epoch 1.25, 512 images/s, loss 2.5000, adl 0.2000, top1 0.4000'
     """
-    parts = [f"epoch {row['epoch']:.2f}", f"{row['images_per_second']:.0f} images/s", f"loss {row['loss']:.4f}"]
+    parts = [f"epoch {row['epoch']:.2f}", f"{row['images_per_second']:.0f} {items}/s", f"loss {row['loss']:.4f}"]
     shown = ("kind", "step", "epoch", "loss", "ce", "lr", "images_per_second")
     parts += [f"{key} {value:.4f}" for key, value in row.items() if key not in shown]
     return ", ".join([*parts, score] if score else parts)

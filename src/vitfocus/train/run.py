@@ -19,7 +19,7 @@ from torch import nn
 from vitfocus.core.arguments import checked
 from vitfocus.core.environment import Processes, device_name, usable_device, versions
 from vitfocus.core.errors import VitfocusError, VitfocusWarning
-from vitfocus.core.files import write_text
+from vitfocus.core.files import not_written, require_run_folder, write_text
 from vitfocus.core.modules import SharedBatchNorm2d, mark_inserted, share_batch_norms
 from vitfocus.core.progress import Progress
 from vitfocus.core.records import convert, parse_json, parse_toml, read_json, read_text
@@ -37,6 +37,9 @@ from vitfocus.treatments.hub import SavedConfig
 from vitfocus.treatments.save_load import remember_task, save
 from vitfocus.treatments.spec import split_spec
 
+#: What a run leaves in its folder at once, or within a step: one of these tells a run from other files.
+MARKS = ("config.toml", "metrics.jsonl", "checkpoints", "results.json")
+
 
 @checked
 def train(
@@ -52,7 +55,7 @@ def train(
     Args:
         recipe: The name of a shipped recipe, a .toml file, or a `Recipe`.
         out: The run's folder (default: runs/NAME), for config.toml, metrics.jsonl, checkpoints/, best/, model/ and
-            results.json.
+            results.json; a folder that holds other files and no run is refused.
         resume: None for a new run, "auto" to continue from the newest readable checkpoint in the folder (or to start a
             new run if there is none), or the path of a checkpoint.
         overrides: Changes to a recipe given by name or file, such as "batch=64".
@@ -80,6 +83,7 @@ def train(
         raise VitfocusError("Overrides need a recipe's name or file; change a Recipe with msgspec.structs.replace.")
     refuse_unused_keys(recipe)
     folder = Path(out) if out else Path("runs") / recipe.name
+    require_run_folder(folder, MARKS, "vitfocus train")
     accelerator = _accelerator(recipe)
     processes = Processes(accelerator.process_index, accelerator.num_processes, accelerator.device)
     with processes.lock(folder, wait):
@@ -234,8 +238,8 @@ def _assemble(
     schedule = TrainingSchedule.of(recipe, task.train_images)
     progress.total = schedule.steps
     progress.say(
-        f"{recipe.name}: {recipe.model.spec}, {task.train_images} training and {task.val_images} validation images, "
-        f"{schedule.steps} steps of {data.batch} on {device_name(device)}."
+        f"{recipe.name}: {recipe.model.spec}, {task.train_images} training and {task.val_images} validation "
+        f"{task.items}, {schedule.steps} steps of {data.batch} on {device_name(device)}."
     )
     norms = trained_batch_norms(model, frozen_norms) if checkpoint is None else []
     if recipe.engine.accumulate > 1 and norms:
@@ -301,7 +305,7 @@ def _export(trainer: Trainer, folder: Path, must: bool = True) -> None:
             replace_folder(folder, partial(save, model, base=base, arguments=arguments))
         except (OSError, VitfocusError) as error:
             if must:
-                raise
+                raise error if isinstance(error, VitfocusError) else not_written(folder, error) from None
             trainer.progress.say(
                 f"The best model so far cannot be saved ({str(error).rstrip('.')}). Training continues."
             )

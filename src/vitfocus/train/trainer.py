@@ -131,8 +131,8 @@ class Trainer:
         state = checkpoint.state
         if state.images != self.schedule.images:
             raise VitfocusError(
-                f"The run began with {state.images} training images and there are {self.schedule.images} now, so it "
-                "cannot be resumed: restore the data, or train into another folder."
+                f"The run began with {state.images} training {self.task.items} and there are {self.schedule.images} "
+                "now, so it cannot be resumed: restore the data, or train into another folder."
             )
         restore(checkpoint, self.unwrapped, self.optimiser.optimizer, self.ema and self.ema.module)
         if self.accelerator.scaler is not None and state.scaler:
@@ -262,7 +262,12 @@ class Trainer:
         stop, late = self._stop_or_late(log)
         self.record.evaluation_due = last or self._evaluation_is_due(epoch)
         if self.record.evaluation_due and not stop:
-            stop = not self._evaluate()
+            try:
+                stop = not self._evaluate()
+            except VitfocusError:  # such as a damaged validation image; the steps since the last checkpoint are kept
+                if self.accelerator.num_processes == 1:  # others may wait for this one in the evaluation
+                    self._checkpoint(must=False)
+                raise
         by_steps = bool(engine.checkpoint_steps) and self.step % engine.checkpoint_steps == 0
         if last or stop or late or by_steps:
             self._checkpoint(must=last or stop)
@@ -294,7 +299,7 @@ class Trainer:
         speed = (self.step - self._logged_step) * self.recipe.data.batch / max(1e-9, now - self._logged_at)
         row = {"kind": "train", "step": self.step, "epoch": self.schedule.epoch(self.step), "loss": loss, **terms}
         row |= {"lr": self.schedule.learning_rate(self.step - 1), "images_per_second": speed}
-        self.progress.update(self.step, row_text(row, self.score))
+        self.progress.update(self.step, row_text(row, self.score, self.task.items))
         if self.metrics is not None:
             self.metrics.add(row)
         self._logged_at, self._logged_step = now, self.step

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from vitfocus.anatomy import Anatomy, Block, Port
+from vitfocus.anatomy.block import ADDED_TOKENS
 from vitfocus.core.errors import VitfocusError, warn
 from vitfocus.treatments.base import Treatment
 
@@ -137,6 +138,29 @@ class Override:
             del self.module.__dict__[self.name]
         else:
             self.module.__dict__[self.name] = self.inner
+
+
+@dataclass(eq=False)
+class CountTokens:
+    """Adds to the number of prefix tokens that a block, and modules in it, have stored."""
+
+    host: nn.Module
+    count: int
+
+    def apply(self) -> None:
+        """Add them."""
+        self._change(self.count)
+
+    def revert(self) -> None:
+        """Subtract them."""
+        self._change(-self.count)
+
+    def _change(self, more: int) -> None:
+        self.host.__dict__[ADDED_TOKENS] = self.host.__dict__.get(ADDED_TOKENS, 0) + more
+        for module in self.host.modules():
+            for name in ("prefix_tokens", "num_prefix_tokens"):  # of treatments; of timm's rotary attention
+                if isinstance(known := getattr(module, name, None), int):
+                    setattr(module, name, known + more)
 
 
 class SubmoduleCall:

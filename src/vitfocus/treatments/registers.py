@@ -14,20 +14,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from vitfocus.anatomy import Anatomy
-from vitfocus.anatomy.block import ADDED_TOKENS
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.modules import grad_is_recomputed
 from vitfocus.treatments.base import Treatment, number_option
 from vitfocus.treatments.operations import (
     AddHook,
+    CountTokens,
     InputHook,
     OutputHook,
+    Override,
     StatefulModule,
     Surgeon,
     TokenSlot,
@@ -123,6 +125,25 @@ class JoinHook(InputHook):
         return mask
 
 
+class JoinedForward:
+    """The `forward` of the first block, which joins, so that hooks on the block see its input without added tokens.
+
+    transformers records this input as the first hidden state.
+    """
+
+    def __init__(self, host: nn.Module, join: JoinHook) -> None:
+        self.host, self.inner = host, host.__dict__.get("forward")
+        self.joins = [join]
+        if isinstance(self.inner, JoinedForward):  # of another treatment, which joins first
+            self.joins, self.inner = [*self.inner.joins, join], self.inner.inner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The output of the block, with the added tokens."""
+        for join in self.joins:
+            args, kwargs = join(self.host, args, kwargs)
+        return (self.inner or partial(type(self.host).forward, self.host))(*args, **kwargs)
+
+
 class SplitTokens:
     """At the output of a block: removes the added tokens and stores them in the slot for the next block."""
 
@@ -135,29 +156,6 @@ class SplitTokens:
         if self.slot is not None:
             self.slot.tokens = added
         return torch.cat((before, after), dim=1) if self.first else after
-
-
-@dataclass(eq=False)
-class CountTokens:
-    """Adds to the number of prefix tokens that a block, and modules in it, have stored."""
-
-    host: nn.Module
-    count: int
-
-    def apply(self) -> None:
-        """Add them."""
-        self._change(self.count)
-
-    def revert(self) -> None:
-        """Subtract them."""
-        self._change(-self.count)
-
-    def _change(self, more: int) -> None:
-        self.host.__dict__[ADDED_TOKENS] = self.host.__dict__.get(ADDED_TOKENS, 0) + more
-        for module in self.host.modules():
-            for name in ("prefix_tokens", "num_prefix_tokens"):  # of treatments; of timm's rotary attention
-                if isinstance(known := getattr(module, name, None), int):
-                    setattr(module, name, known + more)
 
 
 def add_tokens(module: AddedTokens, name: str, anatomy: Anatomy, surgeon: Surgeon) -> None:
@@ -183,7 +181,9 @@ def add_tokens(module: AddedTokens, name: str, anatomy: Anatomy, surgeon: Surgeo
         module.slots += [slot] if slot is not None else []
         surgeon.apply(CountTokens(block.host, module.count))
         join, split = JoinTokens(source, block.prefix_tokens), SplitTokens(block.prefix_tokens, module.count, slot)
-        surgeon.apply(AddHook(block.host, "input", JoinHook(join, module.count)))
+        hook = JoinHook(join, module.count)
+        inside = Override(block.host, "forward", JoinedForward(block.host, hook)) if block is blocks[0] else None
+        surgeon.apply(inside or AddHook(block.host, "input", hook))
         surgeon.apply(AddHook(block.host, "output", OutputHook(split), first=True))
         source = slot or given
 

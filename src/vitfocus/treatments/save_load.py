@@ -5,6 +5,7 @@ The folder has the layout of the Hugging Face hub, so it can be pushed there unc
 
 from __future__ import annotations
 
+import reprlib
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,9 +21,9 @@ from vitfocus.anatomy import input_spec, remember_normalising, unwrap
 from vitfocus.core import __version__
 from vitfocus.core.arguments import checked, require_values
 from vitfocus.core.errors import VitfocusError, nearest
-from vitfocus.core.files import atomic_path, digest, is_file, is_folder, write_text
+from vitfocus.core.files import NotWritten, atomic_paths, digest, encoded, is_file, is_folder, write_text
 from vitfocus.core.modules import inserted, mark_inserted, separate_tensors
-from vitfocus.core.records import convert, read_json, write_json
+from vitfocus.core.records import convert, json_text, read_json
 from vitfocus.data.vqa.dataset import FILE as TOKENIZER_FILE
 from vitfocus.data.vqa.dataset import QuestionTokenizer, attach_tokenizer, tokenizer_of
 from vitfocus.treatments.builder import (
@@ -117,8 +118,8 @@ def save(
         The folder.
 
     Raises:
-        VitfocusError: If it cannot be inferred how the model was built, `base` builds another model, or there is no
-            treatment to save.
+        VitfocusError: If it cannot be inferred how the model was built, `base` builds another model, there is no
+            treatment to save, or the files cannot be written; a model that was saved there before is kept.
 
     Example:
         >>> model = create_model("vit_tiny_patch16_224+cb", depth=2, img_size=32)
@@ -135,6 +136,9 @@ def save(
         raise VitfocusError("This model has no treatment, so there is nothing to save with only='treatments'.")
     if arguments is not None and base is None:
         raise VitfocusError("arguments are those of base: pass base=... (the model's name) as well, or neither.")
+    measured: list[ScoresLike] = list(scores) if isinstance(scores, tuple | list) else [scores]
+    if wrong := [one for one in measured if not hasattr(one, "models")]:
+        raise VitfocusError(f"scores holds {reprlib.repr(wrong[0])}; expected what vitfocus.evaluate returns.")
     # The config of a transformers model is enough; the checkpoint it came from may be gone by the time of loading.
     if base is not None and split_library(base)[0] != "transformers":
         origin = Origin(*split_library(base), dict(arguments or {}))
@@ -156,40 +160,44 @@ def save(
         require_values(key, value)
     if folder.exists() and not folder.is_dir():
         raise VitfocusError(f"{folder} is a file, and a model is saved as a folder.")
-    weights = folder / _WEIGHTS[only]
-    with atomic_path(weights) as path:
+    tokenizer, processed = tokenizer_of(model), only == "all" and origin.library == "transformers"
+    extra = ["preprocessor_config.json"] * processed + [TOKENIZER_FILE] * (tokenizer is not None)
+    names = [_WEIGHTS[only], "README.md", *extra, "config.json"]
+    with atomic_paths(folder / name for name in names) as paths:
+        files = dict(zip(names, paths, strict=True))
+        weights = files[_WEIGHTS[only]]
         try:
-            save_file(separate_tensors(tensors), path, metadata={"format": "pt"})
+            save_file(separate_tensors(tensors), weights, metadata={"format": "pt"})
         except SafetensorError as error:  # such as a full disk
-            raise VitfocusError(f"{weights} cannot be written: {error}.") from None
-    config = SavedConfig(
-        format=_FORMAT,
-        vitfocus=__version__,
-        library=origin.library,
-        base=origin.name,
-        arguments=origin.plain_arguments(),
-        treatments=[str(treatment) for treatment in treatments],
-        inserted=list(inserted(model)),
-        spec=write_spec(full_name(origin), treatments),
-        only="all" if only == "all" else "treatments",
-        buffers=_unsaved_precisions(model) if only == "all" else {},
-        preprocessing=_preprocessing(model),
-        task=task_of(model),
-        sha256=digest(weights),
-    )
-    content: dict[str, Any] = msgspec.to_builtins(config)
-    if only == "all" and origin.library == "timm":
-        content = {**timm_fields(model, origin.name, config.arguments, treatments, input_spec(model)), **content}
-        content |= {"label_names": names} if (names := config.task.get("classes")) else {}
-    elif only == "all" and origin.library == "transformers":
-        content = {**transformers_fields(model, treatments), **content}
-        write_json(folder / "preprocessor_config.json", image_processor(input_spec(model)))
-    measured: list[ScoresLike] = list(scores) if isinstance(scores, tuple | list) else [scores]
-    card = model_card(model, config.spec, origin.library, config.task, measured, "+".join(config.inserted))
-    write_text(folder / "README.md", card)
-    if (tokenizer := tokenizer_of(model)) is not None:
-        write_text(folder / TOKENIZER_FILE, tokenizer.to_json())
-    write_json(folder / "config.json", content)
+            raise NotWritten(f"{folder / _WEIGHTS[only]} cannot be written: {error}.") from None
+        config = SavedConfig(
+            format=_FORMAT,
+            vitfocus=__version__,
+            library=origin.library,
+            base=origin.name,
+            arguments=origin.plain_arguments(),
+            treatments=[str(treatment) for treatment in treatments],
+            inserted=list(inserted(model)),
+            spec=write_spec(full_name(origin), treatments),
+            only="all" if only == "all" else "treatments",
+            buffers=_unsaved_precisions(model) if only == "all" else {},
+            preprocessing=_preprocessing(model),
+            task=task_of(model),
+            sha256=digest(weights),
+        )
+        content: dict[str, Any] = msgspec.to_builtins(config)
+        if only == "all" and origin.library == "timm":
+            content = {**timm_fields(model, origin.name, config.arguments, treatments, input_spec(model)), **content}
+            content |= {"label_names": classes} if (classes := config.task.get("classes")) else {}
+        elif processed:
+            content = {**transformers_fields(model, treatments), **content}
+            processor = json_text(image_processor(input_spec(model)))
+            files["preprocessor_config.json"].write_bytes(encoded(processor))
+        card = model_card(model, config.spec, origin.library, config.task, measured, "+".join(config.inserted))
+        files["README.md"].write_bytes(encoded(card))
+        if tokenizer is not None:
+            files[TOKENIZER_FILE].write_bytes(encoded(tokenizer.to_json()))
+        files["config.json"].write_bytes(encoded(json_text(content)))
     return folder
 
 
@@ -376,14 +384,19 @@ def push(model: nn.Module | str | Path, repository: str, *, scores: Any = (), **
         The address of the upload.
 
     Raises:
-        VitfocusError: If it cannot be inferred how the model was built.
+        VitfocusError: If it cannot be inferred how the model was built, or `repository` is no valid name.
 
     Example:
         >>> push(vf.create_model("deit_small_patch16_224+cb"), "me/deit-small-cb")  # doctest: +SKIP
         'https://huggingface.co/me/deit-small-cb/tree/main/'
     """
     from huggingface_hub import HfApi
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
 
+    try:
+        validate_repo_id(repository)
+    except HFValidationError:
+        raise VitfocusError(f"{repository!r} is no name of a repository on the hub; expected USER/NAME.") from None
     hub = HfApi()
     with tempfile.TemporaryDirectory() as folder:
         model = model.absolute() if isinstance(model, Path) else model

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from reporting.intervals import estimate
 from reporting.pictures import beside
 from reporting.readme import table
+from reporting.sections.limits import KEPT_IMAGES
 from vitfocus.core.files import write_text
 from vitfocus.report.charts import Line, Reference, line_chart
 from vitfocus.report.page import minus
@@ -88,6 +89,7 @@ def write_report(
         The path of report.md.
     """
     parts = ["# The long study", how_far(runs, found), "## Comparisons", comparisons(rows), RULE]
+    parts.append(f"{KEPT_IMAGES} On CamVid, both are all images.")
     for group in dict.fromkeys(run.group for run in runs):
         arms = list(dict.fromkeys(run.arm for run in runs if run.group == group))
         here = {arm: [one for (g, a, _), one in sorted(found.items()) if (g, a) == (group, arm)] for arm in arms}

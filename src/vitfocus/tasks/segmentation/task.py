@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -14,7 +14,8 @@ from vitfocus.core.errors import VitfocusError
 from vitfocus.core.metrics import METRICS
 from vitfocus.core.modules import eval_mode, logits_of
 from vitfocus.core.registry import COMPOSED_MODELS
-from vitfocus.data.loader import Samples, first_images, strided_batches
+from vitfocus.core.statistics import evenly_spaced
+from vitfocus.data.loader import Broken, Samples, first_images, read_or_broken, strided_batches
 from vitfocus.data.segmentation.batches import (
     RandomCrop,
     SegmentationBatch,
@@ -31,6 +32,8 @@ from vitfocus.treatments.spec import split_spec
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+_CHECKED = 8  # masks of each split whose classes are checked before training; the others are when they are read
 
 
 class SegmentationTask(Task):
@@ -84,8 +87,13 @@ class SegmentationTask(Task):
         return InferenceSettings(section.window, section.stride, section.test_flip, section.short_side)
 
     def start(self, model: nn.Module, context: RunContext) -> None:
-        """Worker processes make training crops, which are normalised on the device."""
+        """Check some masks; worker processes make training crops, which are normalised on the device."""
         super().start(model, context)
+        for masks in (self.train, self.val):
+            for index in evenly_spaced(len(masks), _CHECKED):
+                sample = read_or_broken(masks, index)
+                if not isinstance(sample, Broken):
+                    self._require_classes(torch.from_numpy(sample[1])[None], [masks.name(index)])
         section = self.recipe.segment
         self.auxiliary = getattr(model, "auxiliary", None) is not None
         self.names = ["ce", *["aux"] * self.auxiliary, *["adl"] * self.diversifies]
@@ -119,8 +127,9 @@ class SegmentationTask(Task):
         samples = whole_images(self.val, settings.short_side)
         indices = strided_batches(len(self.val), self.context.partition)
         with eval_mode(model):
-            for _, parts in self.validation_batches(samples, indices, stack_by_size):
-                for _, images, masks in parts:
+            for readable, parts in self.validation_batches(samples, indices, stack_by_size):
+                for rows, images, masks in parts:
+                    self._require_classes(masks, (self.val.name(readable[row]) for row in rows))
                     with accelerator.autocast():
                         scores = predict(model, self.normalise(images), settings, masks.shape[-2:])
                     counts += class_counts(masks.to(device), scores.argmax(1), count).sum(0)
@@ -143,12 +152,20 @@ class SegmentationTask(Task):
 
     def _finish(self, batch: tuple[Tensor, Tensor], step: int, rows: Tensor) -> SegmentationBatch:
         images, masks = batch
-        if (largest := largest_label(masks)) >= len(self.classes):
-            raise VitfocusError(
-                f"A training mask has the class {largest}, but the model has {len(self.classes)} classes: set "
-                "model.arguments.num_classes, or use 255 for pixels to ignore."
-            )
+        order, first = self.batches.order, step * self.recipe.data.batch
+        self._require_classes(masks, (self.train.name(int(order.indices(n, n + 1))) for n in (first + rows).tolist()))
         return SegmentationBatch(self.normalise(images), masks.to(self.context.device, non_blocking=True).long())
+
+    def _require_classes(self, masks: Tensor, names: Iterable[str]) -> None:
+        """Raise a `VitfocusError` for the first mask with a class that the model lacks; `names` are of its image."""
+        if largest_label(masks) < len(self.classes):
+            return
+        for mask, name in zip(masks, names, strict=True):
+            if (largest := largest_label(mask)) >= len(self.classes):
+                raise VitfocusError(
+                    f"The mask of {name} has the class {largest}, but the model has {len(self.classes)} classes: set "
+                    f"model.arguments.num_classes={largest + 1}, or use {IGNORE} for pixels to ignore."
+                )
 
 
 def pixel_loss(logits: Tensor, masks: Tensor) -> Tensor:

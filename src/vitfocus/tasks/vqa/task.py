@@ -51,6 +51,7 @@ class AnswerTask(Task):
     """A `ViltForQuestionAnswering`, small and from scratch or from a checkpoint."""
 
     name: ClassVar[str] = "answer"
+    items: ClassVar[str] = "questions"
     best: ClassVar[str] = "accuracy"
     compiles: ClassVar[bool] = False  # ViLT selects patches in loops over the batch
     reads: ClassVar[Mapping[str, frozenset[str]]] = {
@@ -113,7 +114,6 @@ class AnswerTask(Task):
         return {**names, **(sizes if self.checkpoint.isidentifier() else {}), **given}
 
     def start(self, model: nn.Module, context: RunContext) -> None:
-        """Prepare the batches; each question counts as one image."""
         super().start(model, context)
         recipe, tokenizer = self.recipe, self.tokenizer
         self.preprocessing = preprocessing = preprocessing_of(model, recipe.data.size)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from reporting.claims import NOT_SUPPORTED, SUPPORTED, UNDECIDED, Judged
+from reporting.sections.limits import KEPT_IMAGES
 from reporting.words import cell
 from vitfocus.core.tables import counted
 from vitfocus.report.page import Page, minus
@@ -25,8 +26,8 @@ PAPERS = (
 DEFINED = (
     "Corruption error: the mean error over the 15 corruptions of CIFAR-100-C (generated) and their severities; the "
     "papers' mCE divides errors by AlexNet's first. It also falls when accuracy on clean images rises.",
-    "Accuracy kept under corruption: 100 less the corruption error, as a share of the accuracy on all "
-    "clean test images.",
+    "Accuracy kept under corruption: 100 less the corruption error, as a share of the accuracy on clean images. "
+    f"{KEPT_IMAGES}",
     "Entropy in deep layers: the mean over all rows and heads of the upper half of the layers; the paper draws the "
     "class token's row.",
     "Diagonal share: the attention that tokens pay to themselves. Stability: the cosine between clean and noisy maps. "
