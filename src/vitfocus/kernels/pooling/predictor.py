@@ -258,6 +258,41 @@ def scatter_taps(gradient, hidden, statistics, gamma, sums, spread, totals, toke
         tl.store(spread + first.to(tl.int64) * P + place, value.to(spread.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _moved(old, new, share, NEAR: tl.constexpr):
+    """A share of the way from old to new, computed from the nearer end as torch.lerp does: a share of 1 is exact."""
+    if NEAR:
+        return old + share * (new - old)
+    return new - (1 - share) * (new - old)
+
+
+@triton.jit
+def track_statistics(statistics, mean, variance, batches, share, unbiased, NEAR: tl.constexpr, COUNT: tl.constexpr,
+                     K: tl.constexpr, KP: tl.constexpr):  # fmt: skip
+    """Move a norm's running mean and variance a share of the way to `statistics` (2, K), and count the batch."""
+    k = tl.arange(0, KP)
+    share, known = single(share), k < K
+    new = tl.load(statistics + k, mask=known, other=0.0)
+    old = tl.load(mean + k, mask=known, other=0.0).to(tl.float32)
+    tl.store(mean + k, _moved(old, new, share, NEAR), mask=known)
+    new = tl.load(statistics + K + k, mask=known, other=0.0) * single(unbiased)
+    old = tl.load(variance + k, mask=known, other=0.0).to(tl.float32)
+    tl.store(variance + k, _moved(old, new, share, NEAR), mask=known)
+    if COUNT:
+        tl.store(batches, tl.load(batches) + 1)
+
+
+@on_device_of_first
+def track(buffers: tuple[Tensor, Tensor, Tensor | None], statistics: Tensor, momentum: float, count: int) -> None:
+    """Update a norm's running mean, variance and number of batches with a batch of `count` values per channel."""
+    mean, variance, batches = buffers
+    branches = statistics.shape[1]
+    track_statistics[(1,)](
+        statistics, mean, variance, mean if batches is None else batches, float(momentum), count / (count - 1),
+        NEAR=momentum < 0.5, COUNT=batches is not None, K=branches, KP=power_of_two(branches), num_warps=1,
+    )  # fmt: skip
+
+
 @on_device_of_first
 def gather(spread: Tensor, grid: tuple[int, int], branches: int, statistics: bool = False) -> tuple[Tensor, Tensor]:
     """Hidden values (B, H·W, K) in float32, and partial statistics."""
