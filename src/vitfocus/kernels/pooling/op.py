@@ -129,9 +129,9 @@ def _launch_whole(tokens: Tensor, first: Tensor, grid: tuple[int, int]) -> None:
 
 def _launch_parts(tokens: Tensor, first: Tensor, grid: tuple[int, int]) -> None:
     """Run `_Predict` and `_Mix` forward and backward, to collect the kernels that they launch."""
-    from vitfocus.kernels.pooling import mixing, predictor, taps
+    from vitfocus.kernels.pooling import mixing, predictor
 
-    branches, matrix = first.shape[0], taps.first_matrix(first, tokens.dtype)
+    branches, matrix = first.shape[0], predictor.first_matrix(first, tokens.dtype)
     rows = matrix.shape[0]
     second = first.new_empty(branches, branches, 3, 3)
     hidden, _ = predictor.gather(tokens.new_empty(*tokens.shape[:2], rows), grid, branches)
@@ -142,7 +142,7 @@ def _launch_parts(tokens: Tensor, first: Tensor, grid: tuple[int, int]) -> None:
         predictor.unweigh(scores, hidden, second, grid)
         mixing.unmix_gradient(tokens, weights, grid)
         slope, _ = predictor.scatter(hidden, hidden, None, grid, tokens.shape[1], rows, tokens.dtype)
-        taps.first_gradient(slope, tokens, first)
+        predictor.first_gradient(slope, tokens, first)
 
 
 def _shares(branches: int, height: int, width: int, dtype: torch.dtype) -> Tensor:
@@ -198,9 +198,9 @@ def _forward(
     tokens: Tensor, first: Tensor, norm: tuple[Tensor, Tensor, float], second: Tensor, grid: tuple[int, int]
 ) -> tuple[Tensor, ...]:
     """Mixed tokens, then what the backward pass needs: statistics, matrix, hidden values and weights."""
-    from vitfocus.kernels.pooling import mixing, predictor, taps
+    from vitfocus.kernels.pooling import mixing, predictor
 
-    matrix = taps.first_matrix(first, tokens.dtype)
+    matrix = predictor.first_matrix(first, tokens.dtype)
     hidden, parts = predictor.gather(tokens @ matrix.mT, grid, first.shape[0], True)
     weights, statistics = predictor.weigh(hidden, second, grid, (parts, *norm))
     return mixing.mix_tokens(tokens, weights, grid), statistics, matrix, hidden, weights
@@ -211,7 +211,7 @@ def _backward(
     second: Tensor, grid: tuple[int, int],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Gradients of tokens, of `first`, of the norm's weight and bias, and of `second`."""
-    from vitfocus.kernels.pooling import mixing, predictor, taps
+    from vitfocus.kernels.pooling import mixing, predictor
 
     statistics, matrix, hidden, weights = kept
     rows, branches = matrix.shape[0], first.shape[0]
@@ -221,7 +221,7 @@ def _backward(
     slope, totals = predictor.scatter(normed, hidden, sums, grid, tokens.shape[1], rows, tokens.dtype, through)
     made = mixing.unmix_gradient(gradient, weights, grid, slope, matrix)
     shift, scale = totals[9 * branches**2 :].chunk(2)
-    return made, taps.first_gradient(slope, tokens, first), scale, shift, _second_gradient(totals, second)
+    return made, predictor.first_gradient(slope, tokens, first), scale, shift, _second_gradient(totals, second)
 
 
 class _Pool(torch.autograd.Function):
@@ -251,16 +251,16 @@ class _Pool(torch.autograd.Function):
 class _Predict(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, first: Tensor, height: int, width: int) -> Tensor:
-        from vitfocus.kernels.pooling import predictor, taps
+        from vitfocus.kernels.pooling import predictor
 
-        matrix = taps.first_matrix(first, tokens.dtype)
+        matrix = predictor.first_matrix(first, tokens.dtype)
         ctx.grid = (height, width)
         ctx.save_for_backward(tokens, matrix, first)
         return predictor.gather(tokens @ matrix.mT, (height, width), first.shape[0])[0]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        from vitfocus.kernels.pooling import predictor, taps
+        from vitfocus.kernels.pooling import predictor
 
         tokens, matrix, first = ctx.saved_tensors
         if wants_second_derivative():
@@ -268,7 +268,7 @@ class _Predict(torch.autograd.Function):
             return *differentiable_gradients(plain, (tokens, first), gradient), None, None
         gradient = packed(gradient)
         slope, _ = predictor.scatter(gradient, gradient, None, ctx.grid, tokens.shape[1], matrix.shape[0], tokens.dtype)
-        return slope @ matrix, taps.first_gradient(slope, tokens, first), None, None
+        return slope @ matrix, predictor.first_gradient(slope, tokens, first), None, None
 
 
 class _Mix(torch.autograd.Function):
