@@ -94,7 +94,6 @@ KERNELS = {
     *("mixing_weights", "score_backward", "log_sum_exp", "mean_pass", "column_pass", "unit_pass", "unit_pass_alone"),
     *("whole_pass", "slope_pass", "gradient_pass", "query_gradient", "key_gradient", "joint_gradient", "bias_gradient"),
     *("attention_gradient", "attention_query_gradient", "attention_key_gradient"),
-    *("arrange_taps", "tap_products", "tap_gradient", "track_statistics"),
     *("lower_kernel", "row_pass", "head_pass", "conclude_pass", "pair_pass"),
 }
 
