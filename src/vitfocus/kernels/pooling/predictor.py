@@ -283,7 +283,7 @@ def scatter_taps(gradient, hidden, statistics, gamma, sums, spread, totals, toke
         place = ((image * (height * width))[:, None] + row * width + column) * K + k[None, :]
         value = tl.load(gradient + place, mask=inside, other=0.0)
         if NORM:
-            number = ((tokens // count) * (height * width)).to(tl.float32)
+            number = tl.cast((tokens // count) * (height * width), tl.float32)
             part, ks = tl.arange(0, PARTS), tl.arange(0, KP)
             inner = (ks < K)[:, None] & (part < parts)[None, :]
             start = sums + parts * (9 * K * K) + ks[:, None] * parts + part[None, :]
