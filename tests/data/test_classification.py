@@ -464,3 +464,11 @@ def test_class_names_beside_shards(tmp_path: Path) -> None:
     file.write_bytes(b"\xff\xfe")
     with pytest.raises(VitfocusError, match="one class name per line"):
         _class_names(tmp_path)
+
+
+def test_a_folder_that_is_not_named_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        VitfocusError, match=r"The current folder has no folder train .*: set data\.root to the data's f"
+    ):
+        open_images(Data(source="folder"), "train")

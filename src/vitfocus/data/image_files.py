@@ -320,7 +320,10 @@ def find_split(root: Path, split: str, given: str = "", suffix: str = "") -> Pat
         if (root / name).is_file() if suffix else (root / name).is_dir():
             return root / name
     kind = "file" if suffix else "folder"
-    raise VitfocusError(f"{root} has no {kind} {' or '.join(names)} for {split}: set data.{split}_split to its name.")
+    here = root == Path()  # data.root is empty by default
+    place, how = ("The current folder", "data.root to the data's folder, or ") if here else (root, "")
+    wanted = " or ".join(names)
+    raise VitfocusError(f"{place} has no {kind} {wanted} for {split}: set {how}data.{split}_split to its name.")
 
 
 def _size(file: Path, complete: bool) -> int:
