@@ -101,19 +101,6 @@ JOINED = [
     *(Attention(f"width-{width}", (48, 4, 197, width), dtype=torch.float16) for width in (32, 48)),
     *(Attention(f"patches-{first}", (24, 6, 197, 64), first=first, dtype=torch.bfloat16) for first in (1, 5)),
     Attention("extreme", (24, 6, 197, 64), spread=25.0, dtype=torch.bfloat16),
-    *(
-        Attention(f"{name}-{count}", (4, 6, count, 64), dtype=DTYPES[name])
-        for name in ("bf16", "fp16")
-        for count in (257, 320, 785, 1025)
-    ),
-    *(
-        Attention(f"long-{v}-{first}", (6, 6, 577, 64), variant=v, first=first, dtype=torch.bfloat16)
-        for v in ("official", "paper")
-        for first in (1, 5)
-    ),
-    *(Attention(f"long-width-{width}", (8, 6, 401, width), dtype=torch.float16) for width in (32, 48)),
-    Attention("long-extreme", (4, 6, 785, 64), spread=25.0, dtype=torch.bfloat16),
-    Attention("chunks", (1, 3, 4097, 64), dtype=torch.bfloat16),
 ]
 
 
@@ -237,12 +224,12 @@ def test_compiled_training_is_eager_training(mode: str) -> None:
 
 
 def treated_step(
-    family: str, size: int, name: str, how: str = "eager", dtype: torch.dtype | None = torch.bfloat16
+    family: str, name: str, how: str = "eager", dtype: torch.dtype | None = torch.bfloat16
 ) -> tuple[Tensor, dict[str, Tensor], set[str]]:
     """The loss and gradients of the third step of two blocks, compiled as `how` says, and the kernels it ran."""
     torch.manual_seed(0)
-    images = torch.randn(48, 3, size, size, generator=torch.Generator().manual_seed(1)).cuda()
-    model = timm.create_model(family, depth=2, num_classes=5, img_size=size).train().cuda()
+    images = torch.randn(48, 3, 224, 224, generator=torch.Generator().manual_seed(1)).cuda()
+    model = timm.create_model(family, depth=2, num_classes=5).train().cuda()
     with torch.no_grad():
         for block in model.blocks:
             block.attn.qkv.weight.mul_(8)  # so that some keys are attended to more
@@ -268,16 +255,15 @@ def treated_step(
 
 
 @pytest.mark.parametrize("how", ["eager", "model", "blocks", "reduce-overhead"])
-@pytest.mark.parametrize(("family", "size"), [("deit_small_patch16_224", 224), ("deit_tiny_patch16_224", 272)])
-def test_attention_and_loss_are_one_operation_in_a_model(family: str, size: int, how: str) -> None:
-    """Of 197 and 290 tokens, eager and compiled. In bf16 a step is as near to one in fp32 as with chunks."""
+@pytest.mark.parametrize("family", ["deit_small_patch16_224", "deit_tiny_patch16_224"])
+def test_attention_and_loss_are_one_operation_in_a_model(family: str, how: str) -> None:
+    """Eager and compiled. In bf16, whose rounding depends on the compiler, a step is as near to fp32 as with chunks."""
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("attention and loss are computed apart here")
-    _, exact, _ = treated_step(family, size, "chunked", dtype=None)
-    loss, chunked, apart = treated_step(family, size, "chunked")
-    got, made, together = treated_step(family, size, "auto", how)
-    kernel = "attention_gradient" if size == 224 else "attention_key_gradient"
-    assert kernel in together and kernel not in apart
+    _, exact, _ = treated_step(family, "chunked", dtype=None)
+    loss, chunked, apart = treated_step(family, "chunked")
+    got, made, together = treated_step(family, "auto", how)
+    assert "attention_gradient" in together and "attention_gradient" not in apart
     torch.testing.assert_close(got, loss, rtol=2e-3, atol=0)
     for key, wanted in exact.items():
         error, usual = ((one[key] - wanted).norm() / wanted.norm() for one in (made, chunked))

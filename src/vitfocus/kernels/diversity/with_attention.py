@@ -28,16 +28,12 @@ from vitfocus.kernels.diversity.reference import Heads, Variant
 from vitfocus.kernels.inputs import packed
 from vitfocus.kernels.shared_memory import LARGE, padded
 
-#: With at most so many keys, torch's attention and a pass for the loss take less time.
-FEW_KEYS = 128
-#: Up to so many keys, one program has all of a head; with more, it has a block of queries or of keys.
-KEYS = 256
-#: Heads of fewer channels are computed apart, as products of 16 columns have been wrong on a GPU before, and of more.
-CHANNELS = (32, 64)
-#: Rows and columns of a tile, warps and stages: all keys in one program, a block of queries, and a block of keys.
-TILES = {"all": (32, KEYS, 8, 2), "query": (128, 64, 8, 3), "key": (64, 128, 8, 3)}
-#: With blocks: as many programs as keep half of a large GPU busy.
-PROGRAMS = 132
+#: More keys than the first number, up to the second: with fewer, torch's attention and a pass for the loss take less.
+KEYS = (128, 256)
+#: Heads of fewer channels are computed apart: products of 16 columns have been wrong on a GPU before.
+LEAST_CHANNELS = 32
+#: Rows of a tile, warps and stages.
+ROWS, WARPS, STAGES = 32, 8, 2
 
 
 def attention_with_diversity(
@@ -84,25 +80,19 @@ def _fits_chunks(query: Tensor, key: Tensor, value: Tensor, options: LossOptions
 
 
 def _fits_kernel(query: Tensor, key: Tensor, value: Tensor, options: LossOptions) -> bool:
-    """Whether the kernels take these tensors: one map per image, and programs enough to fill half the GPU."""
-    if query.ndim != 4 or not query.shape == key.shape == value.shape or query.shape[2] <= FEW_KEYS:
+    """Whether the kernel takes these tensors: one map per image, and heads enough to fill half the GPU."""
+    if query.ndim != 4 or not query.shape == key.shape == value.shape or not KEYS[0] < query.shape[2] <= KEYS[1]:
         return False
     if (
         value.dtype != query.dtype
-        or query.element_size() != 2
         or query.shape[3] % 16
-        or not CHANNELS[0] <= query.shape[3] <= CHANNELS[1]
+        or query.shape[3] < LEAST_CHANNELS
         or not options.average_heads
         or options.first >= query.shape[2]
     ):
         return False
     launch = _Launch(query, key, None, None, options)
-    if launch.alone or launch.space < LARGE:
-        return False
-    if launch.keys <= KEYS:
-        if not launch.joint:
-            return False
-    elif launch.maps * launch.group * _blocks(launch.keys, TILES["query"][0]) < PROGRAMS:
+    if launch.alone or not launch.joint or launch.space < LARGE:
         return False
     return keeps_normalisers(query, key, value, options.scale) or (interpreting() and query.device.type == "cpu")
 
@@ -141,7 +131,7 @@ class _Attention(torch.autograd.Function):
         else:  # in the interpreter
             out, lse = _plain_attention(queries, keys, values, scale)
         loss, *saved = launch_forward(queries, keys, None, None, lse, LossOptions(*ctx.options))
-        ctx.save_for_backward(whole, *parts, out, lse, *saved)
+        ctx.save_for_backward(whole, *parts, lse, *saved)
         return out, loss
 
     @staticmethod
@@ -154,7 +144,7 @@ class _Attention(torch.autograd.Function):
             return *differentiable_gradients(plain, tokens, (gradient, weight)), *(None,) * 6
         if ctx.by_kernel:
             gradient = packed(gradient.transpose(1, 2))
-            made = launch_gradients(gradient, weight, query, key, value, saved[0], saved[1], options, tuple(saved[2:]))
+            made = launch_gradients(gradient, weight, query, key, value, saved[0], options, tuple(saved[1:]))
         else:
             made = in_chunks.gradients(gradient, weight, query, key, value, options, *saved)
         return *((None, *made.unbind()) if whole is None else (made, None, None, None)), *(None,) * 6
@@ -187,8 +177,7 @@ def _launch_all(query: Tensor, key: Tensor, value: Tensor, options: LossOptions)
     loss, *saved = launch_forward(query, key, None, None, lse, options)
     if query.requires_grad or key.requires_grad or value.requires_grad:
         gradient = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
-        output = gradient.transpose(1, 2)
-        launch_gradients(gradient, loss, query, key, value, output, lse, options, tuple(saved))
+        launch_gradients(gradient, loss, query, key, value, lse, options, tuple(saved))
 
 
 @on_device_of_first
@@ -198,7 +187,6 @@ def launch_gradients(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    output: Tensor,
     lse: Tensor,
     options: LossOptions,
     saved: tuple[Tensor, ...],
@@ -208,56 +196,20 @@ def launch_gradients(
     From those of the output, `gradient` (B, N, H, D), contiguous, and of the loss, `weight`. The strides of what is
     made here, or comes from the gradient, must not be asked for: torch.compile would first copy the gradient.
     """
-    from vitfocus.kernels.diversity import attention_gradients as kernels
+    from vitfocus.kernels.diversity.gradients import attention_gradient
 
     launch = _Launch(query, key, None, None, options)
     norms, average, slopes, lengths, _, _, bounds, squares, mean_map = saved
     vectors = (average, lengths, slopes, squares, bounds)
-    inputs, batch, heads, count, width = launch.inputs(norms), *query.shape
-    share = launch.keys / (launch.maps * launch.count * launch.group)
-    of_inputs = tuple(stride for tensor in (query, key, value) for stride in tensor.stride()[:3])
-    row = heads * width
-    of_gradient, of_made, part = (count * row, width, row), (3 * count * row, width, 3 * row), row
+    slope = launch.gradient_pass(launch.inputs(norms), mean_map, *vectors, 0, launch.count)
+    batch, heads, count, width = query.shape
     made = query.new_empty(batch, count, 3, heads, width)
-    if launch.joint:
-        slope = launch.gradient_pass(inputs, mean_map, *vectors, 0, launch.count)
-        kernels.attention_gradient[(batch * heads,)](
-            query, key, value, gradient, lse, slope, bounds, weight, made, options.scale, share, heads, count,
-            options.first, *slope.shape[1:], *of_inputs, *of_gradient, part, *of_made, **_settings("all", width),
-        )  # fmt: skip
-        return made.permute(2, 0, 3, 1, 4)
-    chunks, (mine, theirs) = launch.chunks(), (_settings(kind, width) for kind in ("query", "key"))
-    inner = torch.empty_like(lse)
-    queries, keys, values = made.unbind(2)
-    sums: tuple[Tensor, ...] = (keys, values)
-    of_sums = of_made
-    if len(chunks) > 1:
-        sums = torch.empty(2, batch, count, heads, width, dtype=torch.float32, device=query.device).unbind()
-        of_sums = of_gradient
-    for begin, end in chunks:
-        slope = launch.gradient_pass(inputs, mean_map, *vectors, begin, end)
-        numbers = (options.scale, share, heads, count, options.first, launch.stride, begin, end)
-        blocks = _blocks(end - begin + (options.first if begin == 0 else 0), mine["BM"])
-        kernels.attention_query_gradient[(batch * heads * blocks,)](
-            query, key, value, output, gradient, lse, slope, bounds, weight, queries, inner, *numbers, *of_inputs,
-            *output.stride()[:3], *of_gradient, *of_made, **mine,
-        )  # fmt: skip
-        kernels.attention_key_gradient[(batch * heads * _blocks(count, theirs["BN"]),)](
-            query, key, value, gradient, lse, slope, bounds, weight, inner, *sums, *numbers, *of_inputs, *of_gradient,
-            *of_sums, **theirs,
-        )  # fmt: skip
-        del slope  # so that the next chunk's map reuses this memory
-    if len(chunks) > 1:
-        keys.copy_(sums[0])
-        values.copy_(sums[1])
+    share = launch.keys / (launch.maps * launch.count * launch.group)
+    strides = (stride for tensor in (query, key, value) for stride in tensor.stride()[:3])
+    row = heads * width
+    attention_gradient[(batch * heads,)](
+        query, key, value, gradient, lse, slope, bounds, weight, made, options.scale, share, heads, count,
+        options.first, *slope.shape[1:], *strides, count * row, width, row, row, 3 * count * row, width, 3 * row,
+        D=width, DP=padded(width), BM=ROWS, BN=KEYS[1], num_warps=WARPS, num_stages=STAGES,
+    )  # fmt: skip
     return made.permute(2, 0, 3, 1, 4)
-
-
-def _settings(kind: str, width: int) -> dict[str, int]:
-    """The compile-time arguments of a kernel."""
-    rows, columns, warps, stages = TILES[kind]
-    return {"D": width, "DP": padded(width), "BM": rows, "BN": columns, "num_warps": warps, "num_stages": stages}
-
-
-def _blocks(number: int, size: int) -> int:
-    return -(-number // size)
