@@ -203,7 +203,8 @@ def tile_sizes(
     if dtype == torch.float32:
         return 16, min(32 if patches <= 256 else 16, chunk), 4, 2
     if patches > 256 or (kernel == "mix" and patches > 128):  # with fewer warps, M does not fit into registers
-        return 64, min(64 if roomy and patches <= 256 else 32, chunk), 8, 2
+        rows = 64 if roomy or patches <= 256 else 32  # M takes shared memory, too
+        return rows, min(64 if roomy and patches <= 256 else 32, chunk), 8, 2
     if kernel == "mix" and channels % 128 == 0:
         return 64, 128, 8, 2
     return 64, min(64, chunk), 4, 3 if roomy else 2
@@ -212,9 +213,12 @@ def tile_sizes(
 def _settings(kernel: str, tokens: Tensor, weights: Tensor, grid: tuple[int, int]) -> tuple[int, dict[str, Any]]:
     """The number of rectangles in a grid, and the constants that both kernels have."""
     branches, channels = weights.shape[2], tokens.shape[2]
-    most = 16 if tokens.dtype == torch.float32 else 64
-    shape = dict(zip(("BH", "BW", "NH", "NW", "BN"), best_window(*grid, branches - 1, most), strict=True))
-    rows, chunk, warps, stages = tile_sizes(kernel, shape["BN"], channels, tokens.dtype, tokens.device)
+    rows = 16 if tokens.dtype == torch.float32 else 64
+    window = best_window(*grid, branches - 1, rows)
+    rows, chunk, warps, stages = tile_sizes(kernel, window[4], channels, tokens.dtype, tokens.device)
+    if rows < window[0] * window[1]:  # the rectangle for as many rows as fit
+        window = best_window(*grid, branches - 1, rows)
+    shape = dict(zip(("BH", "BW", "NH", "NW", "BN"), window, strict=True))
     blocks = -(-grid[0] // shape["BH"]) * -(-grid[1] // shape["BW"])
     return blocks, {**shape, "BM": rows, "BC": chunk, "K": branches, "num_warps": warps, "STAGES": stages}
 
