@@ -119,7 +119,9 @@ def _bias(shape: tuple[int, int, int, int], dtype: torch.dtype, pick: Random, dr
 
 
 def has_entry_at_threshold(call: Call) -> bool:
-    """Whether an entry of the map is within 1e-6 of the threshold: where a row attends to one key alone, say."""
+    """Whether an entry of the map is within 1e-6 of a threshold: where a row attends to one key alone, say."""
+    if call.options["threshold"] == 0:  # which nothing is below
+        return False
     maps = call.exact_logits.softmax(-1)
     maps = maps.mean(1, keepdim=True) if call.options["heads"] == "mean" else maps
     return bool((maps * maps.shape[3] - call.options["threshold"]).abs().min() < 1e-6)

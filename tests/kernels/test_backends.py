@@ -58,10 +58,8 @@ def test_kernels_in_the_interpreter() -> None:
         "pytest",
         "-p",
         "no:cacheprovider",
-        *(
-            str(here / name)
-            for name in ("test_interpreted.py", "test_with_attention.py", "test_random_calls.py", "test_inputs.py")
-        ),
+        *map(str, sorted(here.glob("test_interpreted*.py"))),
+        *(str(here / name) for name in ("test_with_attention.py", "test_random_calls.py", "test_inputs.py")),
         "-k",
         "not plain_torch",
     ]
