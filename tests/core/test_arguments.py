@@ -84,7 +84,7 @@ def test_values_of_other_types_in_methods_and_options(tmp_path: Path) -> None:
         (lambda: Scores("clean", 2, {"vit": {"cells": {}}}).save(None), "save: folder is None; expected"),  # type: ignore[arg-type]
         (lambda: vf.save(model, tmp_path / "a", scores=[3]), r"scores holds 3; expected what vitfocus\.evaluate"),
         (lambda: vf.explore(model, images, limit=0), "limit is 0; expected a whole number of at least 1"),
-        (lambda: vf.push(model, "no repository"), "'no repository' is no name of a repository"),
+        (lambda: vf.push(model, "no repository"), "'no repository' is not a valid repository name"),
     ]
     for call, said in cases:
         with pytest.raises(vf.VitfocusError, match=said):

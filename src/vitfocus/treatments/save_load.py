@@ -396,7 +396,7 @@ def push(model: nn.Module | str | Path, repository: str, *, scores: Any = (), **
     try:
         validate_repo_id(repository)
     except HFValidationError:
-        raise VitfocusError(f"{repository!r} is no name of a repository on the hub; expected USER/NAME.") from None
+        raise VitfocusError(f"{repository!r} is not a valid repository name; expected USER/NAME.") from None
     hub = HfApi()
     with tempfile.TemporaryDirectory() as folder:
         model = model.absolute() if isinstance(model, Path) else model
