@@ -62,6 +62,7 @@ def launch_all(images: int, device: str) -> None:
     from vitfocus.kernels.diversity import with_attention
     from vitfocus.kernels.diversity.chunked import LossOptions
     from vitfocus.kernels.pooling import op as pooling
+    from vitfocus.kernels.short_attention import op as short
     from vitfocus.kernels.statistics import triton as statistics_kernels
 
     half: dict[str, Any] = {"dtype": torch.float16, "device": device}
@@ -79,10 +80,12 @@ def launch_all(images: int, device: str) -> None:
                 arguments = (query, query, bias, None, place, tuple(saved), True)
                 diversity_op.launch_backward(torch.ones((), device=device), *arguments)
     place = LossOptions(1, 0, True, True, 2)
-    with patch.multiple(diversity_op, WHOLE=0, BUSY=1):
-        _, *saved = diversity_op.launch_forward(query, query, None, None, None, place)
-        lse, one = torch.empty(query.shape[:3], device=device), torch.ones((), device=device)
-        with_attention.launch_gradients(query.transpose(1, 2), one, *(query,) * 3, lse, place, tuple(saved))
+    out, lse = short.launch_forward(query, query, query, 1.0)
+    for most in (0, diversity_op.WHOLE):
+        with patch.multiple(diversity_op, WHOLE=most, BUSY=1):
+            _, *saved = diversity_op.launch_forward(query, query, None, None, None, place)
+            given = (out.transpose(1, 2), torch.ones((), device=device), *(query,) * 3, lse, place)
+            with_attention.launch_gradients(*given, tuple(saved))
     statistics_kernels.statistics((query, query, None, None), 1.0, [], 2.0, 1)
     statistics_kernels.pair_products((query, query, None, None), (query, query, None, None), 1.0)
 
@@ -92,7 +95,7 @@ KERNELS = {
     *("share_mean_kernel", "block_sums", "gather_taps", "scatter_taps", "mix", "score_gradient"),
     *("mixing_weights", "score_backward", "log_sum_exp", "mean_pass", "column_pass", "unit_pass", "unit_pass_alone"),
     *("whole_pass", "slope_pass", "gradient_pass", "query_gradient", "key_gradient", "joint_gradient", "bias_gradient"),
-    "attention_gradient",
+    *("attention_gradient", "attend_forward", "attend_backward"),
     *("lower_kernel", "row_pass", "head_pass", "conclude_pass", "pair_pass"),
 }
 

@@ -2,7 +2,8 @@
 
 Compiled as a whole, a transformer of twelve blocks has the same block compiled twelve times. Block by block, the second
 block reuses the first one's compiled code, at the cost of fusion across blocks. What timm's ViTs do before and after
-their blocks is compiled too.
+their blocks is compiled too, and attention among few tokens and GELU have faster forms (`kernels/short_attention`,
+`kernels/gelu.py`).
 
 A small model's step is thousands of short kernels, and launching them one by one takes the host longer than the GPU
 needs to run them. The first steps run eagerly, so that everything is compiled and allocated; the next is captured as a
@@ -24,6 +25,9 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from vitfocus.anatomy import anatomy
+from vitfocus.kernels.backends import exporting, forced
+from vitfocus.kernels.gelu import gelu
+from vitfocus.kernels.short_attention.op import ShortAttention
 from vitfocus.recipes import Recipe
 from vitfocus.tasks import find_task
 from vitfocus.treatments.attention_diversification import reset_losses
@@ -124,11 +128,42 @@ def compile_blocks(model: nn.Module) -> int:
                 module.__dict__["keep"] = torch.tensor(1 - module.drop_prob, device=next(block.parameters()).device)
                 module.__dict__["forward"] = MethodType(_drop_paths, module)
         block.compile(dynamic=False)
+    use_fast_forms(model)
     compile_outside(model)
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, _VERSIONS * len(blocks))
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 2 * _VERSIONS * len(blocks))
     return len(blocks)
+
+
+def use_fast_forms(model: nn.Module) -> None:
+    """Let the attention and GELU of compiled blocks use vitfocus' forms where these apply, in place.
+
+    Attention that is observed, as for the diversification loss, does so by itself. What runs eagerly, as for a reading,
+    stays as it is.
+    """
+    for block in anatomy(model):
+        if block.attention is not None and block.reader == "call" and "forward" not in block.attention.__dict__:
+            block.attention.__dict__["forward"] = MethodType(_attend, block.attention)
+        for module in block.host.modules():
+            if type(module) is nn.GELU and module.approximate == "none" and "forward" not in module.__dict__:
+                module.__dict__["forward"] = MethodType(_gelu, module)
+
+
+def _attend(module: nn.Module, *args: Any, **keywords: Any) -> Any:
+    """An attention module's own forward pass, with the kernels for few tokens if it is compiled."""
+    if not torch.compiler.is_compiling():
+        return type(module).forward(module, *args, **keywords)
+    with ShortAttention():
+        return type(module).forward(module, *args, **keywords)
+
+
+def _gelu(module: nn.GELU, values: Tensor) -> Tensor:
+    """GELU, in its faster form if it is compiled for a GPU, in half precision."""
+    half = values.device.type == "cuda" and values.dtype in (torch.bfloat16, torch.float16)
+    if half and torch.compiler.is_compiling() and not exporting() and forced() != "reference":
+        return gelu(values)
+    return type(module).forward(module, values)
 
 
 def compile_outside(model: nn.Module) -> None:
