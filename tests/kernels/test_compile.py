@@ -244,7 +244,10 @@ CASES: dict[str, tuple[Callable[..., None], tuple[Any, ...], set[str]]] = {
     "pooling": (
         pooling,
         (HALF,),
-        {"gather_taps", "scatter_taps", "mixing_weights", "mix", "score_gradient", "score_backward"},
+        {
+            *("gather_taps", "scatter_taps", "mixing_weights", "mix", "score_gradient", "score_backward"),
+            *("arrange_taps", "tap_products", "tap_gradient", "track_statistics"),
+        },
     ),
     "context": (context, (SINGLE,), {"share_mean_kernel", "block_sums"}),
     "statistics": (
@@ -283,12 +286,16 @@ WRITTEN = {
     "diversity.whole_pass": {"bounds", "losses", "norms", "slope"},
     "kernels.log_sum_exp": {"out"},
     "kernels.lower_kernel": {"norms"},
+    "pooling.arrange_taps": {"matrix"},
     "pooling.gather_taps": {"hidden", "partial"},
     "pooling.mix": {"out"},
     "pooling.mixing_weights": {"weights", "statistics"},
     "pooling.scatter_taps": {"spread", "totals"},
     "pooling.score_backward": {"hidden_gradient", "sums"},
     "pooling.score_gradient": {"made"},
+    "pooling.tap_gradient": {"out"},
+    "pooling.tap_products": {"parts"},
+    "pooling.track_statistics": {"mean", "variance", "batches"},
     "short_attention.attend_backward": {"out"},
     "short_attention.attend_forward": {"lse", "out"},
 }

@@ -95,6 +95,7 @@ KERNELS = {
     *("share_mean_kernel", "block_sums", "gather_taps", "scatter_taps", "mix", "score_gradient"),
     *("mixing_weights", "score_backward", "log_sum_exp", "mean_pass", "column_pass", "unit_pass", "unit_pass_alone"),
     *("whole_pass", "slope_pass", "gradient_pass", "query_gradient", "key_gradient", "joint_gradient", "bias_gradient"),
+    *("arrange_taps", "tap_products", "tap_gradient", "track_statistics"),
     *("attention_gradient", "attend_forward", "attend_backward"),
     *("lower_kernel", "row_pass", "head_pass", "conclude_pass", "pair_pass"),
 }

@@ -311,7 +311,7 @@ def gradient_pass(
 
 @triton.jit
 def _sloped(mean, own, shared, bound, PAPER: tl.constexpr):
-    """The gradient with respect to entries of the map, from that of their own row and that of their column's average."""
+    """The gradient with respect to entries of the map, from those of their own row and of their column's average."""
     if PAPER:
         return tl.where(mean < bound, 0.0, own + shared)
     else:
@@ -321,10 +321,7 @@ def _sloped(mean, own, shared, bound, PAPER: tl.constexpr):
 @triton.jit
 def _store_slope(slope, values, rows, cols, row_ok, col_ok, stride, pitch, TURNED: tl.constexpr):
     """Write a tile of it; TURNED: columns first."""
-    if TURNED:
-        where = cols[None, :] * pitch + rows[:, None]
-    else:
-        where = rows[:, None] * stride + cols[None, :]
+    where = cols[None, :] * pitch + rows[:, None] if TURNED else rows[:, None] * stride + cols[None, :]
     tl.store(slope + where, values.to(slope.dtype.element_ty), mask=row_ok[:, None] & col_ok[None, :])
 
 
