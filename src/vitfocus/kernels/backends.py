@@ -15,7 +15,7 @@ import importlib.util
 import os
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -40,6 +40,8 @@ _forced = "auto"
 #: The keys that `compile_together` has seen, and a lock for `launches_of`, which patches Triton while it runs.
 _compiled: set[Hashable] = set()
 _patch_lock = threading.Lock()
+#: `here` is set in threads that compile.
+_compiling = threading.local()
 
 
 @contextmanager
@@ -172,9 +174,10 @@ def on_device_of_first(launch: Callable[Arguments, Result]) -> Callable[Argument
 
 
 def compile_together(device: torch.device, key: Hashable, launch: Callable[[], Any]) -> None:
-    """Compile the kernels that `launch` would launch, in parallel, before the first launch with this key.
+    """Compile the kernels that `launch` would launch in parallel threads, before the first launch with this key.
 
-    A kernel takes about a second: Triton compiles it and a C compiler its launcher, both without holding the GIL.
+    A kernel takes about a second: Triton compiles it and a C compiler its launcher, both mostly without holding the
+    GIL. A launch waits for its own kernel only, so that those of the backward pass compile during the forward pass.
     Does nothing on a CPU, where kernels are interpreted, or while a CUDA graph is captured.
     """
     if (device, key) in _compiled or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
@@ -182,9 +185,21 @@ def compile_together(device: torch.device, key: Hashable, launch: Callable[[], A
     _compiled.add((device, key))
     calls = launches_of(launch)
     if len(calls) > 1:
-        with ThreadPoolExecutor(min(len(calls), os.cpu_count() or 1)) as threads:
-            for call in calls.values():
-                threads.submit(_compile, device, *call)
+        threads = ThreadPoolExecutor(min(len(calls), os.cpu_count() or 1))
+        for call in calls.values():
+            _launch_after(call[0], threads.submit(_compile, device, *call))
+        threads.shutdown(wait=False)
+
+
+def _launch_after(kernel: Any, compiled: Future[None]) -> None:
+    """Let launches of the kernel wait for a thread that compiles it; two would compile it twice."""
+
+    def wait(*_: Any, **__: Any) -> None:
+        if not getattr(_compiling, "here", False):
+            compiled.result()
+            kernel.pre_run_hooks = [one for one in kernel.pre_run_hooks if one is not wait]
+
+    kernel.add_pre_run_hook(wait)
 
 
 def launches_of(launch: Callable[[], Any]) -> dict[Hashable, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
@@ -211,5 +226,6 @@ def launches_of(launch: Callable[[], Any]) -> dict[Hashable, tuple[Any, tuple[An
 
 def _compile(device: torch.device, kernel: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
     """Compile a kernel and its launcher; if that fails, the launch itself will say so."""
+    _compiling.here = True
     with suppress(Exception), torch.cuda.device(device):
         _ = kernel.run(*args, **keywords | {"warmup": True}).run
