@@ -16,7 +16,7 @@ import os
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -40,8 +40,7 @@ _forced = "auto"
 #: The keys that `compile_together` has seen, and a lock for `launches_of`, which patches Triton while it runs.
 _compiled: set[Hashable] = set()
 _patch_lock = threading.Lock()
-#: `here` is set in threads that compile.
-_compiling = threading.local()
+_compiling = threading.local()  # `here` is set in threads that compile
 
 
 @contextmanager
@@ -113,24 +112,9 @@ def interpreting() -> bool:
 
 
 def exporting() -> bool:
-    """Whether the model is being exported: an exported model must not depend on our kernels.
-
-    Uses the flag, because in torch 2.11 `torch.compiler.is_exporting()` is true in all compiled code.
-    """
+    """Whether the model is being exported: an exported model must not depend on our kernels."""
+    # The flag, because in torch 2.11 `torch.compiler.is_exporting()` is true in all compiled code.
     return bool(torch.compiler._is_exporting_flag)
-
-
-def outside_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """A context in which autocast is off on this device, so that operations keep the dtypes they are given.
-
-    >>> with torch.autocast("cpu"), outside_autocast(torch.device("cpu")):
-    ...     (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
-    torch.float32
-    """
-    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
-        # The meta device has no autocast; elsewhere, entering a context takes as long as several launches.
-        return nullcontext()
-    return torch.autocast(device.type, enabled=False)
 
 
 def differentiable_gradients(

@@ -15,13 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vitfocus.kernels.backends import (
-    compile_together,
-    differentiable_gradients,
-    outside_autocast,
-    wants_second_derivative,
-)
-from vitfocus.kernels.inputs import packed
+from vitfocus.kernels.backends import compile_together, differentiable_gradients, wants_second_derivative
+from vitfocus.kernels.inputs import outside_autocast, packed
 from vitfocus.kernels.pooling.reference import dilated_mean, mix_poolings
 
 #: Up to this many patches, one product with an N×N matrix is faster on a CPU than pooling per branch.
