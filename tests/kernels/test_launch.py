@@ -211,11 +211,21 @@ def test_kernels_are_compiled_at_the_same_time_before_the_first_launch(monkeypat
         thread.start()
         thread.join()
 
+    def wait_for_all() -> None:
+        for kernel in list(waiting):
+            for hook in kernel.pre_run_hooks:
+                hook()
+            assert kernel.pre_run_hooks == []
+
+    waiting: set[Any] = set()
+    add = JITFunction.add_pre_run_hook
+    monkeypatch.setattr(JITFunction, "add_pre_run_hook", lambda self, hook: (waiting.add(self), add(self, hook)))
     monkeypatch.setattr(backends, "_compile", compile_one)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     device = torch.device("cuda", 1)
     for key in ("one", "one", "other"):
         backends.compile_together(device, (key, object if key == "other" else int), launch)
+    wait_for_all()
     names = [name for name, *_ in compiled]
     assert set(names) == KERNELS == set(launched)
     assert names.count("lower_kernel") == 2 * names.count("pair_pass") > 0
@@ -224,6 +234,44 @@ def test_kernels_are_compiled_at_the_same_time_before_the_first_launch(monkeypat
     assert len(compiled) == len(names) and len(meanwhile) == 2
     monkeypatch.undo()
     assert JITFunction.run is before
+
+
+def test_a_launch_waits_until_its_kernel_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It alone waits, not the thread that compiles, which runs the same hooks, and not the launch of another kernel."""
+    from triton.runtime.jit import JITFunction
+
+    from vitfocus.kernels import backends
+    from vitfocus.kernels.tiles import log_sum_exp, lower_kernel
+
+    events: list[str] = []
+    may_end, begun = threading.Event(), threading.Event()
+
+    def run(self: Any, *args: Any, warmup: bool, **keywords: Any) -> Any:
+        for hook in self.pre_run_hooks:
+            hook(*args, **keywords)
+        if warmup:
+            begun.set()
+            assert may_end.wait(10)
+        events.append(f"{'compiled' if warmup else 'launched'} {self.fn.__name__}")
+
+    def launch() -> None:
+        for block in (128, 256):
+            lower_kernel[1,](BLOCK=block)
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device", torch.device)
+    backends.compile_together(torch.device("cuda", 0), object(), launch)
+    assert begun.wait(10)
+    log_sum_exp[1,]()
+    waiting = threading.Thread(target=launch)
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive() and events == ["launched log_sum_exp"]
+    may_end.set()
+    waiting.join(10)
+    assert events[1:] == ["compiled lower_kernel"] * 2 + ["launched lower_kernel"] * 2
+    assert lower_kernel.pre_run_hooks == []
 
 
 @pytest.mark.usefixtures("launches")

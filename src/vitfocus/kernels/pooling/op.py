@@ -15,13 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vitfocus.kernels.backends import (
-    compile_together,
-    differentiable_gradients,
-    outside_autocast,
-    wants_second_derivative,
-)
-from vitfocus.kernels.inputs import packed
+from vitfocus.kernels.backends import compile_together, differentiable_gradients, wants_second_derivative
+from vitfocus.kernels.inputs import outside_autocast, packed
 from vitfocus.kernels.pooling.reference import dilated_mean, mix_poolings
 
 #: Up to this many patches, one product with an N×N matrix is faster on a CPU than pooling per branch.
@@ -111,8 +106,9 @@ def mix_by_matrix(tokens: Tensor, weights: Tensor) -> Tensor:
 def _prepare(
     tokens: Tensor, first: Tensor, grid: tuple[int, int], launch: Callable[[Tensor, Tensor, tuple[int, int]], None]
 ) -> None:
-    """Before the first eager launch with these sizes, compile all kernels of both directions in parallel."""
+    """Before the first eager launch with these sizes, start to compile all kernels, also those of a backward pass."""
     if not torch.compiler.is_compiling() and type(tokens) is Tensor:
+        first = first if torch.is_grad_enabled() else first.detach()
         key = (tokens.shape, tokens.dtype, first.shape, first.dtype, grid, first.requires_grad, launch)
         compile_together(tokens.device, key, partial(launch, tokens, first, grid))
 

@@ -109,17 +109,21 @@ def _convolved(hidden, second, scale, shift, places, row, column, ok, height, wi
     scores = ()
     for _ in tl.static_range(K):
         scores = scores + (tl.zeros(row.shape, tl.float32),)
-    for tap in tl.static_range(9):
-        near_row, near_column = row + tap // 3 - 1, column + tap % 3 - 1
-        inside = ok & (near_row >= 0) & (near_row < height) & (near_column >= 0) & (near_column < width)
-        place = (places + (tap // 3 - 1) * width + tap % 3 - 1) * K
-        for j in tl.static_range(K):
-            value = tl.load(hidden + place + j, mask=inside, other=0.0) * scale[j]
-            value = tl.where(inside, value + shift[j], 0.0)
-            more = ()
-            for k in tl.static_range(K):
-                more = more + (scores[k] + value * tl.load(second + (k * K + j) * 9 + tap).to(tl.float32),)
-            scores = more
+    for down in range(3):  # a loop: all nine positions unrolled take a second to compile
+        near_row = row + down - 1
+        there = ok & (near_row >= 0) & (near_row < height)
+        for across in tl.static_range(3):
+            near_column = column + across - 1
+            inside = there & (near_column >= 0) & (near_column < width)
+            place = (places + (down - 1) * width + across - 1) * K
+            for j in tl.static_range(K):
+                value = tl.load(hidden + place + j, mask=inside, other=0.0) * scale[j]
+                value = tl.where(inside, value + shift[j], 0.0)
+                more = ()
+                for k in tl.static_range(K):
+                    weight = tl.load(second + (k * K + j) * 9 + 3 * down + across).to(tl.float32)
+                    more = more + (scores[k] + value * weight,)
+                scores = more
     return scores
 
 
