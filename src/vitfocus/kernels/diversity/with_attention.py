@@ -175,6 +175,8 @@ def _plain_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) ->
 def _launch_all(query: Tensor, key: Tensor, value: Tensor, options: LossOptions) -> None:
     """Run both passes, to collect the kernels that they launch."""
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+    if query.shape[2] <= short.MOST_TOKENS:
+        short.launch_forward(query, key, value, options.scale)
     loss, *saved = launch_forward(query, key, None, None, lse, options)
     if query.requires_grad or key.requires_grad or value.requires_grad:
         gradient = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
