@@ -31,7 +31,7 @@ from vitfocus.kernels.statistics import triton as statistics_kernels
 
 #: Rows, columns, warps, stages; first the one in use (of the statistics, `in_use` says which it is).
 DIVERSITY = {
-    "mean": [(64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 3), (64, 128, 4, 2), (128, 64, 8, 3)],
+    "wide": [(64, 32, 4, 3), (64, 64, 4, 3), (128, 32, 8, 3), (128, 64, 16, 2)],
     "query": [(64, 32, 4, 4), (64, 32, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2)],
     "key": [(64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 4, 3), (64, 32, 4, 3)],
     "joint": [(32, 256, 8, 3), (32, 256, 8, 2), (32, 256, 8, 1), (16, 256, 8, 2)],
@@ -66,7 +66,7 @@ POOLING = {
 }
 #: The kernels whose settings these are. The joint gradient replaces both others.
 SHOWN = {
-    "mean": ("mean_pass",),
+    "wide": ("wide_mean_pass",),
     "unit": ("unit_pass",),
     "gradient": ("gradient_pass",),
     "query": ("query_gradient",),
@@ -159,6 +159,8 @@ def measure(count: int, kind: str, choice: tuple[int, ...]) -> dict[str, float]:
 
 def in_use(count: int, kind: str) -> tuple[int, ...]:
     """The choice that the kernels make by themselves."""
+    if kind == "wide":
+        return diversity_op.WIDE[int(count > diversity_op.JOINT_KEYS)]
     if kind not in STATISTICS:
         return CHOICES[kind][0]
     made = statistics_kernels.block_settings(kind, 64, 2, count, count, False, LARGE)
