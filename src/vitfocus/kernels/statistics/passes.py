@@ -28,21 +28,25 @@ def _one_over_root(square):
 
 @triton.jit
 def _row_head(
-    total, q, k, norms, bias, entropies, squares, scale, batch, h, heads, rows, numbers, there, exists, reach,
-    q_strides, k_strides, bias_strides, D: tl.constexpr, DP: tl.constexpr, HAS_BIAS: tl.constexpr,
+    total, q, k, norms, bias, sums, scale, batch, h, heads, rows, numbers, cols, keys, reach, q_strides,
+    k_strides, bias_strides, D: tl.constexpr, DP: tl.constexpr, HAS_BIAS: tl.constexpr, CACHE: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """A tile's total over heads with one head's map added, whose sums by row are added to that head's."""
     head, place = batch * 0 + h, (batch * heads + h).to(tl.int64) * reach + numbers
-    query = load_rows(q, batch, head, rows, q_strides, D, DP)
+    there = tl.minimum(cols, keys - 1)
+    query = load_rows(q, batch, head, rows, q_strides, D, DP, CACHE)
     key = load_rows(k, batch, head, there, k_strides, D, DP)
     log = logits(query, key, scale, bias, batch, head, rows, there, bias_strides, HAS_BIAS)
     log -= tl.load(norms + place)[:, None]
     if HAS_BIAS:  # replace -inf by a finite value whose exp2 is 0
         log = tl.maximum(log, -1e30, propagate_nan=tl.PropagateNan.ALL)
-    tile = tl.exp2(log) * exists[None, :]
+    tile = tl.exp2(log)
+    if MASKED:
+        tile = tile * tl.where(cols < keys, 1.0, 0.0)[None, :]
     total += tile
-    tl.atomic_add(entropies + place, tl.sum(tile * log, 1) * -0.6931471805599453, sem="relaxed")
-    tl.atomic_add(squares + place, tl.sum(tile * tile, 1), sem="relaxed")
+    both = tl.join(tl.sum(tile * log, 1) * -0.6931471805599453, tl.sum(tile * tile, 1))
+    tl.atomic_add(sums + 2 * place[:, None] + tl.arange(0, 2)[None, :], both, sem="relaxed")
     return total
 
 
@@ -64,12 +68,58 @@ def _row_mean(
 
 
 @triton.jit
+def _row_tiles(
+    length, length_paper, distance, q, k, norms, bias, sums, scale, bound, batch, heads, rows, numbers,
+    begin, end, keys, reach, row, column, prefix, key_width, key_down, key_across, q_strides, k_strides, bias_strides,
+    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, HAS_BIAS: tl.constexpr,
+    PLACED: tl.constexpr, ONE_LOOP: tl.constexpr, CACHE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """The three sums by row, with those of the tiles from `begin` to `end` added; only if MASKED do they exceed `keys`.
+
+    Masking takes as long as one of the sums.
+    """
+    one = 1.0 / heads
+    if ONE_LOOP:
+        start, h = begin, batch * 0
+        total = tl.zeros([BM, BN], tl.float32)
+        for _ in range((end - begin) // BN * heads):
+            cols = start + tl.arange(0, BN)
+            total = _row_head(
+                total, q, k, norms, bias, sums, scale, batch, h, heads, rows, numbers, cols, keys, reach,
+                q_strides, k_strides, bias_strides, D, DP, HAS_BIAS, CACHE, MASKED,
+            )  # fmt: skip
+            h += 1
+            if h == heads:
+                length, length_paper, distance = _row_mean(
+                    total * one, length, length_paper, distance, cols, bound, row, column, prefix, key_width, key_down,
+                    key_across, PLACED,
+                )  # fmt: skip
+                total = tl.zeros([BM, BN], tl.float32)
+                h = 0
+                start += BN
+    else:
+        for start in range(begin, end, BN):
+            cols = start + tl.arange(0, BN)
+            total = tl.zeros([BM, BN], tl.float32)
+            for h in range(heads):
+                total = _row_head(
+                    total, q, k, norms, bias, sums, scale, batch, h, heads, rows, numbers, cols, keys,
+                    reach, q_strides, k_strides, bias_strides, D, DP, HAS_BIAS, CACHE, MASKED,
+                )  # fmt: skip
+            length, length_paper, distance = _row_mean(
+                total * one, length, length_paper, distance, cols, bound, row, column, prefix, key_width, key_down,
+                key_across, PLACED,
+            )  # fmt: skip
+    return length, length_paper, distance
+
+
+@triton.jit
 def row_pass(
-    q, k, norms, bias, entropies, squares, lengths, distances, scale, bound, heads, queries, keys, reach,
+    q, k, norms, bias, sums, lengths, distances, scale, bound, heads, queries, keys, reach,
     prefix, query_width, key_width, query_down, query_across, key_down, key_across,
     q_strides, k_strides, bias_strides,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    HAS_BIAS: tl.constexpr, PLACED: tl.constexpr, ONE_LOOP: tl.constexpr,
+    HAS_BIAS: tl.constexpr, PLACED: tl.constexpr, ONE_LOOP: tl.constexpr, CACHE: tl.constexpr, PEELED: tl.constexpr,
 ):  # fmt: skip
     """By row and head: entropy, Σ_j p². By row of the heads' mean a: Σ_j t² of both thresholds, Σ_j a‖p_i − p_j‖₁."""
     scale, bound, query_down, query_across = single(scale), single(bound), single(query_down), single(query_across)
@@ -77,39 +127,21 @@ def row_pass(
     batch, block = tl.program_id(0), tl.program_id(1)
     numbers = block * BM + tl.arange(0, BM)
     rows = tl.minimum(numbers, queries - 1)
-    length, length_paper = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
-    distance, one = tl.zeros([BM], tl.float32), 1.0 / heads
+    length, length_paper, distance = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
     row, column = _position(rows, prefix, query_width, query_down, query_across)
-    if ONE_LOOP:
-        total = tl.zeros([BM, BN], tl.float32)
-        for step in range(tl.cdiv(keys, BN) * heads):
-            h = step % heads
-            cols = step // heads * BN + tl.arange(0, BN)
-            there, exists = tl.minimum(cols, keys - 1), tl.where(cols < keys, 1.0, 0.0)
-            total = _row_head(
-                total, q, k, norms, bias, entropies, squares, scale, batch, h, heads, rows, numbers, there, exists,
-                reach, q_strides, k_strides, bias_strides, D, DP, HAS_BIAS,
-            )  # fmt: skip
-            if h == heads - 1:
-                length, length_paper, distance = _row_mean(
-                    total * one, length, length_paper, distance, cols, bound, row, column, prefix, key_width, key_down,
-                    key_across, PLACED,
-                )  # fmt: skip
-                total = tl.zeros([BM, BN], tl.float32)
-    else:
-        for start in range(0, keys, BN):
-            cols = start + tl.arange(0, BN)
-            there, exists = tl.minimum(cols, keys - 1), tl.where(cols < keys, 1.0, 0.0)
-            total = tl.zeros([BM, BN], tl.float32)
-            for h in range(heads):
-                total = _row_head(
-                    total, q, k, norms, bias, entropies, squares, scale, batch, h, heads, rows, numbers, there, exists,
-                    reach, q_strides, k_strides, bias_strides, D, DP, HAS_BIAS,
-                )  # fmt: skip
-            length, length_paper, distance = _row_mean(
-                total * one, length, length_paper, distance, cols, bound, row, column, prefix, key_width, key_down,
-                key_across, PLACED,
-            )  # fmt: skip
+    full = batch * 0
+    if PEELED:
+        full = keys // BN * BN
+        length, length_paper, distance = _row_tiles(
+            length, length_paper, distance, q, k, norms, bias, sums, scale, bound, batch, heads, rows,
+            numbers, batch * 0, full, keys, reach, row, column, prefix, key_width, key_down, key_across, q_strides,
+            k_strides, bias_strides, D, DP, BM, BN, HAS_BIAS, PLACED, ONE_LOOP, CACHE, False,
+        )  # fmt: skip
+    length, length_paper, distance = _row_tiles(
+        length, length_paper, distance, q, k, norms, bias, sums, scale, bound, batch, heads, rows,
+        numbers, full, tl.cdiv(keys, BN) * BN, keys, reach, row, column, prefix, key_width, key_down, key_across,
+        q_strides, k_strides, bias_strides, D, DP, BM, BN, HAS_BIAS, PLACED, ONE_LOOP, CACHE, True,
+    )  # fmt: skip
     mine, images = batch.to(tl.int64) * reach + numbers, tl.num_programs(0).to(tl.int64)
     tl.store(lengths + mine, _one_over_root(length))
     tl.store(lengths + images * reach + mine, _one_over_root(length_paper))
@@ -118,13 +150,13 @@ def row_pass(
 
 
 @triton.jit
-def head_pass(squares, totals, queries, reach, BN: tl.constexpr):
+def head_pass(sums, totals, queries, reach, BN: tl.constexpr):
     """Of each head of each image, Σ_ij p² and one over its root: (2, B, H)."""
     pair = tl.program_id(0).to(tl.int64)
     total = tl.zeros([BN], tl.float32)
     for start in range(0, queries, BN):
         rows = start + tl.arange(0, BN)
-        total += tl.load(squares + pair * reach + rows, mask=rows < queries, other=0.0)
+        total += tl.load(sums + 2 * (pair * reach + rows) + 1, mask=rows < queries, other=0.0)
     tl.store(totals + pair, tl.sum(total, 0))
     tl.store(totals + tl.num_programs(0) + pair, _one_over_root(tl.sum(total, 0)))
 
@@ -133,11 +165,12 @@ def head_pass(squares, totals, queries, reach, BN: tl.constexpr):
 def _column_head(
     total, weighted, q, k, norms, bias, totals, received, scale, batch, h, heads, rows, numbers, there, cols, keys,
     reach, images, q_strides, k_strides, bias_strides, D: tl.constexpr, DP: tl.constexpr, HAS_BIAS: tl.constexpr,
+    CACHE: tl.constexpr,
 ):  # fmt: skip
     """A tile's two totals over heads with one head's map added, whose sums by column are added to that head's."""
     head, pair = batch * 0 + h, (batch * heads + h).to(tl.int64)
     query = load_rows(q, batch, head, rows, q_strides, D, DP)
-    key = load_rows(k, batch, head, there, k_strides, D, DP)
+    key = load_rows(k, batch, head, there, k_strides, D, DP, CACHE)
     log = logits(key, query, scale, bias, batch, head, there, rows, bias_strides, HAS_BIAS)
     tile = tl.exp2(log - tl.load(norms + pair * reach + numbers)[None, :])
     total += tile
@@ -163,7 +196,7 @@ def column_pass(
     q, k, norms, bias, lengths, totals, received, units, scale, bound, heads, queries, keys, reach,
     q_strides, k_strides, bias_strides,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ONE_LOOP: tl.constexpr,
+    ONE_LOOP: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
     """By column and head: Σ_i p. By column: Σ_i t at unit length for both thresholds, Σ_i t, Σ_i (Σ_h p_h / ‖p_h‖)²."""
     scale, bound = single(scale), single(bound)
@@ -174,21 +207,24 @@ def column_pass(
     kept, joint = tl.zeros([BN], tl.float32), tl.zeros([BN], tl.float32)
     images = tl.num_programs(0).to(tl.int64)
     if ONE_LOOP:
+        start, h = batch * 0, batch * 0
         total, weighted = tl.zeros([BN, BM], tl.float32), tl.zeros([BN, BM], tl.float32)
-        for step in range(tl.cdiv(queries, BM) * heads):
-            h = step % heads
-            numbers = step // heads * BM + tl.arange(0, BM)
+        for _ in range(tl.cdiv(queries, BM) * heads):
+            numbers = start + tl.arange(0, BM)
             rows = tl.minimum(numbers, queries - 1)
             total, weighted = _column_head(
                 total, weighted, q, k, norms, bias, totals, received, scale, batch, h, heads, rows, numbers, there,
-                cols, keys, reach, images, q_strides, k_strides, bias_strides, D, DP, HAS_BIAS,
+                cols, keys, reach, images, q_strides, k_strides, bias_strides, D, DP, HAS_BIAS, CACHE,
             )  # fmt: skip
-            if h == heads - 1:
+            h += 1
+            if h == heads:
                 official, paper, kept, joint = _column_mean(
                     total * one, weighted, official, paper, kept, joint, lengths,
                     batch.to(tl.int64) * reach + numbers, images, reach, bound,
                 )  # fmt: skip
                 total, weighted = tl.zeros([BN, BM], tl.float32), tl.zeros([BN, BM], tl.float32)
+                h = 0
+                start += BM
     else:
         for start in range(0, queries, BM):
             numbers = start + tl.arange(0, BM)
@@ -197,7 +233,7 @@ def column_pass(
             for h in range(heads):
                 total, weighted = _column_head(
                     total, weighted, q, k, norms, bias, totals, received, scale, batch, h, heads, rows, numbers, there,
-                    cols, keys, reach, images, q_strides, k_strides, bias_strides, D, DP, HAS_BIAS,
+                    cols, keys, reach, images, q_strides, k_strides, bias_strides, D, DP, HAS_BIAS, CACHE,
                 )  # fmt: skip
             official, paper, kept, joint = _column_mean(
                 total * one, weighted, official, paper, kept, joint, lengths, batch.to(tl.int64) * reach + numbers,

@@ -6,7 +6,7 @@ one program, which adds it up in a fixed order, and results are bitwise reproduc
 in memory, as heads change from step to step; the number of heads is not a compile-time constant. From these sums, whose
 size is linear in the tokens, `conclude_pass` computes nine values per head.
 
-`norms`, `entropies` and `squares` are (B, H, reach), `lengths` (2, B, reach) one over the lengths of the heads' mean
+`norms` are (B, H, reach), `sums` (B, H, reach, 2) the entropy of each row and its Σ_j p², `lengths` (2, B, reach) one over the lengths of the heads' mean
 under both thresholds, `received` (B, H, K) what keys receive, `units` (4, B, K) the sums over rows of t at unit length,
 with the threshold > and with ≥, of t with ≥, and of the squared sum of the heads' maps at unit length.
 """
@@ -30,6 +30,9 @@ from vitfocus.kernels.tiles import load_rows, logits, lower_norms, normalisers, 
 
 #: Up to so many keys, the two dense passes go over tiles and heads in one loop; beyond, that took longer.
 ONE_LOOP_KEYS = 1025
+#: How a program loads its own rows or keys.
+CACHE = ""
+PEELED = True
 #: Adjacent bins are this many apart in memory. Entropies of a layer are alike, and atomic additions to one cache line
 #: take turns.
 _APART = 512
@@ -72,9 +75,7 @@ def _of_the_top(column, keys, top, BN: tl.constexpr):
 
 
 @triton.jit
-def _of_head(
-    entropies, totals, received, entropy_out, numbers, mine, pairs, queries, keys, reach, top, BN: tl.constexpr
-):
+def _of_head(sums, totals, received, entropy_out, numbers, mine, pairs, queries, keys, reach, top, BN: tl.constexpr):
     """One head's five values, and its rows' entropies without padding."""
     column = received + mine * keys
     given = tl.zeros([BN], tl.float32)
@@ -85,7 +86,7 @@ def _of_head(
     entropy = tl.zeros([BN], tl.float32)
     for start in range(0, queries, BN):
         rows = start + tl.arange(0, BN)
-        value = tl.load(entropies + mine * reach + rows, mask=rows < queries, other=0.0)
+        value = tl.load(sums + 2 * (mine * reach + rows), mask=rows < queries, other=0.0)
         tl.store(entropy_out + mine * queries + rows, value, mask=rows < queries)
         entropy += value
     spread = tl.zeros([BN], tl.float32)
@@ -97,14 +98,14 @@ def _of_head(
     nothing = total * 0.0  # 0, or NaN, which a maximum or a logarithm might hide
     tl.store(numbers + mine, total)
     tl.store(numbers + pairs + mine, tl.load(totals + mine) + nothing)
-    tl.store(numbers + 2 * pairs + mine, tl.load(entropies + mine * reach))
+    tl.store(numbers + 2 * pairs + mine, tl.load(sums + 2 * mine * reach))
     tl.store(numbers + 3 * pairs + mine, _of_the_top(column, keys, top, BN) * one + nothing)
     tl.store(numbers + 4 * pairs + mine, tl.exp(tl.sum(spread, 0)) + nothing)
 
 
 @triton.jit
 def _of_image(
-    entropies, distances, received, units, numbers, batch, images, bound, heads, queries, keys, reach, placed,
+    sums, distances, received, units, numbers, batch, images, bound, heads, queries, keys, reach, placed,
     PLACED: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """One image's four values, stored at its first head."""
@@ -134,7 +135,7 @@ def _of_image(
         if PLACED:
             distance += tl.load(distances + batch * reach + rows, mask=rows < queries, other=0.0)
         for h in range(heads):
-            value = tl.load(entropies + (batch * heads + h) * reach + rows, mask=rows < queries, other=0.0)
+            value = tl.load(sums + 2 * ((batch * heads + h) * reach + rows), mask=rows < queries, other=0.0)
             nothing += value * 0.0
     official += tl.sum(nothing, 0)
     for start in range(0, heads, BH):
@@ -148,7 +149,7 @@ def _of_image(
 
 @triton.jit
 def conclude_pass(
-    entropies, totals, distances, received, units, entropy_out, numbers, bound, heads, queries, keys, reach, top,
+    sums, totals, distances, received, units, entropy_out, numbers, bound, heads, queries, keys, reach, top,
     placed, PLACED: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Nine values per head, (9, B, H) in the order of `Numbers`: one program per head, and one for the image."""
@@ -157,12 +158,12 @@ def conclude_pass(
     images = tl.num_programs(0).to(tl.int64)
     if part < heads:
         _of_head(
-            entropies, totals, received, entropy_out, numbers, batch * heads + part, images * heads, queries, keys,
+            sums, totals, received, entropy_out, numbers, batch * heads + part, images * heads, queries, keys,
             reach, top, BN,
         )  # fmt: skip
     else:
         _of_image(
-            entropies, distances, received, units, numbers, batch, images, bound, heads, queries, keys, reach, placed,
+            sums, distances, received, units, numbers, batch, images, bound, heads, queries, keys, reach, placed,
             PLACED, BH, BN,
         )  # fmt: skip
 
@@ -222,7 +223,7 @@ def statistics(
     # All accumulators, zeroed in one launch; and lengths, of which one pass may read more rows than the other writes.
     pairs = batch * heads
     zeros = torch.zeros(2 * (pairs + batch) * reach + pairs * keys, dtype=torch.float32, device=device)
-    entropies, squares, lengths, received = zeros.split([pairs * reach] * 2 + [2 * batch * reach, pairs * keys])
+    sums, lengths, received = zeros.split([2 * pairs * reach, 2 * batch * reach, pairs * keys])
     rest = torch.empty(batch * (reach + 4 * keys) + 2 * pairs, dtype=torch.float32, device=device)
     distances, units, totals = rest.split([batch * reach, 4 * batch * keys, 2 * pairs])
     entropy = torch.empty(batch, heads, queries, dtype=torch.float32, device=device)
@@ -231,16 +232,16 @@ def statistics(
     one_loop = keys <= ONE_LOOP_KEYS
     # There may be many windows, and only the first grid axis is long enough.
     row_pass[batch, -(-queries // by_row["BM"])](
-        query, key, norms, given, entropies, squares, lengths, distances, scale, bound, *sizes, *places,
-        query_strides, key_strides, bias_strides, **by_row, PLACED=bool(sides), ONE_LOOP=one_loop,
+        query, key, norms, given, sums, lengths, distances, scale, bound, *sizes, *places,
+        query_strides, key_strides, bias_strides, **by_row, PLACED=bool(sides), ONE_LOOP=one_loop, CACHE=CACHE, PEELED=PEELED,
     )  # fmt: skip
-    head_pass[(pairs,)](squares, totals, queries, reach, **last)
+    head_pass[(pairs,)](sums, totals, queries, reach, **last)
     column_pass[batch, -(-keys // by_column["BN"])](
         query, key, norms, given, lengths, totals, received, units, scale, bound, *sizes, query_strides, key_strides,
-        turned, **by_column, ONE_LOOP=one_loop,
+        turned, **by_column, ONE_LOOP=one_loop, CACHE=CACHE,
     )  # fmt: skip
     conclude_pass[batch, heads + 1](
-        entropies, totals, distances, received, units, entropy, numbers, bound, *sizes, top,
+        sums, totals, distances, received, units, entropy, numbers, bound, *sizes, top,
         max(queries - places[0], 1), PLACED=bool(sides), BH=16, **last,
     )  # fmt: skip
     return entropy, numbers
