@@ -33,6 +33,8 @@ def described(value: Any, place: tuple[int, ...], constants: dict[Any, Any], ali
     if isinstance(value, Tensor):
         aligned[place] = [["tt.divisibility", 16]]
         return f"*{TYPES[value.dtype]}"
+    if type(value).__name__ == "TensorDescriptor":
+        return f"tensordesc<{TYPES[value.base.dtype]}[{','.join(map(str, value.block_shape))}]>"
     if isinstance(value, float):
         return real
     if value is None or isinstance(value, bool) or value == 1:
@@ -196,14 +198,20 @@ def context(dtype: torch.dtype) -> None:
 
 
 def statistics(
-    dtype: torch.dtype, biased: bool, size: tuple[int, int] | None = None, count: int = 70, one_loop: bool = True
+    dtype: torch.dtype,
+    biased: bool,
+    size: tuple[int, int] | None = None,
+    count: int = 70,
+    one_loop: bool = True,
+    described: bool = False,
 ) -> None:
     from vitfocus.kernels.statistics import triton as statistics_kernels
     from vitfocus.kernels.statistics.triton import count as count_values
 
     query, key, bias = attention(dtype, biased, size, count)
     sides = [] if biased else [3, count // 3, 3, count // 3, count % 3]
-    with patch.object(statistics_kernels, "ONE_LOOP_KEYS", count if one_loop else 0):
+    one_loop_keys = patch.object(statistics_kernels, "ONE_LOOP_KEYS", count if one_loop else 0)
+    with one_loop_keys, patch.object(statistics_kernels, "TMA", described):
         statistics_kernels.statistics((query, key, bias, None), 0.125, sides, 2.0, 3)
     statistics_kernels.pair_products((query, key, bias, None), (query, key, bias, None), 0.125)
     count_values(torch.zeros(1000), torch.zeros(1 << 18, dtype=torch.int32), -1.0, 15.0)
@@ -240,6 +248,12 @@ CASES: dict[str, tuple[Callable[..., None], tuple[Any, ...], set[str]]] = {
         {"row_pass", "head_pass", "column_pass", "conclude_pass", "pair_pass", "count_pass"},
     ),
     "statistics, in two loops": (statistics, (HALF, False, None, 70, False), {"row_pass", "column_pass"}),
+    "statistics, described tiles": (statistics, (HALF, False, (3, 48), 70, True, True), {"row_pass", "column_pass"}),
+    "statistics, described tiles, in two loops": (
+        statistics,
+        (HALF, False, None, 150, False, True),
+        {"row_pass", "column_pass"},
+    ),
     "statistics, with a bias": (statistics, (SINGLE, True), {"row_pass", "column_pass", "pair_pass"}),
     "statistics, with a bias, in two loops": (statistics, (SINGLE, True, None, 70, False), {"row_pass"}),
 }

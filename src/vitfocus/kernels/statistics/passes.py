@@ -1,7 +1,8 @@
 """The passes of the statistics over whole maps: `row_pass` and `column_pass`, and `head_pass` between them.
 
 A program goes over tiles, and in each tile over heads: in two loops or, with `ONE_LOOP`, in one, so that loads for the
-next tile begin before the last head of this one is done. Both forms add the same numbers in the same order.
+next tile begin before the last head of this one is done. Both forms add the same numbers in the same order. With `TMA`,
+queries and keys are tensor descriptors, whose tiles the GPU's copy engine loads.
 """
 
 from __future__ import annotations
@@ -27,16 +28,28 @@ def _one_over_root(square):
 
 
 @triton.jit
+def _loaded(
+    source, batch, head, first, rows, strides, D: tl.constexpr, DP: tl.constexpr, CACHE: tl.constexpr,
+    TMA: tl.constexpr,
+):  # fmt: skip
+    """`load_rows`; from a tensor descriptor, rows beyond the end are 0, and `rows` gives no more than their number."""
+    if TMA:
+        return tl.reshape(source.load([batch, head, first, 0]), [rows.shape[0], DP])
+    else:
+        return load_rows(source, batch, head, rows, strides, D, DP, CACHE)
+
+
+@triton.jit
 def _row_head(
-    total, q, k, norms, bias, sums, scale, batch, h, heads, rows, numbers, cols, keys, reach, q_strides,
+    total, q, k, norms, bias, sums, scale, batch, h, heads, rows, numbers, first, start, cols, keys, reach, q_strides,
     k_strides, bias_strides, D: tl.constexpr, DP: tl.constexpr, HAS_BIAS: tl.constexpr, CACHE: tl.constexpr,
-    MASKED: tl.constexpr,
+    MASKED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """A tile's total over heads with one head's map added, whose sums by row are added to that head's."""
     head, place = batch * 0 + h, (batch * heads + h).to(tl.int64) * reach + numbers
     there = tl.minimum(cols, keys - 1)
-    query = load_rows(q, batch, head, rows, q_strides, D, DP, CACHE)
-    key = load_rows(k, batch, head, there, k_strides, D, DP)
+    query = _loaded(q, batch, head, first, rows, q_strides, D, DP, CACHE, TMA)
+    key = _loaded(k, batch, head, start, there, k_strides, D, DP, "", TMA)
     log = logits(query, key, scale, bias, batch, head, rows, there, bias_strides, HAS_BIAS)
     log -= tl.load(norms + place)[:, None]
     if HAS_BIAS:  # replace -inf by a finite value whose exp2 is 0
@@ -70,14 +83,11 @@ def _row_mean(
 @triton.jit
 def _row_tiles(
     length, length_paper, distance, q, k, norms, bias, sums, scale, bound, batch, heads, rows, numbers,
-    begin, end, keys, reach, row, column, prefix, key_width, key_down, key_across, q_strides, k_strides, bias_strides,
-    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, HAS_BIAS: tl.constexpr,
-    PLACED: tl.constexpr, ONE_LOOP: tl.constexpr, CACHE: tl.constexpr, MASKED: tl.constexpr,
+    first, begin, end, keys, reach, row, column, prefix, key_width, key_down, key_across, q_strides, k_strides,
+    bias_strides, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, HAS_BIAS: tl.constexpr,
+    PLACED: tl.constexpr, ONE_LOOP: tl.constexpr, CACHE: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """The three sums by row, with those of the tiles from `begin` to `end` added; only if MASKED do they exceed `keys`.
-
-    Masking takes as long as one of the sums.
-    """
+    """The three sums by row, with those of the tiles from `begin` to `end` added, which if MASKED exceed `keys`."""
     one = 1.0 / heads
     if ONE_LOOP:
         start, h = begin, batch * 0
@@ -85,8 +95,8 @@ def _row_tiles(
         for _ in range((end - begin) // BN * heads):
             cols = start + tl.arange(0, BN)
             total = _row_head(
-                total, q, k, norms, bias, sums, scale, batch, h, heads, rows, numbers, cols, keys, reach,
-                q_strides, k_strides, bias_strides, D, DP, HAS_BIAS, CACHE, MASKED,
+                total, q, k, norms, bias, sums, scale, batch, h, heads, rows, numbers, first, start, cols, keys, reach,
+                q_strides, k_strides, bias_strides, D, DP, HAS_BIAS, CACHE, MASKED, TMA,
             )  # fmt: skip
             h += 1
             if h == heads:
@@ -103,8 +113,8 @@ def _row_tiles(
             total = tl.zeros([BM, BN], tl.float32)
             for h in range(heads):
                 total = _row_head(
-                    total, q, k, norms, bias, sums, scale, batch, h, heads, rows, numbers, cols, keys,
-                    reach, q_strides, k_strides, bias_strides, D, DP, HAS_BIAS, CACHE, MASKED,
+                    total, q, k, norms, bias, sums, scale, batch, h, heads, rows, numbers, first, start, cols, keys,
+                    reach, q_strides, k_strides, bias_strides, D, DP, HAS_BIAS, CACHE, MASKED, TMA,
                 )  # fmt: skip
             length, length_paper, distance = _row_mean(
                 total * one, length, length_paper, distance, cols, bound, row, column, prefix, key_width, key_down,
@@ -120,6 +130,7 @@ def row_pass(
     q_strides, k_strides, bias_strides,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     HAS_BIAS: tl.constexpr, PLACED: tl.constexpr, ONE_LOOP: tl.constexpr, CACHE: tl.constexpr, PEELED: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     """By row and head: entropy, Σ_j p². By row of the heads' mean a: Σ_j t² of both thresholds, Σ_j a‖p_i − p_j‖₁."""
     scale, bound, query_down, query_across = single(scale), single(bound), single(query_down), single(query_across)
@@ -130,17 +141,17 @@ def row_pass(
     length, length_paper, distance = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
     row, column = _position(rows, prefix, query_width, query_down, query_across)
     full = batch * 0
-    if PEELED:
+    if PEELED:  # masking takes as long as one of the sums, and only the last tile needs it
         full = keys // BN * BN
         length, length_paper, distance = _row_tiles(
             length, length_paper, distance, q, k, norms, bias, sums, scale, bound, batch, heads, rows,
-            numbers, batch * 0, full, keys, reach, row, column, prefix, key_width, key_down, key_across, q_strides,
-            k_strides, bias_strides, D, DP, BM, BN, HAS_BIAS, PLACED, ONE_LOOP, CACHE, False,
+            numbers, block * BM, batch * 0, full, keys, reach, row, column, prefix, key_width, key_down, key_across,
+            q_strides, k_strides, bias_strides, D, DP, BM, BN, HAS_BIAS, PLACED, ONE_LOOP, CACHE, False, TMA,
         )  # fmt: skip
     length, length_paper, distance = _row_tiles(
         length, length_paper, distance, q, k, norms, bias, sums, scale, bound, batch, heads, rows,
-        numbers, full, tl.cdiv(keys, BN) * BN, keys, reach, row, column, prefix, key_width, key_down, key_across,
-        q_strides, k_strides, bias_strides, D, DP, BM, BN, HAS_BIAS, PLACED, ONE_LOOP, CACHE, True,
+        numbers, block * BM, full, tl.cdiv(keys, BN) * BN, keys, reach, row, column, prefix, key_width, key_down,
+        key_across, q_strides, k_strides, bias_strides, D, DP, BM, BN, HAS_BIAS, PLACED, ONE_LOOP, CACHE, True, TMA,
     )  # fmt: skip
     mine, images = batch.to(tl.int64) * reach + numbers, tl.num_programs(0).to(tl.int64)
     tl.store(lengths + mine, _one_over_root(length))
@@ -163,14 +174,14 @@ def head_pass(sums, totals, queries, reach, BN: tl.constexpr):
 
 @triton.jit
 def _column_head(
-    total, weighted, q, k, norms, bias, totals, received, scale, batch, h, heads, rows, numbers, there, cols, keys,
-    reach, images, q_strides, k_strides, bias_strides, D: tl.constexpr, DP: tl.constexpr, HAS_BIAS: tl.constexpr,
-    CACHE: tl.constexpr,
+    total, weighted, q, k, norms, bias, totals, received, scale, batch, h, heads, rows, numbers, first, mine, there,
+    cols, keys, reach, images, q_strides, k_strides, bias_strides, D: tl.constexpr, DP: tl.constexpr,
+    HAS_BIAS: tl.constexpr, CACHE: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """A tile's two totals over heads with one head's map added, whose sums by column are added to that head's."""
     head, pair = batch * 0 + h, (batch * heads + h).to(tl.int64)
-    query = load_rows(q, batch, head, rows, q_strides, D, DP)
-    key = load_rows(k, batch, head, there, k_strides, D, DP, CACHE)
+    query = _loaded(q, batch, head, first, rows, q_strides, D, DP, "", TMA)
+    key = _loaded(k, batch, head, mine, there, k_strides, D, DP, CACHE, TMA)
     log = logits(key, query, scale, bias, batch, head, there, rows, bias_strides, HAS_BIAS)
     tile = tl.exp2(log - tl.load(norms + pair * reach + numbers)[None, :])
     total += tile
@@ -196,7 +207,7 @@ def column_pass(
     q, k, norms, bias, lengths, totals, received, units, scale, bound, heads, queries, keys, reach,
     q_strides, k_strides, bias_strides,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ONE_LOOP: tl.constexpr, CACHE: tl.constexpr,
+    ONE_LOOP: tl.constexpr, CACHE: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """By column and head: Σ_i p. By column: Σ_i t at unit length for both thresholds, Σ_i t, Σ_i (Σ_h p_h / ‖p_h‖)²."""
     scale, bound = single(scale), single(bound)
@@ -213,8 +224,9 @@ def column_pass(
             numbers = start + tl.arange(0, BM)
             rows = tl.minimum(numbers, queries - 1)
             total, weighted = _column_head(
-                total, weighted, q, k, norms, bias, totals, received, scale, batch, h, heads, rows, numbers, there,
-                cols, keys, reach, images, q_strides, k_strides, bias_strides, D, DP, HAS_BIAS, CACHE,
+                total, weighted, q, k, norms, bias, totals, received, scale, batch, h, heads, rows, numbers, start,
+                block * BN, there, cols, keys, reach, images, q_strides, k_strides, bias_strides, D, DP, HAS_BIAS,
+                CACHE, TMA,
             )  # fmt: skip
             h += 1
             if h == heads:
@@ -232,8 +244,9 @@ def column_pass(
             total, weighted = tl.zeros([BN, BM], tl.float32), tl.zeros([BN, BM], tl.float32)
             for h in range(heads):
                 total, weighted = _column_head(
-                    total, weighted, q, k, norms, bias, totals, received, scale, batch, h, heads, rows, numbers, there,
-                    cols, keys, reach, images, q_strides, k_strides, bias_strides, D, DP, HAS_BIAS, CACHE,
+                    total, weighted, q, k, norms, bias, totals, received, scale, batch, h, heads, rows, numbers, start,
+                    block * BN, there, cols, keys, reach, images, q_strides, k_strides, bias_strides, D, DP, HAS_BIAS,
+                CACHE, TMA,
                 )  # fmt: skip
             official, paper, kept, joint = _column_mean(
                 total * one, weighted, official, paper, kept, joint, lengths, batch.to(tl.int64) * reach + numbers,

@@ -6,9 +6,10 @@ one program, which adds it up in a fixed order, and results are bitwise reproduc
 in memory, as heads change from step to step; the number of heads is not a compile-time constant. From these sums, whose
 size is linear in the tokens, `conclude_pass` computes nine values per head.
 
-`norms` are (B, H, reach), `sums` (B, H, reach, 2) the entropy of each row and its Σ_j p², `lengths` (2, B, reach) one over the lengths of the heads' mean
-under both thresholds, `received` (B, H, K) what keys receive, `units` (4, B, K) the sums over rows of t at unit length,
-with the threshold > and with ≥, of t with ≥, and of the squared sum of the heads' maps at unit length.
+`norms` are (B, H, reach), `sums` (B, H, reach, 2) the entropy of each row and its Σ_j p², `lengths` (2, B, reach) one
+over the lengths of the heads' mean under both thresholds, `received` (B, H, K) what keys receive, `units` (4, B, K) the
+sums over rows of t at unit length, with the threshold > and with ≥, of t with ≥, and of the squared sum of the heads'
+maps at unit length.
 """
 
 from __future__ import annotations
@@ -23,16 +24,17 @@ from torch import Tensor
 
 from vitfocus.kernels.attention import AttentionInputs
 from vitfocus.kernels.backends import on_device_of_first
-from vitfocus.kernels.shared_memory import available, padded, row_tiles
+from vitfocus.kernels.shared_memory import LARGE, available, padded, row_tiles
 from vitfocus.kernels.statistics.passes import column_pass, head_pass, row_pass
 from vitfocus.kernels.statistics.reference import Numbers
 from vitfocus.kernels.tiles import load_rows, logits, lower_norms, normalisers, single
 
 #: Up to so many keys, the two dense passes go over tiles and heads in one loop; beyond, that took longer.
 ONE_LOOP_KEYS = 1025
-#: How a program loads its own rows or keys.
-CACHE = ""
-PEELED = True
+#: Whether the GPU's copy engine loads tiles of half precision.
+TMA = False
+#: What was fastest, up to `ONE_LOOP_KEYS` keys and beyond, for heads of up to 64 channels in half precision.
+FASTEST: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {"rows": ({}, {}), "columns": ({}, {}), "pair": ({}, {})}
 #: Adjacent bins are this many apart in memory. Entropies of a layer are alike, and atomic additions to one cache line
 #: take turns.
 _APART = 512
@@ -218,7 +220,9 @@ def statistics(
     norms, given, (query_strides, key_strides, bias_strides) = _inputs(attention, scale)
     reach = norms.shape[2]
     given_sizes = (width, query.element_size(), queries, keys, bias is not None, available(device))
-    by_row, by_column = block_settings("rows", *given_sizes), block_settings("columns", *given_sizes)
+    form = {"ONE_LOOP": keys <= ONE_LOOP_KEYS, "TMA": TMA, "CACHE": ""}
+    by_row = form | {"PEELED": True} | block_settings("rows", *given_sizes)
+    by_column = form | block_settings("columns", *given_sizes)
     turned = bias_strides[:2] + bias_strides[:1:-1]
     # All accumulators, zeroed in one launch; and lengths, of which one pass may read more rows than the other writes.
     pairs = batch * heads
@@ -229,16 +233,17 @@ def statistics(
     entropy = torch.empty(batch, heads, queries, dtype=torch.float32, device=device)
     numbers = torch.empty(len(Numbers._fields), batch, heads, dtype=torch.float32, device=device)
     sizes, bound, places, last = (heads, queries, keys, reach), threshold / keys, _places(sides), _last(queries, keys)
-    one_loop = keys <= ONE_LOOP_KEYS
+    row_sources, by_row = _sources(query, key, by_row)
+    column_sources, by_column = _sources(query, key, by_column)
     # There may be many windows, and only the first grid axis is long enough.
     row_pass[batch, -(-queries // by_row["BM"])](
-        query, key, norms, given, sums, lengths, distances, scale, bound, *sizes, *places,
-        query_strides, key_strides, bias_strides, **by_row, PLACED=bool(sides), ONE_LOOP=one_loop, CACHE=CACHE, PEELED=PEELED,
+        *row_sources, norms, given, sums, lengths, distances, scale, bound, *sizes, *places,
+        query_strides, key_strides, bias_strides, **by_row, PLACED=bool(sides),
     )  # fmt: skip
     head_pass[(pairs,)](sums, totals, queries, reach, **last)
     column_pass[batch, -(-keys // by_column["BN"])](
-        query, key, norms, given, lengths, totals, received, units, scale, bound, *sizes, query_strides, key_strides,
-        turned, **by_column, ONE_LOOP=one_loop, CACHE=CACHE,
+        *column_sources, norms, given, lengths, totals, received, units, scale, bound, *sizes, query_strides,
+        key_strides, turned, **by_column,
     )  # fmt: skip
     conclude_pass[batch, heads + 1](
         sums, totals, distances, received, units, entropy, numbers, bound, *sizes, top,
@@ -273,6 +278,29 @@ def _inputs(attention: AttentionInputs, scale: float) -> tuple[Tensor, Tensor, t
     return norms, bias if bias is not None else query, (query.stride(), key.stride(), bias_strides)
 
 
+def _sources(query: Tensor, key: Tensor, settings: dict[str, Any]) -> tuple[tuple[Any, Any], dict[str, Any]]:
+    """Queries and keys as a kernel with these settings takes them: described to the copy engine, if it reads them."""
+    if not (settings["TMA"] and _has_copy_engine(query.device) and all(map(_can_be_described, (query, key)))):
+        return (query, key), settings | {"TMA": False}
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    tiles = ((query, settings["BM"]), (key, settings["BN"]))
+    query, key = (TensorDescriptor(one, one.shape, one.stride(), [1, 1, side, settings["DP"]]) for one, side in tiles)
+    return (query, key), settings
+
+
+def _has_copy_engine(device: torch.device) -> bool:
+    """Whether this is a GPU of compute capability 9.0 or later; the interpreter has one too."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def _can_be_described(tensor: Tensor) -> bool:
+    """Whether a tensor (B, H, N, D) is one that the copy engine reads, and in half precision."""
+    *strides, last = tensor.stride()
+    aligned = all(stride % 8 == 0 for stride in strides) and tensor.data_ptr() % 16 == 0
+    return tensor.element_size() == 2 and last == 1 and aligned
+
+
 def _places(sides: list[int]) -> tuple[int, int, int, float, float, float, float]:
     """The prefix, the grids' widths, and one step down and across each, as fractions of their sides."""
     if not sides:
@@ -289,7 +317,9 @@ def block_settings(
     """Compile-time arguments of a pass: "rows" or "columns" of one map, or a "pair" of maps."""
     rows, cols, stages = row_tiles(width, item, queries, keys, space, maps=2 if kind == "pair" else 1)
     tile = {"D": width, "DP": padded(width), "BM": rows, "BN": cols, "HAS_BIAS": biased}
-    return tile | {"num_warps": 4, "num_stages": stages}
+    tile |= {"num_warps": 4, "num_stages": stages}
+    usual = item == 2 and tile["DP"] <= 64 < min(queries, keys) and not biased and space >= LARGE
+    return tile | (FASTEST[kind][keys > ONE_LOOP_KEYS] if usual else {})
 
 
 @cache
