@@ -150,17 +150,19 @@ def test_interpreted_kernels(case: Case) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("number", [1, 5, 13, 14], ids=lambda number: CASES[number].name)
+@pytest.mark.parametrize("number", [1, 5, 12, 13, 14], ids=lambda number: CASES[number].name)
 def test_interpreted_one_loop_and_two_are_equal(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit by bit, of one tile and several, with a bias and without."""
+    """Bit by bit, of one tile and several, with a bias and without; in half precision with tiles described too."""
     from vitfocus.kernels.statistics import triton as kernels
 
     case, found = CASES[number], []
-    for most in (1 << 31, 0):
+    for most, described in ((1 << 31, False), (0, False), (1 << 31, True), (0, True)):
         monkeypatch.setattr(kernels, "ONE_LOOP_KEYS", most)
+        monkeypatch.setattr(kernels, "TMA", described)
         with backend("triton"):
             found.append(statistics(case.observation(), grids=case.grids, top=2))
-    assert torch.equal(found[0].entropy, found[1].entropy) and torch.equal(found[0].numbers, found[1].numbers)
+    for one in found[1:]:
+        assert torch.equal(found[0].entropy, one.entropy) and torch.equal(found[0].numbers, one.numbers)
 
 
 @interpreted
