@@ -214,6 +214,7 @@ def statistics(
     with one_loop_keys, patch.object(statistics_kernels, "TMA", described):
         statistics_kernels.statistics((query, key, bias, None), 0.125, sides, 2.0, 3)
     statistics_kernels.pair_products((query, key, bias, None), (query, key, bias, None), 0.125)
+    statistics_kernels.token_norms(torch.zeros(2, count, 48, dtype=dtype)[:, 1:])
     count_values(torch.zeros(1000), torch.zeros(1 << 18, dtype=torch.int32), -1.0, 15.0)
 
 
@@ -245,7 +246,7 @@ CASES: dict[str, tuple[Callable[..., None], tuple[Any, ...], set[str]]] = {
     "statistics": (
         statistics,
         (HALF, False),
-        {"row_pass", "head_pass", "column_pass", "conclude_pass", "pair_pass", "count_pass"},
+        {"row_pass", "head_pass", "column_pass", "conclude_pass", "pair_pass", "norm_pass", "count_pass"},
     ),
     "statistics, in two loops": (statistics, (HALF, False, None, 70, False), {"row_pass", "column_pass"}),
     "statistics, described tiles": (statistics, (HALF, False, (3, 48), 70, True, True), {"row_pass", "column_pass"}),

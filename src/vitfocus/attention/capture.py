@@ -31,6 +31,7 @@ from vitfocus.core.errors import VitfocusError, nearest, reason, warn
 from vitfocus.core.modules import eval_mode, running_eagerly
 from vitfocus.kernels.attention import Observation, attention_with_normalisers, join_heads, keeps_normalisers, matched
 from vitfocus.kernels.backends import chosen, exporting, outside_autocast
+from vitfocus.kernels.statistics.op import token_norms
 
 #: Called with a block and the norms (B, rows, columns) of the patch tokens at its output.
 NormCallback = Callable[[Block, Tensor], None]
@@ -383,12 +384,12 @@ class Session:
         grid = (block.query_rule or block.grid_rule)(self.size)
         if not isinstance(tokens, Tensor) or not all(grid):
             return
-        precision = torch.promote_types(tokens.dtype, torch.float32)
         if tokens.ndim == 3 and tokens.shape[1] >= grid[0] * grid[1]:
             patches = tokens[:, tokens.shape[1] - grid[0] * grid[1] :]  # after prefix tokens and text
-            callback(block, torch.linalg.vector_norm(patches, dim=-1, dtype=precision).unflatten(1, grid))
+            callback(block, token_norms(patches).unflatten(1, grid))
         elif tokens.ndim == 4 and grid in (tokens.shape[1:3], tokens.shape[2:]):
             axis = -1 if tokens.shape[1:3] == grid and tokens.shape[1] != block.width else 1
+            precision = torch.promote_types(tokens.dtype, torch.float32)
             callback(block, torch.linalg.vector_norm(tokens, dim=axis, dtype=precision))
 
 

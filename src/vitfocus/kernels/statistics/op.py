@@ -163,6 +163,18 @@ def _(query: Tensor, *rest: Any) -> Tensor:
     return query.new_empty(3, *query.shape[:2], dtype=torch.float32)
 
 
+def token_norms(tokens: Tensor) -> Tensor:
+    """The norms of tokens (B, N, C), in float32 or float64: (B, N).
+
+    >>> token_norms(torch.tensor([[[3.0, 4.0], [0.0, 0.0]]]))
+    tensor([[5., 0.]])
+    """
+    if tokens.numel() and tokens.stride(2) == 1 and not _is_traced(tokens) and chosen(tokens) == "triton":
+        made: Tensor = _launch().token_norms(tokens)
+        return made
+    return torch.linalg.vector_norm(tokens, dim=-1, dtype=torch.promote_types(tokens.dtype, torch.float32))
+
+
 class Histogram:
     """How many values lie in each of `bins` equal bins between `low` and `high`; values outside are not counted.
 

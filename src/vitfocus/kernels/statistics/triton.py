@@ -331,6 +331,33 @@ def _last(queries: int, keys: int) -> dict[str, Any]:
 
 
 @triton.jit
+def norm_pass(tokens, norms, total, each, channels, image, token, BR: tl.constexpr, BC: tl.constexpr):
+    """The norms of `total` tokens, `each` to an image."""
+    number = tl.program_id(0) * BR + tl.arange(0, BR)
+    start = (number // each).to(tl.int64) * image + (number % each).to(tl.int64) * token
+    square = tl.zeros([BR], tl.float32)
+    for first in range(0, channels, BC):
+        place = first + tl.arange(0, BC)
+        ok = (number < total)[:, None] & (place < channels)[None, :]
+        value = tl.load(tokens + start[:, None] + place[None, :], mask=ok, other=0.0).to(tl.float32)
+        square += tl.sum(value * value, 1)
+    tl.store(norms + number, tl.sqrt(square), mask=number < total)
+
+
+@on_device_of_first
+def token_norms(tokens: Tensor) -> Tensor:
+    """Norms (B, N) of tokens (B, N, C) with adjacent channels, in float32."""
+    batch, each, channels = tokens.shape
+    made = torch.empty(batch, each, dtype=torch.float32, device=tokens.device)
+    columns = min(_COLUMNS, triton.next_power_of_2(channels))
+    rows = max(1, 4096 // columns)
+    norm_pass[(-(-made.numel() // rows),)](
+        tokens, made, made.numel(), each, channels, *tokens.stride()[:2], BR=rows, BC=columns, num_warps=4
+    )
+    return made
+
+
+@triton.jit
 def count_pass(
     values, memory, length, low, high, per_unit, BINS: tl.constexpr, APART: tl.constexpr, BLOCK: tl.constexpr
 ):
