@@ -38,6 +38,18 @@ def load_rows(pointer, batch, head, rows, strides, D: tl.constexpr, DP: tl.const
 
 
 @triton.jit
+def load_tile(
+    source, batch, head, first, rows, strides, D: tl.constexpr, DP: tl.constexpr, CACHE: tl.constexpr,
+    TMA: tl.constexpr,
+):  # fmt: skip
+    """`load_rows`; from a tensor descriptor, rows beyond the end are 0, and `rows` gives no more than their number."""
+    if TMA:
+        return tl.reshape(source.load([batch, head, first, 0]), [rows.shape[0], DP])
+    else:
+        return load_rows(source, batch, head, rows, strides, D, DP, CACHE)
+
+
+@triton.jit
 def store_rows(pointer, values, batch, head, rows, ok, strides, D: tl.constexpr, DP: tl.constexpr):
     """The opposite of `load_rows`."""
     channels = tl.arange(0, DP)

@@ -47,7 +47,8 @@ def statistics(
         raise VitfocusError(f"Statistics need a head, a query and a key; the attention has the shape {seen.shape}.")
     if other is not None and other.shape != seen.shape:
         raise VitfocusError(f"The statistics compare attention of one shape, not {seen.shape} with {other.shape}.")
-    seen, other = _biased(seen), None if other is None else _biased(other)
+    seen = seen if seen.bias is None else _biased(seen)
+    other = other if other is None or other.bias is None else _biased(other)
     name = backend_for(seen)
     if name == "triton" and other is not None and not _alike(seen, other):
         name = "chunked"
@@ -72,8 +73,8 @@ def backend_for(seen: Observation) -> str:
 
 
 def _biased(seen: Observation) -> Observation:
-    """The same observation, whose bias has four axes if it has one."""
-    return seen if seen.bias is None else replace(seen, bias=with_four_axes(seen.bias, seen.shape))
+    """The same observation, whose bias has four axes."""
+    return replace(seen, bias=with_four_axes(seen.bias, seen.shape))
 
 
 def _alike(seen: Observation, other: Observation) -> bool:
@@ -169,7 +170,7 @@ def token_norms(tokens: Tensor) -> Tensor:
     >>> token_norms(torch.tensor([[[3.0, 4.0], [0.0, 0.0]]]))
     tensor([[5., 0.]])
     """
-    if tokens.numel() and tokens.stride(2) == 1 and not _is_traced(tokens) and chosen(tokens) == "triton":
+    if chosen(tokens) == "triton" and tokens.stride(2) == 1 and tokens.numel():
         made: Tensor = _launch().token_norms(tokens)
         return made
     return torch.linalg.vector_norm(tokens, dim=-1, dtype=torch.promote_types(tokens.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""The passes of the statistics over whole maps: `row_pass` and `column_pass`, and `head_pass` between them.
+"""The passes of the statistics over whole maps: `row_pass` and `column_pass`.
 
 A program goes over tiles, and in each tile over heads: in two loops or, with `ONE_LOOP`, in one, so that loads for the
 next tile begin before the last head of this one is done. Both forms add the same numbers in the same order. With `TMA`,
@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vitfocus.kernels.tiles import load_rows, logits, single
+from vitfocus.kernels.tiles import load_tile, logits, single
 
 
 @triton.jit
@@ -22,21 +22,9 @@ def _position(tokens, prefix, width, down, across):
 
 
 @triton.jit
-def _one_over_root(square):
+def one_over_root(square):
     """One over a norm, from its square; that of an empty row is large but multiplies only zeros."""
     return 1.0 / tl.maximum(tl.sqrt(square), 1e-8)
-
-
-@triton.jit
-def _loaded(
-    source, batch, head, first, rows, strides, D: tl.constexpr, DP: tl.constexpr, CACHE: tl.constexpr,
-    TMA: tl.constexpr,
-):  # fmt: skip
-    """`load_rows`; from a tensor descriptor, rows beyond the end are 0, and `rows` gives no more than their number."""
-    if TMA:
-        return tl.reshape(source.load([batch, head, first, 0]), [rows.shape[0], DP])
-    else:
-        return load_rows(source, batch, head, rows, strides, D, DP, CACHE)
 
 
 @triton.jit
@@ -48,8 +36,8 @@ def _row_head(
     """A tile's total over heads with one head's map added, whose sums by row are added to that head's."""
     head, place = batch * 0 + h, (batch * heads + h).to(tl.int64) * reach + numbers
     there = tl.minimum(cols, keys - 1)
-    query = _loaded(q, batch, head, first, rows, q_strides, D, DP, CACHE, TMA)
-    key = _loaded(k, batch, head, start, there, k_strides, D, DP, "", TMA)
+    query = load_tile(q, batch, head, first, rows, q_strides, D, DP, CACHE, TMA)
+    key = load_tile(k, batch, head, start, there, k_strides, D, DP, "", TMA)
     log = logits(query, key, scale, bias, batch, head, rows, there, bias_strides, HAS_BIAS)
     log -= tl.load(norms + place)[:, None]
     if HAS_BIAS:  # replace -inf by a finite value whose exp2 is 0
@@ -81,49 +69,6 @@ def _row_mean(
 
 
 @triton.jit
-def _row_tiles(
-    length, length_paper, distance, q, k, norms, bias, sums, scale, bound, batch, heads, rows, numbers,
-    first, begin, end, keys, reach, row, column, prefix, key_width, key_down, key_across, q_strides, k_strides,
-    bias_strides, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, HAS_BIAS: tl.constexpr,
-    PLACED: tl.constexpr, ONE_LOOP: tl.constexpr, CACHE: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
-    """The three sums by row, with those of the tiles from `begin` to `end` added, which if MASKED exceed `keys`."""
-    one = 1.0 / heads
-    if ONE_LOOP:
-        start, h = begin, batch * 0
-        total = tl.zeros([BM, BN], tl.float32)
-        for _ in range((end - begin) // BN * heads):
-            cols = start + tl.arange(0, BN)
-            total = _row_head(
-                total, q, k, norms, bias, sums, scale, batch, h, heads, rows, numbers, first, start, cols, keys, reach,
-                q_strides, k_strides, bias_strides, D, DP, HAS_BIAS, CACHE, MASKED, TMA,
-            )  # fmt: skip
-            h += 1
-            if h == heads:
-                length, length_paper, distance = _row_mean(
-                    total * one, length, length_paper, distance, cols, bound, row, column, prefix, key_width, key_down,
-                    key_across, PLACED,
-                )  # fmt: skip
-                total = tl.zeros([BM, BN], tl.float32)
-                h = 0
-                start += BN
-    else:
-        for start in range(begin, end, BN):
-            cols = start + tl.arange(0, BN)
-            total = tl.zeros([BM, BN], tl.float32)
-            for h in range(heads):
-                total = _row_head(
-                    total, q, k, norms, bias, sums, scale, batch, h, heads, rows, numbers, first, start, cols, keys,
-                    reach, q_strides, k_strides, bias_strides, D, DP, HAS_BIAS, CACHE, MASKED, TMA,
-                )  # fmt: skip
-            length, length_paper, distance = _row_mean(
-                total * one, length, length_paper, distance, cols, bound, row, column, prefix, key_width, key_down,
-                key_across, PLACED,
-            )  # fmt: skip
-    return length, length_paper, distance
-
-
-@triton.jit
 def row_pass(
     q, k, norms, bias, sums, lengths, distances, scale, bound, heads, queries, keys, reach,
     prefix, query_width, key_width, query_down, query_across, key_down, key_across,
@@ -138,38 +83,49 @@ def row_pass(
     batch, block = tl.program_id(0), tl.program_id(1)
     numbers = block * BM + tl.arange(0, BM)
     rows = tl.minimum(numbers, queries - 1)
-    length, length_paper, distance = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
+    length, length_paper = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
+    distance, one = tl.zeros([BM], tl.float32), 1.0 / heads
     row, column = _position(rows, prefix, query_width, query_down, query_across)
-    full = batch * 0
-    if PEELED:  # masking takes as long as one of the sums, and only the last tile needs it
-        full = keys // BN * BN
-        length, length_paper, distance = _row_tiles(
-            length, length_paper, distance, q, k, norms, bias, sums, scale, bound, batch, heads, rows,
-            numbers, block * BM, batch * 0, full, keys, reach, row, column, prefix, key_width, key_down, key_across,
-            q_strides, k_strides, bias_strides, D, DP, BM, BN, HAS_BIAS, PLACED, ONE_LOOP, CACHE, False, TMA,
-        )  # fmt: skip
-    length, length_paper, distance = _row_tiles(
-        length, length_paper, distance, q, k, norms, bias, sums, scale, bound, batch, heads, rows,
-        numbers, block * BM, full, tl.cdiv(keys, BN) * BN, keys, reach, row, column, prefix, key_width, key_down,
-        key_across, q_strides, k_strides, bias_strides, D, DP, BM, BN, HAS_BIAS, PLACED, ONE_LOOP, CACHE, True, TMA,
-    )  # fmt: skip
+    full = keys // BN * BN * PEELED
+    # The last tile apart from the others, because masking takes as long as one of the sums.
+    for masked in tl.static_range(1 - PEELED, 2):
+        start, h = full * masked, batch * 0
+        end = (tl.cdiv(keys, BN) * BN - full) * masked + full
+        if ONE_LOOP:
+            total = tl.zeros([BM, BN], tl.float32)
+            for _ in range((end - start) // BN * heads):
+                cols = start + tl.arange(0, BN)
+                total = _row_head(
+                    total, q, k, norms, bias, sums, scale, batch, h, heads, rows, numbers, block * BM, start, cols,
+                    keys, reach, q_strides, k_strides, bias_strides, D, DP, HAS_BIAS, CACHE, masked, TMA,
+                )  # fmt: skip
+                h += 1
+                if h == heads:
+                    length, length_paper, distance = _row_mean(
+                        total * one, length, length_paper, distance, cols, bound, row, column, prefix, key_width,
+                        key_down, key_across, PLACED,
+                    )  # fmt: skip
+                    total = tl.zeros([BM, BN], tl.float32)
+                    h = 0
+                    start += BN
+        else:
+            for first in range(start, end, BN):
+                cols = first + tl.arange(0, BN)
+                total = tl.zeros([BM, BN], tl.float32)
+                for head in range(heads):
+                    total = _row_head(
+                        total, q, k, norms, bias, sums, scale, batch, head, heads, rows, numbers, block * BM, first,
+                        cols, keys, reach, q_strides, k_strides, bias_strides, D, DP, HAS_BIAS, CACHE, masked, TMA,
+                    )  # fmt: skip
+                length, length_paper, distance = _row_mean(
+                    total * one, length, length_paper, distance, cols, bound, row, column, prefix, key_width, key_down,
+                    key_across, PLACED,
+                )  # fmt: skip
     mine, images = batch.to(tl.int64) * reach + numbers, tl.num_programs(0).to(tl.int64)
-    tl.store(lengths + mine, _one_over_root(length))
-    tl.store(lengths + images * reach + mine, _one_over_root(length_paper))
+    tl.store(lengths + mine, one_over_root(length))
+    tl.store(lengths + images * reach + mine, one_over_root(length_paper))
     if PLACED:
         tl.store(distances + mine, tl.where(numbers >= prefix, distance, 0.0))
-
-
-@triton.jit
-def head_pass(sums, totals, queries, reach, BN: tl.constexpr):
-    """Of each head of each image, Σ_ij p² and one over its root: (2, B, H)."""
-    pair = tl.program_id(0).to(tl.int64)
-    total = tl.zeros([BN], tl.float32)
-    for start in range(0, queries, BN):
-        rows = start + tl.arange(0, BN)
-        total += tl.load(sums + 2 * (pair * reach + rows) + 1, mask=rows < queries, other=0.0)
-    tl.store(totals + pair, tl.sum(total, 0))
-    tl.store(totals + tl.num_programs(0) + pair, _one_over_root(tl.sum(total, 0)))
 
 
 @triton.jit
@@ -180,8 +136,8 @@ def _column_head(
 ):  # fmt: skip
     """A tile's two totals over heads with one head's map added, whose sums by column are added to that head's."""
     head, pair = batch * 0 + h, (batch * heads + h).to(tl.int64)
-    query = _loaded(q, batch, head, first, rows, q_strides, D, DP, "", TMA)
-    key = _loaded(k, batch, head, mine, there, k_strides, D, DP, CACHE, TMA)
+    query = load_tile(q, batch, head, first, rows, q_strides, D, DP, "", TMA)
+    key = load_tile(k, batch, head, mine, there, k_strides, D, DP, CACHE, TMA)
     log = logits(key, query, scale, bias, batch, head, there, rows, bias_strides, HAS_BIAS)
     tile = tl.exp2(log - tl.load(norms + pair * reach + numbers)[None, :])
     total += tile

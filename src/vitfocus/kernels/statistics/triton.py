@@ -25,7 +25,7 @@ from torch import Tensor
 from vitfocus.kernels.attention import AttentionInputs
 from vitfocus.kernels.backends import on_device_of_first
 from vitfocus.kernels.shared_memory import LARGE, available, padded, row_tiles
-from vitfocus.kernels.statistics.passes import column_pass, head_pass, row_pass
+from vitfocus.kernels.statistics.passes import column_pass, one_over_root, row_pass
 from vitfocus.kernels.statistics.reference import Numbers
 from vitfocus.kernels.tiles import load_rows, logits, lower_norms, normalisers, single
 
@@ -40,7 +40,19 @@ FASTEST: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {"rows": ({}, {}), "
 _APART = 512
 _BLOCK = 1024
 #: Columns per iteration of a program of the last pass.
-_COLUMNS = 1024
+_COLUMNS = 4096
+
+
+@triton.jit
+def head_pass(sums, totals, queries, reach, BN: tl.constexpr):
+    """Of each head of each image, Σ_ij p² and one over its root: (2, B, H)."""
+    pair = tl.program_id(0).to(tl.int64)
+    total = tl.zeros([BN], tl.float32)
+    for start in range(0, queries, BN):
+        rows = start + tl.arange(0, BN)
+        total += tl.load(sums + 2 * (pair * reach + rows) + 1, mask=rows < queries, other=0.0)
+    tl.store(totals + pair, tl.sum(total, 0))
+    tl.store(totals + tl.num_programs(0) + pair, one_over_root(tl.sum(total, 0)))
 
 
 @triton.jit
@@ -327,7 +339,7 @@ def _last(queries: int, keys: int) -> dict[str, Any]:
     """Compile-time arguments of the passes over vectors."""
     columns = min(_COLUMNS, max(16, triton.next_power_of_2(max(queries, keys))))
     # A single warp sums without synchronising with others.
-    return {"BN": columns, "num_warps": 1 if columns <= 256 else 4}
+    return {"BN": columns, "num_warps": 1 if columns <= 256 else 4 if columns <= 1024 else 8}
 
 
 @triton.jit
@@ -349,7 +361,7 @@ def token_norms(tokens: Tensor) -> Tensor:
     """Norms (B, N) of tokens (B, N, C) with adjacent channels, in float32."""
     batch, each, channels = tokens.shape
     made = torch.empty(batch, each, dtype=torch.float32, device=tokens.device)
-    columns = min(_COLUMNS, triton.next_power_of_2(channels))
+    columns = min(1024, triton.next_power_of_2(channels))
     rows = max(1, 4096 // columns)
     norm_pass[(-(-made.numel() // rows),)](
         tokens, made, made.numel(), each, channels, *tokens.stride()[:2], BR=rows, BC=columns, num_warps=4
