@@ -86,9 +86,9 @@ def row_pass(
     length, length_paper = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
     distance, one = tl.zeros([BM], tl.float32), 1.0 / heads
     row, column = _position(rows, prefix, query_width, query_down, query_across)
-    full = keys // BN * BN * PEELED
+    full = keys // BN * BN if PEELED else keys * 0
     # The last tile apart from the others, because masking takes as long as one of the sums.
-    for masked in tl.static_range(1 - PEELED, 2):
+    for masked in tl.static_range(0 if PEELED else 1, 2):
         start, h = full * masked, batch * 0
         end = (tl.cdiv(keys, BN) * BN - full) * masked + full
         if ONE_LOOP:
