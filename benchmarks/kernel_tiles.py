@@ -58,11 +58,11 @@ STATISTICS: dict[str, list[tuple[int, ...]]] = {
         *((128, 128, 8, 2), (128, 64, 8, 2), (128, 64, 4, 2), (64, 32, 4, 3), (64, 64, 4, 3, 128), (64, 64, 8, 3)),
     ],
 }
-#: Patches, channels at a time, warps, stages; of `mix`, the first is in use for N=197 and the second for N=1025.
+#: Patches, channels at a time, warps, stages; the first is in use for N=197 and the second for N=1025.
 POOLING = {
-    "mix": [(64, 128, 8, 2), (64, 64, 8, 2), (64, 64, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3)],
-    "unmix": [(64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 8, 2), (64, 64, 8, 3), (64, 128, 8, 2)],
-    "score": [(64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 4), (64, 64, 8, 2)],
+    "mix": [(64, 32, 4, 3), (64, 64, 8, 2), (64, 64, 8, 3), (64, 64, 4, 3), (64, 32, 4, 4)],
+    "unmix": [(64, 32, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 8, 2), (64, 32, 4, 2)],
+    "score": [(64, 64, 8, 3), (64, 64, 8, 2), (64, 64, 4, 3), (64, 32, 4, 4), (64, 64, 8, 4)],
 }
 #: The kernels whose settings these are. The joint gradient replaces both others.
 SHOWN = {

@@ -22,7 +22,7 @@ from setting import Setting
 from vitfocus.core.environment import default_device, device_name, versions
 from vitfocus.core.files import write_text
 from vitfocus.recipes import Recipe
-from vitfocus.train.compile import WARM_UP
+from vitfocus.train.cuda_graph import WARM_UP
 from vitfocus.train.run import assemble_run
 from vitfocus.treatments.cost import seconds_per_call
 

@@ -146,3 +146,31 @@ def test_a_folder_of_other_files_is_refused(
     assert reached == 0
     assert main(words) == (0 if resume else 2)
     assert ("nothing is left to do" if resume else "holds a run already") in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["evaluate", "vit_tiny_patch16_224", "--suite", "clean", "--data", "shapes:2"],
+        ["diagnose", "vit_tiny_patch16_224", "--limit", "1"],
+        ["diagnose", "vit_tiny_patch16_224", "vit_tiny_patch16_224+cb", "--limit", "1"],
+    ],
+)
+def test_evaluations_and_diagnoses_refuse_a_folder_of_other_files(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A killed run is not in the way: it has its lock and, of several models, the folder of the first."""
+    words = [*command, "--device", "cpu", "--out", str(tmp_path)]
+    (tmp_path / "report.html").write_text("precious")
+    assert main(words) == 2
+    said = f"{tmp_path} holds report.html and no run of vitfocus {command[0]}: name a new or an empty folder."
+    assert said in capsys.readouterr().err and (tmp_path / "report.html").read_text() == "precious"
+    (tmp_path / "report.html").unlink()
+    if len(command) == 5 and command[0] == "diagnose":
+        (tmp_path / command[1]).mkdir()
+    torch.manual_seed(0)  # the weights of the model
+    assert main(words) == 0
+    (tmp_path / "notes.txt").write_text("mine")
+    torch.manual_seed(0)
+    assert main([*words, "--resume"] if command[0] == "evaluate" else words) == 0
+    assert (tmp_path / "notes.txt").read_text() == "mine"

@@ -315,6 +315,19 @@ def test_broken_images_are_named_and_counted_or_fatal(tmp_path: Path, capfd: pyt
         assert capfd.readouterr().err.count(f"Skipped an unreadable image: {bad}") == 1
 
 
+def test_a_run_that_a_broken_image_stopped_resumes_without_it(tmp_path: Path) -> None:
+    root = write_folder(tmp_path / "data")
+    (root / "val" / "class2" / "0002.png").write_text("no image")
+    data = ["source=folder", f"root={root}", "size=32", "train_length=0", "val_length=0", "batch=10", "epochs=2"]
+    data += ["resident=no", "workers=0", "evaluate_every=1"]
+    with pytest.raises(VitfocusError, match=r"data\.broken=skip"):
+        train(tiny(*data), tmp_path / "run")
+    results = train(tiny(*data, "broken=skip"), tmp_path / "run", resume="auto")
+    whole = train(tiny(*data, "broken=skip"), tmp_path / "whole")
+    assert len(results["broken_images"]["val"]) == 1
+    assert (results["steps"], results["last"]) == (whole["steps"], whole["last"])
+
+
 def test_a_run_with_workers_that_was_stopped_resumes_with_the_same_numbers(tmp_path: Path) -> None:
     """SIGTERM reaches the worker processes as well, as a scheduler sends it; timm's transforms draw the same again."""
     root = write_shards(tmp_path / "data")

@@ -44,3 +44,75 @@ def train_tiny(overrides: Sequence[str], folder: Path) -> None:
 
     _only_the_front_half()
     _print_counts(compiled=train(tiny(*overrides), folder)["compiled"])
+
+
+def compile_with_short_attention(spec: str, most_tokens: int) -> None:
+    """Print what a training step compiled for a GPU, which need not be there, makes of attention, and how right it is.
+
+    The compiler's graphs run on the CPU. In place of the kernels, plain torch computes what they would.
+    """
+    import triton
+    from torch.utils import _triton
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.jit import JITFunction
+
+    from vitfocus.kernels.short_attention import op
+    from vitfocus.train.compile import compile_blocks
+
+    class Driver:
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", 90, 32)
+
+    names = ("has_triton", "has_triton_tensor_descriptor_host_tma", "has_triton_experimental_host_tma")
+    for name in names:
+        setattr(_triton, name, lambda *_, _known=name == "has_triton", **__: _known)
+    triton.runtime.driver._active = Driver()
+    launched: list[str] = []
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
+        given = dict(zip(self.arg_names, args, strict=False)) | keywords
+        parts = [given[name].detach().double().requires_grad_() for name in "qkv"]
+        with torch.enable_grad():
+            logits = parts[0] @ parts[1].mT * float(given["scale"])
+            mixed = logits.softmax(-1) @ parts[2]
+        launched.append(self.fn.__name__)
+        if launched[-1] == "attend_forward":
+            given["out"].copy_(mixed.detach().transpose(1, 2))
+            given["lse"].copy_(logits.detach().logsumexp(-1))
+        else:
+            made = torch.stack(torch.autograd.grad(mixed, parts, given["gradient"].transpose(1, 2).double()))
+            given["out"].copy_(made.permute(1, 3, 0, 2, 4))
+
+    JITFunction.run = run
+    op.chosen = lambda *_: "triton"  # type: ignore[assignment]
+    op.MOST_TOKENS, op.LEAST = most_tokens, 16
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
+        from functorch.compile import make_boxed_func
+
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    from torch._dynamo.backends.common import aot_autograd
+
+    compiler = aot_autograd(fw_compiler=keep, bw_compiler=keep)
+    size = {"img_size": 32, "patch_size": 4, "embed_dim": 48, "depth": 2, "num_heads": 3}
+    images, results = torch.randn(2, 3, 32, 32), []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = vf.create_model(spec, **size).train()
+        if compiled:
+            torch.compile = partial(torch.compile, backend=compiler)  # type: ignore[assignment]
+            compile_blocks(model)
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(images)
+        (out.square().sum() + vf.auxiliary_loss(model)).backward()
+        results.append(torch.cat([p.grad.float().flatten() for p in model.parameters() if p.grad is not None]))
+    calls = [str(node.target) for graph in graphs for node in graph.graph.nodes]
+    copies = [call for call in calls if call in ("aten.stack.default", "aten.cat.default")]
+    _print_counts(
+        launched=launched,
+        copies=len(copies),
+        error=float((results[1] - results[0]).norm() / results[0].norm()),
+    )

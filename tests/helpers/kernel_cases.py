@@ -16,6 +16,7 @@ from vitfocus.kernels.diversity.reference import row_similarity
 from vitfocus.kernels.diversity.with_attention import attention_with_diversity
 from vitfocus.kernels.pooling.op import mix_dilated, pool_tokens, predict_hidden
 from vitfocus.kernels.pooling.reference import dilated_mean, mix_poolings
+from vitfocus.kernels.short_attention.op import launch_forward, short_attention
 
 #: Largest relative error of (loss or output, gradients), by the dtype of the inputs. Sums are in float32 everywhere;
 #: operands of matrix products, and outputs, have the inputs' precision. For half types the heads' mean map is
@@ -271,3 +272,35 @@ def check_context(
     correct = (expected, *torch.autograd.grad(expected, exact, slope.double()))
     for name, mine, theirs in zip(("output", "tokens' gradient", "scale's gradient"), results, correct, strict=False):
         compare(name, mine, theirs, near, at_least=1e-5)
+
+
+def check_short_attention(
+    count: int, width: int = 16, dtype: torch.dtype = torch.float32, spread: float = 1.5, device: str = "cpu"
+) -> None:
+    """Output, normalisers and gradients of attention among few tokens, packed and apart, against float64."""
+    draw = torch.Generator().manual_seed(count + width)
+    made = torch.randn(2, count, 3, 3, width, generator=draw) * spread
+    whole = made.to(device, dtype).permute(2, 0, 3, 1, 4).requires_grad_()
+    # Every second number of something longer, as a gradient may lie.
+    gradient = torch.randn(2, 3, count, 2 * width, generator=draw).to(device, dtype)[..., ::2]
+    scale = width**-0.5
+    exact = whole.detach().double().requires_grad_()
+    logits = exact[0] @ exact[1].mT * scale
+    expected = logits.softmax(-1) @ exact[2]
+    (wanted,) = torch.autograd.grad(expected, exact, gradient.double())
+    near, near_gradient = {torch.float32: (2e-6, 2e-5), torch.float16: (1e-3, 2e-3)}.get(dtype, (6e-3, 1.2e-2))
+    out = short_attention(*whole.unbind(), scale=scale, whole=whole)
+    (slopes,) = torch.autograd.grad(out, whole, gradient)
+    assert slopes.stride() == whole.stride() and slopes.dtype == out.dtype == dtype
+    compare("output", out, expected, near)
+    _, lse = launch_forward(*whole.detach().unbind(), scale)
+    compare("normalisers", lse, logits.logsumexp(-1), 1e-4 if dtype != torch.float32 else 1e-6)
+    parts = [one.detach().contiguous().requires_grad_() for one in whole]
+    same = short_attention(*parts, scale=scale)
+    assert torch.equal(same, out)
+    # Where the true gradient is 0, as for one token, only rounding is left of it.
+    size = (1e-7 if dtype == torch.float32 else 1e-3) * float(gradient.double().norm())
+    apart = torch.autograd.grad(same, parts, gradient)
+    for name, mine, other, theirs in zip("qkv", slopes, apart, wanted, strict=True):
+        assert torch.equal(mine, other), "the same kernel wherever the numbers lie"
+        compare(f"the gradient of {name}", mine, theirs, near_gradient, at_least=size)

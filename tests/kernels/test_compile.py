@@ -179,6 +179,16 @@ def joined_attention(count: int, dtype: torch.dtype) -> None:
         with_attention.launch_gradients(query.transpose(1, 2), torch.ones(()), *tensors, options, tuple(saved))
 
 
+def short_attention(count: int, width: int = 64) -> None:
+    """Attention among few tokens, without the loss and with it."""
+    from vitfocus.kernels.short_attention import op
+
+    query, key, value = attention(HALF, False, (6, width), count)[0].expand(3, -1, -1, -1, -1)
+    out, lse = op.launch_forward(query, key, value, 0.125)
+    op.launch_backward(out.transpose(1, 2), query, key, value, lse, 0.125)
+    joined_attention(count, HALF)
+
+
 def pooling(dtype: torch.dtype, branches: int = 4, channels: int = 64, side: int = 7) -> None:
     """All that a training step launches, with and without the norm."""
     from vitfocus.kernels.pooling import op
@@ -237,10 +247,16 @@ CASES: dict[str, tuple[Callable[..., None], tuple[Any, ...], set[str]]] = {
     "loss, whole maps in float32": (whole_maps, (SINGLE, True, False, True, False, 65), {"whole_pass"}),
     "loss, with attention": (joined_attention, (197, HALF), {"mean_pass", "gradient_pass", "attention_gradient"}),
     "loss, with attention, all keys": (joined_attention, (256, torch.float16), {"attention_gradient"}),
+    "attention among few tokens": (short_attention, (50,), {"attend_forward", "attend_backward", "whole_pass"}),
+    "attention, a token beside the tile": (short_attention, (65,), {"attend_forward", "attend_backward"}),
+    "attention among 128 tokens": (short_attention, (128, 40), {"attend_forward", "attend_backward"}),
     "pooling": (
         pooling,
         (HALF,),
-        {"gather_taps", "scatter_taps", "mixing_weights", "mix", "score_gradient", "score_backward"},
+        {
+            *("gather_taps", "scatter_taps", "mixing_weights", "mix", "score_gradient", "score_backward"),
+            *("arrange_taps", "tap_products", "tap_gradient", "track_statistics"),
+        },
     ),
     "context": (context, (SINGLE,), {"share_mean_kernel", "block_sums"}),
     "statistics": (
@@ -285,12 +301,18 @@ WRITTEN = {
     "diversity.whole_pass": {"bounds", "losses", "norms", "slope"},
     "kernels.log_sum_exp": {"out"},
     "kernels.lower_kernel": {"norms"},
+    "pooling.arrange_taps": {"matrix"},
     "pooling.gather_taps": {"hidden", "partial"},
     "pooling.mix": {"out"},
     "pooling.mixing_weights": {"weights", "statistics"},
     "pooling.scatter_taps": {"spread", "totals"},
     "pooling.score_backward": {"hidden_gradient", "sums"},
     "pooling.score_gradient": {"made"},
+    "pooling.tap_gradient": {"out"},
+    "pooling.tap_products": {"parts"},
+    "pooling.track_statistics": {"mean", "variance", "batches"},
+    "short_attention.attend_backward": {"out"},
+    "short_attention.attend_forward": {"lse", "out"},
 }
 
 

@@ -118,6 +118,10 @@ WHOLE = [
     Attention("fewer-keys", (2, 2, 100, 16), keys=20),
     Attention("more-keys", (2, 2, 20, 48), keys=128, dtype=HALF),
     Attention("silent", (2, 2, 50, 16), threshold=30.0, silent=True),
+    *(Attention(f"beside-33-{v}", (2, 2, 33, 16), variant=v, dtype=HALF) for v in ("official", "paper")),
+    *(Attention(f"beside-no-threshold-{v}", (1, 2, 65, 16), variant=v, threshold=0.0) for v in ("official", "paper")),
+    Attention("beside-extreme", (1, 2, 65, 16), spread=25.0, dtype=HALF),
+    Attention("beside-silent", (1, 2, 65, 16), threshold=60.0, silent=True),
 ]
 
 

@@ -56,6 +56,16 @@ def test_pooling(case: Pooling) -> None:
         check_pooling_with_norm(case, seed=len(case.name))
 
 
+@pytest.mark.parametrize("branches", [3, 4, 8])
+def test_pooling_sums_in_several_steps(branches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vitfocus.kernels.pooling import predictor
+
+    monkeypatch.setattr(predictor, "SUMS", (16, 3, 1))
+    case = Pooling("steps", (5, 7), branches=branches, batch=4)
+    check_pooling(case, seed=branches)
+    check_pooling_with_norm(case, seed=branches)
+
+
 def test_pooling_repeats_bit_by_bit() -> None:
     (tokens, first, second, gamma, beta), slope = pooling_inputs(Pooling("again", (9, 20), batch=3), 0, "cpu")
     runs = []

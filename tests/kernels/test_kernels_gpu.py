@@ -15,6 +15,7 @@ from helpers.kernel_cases import (
     check_joined,
     check_pooling,
     check_pooling_with_norm,
+    check_short_attention,
 )
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -101,6 +102,9 @@ JOINED = [
     *(Attention(f"width-{width}", (48, 4, 197, width), dtype=torch.float16) for width in (32, 48)),
     *(Attention(f"patches-{first}", (24, 6, 197, 64), first=first, dtype=torch.bfloat16) for first in (1, 5)),
     Attention("extreme", (24, 6, 197, 64), spread=25.0, dtype=torch.bfloat16),
+    *(Attention(f"short-{v}-65", (48, 6, 65, 64), variant=v, dtype=torch.bfloat16) for v in ("official", "paper")),
+    *(Attention(f"short-{count}", (48, 3, count, 64), dtype=torch.float16) for count in (7, 33, 50, 64, 66, 128)),
+    *(Attention(f"short-patches-{count}", (48, 6, count, 32), first=1, dtype=torch.bfloat16) for count in (65, 128)),
 ]
 
 
@@ -136,6 +140,15 @@ def test_pooling(case: Pooling) -> None:
 def test_context(count: int, scaled: bool, dtype: torch.dtype) -> None:
     check_context((3, count, 200), scaled, dtype, "cuda")
     check_context((3, count, 384), scaled, dtype, "cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("count", "width"),
+    [(1, 32), (7, 32), (33, 64), (50, 64), (64, 40), (65, 32), (65, 64), (66, 64), (128, 48), (128, 64)],
+)
+def test_short_attention(count: int, width: int, dtype: torch.dtype) -> None:
+    check_short_attention(count, width, dtype, device="cuda")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])

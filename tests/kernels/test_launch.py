@@ -62,6 +62,7 @@ def launch_all(images: int, device: str) -> None:
     from vitfocus.kernels.diversity import with_attention
     from vitfocus.kernels.diversity.chunked import LossOptions
     from vitfocus.kernels.pooling import op as pooling
+    from vitfocus.kernels.short_attention import op as short
     from vitfocus.kernels.statistics import triton as statistics_kernels
 
     half: dict[str, Any] = {"dtype": torch.float16, "device": device}
@@ -79,10 +80,12 @@ def launch_all(images: int, device: str) -> None:
                 arguments = (query, query, bias, None, place, tuple(saved), True)
                 diversity_op.launch_backward(torch.ones((), device=device), *arguments)
     place = LossOptions(1, 0, True, True, 2)
-    with patch.multiple(diversity_op, WHOLE=0, BUSY=1):
-        _, *saved = diversity_op.launch_forward(query, query, None, None, None, place)
-        lse, one = torch.empty(query.shape[:3], device=device), torch.ones((), device=device)
-        with_attention.launch_gradients(query.transpose(1, 2), one, *(query,) * 3, lse, place, tuple(saved))
+    out, lse = short.launch_forward(query, query, query, 1.0)
+    for most in (0, diversity_op.WHOLE):
+        with patch.multiple(diversity_op, WHOLE=most, BUSY=1):
+            _, *saved = diversity_op.launch_forward(query, query, None, None, None, place)
+            given = (out.transpose(1, 2), torch.ones((), device=device), *(query,) * 3, lse, place)
+            with_attention.launch_gradients(*given, tuple(saved))
     statistics_kernels.statistics((query, query, None, None), 1.0, [], 2.0, 1)
     statistics_kernels.pair_products((query, query, None, None), (query, query, None, None), 1.0)
 
@@ -92,7 +95,8 @@ KERNELS = {
     *("share_mean_kernel", "block_sums", "gather_taps", "scatter_taps", "mix", "score_gradient"),
     *("mixing_weights", "score_backward", "log_sum_exp", "mean_pass", "column_pass", "unit_pass", "unit_pass_alone"),
     *("whole_pass", "slope_pass", "gradient_pass", "query_gradient", "key_gradient", "joint_gradient", "bias_gradient"),
-    "attention_gradient",
+    *("arrange_taps", "tap_products", "tap_gradient", "track_statistics"),
+    *("attention_gradient", "attend_forward", "attend_backward"),
     *("lower_kernel", "row_pass", "head_pass", "conclude_pass", "pair_pass"),
 }
 
@@ -207,11 +211,21 @@ def test_kernels_are_compiled_at_the_same_time_before_the_first_launch(monkeypat
         thread.start()
         thread.join()
 
+    def wait_for_all() -> None:
+        for kernel in list(waiting):
+            for hook in kernel.pre_run_hooks:
+                hook()
+            assert kernel.pre_run_hooks == []
+
+    waiting: set[Any] = set()
+    add = JITFunction.add_pre_run_hook
+    monkeypatch.setattr(JITFunction, "add_pre_run_hook", lambda self, hook: (waiting.add(self), add(self, hook)))
     monkeypatch.setattr(backends, "_compile", compile_one)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     device = torch.device("cuda", 1)
     for key in ("one", "one", "other"):
         backends.compile_together(device, (key, object if key == "other" else int), launch)
+    wait_for_all()
     names = [name for name, *_ in compiled]
     assert set(names) == KERNELS == set(launched)
     assert names.count("lower_kernel") == 2 * names.count("pair_pass") > 0
@@ -220,6 +234,44 @@ def test_kernels_are_compiled_at_the_same_time_before_the_first_launch(monkeypat
     assert len(compiled) == len(names) and len(meanwhile) == 2
     monkeypatch.undo()
     assert JITFunction.run is before
+
+
+def test_a_launch_waits_until_its_kernel_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It alone waits, not the thread that compiles, which runs the same hooks, and not the launch of another kernel."""
+    from triton.runtime.jit import JITFunction
+
+    from vitfocus.kernels import backends
+    from vitfocus.kernels.tiles import log_sum_exp, lower_kernel
+
+    events: list[str] = []
+    may_end, begun = threading.Event(), threading.Event()
+
+    def run(self: Any, *args: Any, warmup: bool, **keywords: Any) -> Any:
+        for hook in self.pre_run_hooks:
+            hook(*args, **keywords)
+        if warmup:
+            begun.set()
+            assert may_end.wait(10)
+        events.append(f"{'compiled' if warmup else 'launched'} {self.fn.__name__}")
+
+    def launch() -> None:
+        for block in (128, 256):
+            lower_kernel[1,](BLOCK=block)
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device", torch.device)
+    backends.compile_together(torch.device("cuda", 0), object(), launch)
+    assert begun.wait(10)
+    log_sum_exp[1,]()
+    waiting = threading.Thread(target=launch)
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive() and events == ["launched log_sum_exp"]
+    may_end.set()
+    waiting.join(10)
+    assert events[1:] == ["compiled lower_kernel"] * 2 + ["launched lower_kernel"] * 2
+    assert lower_kernel.pre_run_hooks == []
 
 
 @pytest.mark.usefixtures("launches")

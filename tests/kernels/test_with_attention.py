@@ -48,6 +48,14 @@ JOINED = [
     Attention("registers", (1, 2, 144, 16), first=5, variant="paper", dtype=HALF),
     Attention("all-kept", (1, 2, 133, 16), threshold=0.0, dtype=HALF),
     Attention("extreme", (1, 2, 130, 16), spread=25.0, dtype=HALF),
+    Attention("short", (2, 3, 65, 32), dtype=HALF),
+    Attention("short-paper", (1, 2, 65, 64), variant="paper", dtype=HALF),
+    Attention("short-patches", (2, 2, 65, 16), first=1, dtype=HALF),
+    Attention("short-33", (1, 2, 33, 24), first=3, variant="paper", threshold=0.0, dtype=HALF),
+    Attention("short-50", (2, 2, 50, 48), dtype=HALF),
+    Attention("short-7", (2, 2, 7, 16), dtype=HALF),
+    Attention("short-66", (1, 2, 66, 16), dtype=HALF),
+    Attention("short-128", (1, 2, 128, 16), first=2, dtype=HALF),
 ]
 
 

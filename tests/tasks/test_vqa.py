@@ -447,7 +447,7 @@ def test_train_and_val_are_trained_on_and_test_dev_is_answered(vqav2: Path, tmp_
 
 
 def test_questions_are_counted_as_questions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In the progress, the result and the report of a run."""
+    """In the progress, the result and the report of a run, and in the progress of an evaluation."""
     out = tmp_path / "run"
     assert main(["train", "shapes_answer", *overrides(), "log_every=1", "--out", str(out)]) == 0
     said = capsys.readouterr()
@@ -457,3 +457,6 @@ def test_questions_are_counted_as_questions(tmp_path: Path, capsys: pytest.Captu
     page = (out / "report.html").read_text("utf-8")
     assert "training questions" in page and "questions per second of the training run" in page
     assert "end of training" in page and not any(f"{kind} images" in page for kind in ("training", "validation"))
+    assert main(["evaluate", str(out), "--data", "shapes:2"]) == 0
+    said = capsys.readouterr()
+    assert " question evaluations." in said.err and "image evaluations" not in said.err

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.compiled_blocks import count_compilations, train_tiny
+from helpers.compiled_blocks import compile_with_short_attention, count_compilations, train_tiny
 from helpers.processes import start
 from helpers.train_tools import rows
 from torch.nn import functional as F
 
 import vitfocus as vf
+from vitfocus.kernels.backends import has_triton
 from vitfocus.train.compile import compile_blocks, compile_outside
 
 #: Compiled once, whatever the blocks: patch embedding, positions, last norm and head.
@@ -100,3 +101,18 @@ def test_a_compiled_model_can_be_read_as_before() -> None:
     before = vf.diagnose(model, images).to_dict()
     compile_blocks(model)
     assert vf.diagnose(model, images).to_dict() == before
+
+
+@pytest.mark.skipif(not has_triton(), reason="needs Triton")
+@pytest.mark.parametrize(
+    ("treatment", "saved"), [("", 1), ("+gate+registers", 2), ("+qknorm", 0)], ids=["plain", "gate", "qknorm"]
+)
+def test_compiled_attention_of_few_tokens_runs_our_kernels(treatment: str, saved: int) -> None:
+    """Its gradient is not copied where attention gets what the projection made, and results are those of torch's."""
+    spec = f"deit_tiny_patch16_224{treatment}"
+    ours, torchs = (start(compile_with_short_attention, spec, tokens) for tokens in (128, 0))
+    mine, theirs = ours.results(), torchs.results()
+    assert mine["launched"] == ["attend_forward"] * 2 + ["attend_backward"] * 2 and not theirs["launched"]
+    assert not mine["graph_breaks"] and mine["frames"] == theirs["frames"]
+    assert theirs["copies"] - mine["copies"] == saved
+    assert mine["error"] < 0.02 and theirs["error"] < 0.02

@@ -30,7 +30,8 @@ from vitfocus.core.arguments import require_values
 from vitfocus.core.errors import VitfocusError, nearest, reason, warn
 from vitfocus.core.modules import eval_mode, running_eagerly
 from vitfocus.kernels.attention import Observation, attention_with_normalisers, join_heads, keeps_normalisers, matched
-from vitfocus.kernels.backends import chosen, exporting, outside_autocast
+from vitfocus.kernels.backends import chosen, exporting
+from vitfocus.kernels.inputs import outside_autocast
 from vitfocus.kernels.statistics.op import token_norms
 
 #: Called with a block and the norms (B, rows, columns) of the patch tokens at its output.

@@ -28,7 +28,7 @@ from vitfocus.cli.common import (
 from vitfocus.core import __version__
 from vitfocus.core.arguments import OnlyWith
 from vitfocus.core.errors import VitfocusError
-from vitfocus.core.files import lock_folder, writable_folder
+from vitfocus.core.files import lock_folder, require_run_folder, writable_folder
 from vitfocus.core.progress import Progress
 from vitfocus.core.records import read_json, write_json
 from vitfocus.core.statistics import evenly_spaced
@@ -101,7 +101,7 @@ class _Request:
 
 #: The options that a diagnosis depends on, besides the images.
 _SETTINGS = ("pretrained", "against", "treat", "seed", "accuracy", "explore", "explore_images", "budget")
-_REQUEST = "request.json"
+_REQUEST, _DIAGNOSIS = "request.json", "diagnosis.json"
 
 
 def _stamp(file: Path) -> list[Any]:
@@ -118,6 +118,10 @@ def run(args: argparse.Namespace) -> int:
         image_files(Path(args.explore_images), 1)
     requests = _requests(args)
     if args.out:
+        marks = {_DIAGNOSIS, *(file.parent.name for file in Path(args.out).glob(f"*/{_DIAGNOSIS}"))}
+        if len(requests) > 1:
+            marks |= {Path(request.out).name for request in requests if request.out}
+        require_run_folder(args.out, marks, "vitfocus diagnose")
         writable_folder(args.out)  # before any slow work
     if args.against is not None:
         from vitfocus.corruptions import parse

@@ -15,8 +15,8 @@ import importlib.util
 import os
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -40,6 +40,7 @@ _forced = "auto"
 #: The keys that `compile_together` has seen, and a lock for `launches_of`, which patches Triton while it runs.
 _compiled: set[Hashable] = set()
 _patch_lock = threading.Lock()
+_compiling = threading.local()  # `here` is set in threads that compile
 
 
 @contextmanager
@@ -111,24 +112,9 @@ def interpreting() -> bool:
 
 
 def exporting() -> bool:
-    """Whether the model is being exported: an exported model must not depend on our kernels.
-
-    Uses the flag, because in torch 2.11 `torch.compiler.is_exporting()` is true in all compiled code.
-    """
+    """Whether the model is being exported: an exported model must not depend on our kernels."""
+    # The flag, because in torch 2.11 `torch.compiler.is_exporting()` is true in all compiled code.
     return bool(torch.compiler._is_exporting_flag)
-
-
-def outside_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """A context in which autocast is off on this device, so that operations keep the dtypes they are given.
-
-    >>> with torch.autocast("cpu"), outside_autocast(torch.device("cpu")):
-    ...     (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
-    torch.float32
-    """
-    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
-        # The meta device has no autocast; elsewhere, entering a context takes as long as several launches.
-        return nullcontext()
-    return torch.autocast(device.type, enabled=False)
 
 
 def differentiable_gradients(
@@ -172,9 +158,10 @@ def on_device_of_first(launch: Callable[Arguments, Result]) -> Callable[Argument
 
 
 def compile_together(device: torch.device, key: Hashable, launch: Callable[[], Any]) -> None:
-    """Compile the kernels that `launch` would launch, in parallel, before the first launch with this key.
+    """Compile the kernels that `launch` would launch in parallel threads, before the first launch with this key.
 
-    A kernel takes about a second: Triton compiles it and a C compiler its launcher, both without holding the GIL.
+    A kernel takes about a second: Triton compiles it and a C compiler its launcher, both mostly without holding the
+    GIL. A launch waits for its own kernel only, so that those of the backward pass compile during the forward pass.
     Does nothing on a CPU, where kernels are interpreted, or while a CUDA graph is captured.
     """
     if (device, key) in _compiled or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
@@ -182,9 +169,21 @@ def compile_together(device: torch.device, key: Hashable, launch: Callable[[], A
     _compiled.add((device, key))
     calls = launches_of(launch)
     if len(calls) > 1:
-        with ThreadPoolExecutor(min(len(calls), os.cpu_count() or 1)) as threads:
-            for call in calls.values():
-                threads.submit(_compile, device, *call)
+        threads = ThreadPoolExecutor(min(len(calls), os.cpu_count() or 1))
+        for call in calls.values():
+            _launch_after(call[0], threads.submit(_compile, device, *call))
+        threads.shutdown(wait=False)
+
+
+def _launch_after(kernel: Any, compiled: Future[None]) -> None:
+    """Let launches of the kernel wait for a thread that compiles it; two would compile it twice."""
+
+    def wait(*_: Any, **__: Any) -> None:
+        if not getattr(_compiling, "here", False):
+            compiled.result()
+            kernel.pre_run_hooks = [one for one in kernel.pre_run_hooks if one is not wait]
+
+    kernel.add_pre_run_hook(wait)
 
 
 def launches_of(launch: Callable[[], Any]) -> dict[Hashable, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
@@ -211,5 +210,6 @@ def launches_of(launch: Callable[[], Any]) -> dict[Hashable, tuple[Any, tuple[An
 
 def _compile(device: torch.device, kernel: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
     """Compile a kernel and its launcher; if that fails, the launch itself will say so."""
+    _compiling.here = True
     with suppress(Exception), torch.cuda.device(device):
         _ = kernel.run(*args, **keywords | {"warmup": True}).run

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -32,3 +35,16 @@ def with_four_axes(bias: Tensor | None, shape: tuple[int, int, int, int]) -> Ten
     if bias.dtype == torch.bool:
         raise VitfocusError("The bias is added to the logits, so a mask must be given as 0 and -inf, not as booleans.")
     return bias[(None,) * (4 - bias.ndim)]
+
+
+def outside_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """A context in which autocast is off on this device, so that operations keep the dtypes they are given.
+
+    >>> with torch.autocast("cpu"), outside_autocast(torch.device("cpu")):
+    ...     (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+    torch.float32
+    """
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        # The meta device has no autocast; elsewhere, entering a context takes as long as several launches.
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)

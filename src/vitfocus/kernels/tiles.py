@@ -22,7 +22,7 @@ def single(number):
 
 
 @triton.jit
-def load_rows(pointer, batch, head, rows, strides, D: tl.constexpr, DP: tl.constexpr, CACHE: tl.constexpr = ""):
+def load_rows(pointer, batch, head, rows, strides, D: tl.constexpr, DP: tl.constexpr):
     """Rows (T,) of one head of a (B, H, N, D) tensor with these strides: (T, DP), channels padded with zeros.
 
     All rows must exist: callers repeat the last one beyond the end, because a mask per row would take more
@@ -32,21 +32,9 @@ def load_rows(pointer, batch, head, rows, strides, D: tl.constexpr, DP: tl.const
     start = pointer + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
     where = rows[:, None].to(tl.int64) * strides[2] + channels[None, :] * strides[3]
     if D == DP:
-        return tl.load(start + where, cache_modifier=CACHE)
+        return tl.load(start + where)
     else:
-        return tl.load(start + where, mask=(channels < D)[None, :], other=0.0, cache_modifier=CACHE)
-
-
-@triton.jit
-def load_tile(
-    source, batch, head, first, rows, strides, D: tl.constexpr, DP: tl.constexpr, CACHE: tl.constexpr,
-    TMA: tl.constexpr,
-):  # fmt: skip
-    """`load_rows`; from a tensor descriptor, rows beyond the end are 0, and `rows` gives no more than their number."""
-    if TMA:
-        return tl.reshape(source.load([batch, head, first, 0]), [rows.shape[0], DP])
-    else:
-        return load_rows(source, batch, head, rows, strides, D, DP, CACHE)
+        return tl.load(start + where, mask=(channels < D)[None, :], other=0.0)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from vitfocus.core.records import FINITE, Count
 Positive = Annotated[int, Meta(ge=1)]
 Amount = Annotated[float, Meta(ge=0, le=FINITE)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
-#: Marks a key that may change when a run is resumed: it has no influence on the weights.
+#: Marks a key that may change when a run is resumed: it has no influence on what was done before.
 CHANGEABLE = "may change when a run is resumed"
 
 # Conditions that several keys share, or that depend on more than one other key.
@@ -133,7 +133,8 @@ class Data(Section, frozen=True):
             "is for torchvision's and timm's data sets: set one of them as data.source",
         ),
     ] = False
-    broken: Literal["fatal", "skip"] = "fatal"  # whether an unreadable image ends the run; skipped ones are counted
+    # Whether an unreadable image ends the run; skipped ones are counted.
+    broken: Annotated[Literal["fatal", "skip"], CHANGEABLE] = "fatal"
     crop: Annotated[
         float,
         Meta(ge=0.05, le=1),

@@ -135,6 +135,7 @@ class EvaluationPlan:
     `protocol` goes into the fingerprint; `reduce` turns one model's outcomes by condition into its numbers; `prepare`
     refuses a batch that cannot be measured, or changes it; `batch_sizes` are the defaults on a CPU and on a GPU. With
     `resize`, models scale images to their own size. `total` counts the images of all groups: the largest, or the sum.
+    `unit` is what progress counts.
     """
 
     groups: tuple[Group, ...]
@@ -146,6 +147,7 @@ class EvaluationPlan:
     batch_sizes: tuple[int, int] = (32, 256)
     total: Callable[[Iterable[int]], int] = max
     libraries: tuple[str, ...] = ()
+    unit: str = "image"
 
     @property
     def conditions(self) -> list[str]:
@@ -177,8 +179,8 @@ def run_plan(
     outcomes: Samples = {}
     digests: dict[str, str] = {}
     counts: list[int] = []
-    announcement = f"{title}, {plan.steps - done:,} image evaluations." if plan.steps is not None else f"{title}."
-    with Progress(title, plan.steps, done, announcement=announcement, show=show and processes.first) as progress:
+    left = f", {plan.steps - done:,} {plan.unit} evaluations" if plan.steps is not None else ""
+    with Progress(title, plan.steps, done, announcement=f"{title}{left}.", show=show and processes.first) as progress:
         for group in plan.groups:
             part = saved.get(group.name, {})
             columns = _run_group(group, plan.prepare, models, processes, batch_size, folder, part, progress)

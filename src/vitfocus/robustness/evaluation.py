@@ -61,7 +61,8 @@ def evaluate(
         batch_size: Images per batch; the default depends on the suite and the device.
         limit: At most this many images, evenly spaced.
         seed: Seed of all random draws.
-        out: A folder for the run: `results.json`, the outcome of every image and, during the run, partial results.
+        out: A folder for the run: `results.json`, the outcome of every image and, during the run, partial results. One
+            that holds other files and no run is refused.
         resume: Measure only what is missing in `out`, with any batch size and number of processes.
         workers: Number of worker processes that read images.
         precision: "float32", "bfloat16" or "float16".

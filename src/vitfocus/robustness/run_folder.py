@@ -19,7 +19,16 @@ import numpy.typing as npt
 
 from vitfocus.core.environment import Processes
 from vitfocus.core.errors import VitfocusError
-from vitfocus.core.files import DAMAGED, atomic_path, atomic_paths, encoded, open_file, writable_path, write_text
+from vitfocus.core.files import (
+    DAMAGED,
+    atomic_path,
+    atomic_paths,
+    encoded,
+    open_file,
+    require_run_folder,
+    writable_path,
+    write_text,
+)
 from vitfocus.core.records import read_json
 
 Columns = dict[str, npt.NDArray[Any]]  # one entry per image, in order of position
@@ -43,6 +52,7 @@ class RunFolder:
     def begin(self, fingerprint: dict[str, Any], resume: bool) -> None:
         """Claim the folder for a new run, or check that it contains a part of the same run."""
         known = self.folder / PROTOCOL
+        require_run_folder(self.folder, (PROTOCOL, RESULTS, PARTS), "vitfocus evaluate")
         writable_path(self.folder / PARTS, folder=True)
         if known.is_file():
             if not resume:

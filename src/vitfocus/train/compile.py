@@ -1,14 +1,9 @@
-"""A faster training step: torch.compile for the whole model or for each block, and CUDA graphs.
+"""A faster training step by torch.compile, for the whole model or for each block.
 
 Compiled as a whole, a transformer of twelve blocks has the same block compiled twelve times. Block by block, the second
 block reuses the first one's compiled code, at the cost of fusion across blocks. What timm's ViTs do before and after
-their blocks is compiled too.
-
-A small model's step is thousands of short kernels, and launching them one by one takes the host longer than the GPU
-needs to run them. The first steps run eagerly, so that everything is compiled and allocated; the next is captured as a
-CUDA graph (augmentation, forward, backward, clipping, optimiser), and from then on a step is a few small copies and one
-launch. What differs from step to step is in tensors. Random numbers in the graph follow torch's generator, which is
-seeded at every step, so a captured run draws the same numbers as an eager one.
+their blocks is compiled too, and attention among few tokens and GELU have faster forms (`kernels/short_attention`,
+`kernels/gelu.py`).
 """
 
 from __future__ import annotations
@@ -21,69 +16,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import Optimizer
 
 from vitfocus.anatomy import anatomy
+from vitfocus.kernels.backends import exporting, forced
+from vitfocus.kernels.gelu import gelu
+from vitfocus.kernels.short_attention.op import ShortAttention
 from vitfocus.recipes import Recipe
 from vitfocus.tasks import find_task
-from vitfocus.treatments.attention_diversification import reset_losses
 
 if TYPE_CHECKING:
     from timm.layers import DropPath
-
-#: Eager steps before one is captured.
-WARM_UP = 3
-
-
-def can_capture(optimiser: Optimizer) -> bool:
-    """Whether an optimiser's step runs without synchronising with the host."""
-    return all(group.get("fused") or "capturable" in group for group in optimiser.param_groups)
-
-
-class CapturedStep:
-    """A step of `model`: `body(inputs, epoch)` is forward, backward and update, and returns the loss terms."""
-
-    def __init__(
-        self,
-        body: Callable[[tuple[Tensor, ...], float], Tensor],
-        model: nn.Module,
-        optimiser: Optimizer,
-        device: torch.device,
-    ) -> None:
-        self.body, self.model = body, model
-        self.taken = 0
-        self.inputs: tuple[Tensor, ...] = ()
-        self.terms = torch.empty(0)
-        self.graph: torch.cuda.CUDAGraph | None = None
-        for group in optimiser.param_groups:
-            group["capturable"] = True
-            for state in (optimiser.state.get(parameter, {}) for parameter in group["params"]):
-                if isinstance(state.get("step"), Tensor):  # most optimisers restore the count on the CPU
-                    state["step"] = state["step"].to(device, torch.float32)
-            group["lr"] = torch.tensor(float(group["lr"]), dtype=torch.float32, device=device)
-
-    def __call__(self, inputs: tuple[Tensor, ...], epoch: float, settled: bool) -> Tensor:
-        """Take one step; nothing is captured until the loss is `settled`, when its weights no longer change.
-
-        The learning rate must be set and the generators seeded beforehand.
-        """
-        if self.graph is not None:
-            for place, value in zip(self.inputs, inputs, strict=True):
-                place.copy_(value)
-            self.graph.replay()
-            return self.terms
-        if self.taken < WARM_UP or not settled:
-            self.taken += 1
-            return self.body(inputs, epoch)
-        self.inputs = tuple(value.clone() for value in inputs)
-        reset_losses(self.model)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self.terms = self.body(self.inputs, epoch)
-        self.graph = graph
-        graph.replay()
-        return self.terms
-
 
 #: Versions of one block that a run may need: training, evaluation, each with a smaller last batch.
 _VERSIONS = 4
@@ -124,11 +66,42 @@ def compile_blocks(model: nn.Module) -> int:
                 module.__dict__["keep"] = torch.tensor(1 - module.drop_prob, device=next(block.parameters()).device)
                 module.__dict__["forward"] = MethodType(_drop_paths, module)
         block.compile(dynamic=False)
+    use_fast_forms(model)
     compile_outside(model)
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, _VERSIONS * len(blocks))
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 2 * _VERSIONS * len(blocks))
     return len(blocks)
+
+
+def use_fast_forms(model: nn.Module) -> None:
+    """Let the attention and GELU of compiled blocks use vitfocus' forms where these apply, in place.
+
+    Attention that is observed, as for the diversification loss, does so by itself. What runs eagerly, as for a reading,
+    stays as it is.
+    """
+    for block in anatomy(model):
+        if block.attention is not None and block.reader == "call" and "forward" not in block.attention.__dict__:
+            block.attention.__dict__["forward"] = MethodType(_attend, block.attention)
+        for module in block.host.modules():
+            if type(module) is nn.GELU and module.approximate == "none" and "forward" not in module.__dict__:
+                module.__dict__["forward"] = MethodType(_gelu, module)
+
+
+def _attend(module: nn.Module, *args: Any, **keywords: Any) -> Any:
+    """An attention module's own forward pass, with the kernels for few tokens if it is compiled."""
+    if not torch.compiler.is_compiling():
+        return type(module).forward(module, *args, **keywords)
+    with ShortAttention():
+        return type(module).forward(module, *args, **keywords)
+
+
+def _gelu(module: nn.GELU, values: Tensor) -> Tensor:
+    """GELU, in its faster form if it is compiled for a GPU, in half precision."""
+    half = values.device.type == "cuda" and values.dtype in (torch.bfloat16, torch.float16)
+    if half and torch.compiler.is_compiling() and not exporting() and forced() != "reference":
+        return gelu(values)
+    return type(module).forward(module, values)
 
 
 def compile_outside(model: nn.Module) -> None:

@@ -37,7 +37,7 @@ from vitfocus.train.checkpoint import (
     gather_tensors,
     restore,
 )
-from vitfocus.train.compile import CapturedStep, can_capture
+from vitfocus.train.cuda_graph import CapturedStep, can_capture
 from vitfocus.train.log import AttentionLog, Metrics, row_text
 from vitfocus.train.optimiser import TrainingSchedule, set_learning_rate
 

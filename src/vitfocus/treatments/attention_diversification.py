@@ -18,10 +18,10 @@ from vitfocus.attention.capture import ObservedForward, only_reading
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.modules import grad_is_recomputed
 from vitfocus.kernels.attention import Observation
-from vitfocus.kernels.backends import outside_autocast
 from vitfocus.kernels.diversity.op import diversity
 from vitfocus.kernels.diversity.reference import row_similarity
 from vitfocus.kernels.diversity.with_attention import attention_with_diversity
+from vitfocus.kernels.inputs import outside_autocast
 from vitfocus.treatments.base import Layers, Treatment, choose_blocks, layers_option, number_option, option
 from vitfocus.treatments.operations import (
     AddHook,

@@ -21,7 +21,7 @@ from vitfocus.anatomy import Anatomy, Block
 from vitfocus.attention.capture import only_reading
 from vitfocus.core.errors import VitfocusError
 from vitfocus.core.modules import grad_is_recomputed
-from vitfocus.kernels.backends import outside_autocast
+from vitfocus.kernels.inputs import outside_autocast
 from vitfocus.treatments.base import Layers, Treatment, choose_blocks, layers_option, option
 from vitfocus.treatments.operations import AddHook, Surgeon
 from vitfocus.treatments.surgery import handles

@@ -27,6 +27,7 @@ from vitfocus.kernels.pooling.op import (
     pool_tokens,
     predict_by_product,
     predict_hidden,
+    track,
 )
 from vitfocus.kernels.pooling.reference import box_mean, dilated_mean, mix_poolings
 from vitfocus.treatments.base import Layers, Treatment, choose_blocks, layers_option, number_option, option
@@ -234,10 +235,7 @@ def _track(norm: nn.BatchNorm2d, statistics: Tensor, count: int) -> None:
     mean, variance, momentum = norm.running_mean, norm.running_var, norm.momentum
     if not norm.track_running_stats or mean is None or variance is None or momentum is None:
         return
-    if norm.num_batches_tracked is not None:
-        norm.num_batches_tracked.add_(1)
-    mean.lerp_(statistics[0], momentum)
-    variance.lerp_(statistics[1] * (count / (count - 1)), momentum)
+    track((mean, variance, norm.num_batches_tracked), statistics, momentum, count)
 
 
 class FixedPooling(TokenPooling):

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vitfocus.kernels.backends import differentiable_gradients, outside_autocast, wants_second_derivative
+from vitfocus.kernels.backends import differentiable_gradients, wants_second_derivative
 from vitfocus.kernels.diversity.reference import SHORTEST, row_similarity
+from vitfocus.kernels.inputs import outside_autocast
 
 #: Elements per chunk of maps: what fits in a core's caches; a GPU without Triton needs more to be busy.
 CPU_CHUNK, GPU_CHUNK = 1 << 19, 1 << 24

@@ -464,8 +464,13 @@ class _Launch:
                     "num_warps": 8 if width > 256 else 4}  # fmt: skip
         rows, columns, stages = row_tiles(self.width, self.item, self.count, self.keys, self.space)
         warps = 4
+        more = {}
         if kind == "whole":
             rows, columns, stages = padded(self.count), padded(self.keys), 2 if self.item == 2 else 1
+            square = self.bias is None and self.rows is None and self.first == 0 and self.count == self.keys
+            more["EXTRA"] = square and 32 <= rows // 2 == self.keys - 1
+            if more["EXTRA"]:
+                rows, columns = rows // 2, columns // 2
             warps = WHOLE_WARPS[0] if rows * columns <= 4096 else WHOLE_WARPS[1]
         elif kind == "joint" or (self.item == 2 and self.width <= 64):
             most_rows, most_columns, warps, stages = TILES[kind]
@@ -486,6 +491,7 @@ class _Launch:
             "PAPER": self.paper,
             "num_warps": warps,
             "num_stages": stages,
+            **more,
         }
 
 

@@ -27,10 +27,11 @@ from vitfocus.kernels.diversity.op import _Launch, launch_forward
 from vitfocus.kernels.diversity.reference import Heads, Variant
 from vitfocus.kernels.inputs import packed
 from vitfocus.kernels.shared_memory import LARGE, padded
+from vitfocus.kernels.short_attention import op as short
 
-#: More keys than the first number, up to the second: with fewer, torch's attention and a pass for the loss take less.
-KEYS = (128, 256)
-#: Heads of fewer channels are computed apart: products of 16 columns have been wrong on a GPU before.
+#: The most keys.
+KEYS = 256
+#: Longer heads of fewer channels are computed apart: products of 16 columns have been wrong on a GPU before.
 LEAST_CHANNELS = 32
 #: Rows of a tile, warps and stages.
 ROWS, WARPS, STAGES = 32, 8, 2
@@ -80,25 +81,23 @@ def _fits_chunks(query: Tensor, key: Tensor, value: Tensor, options: LossOptions
 
 
 def _fits_kernel(query: Tensor, key: Tensor, value: Tensor, options: LossOptions) -> bool:
-    """Whether the kernel takes these tensors: one map per image, and heads enough to fill half the GPU."""
-    if query.ndim != 4 or not query.shape == key.shape == value.shape or not KEYS[0] < query.shape[2] <= KEYS[1]:
+    """Whether the kernels take these tensors: one map per image, and heads enough to fill half the GPU."""
+    if query.ndim != 4 or not query.shape == key.shape == value.shape or not 0 < query.shape[2] <= KEYS:
         return False
-    if (
-        value.dtype != query.dtype
-        or query.shape[3] % 16
-        or query.shape[3] < LEAST_CHANNELS
-        or not options.average_heads
-        or options.first >= query.shape[2]
-    ):
+    if value.dtype != query.dtype or not options.average_heads or options.first >= query.shape[2]:
         return False
     launch = _Launch(query, key, None, None, options)
     if launch.alone or not launch.joint or launch.space < LARGE:
+        return False
+    if launch.whole:
+        return short.fits(query, key, value)
+    if query.shape[3] % 16 or query.shape[3] < LEAST_CHANNELS or query.shape[2] <= short.MOST_TOKENS:
         return False
     return keeps_normalisers(query, key, value, options.scale) or (interpreting() and query.device.type == "cpu")
 
 
 class _Attention(torch.autograd.Function):
-    """Attention by torch, the loss by the Triton kernels or in plain torch, and their gradients at once.
+    """Attention by torch or, for few tokens, by our kernel; the loss by kernels or in plain torch; gradients at once.
 
     Of either `whole` (3, B, H, N, D), or queries, keys and values.
     """
@@ -125,7 +124,9 @@ class _Attention(torch.autograd.Function):
             out, loss, *saved = in_chunks.forward(queries, keys, values, LossOptions(*ctx.options), wants)
             ctx.save_for_backward(whole, *parts, *saved)
             return out, loss
-        if queries.device.type == "cuda":
+        if queries.shape[2] <= short.MOST_TOKENS:
+            out, lse = short.launch_forward(queries, keys, values, scale)
+        elif queries.device.type == "cuda":
             out, lse = attention_with_normalisers(queries, keys, values, scale=scale)
             lse = lse.contiguous()
         else:  # in the interpreter
@@ -174,6 +175,8 @@ def _plain_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) ->
 def _launch_all(query: Tensor, key: Tensor, value: Tensor, options: LossOptions) -> None:
     """Run both passes, to collect the kernels that they launch."""
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+    if query.shape[2] <= short.MOST_TOKENS:
+        short.launch_forward(query, key, value, options.scale)
     loss, *saved = launch_forward(query, key, None, None, lse, options)
     if query.requires_grad or key.requires_grad or value.requires_grad:
         gradient = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
@@ -199,17 +202,23 @@ def launch_gradients(
     from vitfocus.kernels.diversity.gradients import attention_gradient
 
     launch = _Launch(query, key, None, None, options)
+    batch, heads, count, width = query.shape
+    share = launch.keys / (launch.maps * launch.count * launch.group)
+    if launch.whole:
+        _, bounds, slope = saved
+        if slope.shape[0] == 0:
+            _, _, bounds, slope = launch.whole_pass(lse, True)
+        given = short.Slope(slope, bounds, weight, share, options.first)
+        return short.launch_backward(gradient, query, key, value, lse, options.scale, given)
     norms, average, slopes, lengths, _, _, bounds, squares, mean_map = saved
     vectors = (average, lengths, slopes, squares, bounds)
     slope = launch.gradient_pass(launch.inputs(norms), mean_map, *vectors, 0, launch.count)
-    batch, heads, count, width = query.shape
     made = query.new_empty(batch, count, 3, heads, width)
-    share = launch.keys / (launch.maps * launch.count * launch.group)
     strides = (stride for tensor in (query, key, value) for stride in tensor.stride()[:3])
     row = heads * width
     attention_gradient[(batch * heads,)](
         query, key, value, gradient, lse, slope, bounds, weight, made, options.scale, share, heads, count,
         options.first, *slope.shape[1:], *strides, count * row, width, row, row, 3 * count * row, width, 3 * row,
-        D=width, DP=padded(width), BM=ROWS, BN=KEYS[1], num_warps=WARPS, num_stages=STAGES,
+        D=width, DP=padded(width), BM=ROWS, BN=KEYS, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     return made.permute(2, 0, 3, 1, 4)

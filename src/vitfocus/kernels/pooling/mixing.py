@@ -35,13 +35,13 @@ def _rectangle(block, height, width, BH: tl.constexpr, BW: tl.constexpr, BM: tl.
 
 @triton.jit
 def _window(top, left, height, width, REACH: tl.constexpr, NH: tl.constexpr, NW: tl.constexpr, BN: tl.constexpr):
-    """The NH × NW patches around a rectangle: their rows, columns and indices; places beyond lie far away."""
+    """The NH × NW patches around a rectangle: row, column, index, and whether they exist; the others lie far away."""
     first_row = tl.maximum(tl.minimum(top - REACH, height - NH), 0)
     first_column = tl.maximum(tl.minimum(left - REACH, width - NW), 0)
     place = tl.arange(0, BN)
-    place = tl.where(place < NH * NW, place, 0)
-    row, column = first_row + place // NW, first_column + place % NW
-    return tl.where(tl.arange(0, BN) < NH * NW, row, -65536), column, row * width + column
+    ok = place < NH * NW
+    row, column = tl.where(ok, first_row + place // NW, -65536), first_column + place % NW
+    return row, column, row * width + column, ok
 
 
 @triton.jit
@@ -54,72 +54,60 @@ def _rings(row, column, their_row, their_column):
 
 
 @triton.jit
-def _shares(weights, patch, ok, K: tl.constexpr):
-    """A patch's coefficient for itself, then for each position on ring k: K vectors from its K weights."""
+def _coefficients(weights, row, column, their_row, their_column, patch, ok, K: tl.constexpr):
+    """Coefficients of a tile of pairs, each from the K weights of `patch`, the second of the pair.
+
+    A thread then has few patches to load weights for: a warp's 32 threads lie along the second dimension of a tile.
+    """
+    ring = _rings(row, column, their_row, their_column)
     own = tl.load(weights + patch * K, mask=ok, other=0.0)
-    shares = ()
+    made = tl.zeros(ring.shape, tl.float32)
     for k in tl.static_range(1, K):
         share = tl.load(weights + patch * K + k, mask=ok, other=0.0) / 9
         own += share
-        shares = shares + (share,)
-    return (own,) + shares
+        made = tl.where(ring == k, share[None, :], made)
+    return tl.where(ring == 0, own[None, :], made)
 
 
 @triton.jit
 def mix(tokens, weights, spread, matrix, out, count, height, width, prefix, C, groups, chunks,
         PRECISION: tl.constexpr, TRANSPOSE: tl.constexpr, ADD: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
-        EVEN: tl.constexpr, K: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, NH: tl.constexpr, NW: tl.constexpr,
-        BM: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+        KEPT: tl.constexpr, K: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, NH: tl.constexpr, NW: tl.constexpr,
+        BM: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
     """out = M · tokens or, with TRANSPOSE, Mᵀ · tokens; with ADD plus spread (B, N, P) · matrix (P, C)."""
     blocks = tl.cdiv(height, BH) * tl.cdiv(width, BW)
     program = tl.program_id(0)
     block, group, batch = program % blocks, (program // blocks) % groups, (program // (blocks * groups)).to(tl.int64)
     top, left, row, column, ok = _rectangle(block, height, width, BH, BW, BM)
-    their_row, their_column, theirs = _window(top, left, height, width, K - 1, NH, NW, BN)
-    ring = _rings(row, column, their_row, their_column)
+    their_row, their_column, theirs, there = _window(top, left, height, width, K - 1, NH, NW, BN)
     patch = row * width + column
     mine = weights + batch * (height * width) * K
+    dtype: tl.constexpr = tokens.dtype.element_ty
     if TRANSPOSE:
-        shares = _shares(mine, theirs, their_row >= 0, K)
-        made = tl.where(ring == 0, shares[0][None, :], 0.0)
-        for k in tl.static_range(1, K):
-            made = tl.where(ring == k, shares[k][None, :], made)
+        made = _coefficients(mine, row, column, their_row, their_column, theirs, there, K).to(dtype)
     else:
-        shares = _shares(mine, patch, ok, K)
-        made = tl.where(ring == 0, shares[0][:, None], 0.0)
-        for k in tl.static_range(1, K):
-            made = tl.where(ring == k, shares[k][:, None], made)
-    made = made.to(tokens.dtype.element_ty)
-    image, image_out = tokens + batch * count * C, out + batch * count * C
+        made = tl.trans(_coefficients(mine, their_row, their_column, row, column, patch, ok, K).to(dtype))
+    first = batch * count + prefix
+    image, image_out = tokens + first * C, out + first * C
     if ADD:
         taps = tl.arange(0, PP)
-        near = spread + (batch * count + prefix) * P + patch[:, None] * P + taps[None, :]
+        near = spread + first * P + patch[:, None] * P + taps[None, :]
         slopes = tl.load(near, mask=ok[:, None] & (taps < P)[None, :], other=0.0)
-    if block == 0:
-        for token in range(prefix):
-            for chunk in range(group * chunks, (group + 1) * chunks):
-                channels = chunk * BC + tl.arange(0, BC)
-                place, inside = token * C + channels, channels < C
-                value = tl.load(image + place, mask=inside)
-                tl.store(image_out + place, value.to(out.dtype.element_ty), mask=inside)
-    image, image_out = image + prefix * C, image_out + prefix * C
+    token = tl.arange(0, KEPT)
+    kept = token < tl.where(block == 0, prefix, 0)  # prefix tokens, which one program of an image copies
     for chunk in tl.range(group * chunks, (group + 1) * chunks, num_stages=STAGES):
         channels = chunk * BC + tl.arange(0, BC)
-        inside = channels < C
-        if EVEN:
-            tile = tl.load(image + theirs[:, None] * C + channels[None, :])
-        else:
-            tile = tl.load(image + theirs[:, None] * C + channels[None, :], mask=inside[None, :], other=0.0)
+        inside = ((channels < C) | EVEN)[None, :]
+        alone = (token - prefix)[:, None] * C + channels[None, :]
+        value = tl.load(image + alone, mask=kept[:, None] & inside, other=0.0)
+        tile = tl.load(image + theirs[:, None] * C + channels[None, :], mask=there[:, None] & inside, other=0.0)
         mixed = tl.dot(made, tile, input_precision=PRECISION)
         if ADD:
-            rows = tl.load(matrix + taps[:, None] * C + channels[None, :],
-                           mask=(taps < P)[:, None] & inside[None, :], other=0.0)  # fmt: skip
+            rows = tl.load(matrix + taps[:, None] * C + channels[None, :], mask=(taps < P)[:, None] & inside, other=0.0)
             mixed = tl.dot(slopes, rows, mixed, input_precision=PRECISION)
         place = patch[:, None] * C + channels[None, :]
-        if EVEN:
-            tl.store(image_out + place, mixed.to(out.dtype.element_ty), mask=ok[:, None])
-        else:
-            tl.store(image_out + place, mixed.to(out.dtype.element_ty), mask=ok[:, None] & inside[None, :])
+        tl.store(image_out + place, mixed.to(out.dtype.element_ty), mask=ok[:, None] & inside)
+        tl.store(image_out + alone, value.to(out.dtype.element_ty), mask=kept[:, None] & inside)
 
 
 @triton.jit
@@ -131,21 +119,16 @@ def score_gradient(tokens, weights, gradient, made, count, height, width, prefix
     blocks = tl.cdiv(height, BH) * tl.cdiv(width, BW)
     block, batch = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
     top, left, row, column, ok = _rectangle(block, height, width, BH, BW, BM)
-    their_row, their_column, theirs = _window(top, left, height, width, K - 1, NH, NW, BN)
+    their_row, their_column, theirs, there = _window(top, left, height, width, K - 1, NH, NW, BN)
     patch = row * width + column
-    own = tl.where(ok, patch, top * width + left)
     start = (batch * count + prefix) * C
     image, slope = tokens + start, gradient + start
     worth = tl.zeros([BM, BN], tl.float32)
     for channel in tl.range(0, C, BC, num_stages=STAGES):
         channels = channel + tl.arange(0, BC)
-        if EVEN:
-            left_tile = tl.load(slope + own[:, None] * C + channels[None, :])
-            right_tile = tl.load(image + theirs[:, None] * C + channels[None, :])
-        else:
-            inside = (channels < C)[None, :]
-            left_tile = tl.load(slope + own[:, None] * C + channels[None, :], mask=inside, other=0.0)
-            right_tile = tl.load(image + theirs[:, None] * C + channels[None, :], mask=inside, other=0.0)
+        inside = ((channels < C) | EVEN)[None, :]
+        left_tile = tl.load(slope + patch[:, None] * C + channels[None, :], mask=ok[:, None] & inside, other=0.0)
+        right_tile = tl.load(image + theirs[:, None] * C + channels[None, :], mask=there[:, None] & inside, other=0.0)
         worth = tl.dot(left_tile, tl.trans(right_tile), worth, input_precision=PRECISION)
     ring = _rings(row, column, their_row, their_column)
     centre = tl.sum(tl.where(ring == 0, worth, 0.0), 1)
@@ -197,7 +180,7 @@ def tile_sizes(
     As measured on an H200 for half precision.
 
     >>> tile_sizes("mix", 128, 384, torch.bfloat16, torch.device("cpu"))
-    (64, 128, 8, 2)
+    (64, 32, 4, 3)
     """
     chunk, roomy = max(16, power_of_two(channels)), available(device) >= 160 * 1024
     if dtype == torch.float32:
@@ -205,9 +188,9 @@ def tile_sizes(
     if patches > 256 or (kernel == "mix" and patches > 128):  # with fewer warps, M does not fit into registers
         rows = 64 if roomy or patches <= 256 else 32  # M takes shared memory, too
         return rows, min(64 if roomy and patches <= 256 else 32, chunk), 8, 2
-    if kernel == "mix" and channels % 128 == 0:
-        return 64, 128, 8, 2
-    return 64, min(64, chunk), 4, 3 if roomy else 2
+    if kernel == "score" and patches == 128:
+        return 64, min(64, chunk), 8, 3 if roomy else 2
+    return 64, min(32 if patches == 128 else 64, chunk), 4, 3 if roomy else 2
 
 
 def _settings(kernel: str, tokens: Tensor, weights: Tensor, grid: tuple[int, int]) -> tuple[int, dict[str, Any]]:
@@ -247,11 +230,11 @@ def _product(
     chunks = -(-channels // settings["BC"])
     groups = min(chunks, -(-BUSY // max(1, blocks * batch)))
     each = -(-chunks // groups)
-    groups = -(-chunks // each)
+    groups, prefix = -(-chunks // each), count - grid[0] * grid[1]
     mix[(blocks * groups * batch,)](
-        tokens, weights, spread, matrix, out, count, *grid, count - grid[0] * grid[1], channels, groups, each,
+        tokens, weights, spread, matrix, out, count, *grid, prefix, channels, groups, each,
         PRECISION="tf32x3", TRANSPOSE=kernel == "unmix", ADD=rows > 0, P=rows, PP=max(16, power_of_two(max(1, rows))),
-        EVEN=channels % settings["BC"] == 0 and chunks % each == 0, **settings,
+        KEPT=power_of_two(max(1, prefix)), EVEN=channels % settings["BC"] == 0 and chunks % each == 0, **settings,
     )  # fmt: skip
     return out
 

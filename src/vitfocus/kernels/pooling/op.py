@@ -15,13 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vitfocus.kernels.backends import (
-    compile_together,
-    differentiable_gradients,
-    outside_autocast,
-    wants_second_derivative,
-)
-from vitfocus.kernels.inputs import packed
+from vitfocus.kernels.backends import compile_together, differentiable_gradients, wants_second_derivative
+from vitfocus.kernels.inputs import outside_autocast, packed
 from vitfocus.kernels.pooling.reference import dilated_mean, mix_poolings
 
 #: Up to this many patches, one product with an N×N matrix is faster on a CPU than pooling per branch.
@@ -36,11 +31,23 @@ def pool_tokens(
     `norm` has the batch norm's weight, bias and eps. The patches are the last H·W tokens; others pass through. The
     second result are the mean and the biased variance of the values that were normalised, (2, K).
     """
-    tokens = packed(tokens)
+    tokens, first = packed(tokens), packed(first)
     _prepare(tokens, first, grid, _launch_whole)
     weight, bias = map(packed, norm[:2])
     made: tuple[Tensor, Tensor] = _Pool.apply(tokens, first, weight, bias, packed(second), norm[2], *grid)
     return made
+
+
+def track(buffers: tuple[Tensor, Tensor, Tensor | None], statistics: Tensor, momentum: float, count: int) -> None:
+    """Update a batch norm's running mean, variance and number of batches, in place, as the norm itself would.
+
+    `statistics` (2, K) are the mean and the biased variance of `count` values.
+    """
+    from vitfocus.kernels.pooling import predictor
+
+    predictor.track(buffers, statistics, momentum, count)
+    if not torch.compiler.is_compiling():  # torch does not see what a kernel writes to
+        torch.autograd.graph.increment_version([one for one in buffers if one is not None])
 
 
 def predict_hidden(tokens: Tensor, first: Tensor, grid: tuple[int, int]) -> Tensor:
@@ -49,7 +56,7 @@ def predict_hidden(tokens: Tensor, first: Tensor, grid: tuple[int, int]) -> Tens
     One product with a (C, 9·K) matrix; each position then sums nine of the results from its neighbours. Tokens are read
     once, without a copy. cuDNN's convolution would need them as an image and pad the output to eight channels.
     """
-    tokens = packed(tokens)
+    tokens, first = packed(tokens), packed(first)
     _prepare(tokens, first, grid, _launch_parts)
     hidden: Tensor = _Predict.apply(tokens, first, *grid)
     return hidden.unflatten(1, grid).permute(0, 3, 1, 2)
@@ -99,16 +106,19 @@ def mix_by_matrix(tokens: Tensor, weights: Tensor) -> Tensor:
 def _prepare(
     tokens: Tensor, first: Tensor, grid: tuple[int, int], launch: Callable[[Tensor, Tensor, tuple[int, int]], None]
 ) -> None:
-    """Before the first eager launch with these sizes, compile all kernels of both directions in parallel."""
+    """Before the first eager launch with these sizes, start to compile all kernels, also those of a backward pass."""
     if not torch.compiler.is_compiling() and type(tokens) is Tensor:
+        first = first if torch.is_grad_enabled() else first.detach()
         key = (tokens.shape, tokens.dtype, first.shape, first.dtype, grid, first.requires_grad, launch)
         compile_together(tokens.device, key, partial(launch, tokens, first, grid))
 
 
 def _launch_whole(tokens: Tensor, first: Tensor, grid: tuple[int, int]) -> None:
-    """Run `_Pool` forward and backward, to collect the kernels that it launches."""
+    """Run `_Pool` forward and backward and `track`, to collect the kernels that they launch."""
     vector, second = first.new_empty(first.shape[0]), first.new_empty(first.shape[0], first.shape[0], 3, 3)
     mixed, *kept = _forward(tokens, first, (vector, vector, 1e-5), second, grid)
+    batches = torch.empty((), dtype=torch.int64, device=first.device)
+    track((vector.float(), vector.float(), batches), kept[0], 0.1, tokens.shape[0] * grid[0] * grid[1])
     if first.requires_grad:
         _backward(mixed, tokens, kept, first, (vector, vector, 1e-5), second, grid)
 
@@ -117,7 +127,8 @@ def _launch_parts(tokens: Tensor, first: Tensor, grid: tuple[int, int]) -> None:
     """Run `_Predict` and `_Mix` forward and backward, to collect the kernels that they launch."""
     from vitfocus.kernels.pooling import mixing, predictor
 
-    branches, rows = first.shape[0], _matrix_rows(first.shape[0])
+    branches, matrix = first.shape[0], predictor.first_matrix(first, tokens.dtype)
+    rows = matrix.shape[0]
     second = first.new_empty(branches, branches, 3, 3)
     hidden, _ = predictor.gather(tokens.new_empty(*tokens.shape[:2], rows), grid, branches)
     weights, _ = predictor.weigh(hidden, second, grid)
@@ -126,12 +137,8 @@ def _launch_parts(tokens: Tensor, first: Tensor, grid: tuple[int, int]) -> None:
         scores = mixing.score_gradients(tokens, tokens, weights, grid)
         predictor.unweigh(scores, hidden, second, grid)
         mixing.unmix_gradient(tokens, weights, grid)
-        predictor.scatter(hidden, hidden, None, grid, tokens.shape[1], rows, tokens.dtype)
-
-
-def _matrix_rows(branches: int) -> int:
-    """Values that a token passes to its neighbours, padded to a multiple of eight for fast matrix products."""
-    return -(-9 * branches // 8) * 8
+        slope, _ = predictor.scatter(hidden, hidden, None, grid, tokens.shape[1], rows, tokens.dtype)
+        predictor.first_gradient(slope, tokens, first)
 
 
 def _shares(branches: int, height: int, width: int, dtype: torch.dtype) -> Tensor:
@@ -178,25 +185,9 @@ def _pool_plainly(
     return _mix_by_pooling(tokens, hidden.flatten(2).mT, second, grid)
 
 
-def _matrix(first: Tensor, dtype: torch.dtype) -> Tensor:
-    """The first convolution's weights (K, C, 3, 3) as (9·K, C), a row for each position and branch, and rows of 0."""
-    branches = first.shape[0]
-    rows = first.permute(2, 3, 0, 1).flatten(0, 2).to(dtype)
-    return F.pad(rows, (0, 0, 0, _matrix_rows(branches) - 9 * branches))
-
-
-def _first_gradient(slope: Tensor, tokens: Tensor, first: Tensor) -> Tensor:
-    """The gradient of `first` from that of what tokens contribute to their neighbours, (B, N, P)."""
-    branches, channels = first.shape[:2]
-    made = (slope.flatten(0, 1).mT @ tokens.flatten(0, 1))[: 9 * branches]
-    return made.view(3, 3, branches, channels).permute(2, 3, 0, 1).to(first.dtype)
-
-
 def _second_gradient(totals: Tensor, second: Tensor) -> Tensor:
     """The gradient of `second` from the totals of the kernels."""
-    branches = second.shape[0]
-    made = totals[: 9 * branches**2].view(branches, 9, branches).mT.reshape(second.shape)
-    return made.to(second.dtype)
+    return totals[: second.numel()].view(second.shape).to(second.dtype)
 
 
 def _forward(
@@ -205,7 +196,7 @@ def _forward(
     """Mixed tokens, then what the backward pass needs: statistics, matrix, hidden values and weights."""
     from vitfocus.kernels.pooling import mixing, predictor
 
-    matrix = _matrix(first, tokens.dtype)
+    matrix = predictor.first_matrix(first, tokens.dtype)
     hidden, parts = predictor.gather(tokens @ matrix.mT, grid, first.shape[0], True)
     weights, statistics = predictor.weigh(hidden, second, grid, (parts, *norm))
     return mixing.mix_tokens(tokens, weights, grid), statistics, matrix, hidden, weights
@@ -226,7 +217,7 @@ def _backward(
     slope, totals = predictor.scatter(normed, hidden, sums, grid, tokens.shape[1], rows, tokens.dtype, through)
     made = mixing.unmix_gradient(gradient, weights, grid, slope, matrix)
     shift, scale = totals[9 * branches**2 :].chunk(2)
-    return made, _first_gradient(slope, tokens, first), scale, shift, _second_gradient(totals, second)
+    return made, predictor.first_gradient(slope, tokens, first), scale, shift, _second_gradient(totals, second)
 
 
 class _Pool(torch.autograd.Function):
@@ -258,7 +249,7 @@ class _Predict(torch.autograd.Function):
     def forward(ctx: Any, tokens: Tensor, first: Tensor, height: int, width: int) -> Tensor:
         from vitfocus.kernels.pooling import predictor
 
-        matrix = _matrix(first, tokens.dtype)
+        matrix = predictor.first_matrix(first, tokens.dtype)
         ctx.grid = (height, width)
         ctx.save_for_backward(tokens, matrix, first)
         return predictor.gather(tokens @ matrix.mT, (height, width), first.shape[0])[0]
@@ -273,7 +264,7 @@ class _Predict(torch.autograd.Function):
             return *differentiable_gradients(plain, (tokens, first), gradient), None, None
         gradient = packed(gradient)
         slope, _ = predictor.scatter(gradient, gradient, None, ctx.grid, tokens.shape[1], matrix.shape[0], tokens.dtype)
-        return slope @ matrix, _first_gradient(slope, tokens, first), None, None
+        return slope @ matrix, predictor.first_gradient(slope, tokens, first), None, None
 
 
 class _Mix(torch.autograd.Function):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vitfocus.kernels.tiles import load_tile, logits, single
+from vitfocus.kernels.tiles import load_rows, logits, single
 
 
 @triton.jit
@@ -28,16 +28,25 @@ def one_over_root(square):
 
 
 @triton.jit
+def _load(source, batch, head, first, rows, strides, D: tl.constexpr, DP: tl.constexpr, TMA: tl.constexpr):
+    """`load_rows`; a tensor descriptor knows its strides, and takes a tile from its first row, with 0 past the end."""
+    if TMA:
+        return tl.reshape(source.load([batch, head, first, 0]), [rows.shape[0], DP])
+    else:
+        return load_rows(source, batch, head, rows, strides, D, DP)
+
+
+@triton.jit
 def _row_head(
     total, q, k, norms, bias, sums, scale, batch, h, heads, rows, numbers, first, start, cols, keys, reach, q_strides,
-    k_strides, bias_strides, D: tl.constexpr, DP: tl.constexpr, HAS_BIAS: tl.constexpr, CACHE: tl.constexpr,
-    MASKED: tl.constexpr, TMA: tl.constexpr,
+    k_strides, bias_strides, D: tl.constexpr, DP: tl.constexpr, HAS_BIAS: tl.constexpr, MASKED: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     """A tile's total over heads with one head's map added, whose sums by row are added to that head's."""
     head, place = batch * 0 + h, (batch * heads + h).to(tl.int64) * reach + numbers
     there = tl.minimum(cols, keys - 1)
-    query = load_tile(q, batch, head, first, rows, q_strides, D, DP, CACHE, TMA)
-    key = load_tile(k, batch, head, start, there, k_strides, D, DP, "", TMA)
+    query = _load(q, batch, head, first, rows, q_strides, D, DP, TMA)
+    key = _load(k, batch, head, start, there, k_strides, D, DP, TMA)
     log = logits(query, key, scale, bias, batch, head, rows, there, bias_strides, HAS_BIAS)
     log -= tl.load(norms + place)[:, None]
     if HAS_BIAS:  # replace -inf by a finite value whose exp2 is 0
@@ -74,8 +83,7 @@ def row_pass(
     prefix, query_width, key_width, query_down, query_across, key_down, key_across,
     q_strides, k_strides, bias_strides,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    HAS_BIAS: tl.constexpr, PLACED: tl.constexpr, ONE_LOOP: tl.constexpr, CACHE: tl.constexpr, PEELED: tl.constexpr,
-    TMA: tl.constexpr,
+    HAS_BIAS: tl.constexpr, PLACED: tl.constexpr, ONE_LOOP: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """By row and head: entropy, Σ_j p². By row of the heads' mean a: Σ_j t² of both thresholds, Σ_j a‖p_i − p_j‖₁."""
     scale, bound, query_down, query_across = single(scale), single(bound), single(query_down), single(query_across)
@@ -86,9 +94,9 @@ def row_pass(
     length, length_paper = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
     distance, one = tl.zeros([BM], tl.float32), 1.0 / heads
     row, column = _position(rows, prefix, query_width, query_down, query_across)
-    full = keys // BN * BN if PEELED else keys * 0
+    full = keys // BN * BN
     # The last tile apart from the others, because masking takes as long as one of the sums.
-    for masked in tl.static_range(0 if PEELED else 1, 2):
+    for masked in tl.static_range(2):
         start, h = full * masked, batch * 0
         end = (tl.cdiv(keys, BN) * BN - full) * masked + full
         if ONE_LOOP:
@@ -97,7 +105,7 @@ def row_pass(
                 cols = start + tl.arange(0, BN)
                 total = _row_head(
                     total, q, k, norms, bias, sums, scale, batch, h, heads, rows, numbers, block * BM, start, cols,
-                    keys, reach, q_strides, k_strides, bias_strides, D, DP, HAS_BIAS, CACHE, masked, TMA,
+                    keys, reach, q_strides, k_strides, bias_strides, D, DP, HAS_BIAS, masked, TMA,
                 )  # fmt: skip
                 h += 1
                 if h == heads:
@@ -115,7 +123,7 @@ def row_pass(
                 for head in range(heads):
                     total = _row_head(
                         total, q, k, norms, bias, sums, scale, batch, head, heads, rows, numbers, block * BM, first,
-                        cols, keys, reach, q_strides, k_strides, bias_strides, D, DP, HAS_BIAS, CACHE, masked, TMA,
+                        cols, keys, reach, q_strides, k_strides, bias_strides, D, DP, HAS_BIAS, masked, TMA,
                     )  # fmt: skip
                 length, length_paper, distance = _row_mean(
                     total * one, length, length_paper, distance, cols, bound, row, column, prefix, key_width, key_down,
@@ -132,12 +140,12 @@ def row_pass(
 def _column_head(
     total, weighted, q, k, norms, bias, totals, received, scale, batch, h, heads, rows, numbers, first, mine, there,
     cols, keys, reach, images, q_strides, k_strides, bias_strides, D: tl.constexpr, DP: tl.constexpr,
-    HAS_BIAS: tl.constexpr, CACHE: tl.constexpr, TMA: tl.constexpr,
+    HAS_BIAS: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """A tile's two totals over heads with one head's map added, whose sums by column are added to that head's."""
     head, pair = batch * 0 + h, (batch * heads + h).to(tl.int64)
-    query = load_tile(q, batch, head, first, rows, q_strides, D, DP, "", TMA)
-    key = load_tile(k, batch, head, mine, there, k_strides, D, DP, CACHE, TMA)
+    query = _load(q, batch, head, first, rows, q_strides, D, DP, TMA)
+    key = _load(k, batch, head, mine, there, k_strides, D, DP, TMA)
     log = logits(key, query, scale, bias, batch, head, there, rows, bias_strides, HAS_BIAS)
     tile = tl.exp2(log - tl.load(norms + pair * reach + numbers)[None, :])
     total += tile
@@ -163,7 +171,7 @@ def column_pass(
     q, k, norms, bias, lengths, totals, received, units, scale, bound, heads, queries, keys, reach,
     q_strides, k_strides, bias_strides,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ONE_LOOP: tl.constexpr, CACHE: tl.constexpr, TMA: tl.constexpr,
+    ONE_LOOP: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """By column and head: Σ_i p. By column: Σ_i t at unit length for both thresholds, Σ_i t, Σ_i (Σ_h p_h / ‖p_h‖)²."""
     scale, bound = single(scale), single(bound)
@@ -181,8 +189,7 @@ def column_pass(
             rows = tl.minimum(numbers, queries - 1)
             total, weighted = _column_head(
                 total, weighted, q, k, norms, bias, totals, received, scale, batch, h, heads, rows, numbers, start,
-                block * BN, there, cols, keys, reach, images, q_strides, k_strides, bias_strides, D, DP, HAS_BIAS,
-                CACHE, TMA,
+                block * BN, there, cols, keys, reach, images, q_strides, k_strides, bias_strides, D, DP, HAS_BIAS, TMA,
             )  # fmt: skip
             h += 1
             if h == heads:
@@ -202,7 +209,7 @@ def column_pass(
                 total, weighted = _column_head(
                     total, weighted, q, k, norms, bias, totals, received, scale, batch, h, heads, rows, numbers, start,
                     block * BN, there, cols, keys, reach, images, q_strides, k_strides, bias_strides, D, DP, HAS_BIAS,
-                CACHE, TMA,
+                    TMA,
                 )  # fmt: skip
             official, paper, kept, joint = _column_mean(
                 total * one, weighted, official, paper, kept, joint, lengths, batch.to(tl.int64) * reach + numbers,

@@ -232,8 +232,8 @@ def statistics(
     norms, given, (query_strides, key_strides, bias_strides) = _inputs(attention, scale)
     reach = norms.shape[2]
     given_sizes = (width, query.element_size(), queries, keys, bias is not None, available(device))
-    form = {"ONE_LOOP": keys <= ONE_LOOP_KEYS, "TMA": TMA, "CACHE": ""}
-    by_row = form | {"PEELED": True} | block_settings("rows", *given_sizes)
+    form = {"ONE_LOOP": keys <= ONE_LOOP_KEYS, "TMA": TMA}
+    by_row = form | block_settings("rows", *given_sizes)
     by_column = form | block_settings("columns", *given_sizes)
     turned = bias_strides[:2] + bias_strides[:1:-1]
     # All accumulators, zeroed in one launch; and lengths, of which one pass may read more rows than the other writes.

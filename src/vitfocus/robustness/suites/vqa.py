@@ -71,6 +71,7 @@ def answers(arguments: EvaluationArguments) -> EvaluationPlan:
         partial(_reduce, questions, baselines),
         (note,),
         batch_sizes=(16, 64),
+        unit="question",
     )
 
 

@@ -1,0 +1,1 @@
+"""Attention among few tokens, with its gradients, in one kernel each."""
