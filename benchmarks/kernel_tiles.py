@@ -60,8 +60,8 @@ STATISTICS: dict[str, list[tuple[int, ...]]] = {
 }
 #: Patches, channels at a time, warps, stages; the first is in use for N=197 and the second for N=1025.
 POOLING = {
-    "mix": [(64, 32, 4, 3), (64, 64, 8, 2), (64, 64, 8, 3), (64, 64, 4, 3), (64, 32, 4, 4)],
-    "unmix": [(64, 32, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 8, 2), (64, 32, 4, 2)],
+    "mix": [(64, 64, 4, 3), (64, 64, 8, 2), (64, 64, 8, 3), (64, 32, 4, 3), (64, 32, 4, 4)],
+    "unmix": [(64, 64, 4, 3), (64, 32, 4, 3), (64, 64, 4, 2), (64, 64, 8, 2), (64, 32, 4, 2)],
     "score": [(64, 64, 8, 3), (64, 64, 8, 2), (64, 64, 4, 3), (64, 32, 4, 4), (64, 64, 8, 4)],
 }
 #: The kernels whose settings these are. The joint gradient replaces both others.

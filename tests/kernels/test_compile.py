@@ -233,7 +233,7 @@ CASES: dict[str, tuple[Callable[..., None], tuple[Any, ...], set[str]]] = {
     "loss": (
         diversity,
         (HALF, True, False, False, False, None, 150),
-        {"mean_pass", "column_pass", "unit_pass", "slope_pass", "gradient_pass", "key_gradient", "query_gradient"},
+        {"wide_mean_pass", "column_pass", "unit_pass", "slope_pass", "gradient_pass", "key_gradient", "query_gradient"},
     ),
     "loss, both gradients at once": (joint_diversity, (True,), {"gradient_pass", "joint_gradient", "bias_gradient"}),
     "loss, other form": (
@@ -245,7 +245,7 @@ CASES: dict[str, tuple[Callable[..., None], tuple[Any, ...], set[str]]] = {
     "loss, whole maps of all keys": (whole_maps, (HALF, True, False, False, False, 128), {"whole_pass"}),
     "loss, whole maps with a bias": (whole_maps, (HALF, False, True, True, True, 49), {"whole_pass", "bias_gradient"}),
     "loss, whole maps in float32": (whole_maps, (SINGLE, True, False, True, False, 65), {"whole_pass"}),
-    "loss, with attention": (joined_attention, (197, HALF), {"mean_pass", "gradient_pass", "attention_gradient"}),
+    "loss, with attention": (joined_attention, (197, HALF), {"wide_mean_pass", "attention_gradient"}),
     "loss, with attention, all keys": (joined_attention, (256, torch.float16), {"attention_gradient"}),
     "attention among few tokens": (short_attention, (50,), {"attend_forward", "attend_backward", "whole_pass"}),
     "attention, a token beside the tile": (short_attention, (65,), {"attend_forward", "attend_backward"}),
@@ -299,6 +299,7 @@ WRITTEN = {
     "diversity.unit_pass": {"column_sums", "unit_sums"},
     "diversity.unit_pass_alone": {"along", "towards", "unit_sums"},
     "diversity.whole_pass": {"bounds", "losses", "norms", "slope"},
+    "diversity.wide_mean_pass": {"a", "squares"},
     "kernels.log_sum_exp": {"out"},
     "kernels.lower_kernel": {"norms"},
     "pooling.arrange_taps": {"matrix"},

@@ -171,7 +171,9 @@ def test_what_does_not_fit_is_computed_apart(monkeypatch: pytest.MonkeyPatch) ->
             return attention_with_diversity(*tensors, scale=1.0, **options) is not None
 
     assert made() and made(256) and made(variant="paper") and made(first=129)
-    assert not (made(128) or made(257) or made(width=24) or made(width=80) or made(dtype=torch.float32))
+    assert made(1) and made(128) and made(65, width=24) and made(65, first=1)
+    assert not (made(257) or made(width=24) or made(width=80) or made(65, width=80) or made(65, width=20))
+    assert not (made(dtype=torch.float32) or made(65, dtype=torch.float32) or made(65, first=65))
     assert not (made(number=1) or made(heads="each") or made(first=130))
     query, key, value = torch.randn(3, 1, 2, 130, 16, dtype=HALF).unbind()
     with backend("triton"):

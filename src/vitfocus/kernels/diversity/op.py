@@ -47,6 +47,8 @@ WHOLE_WARPS = (4, 8)
 TILES = {"mean": (64, 64, 4, 3), "query": (64, 32, 4, 4), "key": (64, 64, 4, 3), "joint": (32, JOINT_KEYS, 8, 3)}
 #: Rows and columns of tiles of the mean map, which take four warps.
 MAP_TILES = {"unit": (16, 128), "gradient": (16, 256)}
+#: Rows, columns of each of two tiles, warps and stages of `wide_mean_pass`, up to JOINT_KEYS and beyond.
+WIDE = ((64, 32, 4, 3), (64, 64, 4, 3))
 #: Bytes of shared memory for a joint tile with 256 keys and a bias, plus a margin.
 JOINT_SPACE = 140 * 1024
 #: Bytes of mean maps that exist at a time: at least the first, and at most the second times those of the queries.
@@ -195,14 +197,14 @@ def launch_forward(
     mean_map = launch.empty_map(0, 0)
     for begin, end in launch.chunks():
         mean_map = launch.empty_map(maps, 0 if launch.alone else end - begin)
-        launch.mean_pass(inputs, mean_map, sums, squares, begin, end)
+        kernels.launch_mean_pass(launch, inputs, mean_map, sums, squares, begin, end)
         if not launch.alone:
-            launch.unit_pass(mean_map, squares, sums, units, begin, end)
+            kernels.launch_unit_pass(launch, MAP_TILES["unit"], mean_map, squares, sums, units, begin, end)
         # In a launch of their own, too few maps to fill the GPU would take longer than this copy.
         mean_map = mean_map if kept == maps else mean_map[:kept].clone()
     kernels.column_pass[(maps,)](sums, average, lengths, launch.bound, blocks, launch.keys, span, count, **columns)
     if launch.alone:
-        launch.unit_pass_alone(inputs, average, lengths, squares, towards, along, units)
+        kernels.launch_unit_pass_alone(launch, inputs, average, lengths, squares, towards, along, units)
     kernels.slope_pass[(maps,)](
         units, average, lengths, squares, slopes, losses, bounds, blocks, launch.keys, span, count, launch.reach, maps,
         launch.parts, **columns,
@@ -332,7 +334,7 @@ class _Launch:
         """Start and end of each chunk of rows whose mean maps exist at the same time, in multiples of a block."""
         if self.alone:
             return [(0, self.count)]
-        block = max(self.settings(kind)["BM"] for kind in ("mean", "query", "key"))
+        block = max(self.settings(kind)["BM"] for kind in ("wide" if self.wide else "mean", "query", "key"))
         most = max(LEAST_MAP, MAP_OVER_QUERIES * self.batch * self.heads * self.queries * self.width * self.item)
         rows = min(most // (self.maps * self.item), 2**31 - 1) // self.stride
         rows = max(1, rows // block) * block
@@ -364,8 +366,10 @@ class _Launch:
 
     @property
     def parts(self) -> int:
-        """How many programs share the columns, if there are too few blocks of rows."""
-        settings, (begin, end) = self.settings("mean"), self.chunks()[0]
+        """How many programs share the columns: one for two tiles, or if there are too few blocks of rows."""
+        settings, (begin, end) = self.settings("wide" if self.wide else "mean"), self.chunks()[0]
+        if self.once:
+            return _ceil_div(self.stride, 2 * settings["BN"])
         programs = _ceil_div(end - begin, settings["BM"]) * self.maps
         return max(1, min(_ceil_div(self.keys, 2 * settings["BN"]), 2 * BUSY // programs))
 
@@ -377,7 +381,7 @@ class _Launch:
 
     def whole_pass(self, lse: Tensor | None, wants: bool) -> tuple[Tensor, ...]:
         """Losses, normalisers, bounds and, if it is wanted, the gradient with respect to the maps."""
-        from vitfocus.kernels.diversity.triton import whole_pass
+        from vitfocus.kernels.diversity.whole import whole_pass
 
         losses, bounds, norms = (
             self.empty(self.maps),
@@ -391,39 +395,6 @@ class _Launch:
             TURNED=self.joint,
         )  # fmt: skip
         return losses, norms, bounds, slope
-
-    def mean_pass(
-        self, inputs: tuple[Tensor, ...], mean_map: Tensor, sums: Tensor, squares: Tensor, begin: int, end: int,
-        skip: int = 0,
-    ) -> None:  # fmt: skip
-        """Launch the pass over these rows of the maps, the first `skip` left out."""
-        from vitfocus.kernels.diversity import triton as kernels
-
-        settings = self.settings("mean")
-        kernels.mean_pass[(_ceil_div(end - begin, settings["BM"]) * self.parts * (self.maps - skip),)](
-            *inputs, mean_map, sums, squares, *self.numbers, begin, end, self.maps, self.parts, skip, **settings,
-            ALONE=self.alone,
-        )  # fmt: skip
-
-    def unit_pass_alone(self, inputs: tuple[Tensor, ...], *tensors: Tensor) -> None:
-        """Launch the pass over all rows of single heads."""
-        from vitfocus.kernels.diversity import triton as kernels
-
-        settings = self.settings("mean")
-        kernels.unit_pass_alone[(_ceil_div(self.count, settings["BM"]) * self.maps,)](
-            *inputs, *tensors, *self.numbers, 0, self.count, self.maps, self.parts, **settings
-        )
-
-    def unit_pass(self, mean_map: Tensor, squares: Tensor, sums: Tensor, units: Tensor, begin: int, end: int) -> None:
-        """Launch the pass over these rows of the stored map."""
-        from vitfocus.kernels.diversity import triton as kernels
-
-        (high, wide), each = MAP_TILES["unit"], self.rows_each
-        before = sum(_ceil_div(last - start, each) for start, last in self.chunks() if last <= begin)
-        kernels.unit_pass[(_ceil_div(self.stride, wide) * _ceil_div(end - begin, each) * self.maps,)](
-            mean_map, squares, sums, units, self.bound, self.stride, self.span, self.reach, begin, end, self.maps,
-            self.parts, each, before, self.blocks, BR=high, BK=wide, PAPER=self.paper, num_warps=4,
-        )  # fmt: skip
 
     def gradient_pass(
         self, inputs: tuple[Tensor, ...], mean_map: Tensor, average: Tensor, lengths: Tensor, slopes: Tensor,
@@ -440,7 +411,7 @@ class _Launch:
         again = made
         if kept < self.maps:
             again = self.empty_map(self.maps, end - begin) if self.joint else made
-            self.mean_pass(inputs, again, squares, torch.empty_like(squares), begin, end, kept)
+            kernels.launch_mean_pass(self, inputs, again, squares, torch.empty_like(squares), begin, end, kept)
         for source, skip, number in ((mean_map, 0, kept), (again, kept, self.maps - kept)):
             if number:
                 kernels.gradient_pass[(_ceil_div(end - begin, high) * number,)](
@@ -448,6 +419,16 @@ class _Launch:
                     self.reach, begin, end, self.maps, self.parts, skip, **settings, TURNED=self.joint,
                 )  # fmt: skip
         return made
+
+    @property
+    def wide(self) -> bool:
+        """Whether a program of the mean map has two tiles at a time."""
+        return not self.alone and self.item == 2 and self.width <= 64 and self.bias is None
+
+    @property
+    def once(self) -> bool:
+        """Whether it has no others: of few columns, there are few sums of squares by row to add up."""
+        return self.wide and self.keys <= JOINT_KEYS
 
     @property
     def joint(self) -> bool:
@@ -462,6 +443,10 @@ class _Launch:
             width = min(1024, power_of_two(self.keys))
             return {"PAPER": self.paper, "BK": width, "BR": min(8, power_of_two(self.blocks)),
                     "num_warps": 8 if width > 256 else 4}  # fmt: skip
+        if kind == "wide":
+            rows, columns, warps, stages = WIDE[int(self.keys > JOINT_KEYS)]
+            tile = {"BM": min(rows, padded(self.count)), "BN": min(columns, padded(self.keys))}
+            return self._form() | tile | {"num_warps": warps, "num_stages": stages}
         rows, columns, stages = row_tiles(self.width, self.item, self.count, self.keys, self.space)
         warps = 4
         more = {}
@@ -481,18 +466,12 @@ class _Launch:
                 stages -= 1  # a tile of the bias takes the space
         elif kind == "key" and rows > columns:  # products are faster if the side kept by the program is longer
             rows, columns = min(columns, padded(self.count)), min(rows, padded(self.keys))
-        return {
-            "D": self.width,
-            "DP": padded(self.width),
-            "BM": rows,
-            "BN": columns,
-            "HAS_BIAS": self.bias is not None,
-            "HAS_ROWS": self.rows is not None,
-            "PAPER": self.paper,
-            "num_warps": warps,
-            "num_stages": stages,
-            **more,
-        }
+        return self._form() | {"BM": rows, "BN": columns, "num_warps": warps, "num_stages": stages, **more}
+
+    def _form(self) -> dict[str, Any]:
+        """What is compiled into all kernels that read queries and keys."""
+        given = {"HAS_BIAS": self.bias is not None, "HAS_ROWS": self.rows is not None, "PAPER": self.paper}
+        return {"D": self.width, "DP": padded(self.width), **given}
 
 
 def _ceil_div(a: int, b: int) -> int:

@@ -34,7 +34,7 @@ KEYS = 256
 #: Longer heads of fewer channels are computed apart: products of 16 columns have been wrong on a GPU before.
 LEAST_CHANNELS = 32
 #: Rows of a tile, warps and stages.
-ROWS, WARPS, STAGES = 32, 8, 2
+ROWS, WARPS, STAGES = 32, 8, 3
 
 
 def attention_with_diversity(
@@ -219,6 +219,7 @@ def launch_gradients(
     attention_gradient[(batch * heads,)](
         query, key, value, gradient, lse, slope, bounds, weight, made, options.scale, share, heads, count,
         options.first, *slope.shape[1:], *strides, count * row, width, row, row, 3 * count * row, width, 3 * row,
-        D=width, DP=padded(width), BM=ROWS, BN=KEYS, num_warps=WARPS, num_stages=STAGES,
+        D=width, DP=padded(width), BM=ROWS, BN=KEYS, AHEAD=STAGES, num_warps=WARPS,
+        num_stages=STAGES,
     )  # fmt: skip
     return made.permute(2, 0, 3, 1, 4)

@@ -180,17 +180,17 @@ def tile_sizes(
     As measured on an H200 for half precision.
 
     >>> tile_sizes("mix", 128, 384, torch.bfloat16, torch.device("cpu"))
-    (64, 32, 4, 3)
+    (64, 64, 4, 3)
     """
     chunk, roomy = max(16, power_of_two(channels)), available(device) >= 160 * 1024
     if dtype == torch.float32:
         return 16, min(32 if patches <= 256 else 16, chunk), 4, 2
     if patches > 256 or (kernel == "mix" and patches > 128):  # with fewer warps, M does not fit into registers
         rows = 64 if roomy or patches <= 256 else 32  # M takes shared memory, too
-        return rows, min(64 if roomy and patches <= 256 else 32, chunk), 8, 2
+        return rows, min(64 if roomy and patches <= 256 else 32, chunk), 8, 3 if roomy and patches <= 256 else 2
     if kernel == "score" and patches == 128:
         return 64, min(64, chunk), 8, 3 if roomy else 2
-    return 64, min(32 if patches == 128 else 64, chunk), 4, 3 if roomy else 2
+    return 64, min(64, chunk), 4, 3 if roomy else 2
 
 
 def _settings(kernel: str, tokens: Tensor, weights: Tensor, grid: tuple[int, int]) -> tuple[int, dict[str, Any]]:

@@ -57,21 +57,20 @@ def _product(one, two):
 
 
 @triton.jit
-def _column(vector):
-    """A vector as the first of 32 columns, the others 0: the narrowest tile that the tensor cores take."""
-    return tl.where((tl.arange(0, 32) == 0)[None, :], vector[:, None], 0.0)
-
-
-@triton.jit
 def _along(tile, vector):
-    """For each token of a tile (T, DP), its inner product with a vector (DP,)."""
-    return tl.sum(_product(tile, _column(vector).to(tile.dtype)), 1)
+    """For each token of a tile (T, DP), its inner product with a vector (DP,).
+
+    As a product with 32 vectors, the least that tensor cores take, of which the others are 0. They are rows that are
+    transposed: as columns, with 32 next to each other in memory, Triton 3.6 multiplies them wrongly.
+    """
+    rows = tl.where((tl.arange(0, 32) == 0)[:, None], vector[None, :], 0.0).to(tile.dtype)
+    return tl.sum(_product(tile, tl.trans(rows)), 1)
 
 
 @triton.jit
 def _weighted(weights, tile):
     """The sum of a tile's tokens (T, DP), weighted (T,)."""
-    return tl.sum(_product(tl.trans(tile), _column(weights).to(tile.dtype)), 1)
+    return _along(tl.trans(tile), weights)
 
 
 @triton.jit
