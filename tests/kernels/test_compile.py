@@ -177,6 +177,15 @@ def joined_attention(count: int, dtype: torch.dtype) -> None:
         with_attention.launch_gradients(query.transpose(1, 2), torch.ones(()), *tensors, options, tuple(saved))
 
 
+def mapped_attention(count: int, dtype: torch.dtype) -> None:
+    """As `joined_attention`, with a program per map and two tiles of it at a time."""
+    from vitfocus.kernels.diversity import op, with_attention
+
+    wide, by_map = patch.object(op, "WIDE", (128, 64, 8, 2, 128)), patch.object(op, "BY_MAP", (32, 8, 3))
+    with wide, by_map, patch.object(with_attention, "AHEAD", 2):
+        joined_attention(count, dtype)
+
+
 def pooling(dtype: torch.dtype, branches: int = 4, channels: int = 64, side: int = 7) -> None:
     """All that a training step launches, with and without the norm."""
     from vitfocus.kernels.pooling import op
@@ -228,6 +237,11 @@ CASES: dict[str, tuple[Callable[..., None], tuple[Any, ...], set[str]]] = {
     "loss, whole maps in float32": (whole_maps, (SINGLE, True, False, True, False, 65), {"whole_pass"}),
     "loss, with attention": (joined_attention, (197, HALF), {"mean_pass", "gradient_pass", "attention_gradient"}),
     "loss, with attention, all keys": (joined_attention, (256, torch.float16), {"attention_gradient"}),
+    "loss, with attention, by map": (
+        mapped_attention,
+        (197, HALF),
+        {"wide_mean_pass", "map_pass", "attention_gradient"},
+    ),
     "pooling": (
         pooling,
         (HALF,),
@@ -262,12 +276,14 @@ WRITTEN = {
     "diversity.gradient_pass": {"out"},
     "diversity.joint_gradient": {"inner", "key_out", "out"},
     "diversity.key_gradient": {"out"},
+    "diversity.map_pass": {"bounds", "losses", "out"},
     "diversity.mean_pass": {"a", "column_sums", "squares"},
     "diversity.query_gradient": {"inner", "out"},
     "diversity.slope_pass": {"bounds", "losses", "slopes"},
     "diversity.unit_pass": {"column_sums", "unit_sums"},
     "diversity.unit_pass_alone": {"along", "towards", "unit_sums"},
     "diversity.whole_pass": {"bounds", "losses", "norms", "slope"},
+    "diversity.wide_mean_pass": {"a", "squares"},
     "kernels.log_sum_exp": {"out"},
     "kernels.lower_kernel": {"norms"},
     "pooling.gather_taps": {"hidden", "partial"},

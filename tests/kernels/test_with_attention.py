@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import timm
 import torch
-from helpers.kernel_cases import Attention, check_joined, joined
+from helpers.kernel_cases import Attention, check_attention, check_joined, joined
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -20,6 +21,7 @@ from vitfocus.kernels.attention import Observation
 from vitfocus.kernels.backends import backend, has_triton
 from vitfocus.kernels.diversity import op as diversity_op
 from vitfocus.kernels.diversity import with_attention
+from vitfocus.kernels.diversity.op import diversity
 from vitfocus.kernels.diversity.reference import row_similarity
 from vitfocus.kernels.diversity.with_attention import attention_with_diversity
 
@@ -55,6 +57,24 @@ JOINED = [
 def test_output_loss_and_gradients(case: Attention) -> None:
     with backend("triton"):
         check_joined(case, seed=len(case.name))
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "again"])
+@pytest.mark.parametrize("case", JOINED[2::2], ids=lambda case: case.name)
+def test_one_program_for_each_map(case: Attention, kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With two tiles of the map at a time, and no launch between the map and its gradient."""
+    monkeypatch.setattr(diversity_op, "WIDE", (32, 16, 4, 2, None))
+    monkeypatch.setattr(diversity_op, "BY_MAP", (16, 4, 2))
+    monkeypatch.setattr(diversity_op, "KEPT_OVER_QUERIES", 100 if kept else 0)
+    monkeypatch.setattr(with_attention, "AHEAD", 2)
+    monkeypatch.setattr(diversity_op._Launch, "gradient_pass", None)
+    with backend("triton"):
+        check_joined(case, seed=len(case.name))
+        query, key, _, options = joined(case, len(case.name))
+        check_attention(case, seed=len(case.name))
+        check_attention(replace(case, rows=10), seed=len(case.name))
+        losses = [diversity(q, k, scale=0.3, **options) for q, k in ((query, key), (query.detach(), key.detach()))]
+    assert torch.equal(*losses)
 
 
 @pytest.mark.parametrize("part", ["output", "loss", "one value"])

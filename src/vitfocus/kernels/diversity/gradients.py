@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vitfocus.kernels.diversity.triton import _place
+from vitfocus.kernels.diversity.triton import _above, _inverse, _place, _unit, launch_mean_pass
+from vitfocus.kernels.shared_memory import padded, power_of_two
 from vitfocus.kernels.tiles import by_row, load_rows, logits, single, store_rows
 
 
@@ -335,10 +336,79 @@ class BiasSum:
 
 
 @triton.jit
+def map_pass(
+    a, squares, losses, bounds, out, bound, row_count, stride, reach, maps, parts,
+    BR: tl.constexpr, BK: tl.constexpr, PAPER: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """A map's loss, and as `gradient_pass` writes it, columns first, the gradient of its sum of cosines over a bound.
+
+    The map is read twice, BR rows of all columns at a time, each AHEAD - 1 blocks before it is needed.
+    """
+    bound = single(bound)
+    map_index = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BK)
+    exists = (cols < stride)[None, :]
+    mine = a + map_index * row_count * stride + cols[None, :]
+    plain, units = tl.zeros([BR, BK], tl.float32), tl.zeros([BR, BK], tl.float32)
+    longest = tl.zeros([BR], tl.float32)
+    for start in tl.range(0, row_count, BR, num_stages=AHEAD):
+        numbers = start + tl.arange(0, BR)
+        inside = (numbers < row_count)[:, None] & exists
+        mean = tl.load(mine + (numbers * stride)[:, None], mask=inside, other=0.0).to(tl.float32)
+        kept = _above(mean, bound, PAPER)
+        unit = _unit(squares, map_index, numbers, reach, maps, parts)  # 0 past the last row
+        plain += kept if PAPER else mean
+        units += kept * unit[:, None]
+        longest = tl.maximum(longest, unit)
+    average, total = tl.sum(plain, 0) / row_count, tl.sum(units, 0)
+    if not PAPER:
+        average = _above(average, bound, False)
+    one_over = _inverse(tl.sqrt(tl.sum(average * average, 0)))
+    cosine = tl.sum(total * average, 0) * one_over
+    tl.store(losses + map_index, cosine / row_count)
+    shared = (total - cosine * one_over * average) * one_over / row_count
+    if not PAPER:
+        shared = tl.where(average == 0, 0.0, shared)
+    largest = 2 * (tl.max(tl.abs(shared), 0) + tl.max(longest, 0))
+    tl.store(bounds + map_index, largest)
+    over = _inverse(largest)
+    shared *= over
+    pitch = tl.cdiv(row_count, 16) * 16
+    made = out + map_index * stride * pitch + (cols * pitch)[None, :]
+    for start in tl.range(0, row_count, BR, num_stages=AHEAD):
+        numbers = start + tl.arange(0, BR)
+        inside = (numbers < row_count)[:, None] & exists
+        mean = tl.load(mine + (numbers * stride)[:, None], mask=inside, other=0.0).to(tl.float32)
+        unit = _unit(squares, map_index, numbers, reach, maps, parts)
+        toward = unit * one_over * over
+        back = toward * tl.sum(_above(mean, bound, PAPER) * average[None, :], 1) * unit * unit
+        own = toward[:, None] * average[None, :] - back[:, None] * mean
+        if PAPER:
+            slope = tl.where(mean < bound, 0.0, own + shared[None, :])
+        else:
+            slope = tl.where(mean <= bound, 0.0, own) + shared[None, :]
+        slope = tl.where((numbers < row_count)[:, None], slope, 0.0)
+        tl.store(made + numbers[:, None], slope.to(out.dtype.element_ty), mask=exists & (numbers < pitch)[:, None])
+
+
+def loss_by_map(launch: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """Losses, bounds and the gradient with respect to the maps, by `map_pass`. `launch` is `op._Launch`."""
+    maps, count, (rows, warps, ahead) = launch.maps, launch.count, launch.by_map
+    mean_map, squares = launch.empty_map(maps, count), launch.empty(launch.parts, maps, launch.reach)
+    launch_mean_pass(launch, inputs, mean_map, launch.empty(0), squares, 0, count)
+    losses, bounds, slope = launch.empty(maps), launch.empty(maps), launch.empty_slope(maps, count)
+    map_pass[(maps,)](
+        mean_map, squares, losses, bounds, slope, launch.bound, count, launch.stride, launch.reach, maps, launch.parts,
+        BR=min(rows, padded(count)), BK=power_of_two(launch.stride), PAPER=launch.paper, AHEAD=ahead, num_warps=warps,
+    )  # fmt: skip
+    return losses, bounds, slope
+
+
+@triton.jit
 def attention_gradient(
     q, k, v, incoming, lse, slope, bounds, weight, out, scale, share, heads, keys, first, stride, pitch,
     qb, qh, qn, kb, kh, kn, vb, vh, vn, ib, ih, iw, op, ob, oh, on,
-    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Attention's own gradients plus those of the loss, of one head: `out` (3, B, H, N, D), strides op, ob, oh, on.
 
@@ -357,7 +427,7 @@ def attention_gradient(
     lse += tl.program_id(0).to(tl.int64) * keys
     mine = slope + batch.to(tl.int64) * stride * pitch + cols[:, None] * pitch
     key_made, value_made = tl.zeros([BN, DP], tl.float32), tl.zeros([BN, DP], tl.float32)
-    for start in range(0, keys, BM):
+    for start in tl.range(0, keys, BM, num_stages=AHEAD):
         numbers = start + tl.arange(0, BM)
         near = tl.minimum(numbers, keys - 1)
         query = load_rows(q, batch, head, near, (qb, qh, qn, 1), D, DP)
@@ -365,10 +435,10 @@ def attention_gradient(
         norm = tl.where(numbers < keys, tl.load(lse + near) * 1.4426950408889634, 1e30)
         compared = numbers - first
         inside = (cols < stride)[:, None] & ((compared >= 0) & (compared < pitch))[None, :]
-        own = tl.load(mine + compared[None, :], mask=inside, other=0.0).to(tl.float32)
+        own = tl.load(mine + compared[None, :], mask=inside, other=0.0)
         power = logits(key, query, scale, None, batch, head, there, near, (0, 0, 0, 0), False)
         tile = tl.exp2(power - norm[None, :]) * exists[:, None]
-        back = tl.dot(value, tl.trans(given), input_precision="tf32x3") + own * factor
+        back = tl.dot(value, tl.trans(given), input_precision="tf32x3") + own.to(tl.float32) * factor
         value_made = tl.dot(tile.to(given.dtype), given, value_made, input_precision="tf32x3")
         back *= tile
         delta = (back - tile * tl.sum(back, 0)[None, :]).to(query.dtype)

@@ -47,6 +47,11 @@ WHOLE_WARPS = (4, 8)
 TILES = {"mean": (64, 64, 4, 3), "query": (64, 32, 4, 4), "key": (64, 64, 4, 3), "joint": (32, JOINT_KEYS, 8, 3)}
 #: Rows and columns of tiles of the mean map, which take four warps.
 MAP_TILES = {"unit": (16, 128), "gradient": (16, 256)}
+#: Rows, columns of each of two tiles, warps, stages and registers of `wide_mean_pass`, in half precision, instead of
+#: `mean_pass`; None: never.
+WIDE: tuple[int, int, int, int, int | None] | None = None
+#: Rows, warps and stages of `map_pass`, if one program has all columns for the gradients; None: never.
+BY_MAP: tuple[int, int, int] | None = None
 #: Bytes of shared memory for a joint tile with 256 keys and a bias, plus a margin.
 JOINT_SPACE = 140 * 1024
 #: Bytes of mean maps that exist at a time: at least the first, and at most the second times those of the queries.
@@ -178,6 +183,7 @@ def launch_forward(
     bounds and the gradient with respect to the maps, if all are kept and gradients are wanted (`wants`).
     """
     from vitfocus.kernels.diversity import triton as kernels
+    from vitfocus.kernels.diversity.gradients import loss_by_map
     from vitfocus.kernels.tiles import lower_norms, normalisers
 
     launch = _Launch(query, key, bias, rows, options)
@@ -187,6 +193,9 @@ def launch_forward(
     maps, count, span, empty = launch.maps, launch.count, launch.span, launch.empty
     lse = normalisers(query, key, bias, options.scale) if lse is None else lse.contiguous()
     inputs = launch.inputs(lower_norms(lse, rows, launch.count, launch.first, math.log2(launch.keys)))
+    if launch.by_map is not None:
+        losses, bounds, slope = loss_by_map(launch, inputs)
+        return losses.mean(), inputs[2], bounds, slope if wants and launch.kept == maps else slope.new_empty(0)
     blocks, columns, kept = launch.blocks, launch.settings("columns"), launch.kept
     sums, squares = empty(maps, blocks, span), empty(launch.parts, maps, launch.reach)
     units = empty(maps, blocks, span)
@@ -195,14 +204,14 @@ def launch_forward(
     mean_map = launch.empty_map(0, 0)
     for begin, end in launch.chunks():
         mean_map = launch.empty_map(maps, 0 if launch.alone else end - begin)
-        launch.mean_pass(inputs, mean_map, sums, squares, begin, end)
+        kernels.launch_mean_pass(launch, inputs, mean_map, sums, squares, begin, end)
         if not launch.alone:
-            launch.unit_pass(mean_map, squares, sums, units, begin, end)
+            kernels.launch_unit_pass(launch, MAP_TILES["unit"], mean_map, squares, sums, units, begin, end)
         # In a launch of their own, too few maps to fill the GPU would take longer than this copy.
         mean_map = mean_map if kept == maps else mean_map[:kept].clone()
     kernels.column_pass[(maps,)](sums, average, lengths, launch.bound, blocks, launch.keys, span, count, **columns)
     if launch.alone:
-        launch.unit_pass_alone(inputs, average, lengths, squares, towards, along, units)
+        kernels.launch_unit_pass_alone(launch, inputs, average, lengths, squares, towards, along, units)
     kernels.slope_pass[(maps,)](
         units, average, lengths, squares, slopes, losses, bounds, blocks, launch.keys, span, count, launch.reach, maps,
         launch.parts, **columns,
@@ -230,9 +239,14 @@ def launch_backward(
         norms, bounds, slope = saved
         if slope.shape[0] == 0:
             _, norms, bounds, slope = launch.whole_pass(None, True)
-        average = slopes = towards = along = norms  # stand in for what is read for maps of single heads
+    elif launch.by_map is not None:
+        norms, bounds, slope = saved
+        if slope.shape[0] == 0:
+            _, bounds, slope = kernels.loss_by_map(launch, launch.inputs(norms))
     else:
         norms, average, slopes, lengths, towards, along, bounds, squares, mean_map = saved
+    if len(saved) == 3:
+        average = slopes = towards = along = norms  # stand in for what is read for maps of single heads
     inputs, chunks = launch.inputs(norms), launch.chunks()
     mine, theirs = (launch.settings(kind) | {"ALONE": launch.alone} for kind in ("query", "key"))
     inner, share = torch.empty_like(norms), 1 / (maps * count * group)
@@ -247,7 +261,7 @@ def launch_backward(
     if bias_sum is not None or mine["BM"] % theirs["BM"]:
         inner.zero_()  # blocks of rows may extend past those that are written
     for begin, end in chunks:
-        if not launch.whole:
+        if len(saved) > 3:
             slope = launch.gradient_pass(inputs, mean_map, average, lengths, slopes, squares, bounds, begin, end)
         given = (*inputs, slope, average, slopes, towards, along, bounds, inner, gradient)
         rest = (share, *launch.numbers, begin, end)
@@ -365,7 +379,7 @@ class _Launch:
     @property
     def parts(self) -> int:
         """How many programs share the columns, if there are too few blocks of rows."""
-        settings, (begin, end) = self.settings("mean"), self.chunks()[0]
+        settings, (begin, end) = self.settings("wide" if self.wide else "mean"), self.chunks()[0]
         programs = _ceil_div(end - begin, settings["BM"]) * self.maps
         return max(1, min(_ceil_div(self.keys, 2 * settings["BN"]), 2 * BUSY // programs))
 
@@ -392,39 +406,6 @@ class _Launch:
         )  # fmt: skip
         return losses, norms, bounds, slope
 
-    def mean_pass(
-        self, inputs: tuple[Tensor, ...], mean_map: Tensor, sums: Tensor, squares: Tensor, begin: int, end: int,
-        skip: int = 0,
-    ) -> None:  # fmt: skip
-        """Launch the pass over these rows of the maps, the first `skip` left out."""
-        from vitfocus.kernels.diversity import triton as kernels
-
-        settings = self.settings("mean")
-        kernels.mean_pass[(_ceil_div(end - begin, settings["BM"]) * self.parts * (self.maps - skip),)](
-            *inputs, mean_map, sums, squares, *self.numbers, begin, end, self.maps, self.parts, skip, **settings,
-            ALONE=self.alone,
-        )  # fmt: skip
-
-    def unit_pass_alone(self, inputs: tuple[Tensor, ...], *tensors: Tensor) -> None:
-        """Launch the pass over all rows of single heads."""
-        from vitfocus.kernels.diversity import triton as kernels
-
-        settings = self.settings("mean")
-        kernels.unit_pass_alone[(_ceil_div(self.count, settings["BM"]) * self.maps,)](
-            *inputs, *tensors, *self.numbers, 0, self.count, self.maps, self.parts, **settings
-        )
-
-    def unit_pass(self, mean_map: Tensor, squares: Tensor, sums: Tensor, units: Tensor, begin: int, end: int) -> None:
-        """Launch the pass over these rows of the stored map."""
-        from vitfocus.kernels.diversity import triton as kernels
-
-        (high, wide), each = MAP_TILES["unit"], self.rows_each
-        before = sum(_ceil_div(last - start, each) for start, last in self.chunks() if last <= begin)
-        kernels.unit_pass[(_ceil_div(self.stride, wide) * _ceil_div(end - begin, each) * self.maps,)](
-            mean_map, squares, sums, units, self.bound, self.stride, self.span, self.reach, begin, end, self.maps,
-            self.parts, each, before, self.blocks, BR=high, BK=wide, PAPER=self.paper, num_warps=4,
-        )  # fmt: skip
-
     def gradient_pass(
         self, inputs: tuple[Tensor, ...], mean_map: Tensor, average: Tensor, lengths: Tensor, slopes: Tensor,
         squares: Tensor, bounds: Tensor, begin: int, end: int,
@@ -440,7 +421,7 @@ class _Launch:
         again = made
         if kept < self.maps:
             again = self.empty_map(self.maps, end - begin) if self.joint else made
-            self.mean_pass(inputs, again, squares, torch.empty_like(squares), begin, end, kept)
+            kernels.launch_mean_pass(self, inputs, again, squares, torch.empty_like(squares), begin, end, kept)
         for source, skip, number in ((mean_map, 0, kept), (again, kept, self.maps - kept)):
             if number:
                 kernels.gradient_pass[(_ceil_div(end - begin, high) * number,)](
@@ -448,6 +429,16 @@ class _Launch:
                     self.reach, begin, end, self.maps, self.parts, skip, **settings, TURNED=self.joint,
                 )  # fmt: skip
         return made
+
+    @property
+    def wide(self) -> bool:
+        """Whether a program of the mean map has two tiles at a time."""
+        return WIDE is not None and not self.alone and self.item == 2 and self.width <= 64 and self.bias is None
+
+    @property
+    def by_map(self) -> tuple[int, int, int] | None:
+        """The settings of `map_pass`, where one program takes a stored map, up to its gradient."""
+        return BY_MAP if self.joint and not self.alone and not self.whole else None
 
     @property
     def joint(self) -> bool:
@@ -462,6 +453,10 @@ class _Launch:
             width = min(1024, power_of_two(self.keys))
             return {"PAPER": self.paper, "BK": width, "BR": min(8, power_of_two(self.blocks)),
                     "num_warps": 8 if width > 256 else 4}  # fmt: skip
+        if kind == "wide" and WIDE is not None:
+            rows, columns, warps, stages, registers = WIDE
+            tile = {"BM": min(rows, padded(self.count)), "BN": min(columns, padded(self.keys))}
+            return self._form() | tile | {"num_warps": warps, "num_stages": stages, "maxnreg": registers}
         rows, columns, stages = row_tiles(self.width, self.item, self.count, self.keys, self.space)
         warps = 4
         if kind == "whole":
@@ -476,17 +471,12 @@ class _Launch:
                 stages -= 1  # a tile of the bias takes the space
         elif kind == "key" and rows > columns:  # products are faster if the side kept by the program is longer
             rows, columns = min(columns, padded(self.count)), min(rows, padded(self.keys))
-        return {
-            "D": self.width,
-            "DP": padded(self.width),
-            "BM": rows,
-            "BN": columns,
-            "HAS_BIAS": self.bias is not None,
-            "HAS_ROWS": self.rows is not None,
-            "PAPER": self.paper,
-            "num_warps": warps,
-            "num_stages": stages,
-        }
+        return self._form() | {"BM": rows, "BN": columns, "num_warps": warps, "num_stages": stages}
+
+    def _form(self) -> dict[str, Any]:
+        """What is compiled into all kernels that read queries and keys."""
+        given = {"HAS_BIAS": self.bias is not None, "HAS_ROWS": self.rows is not None, "PAPER": self.paper}
+        return {"D": self.width, "DP": padded(self.width), **given}
 
 
 def _ceil_div(a: int, b: int) -> int:

@@ -13,8 +13,11 @@ everything else is computed from the rounded values. Rounding moves no entry acr
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from vitfocus.kernels.tiles import load_rows, logits, single
 
@@ -103,6 +106,57 @@ def mean_pass(
             total = tl.zeros([BM, BN], tl.float32)
             h = 0
             start += BN
+    tl.store(squares + (part * maps + map_index).to(tl.int64) * reach + numbers, square)
+
+
+@triton.jit
+def _finish(total, a, numbers, cols, begin, end, keys, first, stride, group, bound, PAPER: tl.constexpr):
+    """Round and store a tile of the sum over heads; its squares above the threshold, by row."""
+    mean = total * tl.where((cols >= first) & (cols < keys), 1.0 / group, 0.0)[None, :]
+    outside = mean < bound if PAPER else mean <= bound
+    mean = _rounded(mean, outside, bound, PAPER, a.dtype.element_ty)
+    inside = (numbers < end)[:, None] & (cols < stride)[None, :]
+    tl.store(a + ((numbers - begin) * stride)[:, None] + cols[None, :], mean.to(a.dtype.element_ty), mask=inside)
+    kept = tl.where(outside, 0.0, mean)
+    return tl.sum(kept * kept, 1)
+
+
+@triton.jit(do_not_specialize=["skip"])
+def wide_mean_pass(
+    q, k, norms, bias, rows, a, squares, scale, bound, heads, group, keys, row_count, first,
+    qb, qh, qn, kb, kh, kn, bb, bh, bq, bk, stride, span, reach, begin, end, maps, parts, skip,
+    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_ROWS: tl.constexpr, PAPER: tl.constexpr,
+):  # fmt: skip
+    """The mean map a, and Σ_j t_ij² by row, as `mean_pass`; a program has two tiles beside each other at a time."""
+    scale, bound = single(scale), single(bound)
+    blocks, part = tl.cdiv(end - begin, BM), (tl.program_id(0) // tl.cdiv(end - begin, BM)) % parts
+    block, map_index = tl.program_id(0) % blocks, tl.program_id(0) // (blocks * parts) + skip
+    batch, head = _place(map_index, heads, group)
+    numbers = begin + block * BM + tl.arange(0, BM)
+    near = tl.minimum(numbers, end - 1)
+    query_rows = near + first
+    if HAS_ROWS:
+        query_rows = tl.load(rows + near).to(tl.int32)
+    square = tl.zeros([BM], tl.float32)
+    mine = a + map_index.to(tl.int64) * (end - begin) * stride
+    width = tl.cdiv(tl.cdiv(stride, 2 * BN), parts) * 2 * BN
+    for start in range(part * width, tl.minimum((part + 1) * width, stride), 2 * BN):
+        left, right = start + tl.arange(0, BN), start + BN + tl.arange(0, BN)
+        total, other = tl.zeros([BM, BN], tl.float32), tl.zeros([BM, BN], tl.float32)
+        for h in range(group):
+            query = load_rows(q, batch, head + h, query_rows, (qb, qh, qn, 1), D, DP)
+            norm = tl.load(norms + (batch * heads + head + h).to(tl.int64) * reach + numbers)
+            there = tl.minimum(left, keys - 1)
+            key = load_rows(k, batch, head + h, there, (kb, kh, kn, 1), D, DP)
+            power = logits(query, key, scale, bias, batch, head + h, query_rows, there, (bb, bh, bq, bk), HAS_BIAS)
+            total += tl.exp2(power - norm[:, None])
+            there = tl.minimum(right, keys - 1)
+            key = load_rows(k, batch, head + h, there, (kb, kh, kn, 1), D, DP)
+            power = logits(query, key, scale, bias, batch, head + h, query_rows, there, (bb, bh, bq, bk), HAS_BIAS)
+            other += tl.exp2(power - norm[:, None])
+        square += _finish(total, mine, numbers, left, begin, end, keys, first, stride, group, bound, PAPER)
+        square += _finish(other, mine, numbers, right, begin, end, keys, first, stride, group, bound, PAPER)
     tl.store(squares + (part * maps + map_index).to(tl.int64) * reach + numbers, square)
 
 
@@ -383,3 +437,38 @@ def whole_pass(
             mine = slope + map_index.to(tl.int64) * row_count * stride
             inside = (numbers < row_count)[:, None] & (cols < stride)[None, :]
             tl.store(mine + (numbers[:, None] * stride + cols[None, :]), made, mask=inside)
+
+
+def launch_mean_pass(
+    launch: Any, inputs: tuple[Tensor, ...], mean_map: Tensor, sums: Tensor, squares: Tensor, begin: int, end: int,
+    skip: int = 0,
+) -> None:  # fmt: skip
+    """Launch the pass over these rows of the maps, the first `skip` left out. `launch` is `op._Launch`."""
+    settings = launch.settings("wide" if launch.wide else "mean")
+    grid = (triton.cdiv(end - begin, settings["BM"]) * launch.parts * (launch.maps - skip),)
+    rest = (*launch.numbers, begin, end, launch.maps, launch.parts, skip)
+    if launch.wide:
+        wide_mean_pass[grid](*inputs, mean_map, squares, *rest, **settings)
+    else:
+        mean_pass[grid](*inputs, mean_map, sums, squares, *rest, **settings, ALONE=launch.alone)
+
+
+def launch_unit_pass_alone(launch: Any, inputs: tuple[Tensor, ...], *tensors: Tensor) -> None:
+    """Launch the pass over all rows of single heads."""
+    settings = launch.settings("mean")
+    unit_pass_alone[(triton.cdiv(launch.count, settings["BM"]) * launch.maps,)](
+        *inputs, *tensors, *launch.numbers, 0, launch.count, launch.maps, launch.parts, **settings
+    )
+
+
+def launch_unit_pass(
+    launch: Any, tile: tuple[int, int], mean_map: Tensor, squares: Tensor, sums: Tensor, units: Tensor, begin: int,
+    end: int,
+) -> None:  # fmt: skip
+    """Launch the pass over these rows of the stored map."""
+    (high, wide), each = tile, launch.rows_each
+    before = sum(triton.cdiv(last - start, each) for start, last in launch.chunks() if last <= begin)
+    unit_pass[(triton.cdiv(launch.stride, wide) * triton.cdiv(end - begin, each) * launch.maps,)](
+        mean_map, squares, sums, units, launch.bound, launch.stride, launch.span, launch.reach, begin, end, launch.maps,
+        launch.parts, each, before, launch.blocks, BR=high, BK=wide, PAPER=launch.paper, num_warps=4,
+    )  # fmt: skip

@@ -34,6 +34,8 @@ KEYS = (128, 256)
 LEAST_CHANNELS = 32
 #: Rows of a tile, warps and stages.
 ROWS, WARPS, STAGES = 32, 8, 2
+#: Stages of the loads of the loss's slope as well; None: each tile of it is loaded when it is needed.
+AHEAD: int | None = None
 
 
 def attention_with_diversity(
@@ -196,12 +198,17 @@ def launch_gradients(
     From those of the output, `gradient` (B, N, H, D), contiguous, and of the loss, `weight`. The strides of what is
     made here, or comes from the gradient, must not be asked for: torch.compile would first copy the gradient.
     """
-    from vitfocus.kernels.diversity.gradients import attention_gradient
+    from vitfocus.kernels.diversity.gradients import attention_gradient, loss_by_map
 
     launch = _Launch(query, key, None, None, options)
-    norms, average, slopes, lengths, _, _, bounds, squares, mean_map = saved
-    vectors = (average, lengths, slopes, squares, bounds)
-    slope = launch.gradient_pass(launch.inputs(norms), mean_map, *vectors, 0, launch.count)
+    if launch.by_map is not None:
+        norms, bounds, slope = saved
+        if slope.shape[0] == 0:
+            _, bounds, slope = loss_by_map(launch, launch.inputs(norms))
+    else:
+        norms, average, slopes, lengths, _, _, bounds, squares, mean_map = saved
+        vectors = (average, lengths, slopes, squares, bounds)
+        slope = launch.gradient_pass(launch.inputs(norms), mean_map, *vectors, 0, launch.count)
     batch, heads, count, width = query.shape
     made = query.new_empty(batch, count, 3, heads, width)
     share = launch.keys / (launch.maps * launch.count * launch.group)
@@ -210,6 +217,6 @@ def launch_gradients(
     attention_gradient[(batch * heads,)](
         query, key, value, gradient, lse, slope, bounds, weight, made, options.scale, share, heads, count,
         options.first, *slope.shape[1:], *strides, count * row, width, row, row, 3 * count * row, width, 3 * row,
-        D=width, DP=padded(width), BM=ROWS, BN=KEYS[1], num_warps=WARPS, num_stages=STAGES,
+        D=width, DP=padded(width), BM=ROWS, BN=KEYS[1], AHEAD=AHEAD, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     return made.permute(2, 0, 3, 1, 4)
