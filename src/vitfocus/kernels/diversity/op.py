@@ -240,9 +240,7 @@ def launch_backward(
         if slope.shape[0] == 0:
             _, norms, bounds, slope = launch.whole_pass(None, True)
     elif launch.by_map is not None:
-        norms, bounds, slope = saved
-        if slope.shape[0] == 0:
-            _, bounds, slope = kernels.loss_by_map(launch, launch.inputs(norms))
+        norms, (bounds, slope) = saved[0], launch.whole_slope(saved)
     else:
         norms, average, slopes, lengths, towards, along, bounds, squares, mean_map = saved
     if len(saved) == 3:
@@ -429,6 +427,17 @@ class _Launch:
                     self.reach, begin, end, self.maps, self.parts, skip, **settings, TURNED=self.joint,
                 )  # fmt: skip
         return made
+
+    def whole_slope(self, saved: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """The bounds of the gradient, and the gradient with respect to all rows of the maps."""
+        from vitfocus.kernels.diversity.gradients import loss_by_map
+
+        if self.by_map is None:
+            norms, average, slopes, lengths, _, _, bounds, squares, mean_map = saved
+            vectors = (average, lengths, slopes, squares, bounds)
+            return bounds, self.gradient_pass(self.inputs(norms), mean_map, *vectors, 0, self.count)
+        norms, bounds, slope = saved
+        return (bounds, slope) if slope.shape[0] else loss_by_map(self, self.inputs(norms))[1:]
 
     @property
     def wide(self) -> bool:

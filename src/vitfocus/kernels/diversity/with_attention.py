@@ -198,17 +198,10 @@ def launch_gradients(
     From those of the output, `gradient` (B, N, H, D), contiguous, and of the loss, `weight`. The strides of what is
     made here, or comes from the gradient, must not be asked for: torch.compile would first copy the gradient.
     """
-    from vitfocus.kernels.diversity.gradients import attention_gradient, loss_by_map
+    from vitfocus.kernels.diversity.gradients import attention_gradient
 
     launch = _Launch(query, key, None, None, options)
-    if launch.by_map is not None:
-        norms, bounds, slope = saved
-        if slope.shape[0] == 0:
-            _, bounds, slope = loss_by_map(launch, launch.inputs(norms))
-    else:
-        norms, average, slopes, lengths, _, _, bounds, squares, mean_map = saved
-        vectors = (average, lengths, slopes, squares, bounds)
-        slope = launch.gradient_pass(launch.inputs(norms), mean_map, *vectors, 0, launch.count)
+    bounds, slope = launch.whole_slope(saved)
     batch, heads, count, width = query.shape
     made = query.new_empty(batch, count, 3, heads, width)
     share = launch.keys / (launch.maps * launch.count * launch.group)
