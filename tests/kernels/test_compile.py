@@ -177,12 +177,16 @@ def joined_attention(count: int, dtype: torch.dtype) -> None:
         with_attention.launch_gradients(query.transpose(1, 2), torch.ones(()), *tensors, options, tuple(saved))
 
 
+#: Two launches for the gradients of attention.
+SPLIT = ((True, False, 32, 16, 2, 2), (False, True, 64, 16, 2, None))
+
+
 def mapped_attention(count: int, dtype: torch.dtype) -> None:
     """As `joined_attention`, with a program per map and two tiles of it at a time."""
     from vitfocus.kernels.diversity import op, with_attention
 
     wide, by_map = patch.object(op, "WIDE", (128, 64, 8, 2, 128)), patch.object(op, "BY_MAP", (32, 8, 3))
-    with wide, by_map, patch.object(with_attention, "AHEAD", 2):
+    with wide, by_map, patch.object(with_attention, "PASSES", SPLIT):
         joined_attention(count, dtype)
 
 

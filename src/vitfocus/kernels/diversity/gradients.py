@@ -409,19 +409,21 @@ def attention_gradient(
     q, k, v, incoming, lse, slope, bounds, weight, out, scale, share, heads, keys, first, stride, pitch,
     qb, qh, qn, kb, kh, kn, vb, vh, vn, ib, ih, iw, op, ob, oh, on,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, AHEAD: tl.constexpr,
+    TOKENS: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
     """Attention's own gradients plus those of the loss, of one head: `out` (3, B, H, N, D), strides op, ob, oh, on.
 
     `incoming` (B, H, N, D) is the gradient of the output, and `weight` that of the loss. Tiles have all keys and BM
     rows, keys first. `slope` (B, stride, pitch) is the loss's slope with respect to K·a as `gradient_pass` writes it,
-    keys first: from row `first` on, over the map's bound, and 0 past the last row and column.
+    keys first: from row `first` on, over the map's bound, and 0 past the last row and column. TOKENS: of queries and
+    keys. VALUES: of values. A program for one of these needs fewer registers, but both compute the map.
     """
     scale = single(scale)
     batch, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     cols = tl.arange(0, BN)
     there = tl.minimum(cols, keys - 1)
     key = load_rows(k, batch, head, there, (kb, kh, kn, 1), D, DP)
-    value = load_rows(v, batch, head, there, (vb, vh, vn, 1), D, DP)
+    value = load_rows(v, batch, head, there, (vb, vh, vn, 1), D, DP) if TOKENS else key
     exists = tl.where(cols < keys, 1.0, 0.0)
     factor = tl.load(weight).to(tl.float32) * tl.load(bounds + batch) * single(share)
     lse += tl.program_id(0).to(tl.int64) * keys
@@ -433,17 +435,21 @@ def attention_gradient(
         query = load_rows(q, batch, head, near, (qb, qh, qn, 1), D, DP)
         given = load_rows(incoming, batch, head, near, (ib, ih, iw, 1), D, DP)
         norm = tl.where(numbers < keys, tl.load(lse + near) * 1.4426950408889634, 1e30)
-        compared = numbers - first
-        inside = (cols < stride)[:, None] & ((compared >= 0) & (compared < pitch))[None, :]
-        own = tl.load(mine + compared[None, :], mask=inside, other=0.0)
         power = logits(key, query, scale, None, batch, head, there, near, (0, 0, 0, 0), False)
         tile = tl.exp2(power - norm[None, :]) * exists[:, None]
-        back = tl.dot(value, tl.trans(given), input_precision="tf32x3") + own.to(tl.float32) * factor
-        value_made = tl.dot(tile.to(given.dtype), given, value_made, input_precision="tf32x3")
-        back *= tile
-        delta = (back - tile * tl.sum(back, 0)[None, :]).to(query.dtype)
-        key_made = tl.dot(delta, query, key_made, input_precision="tf32x3")
-        made = tl.trans(tl.dot(tl.trans(key), delta, input_precision="tf32x3")) * scale
-        store_rows(out, made, batch, head, near, numbers < keys, (ob, oh, on, 1), D, DP)
-    store_rows(out + op, key_made * scale, batch, head, cols, cols < keys, (ob, oh, on, 1), D, DP)
-    store_rows(out + 2 * op, value_made, batch, head, cols, cols < keys, (ob, oh, on, 1), D, DP)
+        if VALUES:
+            value_made = tl.dot(tile.to(given.dtype), given, value_made, input_precision="tf32x3")
+        if TOKENS:
+            compared = numbers - first
+            inside = (cols < stride)[:, None] & ((compared >= 0) & (compared < pitch))[None, :]
+            own = tl.load(mine + compared[None, :], mask=inside, other=0.0)
+            back = tl.dot(value, tl.trans(given), input_precision="tf32x3") + own.to(tl.float32) * factor
+            back *= tile
+            delta = (back - tile * tl.sum(back, 0)[None, :]).to(query.dtype)
+            key_made = tl.dot(delta, query, key_made, input_precision="tf32x3")
+            made = tl.trans(tl.dot(tl.trans(key), delta, input_precision="tf32x3")) * scale
+            store_rows(out, made, batch, head, near, numbers < keys, (ob, oh, on, 1), D, DP)
+    if TOKENS:
+        store_rows(out + op, key_made * scale, batch, head, cols, cols < keys, (ob, oh, on, 1), D, DP)
+    if VALUES:
+        store_rows(out + 2 * op, value_made, batch, head, cols, cols < keys, (ob, oh, on, 1), D, DP)

@@ -32,10 +32,8 @@ from vitfocus.kernels.shared_memory import LARGE, padded
 KEYS = (128, 256)
 #: Heads of fewer channels are computed apart: products of 16 columns have been wrong on a GPU before.
 LEAST_CHANNELS = 32
-#: Rows of a tile, warps and stages.
-ROWS, WARPS, STAGES = 32, 8, 2
-#: Stages of the loads of the loss's slope as well; None: each tile of it is loaded when it is needed.
-AHEAD: int | None = None
+#: Launches: of queries and keys, of values, rows of a tile, warps, stages, and stages if the loss's slope has them too.
+PASSES: tuple[tuple[bool, bool, int, int, int, int | None], ...] = ((True, True, 32, 8, 2, None),)
 
 
 def attention_with_diversity(
@@ -207,9 +205,11 @@ def launch_gradients(
     share = launch.keys / (launch.maps * launch.count * launch.group)
     strides = (stride for tensor in (query, key, value) for stride in tensor.stride()[:3])
     row = heads * width
-    attention_gradient[(batch * heads,)](
-        query, key, value, gradient, lse, slope, bounds, weight, made, options.scale, share, heads, count,
-        options.first, *slope.shape[1:], *strides, count * row, width, row, row, 3 * count * row, width, 3 * row,
-        D=width, DP=padded(width), BM=ROWS, BN=KEYS[1], AHEAD=AHEAD, num_warps=WARPS, num_stages=STAGES,
-    )  # fmt: skip
+    given = (query, key, value, gradient, lse, slope, bounds, weight, made, options.scale, share, heads, count)
+    steps = (*strides, count * row, width, row, row, 3 * count * row, width, 3 * row)
+    for tokens, values, rows, warps, stages, ahead in PASSES:
+        attention_gradient[(batch * heads,)](
+            *given, options.first, *slope.shape[1:], *steps, D=width, DP=padded(width), BM=rows, BN=KEYS[1],
+            AHEAD=ahead, TOKENS=tokens, VALUES=values, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
     return made.permute(2, 0, 3, 1, 4)
