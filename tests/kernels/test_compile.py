@@ -185,7 +185,7 @@ def mapped_attention(count: int, dtype: torch.dtype) -> None:
     """As `joined_attention`, with a program per map and two tiles of it at a time."""
     from vitfocus.kernels.diversity import op, with_attention
 
-    wide, by_map = patch.object(op, "WIDE", (128, 64, 8, 2, 128)), patch.object(op, "BY_MAP", (32, 8, 3))
+    wide, by_map = patch.object(op, "WIDE", (128, 32, 8, 3)), patch.object(op, "BY_MAP", (32, 8, 3))
     with wide, by_map, patch.object(with_attention, "PASSES", SPLIT):
         joined_attention(count, dtype)
 

@@ -63,7 +63,7 @@ def test_output_loss_and_gradients(case: Attention) -> None:
 @pytest.mark.parametrize("case", JOINED[2::2], ids=lambda case: case.name)
 def test_one_program_for_each_map(case: Attention, kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With two tiles of the map at a time, and no launch between the map and its gradient."""
-    monkeypatch.setattr(diversity_op, "WIDE", (32, 16, 4, 2, None))
+    monkeypatch.setattr(diversity_op, "WIDE", (32, 16, 4, 2))
     monkeypatch.setattr(diversity_op, "BY_MAP", (16, 4, 2))
     monkeypatch.setattr(diversity_op, "KEPT_OVER_QUERIES", 100 if kept else 0)
     monkeypatch.setattr(with_attention, "PASSES", ((True, False, 32, 4, 2, 2), (False, True, 64, 4, 2, None)))

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vitfocus.kernels.diversity.triton import _above, _inverse, _place, _unit, launch_mean_pass
+from vitfocus.kernels.diversity.triton import _above, _inverse, _place, launch_mean_pass
 from vitfocus.kernels.shared_memory import padded, power_of_two
 from vitfocus.kernels.tiles import by_row, load_rows, logits, single, store_rows
 
@@ -336,9 +336,18 @@ class BiasSum:
 
 
 @triton.jit
+def _unit_in(squares, map_index, numbers, reach, maps, PARTS: tl.constexpr):
+    """As `_unit`, without a loop: only innermost loops load ahead."""
+    square = tl.load(squares + map_index * reach + numbers)
+    for part in tl.static_range(1, PARTS):
+        square += tl.load(squares + (part * maps + map_index) * reach + numbers)
+    return _inverse(tl.sqrt(square))
+
+
+@triton.jit
 def map_pass(
-    a, squares, losses, bounds, out, bound, row_count, stride, reach, maps, parts,
-    BR: tl.constexpr, BK: tl.constexpr, PAPER: tl.constexpr, AHEAD: tl.constexpr,
+    a, squares, losses, bounds, out, bound, row_count, stride, reach, maps,
+    BR: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr, PAPER: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """A map's loss, and as `gradient_pass` writes it, columns first, the gradient of its sum of cosines over a bound.
 
@@ -356,7 +365,7 @@ def map_pass(
         inside = (numbers < row_count)[:, None] & exists
         mean = tl.load(mine + (numbers * stride)[:, None], mask=inside, other=0.0).to(tl.float32)
         kept = _above(mean, bound, PAPER)
-        unit = _unit(squares, map_index, numbers, reach, maps, parts)  # 0 past the last row
+        unit = _unit_in(squares, map_index, numbers, reach, maps, PARTS)  # 0 past the last row
         plain += kept if PAPER else mean
         units += kept * unit[:, None]
         longest = tl.maximum(longest, unit)
@@ -379,7 +388,7 @@ def map_pass(
         numbers = start + tl.arange(0, BR)
         inside = (numbers < row_count)[:, None] & exists
         mean = tl.load(mine + (numbers * stride)[:, None], mask=inside, other=0.0).to(tl.float32)
-        unit = _unit(squares, map_index, numbers, reach, maps, parts)
+        unit = _unit_in(squares, map_index, numbers, reach, maps, PARTS)
         toward = unit * one_over * over
         back = toward * tl.sum(_above(mean, bound, PAPER) * average[None, :], 1) * unit * unit
         own = toward[:, None] * average[None, :] - back[:, None] * mean
@@ -398,8 +407,9 @@ def loss_by_map(launch: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor
     launch_mean_pass(launch, inputs, mean_map, launch.empty(0), squares, 0, count)
     losses, bounds, slope = launch.empty(maps), launch.empty(maps), launch.empty_slope(maps, count)
     map_pass[(maps,)](
-        mean_map, squares, losses, bounds, slope, launch.bound, count, launch.stride, launch.reach, maps, launch.parts,
-        BR=min(rows, padded(count)), BK=power_of_two(launch.stride), PAPER=launch.paper, AHEAD=ahead, num_warps=warps,
+        mean_map, squares, losses, bounds, slope, launch.bound, count, launch.stride, launch.reach, maps,
+        BR=min(rows, padded(count)), BK=power_of_two(launch.stride), PARTS=launch.parts, PAPER=launch.paper,
+        AHEAD=ahead, num_warps=warps,
     )  # fmt: skip
     return losses, bounds, slope
 

@@ -47,9 +47,9 @@ WHOLE_WARPS = (4, 8)
 TILES = {"mean": (64, 64, 4, 3), "query": (64, 32, 4, 4), "key": (64, 64, 4, 3), "joint": (32, JOINT_KEYS, 8, 3)}
 #: Rows and columns of tiles of the mean map, which take four warps.
 MAP_TILES = {"unit": (16, 128), "gradient": (16, 256)}
-#: Rows, columns of each of two tiles, warps, stages and registers of `wide_mean_pass`, in half precision, instead of
-#: `mean_pass`; None: never.
-WIDE: tuple[int, int, int, int, int | None] | None = None
+#: Rows, columns of each of two tiles, warps and stages of `wide_mean_pass`, in half precision, instead of `mean_pass`;
+#: None: never.
+WIDE: tuple[int, int, int, int] | None = None
 #: Rows, warps and stages of `map_pass`, if one program has all columns for the gradients; None: never.
 BY_MAP: tuple[int, int, int] | None = None
 #: Bytes of shared memory for a joint tile with 256 keys and a bias, plus a margin.
@@ -344,7 +344,7 @@ class _Launch:
         """Start and end of each chunk of rows whose mean maps exist at the same time, in multiples of a block."""
         if self.alone:
             return [(0, self.count)]
-        block = max(self.settings(kind)["BM"] for kind in ("mean", "query", "key"))
+        block = max(self.settings(kind)["BM"] for kind in ("wide" if self.wide else "mean", "query", "key"))
         most = max(LEAST_MAP, MAP_OVER_QUERIES * self.batch * self.heads * self.queries * self.width * self.item)
         rows = min(most // (self.maps * self.item), 2**31 - 1) // self.stride
         rows = max(1, rows // block) * block
@@ -379,6 +379,8 @@ class _Launch:
         """How many programs share the columns, if there are too few blocks of rows."""
         settings, (begin, end) = self.settings("wide" if self.wide else "mean"), self.chunks()[0]
         programs = _ceil_div(end - begin, settings["BM"]) * self.maps
+        if self.once:
+            return _ceil_div(self.stride, 2 * settings["BN"])
         return max(1, min(_ceil_div(self.keys, 2 * settings["BN"]), 2 * BUSY // programs))
 
     @property
@@ -445,6 +447,11 @@ class _Launch:
         return WIDE is not None and not self.alone and self.item == 2 and self.width <= 64 and self.bias is None
 
     @property
+    def once(self) -> bool:
+        """Whether it has no others: few columns have few sums of squares by row to be added up."""
+        return self.wide and self.keys <= JOINT_KEYS
+
+    @property
     def by_map(self) -> tuple[int, int, int] | None:
         """The settings of `map_pass`, where one program takes a stored map, up to its gradient."""
         return BY_MAP if self.joint and not self.alone and not self.whole else None
@@ -463,9 +470,9 @@ class _Launch:
             return {"PAPER": self.paper, "BK": width, "BR": min(8, power_of_two(self.blocks)),
                     "num_warps": 8 if width > 256 else 4}  # fmt: skip
         if kind == "wide" and WIDE is not None:
-            rows, columns, warps, stages, registers = WIDE
+            rows, columns, warps, stages = WIDE
             tile = {"BM": min(rows, padded(self.count)), "BN": min(columns, padded(self.keys))}
-            return self._form() | tile | {"num_warps": warps, "num_stages": stages, "maxnreg": registers}
+            return self._form() | tile | {"num_warps": warps, "num_stages": stages}
         rows, columns, stages = row_tiles(self.width, self.item, self.count, self.keys, self.space)
         warps = 4
         if kind == "whole":

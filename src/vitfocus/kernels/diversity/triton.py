@@ -121,14 +121,41 @@ def _finish(total, a, numbers, cols, begin, end, keys, first, stride, group, bou
     return tl.sum(kept * kept, 1)
 
 
+@triton.jit
+def _two_tiles(
+    q, k, norms, bias, a, scale, bound, batch, head, heads, group, query_rows, numbers, start, begin, end, keys, first,
+    stride, reach, qb, qh, qn, kb, kh, kn, bb, bh, bq, bk,
+    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, HAS_BIAS: tl.constexpr, PAPER: tl.constexpr,
+):  # fmt: skip
+    """Two tiles of the mean map, beside each other from column `start` on; squares above the threshold, by row."""
+    left, right = start + tl.arange(0, BN), start + BN + tl.arange(0, BN)
+    total, other = tl.zeros([BM, BN], tl.float32), tl.zeros([BM, BN], tl.float32)
+    for h in range(group):
+        query = load_rows(q, batch, head + h, query_rows, (qb, qh, qn, 1), D, DP)
+        norm = tl.load(norms + (batch * heads + head + h).to(tl.int64) * reach + numbers)
+        there = tl.minimum(left, keys - 1)
+        key = load_rows(k, batch, head + h, there, (kb, kh, kn, 1), D, DP)
+        power = logits(query, key, scale, bias, batch, head + h, query_rows, there, (bb, bh, bq, bk), HAS_BIAS)
+        total += tl.exp2(power - norm[:, None])
+        there = tl.minimum(right, keys - 1)
+        key = load_rows(k, batch, head + h, there, (kb, kh, kn, 1), D, DP)
+        power = logits(query, key, scale, bias, batch, head + h, query_rows, there, (bb, bh, bq, bk), HAS_BIAS)
+        other += tl.exp2(power - norm[:, None])
+    square = _finish(total, a, numbers, left, begin, end, keys, first, stride, group, bound, PAPER)
+    return square + _finish(other, a, numbers, right, begin, end, keys, first, stride, group, bound, PAPER)
+
+
 @triton.jit(do_not_specialize=["skip"])
 def wide_mean_pass(
     q, k, norms, bias, rows, a, squares, scale, bound, heads, group, keys, row_count, first,
     qb, qh, qn, kb, kh, kn, bb, bh, bq, bk, stride, span, reach, begin, end, maps, parts, skip,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_ROWS: tl.constexpr, PAPER: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_ROWS: tl.constexpr, PAPER: tl.constexpr, ONCE: tl.constexpr,
 ):  # fmt: skip
-    """The mean map a, and Σ_j t_ij² by row, as `mean_pass`; a program has two tiles beside each other at a time."""
+    """The mean map a, and Σ_j t_ij² by row, as `mean_pass`; a program has two tiles at a time, and if ONCE no others.
+
+    Without a loop over tiles the compiler needs half the registers.
+    """
     scale, bound = single(scale), single(bound)
     blocks, part = tl.cdiv(end - begin, BM), (tl.program_id(0) // tl.cdiv(end - begin, BM)) % parts
     block, map_index = tl.program_id(0) % blocks, tl.program_id(0) // (blocks * parts) + skip
@@ -138,25 +165,20 @@ def wide_mean_pass(
     query_rows = near + first
     if HAS_ROWS:
         query_rows = tl.load(rows + near).to(tl.int32)
-    square = tl.zeros([BM], tl.float32)
     mine = a + map_index.to(tl.int64) * (end - begin) * stride
-    width = tl.cdiv(tl.cdiv(stride, 2 * BN), parts) * 2 * BN
-    for start in range(part * width, tl.minimum((part + 1) * width, stride), 2 * BN):
-        left, right = start + tl.arange(0, BN), start + BN + tl.arange(0, BN)
-        total, other = tl.zeros([BM, BN], tl.float32), tl.zeros([BM, BN], tl.float32)
-        for h in range(group):
-            query = load_rows(q, batch, head + h, query_rows, (qb, qh, qn, 1), D, DP)
-            norm = tl.load(norms + (batch * heads + head + h).to(tl.int64) * reach + numbers)
-            there = tl.minimum(left, keys - 1)
-            key = load_rows(k, batch, head + h, there, (kb, kh, kn, 1), D, DP)
-            power = logits(query, key, scale, bias, batch, head + h, query_rows, there, (bb, bh, bq, bk), HAS_BIAS)
-            total += tl.exp2(power - norm[:, None])
-            there = tl.minimum(right, keys - 1)
-            key = load_rows(k, batch, head + h, there, (kb, kh, kn, 1), D, DP)
-            power = logits(query, key, scale, bias, batch, head + h, query_rows, there, (bb, bh, bq, bk), HAS_BIAS)
-            other += tl.exp2(power - norm[:, None])
-        square += _finish(total, mine, numbers, left, begin, end, keys, first, stride, group, bound, PAPER)
-        square += _finish(other, mine, numbers, right, begin, end, keys, first, stride, group, bound, PAPER)
+    if ONCE:
+        square = _two_tiles(
+            q, k, norms, bias, mine, scale, bound, batch, head, heads, group, query_rows, numbers, part * 2 * BN, begin,
+            end, keys, first, stride, reach, qb, qh, qn, kb, kh, kn, bb, bh, bq, bk, D, DP, BM, BN, HAS_BIAS, PAPER,
+        )  # fmt: skip
+    else:
+        square = tl.zeros([BM], tl.float32)
+        width = tl.cdiv(tl.cdiv(stride, 2 * BN), parts) * 2 * BN
+        for start in range(part * width, tl.minimum((part + 1) * width, stride), 2 * BN):
+            square += _two_tiles(
+                q, k, norms, bias, mine, scale, bound, batch, head, heads, group, query_rows, numbers, start, begin,
+                end, keys, first, stride, reach, qb, qh, qn, kb, kh, kn, bb, bh, bq, bk, D, DP, BM, BN, HAS_BIAS, PAPER,
+            )  # fmt: skip
     tl.store(squares + (part * maps + map_index).to(tl.int64) * reach + numbers, square)
 
 
@@ -448,7 +470,7 @@ def launch_mean_pass(
     grid = (triton.cdiv(end - begin, settings["BM"]) * launch.parts * (launch.maps - skip),)
     rest = (*launch.numbers, begin, end, launch.maps, launch.parts, skip)
     if launch.wide:
-        wide_mean_pass[grid](*inputs, mean_map, squares, *rest, **settings)
+        wide_mean_pass[grid](*inputs, mean_map, squares, *rest, **settings, ONCE=launch.once)
     else:
         mean_pass[grid](*inputs, mean_map, sums, squares, *rest, **settings, ALONE=launch.alone)
 
