@@ -178,7 +178,7 @@ def joined_attention(count: int, dtype: torch.dtype) -> None:
 
 
 #: Two launches for the gradients of attention.
-SPLIT = ((True, False, 32, 16, 2, 2), (False, True, 64, 16, 2, None))
+SPLIT = ((True, False, 32, 16, 2, 2), (False, True, 64, 16, 2, 0))
 
 
 def mapped_attention(count: int, dtype: torch.dtype) -> None:

@@ -66,7 +66,7 @@ def test_one_program_for_each_map(case: Attention, kept: bool, monkeypatch: pyte
     monkeypatch.setattr(diversity_op, "WIDE", (32, 16, 4, 2))
     monkeypatch.setattr(diversity_op, "BY_MAP", (16, 4, 2))
     monkeypatch.setattr(diversity_op, "KEPT_OVER_QUERIES", 100 if kept else 0)
-    monkeypatch.setattr(with_attention, "PASSES", ((True, False, 32, 4, 2, 2), (False, True, 64, 4, 2, None)))
+    monkeypatch.setattr(with_attention, "PASSES", ((True, False, 32, 4, 2, 2), (False, True, 64, 4, 2, 0)))
     monkeypatch.setattr(diversity_op._Launch, "gradient_pass", None)
     with backend("triton"):
         check_joined(case, seed=len(case.name))

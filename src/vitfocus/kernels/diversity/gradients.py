@@ -439,7 +439,7 @@ def attention_gradient(
     lse += tl.program_id(0).to(tl.int64) * keys
     mine = slope + batch.to(tl.int64) * stride * pitch + cols[:, None] * pitch
     key_made, value_made = tl.zeros([BN, DP], tl.float32), tl.zeros([BN, DP], tl.float32)
-    for start in tl.range(0, keys, BM, num_stages=AHEAD):
+    for start in tl.range(0, keys, BM, num_stages=AHEAD if AHEAD > 0 else None):
         numbers = start + tl.arange(0, BM)
         near = tl.minimum(numbers, keys - 1)
         query = load_rows(q, batch, head, near, (qb, qh, qn, 1), D, DP)

@@ -32,8 +32,8 @@ from vitfocus.kernels.shared_memory import LARGE, padded
 KEYS = (128, 256)
 #: Heads of fewer channels are computed apart: products of 16 columns have been wrong on a GPU before.
 LEAST_CHANNELS = 32
-#: Launches: of queries and keys, of values, rows of a tile, warps, stages, and stages if the loss's slope has them too.
-PASSES: tuple[tuple[bool, bool, int, int, int, int | None], ...] = ((True, True, 32, 8, 2, None),)
+#: Launches: of queries and keys, of values, rows of a tile, warps, stages, and stages of the loss's slope as well or 0.
+PASSES = ((True, True, 32, 8, 2, 0),)
 
 
 def attention_with_diversity(
