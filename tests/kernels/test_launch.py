@@ -306,3 +306,14 @@ def test_block_sizes_are_powers_of_two(count: int, width: int, monkeypatch: pyte
     assert {"lower_kernel.BLOCK", mean, "row_pass.BN"} <= set(blocks)
     assert ("whole_pass.BM" in blocks) == (count < 128 and width <= 64)
     assert not {name: sizes for name, sizes in blocks.items() if any(size & (size - 1) for size in sizes)}
+
+
+def test_the_gradient_of_the_loss_may_lie_anywhere() -> None:
+    """That of each layer is a number of one tensor: with two alignments, every kernel would be compiled twice."""
+    from vitfocus.kernels.diversity import gradients
+    from vitfocus.kernels.short_attention import triton as short
+
+    kernels = [short.attend_backward, gradients.attention_gradient, gradients.joint_gradient, gradients.bias_gradient]
+    for kernel in (*kernels, gradients.query_gradient, gradients.key_gradient):
+        (weight,) = (one for one in kernel.params if one.name == "weight")
+        assert weight.do_not_specialize_on_alignment, kernel.fn.__name__

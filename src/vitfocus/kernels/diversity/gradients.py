@@ -108,7 +108,8 @@ def _query_step(
     return weighted, plain, total
 
 
-@triton.jit
+# The incoming gradients of the layers' losses are numbers of one tensor: their alignment is not compiled in.
+@triton.jit(do_not_specialize_on_alignment=["weight"])
 def query_gradient(
     q, k, norms, bias, rows, a, average, slopes, towards, along, bounds, inner, weight, out, share, scale, bound,
     heads, group, keys, row_count, first, qb, qh, qn, kb, kh, kn, bb, bh, bq, bk, stride, span, reach, begin, end,
@@ -152,7 +153,7 @@ def query_gradient(
     store_rows(out, made, batch, head, query_rows, numbers < end, (ob, oh, on, 1), D, DP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["weight"])
 def key_gradient(
     q, k, norms, bias, rows, a, average, slopes, towards, along, bounds, inner, weight, out, share, scale, bound,
     heads, group, keys, row_count, first, qb, qh, qn, kb, kh, kn, bb, bh, bq, bk, stride, span, reach, begin, end,
@@ -191,7 +192,7 @@ def key_gradient(
     store_rows(out, made, batch, head, cols, cols < keys, (ob, oh, on, 1), D, DP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["weight"])
 def joint_gradient(
     q, k, norms, bias, rows, a, average, slopes, towards, along, bounds, inner, weight, out, key_out, share, scale,
     bound, heads, group, keys, row_count, first, qb, qh, qn, kb, kh, kn, bb, bh, bq, bk, stride, span, reach, begin,
@@ -242,7 +243,7 @@ def joint_gradient(
     store_rows(key_out, key_made * factor, batch, head, cols, cols < keys, (pb, ph, pn, 1), D, DP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["weight"])
 def bias_gradient(
     q, k, norms, bias, rows, a, average, slopes, towards, along, bounds, inner, weight, out, share, scale, bound,
     heads, group, keys, row_count, first, qb, qh, qn, kb, kh, kn, bb, bh, bq, bk, stride, span, reach, begin, end,
@@ -334,7 +335,7 @@ class BiasSum:
         return sums.expand(self.bias.shape).to(self.bias.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["weight"])
 def attention_gradient(
     q, k, v, incoming, lse, slope, bounds, weight, out, scale, share, heads, keys, first, stride, pitch,
     qb, qh, qn, kb, kh, kn, vb, vh, vn, ib, ih, iw, op, ob, oh, on,

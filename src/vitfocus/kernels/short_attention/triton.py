@@ -117,7 +117,7 @@ def attend_forward(
         tl.store(lse + T, (highest + tl.log2(sum_of_row)) * 0.6931471805599453)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["weight"])
 def attend_backward(
     gradient, q, k, v, lse, slope, bounds, weight, out, scale, share, heads, first, stride, pitch,
     gb, gh, gn, qb, qh, qn, kb, kh, kn, vb, vh, vn, op, ob, oh, on,
