@@ -46,18 +46,13 @@ def train_tiny(overrides: Sequence[str], folder: Path) -> None:
     _print_counts(compiled=train(tiny(*overrides), folder)["compiled"])
 
 
-def compile_with_short_attention(spec: str, most_tokens: int) -> None:
-    """Print what a training step compiled for a GPU, which need not be there, makes of attention, and how right it is.
+def _pretend_there_is_a_gpu() -> None:
+    """Let the compiler and vitfocus take Triton's kernels; what launches them must be replaced."""
+    import sys
 
-    The compiler's graphs run on the CPU. In place of the kernels, plain torch computes what they would.
-    """
     import triton
     from torch.utils import _triton
     from triton.backends.compiler import GPUTarget
-    from triton.runtime.jit import JITFunction
-
-    from vitfocus.kernels.short_attention import op
-    from vitfocus.train.compile import compile_blocks
 
     class Driver:
         def get_current_target(self) -> GPUTarget:
@@ -67,6 +62,55 @@ def compile_with_short_attention(spec: str, most_tokens: int) -> None:
     for name in names:
         setattr(_triton, name, lambda *_, _known=name == "has_triton", **__: _known)
     triton.runtime.driver._active = Driver()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("vitfocus.") and hasattr(module, "chosen"):
+            module.chosen = lambda *_: "triton"
+
+
+def compile_for_several_batches(spec: str, size: int) -> None:
+    """Print which kernels a compiled model launches in training steps with batches of 4, 5 and 6 images.
+
+    No kernel runs. Attention by torch is replaced by something with its shapes.
+    """
+    from triton.runtime.jit import JITFunction
+
+    from vitfocus.attention import capture
+    from vitfocus.kernels.context import op as context  # noqa: F401
+    from vitfocus.kernels.diversity import op, with_attention
+    from vitfocus.kernels.pooling import op as pooling  # noqa: F401
+    from vitfocus.kernels.short_attention import op as short
+
+    launched: set[str] = set()
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
+        launched.add(self.fn.__name__)
+
+    _pretend_there_is_a_gpu()
+    JITFunction.run = run
+    op.BUSY, short.LEAST, with_attention.LEAST_CHANNELS = 1, 16, 16
+    for module in (capture, with_attention):
+        module.keeps_normalisers = lambda *_, **__: True  # type: ignore[attr-defined]
+        module.attention_with_normalisers = lambda q, *_, **__: (q * 1.0, q[..., 0].float() * 1.0)  # type: ignore
+    options = {"img_size": size, "patch_size": 4, "embed_dim": 48, "depth": 2, "num_heads": 3}
+    model = vf.create_model(spec, **options).train().bfloat16()
+    compiled = torch.compile(model, backend="aot_eager", dynamic=True)
+    for batch in (4, 5, 6):
+        out = compiled(torch.randn(batch, 3, size, size).bfloat16())
+        (out.float().square().sum() + vf.auxiliary_loss(model)).backward()
+    _print_counts(launched=sorted(launched))
+
+
+def compile_with_short_attention(spec: str, most_tokens: int) -> None:
+    """Print what a training step compiled for a GPU, which need not be there, makes of attention, and how right it is.
+
+    The compiler's graphs run on the CPU. In place of the kernels, plain torch computes what they would.
+    """
+    from triton.runtime.jit import JITFunction
+
+    from vitfocus.kernels.short_attention import op
+    from vitfocus.train.compile import compile_blocks
+
+    _pretend_there_is_a_gpu()
     launched: list[str] = []
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
@@ -84,7 +128,6 @@ def compile_with_short_attention(spec: str, most_tokens: int) -> None:
             given["out"].copy_(made.permute(1, 3, 0, 2, 4))
 
     JITFunction.run = run
-    op.chosen = lambda *_: "triton"  # type: ignore[assignment]
     op.MOST_TOKENS, op.LEAST = most_tokens, 16
     graphs: list[torch.fx.GraphModule] = []
 

@@ -245,8 +245,8 @@ def test_gradients_of_maps_in_registers_are_kept_or_computed_again(
     check_attention(case, seed=1)
     query, key, _, options = case.inputs(1)
     results = []
-    for share in (diversity_op.KEPT_OVER_QUERIES, 0):
-        monkeypatch.setattr(diversity_op, "KEPT_OVER_QUERIES", share)
+    for share in (diversity_op.KEPT_PERCENT, 0):
+        monkeypatch.setattr(diversity_op, "KEPT_PERCENT", share)
         _, _, _, slope = diversity_op.launch_forward(
             query, key, None, None, None, LossOptions(case.scale, 1, True, variant == "paper", 1.5)
         )

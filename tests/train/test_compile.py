@@ -8,7 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.compiled_blocks import compile_with_short_attention, count_compilations, train_tiny
+from helpers.compiled_blocks import (
+    compile_for_several_batches,
+    compile_with_short_attention,
+    count_compilations,
+    train_tiny,
+)
 from helpers.processes import start
 from helpers.train_tools import rows
 from torch.nn import functional as F
@@ -116,3 +121,16 @@ def test_compiled_attention_of_few_tokens_runs_our_kernels(treatment: str, saved
     assert not mine["graph_breaks"] and mine["frames"] == theirs["frames"]
     assert theirs["copies"] - mine["copies"] == saved
     assert mine["error"] < 0.02 and theirs["error"] < 0.02
+
+
+@pytest.mark.skipif(not has_triton(), reason="needs Triton")
+@pytest.mark.parametrize(
+    ("size", "kernel"),
+    [(32, "attend_backward"), (48, "attention_gradient"), (72, "key_gradient")],
+    ids=["65 tokens", "145 tokens", "325 tokens"],
+)
+def test_a_compiled_model_takes_batches_of_any_size(size: int, kernel: str) -> None:
+    """The compiler does not know the size, and the launches must not need it."""
+    counted = start(compile_for_several_batches, "deit_tiny_patch16_224+cbs+tap+adl(layers=all)", size).results()
+    assert {kernel, "share_mean_kernel", "mix", "score_gradient"} <= set(counted["launched"])
+    assert not counted["graph_breaks"] and counted["frames"]["total"] == counted["frames"]["ok"] <= 3

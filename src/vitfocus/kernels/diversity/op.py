@@ -53,8 +53,8 @@ WIDE = ((64, 32, 4, 3), (64, 64, 4, 3))
 JOINT_SPACE = 140 * 1024
 #: Bytes of mean maps that exist at a time: at least the first, and at most the second times those of the queries.
 LEAST_MAP, MAP_OVER_QUERIES = 1 << 24, 4
-#: Bytes of mean maps that are kept for the backward pass, over those of the queries.
-KEPT_OVER_QUERIES = 0.75
+#: Bytes of mean maps that are kept for the backward pass, in percent of those of the queries.
+KEPT_PERCENT = 75
 
 
 def diversity(
@@ -348,7 +348,7 @@ class _Launch:
         """
         if self.alone or len(self.chunks()) > 1:
             return 0
-        most = int(KEPT_OVER_QUERIES * self.batch * self.heads * self.queries * self.width)
+        most = KEPT_PERCENT * self.batch * self.heads * self.queries * self.width // 100
         some = min(self.maps, most // (self.count * self.stride))
         return 0 if torch.compiler.is_compiling() and some < self.maps else some
 
