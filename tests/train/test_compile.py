@@ -116,3 +116,10 @@ def test_compiled_attention_of_few_tokens_runs_our_kernels(treatment: str, saved
     assert not mine["graph_breaks"] and mine["frames"] == theirs["frames"]
     assert theirs["copies"] - mine["copies"] == saved
     assert mine["error"] < 0.02 and theirs["error"] < 0.02
+
+
+@pytest.mark.skipif(not has_triton(), reason="needs Triton")
+def test_compiled_attention_that_is_observed_later_is_torchs() -> None:
+    """Our kernels would hide it from the observer."""
+    mine = start(compile_with_short_attention, "deit_tiny_patch16_224", 128, "adl(layers=all)").results()
+    assert not mine["launched"] and not mine["graph_breaks"] and mine["error"] < 0.02

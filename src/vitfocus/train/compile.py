@@ -89,8 +89,8 @@ def use_fast_forms(model: nn.Module) -> None:
 
 
 def _attend(module: nn.Module, *args: Any, **keywords: Any) -> Any:
-    """An attention module's own forward pass, with the kernels for few tokens if it is compiled."""
-    if not torch.compiler.is_compiling():
+    """An attention module's own forward pass, with the kernels for few tokens if it is compiled, and not observed."""
+    if not torch.compiler.is_compiling() or module.__dict__["forward"].__self__ is not module:
         return type(module).forward(module, *args, **keywords)
     with ShortAttention():
         return type(module).forward(module, *args, **keywords)
@@ -144,7 +144,7 @@ def _is_patch_product(module: nn.Conv2d) -> bool:
 def _embed_patches(module: nn.Conv2d, images: Tensor) -> Tensor:
     """Such a convolution; if compiled, as one product of patches and weight, whose gradient is one product too."""
     side = module.stride[0]
-    if not torch.compiler.is_compiling() or images.shape[-2] % side or images.shape[-1] % side:
+    if not torch.compiler.is_compiling() or module.__dict__["forward"].__self__ is not module:
         return type(module).forward(module, images)
     patches = F.pixel_unshuffle(images, side)
     embedded = F.linear(patches.flatten(2).mT, module.weight.flatten(1), module.bias)
