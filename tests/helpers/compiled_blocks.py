@@ -100,10 +100,11 @@ def compile_for_several_batches(spec: str, size: int) -> None:
     _print_counts(launched=sorted(launched))
 
 
-def compile_with_short_attention(spec: str, most_tokens: int) -> None:
+def compile_with_short_attention(spec: str, most_tokens: int, late: str = "") -> None:
     """Print what a training step compiled for a GPU, which need not be there, makes of attention, and how right it is.
 
-    The compiler's graphs run on the CPU. In place of the kernels, plain torch computes what they would.
+    The compiler's graphs run on the CPU. In place of the kernels, plain torch computes what they would. `late` is a
+    treatment that comes after `compile_blocks`.
     """
     from triton.runtime.jit import JITFunction
 
@@ -148,6 +149,8 @@ def compile_with_short_attention(spec: str, most_tokens: int) -> None:
         if compiled:
             torch.compile = partial(torch.compile, backend=compiler)  # type: ignore[assignment]
             compile_blocks(model)
+        if late:
+            vf.treat_(model, late)
         with torch.autocast("cpu", torch.bfloat16):
             out = model(images)
         (out.square().sum() + vf.auxiliary_loss(model)).backward()

@@ -461,8 +461,11 @@ def test_no_images_at_all() -> None:
             loss.backward()
             assert loss == 0 and full.grad is not None and not full.grad.any()
     assert share_mean(torch.zeros(0, 5, 8)).shape == (0, 5, 8)
-    tokens, first = torch.zeros(0, 5, 8), torch.zeros(3, 8, 3, 3)
-    assert mix_dilated(tokens, predict_hidden(tokens, first, (2, 2)), torch.zeros(3, 3, 3, 3)).shape == (0, 5, 8)
+    tokens, first = torch.zeros(0, 5, 8, requires_grad=True), torch.zeros(3, 8, 3, 3, requires_grad=True)
+    mixed = mix_dilated(tokens, predict_hidden(tokens, first, (2, 2)), torch.zeros(3, 3, 3, 3))
+    assert mixed.shape == (0, 5, 8)
+    slopes = torch.autograd.grad(mixed.sum(), (tokens, first))
+    assert slopes[0].shape == (0, 5, 8) and not slopes[1].any()
 
 
 @pytest.mark.usefixtures("whole")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -273,6 +274,24 @@ def test_a_launch_waits_until_its_kernel_is_compiled(monkeypatch: pytest.MonkeyP
     waiting.join(10)
     assert events[1:] == ["compiled lower_kernel"] * 2 + ["launched lower_kernel"] * 2
     assert lower_kernel.pre_run_hooks == []
+
+
+def test_a_launch_that_waits_to_be_compiled_keeps_no_memory() -> None:
+    """Of its tensors, the compiler needs the type, and whether an address is a multiple of 16 bytes."""
+    from vitfocus.kernels.backends import launches_of
+    from vitfocus.kernels.tiles import lower_kernel
+
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def launch() -> None:
+        tensors = torch.empty(64, dtype=torch.bfloat16), torch.empty(64)[1:]
+        made.extend(map(weakref.ref, tensors))
+        lower_kernel[1,](*tensors, 3, BLOCK=128)
+
+    ((_, args, keywords),) = launches_of(launch).values()
+    assert made[0]() is None and args[0].numel() == 0 and args[0].dtype == torch.bfloat16
+    assert args[1] is made[1]() and args[1].data_ptr() % 16
+    assert args[2:] == (3,) and keywords["BLOCK"] == 128
 
 
 @pytest.mark.usefixtures("launches")

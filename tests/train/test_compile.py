@@ -134,3 +134,10 @@ def test_a_compiled_model_takes_batches_of_any_size(size: int, kernel: str) -> N
     counted = start(compile_for_several_batches, "deit_tiny_patch16_224+cbs+tap+adl(layers=all)", size).results()
     assert {kernel, "share_mean_kernel", "mix", "score_gradient"} <= set(counted["launched"])
     assert not counted["graph_breaks"] and counted["frames"]["total"] == counted["frames"]["ok"] <= 3
+
+
+@pytest.mark.skipif(not has_triton(), reason="needs Triton")
+def test_compiled_attention_that_is_observed_later_is_torchs() -> None:
+    """Our kernels would hide it from the observer."""
+    mine = start(compile_with_short_attention, "deit_tiny_patch16_224", 128, "adl(layers=all)").results()
+    assert not mine["launched"] and not mine["graph_breaks"] and mine["error"] < 0.02

@@ -89,8 +89,8 @@ def use_fast_forms(model: nn.Module) -> None:
 
 
 def _attend(module: nn.Module, *args: Any, **keywords: Any) -> Any:
-    """An attention module's own forward pass, with the kernels for few tokens if it is compiled."""
-    if not torch.compiler.is_compiling():
+    """An attention module's own forward pass, with the kernels for few tokens if it is compiled, and not observed."""
+    if not torch.compiler.is_compiling() or module.__dict__["forward"].__self__ is not module:
         return type(module).forward(module, *args, **keywords)
     with ShortAttention():
         return type(module).forward(module, *args, **keywords)

@@ -420,7 +420,7 @@ def first_gradient(slope: Tensor, tokens: Tensor, first: Tensor) -> Tensor:
     block, wide, stages = (32, 64, 2) if tokens.dtype == torch.float32 else (64, 128, 3)
     wide = max(16, min(wide if padded <= 64 and channels % wide == 0 else wide // 2, power_of_two(channels)))
     chunks = -(-channels // wide)
-    steps = -(-total // (block * max(1, BUSY // chunks)))
+    steps = max(1, -(-total // (block * max(1, BUSY // chunks))))
     count = -(-total // (block * steps))
     parts = torch.empty(count, 9 * branches, channels, dtype=torch.float32, device=tokens.device)
     tap_products[(count * chunks,)](
