@@ -88,8 +88,13 @@ def test_a_model_of_one_channel() -> None:
     torch.testing.assert_close(corrupted(grey, body, "brightness/2", 0, 0), brighter, atol=0.02, rtol=0)
     labels = torch.tensor([0, 1, 2])
     assert vf.evaluate(model, "clean", [(grey, labels)], progress=False).images == 3
-    with pytest.raises(vf.VitfocusError, match=r"The images have 3 channels, but vit_tiny_patch16_224 takes 1\."):
-        vf.evaluate(model, "clean", [(colour, labels)], progress=False)
+    luma, colour = luma / 255, colour / 255
+    seen = [vf.evaluate(model, "clean", (images, labels), progress=False) for images in (luma, colour)]
+    first, second = (torch.tensor(next(iter(scores.samples["clean"].values()))["confidence"]) for scores in seen)
+    torch.testing.assert_close(first, second, atol=1e-3, rtol=0)
+    assert vf.evaluate(model, "fgsm", (colour, labels), progress=False).images == 3
+    with pytest.raises(vf.VitfocusError, match=r"The images have 2 channels, but vit_tiny_patch16_224 takes 1\."):
+        vf.evaluate(model, "clean", [(colour[:, :2], labels)], progress=False)
 
 
 def test_what_is_no_model_is_said() -> None:

@@ -130,7 +130,8 @@ def test_a_folder_of_other_files_is_refused(
         (out / name).write_text("precious")
     assert main(words) == 2
     said = (
-        f"{out} holds a.txt, b.txt, c.txt, 1 more and no run of vitfocus {command[0]}: name a new or an empty folder."
+        f"{out} holds a.txt, b.txt, c.txt, 1 more and no run of vitfocus {command[0]}: name a new folder, such as "
+        f"{out / command[0]}."
     )
     assert said in capsys.readouterr().err
     assert {path.read_text() for path in out.iterdir()} == {"precious"} and len(list(out.iterdir())) == 4
@@ -138,6 +139,8 @@ def test_a_folder_of_other_files_is_refused(
         path.unlink()
     (out / ".lock").write_text("process 1")
     (out / ".vitfocus-metrics.jsonl.abc").write_text("")
+    for name in (".DS_Store", "train.log", "slurm-1.out", "slurm-1.err"):  # the system's, or the job's own
+        (out / name).touch()
     reached = main(words)
     error = capsys.readouterr().err
     if command[0] == "demo":  # which is refused for its treatment, later
@@ -163,7 +166,8 @@ def test_evaluations_and_diagnoses_refuse_a_folder_of_other_files(
     words = [*command, "--device", "cpu", "--out", str(tmp_path)]
     (tmp_path / "report.html").write_text("precious")
     assert main(words) == 2
-    said = f"{tmp_path} holds report.html and no run of vitfocus {command[0]}: name a new or an empty folder."
+    new = tmp_path / command[0]
+    said = f"{tmp_path} holds report.html and no run of vitfocus {command[0]}: name a new folder, such as {new}."
     assert said in capsys.readouterr().err and (tmp_path / "report.html").read_text() == "precious"
     (tmp_path / "report.html").unlink()
     if len(command) == 5 and command[0] == "diagnose":
@@ -174,3 +178,27 @@ def test_evaluations_and_diagnoses_refuse_a_folder_of_other_files(
     torch.manual_seed(0)
     assert main([*words, "--resume"] if command[0] == "evaluate" else words) == 0
     assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_a_run_keeps_its_folder_and_has_others_inside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run, a measurement and a gallery would overwrite each other's card and report."""
+    train(tiny("epochs=1"), tmp_path / "run")
+    model, other = str(tmp_path / "run" / "model"), "vit_tiny_patch16_224"
+    diagnose, evaluate = ["diagnose", model, "--limit", "1"], ["evaluate", model, "--suite", "clean"]
+    evaluate += ["--data", "shapes:2"]
+    for words, out in [
+        (diagnose, "run"),
+        (evaluate, "run"),
+        ([*diagnose, other], ""),
+        ([*diagnose, "--against", "nonsense"], "new"),
+        (["diagnose", str(tmp_path / "absent" / "model")], "new"),
+    ]:
+        before = sorted(tmp_path.rglob("*"))
+        assert main([*words, "--device", "cpu", "--out", str(tmp_path / out)]) == 2
+        assert sorted(tmp_path.rglob("*")) == before
+        error = capsys.readouterr().err
+        expected = f"name a new folder, such as {tmp_path / 'run' / words[0]}." if out != "new" else "here is no"
+        assert expected in error
+    for words in (diagnose, evaluate):
+        assert main([*words, "--device", "cpu", "--out", str(tmp_path / "run" / words[0])]) == 0
+    assert main([*diagnose, "--device", "cpu", "--out", str(tmp_path / "run")]) == 2  # still

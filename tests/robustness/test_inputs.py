@@ -267,6 +267,8 @@ def test_other_bad_input_is_refused_in_one_sentence(tmp_path: Path) -> None:
     picture = Listed([(Image.fromarray(pictures(1, 50)[0]), 0)])
     refused("crop_pct is 0", Blobs(10), "clean", picture, crop_pct=0)
     refused("evaluate: model is None; expected a torch.Module", None, "clean", picture)
+    refused("no images", Blobs(10), "clean", (torch.zeros(0, 3, 50, 50), torch.zeros(0, dtype=torch.int64)))
+    refused("There is no file nowhere.png", Blobs(10), "clean", [("nowhere.png", 0)])
     features = timm.create_model("vit_tiny_patch16_224", depth=1, img_size=32, num_classes=0)
     refused("has no classifier", features, "clean", picture)
     (tmp_path / "file").write_text("")

@@ -118,24 +118,29 @@ def run(args: argparse.Namespace) -> int:
         image_files(Path(args.explore_images), 1)
     requests = _requests(args)
     if args.out:
-        marks = {_DIAGNOSIS, *(file.parent.name for file in Path(args.out).glob(f"*/{_DIAGNOSIS}"))}
+        marks = {_DIAGNOSIS}
         if len(requests) > 1:
-            marks |= {Path(request.out).name for request in requests if request.out}
+            folders = [Path(request.out) for request in requests if request.out]
+            for folder in folders:
+                require_run_folder(folder, marks, "vitfocus diagnose")
+            marks |= {folder.name for folder in (*folders, *(f.parent for f in Path(args.out).glob(f"*/{_DIAGNOSIS}")))}
         require_run_folder(args.out, marks, "vitfocus diagnose")
-        writable_folder(args.out)  # before any slow work
     if args.against is not None:
         from vitfocus.corruptions import parse
 
         parse(args.against)
-    if len(requests) == 1:
-        with _locked(args.out):
+    with _locked(args.out):
+        if args.out:
+            writable_folder(args.out)  # before any slow work
+        if len(requests) == 1:
             diagnosis = _diagnose(args, requests[0], files)
+        else:
+            found = _diagnose_many(args, requests, files)
+    if len(requests) == 1:
         print(diagnosis.to_json() if args.json else diagnosis)
         return 0
     from vitfocus.report.attention import means_table
 
-    with _locked(args.out):
-        found = _diagnose_many(args, requests, files)
     print(json.dumps([one.to_dict() for one in found], indent=2) if args.json else means_table(found))
     if failed := len(requests) - len(found):
         raise VitfocusError(f"{failed} of {len(requests)} models could not be diagnosed, for the reasons above.")

@@ -119,6 +119,8 @@ def _evaluate(args: argparse.Namespace) -> int:
         return 0
     needed = {"MODEL": args.model, "--suite": args.suite, "--data": args.data}
     if missing := [flag for flag, value in needed.items() if not value]:
+        if args.model and "/" in args.model[0] and ":" not in args.model[0] and not Path(args.model[0]).is_dir():
+            raise VitfocusError(f"There is no folder {args.model[0]}: name a run, or a folder with a saved model.")
         raise VitfocusError(f"{missing[0]} is missing: vitfocus evaluate MODEL --suite NAME --data DIR.")
     given = {name: getattr(args, name) for name in switches() if getattr(args, name) is not None}
     suite, _ = find_suite(args.suite, given)

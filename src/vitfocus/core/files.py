@@ -235,6 +235,8 @@ def writable_folder(folder: str | Path) -> Path:
 def require_run_folder(folder: str | Path, marks: Collection[str], what: str) -> None:
     """Refuse a folder that holds files but none of the `marks` of a run, which would mix with those files.
 
+    Hidden files do not count, nor logs, which a job may have opened there before the run begins.
+
     Args:
         folder: The folder; it may be missing or empty.
         marks: Names of files and folders, one of which every run has that was begun there.
@@ -246,17 +248,18 @@ def require_run_folder(folder: str | Path, marks: Collection[str], what: str) ->
         >>> (folder / "thesis.tex").touch()
         >>> require_run_folder(folder, ["config.toml"], "vitfocus train")
         Traceback (most recent call last):
-        vitfocus.core.errors.VitfocusError: ... holds thesis.tex and no run of vitfocus train: name a new or an ...
+        vitfocus.core.errors.VitfocusError: ... holds thesis.tex and no run of vitfocus train: name a new folder, ...
     """
     try:
         present = sorted(path.name for path in Path(folder).iterdir())
     except OSError:  # a new folder, or what `lock_folder` refuses
         return
-    names = [name for name in present if name != LOCK and not name.startswith(_TEMPORARY)]
+    names = [name for name in present if not name.startswith(".") and not name.endswith((".log", ".out", ".err"))]
     if names and not set(names) & set(marks):
         more = len(names) - 3
         found = ", ".join(names[:3]) + (f", {more} more" if more > 0 else "")
-        raise VitfocusError(f"{folder} holds {found} and no run of {what}: name a new or an empty folder.")
+        new = Path(folder, what.rpartition(" ")[2])
+        raise VitfocusError(f"{folder} holds {found} and no run of {what}: name a new folder, such as {new}.")
 
 
 class FolderInUse(VitfocusError):

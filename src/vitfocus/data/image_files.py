@@ -125,6 +125,8 @@ def open_image(picture: Any, most: int | None = None) -> Image.Image:
 def unreadable(picture: Any, error: Exception) -> str:
     """The error message for an image that cannot be read."""
     named = picture if isinstance(picture, str | os.PathLike) else "An image"
+    if isinstance(error, FileNotFoundError):
+        return f"There is no file {named}."
     return f"{named} cannot be read as an image ({type(error).__name__}): fetch it again or remove it."
 
 

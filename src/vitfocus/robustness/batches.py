@@ -195,6 +195,8 @@ def labelled_images(data: Any) -> Dataset[Any] | None:
         if singles is not None and listed:
             if len(singles) != len(labels):
                 raise VitfocusError(f"The data has {len(singles)} images but {len(labels)} labels.")
+            if not len(singles):
+                raise VitfocusError("The data has no images, so there is nothing to measure.")
             data = list(zip(singles, labels, strict=True))
     first = data[0]
     pair = isinstance(first, tuple | list) and len(first) == 2

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torchvision.transforms.functional import rgb_to_grayscale
 
 from vitfocus.anatomy import input_spec, unwrap
 from vitfocus.core.arguments import require_values
@@ -46,6 +47,8 @@ class PixelModel:
         values = images.float() / 255 if images.dtype == torch.uint8 else images.float()
         if self.resize and tuple(values.shape[-2:]) != self.size:
             values = F.interpolate(values, size=self.size, mode="bicubic", antialias=True).clamp(0, 1)
+        if len(self.mean) == 1 and values.shape[1] == 3:
+            values = rgb_to_grayscale(values)
         mean, std = self._statistics(values)
         try:
             with self.autocast(images.device):

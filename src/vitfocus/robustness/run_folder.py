@@ -68,7 +68,10 @@ class RunFolder:
                 shutil.rmtree(self.folder / PARTS, ignore_errors=True)
             return
         if (self.folder / RESULTS).exists() or (self.folder / PARTS).exists():
-            raise VitfocusError(f"{self.folder} holds files of a run but no {PROTOCOL}; choose another folder.")
+            raise VitfocusError(
+                f"{self.folder} holds files of a run but no {PROTOCOL}: name a new folder, such as "
+                f"{self.folder / 'evaluate'}."
+            )
         write_text(known, json.dumps(fingerprint, indent=2) + "\n")
 
     def release(self) -> None:

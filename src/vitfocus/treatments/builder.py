@@ -179,6 +179,8 @@ def _build_timm(name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Mo
 
     repository, architecture = hub_name(name), name.partition(".")[0]
     if repository is None and not timm.is_model(architecture):  # which timm would look for in folders and on the hub
+        if "/" in name and ":" not in name:
+            raise VitfocusError(f"timm has no model {name!r}, and there is no such folder.")
         raise VitfocusError(f"timm has no model {name!r}: {nearest(architecture, timm.list_models())}")
     try:
         if repository is not None:  # files on the hub are untrusted too
