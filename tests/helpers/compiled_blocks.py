@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -46,9 +47,8 @@ def train_tiny(overrides: Sequence[str], folder: Path) -> None:
     _print_counts(compiled=train(tiny(*overrides), folder)["compiled"])
 
 
-def _pretend_there_is_a_gpu() -> None:
-    """Let the compiler and vitfocus take Triton's kernels; what launches them must be replaced."""
-    import sys
+def _pretend_there_is_a_gpu(*modules: Any) -> None:
+    """Let the compiler, and these modules of vitfocus, take Triton's kernels; what launches them must be replaced."""
 
     import triton
     from torch.utils import _triton
@@ -62,9 +62,8 @@ def _pretend_there_is_a_gpu() -> None:
     for name in names:
         setattr(_triton, name, lambda *_, _known=name == "has_triton", **__: _known)
     triton.runtime.driver._active = Driver()
-    for name, module in list(sys.modules.items()):
-        if name.startswith("vitfocus.") and hasattr(module, "chosen"):
-            module.chosen = lambda *_: "triton"
+    for module in modules:
+        module.chosen = lambda *_: "triton"
 
 
 def compile_for_several_batches(spec: str, size: int) -> None:
@@ -75,9 +74,7 @@ def compile_for_several_batches(spec: str, size: int) -> None:
     from triton.runtime.jit import JITFunction
 
     from vitfocus.attention import capture
-    from vitfocus.kernels.context import op as context  # noqa: F401
     from vitfocus.kernels.diversity import op, with_attention
-    from vitfocus.kernels.pooling import op as pooling  # noqa: F401
     from vitfocus.kernels.short_attention import op as short
 
     launched: set[str] = set()
@@ -85,7 +82,9 @@ def compile_for_several_batches(spec: str, size: int) -> None:
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
         launched.add(self.fn.__name__)
 
-    _pretend_there_is_a_gpu()
+    vf.treat_(vf.create_model("deit_tiny_patch16_224", depth=1), spec.partition("+")[2])  # imports the treatments
+    loaded = [one for name, one in sys.modules.items() if name.startswith("vitfocus.")]
+    _pretend_there_is_a_gpu(*(one for one in loaded if hasattr(one, "chosen")))
     JITFunction.run = run
     op.BUSY, short.LEAST, with_attention.LEAST_CHANNELS = 1, 16, 16
     for module in (capture, with_attention):
@@ -111,7 +110,7 @@ def compile_with_short_attention(spec: str, most_tokens: int, late: str = "") ->
     from vitfocus.kernels.short_attention import op
     from vitfocus.train.compile import compile_blocks
 
-    _pretend_there_is_a_gpu()
+    _pretend_there_is_a_gpu(op)
     launched: list[str] = []
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **keywords: Any) -> None:

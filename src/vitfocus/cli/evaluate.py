@@ -42,11 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="suite such as clean or imagenet-c; 'list' prints them all (default: the suite of the saved model's task)",
     )
-    parser.add_argument(
-        "--data",
-        metavar="DIR",
-        help="folder of the suite as published, folder with a subfolder per class, or shapes:N",
-    )
+    about = "folder of the suite as published, folder with a subfolder per class, or shapes:N"
+    parser.add_argument("--data", metavar="DIR", help=about)
     add_weights(parser)
     parser.add_argument("--treat", metavar="SPEC", help="treatments to insert into every model first, such as tap+cb")
     parser.add_argument("--out", metavar="RUN", help="folder for results.json and, during the run, partial results")
