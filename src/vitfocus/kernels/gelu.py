@@ -1,8 +1,7 @@
-"""GELU in half as many instructions, for compiled code in half precision.
+"""GELU from one exponential and a polynomial, for compiled code in half precision.
 
-With torch's erf, GELU on 50 million numbers is limited by arithmetic, not by memory. Here, the normal distribution
-comes from one exponential and a polynomial (Abramowitz and Stegun, 7.1.26), off by less than 1e-7 of 1, and the
-derivative shares both. It is plain torch, so that the compiler fuses it with what is around it.
+The normal distribution is approximated as by Abramowitz and Stegun (7.1.26), to less than 1e-7, and the derivative uses
+the same exponential again. It is plain torch, so that the compiler fuses it with what is around it.
 """
 
 from __future__ import annotations

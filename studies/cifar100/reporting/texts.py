@@ -44,8 +44,10 @@ PLACES = {
     "camvid": "UperNet with DeiT-Ti on CamVid",
 }
 OUTCOMES = (
-    "Higher and lower: significant at 5 % after Holm's correction for all planned comparisons. Within ±0.5 points: all "
-    "planned seeds are finished, and the 90 % interval (not corrected) lies between these bounds. Undecided: neither."
+    "Plain and treated are means over the same seeds. The 95 % intervals are not corrected for the number of "
+    "comparisons, so an interval without 0 can belong to an undecided effect. Higher and lower: significant at 5 % "
+    "after Holm's correction for all planned comparisons. Within ±0.5 points: all planned seeds are finished, and the "
+    "90 % interval (not corrected) lies between these bounds. Undecided: neither."
 )
 #: The first line of the recipe `cifar100`.
 HEADER = re.compile(r"\A# Plain ViT-S/4 reaches [^\n]*\n")

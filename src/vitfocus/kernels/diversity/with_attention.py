@@ -31,7 +31,7 @@ from vitfocus.kernels.short_attention import op as short
 
 #: The most keys.
 KEYS = 256
-#: Longer heads of fewer channels are computed apart: products of 16 columns have been wrong on a GPU before.
+#: Beyond `short.MOST_TOKENS`, heads of fewer channels are computed apart: products of 16 columns were wrong on a GPU.
 LEAST_CHANNELS = 32
 #: Rows of a tile, warps and stages.
 ROWS, WARPS, STAGES = 32, 8, 3

@@ -29,7 +29,7 @@ from vitfocus.kernels.shared_memory import LARGE, available, padded
 
 #: The most tokens, and the most channels of a head.
 MOST_TOKENS, MOST_CHANNELS = 128, 64
-#: The smallest side of a tile, and the least channels: products of 16 columns have been wrong on a GPU before.
+#: The smallest side of a tile, and the fewest channels: products of 16 columns were wrong on a GPU.
 LEAST = 32
 #: The largest tile beside which a further token is a vector.
 MOST_BESIDE = 64
