@@ -56,7 +56,7 @@ def whole_pass(
         power = logits(query, key, scale, bias, batch, head + h, query_rows, there, (bb, bh, bq, bk), HAS_BIAS)
         pair = (batch * heads + head + h).to(tl.int64)
         if EXTRA:
-            channels, last = tl.arange(0, DP), pair * 0 + BM
+            channels, last = tl.arange(0, DP), pair * 0 + BM  # in 64 bits: tokens may lie far apart
             side = q + batch.to(tl.int64) * qb + (head + h).to(tl.int64) * qh + last * qn + channels
             last_query = tl.load(side, mask=channels < D, other=0.0).to(tl.float32) * (scale * 1.4426950408889634)
             side = k + batch.to(tl.int64) * kb + (head + h).to(tl.int64) * kh + last * kn + channels
